@@ -168,3 +168,12 @@ def ranks_share_what_torch_imports_late() -> Iterator[None]:
 def make_plan() -> Callable[..., Plan]:
     """Builds a plan of 405B on 2,048 GPUs, by default one that fits; keywords change sizes of its layout."""
     return _plan
+
+
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of plans with nothing in the places of their charts, which take most of the time."""
+    from planner.report.html import document
+
+    for name in ("draw_stacks", "draw_stage_seconds", "draw_steps", "draw_pareto"):
+        monkeypatch.setattr(document, name, lambda *_: document.Html("<svg></svg>"))

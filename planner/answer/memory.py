@@ -19,11 +19,13 @@ MemoryItem = Literal["weights", "gradients", "optimizer", "activations", "logits
 class MemoryTensor(Spec):
     """A tensor that is alive at a stage's peak."""
 
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(serialize_by_alias=True)
 
     name: str
     """The operator and the tensor that it keeps, or the parameter: `qkv: qkv`, `experts up: weight`."""
     item: MemoryItem
+    part: str = ""
+    """The part of the stage that it belongs to: `layer`, `embedding`, `head`, `mtp`, `buffers`."""
     layer: int | None = None
     """The decoder layer; null for what belongs to none."""
     microbatch: int | None = None
@@ -33,9 +35,9 @@ class MemoryTensor(Spec):
     dtype: str | None = None
     """Such as `bf16`, `fp32`, `int64`; null with the shape."""
     bytes: int
-    from_s: float = Field(alias="from")
+    from_s: float = Field(serialization_alias="from")
     """The time when it is made; 0 for what is there before the step."""
-    to_s: float = Field(alias="to")
+    to_s: float = Field(serialization_alias="to")
     """The time when it is freed; the end of the step for what outlives it."""
     made_by: str = ""
     """The pass that makes it, such as `forward of micro-batch 3`; empty for what is there before the step."""
@@ -62,6 +64,19 @@ class MemoryOfStage(Spec):
     """Time in seconds, and the bytes allocated from then on; the last entry is the end of the step."""
 
 
+class MemoryChange(Spec):
+    """A change of the layout that would make room, with the step that it would give."""
+
+    change: str
+    """The change in words, such as `recompute mlp`."""
+    modules: tuple[str, ...] = ()
+    """The modules that are recomputed then; `full` for whole layers."""
+    step_s: float
+    fits: bool
+    peak_bytes: tuple[int, ...]
+    """The peak of each stage."""
+
+
 class MemoryAnswer(Spec):
     """The memory of a plan's stages, or of one of them."""
 
@@ -69,4 +84,8 @@ class MemoryAnswer(Spec):
     model: str
     layout: str
     step_s: float
+    num_microbatches: int
+    """Micro-batches of the step that the curves show: the plan's, or fewer of a step too long to show."""
     stages: tuple[MemoryOfStage, ...]
+    changes: tuple[MemoryChange, ...] = ()
+    """Changes that free memory on the fullest stage, the shortest step first."""

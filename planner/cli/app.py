@@ -23,6 +23,7 @@ COMMANDS = {
     "hardware": ("planner.cli.catalogue", "hardware_command"),
     "export": ("planner.cli.export_command", "export_command"),
     "import": ("planner.cli.import_command", "import_command"),
+    "observe": ("planner.cli.observe_command", "observe_command"),
     "report": ("planner.cli.report_command", "report_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
     "serve": ("planner.cli.serve_command", "serve_command"),

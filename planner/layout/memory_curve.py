@@ -107,11 +107,9 @@ def _turning_points(times_s: FloatArray, values: FloatArray) -> npt.NDArray[np.b
 
 def _changes(candidate: Candidate, timeline: Timeline, rank: int, fixed_bytes: float) -> Iterator[_Change]:
     """All changes of a rank's memory in the order of its actions, and those of its optimizer."""
-    held = candidate.durations.activation_bytes
-    assert held is not None
     actions = ActionList.of(timeline.schedule.ranks[rank])
-    changes = HELD_BY_PLACE[actions.kind] * np.asarray(held)[actions.stage]
-    fullest = _backward_at_most(actions, changes)
+    changes = _held_changes(candidate, actions)
+    fullest = fullest_backward(candidate, actions)
     own, of_rank = [sum(moment_bytes(cost)) for cost in candidate.costs], sum(moment_bytes(candidate.rank_costs[rank]))
     spans = zip(actions, changes.tolist(), timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist(), strict=True)
     logits, done_s = 0.0, 0.0
@@ -134,7 +132,15 @@ def _changes(candidate: Candidate, timeline: Timeline, rank: int, fixed_bytes: f
         yield _Change(update_s + candidate.outside.optimizer_s, 0.0, -copies)
 
 
-def _backward_at_most(actions: ActionList, changes: FloatArray) -> int:
-    """The index of the first backward that runs while the most is held."""
-    fullest = int(np.cumsum(changes).argmax())
+def fullest_backward(candidate: Candidate, actions: ActionList) -> int:
+    """The index of a rank's first backward that runs while the most is held."""
+    fullest = int(np.cumsum(_held_changes(candidate, actions)).argmax())
     return fullest + int((actions.kind[fullest:] != F).argmax())
+
+
+def _held_changes(candidate: Candidate, actions: ActionList) -> FloatArray:
+    """Bytes that each action of a rank adds to what is held."""
+    held = candidate.durations.activation_bytes
+    assert held is not None
+    changes: FloatArray = HELD_BY_PLACE[actions.kind] * np.asarray(held)[actions.stage]
+    return changes

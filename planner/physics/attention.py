@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.physics.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, rotary
 from planner.physics.indexer import indexer
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, Collective, Item, Operator, Saved
 from planner.physics.torch_attention import around_flash, chunks_of
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
@@ -35,7 +35,7 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         yield _output_gate(width, gates, shape)
     else:
         # attention keeps its output too, for the gradient
-        yield cast_copy("attention output", BF16 * shape.tokens * width)
+        yield cast_copy("attention output", (shape.tokens, width))
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
     output = Operator(
         name="attention output",
@@ -59,8 +59,8 @@ def _output_gate(width: Number, gates: Number, shape: Shape) -> Operator:
         name="attention gate", kind="elementwise", family="activation", modules=("op",), forward_bytes=5 * num_bytes,
         backward_bytes=8 * num_bytes, forward_kernels=2, backward_kernels=3,
         saved=(
-            Saved("sigmoid", BF16 * shape.tokens * gates, ("op",)),
-            Saved("gated output", num_bytes, ("op",), gemm_input=True),
+            Saved("sigmoid", (shape.tokens, gates), ("op",)),
+            Saved("gated output", (shape.tokens, width), ("op",), gemm_input=True),
         ),
     )  # fmt: skip
 
@@ -112,10 +112,10 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             n=columns,
             k=model.hidden_size,
             parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
-            saved=(Saved(name, BF16 * shape.tokens * kept, modules),),
+            saved=(Saved(name, (shape.tokens, kept), modules),),
         )
         products.append(product)
-    yield from enter_tp("qkv", products, BF16 * shape.tokens * model.hidden_size, shape, runtime)
+    yield from enter_tp("qkv", products, model.hidden_size, shape, runtime)
     if model.query_rank is not None:
         yield from _queries_up(model, model.query_rank, heads, shape, runtime)
     if model.qk_norm:
@@ -125,13 +125,14 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
         weights = 2 if model.qk_norm_over == "head_dim" else heads + kv_heads
         if model.qk_norm_over == "hidden":
             # one row of statistics for all heads of queries, one for those of keys
-            statistics = normed.saved[0]._replace(num_bytes=normed.saved[0].num_bytes / (heads + kv_heads) * 2)
-            normed = replace(normed, saved=(statistics, *normed.saved[1:]))
+            statistics, *others = normed.saved
+            statistics = statistics._replace(dims=(*statistics.dims[:-1], 2 * shape.tokens))
+            normed = replace(normed, saved=(statistics, *others))
         yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
     if rotates:
-        rotated = (heads + kv_heads) * model.head_dim
-        operator = rotary(rotated, shape.tokens, runtime, ("op",), model.scales_rotation)
-        yield _with_saved(operator, Saved("rotated q, k", BF16 * shape.tokens * rotated)) if keeps_buffer else operator
+        rotated = shape.tokens, heads + kv_heads, model.head_dim
+        operator = rotary(rotated[1] * rotated[2], shape.tokens, runtime, ("op",), model.scales_rotation)
+        yield _with_saved(operator, Saved("rotated q, k", rotated)) if keeps_buffer else operator
 
 
 def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
@@ -140,7 +141,7 @@ def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtim
     width = heads * model.head_dim
     yield Operator(
         name="q up", kind="gemm", m=shape.tokens, n=width, k=rank, parameters=width * rank,
-        saved=(Saved("q up", BF16 * shape.tokens * width),),
+        saved=(Saved("q up", (shape.tokens, width)),),
     )  # fmt: skip
 
 
@@ -164,27 +165,27 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         query = Operator(
             name="q", kind="gemm", m=tokens, n=q_width, k=model.hidden_size, parameters=q_width * model.hidden_size
         )
-        yield from enter_tp("q", [query], BF16 * tokens * model.hidden_size, shape, runtime)
+        yield from enter_tp("q", [query], model.hidden_size, shape, runtime)
     else:
         rank = mla.q_lora_rank
         yield Operator(name="q down", kind="gemm", m=shard, n=rank, k=model.hidden_size, parameters=rank * inputs)
-        yield cast_copy("kv down", BF16 * shard * model.hidden_size, ("layernorm",))
+        yield cast_copy("kv down", (shard, model.hidden_size), ("layernorm",))
         yield norm("q latent norm", rank, shard, model, runtime, module="mla_up_proj")
         query = Operator(name="q up", kind="gemm", modules=up, m=tokens, n=q_width, k=rank, parameters=q_width * rank)
-        yield from enter_tp("q up", [query], BF16 * tokens * rank, shape, runtime)
+        yield from enter_tp("q up", [query], rank, shape, runtime)
     rank = mla.kv_lora_rank
     down = rank + mla.qk_rope_head_dim
     yield Operator(name="kv down", kind="gemm", m=shard, n=down, k=model.hidden_size, parameters=down * inputs)
     latent_norm = norm("kv latent norm", rank, shard, model, runtime, module="mla_up_proj")
     if not runtime.fused_rotary:
         # its input is a view of the down-projection's output, whose rotary part is kept along
-        latent_norm = _with_saved(latent_norm, Saved("rotary part", BF16 * shard * mla.qk_rope_head_dim))
+        latent_norm = _with_saved(latent_norm, Saved("rotary part", (shard, mla.qk_rope_head_dim)))
     yield latent_norm
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     keys = Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)
-    yield from enter_tp("kv up", [keys], BF16 * tokens * down, shape, runtime)
+    yield from enter_tp("kv up", [keys], down, shape, runtime)
     # eager: v is a view that keeps the up-projection's output, nope keys included
-    kept = heads * (2 * qk_dim + mla.v_head_dim + (0 if runtime.fused_rotary else mla.qk_nope_head_dim))
+    v_width = mla.v_head_dim + (0 if runtime.fused_rotary else mla.qk_nope_head_dim)
     rope = rotary(heads * mla.qk_rope_head_dim + mla.qk_rope_head_dim, tokens, runtime, up)
     # rotation writes q anew and assembles k from its two parts: nope and the rope part shared by all heads
     assembled = BF16 * tokens * 2 * heads * qk_dim
@@ -197,7 +198,9 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
         backward_bytes=rope.backward_bytes + 2 * assembled,
         forward_kernels=rope.forward_kernels + 1,
         backward_kernels=rope.backward_kernels + 1,
-        saved=(Saved("q, k, v", BF16 * tokens * kept, up),),
+        saved=tuple(
+            Saved(name, (tokens, heads, width), up) for name, width in (("q", qk_dim), ("k", qk_dim), ("v", v_width))
+        ),
     )
 
 
@@ -214,14 +217,14 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
     kv_bytes = BF16 * shape.tokens * kv_heads * (qk_dim + v_dim)
     q_bytes = BF16 * shape.tokens * heads * (qk_dim + v_dim)
     yield from _context_exchange(runtime, shape, kv_bytes, q_bytes)
-    gathered = kv_bytes * (shape.cp - 1) * runtime.keeps_gathered_keys
     # exchanging heads for tokens, both the kernel's output and what comes back from the exchange are kept
     copies = np.where(shape.cp > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
-    output = Saved("output", copies * BF16 * shape.tokens * heads * v_dim)
+    output = Saved("output", (copies, shape.tokens, heads, v_dim))
     if not runtime.flash_attention:
         yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output)
         return
     core, span = ("core_attn",), shape.seq_length
+    gathered = shape.tokens * (shape.cp - 1), kv_heads, qk_dim + v_dim
     if kind.attention == "chunked":
         # as many sequences as there are chunks, each as long as one
         span = np.minimum(span, model.attention_chunk_size or span)
@@ -251,7 +254,7 @@ def _core(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec)
         parameters=sinks,
         saved=(
             output,
-            Saved("log-sum-exp", FP32 * shape.tokens * heads, core),
+            Saved("log-sum-exp", (shape.tokens, heads), core, dtype="fp32"),
             *((Saved("gathered k, v", gathered, (*core, "op")),) if runtime.keeps_gathered_keys else ()),
         ),
     )
@@ -307,8 +310,8 @@ def _unfused_core(
     """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities."""
     core, q_len = ("core_attn",), shape.seq_length / shape.cp
     count = shape.micro_batch_size * heads
-    scores_bytes = BF16 * count * q_len * shape.seq_length
-    dropout = (Saved("dropped probabilities", scores_bytes, core), Saved("mask", scores_bytes / BF16, core))
+    scores = Saved("probabilities", (count, q_len, shape.seq_length), core)
+    dropout = (scores._replace(name="dropped probabilities"), scores._replace(name="mask", dtype="uint8"))
     yield Operator(
         name="scores", kind="gemm", modules=core, weight=False, count=count, m=q_len, n=shape.seq_length, k=qk_dim
     )
@@ -318,12 +321,12 @@ def _unfused_core(
         family="softmax",
         modules=core,
         # scale, mask and softmax in one kernel; dropout reads and writes once more
-        forward_bytes=scores_bytes * (4.5 if runtime.dropout else 2),
-        backward_bytes=scores_bytes * (5.5 if runtime.dropout else 3),
+        forward_bytes=scores.num_bytes * (4.5 if runtime.dropout else 2),
+        backward_bytes=scores.num_bytes * (5.5 if runtime.dropout else 3),
         forward_kernels=2 if runtime.dropout else 1,
         backward_kernels=2 if runtime.dropout else 1,
         parameters=sinks,
-        saved=(Saved("probabilities", scores_bytes, core), *(dropout if runtime.dropout else ())),
+        saved=(scores, *(dropout if runtime.dropout else ())),
     )
     # queries, keys and values are strided views; the context is put in order, and the three gradients into one buffer
     context_bytes = BF16 * shape.tokens * heads * v_dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
@@ -14,18 +14,19 @@ from planner.trainers.spec import RuntimeSpec
 def enter_tp(
     name: str,
     products: Sequence[Operator],
-    num_bytes: Number,
+    width: Number,
     shape: Shape,
     runtime: RuntimeSpec,
     modules: tuple[str, ...] = (),
 ) -> Iterator[Item]:
-    """Column-parallel products of one input of `num_bytes`, and the exchanges of this input.
+    """Column-parallel products of one input of `width` features a token, and the exchanges of this input.
 
     The input is sent in the dtype in which the products read it. Under sequence parallelism it is gathered in the
     forward. In the backward it is gathered again for the wgrad, while the dgrad runs, unless the gathered input was
     kept; and the dgrad is reduce-scattered while the wgrad runs. Without sequence parallelism the dgrad is all-reduced
     while the wgrad runs.
     """
+    num_bytes = BF16 * shape.tokens * width
     sharded, unsharded = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
     products = [replace(product, input_shards=shape.sequence_shards) for product in products]
     beside, cast = tuple(products), products[0].is_cast
@@ -38,8 +39,8 @@ def enter_tp(
     yield gather
     if keeps:
         # beside the shard, which whatever made it keeps
-        others = sharded * (1 - 1 / shape.tp)
-        kept = Saved("gathered input", others, again, gemm_input=cast)
+        others = shape.tokens * shape.sequence_parallel * (1 - 1 / shape.tp)
+        kept = Saved("gathered input", (others, width), again, gemm_input=cast)
         yield Operator(name=f"{name} gathered", kind="elementwise", modules=again, saved=(kept,))
     else:
         yield replace(
@@ -132,15 +133,14 @@ def norm(
     num_bytes = BF16 * tokens * width
     # unfused: cast to fp32, square, mean, scale, cast back, weight
     passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
-    statistics = FP32 * tokens * (2 if model.norm == "layernorm" else 1)
-    saved = [Saved("statistics", statistics)]
+    saved = [Saved("statistics", (2 if model.norm == "layernorm" else 1, tokens), dtype="fp32")]
     if runtime.is_runner and not runtime.fused_norm and model.norm == "rmsnorm":
         # torch before 2.9: the input in fp32, and the normalized rows before their weight
-        saved.append(Saved("input", (FP32 + BF16) / BF16 * num_bytes))
+        saved += [Saved("input", (tokens, width), dtype="fp32"), Saved("normalized", (tokens, width))]
     elif saves_input:
-        saved.append(Saved("input", num_bytes))
+        saved.append(Saved("input", (tokens, width)))
     if saves_output:
-        saved.append(Saved("output", num_bytes, modules, gemm_input=output_is_cast))
+        saved.append(Saved("output", (tokens, width), modules, gemm_input=output_is_cast))
     return Operator(
         name=name,
         kind="elementwise",
@@ -164,7 +164,7 @@ def enter_half(
             f"{name} norm", model.hidden_size, shape.shard_tokens, model, runtime,
             output_is_cast=output_is_cast, module=module,
         )  # fmt: skip
-    kept = Saved("input", BF16 * shape.shard_tokens * model.hidden_size, gemm_input=output_is_cast)
+    kept = Saved("input", (shape.shard_tokens, model.hidden_size), gemm_input=output_is_cast)
     return Operator(name=f"{name} input", kind="elementwise", saved=(kept,))
 
 
@@ -178,14 +178,14 @@ def leave_half(
         yield residual(f"{name} residual", model.hidden_size, shape.shard_tokens, runtime, terms)
 
 
-def cast_copy(name: str, num_bytes: Number, modules: tuple[str, ...] = ()) -> Operator:
-    """The cast copy that a narrow product keeps of an input of `num_bytes`, which other operators keep without a cast.
+def cast_copy(name: str, dims: tuple[Number, ...], modules: tuple[str, ...] = ()) -> Operator:
+    """The cast copy that a narrow product keeps of an input of `dims`, which other operators keep without a cast.
 
     The seconds of the cast are counted with the product.
     """
     return Operator(
         name=f"{name} cast", kind="elementwise", modules=modules,
-        saved=(Saved("cast input", num_bytes, modules, cast_copy=True),),
+        saved=(Saved("cast input", dims, modules, cast_copy=True),),
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec, ter
         backward_bytes=(terms + (3.5 if runtime.dropout else 1)) * num_bytes,
         forward_kernels=1,
         backward_kernels=1,
-        saved=(Saved("dropout mask", tokens * width),) if runtime.dropout else (),
+        saved=(Saved("dropout mask", (tokens, width), dtype="uint8"),) if runtime.dropout else (),
     )
 
 

@@ -9,7 +9,6 @@ from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
 
-INT32 = 4
 INDEX_NORM_PARAMETERS = 2
 """Weight and bias of the LayerNorm over a key of the indexer."""
 
@@ -31,13 +30,13 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
     ):
         yield Operator(
             name=name, kind="gemm", wide=True, m=tokens, n=columns, k=inputs, parameters=columns * inputs,
-            saved=(Saved(name, BF16 * tokens * columns),),
+            saved=(Saved(name, (tokens, columns)),),
         )  # fmt: skip
     yield Operator(
         name="index norm", kind="elementwise", family="norm", forward_bytes=2 * BF16 * tokens * width,
         backward_bytes=3 * BF16 * tokens * width, forward_kernels=1, backward_kernels=2,
         parameters=INDEX_NORM_PARAMETERS * width,
-        saved=(Saved("statistics", 2 * FP32 * tokens), Saved("index k normed", BF16 * tokens * width)),
+        saved=(Saved("statistics", (2, tokens), dtype="fp32"), Saved("index k normed", (tokens, width))),
     )  # fmt: skip
     yield Operator(
         name="index scores", kind="attention", batch=shape.micro_batch_size, heads=heads, kv_heads=1,
@@ -46,5 +45,5 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
     scores_bytes = FP32 * tokens * shape.seq_length / 2
     yield Operator(
         name="index choice", kind="elementwise", family="router", forward_bytes=2 * scores_bytes,
-        forward_kernels=2, saved=(Saved("chosen keys", INT32 * tokens * spec.index_topk),),
+        forward_kernels=2, saved=(Saved("chosen keys", (tokens, spec.index_topk), dtype="int32"),),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 from planner.physics.blocks import enter_tp, leave_tp, norm
 from planner.physics.mixers import mixer_block
 from planner.physics.mlp import mlp_block
-from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved, num_parameters, operators_of
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, num_parameters, operators_of
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec
@@ -33,16 +33,16 @@ def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:
     Each micro-batch in flight has an input of its own (Megatron-LM, transformer/cuda_graphs.py). The output is one of
     the tensors that the backward keeps anyway.
     """
-    num_bytes = BF16 * shape.shard_tokens * model.hidden_size
+    static = Saved("static input", (shape.shard_tokens, model.hidden_size))
     return Operator(
         name="graph buffers",
         kind="elementwise",
         family="copy",
-        forward_bytes=2 * num_bytes,
-        backward_bytes=2 * num_bytes,
+        forward_bytes=2 * static.num_bytes,
+        backward_bytes=2 * static.num_bytes,
         forward_kernels=1,
         backward_kernels=1,
-        saved=(Saved("static input", num_bytes),),
+        saved=(static,),
     )
 
 
@@ -56,10 +56,9 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
     """Token lookup in a vocabulary sharded over tp, plus learned positions, plus BLOOM's norm."""
     hidden_bytes = BF16 * shape.tokens * model.hidden_size
     rows = padded_vocab(model, shape, runtime) / shape.tp
-    shard_bytes = BF16 * shape.shard_tokens * model.hidden_size
     # adding learned positions makes the shard a tensor of its own
     is_view = not runtime.clones_embedding_shard and model.position_embedding != "learned"
-    kept_by_view_bytes = hidden_bytes - shard_bytes if is_view else 0
+    kept_by_view = shape.tokens - shape.shard_tokens if is_view else 0
     lookup = Operator(
         name="embedding",
         kind="elementwise",
@@ -69,7 +68,10 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         forward_kernels=2,
         backward_kernels=3,
         parameters=rows * model.hidden_size + model.num_position_parameters,
-        saved=(Saved("tokens", INT64 * shape.tokens), Saved("whole output", kept_by_view_bytes)),
+        saved=(
+            Saved("tokens", (shape.tokens,), dtype="int64"),
+            Saved("whole output", (kept_by_view, model.hidden_size)),
+        ),
     )
     extra = (
         (norm("embedding norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False),)
@@ -113,7 +115,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
         parameters=(0 if shares_weight else columns * model.hidden_size) + model.head_bias * columns,
     )
     return (
-        *enter_tp(name, [product], BF16 * shape.tokens * model.hidden_size, shape, runtime),
+        *enter_tp(name, [product], model.hidden_size, shape, runtime),
         Operator(
             name="cross-entropy",
             kind="elementwise",
@@ -123,8 +125,8 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
             forward_kernels=3,
             backward_kernels=2,
             saved=(
-                Saved("softmax", (FP32 if runtime.keeps_softmax else BF16) * logits),
-                Saved("labels", INT64 * shape.tokens),
+                Saved("softmax", (shape.tokens, columns), dtype="fp32" if runtime.keeps_softmax else "bf16"),
+                Saved("labels", (shape.tokens,), dtype="int64"),
             ),
         ),
         # maximum, target logit and sum of exponentials over the vocabulary shards: fp32 per token
@@ -134,25 +136,30 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
 
 def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
+    before, behind = around_mtp_layer(model, shape, runtime)
+    return (*before, *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance), *behind)
+
+
+def around_mtp_layer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """What a multi-token-prediction block computes before its decoder layer, and behind it."""
     hidden, tokens = model.hidden_size, shape.tokens
     tp = shape.tp if runtime.splits_mtp_projection else 1
     projection = Operator(
         name="mtp projection", kind="gemm", m=tokens / (shape.tp / tp), n=hidden / tp, k=2 * hidden,
-        parameters=hidden / tp * 2 * hidden, saved=(Saved("input", BF16 * shape.shard_tokens * 2 * hidden),),
+        parameters=hidden / tp * 2 * hidden, saved=(Saved("input", (shape.shard_tokens, 2 * hidden)),),
     )  # fmt: skip
     entered: tuple[Item, ...] = (projection,)
     if runtime.splits_mtp_projection:
-        *exchanges, product = enter_tp("mtp projection", [projection], BF16 * tokens * 2 * hidden, shape, runtime)
+        *exchanges, product = enter_tp("mtp projection", [projection], 2 * hidden, shape, runtime)
         assert isinstance(product, Operator)
         entered = (*exchanges, *leave_tp(product, BF16 * tokens * hidden, shape))
-    return (
+    before = (
         norm("mtp embedding norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
         norm("mtp hidden norm", hidden, shape.shard_tokens, model, runtime, saves_output=False),
         *entered,
-        *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance),
-        norm("mtp final norm", hidden, shape.shard_tokens, model, runtime),
-        *_loss("mtp head", model, shape, runtime, shares_weight=True),
     )
+    final = norm("mtp final norm", hidden, shape.shard_tokens, model, runtime)
+    return before, (final, *_loss("mtp head", model, shape, runtime, shares_weight=True))
 
 
 class ModelTotals(NamedTuple):

@@ -26,10 +26,10 @@ def gated_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
     keys, values, heads = _widths(linear, shape)
     tokens, both = shape.tokens, 2 * keys + 2 * values
     products = [
-        _product(model, "delta in", both, shape, Saved("q, k, v, z", BF16 * tokens * both)),
-        _product(model, "delta gates", 2 * heads, shape, Saved("a, b", BF16 * tokens * 2 * heads)),
+        _product(model, "delta in", both, shape, Saved("q, k, v, z", (tokens, both))),
+        _product(model, "delta gates", 2 * heads, shape, Saved("a, b", (tokens, 2 * heads))),
     ]  # fmt: skip
-    yield from enter_tp("delta in", products, BF16 * tokens * model.hidden_size, shape, runtime)
+    yield from enter_tp("delta in", products, model.hidden_size, shape, runtime)
     yield convolution("delta convolution", 2 * keys + values, linear.conv_kernel or 1, shape, has_bias=False)
     # the logarithm of the decay and the step of each head
     yield _gates(tokens * heads, 2 * heads, BF16 + FP32)
@@ -44,22 +44,20 @@ def kimi_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtime
     keys, values, heads = _widths(linear, shape)
     tokens, rank = shape.tokens, linear.gate_rank
     products = [
-        _product(model, name, columns, shape, Saved(name, BF16 * tokens * columns))
+        _product(model, name, columns, shape, Saved(name, (tokens, columns)))
         for name, columns in (("delta q", keys), ("delta k", keys), ("delta v", values), ("delta step", heads))
     ]
     gates = (("forget", keys), ("output", values))
     if rank is None:
-        products += [_product(model, f"{name} gate", n, shape, Saved(name, BF16 * tokens * n)) for name, n in gates]
+        products += [_product(model, f"{name} gate", n, shape, Saved(name, (tokens, n))) for name, n in gates]
     else:
         # the projections down are the same on all ranks
-        products += [
-            _product(model, f"{name} down", rank, shape, Saved(name, BF16 * tokens * rank)) for name, _ in gates
-        ]
-    yield from enter_tp("delta in", products, BF16 * tokens * model.hidden_size, shape, runtime)
+        products += [_product(model, f"{name} down", rank, shape, Saved(name, (tokens, rank))) for name, _ in gates]
+    yield from enter_tp("delta in", products, model.hidden_size, shape, runtime)
     for name, columns in gates if rank is not None else ():
         yield Operator(
             name=f"{name} up", kind="gemm", m=tokens, n=columns, k=rank or 0, parameters=columns * (rank or 0),
-            saved=(Saved(name, BF16 * tokens * columns),),
+            saved=(Saved(name, (tokens, columns)),),
         )  # fmt: skip
     yield convolution("delta convolution", 2 * keys + values, linear.conv_kernel or 1, shape, has_bias=False)
     yield _gates(tokens * keys, heads + keys, FP32)
@@ -77,19 +75,19 @@ def lightning(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
     keys, values, heads = _widths(linear, shape)
     tokens, d_k, d_v = shape.tokens, linear.key_head_dim, linear.value_head_dim
     products = [
-        _product(model, "lightning qkv", 2 * keys + values, shape, Saved("qkv", BF16 * tokens * (2 * keys + values))),
-        _product(model, "lightning gate", values, shape, Saved("gate", BF16 * tokens * values)),
+        _product(model, "lightning qkv", 2 * keys + values, shape, Saved("qkv", (tokens, 2 * keys + values))),
+        _product(model, "lightning gate", values, shape, Saved("gate", (tokens, values))),
     ]
-    yield from enter_tp("lightning qkv", products, BF16 * tokens * model.hidden_size, shape, runtime)
+    yield from enter_tp("lightning qkv", products, model.hidden_size, shape, runtime)
     num_bytes = BF16 * tokens * (2 * keys + values)
     yield Operator(
         name="lightning activation", kind="elementwise", family="activation", modules=("op",),
         forward_bytes=2 * num_bytes, backward_bytes=3 * num_bytes, forward_kernels=1, backward_kernels=1,
-        saved=(Saved("q, k, v", num_bytes, ("op",)),),
+        saved=(Saved("q, k, v", (tokens, 2 * keys + values), ("op",)),),
     )  # fmt: skip
     flops = heads * (2 * linear.chunk_size * (d_k + d_v) + 4 * d_k * d_v)
     state_bytes = 2 * FP32 * heads * d_k * d_v / linear.chunk_size
-    output = Saved("output", BF16 * tokens * values)
+    output = Saved("output", (tokens, values))
     yield scan("lightning attention", flops, BF16 * 2 * (keys + values) + state_bytes, shape, (2, 4), (output,))
     # the norm is over all heads; the gate's sigmoid and the normed output are kept for their product
     yield Operator(
@@ -97,8 +95,8 @@ def lightning(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         forward_bytes=6 * BF16 * tokens * values, backward_bytes=9 * BF16 * tokens * values,
         forward_kernels=3, backward_kernels=5, parameters=values,
         saved=(
-            Saved("statistics", FP32 * tokens), Saved("normed, sigmoid", 2 * BF16 * tokens * values, ("op",)),
-            Saved("gated", BF16 * tokens * values, ("op",), gemm_input=True),
+            Saved("statistics", (tokens,), dtype="fp32"), Saved("normed, sigmoid", (2, tokens, values), ("op",)),
+            Saved("gated", (tokens, values), ("op",), gemm_input=True),
         ),
     )  # fmt: skip
     yield from _project_out(model, "lightning out", values, shape)
@@ -147,11 +145,12 @@ def _delta_rule(linear: LinearAttentionSpec, heads: Number, shape: Shape, decays
     return scan(
         "delta rule", flops, num_bytes, shape, (6 + TRIANGLE_KERNELS, 16),
         (
-            Saved("q, k, v", BF16 * tokens * heads * (2 * d_k + d_v)),
-            Saved("decays, steps", tokens * (FP32 * decays + BF16 * heads)),
-            Saved("norms of q, k", 2 * FP32 * tokens * heads),
-            Saved("triangles", triangles * BF16 * tokens * heads * chunk),
-            Saved("output", BF16 * tokens * heads * d_v),
+            Saved("q, k, v", (tokens, heads, 2 * d_k + d_v)),
+            Saved("decays", (tokens, decays), dtype="fp32"),
+            Saved("steps", (tokens, heads)),
+            Saved("norms of q, k", (2, tokens, heads), dtype="fp32"),
+            Saved("triangles", (triangles, tokens, heads, chunk)),
+            Saved("output", (tokens, heads, d_v)),
         ),
     )  # fmt: skip
 

@@ -44,10 +44,7 @@ def mamba2(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     # states of a chunk in fp32: written, passed on, read
     state_bytes = 4 * FP32 * heads * head_dim * state / chunk
     num_bytes = BF16 * (3 * width + both + heads) + state_bytes
-    kept = Saved(
-        "scan output",
-        BF16 * shape.tokens * width,
-    )
+    kept = Saved("scan output", (shape.tokens, width))
     yield scan("mamba scan", flops, num_bytes, shape, (5, 14), (kept,), parameters=3 * heads)
     if mamba.gated_norm:
         yield gated_norm("mamba norm", width, groups, width, shape)
@@ -67,11 +64,11 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     width, state, rank = mamba.intermediate_size / shape.tp, mamba.state_size, mamba.time_step_rank
     tokens, inner = shape.tokens, mamba.time_step_rank + 2 * mamba.state_size
     yield from _project_in(model, mamba, 2 * width, shape, runtime)
-    kept = Saved("convolved", BF16 * tokens * width)
+    kept = Saved("convolved", (tokens, width))
     yield convolution("mamba convolution", width, mamba.conv_kernel, shape, mamba.conv_bias, (kept,))
     yield Operator(
         name="mamba x", kind="gemm", wide=True, m=tokens, n=inner, k=width, parameters=inner * width,
-        saved=(Saved("dt, B, C", BF16 * tokens * inner),),
+        saved=(Saved("dt, B, C", (tokens, inner)),),
     )  # fmt: skip
     for backward in (False, True):
         yield Collective(
@@ -81,21 +78,18 @@ def mamba1(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
         yield Operator(
             name="mamba inner norms", kind="elementwise", family="norm", forward_bytes=2 * BF16 * tokens * inner,
             backward_bytes=3 * BF16 * tokens * inner, forward_kernels=3, backward_kernels=6, parameters=inner,
-            saved=(Saved("normed dt, B, C", BF16 * tokens * inner), Saved("statistics", 3 * FP32 * tokens)),
+            saved=(Saved("normed dt, B, C", (tokens, inner)), Saved("statistics", (3, tokens), dtype="fp32")),
         )  # fmt: skip
     yield Operator(
         name="mamba dt", kind="gemm", wide=True, m=tokens, n=width, k=rank, parameters=width * (rank + 1),
-        saved=(Saved("time steps", BF16 * tokens * width),),
+        saved=(Saved("time steps", (tokens, width)),),
     )  # fmt: skip
-    segments = FP32 * tokens / SCAN_SEGMENT * width * 2 * state
-    outputs = Saved(
-        "scan output",
-        BF16 * tokens * width,
-    )
-    gated = Saved("gated output", BF16 * tokens * width, gemm_input=True)
+    outputs = Saved("scan output", (tokens, width))
+    gated = Saved("gated output", (tokens, width), gemm_input=True)
+    states = Saved("states", (tokens / SCAN_SEGMENT, width, 2 * state), dtype="fp32")
     yield scan(
         "mamba scan", SCAN_FLOPS_PER_STATE * width * state, BF16 * (5 * width + 2 * state), shape, (1, 1),
-        (outputs, gated, Saved("states", segments,)),
+        (outputs, gated, states),
         parameters=width * (state + 1), on_tensor_cores=False,
     )  # fmt: skip
     yield from _project_out(model, mamba, width, shape, runtime)
@@ -107,9 +101,9 @@ def _project_in(
     product = Operator(
         name="mamba in", kind="gemm", m=shape.tokens, n=columns, k=model.hidden_size,
         parameters=columns * (model.hidden_size + mamba.proj_bias),
-        saved=(Saved("projected", BF16 * shape.tokens * columns),),
+        saved=(Saved("projected", (shape.tokens, columns)),),
     )  # fmt: skip
-    yield from enter_tp("mamba in", [product], BF16 * shape.tokens * model.hidden_size, shape, runtime)
+    yield from enter_tp("mamba in", [product], model.hidden_size, shape, runtime)
 
 
 def _project_out(
@@ -128,5 +122,5 @@ def _gate(width: Number, shape: Shape) -> Operator:
     """The gate that the scan's last kernel applies: it passes over no memory of its own, its output is kept."""
     return Operator(
         name="mamba gate", kind="elementwise",
-        saved=(Saved("gated output", BF16 * shape.tokens * width, gemm_input=True),),
+        saved=(Saved("gated output", (shape.tokens, width), gemm_input=True),),
     )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from planner.physics.operators import BF16, FP32, INT64, NARROW_BYTES, Item, Operator, operators_of
+from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, Saved, operators_of
 from planner.shape import Number, Shape
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
@@ -30,13 +31,17 @@ def weights_bytes(
     its last. Under ZeRO-2 every rank does so where the weights are the fp32 masters (FSDP2 without resharding).
     """
     cast: Number = runtime.weight_bytes if dtype not in NARROW_BYTES else _cast_weight_bytes(shape, runtime, dtype)
-    are_masters = runtime.weight_bytes > BF16
-    from_stage = 2 if are_masters else 3
+    from_stage = 2 if runtime.weight_bytes > BF16 else 3
     kept = cast * _sharded(dense - wide, expert, shape, runtime, from_stage)
     kept = kept + runtime.weight_bytes * _sharded(wide, 0.0, shape, runtime, from_stage)
+    return kept + gathered_weights_bytes(dense + expert, shape, runtime)
+
+
+def gathered_weights_bytes(parameters: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of the bf16 copies that stay gathered from a step's first micro-batch to its last."""
     zero = shape.zero_stage
-    gathered = ((zero == 3) & (shape.pp > 1)) | ((zero == 2) & are_masters)
-    return kept + np.where(gathered, BF16 * (dense + expert), 0.0)
+    gathered = ((zero == 3) & (shape.pp > 1)) | ((zero == 2) & (runtime.weight_bytes > BF16))
+    return np.where(gathered, BF16 * parameters, 0.0)
 
 
 def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
@@ -125,49 +130,98 @@ def usable_bytes(shape: Shape, hardware: HardwareSpec, headroom_bytes: float = 0
     return free / (1 + hardware.reserved.fragmentation_fraction)
 
 
-def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
-    """The most bytes that a part's backward needs above the bytes that the part saved.
+class Moment(NamedTuple):
+    """The backward of one operator of a part: what it needs, and what it finds free."""
 
-    The sum walks the operators backwards. An operator needs the gradients of its output and its input (and a bf16
-    weight gradient, unless the GEMM adds to the main gradient), when the tensors that later operators saved are free.
+    operator: Operator
+    working: tuple[Saved, ...]
+    freed_bytes: Number
+    """Bytes of the tensors that later operators saved."""
+
+    @property
+    def num_bytes(self) -> Number:
+        """Bytes above those that the part saved."""
+        return sum(tensor.num_bytes for tensor in self.working) - self.freed_bytes
+
+
+def moments(items: Sequence[Item], runtime: RuntimeSpec) -> Iterator[Moment]:
+    """The backward of each operator of a part, the last one first.
+
+    An operator needs the gradients of its output and its input (and a bf16 weight gradient, unless the GEMM adds to the
+    main gradient), when the tensors that later operators saved are free.
     """
-    worst: Number = 0.0
     freed: Number = 0.0
     for op in reversed(operators_of(items)):
-        worst = np.maximum(worst, working_set_bytes(op, runtime) - freed)
+        yield Moment(op, working_set(op, runtime), freed)
         freed = freed + op.saved_bytes()
+
+
+def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
+    """The most bytes that a part's backward needs above the bytes that the part saved."""
+    worst: Number = 0.0
+    for moment in moments(items, runtime):
+        worst = np.maximum(worst, moment.num_bytes)
     return worst
 
 
-def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
-    """Bytes of bf16 gradients that autograd is given and that stay empty: the product adds to the main gradient.
+def unused_gradients(items: Sequence[Item], runtime: RuntimeSpec) -> tuple[Saved, ...]:
+    """The bf16 gradients that autograd is given and that stay empty: the product adds to the main gradient.
 
     Transformer Engine keeps one such gradient for each shape of weight, until training ends.
     """
     if not runtime.hands_unused_gradients:
-        return 0.0
-    return sum(BF16 * op.n * op.k for op in operators_of(items) if op.kind == "gemm" and op.weight)
+        return ()
+    products = (op for op in operators_of(items) if op.kind == "gemm" and op.weight)
+    return tuple(Saved(f"unused gradient: {op.name}", (op.n, op.k)) for op in products)
+
+
+def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
+    """Bytes of `unused_gradients`."""
+    return sum(tensor.num_bytes for tensor in unused_gradients(items, runtime))
 
 
 def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
-    """Bytes that the backward of one operator needs beside its saved tensors: gradients, copies, and its results."""
+    """Bytes of `working_set`."""
+    return sum(tensor.num_bytes for tensor in working_set(op, runtime))
+
+
+def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
+    """Tensors that the backward of one operator needs beside its saved ones: gradients, copies, and its results."""
     if op.kind == "gemm":
-        gradients = BF16 * op.count * op.m * (op.n + op.k)
-        weight = 0 if runtime.fused_grad_accumulation or not op.weight else BF16 * op.parameters
-        return gradients + weight
+        rows = op.count * op.m
+        gradients = (Saved("gradient of the output", (rows, op.n)), Saved("gradient of the input", (rows, op.k)))
+        if runtime.fused_grad_accumulation or not op.weight:
+            return gradients
+        return (*gradients, Saved("gradient of the weight", (op.parameters,)))
     if op.kind == "attention":
-        # where keys and values are gathered, those of the whole sequence and their gradients
-        keys = op.kv_len if runtime.cp_comm_type == "all_gather" else op.q_len
-        backward = BF16 * 2 * op.batch * (op.qk_dim + op.v_dim) * (op.count * op.q_len * op.heads + keys * op.kv_heads)
-        if runtime.cp_comm_type != "p2p":
-            return backward
-        # a ring holds all blocks of keys and values, and an output for each, until the last (Transformer Engine)
-        blocks = BF16 * op.batch * op.kv_len * (op.kv_heads * (op.qk_dim + op.v_dim) + op.heads * op.v_dim)
-        return np.maximum(backward, blocks * (op.kv_len > op.q_len))
+        return _attention_working_set(op, runtime)
     if op.family == "loss":
-        # beside the softmax, as large: its gradient, and that of the logits; in place, a bf16 copy alone
-        return op.saved_bytes() * (BF16 / FP32 if runtime.loss_in_place else 2)
-    return op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
+        softmax, labels = op.saved
+        if runtime.loss_in_place:  # a bf16 copy alone
+            return (Saved("logits in 16 bits", softmax.dims), labels._replace(name="labels", dtype="int32"))
+        # beside the softmax, as large: its gradient, and that of the logits
+        return tuple(
+            kept._replace(name=name, dims=(2, *kept.dims))
+            for kept, name in ((softmax, "gradients of softmax and logits"), (labels, "indices of the loss"))
+        )
+    needed = op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
+    return (Saved("gradients", (needed,), dtype="bytes"),)
+
+
+def _attention_working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
+    # where keys and values are gathered, those of the whole sequence and their gradients
+    keys = op.kv_len if runtime.cp_comm_type == "all_gather" else op.q_len
+    both, dims = 2 * op.batch, op.qk_dim + op.v_dim
+    backward = (
+        Saved("queries, output and their gradients", (both * op.count * op.q_len, op.heads, dims)),
+        Saved("keys, values and their gradients", (both * keys, op.kv_heads, dims)),
+    )
+    if runtime.cp_comm_type != "p2p":
+        return backward
+    # a ring holds all blocks of keys and values, and an output for each, until the last (Transformer Engine)
+    blocks = BF16 * op.batch * op.kv_len * (op.kv_heads * dims + op.heads * op.v_dim)
+    needed = np.maximum(sum(tensor.num_bytes for tensor in backward), blocks * (op.kv_len > op.q_len))
+    return (Saved("queries, keys, values, outputs and gradients", (needed,), dtype="bytes"),)
 
 
 def sent_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
@@ -175,15 +229,21 @@ def sent_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
     return BF16 * shape.shard_tokens * model.hidden_size * runtime.is_runner
 
 
-def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
-    """Bytes that a stage holds beside parameters: cosines and sines [seq / cp, rotated dim / 2], ALiBi's scores
-    [heads / tp, seq, seq], the mask [seq, seq] of chunked attention, and the step's token ids."""
+def constants(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Saved, ...]:
+    """Tensors that a stage holds beside parameters: tables of positions, a mask, the step's token ids, the loss."""
     if not runtime.keeps_tables:
-        return 0.0
+        return ()
     seq, rotated = shape.seq_length, model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-    tables: Number = BF16 * seq / shape.cp * rotated * (model.position_embedding == "rope")
-    if model.position_embedding == "alibi":
-        tables = tables + BF16 * model.num_attention_heads / shape.tp * seq**2
-    if model.attention_chunk_size is not None:
-        tables = tables + BF16 * seq**2 * (model.attention_chunk_size < seq)
-    return tables + INT64 * shape.tokens + ALIGNMENT
+    chunk = model.attention_chunk_size or np.inf
+    tables = {
+        "cosines and sines": (seq / shape.cp * (model.position_embedding == "rope"), rotated),
+        "ALiBi scores": (model.num_attention_heads / shape.tp * (model.position_embedding == "alibi"), seq, seq),
+        "mask of chunked attention": (seq * (chunk < seq), seq),
+    }
+    kept = [Saved(name, dims) for name, dims in tables.items() if np.any(dims[0])]
+    return (*kept, Saved("token ids", (shape.tokens,), dtype="int64"), Saved("loss", (ALIGNMENT,), dtype="uint8"))
+
+
+def constant_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of `constants`."""
+    return sum(tensor.num_bytes for tensor in constants(model, shape, runtime))

@@ -16,7 +16,7 @@ from planner.physics.blocks import (
     local_copies,
     norm,
 )
-from planner.physics.operators import BF16, FP32, INT64, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MoESpec
@@ -64,11 +64,11 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
             n=columns,
             k=hidden,
             parameters=columns * (hidden + (1 if model.has_mlp_bias else 0)),
-            saved=(Saved(name, BF16 * tokens * columns, again),),
+            saved=(Saved(name, (tokens, columns), again),),
         )
         products.append(product)
-    yield from enter_tp(f"{module} up", products, BF16 * tokens * hidden, shape, runtime, modules)
-    yield _activation(f"{module} activation", model, tokens * width, runtime, modules)
+    yield from enter_tp(f"{module} up", products, hidden, shape, runtime, modules)
+    yield _activation(f"{module} activation", model, tokens, width, runtime, modules)
     down = Operator(
         name=f"{module} down",
         kind="gemm",
@@ -85,15 +85,15 @@ def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSp
 
 
 def _activation(
-    name: str, model: ModelSpec, elements: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
+    name: str, model: ModelSpec, rows: Number, width: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
 ) -> Operator:
-    """The activation act(gate)·up or act(x), with `elements` outputs.
+    """The activation act(gate)·up or act(x), which gives `width` features of `rows`.
 
     It keeps its output, and act(gate) where activation and product are not fused.
     """
-    num_bytes = BF16 * elements
     modules = (*modules, "op")
-    saved = [Saved("activation", num_bytes, modules, gemm_input=True)]
+    saved = [Saved("activation", (rows, width), modules, gemm_input=True)]
+    num_bytes = saved[0].num_bytes
     fused = runtime.fused_activation or runtime.compiled
     if not model.gated_mlp and model.activation == "relu2" and not fused:
         # relu, then its square; backward: three kernels for the square, one for relu
@@ -106,9 +106,9 @@ def _activation(
         # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, the concatenation;
         # gate and up are views of one buffer
         passes, backward, kernels = (5, 13, 2)
-        saved.append(Saved("activated gate", num_bytes, modules))
+        saved.append(Saved("activated gate", (rows, width), modules))
     # x · sigmoid(1.702·x) in three kernels
-    sigmoid = (Saved("sigmoid", num_bytes, modules),) * (model.activation == "quick_gelu" and runtime.is_runner)
+    sigmoid = (Saved("sigmoid", (rows, width), modules),) * (model.activation == "quick_gelu" and runtime.is_runner)
     return Operator(
         name=name,
         kind="elementwise",
@@ -149,7 +149,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         n=scored,
         k=hidden,
         parameters=scored * (hidden + (1 if has_bias else 0)),
-        saved=(Saved("scores", (2 if runtime.fused_permute else 1) * FP32 * tokens * scored, ("moe",)),),
+        saved=(Saved("scores", (2 if runtime.fused_permute else 1, tokens, scored), ("moe",), dtype="fp32"),),
     )
     yield Operator(
         name="route",
@@ -160,7 +160,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         backward_bytes=3 * FP32 * tokens * scored,
         forward_kernels=8,
         backward_kernels=6,
-        saved=(Saved("routing map", _routing_bytes(tokens, pairs, runtime), ("moe",)),),
+        saved=_routing(tokens, pairs, runtime),
     )
     if moe.expert_norms:
         yield from _expert_norms(model, moe, shape, runtime)
@@ -176,17 +176,17 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * fullest)
     yield from _all_to_all("combine", sent_bytes, choices, inner_factor, row_fraction)
     unpermute = _move("unpermute", moved_bytes)
-    outputs = (Saved("expert outputs", pair_bytes, ("moe",)),) if runtime.weights_expert_outputs else ()
+    outputs = (Saved("expert outputs", (pairs, sent), ("moe",)),) if runtime.weights_expert_outputs else ()
     yield replace(unpermute, saved=outputs)
     if moe.latent_size is not None:
         yield _latent("latent up", sent, hidden, shape)
     if moe.shared_expert_intermediate_size:
-        yield cast_copy("shared experts", BF16 * tokens * hidden, ("shared_experts",))
+        yield cast_copy("shared experts", (tokens, hidden), ("shared_experts",))
         yield from _dense(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")
     if moe.shared_expert_gate:
         yield Operator(
             name="shared expert gate", kind="gemm", wide=True, m=tokens, n=1, k=hidden, parameters=hidden,
-            saved=(Saved("shared output", BF16 * tokens * hidden), Saved("gate", BF16 * tokens)),
+            saved=(Saved("shared output", (tokens, hidden)), Saved("gate", (tokens,))),
         )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def _expert_norms(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: Runtime
 
 def _latent(name: str, inputs: int, outputs: int, shape: Shape) -> Operator:
     """The projection of tokens to the width in which experts work, or back from it; every rank holds all of it."""
-    kept = (Saved("combined", BF16 * shape.shard_tokens * inputs, gemm_input=True),) if name == "latent up" else ()
+    kept = (Saved("combined", (shape.shard_tokens, inputs), gemm_input=True),) if name == "latent up" else ()
     return Operator(
         name=name, kind="gemm", m=shape.shard_tokens, n=outputs, k=inputs, parameters=inputs * outputs, saved=kept
     )
@@ -232,12 +232,12 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         parameters=local * factor * width * (hidden + bias),
         expert=True,
         saved=(
-            Saved("rows", gathered, modules, gemm_input=True),
-            Saved("up", BF16 * rows * factor * width, modules),
+            Saved("rows", (rows, hidden), modules, gemm_input=True),
+            Saved("up", (rows, factor * width), modules),
         ),
         takes_cast_gradient=runtime.fuses_experts,
     )
-    activation = _activation("moe_act", model, rows * width, runtime, ("moe", "moe_act"))
+    activation = _activation("moe_act", model, rows, width, runtime, ("moe", "moe_act"))
     yield _inside_products(activation, BF16 * rows * factor * width) if runtime.fuses_experts else activation
     if not runtime.fused_permute:
         yield from _row_weights(rows, width, local, several * (shape.ep > 1), runtime)
@@ -256,7 +256,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     if model.has_mlp_bias:
         biases = _row_biases(rows * hidden)
         if runtime.is_runner:  # the product with the router's weights keeps them
-            kept = Saved("biases", BF16 * rows * hidden, modules)
+            kept = Saved("biases", (rows, hidden), modules)
             biases = replace(biases, saved=(kept,), working_bytes=3 * kept.num_bytes)
         yield _in_epilogue(biases, rows * hidden) if runtime.fuses_experts else biases
     yield _move("unsort rows", 2 * gathered * several)
@@ -299,13 +299,21 @@ def _in_epilogue(biases: Operator, elements: Number) -> Operator:
     )  # fmt: skip
 
 
-def _routing_bytes(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> Number:
-    """Bytes that routing keeps: the map of token-expert pairs and their probabilities.
+def _routing(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> tuple[Saved, ...]:
+    """Tensors that routing keeps: the map of token-expert pairs and their probabilities.
 
     Eager torch keeps for each pair its expert, its token, its place among the rows and the way back, all in int64, and
     the top-k scores and their sum in fp32.
     """
-    return 2 * FP32 * pairs if runtime.fused_permute else (4 * INT64 + FP32) * pairs + FP32 * tokens
+    modules = ("moe",)
+    if runtime.fused_permute:
+        names = (("routing map", "int32"), ("probabilities", "fp32"))
+        return tuple(Saved(name, (pairs,), modules, dtype) for name, dtype in names)
+    return (
+        Saved("experts, tokens, places, ways back", (4, pairs), modules, "int64"),
+        Saved("top scores", (pairs,), modules, "fp32"),
+        Saved("sums of top scores", (tokens,), modules, "fp32"),
+    )
 
 
 def _row_weights(rows: Number, width: Number, local: Number, sorts: Number, runtime: RuntimeSpec) -> Iterator[Operator]:
@@ -325,10 +333,10 @@ def _row_weights(rows: Number, width: Number, local: Number, sorts: Number, runt
         forward_kernels=1,
         backward_kernels=3,
         saved=(
-            Saved("weighted rows", num_bytes, modules, gemm_input=True),
-            Saved("weights", BF16 * rows, ("moe",)),
-            Saved("offsets", FP32 * local, ("moe",)),
-            Saved("order", 2 * INT64 * rows * sorts, ("moe",)),
+            Saved("weighted rows", (rows, width), modules, gemm_input=True),
+            Saved("weights", (rows,), ("moe",)),
+            Saved("offsets", (local,), ("moe",), "int32"),
+            Saved("order", (2, rows * sorts), ("moe",), "int64"),
         ),
         # gradients of weighted and unweighted rows, and a product that is summed for the weights' gradient, as the
         # weighted rows go

@@ -11,7 +11,17 @@ from planner.specs.hardware import HardwareSpec
 OFFLOADED: dict[str, frozenset[tuple[str, str]]] = {
     "attn_norm": frozenset({("attention norm", "input")}),
     "qkv_linear": frozenset({("attention norm", "output")}),
-    "core_attn": frozenset({("qkv", "qkv"), ("q", "q"), ("k", "k"), ("v", "v"), ("assemble q, k", "q, k, v")}),
+    "core_attn": frozenset(
+        {
+            ("qkv", "qkv"),
+            ("q", "q"),
+            ("k", "k"),
+            ("v", "v"),
+            ("assemble q, k", "q"),
+            ("assemble q, k", "k"),
+            ("assemble q, k", "v"),
+        }
+    ),
     "attn_proj": frozenset({("attention", "output"), ("values", "output")}),
     "mlp_norm": frozenset({("mlp norm", "input")}),
     "expert_fc1": frozenset({("experts up", "rows")}),
@@ -20,18 +30,23 @@ OFFLOADED: dict[str, frozenset[tuple[str, str]]] = {
 """The inputs of each module, as Megatron-LM names modules (--offload-modules): operator, and tensor that it keeps."""
 
 
+def offloaded(modules: Iterable[str]) -> frozenset[tuple[str, str]]:
+    """Operators and their tensors that are inputs of some modules."""
+    return frozenset[tuple[str, str]]().union(*(OFFLOADED.get(module, frozenset()) for module in modules))
+
+
 def offloaded_bytes(
     items: Iterable[Item], modules: Iterable[str], recomputed: frozenset[str] = frozenset(), dtype: str = "bf16"
 ) -> Number:
     """Bytes of a part that leave the GPU between its forward and its backward; what is recomputed is not kept."""
-    leaving = frozenset[tuple[str, str]]().union(*(OFFLOADED.get(module, frozenset()) for module in modules))
+    leaving = offloaded(modules)
     if not leaving:
         return 0.0
     return sum(
         tensor.bytes_in(dtype)
         for op in operators_of(items)
-        for tensor in op.saved
-        if (op.name, tensor.name) in leaving and recomputed.isdisjoint(tensor.modules)
+        for tensor in op.kept(recomputed)
+        if (op.name, tensor.name) in leaving
     )
 
 

@@ -8,8 +8,10 @@ d = head_dim, f = intermediate_size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import mul
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,6 +21,9 @@ from planner.shape import Number
 BF16 = 2
 FP32 = 4
 INT64 = 8
+INT32 = 4
+DTYPE_BYTES = {"bf16": BF16, "fp32": FP32, "int64": INT64, "int32": INT32, "uint8": 1, "bytes": 1}
+"""Bytes of an element; bf16 stands for fp16 too, and `bytes` for a sum of tensors whose shapes are not known."""
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
 """Bytes of one element in 8 or 4 bits, its scale included: MX formats have a byte of scale for 32 values, NVFP4 one
 for 16."""
@@ -30,19 +35,31 @@ class Saved(NamedTuple):
     """A tensor kept from forward to backward, unless one of its `modules` is recomputed."""
 
     name: str
-    num_bytes: Number
+    dims: tuple[Number, ...]
+    """Its dimensions on this rank, where sequence and micro-batch are one: tokens. One of no elements is not kept."""
     modules: tuple[str, ...] = ()
+    dtype: str = "bf16"
     gemm_input: bool = False
     """True for a tensor that is kept only as the input of a GEMM: a narrow recipe keeps its cast copy instead."""
     cast_copy: bool = False
     """True for a tensor that only a narrow recipe keeps: the cast copy of a GEMM's input, which other recipes keep
     without a cast."""
 
+    @property
+    def num_bytes(self) -> Number:
+        """Bytes in its own dtype."""
+        return DTYPE_BYTES[self.dtype] * reduce(mul, self.dims)
+
     def bytes_in(self, dtype: str) -> Number:
-        """Bytes kept where products are computed in `dtype`; `num_bytes` counts elements of 16 bits."""
+        """Bytes kept where products are computed in `dtype`."""
         if dtype not in NARROW_BYTES:
             return 0.0 if self.cast_copy else self.num_bytes
-        return self.num_bytes * (NARROW_BYTES[dtype] / BF16 if self.gemm_input or self.cast_copy else 1.0)
+        return self.num_bytes * (NARROW_BYTES[dtype] / BF16 if self.is_cast else 1.0)
+
+    @property
+    def is_cast(self) -> bool:
+        """True where a narrow recipe keeps the tensor in its own dtype."""
+        return self.gemm_input or self.cast_copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +172,13 @@ class Operator:
             return self._square * (3 * self.qk_dim + 2 * self.v_dim)
         return self.backward_factor * self.scan_flops
 
+    def kept(self, recomputed: frozenset[str] = frozenset()) -> Iterator[Saved]:
+        """The tensors kept for backward when the modules in `recomputed` are recomputed."""
+        return (tensor for tensor in self.saved if recomputed.isdisjoint(tensor.modules))
+
     def saved_bytes(self, recomputed: frozenset[str] = frozenset(), dtype: str = "bf16") -> Number:
-        """Bytes kept for backward when the modules in `recomputed` are recomputed."""
-        return sum(tensor.bytes_in(dtype) for tensor in self.saved if recomputed.isdisjoint(tensor.modules))
+        """Bytes of the tensors that are `kept`."""
+        return sum(tensor.bytes_in(dtype) for tensor in self.kept(recomputed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

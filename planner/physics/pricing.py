@@ -36,6 +36,7 @@ from planner.physics.operators import (
     BF16,
     FP32,
     Item,
+    Saved,
     num_parameters,
     num_tensors,
     operators_of,
@@ -137,10 +138,10 @@ class Pricing:
 
     def _kept_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
         """Bytes that a part keeps on the GPU from the forward to the backward."""
-        left = self._offloaded_bytes(items, recomputed)
+        left = self.offloaded_bytes_of(items, recomputed)
         return (saved_bytes(items, recomputed, self.training.dtype) - left) * self._pool
 
-    def _offloaded_bytes(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
+    def offloaded_bytes_of(self, items: Sequence[Item], recomputed: frozenset[str] = frozenset()) -> Number:
         """Bytes of a part that wait in host memory: inputs of some modules, and a share of all that layers keep.
 
         Where some layers are kept there whole, each is priced with its share of them: layers take turns on the link.
@@ -202,7 +203,7 @@ class Pricing:
             shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
-        left = self._offloaded_bytes(items)
+        left = self.offloaded_bytes_of(items)
         if runtime.offload_modules or runtime.offloaded_layers:
             part = PartCost(**seconds)
             seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
@@ -237,20 +238,34 @@ class Pricing:
         """Cost of final norm, head and loss, with the memory that the logits take while the loss runs."""
         items = head(self.model, shape, self.runtime, shares_embedding)
         part = self._plain(items, shape)
+        loss_bytes = sum(tensor.num_bytes for tensor in self.loss_tensors(items, shape))
+        if not self.runtime.fused_cross_entropy:
+            return replace(part, logits_bytes=loss_bytes)
+        # logits that the gradient overwrites live from the loss to the head's backward, which comes next
+        logits_bytes = sum(tensor.num_bytes for tensor in self.overwritten_logits(items))
+        live_bytes = part.live_bytes - logits_bytes
+        return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
+
+    def overwritten_logits(self, items: Sequence[Item]) -> tuple[Saved, ...]:
+        """The logits among the tensors that a head keeps, where their gradient overwrites them."""
+        if self.runtime.keeps_softmax:
+            return ()
+        return next(op for op in operators_of(items) if op.family == "loss").saved[:1]
+
+    def loss_tensors(self, items: Sequence[Item], shape: Shape) -> tuple[Saved, ...]:
+        """Tensors that the loss of a head needs beside what is held."""
         loss = next(op for op in operators_of(items) if op.family == "loss")
         if not self.runtime.fused_cross_entropy:
-            return replace(part, logits_bytes=memory.working_set_bytes(loss, self.runtime))
+            return memory.working_set(loss, self.runtime)
         logits = next(op for op in operators_of(items) if op.name == "head")
         # beside the logits' gradient, the gathered input and its gradient, and gradients that are never filled
         layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
-        beside = 2 * BF16 * logits.m * logits.k + memory.unused_gradient_bytes((*items, *layer), self.runtime)
-        if self.runtime.keeps_softmax:
-            loss_bytes, live_bytes = memory.working_set_bytes(loss, self.runtime) + beside, part.live_bytes
-        else:
-            # the gradient overwrites the logits, which live from the loss to the head's backward, which comes next
-            logits_bytes = BF16 * logits.m * logits.n
-            loss_bytes, live_bytes = logits_bytes + beside, part.live_bytes - logits_bytes
-        return replace(part, live_bytes=live_bytes, transient_bytes=loss_bytes, logits_bytes=loss_bytes)
+        beside = (
+            Saved("gathered input of the head, and its gradient", (2, logits.m, logits.k)),
+            *memory.unused_gradients((*items, *layer), self.runtime),
+        )
+        overwritten = tuple(tensor._replace(name="logits") for tensor in self.overwritten_logits(items))
+        return (*(overwritten or memory.working_set(loss, self.runtime)), *beside)
 
     def _mtp(
         self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost], modes: Sequence[Recompute]

@@ -88,7 +88,7 @@ def gated_norm(name: str, width: Number, groups: Number, parameters: Number, sha
         backward_kernels=2,
         parameters=parameters,
         saved=(
-            Saved("statistics", 4 * shape.tokens * groups),
-            Saved("output", num_bytes, ("op",), gemm_input=True),
+            Saved("statistics", (shape.tokens, groups), dtype="fp32"),
+            Saved("output", (shape.tokens, width), ("op",), gemm_input=True),
         ),
     )

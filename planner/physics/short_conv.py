@@ -19,11 +19,11 @@ def short_conv(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtime
     bias = int(model.bias)
     product = Operator(
         name="convolution in", kind="gemm", m=tokens, n=3 * width, k=hidden, parameters=3 * width * (hidden + bias),
-        saved=(Saved("B, C, x", 3 * BF16 * tokens * width),),
+        saved=(Saved("B, C, x", (tokens, 3 * width)),),
     )  # fmt: skip
-    yield from enter_tp("convolution in", [product], BF16 * tokens * hidden, shape, runtime)
+    yield from enter_tp("convolution in", [product], hidden, shape, runtime)
     yield _product("gate before", width, shape, gemm_input=False)
-    kept = Saved("convolved", BF16 * tokens * width)
+    kept = Saved("convolved", (tokens, width))
     yield convolution("convolution", width, model.short_conv_kernel, shape, model.bias, (kept,))
     yield _product("gate behind", width, shape, gemm_input=True)
     output = Operator(
@@ -38,5 +38,5 @@ def _product(name: str, width: Number, shape: Shape, gemm_input: bool) -> Operat
     return Operator(
         name=name, kind="elementwise", family="activation", modules=("op",), forward_bytes=3 * num_bytes,
         backward_bytes=5 * num_bytes, forward_kernels=1, backward_kernels=2,
-        saved=(Saved(name, num_bytes, ("op",), gemm_input=gemm_input),),
+        saved=(Saved(name, (shape.tokens, width), ("op",), gemm_input=gemm_input),),
     )  # fmt: skip

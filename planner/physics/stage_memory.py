@@ -20,7 +20,7 @@ from typing import Any
 from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.memory import constant_bytes, reserved_bytes, sharded_parameters
-from planner.physics.operators import BF16, FP32
+from planner.physics.operators import FP32, Saved
 from planner.physics.pricing import Pricing
 from planner.shape import Number, Shape
 from planner.specs.units import GIB
@@ -118,40 +118,47 @@ def fixed_bytes(pricing: Pricing, table: CostTable) -> float:
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
-    """Bytes of every rank's buffers: the gradient from the next stage, or two layers gathered by unpipelined ZeRO-3.
+    """Bytes of `buffers`."""
+    return float(sum(buffer.num_bytes for buffer in buffers(pricing, table)))
+
+
+def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
+    """Every rank's buffers: the gradient from the next stage, or two layers gathered by unpipelined ZeRO-3.
 
     torch's stages have a buffer for every micro-batch, of each chunk's input and of its output's gradient (less one
     chunk's on the first rank and the last). Inputs that micro-batches in flight have received are counted twice, here
     and with the activations. This makes up for their outputs, which the buffers keep and nothing counts: both are
     equally many.
     """
-    return _stage_buffers_bytes(pricing, table) + float(overlapped_bytes(pricing, table.shape))
+    shape, runtime, hidden = table.shape, pricing.runtime, pricing.model.hidden_size
+    beside = _overlapped(pricing, shape)
+    if int(shape.pp) > 1:
+        if not runtime.has_torch_stages:
+            return (Saved("gradient from the next stage", (shape.shard_tokens, hidden)), *beside)
+        number = (2 * int(shape.vpp) - (int(shape.pp) == 2)) * int(shape.num_microbatches)
+        return (Saved("inputs and gradients of stages", (number, shape.shard_tokens, hidden)), *beside)
+    if int(shape.zero_stage) < 3:
+        return beside
+    # beside them, the gradients of the layer before, on their way to be scattered
+    layer = max(float(part.parameters) for part in table.layers.values())
+    before = Saved(
+        "gradients of the layer before", (max(layer, float(table.head.parameters)),),
+        dtype="fp32" if runtime.gradient_bytes == FP32 else "bf16",
+    )  # fmt: skip
+    return (Saved("two gathered layers", (2, layer)), before, *beside)
 
 
-def overlapped_bytes(pricing: Pricing, shape: Shape) -> Number:
-    """Bytes of the rows that a second micro-batch sends and receives while the first is in its backward.
+def _overlapped(pricing: Pricing, shape: Shape) -> tuple[Saved, ...]:
+    """The rows that a second micro-batch sends and receives while the first is in its backward.
 
     That forward fills a chunk as the backward beside it frees one, so no more activations are in flight. Megatron-LM's
     pull request 6311 measured 364 MB more with the overlap, where this is 470.
     """
     moe = pricing.model.moe
     if moe is None or not pricing.runtime.overlaps_experts:
-        return 0.0
-    return 2 * BF16 * shape.shard_tokens * moe.num_experts_per_tok * pricing.model.hidden_size
-
-
-def _stage_buffers_bytes(pricing: Pricing, table: CostTable) -> float:
-    """The gradient from the next stage, torch's buffers of a stage, or layers that ZeRO-3 has gathered."""
-    shape, runtime = table.shape, pricing.runtime
-    if int(shape.pp) > 1:
-        sent = BF16 * float(shape.shard_tokens) * pricing.model.hidden_size
-        num_buffers = (2 * int(shape.vpp) - (int(shape.pp) == 2)) * int(shape.num_microbatches)
-        return sent * (num_buffers if runtime.has_torch_stages else 1)
-    if int(shape.zero_stage) < 3:
-        return 0.0
-    # beside them, the gradients of the layer before, on their way to be scattered
-    layer = max(float(part.parameters) for part in table.layers.values())
-    return 2 * BF16 * layer + runtime.gradient_bytes * max(layer, float(table.head.parameters))
+        return ()
+    rows = shape.shard_tokens * moe.num_experts_per_tok
+    return (Saved("rows sent and received beside a backward", (2, rows, pricing.model.hidden_size)),)
 
 
 def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:

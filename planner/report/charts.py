@@ -37,8 +37,7 @@ MEMORY_COLOURS = {
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
 INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
-"""Text, its quieter form, grids, what must be seen, and what is behind: in a page they are its own, light or dark. White
-stays white."""
+"""Text, its quieter form, grids, what must be seen, and what is behind it: in a page they are its own, light or dark."""
 _OF_PAGE = {
     INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
 }  # fmt: skip
@@ -109,9 +108,7 @@ def _packed(text: str) -> str:
     """The same drawing in fewer bytes: places to a hundredth of a point, no empty groups, nothing between tags."""
     text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
     text = re.sub(r"font-family: [^;]*; ", "", text)
-    text = re.sub(
-        r' (?:d|x|y)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text
-    )
+    text = re.sub(r' (?:d|x|y)="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), text)
     text = re.sub(r"\s*\n\s*", " ", text).replace("> <", "><")
     text = re.sub(r"<g>(<text [^>]*>[^<]*</text>)</g>|<g></g>|<defs></defs>", r"\g<1>", text)
     return _RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", text)

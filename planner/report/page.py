@@ -8,7 +8,7 @@ from planner.answer import Plan
 from planner.files import write_text
 from planner.layout.memory_curve import memory_curves
 from planner.report.html.charts_curve import COLUMNS, draw_curves
-from planner.report.html.document import Drawing, render_html
+from planner.report.html.document import Drawing, Drawings, render_html
 from planner.report.timeline.charts import draw_timeline, shown_step
 from planner.schedule.replay import replay
 
@@ -23,7 +23,7 @@ def report_page(plan: Plan) -> str:
     drawn = draw_timeline(timeline, bubble_fraction, plan.parallelism.num_microbatches)
     curve = draw_curves(memory_curves(candidate, timeline), plan.cluster.hardware.memory_bytes)
     schedule = Drawing(drawn.svg("The timeline: when each rank runs which micro-batch"), drawn.caption)
-    return render_html(plan, schedule, Drawing(curve, CURVE))
+    return render_html(plan, Drawings(schedule, Drawing(curve, CURVE)))
 
 
 def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:

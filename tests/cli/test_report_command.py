@@ -23,7 +23,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def schedule(page: str) -> ElementTree.Element:
     """The drawing of the schedule."""
-    found = re.search(r'<div class="schedule[^"]*">(<svg.*?</svg>)', page, re.DOTALL)
+    found = re.search(r'<div class="scroll"[^>]*>(<svg.*?</svg>)', page, re.DOTALL)
     assert found is not None
     return ElementTree.fromstring(found[1])
 
@@ -31,7 +31,7 @@ def schedule(page: str) -> ElementTree.Element:
 def drawn_bars(page: str) -> int:
     """Actions that the schedule's drawing shows: rectangles in colour, with an edge around them."""
     paths = [element for element in schedule(page).iter() if element.tag.endswith("path")]
-    return sum(path.get("d", "").count("H") // 2 for path in paths if "stroke: #ffffff" in path.get("style", ""))
+    return sum(path.get("d", "").count("H") // 2 for path in paths if "stroke: var(--page)" in path.get("style", ""))
 
 
 def test_it_writes_a_page_with_every_stage_and_a_schedule(
@@ -43,7 +43,7 @@ def test_it_writes_a_page_with_every_stage_and_a_schedule(
     assert (out, err) == ("", f"note: wrote {target}\n")
     page = target.read_text()
     assert page.startswith("<!doctype html>")
-    assert all(f">stage {stage}<" in page for stage in range(4))
+    assert all(f">stage {stage}, weights: " in page for stage in range(4))
     assert list(tmp_path.iterdir()) == [target]
 
 
@@ -53,7 +53,9 @@ def test_of_long_steps_windows_are_drawn(plan_file: Path, capsys: pytest.Capture
     assert main(["report", str(plan_file), "-o", "-"]) == 0
     page = capsys.readouterr().out
     assert 4 * 40 <= drawn_bars(page) <= 4 * 100
-    assert f"of which ranks idle {best['step']['bubble_fraction']:.1%}" in page
+    bubble = f"{best['step']['breakdown']['bubble_s'] / best['step']['step_s']:.1%}"
+    assert f"the pipeline bubble is {bubble} of the step" in page
+    assert f'<td class="num">{bubble}</td>' in page, "the same number as in the table"
     assert "Drawn: steady state" in page
 
 

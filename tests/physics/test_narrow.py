@@ -96,7 +96,7 @@ def test_saved_bytes_of_a_dense_layer(dtype: str) -> None:
 
 
 def test_a_recomputed_module_keeps_no_cast_copy_either() -> None:
-    op = Operator(name="x", kind="gemm", saved=(Saved("input", 64, ("mlp",), cast_copy=True),))
+    op = Operator(name="x", kind="gemm", saved=(Saved("input", (32,), ("mlp",), cast_copy=True),))
     assert op.saved_bytes(dtype="fp8") == 32
     assert op.saved_bytes(frozenset({"mlp"}), "fp8") == 0
     assert op.saved_bytes() == 0

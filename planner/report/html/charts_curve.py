@@ -57,9 +57,11 @@ def draw_curves(curves: Sequence[MemoryCurve], capacity_bytes: int) -> Html:
         peak = curves[fullest]
         at, most = (peak.peak_s * factor, totals[fullest] / GIB)
         axes.plot([at], [most], "o", color=INK, markersize=3.5)
-        right = peak.peak_s > 0.6 * float(peak.times_s[-1])
-        place = {"xytext": (-5 if right else 5, 3), "textcoords": "offset points", "ha": "right" if right else "left"}
-        axes.annotate(f"peak {most:.1f}", (at, most), fontsize=8, **place)
+        is_right = peak.peak_s > 0.6 * float(peak.times_s[-1])
+        side = ((-5, 3), "right") if is_right else ((5, 3), "left")
+        axes.annotate(
+            f"peak {most:.1f}", (at, most), xytext=side[0], textcoords="offset points", ha=side[1], fontsize=8
+        )
         draw_capacity(axes, capacity_bytes, max(totals))
         axes.set_xlim(0, float(peak.times_s[-1]) * factor)
         axes.set_xlabel(f"time in the step, {unit}")

@@ -64,7 +64,9 @@ def draw_pareto(entries: Sequence[Entry], capacity_bytes: int) -> Html:
             (mark,) = axes.plot([at], [peak], "o" if number else "D", color=colour, markersize=5, markerfacecolor=fill)
             mark.set_gid(hint(number))
             hints.append(f"{entry.name} {entry.sizes}: {entry.step}, {gibibytes(entry.peak_bytes)} GiB")
-            axes.annotate(entry.name.rstrip("."), (at, peak), xytext=(5, 4), textcoords="offset points", fontsize=8)
+            # neighbours may lie on each other: one is named above and the other below
+            below = (5, -10) if number % 2 == 0 and number else (5, 4)
+            axes.annotate(entry.name.rstrip("."), (at, peak), xytext=below, textcoords="offset points", fontsize=8)
         capacity = capacity_bytes / GIB
         axes.axhline(capacity, color=ALARM, linestyle="--", linewidth=1.1)
         axes.annotate(

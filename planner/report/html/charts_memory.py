@@ -66,7 +66,9 @@ def _whiskers(axes: Any, stages: Sequence[StagePlan]) -> list[float]:
     if not known:
         return [0.0]
     errors = np.maximum([totals - ends[0], ends[1] - totals], 0.0)
-    axes.errorbar([n for n, _ in known], totals, errors, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2, capthick=0.8)
+    axes.errorbar(
+        [n for n, _ in known], totals, errors, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2, capthick=0.8
+    )
     return [0.0, *ends[1].tolist()]
 
 

@@ -1,8 +1,8 @@
 """A plan as one HTML file that needs nothing else: no network, no scripts; charts are inline SVG by matplotlib.
 
 It lays out the lines of `view`, as the terminal does, and adds what a terminal has no room for: charts of memory, of
-seconds and of the alternatives, the pipeline's timeline, and the inputs with their sources. The same plan makes the same
-bytes. Names come from files that anyone may have written, so all text is escaped.
+seconds and of the alternatives, the pipeline's timeline, and the inputs with their sources. The same plan makes the
+same bytes. Names come from files that anyone may have written, so all text is escaped.
 """
 
 from __future__ import annotations
@@ -39,19 +39,26 @@ PAIRS = ("", "")
 
 
 class Drawing(NamedTuple):
-    """A drawing of the replayed step, and what it shows."""
+    """A drawing, and what it shows."""
 
     svg: Html
     caption: str
 
 
-def render_html(plan: Plan, timeline: Drawing, curve: Drawing) -> str:
-    """The whole page; `timeline` and `curve` are its pipeline and its memory over a step."""
+class Drawings(NamedTuple):
+    """The drawings for which the step is replayed: the pipeline's actions, and memory over time."""
+
+    timeline: Drawing
+    curve: Drawing
+
+
+def render_html(plan: Plan, replayed: Drawings) -> str:
+    """The whole page."""
     view = view_of(plan)
-    return page(f"{view.job}: {view.layout}", *_sections(plan, view, timeline, curve))
+    return page(f"{view.job}: {view.layout}", *_sections(plan, view, replayed))
 
 
-def _sections(plan: Plan, view: View, timeline: Drawing, curve: Drawing) -> Iterator[Html]:
+def _sections(plan: Plan, view: View, replayed: Drawings) -> Iterator[Html]:
     headings = view.headings
     yield header(view)
     if view.recipe:
@@ -62,10 +69,10 @@ def _sections(plan: Plan, view: View, timeline: Drawing, curve: Drawing) -> Iter
         draw_stacks(plan.stages, view.capacity_bytes),
         f"Each stage at its peak{', with the 80% interval of the whole' if has_interval else ''}.",
     )
-    yield section(headings["memory"], beside(peaks, picture(*curve)))
+    yield section(headings["memory"], beside(peaks, picture(*replayed.curve)))
     busy = picture(draw_stage_seconds(plan.best), "Each stage over all micro-batches of a step, whose end is the line.")
     yield section(headings["breakdown"], beside(_breakdown(view), busy))
-    yield section(headings["timeline"], picture(zoomed(timeline.svg, "timeline"), timeline.caption))
+    yield section(headings["timeline"], picture(zoomed(replayed.timeline.svg, "timeline"), replayed.timeline.caption))
     if view.alternatives:
         yield section(headings["alternatives"], *_alternatives(view))
     if view.risk or view.robust:

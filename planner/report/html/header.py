@@ -21,7 +21,9 @@ def header(view: View) -> Html:
         tag("p", view.misfit, class_="alarm"),
         tag("p", f"probed: {' · '.join(view.corrected)}" if view.corrected else "", class_="soft"),
     ]
-    command = tag("pre", tag("code", view.command), aria_label="the command that made this plan") if view.command else ""
+    command = (
+        tag("pre", tag("code", view.command), aria_label="the command that made this plan") if view.command else ""
+    )
     return tag("header", *(part for part in said if "></p>" not in part), command, cards(_cards(view)))
 
 

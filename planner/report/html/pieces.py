@@ -77,10 +77,13 @@ def table(
             cells[0] = tag("th", row[0], class_=sides[0], scope="row")
         body.append(tag("tr", joined(cells, ""), class_="total" if bold_last and index == len(lines) - 1 else ""))
     top = [
-        tag("th", name, class_=side, scope="col") if name else tag("td") for name, side in zip(heads, sides, strict=True)
+        tag("th", name, class_=side, scope="col") if name else tag("td")
+        for name, side in zip(heads, sides, strict=True)
     ]
     head = Html("") if headless else tag("thead", tag("tr", joined(top, "")))
-    return tag("div", tag("table", head, Html("\n"), tag("tbody", joined(body))), class_="wide folds" if folds else "wide")
+    return tag(
+        "div", tag("table", head, Html("\n"), tag("tbody", joined(body))), class_="wide folds" if folds else "wide"
+    )
 
 
 _SIDES = {"l": "", "r": "num", "n": "whole"}

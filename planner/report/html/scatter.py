@@ -51,7 +51,8 @@ def scatter_page(points: Sequence[Point]) -> str:
     heading = tag("header", tag("h1", f"Predicted and measured seconds of a step, {len(points)} runs"), tag("p", said))
     rows = [(p.name, p.family, seconds(p.measured_s), seconds(p.predicted_s), f"{100 * p.error:+.1f}%") for p in points]
     every = folded("Every run", table(("run", "family", "measured", "predicted", "error"), rows, "llrrr"))
-    drawn = [tag("div", chart, class_="scroll") for chart in (draw_scatter(points), draw_families(points))]
+    charts = [draw_scatter(points), draw_families(points)] if points else []
+    drawn = [tag("div", chart, class_="scroll") for chart in charts]
     return page("Predicted and measured seconds of a step", heading, *map(picture, drawn), every)
 
 
@@ -68,7 +69,7 @@ def draw_scatter(points: Sequence[Point]) -> Html:
     drawn, families = figure(10.5, 7.2), looks(list(dict.fromkeys(point.family for point in points)))
     with drawing():
         axes = drawn.add_subplot()
-        _draw_paper(axes, [value for point in points for value in (point.measured_s, point.predicted_s)] or [1.0])
+        _draw_paper(axes, [value for point in points for value in (point.measured_s, point.predicted_s)])
         for number, point in enumerate(points):
             colour, marker = families[point.family]
             (mark,) = axes.plot(
@@ -80,8 +81,7 @@ def draw_scatter(points: Sequence[Point]) -> Html:
             axes.plot([], [], marker, color=colour, markersize=5, linestyle="none", label=name)[0]
             for name, (colour, marker) in families.items()
         ]
-        if handles:
-            drawn.legend(handles=handles, loc="outside right upper", fontsize=8, handletextpad=0.2)
+        drawn.legend(handles=handles, loc="outside right upper", fontsize=8, handletextpad=0.2)
     label = f"Predicted against measured seconds of a step, {len(points)} runs, both axes logarithmic"
     return svg(drawn, label, [point.title for point in points])
 

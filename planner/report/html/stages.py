@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from planner.answer import Plan, StagePlan
+from planner.answer import Plan
 from planner.report.format import gibibytes, large
 from planner.report.html.pieces import Html, folded, table
 from planner.report.labels import MEMORY
@@ -32,7 +32,7 @@ def _each(plan: Plan, view: View) -> Html:
 
 
 def chunks(ranges: Sequence[tuple[int, int]]) -> str:
-    """`0–6`, `3, 19, 35`, or `2–3 and every 16th on to 114–115` where as many layers come again and again."""
+    """`0–6`, `3, 19, 35`, or `2–3, then every 16 on to 114–115` where as many come again and again."""
     held = [(first, end) for first, end in ranges if end > first]
     gaps = {after[0] - before[0] for before, after in pairwise(held)}
     sizes = {end - first for first, end in held}

@@ -18,6 +18,7 @@ body {
 }
 main { max-width: 66rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
 header { overflow-wrap: anywhere; }
+header p { max-width: none; }
 header { border-bottom: 1px solid var(--line); padding-bottom: 1rem; }
 h1 { font-size: 1.55rem; line-height: 1.25; margin: .2rem 0 .4rem; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; }
@@ -65,6 +66,7 @@ figure.large svg.chart { min-width: 38rem; }
   .folds table, .folds tbody, .folds tr, .folds td { display: block; }
   .folds tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
   .folds td, .folds td.num { border: 0; padding: 0; text-align: left; white-space: normal; }
+  .folds td.num:not(:first-child) { display: inline-block; margin-right: .7rem; }
   .folds td:first-child { font-weight: 600; }
   .folds td:empty { display: none; }
   .folds td[data-head]:not(:first-child)::before { content: attr(data-head) ": "; color: var(--soft); }

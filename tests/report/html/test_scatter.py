@@ -3,49 +3,54 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
+from math import log
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 
-from planner.report.html.scatter import Point, scatter_page
+from planner.report.html.scatter import Point, draw_families, draw_scatter, looks, scatter_page
 
 POINTS = [
     Point("exact", "one", 1.0, 1.0, True),
     Point("slow", "one", 1.0, 2.0, True),
     Point("a<b>&c", "two", 10.0, 9.5, False),
 ]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawing(page: str) -> ElementTree.Element:
-    found = re.search(r'<svg[^>]*class="scatter".*?</svg>', page, re.DOTALL)
-    assert found is not None
-    return ElementTree.fromstring(found[0])
+class Mark(NamedTuple):
+    title: str
+    x: float
+    y: float
+    style: str
 
 
-def circles(page: str) -> dict[str, ElementTree.Element]:
-    """Points of the drawing by what their titles begin with."""
-    return {str(one[0].text).split(" (")[0]: one for one in drawing(page).iter("circle")}
-
-
-def place(circle: ElementTree.Element) -> tuple[float, float]:
-    return float(circle.attrib["cx"]), float(circle.attrib["cy"])
+def marks(points: list[Point]) -> dict[str, Mark]:
+    """Points of the chart by what their titles begin with."""
+    found = {}
+    for group in ElementTree.fromstring(draw_scatter(points)).iter(f"{SVG}g"):
+        title, used = group.find(f"{SVG}title"), next(group.iter(f"{SVG}use"), None)
+        if title is not None and used is not None:
+            place = float(used.attrib["x"]), float(used.attrib["y"])
+            found[str(title.text).split(" (")[0]] = Mark(str(title.text), *place, used.attrib["style"])
+    return found
 
 
 def test_every_run_is_a_point_that_says_what_it_is() -> None:
-    found = circles(scatter_page(POINTS))
+    found = marks(POINTS)
     assert set(found) == {"exact", "slow", "a<b>&c"}
-    assert found["slow"][0].text == "slow (one): measured 1.000 s, predicted 2.000 s, +100.0%"
+    assert found["slow"].title == "slow (one): measured 1.000 s, predicted 2.000 s, +100.0%"
 
 
 def test_points_stand_where_their_seconds_are() -> None:
-    page = scatter_page(POINTS)
-    found = circles(page)
-    line = next(one.attrib for one in drawing(page).iter("line") if one.attrib["class"] == "diagonal")
-    (x1, y1, x2, y2) = (float(line[name]) for name in ("x1", "y1", "x2", "y2"))
-    x, y = place(found["exact"])
-    assert (x - x1) / (x2 - x1) == pytest.approx((y - y1) / (y2 - y1), abs=1e-3)
-    assert place(found["slow"])[0] == x
-    assert place(found["slow"])[1] < y
+    found = marks([*POINTS, Point("ten", "two", 10.0, 10.0, True)])
+    exact, slow, ten = found["exact"], found["slow"], found["ten"]
+    decade = ten.x - exact.x
+    assert exact.y - ten.y == pytest.approx(decade, rel=1e-2), "both axes have one scale"
+    assert slow.x == exact.x
+    assert (exact.y - slow.y) / decade == pytest.approx(log(2) / log(10), rel=1e-2)
 
 
 def test_the_band_holds_what_is_within_ten_percent() -> None:
@@ -53,16 +58,29 @@ def test_the_band_holds_what_is_within_ten_percent() -> None:
     assert "1 of 2 lie within ±10%" in page
 
 
-def test_a_colour_is_a_family_and_hollow_is_not_scored() -> None:
-    found = circles(scatter_page(POINTS))
-    assert found["exact"].attrib["fill"] == found["slow"].attrib["fill"] != found["a<b>&c"].attrib["fill"]
-    assert [found[name].attrib.get("class") for name in ("exact", "a<b>&c")] == [None, "hollow"]
+def test_hollow_is_not_scored() -> None:
+    found = marks(POINTS)
+    assert "fill-opacity: 0;" in found["a<b>&c"].style
+    assert "fill-opacity: 0;" not in found["exact"].style
+
+
+def test_each_family_has_a_look_of_its_own() -> None:
+    families = [f"family {number}" for number in range(49)]
+    found = [looks(families)[name] for name in families]
+    assert len(set(found)) == 49
+    assert all(a != b for one, other in pairwise(found) for a, b in zip(one, other, strict=True))
+
+
+def test_a_family_has_a_row_with_its_median() -> None:
+    svg = draw_families([*POINTS, Point("slower", "one", 1.0, 3.0, True)])
+    assert "<title>one, 3 runs: median +100.0%</title>" in svg
+    assert "<title>two, 1 runs: median -5.0%</title>" in svg
 
 
 def test_the_page_loads_nothing_and_runs_nothing() -> None:
     page = scatter_page(POINTS)
     assert "default-src 'none'" in page
-    assert not re.search(r"<script|<link|<img|https?://|url\(", page)
+    assert not re.search(r"<script|<link|<img|(src|href)=\"https?://|url\([^#]", page)
     assert "a<b>" not in page
 
 

@@ -1,0 +1,161 @@
+"""`plan observe`: what a training log shows, beside what was predicted for its layout."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli import options as o
+from planner.cli.job_options import LayoutOptions, job_options
+from planner.errors import SpecError
+
+if TYPE_CHECKING:
+    from planner.answer import Plan
+    from planner.observe.observation import Observation
+
+_log = logging.getLogger(__name__)
+MOST_FILES = 100_000
+_LAYOUT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch_size", "layers_per_stage", "layout", "zero_stage")
+"""Options of which any says that the layout is the options' own."""
+Files = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE",
+        help="Training logs (.gz too), CSV or JSON lines of step times; - is stdin.",
+        show_default=False,
+        rich_help_panel=o.JOB,
+    ),
+]
+PlanFile = Annotated[str | None, o.text(o.JOB, "--plan", "FILE", "Hold the run against this plan.")]
+Output = Annotated[str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the observation; - is stdout.")]
+
+
+@job_options
+def observe_command(
+    files: Files,
+    asked: LayoutOptions,
+    plan: PlanFile = None,
+    json: o.Json = False,
+    output: Output = None,
+    force: o.Force = False,
+) -> None:
+    """Read a run's log: its steady step, what made steps slow, memory, where the wall time went; beside the prediction.
+
+    The job comes from --plan, from the log's own arguments, or from options, which come first.
+
+    \b
+    Example:
+      plan observe train.log --plan plan.json
+      plan observe train.log --model llama3-8b --gpus 8 --tp 2 --hardware h100
+      plan observe train.log --json
+    """
+    from planner.cli.output import progress, show_and_save
+    from planner.files import STDOUT, refuse_to_overwrite
+    from planner.observe.judge import judged
+    from planner.observe.observation import Observed
+    from planner.observe.read import observe
+    from planner.report.observe import render_observed
+
+    if len(files) > MOST_FILES or files.count("-") > 1:
+        raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
+    if output is not None and output != STDOUT:
+        refuse_to_overwrite(output, force)
+    expected = None if plan is None else _planned(plan, asked)
+    with progress("reading", _mebibytes(files)) as advance:
+        observation = observe(files, advance)
+    source = plan or "the options"
+    if expected is None:
+        expected, source = _priced(observation, asked)
+    answer = Observed(observation=observation) if expected is None else judged(observation, expected, source)
+    show_and_save(answer.model_dump(mode="json"), render_observed(answer), json, output, force)
+
+
+def _mebibytes(files: list[str]) -> int | None:
+    """The blocks that will be read; unknown for stdin and for what is packed."""
+    if any(path == "-" or path.endswith(".gz") for path in files):
+        return None
+    return sum(os.path.getsize(path) // 2**20 for path in files if os.path.isfile(path)) + len(files)
+
+
+def _given(asked: LayoutOptions) -> list[str]:
+    names = [field.name for field in fields(asked)]
+    return [name for name in names if getattr(asked, name) not in (None, False)]
+
+
+def _planned(path: str, asked: LayoutOptions) -> Plan:
+    from planner.cli.inputs import option
+    from planner.plan_file import read_plan
+
+    if given := _given(asked):
+        raise SpecError(f"--plan and {option(given[0])}: both given", "the plan says the job: leave the options out")
+    return read_plan(path)
+
+
+def _priced(observation: Observation, asked: LayoutOptions) -> tuple[Plan | None, str]:
+    """The price of the job that the options or the log's arguments say, and which of them; None where neither does."""
+    stated, given = observation.facts.run, _given(asked)
+    if any(getattr(asked, name) is not None for name in _LAYOUT) or (asked.model is not None and not stated):
+        return _of_options(observation, asked), "the options"
+    if not stated:
+        if given:
+            _log.warning("the log states no model: --%s has no effect without --model", given[0].replace("_", "-"))
+        return None, ""
+    return _of_arguments(stated, asked), "the log's arguments"
+
+
+def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
+    """The price of the options' layout; the log says the batch, the sequence and the GPUs that they leave out."""
+    from planner.cli.inputs import read_described, read_job, read_parallelism
+    from planner.layout.evaluate import evaluate
+
+    facts = observation.facts
+    batch_said = asked.global_batch_size is not None or asked.batch_tokens is not None
+    values: dict[str, Any] = {
+        "gpus": asked.gpus or facts.num_gpus,
+        "seq_length": asked.seq_length or facts.seq_length,
+        "global_batch_size": asked.global_batch_size if batch_said else facts.global_batch_size,
+    }
+    asked = replace(asked, **values)
+    _say_hardware(asked.hardware)
+    job = read_job(asked)
+    run = read_described(asked, job)
+    return evaluate(
+        run.model, run.cluster, run.training, read_parallelism(asked), runtime=run.runtime_spec,
+        says_switches=run.says_switches,
+    )  # fmt: skip
+
+
+def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
+    """The price of the run that the log dumps, with what the options add; None where something is missing."""
+    from planner.export.common.imported_run import ImportedRun
+    from planner.layout.evaluate import evaluate
+    from planner.layout.runs import parse_run
+
+    imported = ImportedRun("the log", dict(stated), microbatches_per_rank=1)
+    try:
+        run_data = imported.complete(
+            model=asked.model,
+            num_gpus=asked.gpus,
+            hardware=asked.hardware or o.DEFAULT_HARDWARE,
+            gpus_per_node=asked.gpus_per_node,
+            seq_length=asked.seq_length,
+            global_batch_size=asked.global_batch_size,
+        )
+        run = parse_run({"run": run_data}, "the log's arguments")
+        plan = evaluate(
+            run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime, says_switches=run.says_switches
+        )
+    except SpecError as error:
+        _log.warning("no prediction: %s (%s)", error.message, error.hint)
+        return None
+    _say_hardware(asked.hardware)
+    return plan
+
+
+def _say_hardware(hardware: str | None) -> None:
+    if hardware is None:
+        _log.warning("--hardware is not given: predicted for %s", o.DEFAULT_HARDWARE)

@@ -1,0 +1,99 @@
+"""Weights, gradients and optimizer states of one part of a stage, operator by operator, as ZeRO shards them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from planner.layout.tensors.kept import Held
+from planner.physics import memory
+from planner.physics.operators import BF16, FP32, Item, Operator, operators_of
+from planner.physics.pricing import Pricing
+from planner.shape import Shape
+
+STATES = {12: "master, exp_avg, exp_avg_sq", 8: "exp_avg, exp_avg_sq"}
+"""Optimizer states in fp32, by their bytes per parameter."""
+_WIDTHS = {BF16: "bf16", FP32: "fp32"}
+
+
+class Parameter(NamedTuple):
+    """A weight of an operator, or its bias, as this rank would hold it whole."""
+
+    operator: Operator
+    name: str
+    dims: tuple[float, ...]
+
+    @property
+    def dense(self) -> float:
+        """Parameters that are no experts'."""
+        return 0.0 if self.operator.expert else prod(self.dims)
+
+    @property
+    def expert(self) -> float:
+        """Parameters of routed experts."""
+        return prod(self.dims) if self.operator.expert else 0.0
+
+
+def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
+    """The rows that add up to the part's `weights_bytes`."""
+    runtime, dtype = pricing.runtime, pricing.training.dtype
+    for one in _parameters(items, pricing.model.hidden_size):
+        dense, expert = one.dense, one.expert
+        wide = 0.0 if one.operator.is_cast else dense + expert
+        total = float(memory.weights_bytes(dense, expert, shape, runtime, dtype, wide))
+        gathered = float(memory.gathered_weights_bytes(dense + expert, shape, runtime))
+        yield _row(one, "", total - gathered, runtime.weight_bytes, f"with copies in {dtype}")
+        if gathered:
+            yield _row(one, " gathered", gathered, BF16)
+
+
+def gradients(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
+    """The rows that add up to the part's `gradients_bytes`."""
+    runtime = pricing.runtime
+    for one in _parameters(items, pricing.model.hidden_size):
+        total = float(memory.gradients_bytes(one.dense, one.expert, shape, runtime))
+        yield _row(one, " gradient", total, runtime.gradient_bytes, "with a 16-bit gradient beside the sum")
+
+
+def optimizer(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
+    """The rows that add up to the part's `optimizer_bytes`."""
+    runtime = pricing.runtime
+    states = STATES.get(runtime.optimizer_bytes)
+    for one in _parameters(items, pricing.model.hidden_size):
+        total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime))
+        if states is None or runtime.optimizer_offload_fraction:
+            note = f"{total / prod(one.dims):.3g} bytes on this rank for each parameter"
+            yield Held(f"{one.name} optimizer states", total, note=note)
+            continue
+        dims = (runtime.optimizer_bytes // FP32, total / runtime.optimizer_bytes)
+        yield Held(f"{one.name} {states}", total, dims, "fp32")
+
+
+def _parameters(items: Sequence[Item], hidden_size: int) -> Iterator[Parameter]:
+    """The weights of all operators, and their biases."""
+    for op in operators_of(items):
+        number = float(op.parameters)
+        dims = tuple(map(float, (op.count, op.n, op.k) if op.expert else (op.n, op.k)))
+        if not number:
+            continue
+        if op.kind == "gemm" and prod(dims) <= number:
+            yield Parameter(op, f"{op.name} weight", dims)
+            if number > prod(dims):
+                yield Parameter(op, f"{op.name} bias", (number - prod(dims),))
+            continue
+        # tables of rows as wide as the hidden state; norms with a bias are two of them
+        is_table = number > hidden_size and number % hidden_size == 0
+        yield Parameter(op, f"{op.name} weight", (number / hidden_size, hidden_size) if is_table else (number,))
+
+
+def _row(one: Parameter, what: str, num_bytes: float, width: int, copies: str = "") -> Held:
+    """A row whose shape is the weight's own where the rank has all of it, and flat where it has a shard."""
+    elements, dtype, whole = num_bytes / width, _WIDTHS.get(width), prod(one.dims)
+    if dtype is None or elements > whole:
+        return Held(f"{one.name}{what}", num_bytes, note=f"{num_bytes / whole:.3g} bytes a parameter: {copies}")
+    return Held(f"{one.name}{what}", num_bytes, one.dims if elements == whole else (elements,), dtype)
+
+
+STATICS = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+"""The rows of each item that outlives the step."""

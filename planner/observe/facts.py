@@ -1,0 +1,131 @@
+"""The job that a log states: Megatron-LM's dump of arguments, or NeMo's configuration, as a run."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import yaml
+
+from planner.errors import SpecError
+from planner.export.common.imported_run import ImportedRun
+from planner.export.megatron.options import options_of
+from planner.export.megatron.read import run_of
+from planner.export.read import read_configuration
+from planner.export.scripts.shell import Script
+from planner.observe.observation import JobFacts
+from planner.observe.record import Record
+
+_NEGATED = {
+    "add_bias_linear": "--disable-bias-linear",
+    "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
+    "bias_gelu_fusion": "--no-bias-gelu-fusion",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
+    "masked_softmax_fusion": "--no-masked-softmax-fusion",
+    "bias_dropout_fusion": "--no-bias-dropout-fusion",
+    "rope_fusion": "--no-rope-fusion",
+    "async_tensor_model_parallel_allreduce": "--no-async-tensor-model-parallel-allreduce",
+}
+"""Arguments that are true unless an option switches them off."""
+_RENAMED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "multi_latent_attention": "--multi-latent-attention"}
+_UNSET = ("None", "False", "[]", "")
+_MORE = ("overlap_moe_expert_parallel_comm", "virtual_pipeline_model_parallel_size")
+
+
+def run_stated(record: Record) -> ImportedRun | None:
+    """The run in the arguments that a log dumps; None where it dumps none, or where they are no run."""
+    with suppress(SpecError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        if record.grammar == "dllogger" and "num_layers" in record.arguments:
+            return _of_nemo(record)
+        if "num_layers" in record.arguments:
+            return _of_megatron(record.arguments)
+    return None
+
+
+def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
+    """Every argument with its default stands in the dump; those that are unset are no options."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if name in _NEGATED:
+            words += [_NEGATED[name]] if value == "False" else []
+        elif value == "True":
+            words.append(_option(name))
+        elif value not in _UNSET:
+            words += [_option(name), *re.sub(r"[\[\]',]", " ", value).split()]
+    options = dict(options_of(words))
+    for name in _defaults(arguments):
+        options.pop(name, None)
+    script = Script(variables={"WORLD_SIZE": [arguments["world_size"]]} if "world_size" in arguments else {})
+    imported = run_of(options, script, "megatron")
+    model = imported.run.get("model")
+    if isinstance(model, dict) and arguments.get("padded_vocab_size", "").isdigit():
+        model["vocab_size"] = int(arguments["padded_vocab_size"])
+    return imported
+
+
+def _option(name: str) -> str:
+    return _RENAMED.get(name, f"--{name.replace('_', '-')}")
+
+
+def _defaults(arguments: dict[str, str]) -> list[str]:
+    """Options that a dump always has, and that mean something only where another one is set."""
+    left_out = []
+    if arguments.get("num_experts", "None") == "None":
+        left_out += ["--expert-tensor-parallel-size", "--moe-token-dispatcher-type", "--moe-router-topk"]
+    if arguments.get("group_query_attention") != "True":
+        left_out += ["--num-query-groups"]
+    if arguments.get("multi_latent_attention", "False") != "True":
+        left_out += ["--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim"]
+    if arguments.get("recompute_granularity", "None") == "None":
+        left_out += ["--recompute-modules", "--recompute-method", "--recompute-num-layers"]
+    if arguments.get("use_megatron_fsdp", "False") != "True":
+        left_out += ["--data-parallel-sharding-strategy"]
+    if arguments.get("fp8", "None") == "None":
+        left_out += ["--fp8-recipe"]
+    if arguments.get("fp4", "None") == "None":
+        left_out += ["--fp4-recipe"]
+    if arguments.get("cuda_graph_impl", "none") == "none":
+        left_out += ["--cuda-graph-impl", "--cuda-graph-scope"]
+    if arguments.get("optimizer_cpu_offload", "False") != "True":
+        left_out += ["--optimizer-offload-fraction"]
+    if arguments.get("cross_entropy_loss_fusion", "False") != "True":
+        left_out += ["--cross-entropy-fusion-impl"]
+    if arguments.get("context_parallel_size", "1") == "1":
+        left_out += ["--cp-comm-type"]
+    if arguments.get("attention_backend", "").endswith("auto"):
+        left_out += ["--attention-backend"]
+    return left_out
+
+
+def _of_nemo(record: Record) -> ImportedRun:
+    tree: dict[str, Any] = {}
+    for path, text in record.arguments.items():
+        *parents, name = path.split("/")[:20]
+        owner = tree
+        for parent in parents:
+            inner = owner.setdefault(parent, {})
+            owner = inner if isinstance(inner, dict) else {}
+        owner[name] = yaml.safe_load(text)
+    world = record.facts.get("num_gpus")
+    trainer = {"num_nodes": 1, "devices": world} if world else {}
+    return read_configuration(yaml.safe_dump({"name": "gpt", "trainer": trainer, "model": tree}), "nemo")
+
+
+def facts_of(record: Record, trainer: str) -> JobFacts:
+    """The facts of a record: those of single lines, and those of the run that it states."""
+    stated = record.job_facts()
+    imported = run_stated(record)
+    run = {} if imported is None else {name: value for name, value in imported.run.items() if value is not None}
+    model = run.get("model")
+    found: dict[str, Any] = {
+        "trainer": stated.trainer or trainer,
+        "run": run,
+        "num_gpus": stated.num_gpus or run.get("num_gpus"),
+        "seq_length": stated.seq_length or run.get("seq_length"),
+        "global_batch_size": stated.global_batch_size or run.get("global_batch_size"),
+        "model": stated.model or (model if isinstance(model, str) else None),
+    }
+    return stated.model_copy(update=found)

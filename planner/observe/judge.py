@@ -1,0 +1,86 @@
+"""An observed run beside the price of its layout: the prediction, and where the step lies to its interval."""
+
+from __future__ import annotations
+
+from planner.answer import Plan
+from planner.observe.observation import Observation, Observed, Prediction, Verdict
+from planner.specs.units import GIB
+
+
+def judged(observation: Observation, plan: Plan, source: str) -> Observed:
+    """The observation with what was predicted for it, and the verdict by the predicted intervals."""
+    prediction = predicted(plan, source)
+    observation = _with_mfu(observation, plan)
+    verdict, says = _verdict(observation, prediction)
+    return Observed(observation=observation, prediction=prediction, verdict=verdict, says=says)
+
+
+def predicted(plan: Plan, source: str) -> Prediction:
+    """The price of a plan's best layout, as an observation is held against it."""
+    step, stage = plan.step, plan.best.worst_stage.memory
+    return Prediction(
+        source=source,
+        model=plan.model.name,
+        hardware=plan.cluster.hardware.name,
+        num_gpus=plan.cluster.num_gpus,
+        layout=str(plan.parallelism),
+        step_s=step.step_s,
+        step_s_interval=step.step_s_interval,
+        tokens_per_s=step.tokens_per_s,
+        mfu=step.mfu,
+        peak_memory_bytes=stage.peak_allocated_bytes,
+        total_memory_interval=stage.total_bytes_interval,
+        breakdown=step.breakdown.model_dump(),
+    )
+
+
+def _with_mfu(observation: Observation, plan: Plan) -> Observation:
+    """The observation with the MFU of the planner's definition: the plan's, at the observed tokens per second."""
+    facts = observation.facts
+    tokens_per_s = observation.tokens_per_s
+    if tokens_per_s is None and observation.step_s is not None:
+        batch = facts.global_batch_size or plan.training.global_batch_size
+        tokens_per_s = batch * (facts.seq_length or plan.training.seq_length) / observation.step_s
+    if tokens_per_s is None:
+        return observation
+    mfu = plan.step.mfu * tokens_per_s / plan.step.tokens_per_s
+    asks = tuple(option for option in observation.asks if option.split()[0] not in _SAID)
+    return observation.model_copy(update={"mfu": mfu, "tokens_per_s": tokens_per_s, "asks": asks})
+
+
+_SAID = ("--gpus", "--global-batch-size", "--seq-length")
+"""What a plan says in a log's place."""
+
+
+def _verdict(observation: Observation, prediction: Prediction) -> tuple[Verdict | None, str]:
+    """`slow` and `fast` by the interval of the step, as far as its digits tell; `memory` by that of the memory."""
+    step_s = observation.step_s
+    if step_s is None:
+        return None, "no step was found to hold against the prediction"
+    low_s, high_s = prediction.step_s_interval or (prediction.step_s, prediction.step_s)
+    slack_s = step_s * observation.step_s_precision_fraction
+    by, off = step_s / prediction.step_s - 1, step_s / prediction.step_s
+    if step_s - slack_s > high_s:
+        return "slow", f"slow: a step takes {by:.0%} longer than predicted, outside of its interval"
+    if step_s + slack_s < low_s:
+        return "fast", f"fast: a step takes {-by:.0%} less than predicted, outside of its interval"
+    if (excess := excess_bytes(observation, prediction)) > 0:
+        kind = observation.peak_memory_kind
+        return "memory", f"memory: {excess / GIB:.1f} GiB more {kind} than predicted; the step is as expected"
+    return "expected", f"as expected: a step takes {off:.2f} of what was predicted, inside of its interval"
+
+
+def excess_bytes(observation: Observation, prediction: Prediction) -> float:
+    """Bytes of the observed peak beyond the predicted one; 0 where it is inside of its interval.
+
+    Allocated bytes are held against torch's peak, with the room above it that the interval of the total has; others
+    against the upper end of the total.
+    """
+    peak, interval = observation.peak_memory_bytes, prediction.total_memory_interval
+    if peak is None:
+        return 0.0
+    if observation.peak_memory_kind != "allocated":
+        return max(0.0, peak - interval[1]) if interval else 0.0
+    room = (interval[1] - interval[0]) / 2 if interval else 0.0
+    most = prediction.peak_memory_bytes + room
+    return peak - prediction.peak_memory_bytes if peak > most else 0.0

@@ -1,0 +1,275 @@
+"""Megatron-LM and its kin: Megatron-Bridge, Primus, GPT-NeoX, Megatron-DeepSpeed, which print its line of an iteration.
+
+As of Megatron core 0.19 (megatron/training/training.py, timers.py, utils.py) and the older forms since 2021.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from planner.observe.logs.grammar import Grammar, fact, fields, mark, moment, number, row, whole
+from planner.observe.record import Record
+from planner.specs.units import GB, GIB, MIB
+
+_NAME = r"([A-Za-z][\w/-]{0,80})"
+_MS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of the line of an iteration that holds the step's seconds or a speed."""
+
+    name: str
+    means: str
+    unit: float = 1.0
+    trainer: str = ""
+    """The trainer that alone prints the field; empty where several do."""
+
+
+FIELDS = (
+    Field("elapsed time per iteration (ms)", "seconds", _MS),
+    Field("elapsed time per iteration (s)", "seconds", 1.0, "megatron-deepspeed"),
+    Field("throughput per GPU (TFLOP/s/GPU)", "tflops"),
+    Field("throughput (TFLOP/s/GPU)", "tflops"),
+    Field("compute per GPU (TFLOP/s/GPU)", "tflops", 1.0, "primus"),
+    Field("TFLOPs", "tflops"),
+    Field("tokens per GPU (tokens/s/GPU)", "tokens_per_s_per_gpu", 1.0, "primus"),
+    Field("tokens-per-second-per-gpu", "tokens_per_s_per_gpu"),
+    Field("global batch size", "batch"),
+    Field("samples per second", "samples_per_s"),
+    Field("samples/sec", "samples_per_s", 1.0, "gpt-neox"),
+    Field("power per GPU (W/GPU)", "watts_per_gpu"),
+)
+"""What the line may hold; the names are the trainers' own."""
+MEMORY = {
+    "allocated": "allocated_bytes",
+    "max allocated": "max_allocated_bytes",
+    "max reserved": "max_reserved_bytes",
+    "total device memory used": "device_bytes",
+    "mem-allocated-gigabytes": "allocated_bytes",
+    "mem-max-allocated-gigabytes": "max_allocated_bytes",
+    "mem-max-reserved-gigabytes": "max_reserved_bytes",
+}
+"""Words of the memory lines, and what they count."""
+_DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
+_RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
+_PROGRESS = re.compile(r"Iteration: *(\d+)")
+
+
+def _iteration(record: Record, match: re.Match[str]) -> None:
+    found = fields(match[3])
+    before = fields(match.string[: match.start()])
+    values: dict[str, float] = {}
+    for known in FIELDS:
+        text = found.get(known.name, before.get(known.name))
+        if text is None:
+            continue
+        values.setdefault(known.means, number(text) * known.unit)
+        if known.trainer:
+            record.facts["trainer"] = known.trainer
+        if known.means == "seconds" and "/" in text:  # Primus: now/average
+            record.facts["trainer"] = "primus"
+    if "seconds" not in values:
+        return
+    covers = whole(record.arguments.get("log_interval")) if not record.numbers else 0
+    at_s = moment(match.string[: match.start()])
+    if not record.step(int(match[1]), values["seconds"], end_s=at_s, covers=covers or 0, rank=_rank(record)):
+        return
+    record.facts["num_steps_asked"] = int(match[2])
+    batch = values.get("batch", 0.0)
+    if batch > 0:
+        record.facts["global_batch_size"] = int(batch)
+    for name in ("tflops", "tokens_per_s_per_gpu", "samples_per_s", "watts_per_gpu"):
+        record.prints(name, values.get(name))
+    if (used := _DEVICE_MEMORY.search(match[3])) is not None:
+        record.bytes_of(None, device_bytes=number(used[1]) * GIB)  # a GB of Primus is a GiB: an MI300X has 191.98
+    if (ranks := _RANKS.search(match.string[: match.start()])) is not None:
+        record.facts["num_gpus"] = int(ranks[1])
+    _memory_of(record, None, found, GB)
+
+
+def _rank(record: Record) -> int | None:
+    rank = record.state.get("rank")
+    return None if rank is None else int(rank)
+
+
+def _memory(record: Record, match: re.Match[str]) -> None:
+    _memory_of(record, int(match[1]), fields(match[2]), MIB)
+
+
+def _memory_of(record: Record, rank: int | None, found: dict[str, str], unit: int) -> None:
+    kinds = {kind: number(found[name]) * unit for name, kind in MEMORY.items() if name in found}
+    record.bytes_of(rank, **kinds)
+
+
+def _old_timers(record: Record, match: re.Match[str]) -> None:
+    for name, value in fields(match[1]).items():
+        seconds = number(value) * _MS
+        if not seconds >= 0:
+            continue
+        record.timer(name, seconds, seconds)
+        _outside(record, name, seconds)
+
+
+def _minmax(record: Record, match: re.Match[str]) -> None:
+    low, high = number(match[2]) * _MS, number(match[3]) * _MS
+    record.timer(match[1], low, high)
+    _outside(record, match[1], high)
+
+
+def _outside(record: Record, name: str, seconds: float) -> None:
+    """Timers of what happens between iterations, which say how long the gap before the next one was."""
+    kind = {"save-checkpoint": "checkpoint", "evaluate": "evaluation", "eval-time": "evaluation"}.get(name)
+    if kind is not None:
+        record.mark(kind, seconds)
+
+
+def _maximum(record: Record, match: re.Match[str]) -> None:
+    seconds = number(match[2]) * _MS
+    if record.state.get("dump"):
+        record.argument(match[1], match[2])
+    elif record.state.get("timers"):
+        record.timer(match[1], seconds, seconds)
+        _outside(record, match[1], seconds)
+
+
+def _timers_begin(record: Record, match: re.Match[str]) -> None:
+    record.state["timers"] = match[1] or "all"
+
+
+def _timer_of_ranks(record: Record, match: re.Match[str]) -> None:
+    record.state["timer"] = match[1]
+
+
+def _timer_of_rank(record: Record, match: re.Match[str]) -> None:
+    name = record.state.get("timer")
+    if name is not None:
+        record.rank_timer(name, int(match[1]), number(match[2]) * _MS)
+
+
+def _dump_begins(record: Record, match: re.Match[str]) -> None:
+    record.state["dump"] = "yes"
+    record.restart()
+
+
+def _dump_ends(record: Record, match: re.Match[str]) -> None:
+    record.state.pop("dump", None)
+
+
+def _argument(record: Record, match: re.Match[str]) -> None:
+    if record.state.get("dump"):
+        record.argument(match[1], match[2].strip())
+    else:
+        value = re.fullmatch(r"\d+\.\d+", match[2].strip())
+        if value is not None and record.state.get("timers"):
+            record.timer(match[1], float(value[0]) * _MS, float(value[0]) * _MS)
+            _outside(record, match[1], float(value[0]) * _MS)
+
+
+def _datetime(record: Record, match: re.Match[str]) -> None:
+    record.time(moment(match[1]))
+
+
+def _sizes(record: Record, match: re.Match[str]) -> None:
+    for name, size in re.findall(r"([\w-]+?)[- ]size: (\d{1,9})", match.string):
+        record.argument({"world": "world_size"}.get(name, f"{name.replace('-', '_')}_size"), size)
+
+
+def _theoretical(record: Record, match: re.Match[str]) -> None:
+    record.prints("theoretical_bytes", number(match[1]) * MIB)
+
+
+def _straggler(record: Record, match: re.Match[str]) -> None:
+    slowest, fastest = (re.search(rf"{word}Rtt/Rnk:? *([\d.]+)ms/(\d+)", match.string) for word in ("Mx", "Mn"))
+    if slowest is None or fastest is None:
+        return
+    low, high = number(fastest[1]) * _MS, number(slowest[1]) * _MS
+    record.timer("straggler-round-trip", low, high)
+    for seconds, rank in ((low, fastest[2]), (high, slowest[2])):
+        record.rank_timer("straggler-round-trip", int(rank), seconds)
+
+
+def _bridge_step(record: Record, match: re.Match[str]) -> None:
+    record.facts["trainer"] = "megatron-bridge"
+    record.prints("bridge_step_s", number(match[1]))
+    record.prints("tflops", number(match[2]))
+
+
+def _progress(record: Record, match: re.Match[str]) -> None:
+    """`--log-progress`: the mean step between two checkpoints, whatever else took part of that time."""
+    at_s, number_of_gpus = moment(match[1]), whole(match[2])
+    if number_of_gpus:
+        record.facts["num_gpus"] = number_of_gpus
+    iteration = _PROGRESS.search(match[3])
+    if iteration is None:
+        record.restart()
+        record.state.pop("saved", None)
+        record.time(at_s)
+        return
+    saved, step = record.state.get("saved"), int(iteration[1])
+    record.note("seconds of steps are means between two checkpoints, and hold the checkpoints and evaluations, too")
+    record.prints("tflops", number(match[3].partition("Job throughput: ")[2]))
+    if saved is not None:
+        last, last_s = saved.split()
+        if step > int(last) and at_s > float(last_s):
+            covers = step - int(last)
+            record.step(step, (at_s - float(last_s)) / covers, end_s=at_s, covers=covers)
+        elif step == int(last):
+            return
+    record.state["saved"] = f"{step} {at_s}"
+
+
+ROWS = (
+    row("iteration", "iteration", r"iteration\s+(\d{1,15})\s*/\s*(\d{1,15})\s*\|(.*)", _iteration),
+    row("memory", "memory (MB)", r"\[Rank (\d{1,7})\] .{0,60}memory \(MB\)[^|]{0,20}\|(.*)", _memory),
+    row("timers on one line", "time (ms) |", r"^\s*(?:\[.{0,40}\] )?time \(ms\) \|(.*)", _old_timers),
+    row("timers begin", "across ranks (ms)", r"\((min), max\) time|(max) time|times across", _timers_begin),
+    row("timer, least and most", ": (", rf"^\s*{_NAME} \.*: \((\d[\d.]{{0,20}}), (\d[\d.]{{0,20}})\)", _minmax),
+    row("timer of ranks", ":", rf"^  {_NAME}:\s*$", _timer_of_ranks),
+    row("timer of a rank", "rank", r"^\s+rank +(\d{1,7}): (\d[\d.]{0,20})\s*$", _timer_of_rank),
+    row("arguments begin", "- arguments -", r"-{5,} arguments -{5,}", _dump_begins),
+    row("arguments end", "- end of ", r"-{5,} end of arguments -{5,}", _dump_ends),
+    row("argument or greatest timer", " ..", r"^\s+([A-Za-z][\w/-]{0,80}) \.{2,60}:? (.{0,4000})$", _argument),
+    row("moment", "datetime: ", r"datetime: (\d{4}-.{10,40})", _datetime),
+    row("grid", "using world size", r"using world size: (\d+)", _sizes),
+    row("theory of memory", "Theoretical memory", r"total\s*=\s*([\d.]+) MB", _theoretical),
+    row("straggler", "Rtt/Rnk", r"M[nx]Rtt/Rnk", _straggler),
+    row("checkpoint saved", "saving checkpoint", r"saving checkpoint at iteration", mark("checkpoint")),
+    row("checkpoint saved", "saved checkpoint", r"successfully saved checkpoint", mark("checkpoint")),
+    row("evaluation", "validation loss at", r"validation loss at iteration", mark("evaluation")),
+    row("step of Bridge", "Step Time : ", r"Step Time : ([\d.]+) ?s GPU utilization: ([\d.]+)", _bridge_step),
+    row(
+        "progress", "Job ID: ",
+        r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\s+Job ID: .{0,80}?# GPUs: (\d{1,7})\s+(.*)", _progress,
+    ),
+    row("parameters", "total number of parameters", r"total number of parameters:? *(\d+)", fact("num_parameters")),
+)  # fmt: skip
+
+
+def _finish(record: Record) -> None:
+    size = whole(record.arguments.get("world_size"))
+    if size:
+        record.facts["num_gpus"] = size
+    for name in ("seq_length", "global_batch_size"):
+        value = whole(record.arguments.get(name))
+        if value:
+            record.facts.setdefault(name, value)
+
+
+MEGATRON = Grammar("megatron", "megatron", ROWS, finish=_finish)
+
+
+def _numberless(record: Record, match: re.Match[str]) -> None:
+    record.step((record.numbers[-1] if record.numbers else 0) + 1, number(match[1]))
+    record.prints("tflops", number(match[2]))
+
+
+BRIDGE = Grammar(
+    "megatron-bridge",
+    "megatron-bridge",
+    (row("step", "Step Time : ", r"Step Time : ([\d.]+) ?s GPU utilization: ([\d.]+)", _numberless),),
+    rank=1,
+    finish=lambda record: record.note("the lines have no step numbers: they are counted as they come"),
+)
+"""Where only rank 0's output was kept, which has no line of an iteration."""

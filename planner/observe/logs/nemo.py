@@ -1,0 +1,175 @@
+"""NeMo's progress lines, its DLLogger file, and MLPerf's log, whose Llama and GPT runs are NeMo's.
+
+NeMo 1 and 2; MLPerf training 4.1, 5.0 and 5.1 (mlcommons/training_results_v*).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from planner.observe.logs.grammar import Grammar, number, row, text_of, whole
+from planner.observe.record import Record
+from planner.specs.units import GIB
+
+_TIMES = ("train_step_time", "train_step_timing in s")
+_MOST_ARGUMENTS = 2_000
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _value(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else number(str(value))
+
+
+def _mllog(record: Record, match: re.Match[str]) -> None:
+    data = _object(match[1])
+    key, value, metadata = data.get("key"), data.get("value"), data.get("metadata")
+    at_s, metadata = _value(data.get("time_ms")) / 1e3, metadata if isinstance(metadata, dict) else {}
+    if not isinstance(key, str) or not math.isfinite(at_s):
+        record.note("some lines of MLPerf's log are cut off and were left out")
+        return
+    if key == "init_start":
+        record.facts["num_gpus"] = int(record.facts.get("num_gpus", 0)) + 1
+        record.time(at_s)
+    elif key in ("eval_start", "run_start", "block_start"):
+        record.state[key] = str(at_s)
+        record.state["block"] = str(metadata.get("epoch_count", record.state.get("block", "")))
+    elif key == "block_stop" and "block_start" in record.state:
+        record.activity("block", float(record.state.pop("block_start")), at_s)
+    elif key == "eval_stop" and "eval_start" in record.state:
+        record.activity("evaluation", float(record.state.pop("eval_start")), at_s)
+        record.mark("evaluation")
+    elif key == "run_stop" and "run_start" in record.state:
+        record.activity("run", float(record.state["run_start"]), at_s)
+    elif key in _MLPERF_FACTS:
+        name, convert = _MLPERF_FACTS[key]
+        fact = convert(str(value))
+        if fact:
+            record.facts[name] = fact
+    elif key == "tracked_stats" and isinstance(value, dict):
+        _tracked(record, value, metadata, at_s)
+
+
+_MLPERF_FACTS: dict[str, Any] = {
+    "global_batch_size": ("global_batch_size", whole),
+    "max_sequence_length": ("seq_length", whole),
+    "submission_benchmark": ("model", text_of),
+    "submission_platform": ("hardware", text_of),
+}
+
+
+def _tracked(record: Record, value: dict[str, Any], metadata: dict[str, Any], at_s: float) -> None:
+    """A step's seconds, or the mean of a block of steps, which is no step: counted, it makes totals 2 to 3% too high.
+
+    A block says its throughput (5.0), or only the samples and no step (5.1). `step` counts tokens in 4.1, samples in
+    5.0 and steps in 5.1, which has `samples_count` beside.
+    """
+    if (name := next((name for name in value if name.startswith("validation_step_tim")), None)) is not None:
+        # some runs print no eval_start
+        record.state.setdefault("eval_start", str(at_s - _value(value[name])))
+    if "max_memory_usage" in value:
+        record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GIB)
+    name = next((name for name in _TIMES if name in value), None)
+    step = metadata.get("step")
+    if name is None or "throughput" in value or step is None:
+        return
+    counted = _value(step)
+    if "samples_count" in metadata:
+        counted += 1  # the first step is 0
+    elif (batch := int(record.facts.get("global_batch_size", 0))) > 0:
+        per_step = batch * (int(record.facts.get("seq_length", 1)) if name == _TIMES[1] else 1)
+        counted /= per_step
+    if math.isfinite(counted):
+        record.step(round(counted), _value(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
+
+
+def _finish_mlperf(record: Record) -> None:
+    if not record.numbers:
+        _blocks_as_steps(record)
+    if record.facts.get("num_gpus", 0) in (0, 1):
+        record.facts.pop("num_gpus", None)
+    record.facts.pop("trainer", None)
+
+
+def _blocks_as_steps(record: Record) -> None:
+    """Where no step is recorded, the means of the blocks between evaluations, whose tokens are stated."""
+    per_step = int(record.facts.get("global_batch_size", 0)) * int(record.facts.get("seq_length", 0))
+    tokens = number(record.state.get("block"))
+    if not per_step or not tokens >= per_step or tokens % per_step:
+        return
+    covers = round(tokens / per_step)
+    blocks = [(begin, end) for kind, begin, end in record.activities if kind == "block"]
+    for count, (begin, end) in enumerate(blocks, start=1):
+        record.step(count * covers, (end - begin) / covers, end_s=end, covers=covers)
+
+
+MLPERF = Grammar(
+    "mlperf",
+    "nemo",
+    (row("record", ":::MLLOG", r":::MLLOG (\{.*)", _mllog),),
+    rank=-1,
+    finish=_finish_mlperf,
+)
+
+
+def _dllogger(record: Record, match: re.Match[str]) -> None:
+    line = _object(match[1])
+    data, step = line.get("data"), line.get("step")
+    if not isinstance(data, dict):
+        return
+    at_s = _value(line.get("timestamp"))
+    if step == "PARAMETER":
+        for name, value in list(data.items())[:_MOST_ARGUMENTS]:
+            if name.startswith("cfg/"):
+                record.argument(name.removeprefix("cfg/"), json.dumps(value)[:4000])
+        record.time(at_s)
+        record.restart()
+        return
+    if not isinstance(step, int) or _TIMES[1] not in data:
+        return
+    # the printed value is the mean of up to five last steps; the clock of the lines says each one
+    seconds, last = _value(data[_TIMES[1]]), record.ends[-1] if record.ends else math.nan
+    if record.numbers and step == record.numbers[-1] + 1 and at_s > last:
+        seconds = at_s - last
+        record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
+    record.step(step, seconds, end_s=at_s, covers=1)
+
+
+def _finish_dllogger(record: Record) -> None:
+    for name, fact in (("global_batch_size", "global_batch_size"), ("encoder_seq_length", "seq_length")):
+        value = whole(record.arguments.get(name))
+        if value:
+            record.facts[fact] = value
+
+
+DLLOGGER = Grammar(
+    "dllogger", "nemo", (row("record", "DLLL {", r"DLLL (\{.*)", _dllogger),), rank=-1, finish=_finish_dllogger
+)
+
+
+def _progress(record: Record, match: re.Match[str]) -> None:
+    text = match.string
+    step = re.search(r"global_step[:=] ?([\d.]{1,20})", text)
+    batch = re.search(r"global_batch_size[:=] ?(\d{1,12})", text)
+    flops = re.search(r"TFLOPS_per_GPU[:=] ?([\d.]{1,20})", text)
+    count = (record.numbers[-1] if record.numbers else -1) + 1
+    if record.step(int(number(step[1])) if step else count, number(match[1])):
+        record.prints("tflops", number(flops[1]) if flops else None)
+        if batch and int(batch[1]) > 0:
+            record.facts["global_batch_size"] = int(batch[1])
+
+
+NEMO = Grammar(
+    "nemo",
+    "nemo",
+    (row("step", "train_step_timing in s", r"train_step_timing in s[:=] ?([\d.eE+-]{1,30})", _progress),),
+)

@@ -1,0 +1,140 @@
+"""Step times as CSV or as JSON lines; columns are found by their names, units by the ends of those."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from planner.errors import SpecError
+from planner.observe.logs.grammar import moment, number, text_of
+from planner.observe.record import Record
+
+NAME = "table"
+_TIME = re.compile(
+    r"(?:(?:train|training|global|optimizer)[_ .-]?)?(?:step|iter|iteration|batch)s?[_ .-]?"
+    r"(?:time|timing|duration|seconds|secs)"
+    r"(?:[_ .-]?(?:in)?[_ .(\[-]*(?P<unit>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)?"
+    r"|(?:elapsed|time|duration|seconds|secs|latency)(?:[_ .-]?per[_ .-]?(?:step|iter|iteration))?"
+    r"(?:[_ .(\[-]*(?P<other>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)?"
+)
+_STEP = re.compile(r"(?:global[_ .-]?|train(?:er)?[/_ .-])?(?:step|iter|iteration)s?|_step|consumed[_ ]steps")
+_MOMENT = re.compile(r"_?timestamp|datetime|date|wall[_ ]?time|time[_ ]?stamp")
+_TOKENS = re.compile(r"tokens[_ /.-]?(?:per[_ .-]?)?(?:s|sec|second)")
+_UNITS = {"ms": 1e-3, "msec": 1e-3, "milliseconds": 1e-3, "us": 1e-6}
+_HEAD = 1 << 15
+_MOST_COLUMNS = 2_000
+
+
+class Columns:
+    """The columns of a table that are read, found by name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        plain = [_plain(name) for name in names[:_MOST_COLUMNS]]
+        matches = [(name, _TIME.fullmatch(short)) for name, short in zip(names, plain, strict=False)]
+        timed = [(name, match["unit"] or match["other"]) for name, match in matches if match is not None]
+        nothing: tuple[str | None, str | None] = (None, None)
+        self.time: str | None
+        self.time, unit = max(timed, key=lambda pair: pair[1] is not None, default=nothing)
+        self.unit = _UNITS.get(unit or "s", 1.0)
+        self.says_unit = unit is not None or (self.time or "").lower().endswith(("seconds", "secs"))
+        self.step = _first(names, plain, _STEP)
+        self.moment = _first(names, plain, _MOMENT)
+        self.tokens = _first(names, plain, _TOKENS)
+
+
+def _plain(name: str) -> str:
+    """A column's own name: exports of experiment trackers put the run's name before it."""
+    return name.rpartition(" - ")[2].strip().strip('"').lower()
+
+
+def _first(names: Sequence[str], plain: Sequence[str], pattern: re.Pattern[str]) -> str | None:
+    return next((name for name, short in zip(names, plain, strict=False) if pattern.fullmatch(short)), None)
+
+
+def recognises(head: bytes) -> bool:
+    """True if a file begins as a table of step times."""
+    line = next((line for line in head.decode("utf-8-sig", errors="replace").splitlines() if line.strip()), "")
+    return bool(_names(line[:_HEAD]) and Columns(_names(line[:_HEAD])).time) or _is_number(line)
+
+
+def _names(line: str) -> list[str]:
+    if line.lstrip().startswith("{"):
+        data = _json(line)
+        return [name for name in data if isinstance(data[name], (int, float, str))]
+    return [cell.strip() for cell in next(csv.reader([line], delimiter=_delimiter(line)), [])]
+
+
+def _json(line: str) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _delimiter(line: str) -> str:
+    return max(",;\t", key=line.count)
+
+
+def _is_number(line: str) -> bool:
+    return re.fullmatch(r"\s*\d{1,9}(\.\d{1,12})?\s*", line) is not None
+
+
+def read_table(lines: Iterator[bytes], where: str) -> Record:
+    """The steps of a table. Raises SpecError where no column has step times."""
+    record = Record(NAME)
+    texts = (text for line in lines if (text := line.decode("utf-8-sig", errors="replace").strip()))
+    first = next(texts, "")
+    if _is_number(first):
+        record.note("numbers without a head are taken as seconds of one step after the other")
+        _take_all(record, ({"seconds": text} for text in _again(first, texts)), Columns(["seconds"]))
+        return record
+    columns = Columns(_names(first))
+    if columns.time is None:
+        raise SpecError(f"{where}: no column has step times", "name one step_time_s or step_time_ms")
+    record.state["column"] = text_of(columns.time)
+    if not columns.says_unit:
+        record.note(f"{text_of(columns.time)} states no unit: taken as seconds")
+    if first.startswith("{"):
+        _take_all(record, (_json(text) for text in _again(first, texts)), columns)
+    else:
+        names, delimiter = _names(first), _delimiter(first)
+        rows = (next(csv.reader([text], delimiter=delimiter), []) for text in texts)
+        _take_all(record, (dict(zip(names, row, strict=False)) for row in rows), columns)
+    return record
+
+
+def _again(first: str, texts: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from texts
+
+
+def _take_all(record: Record, rows: Iterator[dict[str, Any]], columns: Columns) -> None:
+    """Take every row; those without a time, as trackers export them, are passed over."""
+    wrong = 0
+    for row in rows:
+        seconds = number(str(row.get(columns.time or "", ""))) * columns.unit
+        if not seconds > 0:
+            wrong += 1
+            continue
+        count = (record.numbers[-1] if record.numbers else 0) + 1
+        step = number(str(row.get(columns.step, ""))) if columns.step else math.nan
+        end_s = _moment(str(row.get(columns.moment, ""))) if columns.moment else math.nan
+        known = math.isfinite(step) and 0 <= step < 2**53
+        record.step(int(step) if known else count, seconds, end_s=end_s, covers=1)
+        record.prints("tokens_per_s", number(str(row.get(columns.tokens, ""))) if columns.tokens else None)
+    if wrong:
+        record.note(f"{wrong:,} rows without a time were left out")
+
+
+def _moment(text: str) -> float:
+    """A date and time, or seconds or milliseconds since 1970."""
+    at_s = moment(text)
+    if math.isnan(at_s) and not re.search(r"[^\d.eE+]", text.strip()):
+        at_s = number(text)
+        at_s = at_s / 1e3 if at_s > 1e11 else at_s
+    return at_s

@@ -1,0 +1,121 @@
+"""torchtitan's lines, as of 2024 (`wps`) to 2026 (torchtitan/components/metrics.py, train.py)."""
+
+from __future__ import annotations
+
+import math
+import re
+from operator import mul
+from statistics import median
+
+from planner.observe.logs.grammar import Grammar, Row, fact, mark, moment, number, row, text_of, whole
+from planner.observe.record import Record
+from planner.specs.units import GIB
+
+_CLOCK_S, _SHARP_FRACTION, _LEAST_TO_SHARPEN = 1e-3, 0.002, 5
+"""Times are cut to milliseconds, which 0.2% of a step may hide."""
+_SPEED = re.compile(r"(?:tps|wps): *([\d,.]{1,20})")
+_MEMORY = re.compile(r"memory: *([\d.]{1,12})GiB\(([\d.]{1,6})%\)")
+
+
+def _step(record: Record, match: re.Match[str]) -> None:
+    """A line of a step: tokens/s of a device since the last line, from whose time the seconds follow."""
+    step, at_s, text = int(match[1]), moment(match.string[: match.start()]), match.string
+    speed, rank = _SPEED.search(text), record.state.get("rank")
+    if speed is None:
+        return
+    tokens_per_s, last = number(speed[1]), record.ends[-1] if record.ends else math.nan
+    last_step, covers = (record.numbers[-1] if record.numbers else 0), 0
+    if record.numbers and step > last_step and at_s > last and "restarted" not in record.state:
+        seconds = (at_s - last) / (step - last_step)
+    elif (begin := record.state.get("begin")) is not None and step >= int(begin.split()[0]):
+        first, first_s = begin.split()
+        covers = step - int(first) + 1
+        seconds = (at_s - float(first_s)) / covers
+    else:
+        seconds = math.nan
+    if not seconds > 0 and "tokens" in record.state:
+        seconds = float(record.state["tokens"]) / tokens_per_s
+    if not seconds > 0:
+        _remember(record, step, at_s, tokens_per_s)
+        return
+    # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
+    record.state.setdefault("tokens", str(seconds * tokens_per_s))
+    if record.step(step, seconds, end_s=at_s, covers=covers, rank=None if rank is None else int(rank)):
+        record.prints("tokens_per_s_per_gpu", tokens_per_s)
+        record.prints("tflops", number(text.partition("tflops: ")[2]))
+        record.prints("mfu_percent", number(text.partition("mfu: ")[2]))
+    if (memory := _MEMORY.search(text)) is not None:
+        record.bytes_of(None if rank is None else int(rank), max_reserved_bytes=number(memory[1]) * GIB)
+
+
+def _remember(record: Record, step: int, at_s: float, tokens_per_s: float) -> None:
+    """The first line of a log without its head: only its end is known."""
+    record.state.setdefault("begin", f"{step + 1} {at_s}")
+    record.prints("tokens_per_s_per_gpu", tokens_per_s)
+    record.time(at_s)
+
+
+def _begin(record: Record, match: re.Match[str]) -> None:
+    """`Training starts at step 1, with local batch size 1, global batch size 8, sequence length 8192, …`."""
+    at_s = moment(match.string[: match.start()])
+    record.restart()
+    record.state["begin"] = f"{int(match[1])} {at_s}"
+    record.time(at_s)
+    for words, name in (("global batch size", "global_batch_size"), ("sequence length", "seq_length")):
+        value = re.search(rf"{words} (\d{{1,12}})", match.string)
+        if value is not None and int(value[1]) > 0:
+            record.facts[name] = int(value[1])
+
+
+def _gpu(record: Record, match: re.Match[str]) -> None:
+    record.facts["hardware"] = text_of(match[1])
+
+
+def _saved(record: Record, match: re.Match[str]) -> None:
+    record.mark("checkpoint", number(match[1]))
+
+
+def _collected(record: Record, match: re.Match[str]) -> None:
+    record.mark("gc", number(match[1]))
+
+
+def _parameters(record: Record, match: re.Match[str]) -> None:
+    if count := whole(match[2]):
+        record.facts["num_parameters"] = count
+    record.facts.setdefault("model", text_of(match[1]))
+
+
+def _sizes(record: Record, match: re.Match[str]) -> None:
+    sizes = [int(size) for size in re.findall(r"\d{1,7}", match[1])]
+    record.facts["num_gpus"] = math.prod(sizes)
+
+
+ROWS: tuple[Row, ...] = (
+    row("step", "step:", r"step: *(\d{1,15}) +(?:loss|\S*loss\S*): .{0,400}?(?:tps|wps):", _step),
+    row("begin", "Training starts at step", r"Training starts at step (\d{1,15})", _begin),
+    row("GPU", "capacity: ", r"(?:GPU|CUDA|XPU) capacity: (.{1,80}?) *\(\d+\) with", _gpu),
+    row("parameters", "size: ", r"Model (.{1,60}?) size: ([\d,]{1,20}) total parameters", _parameters),
+    row("mesh", "device mesh", r"Building \d+-D device mesh with .{0,80}?, ?\[([\d, ]{1,80})\]", _sizes),
+    row("garbage collection", "[GC]", r"\[GC\] .{0,60}?([\d.]{1,10}) seconds", _collected),
+    row("checkpoint", "Finished saving", r"Finished saving the checkpoint.{0,80}?in *([\d.]{1,12}) seconds", _saved),
+    row("checkpoint", "Saving ", r"Saving (?:the|a full) checkpoint", mark("checkpoint")),
+    row("evaluation", "validate step:", r"validate step: ", mark("evaluation")),
+    row("world", "world size", r"world size:? (\d{1,7})", fact("num_gpus")),
+)
+
+
+def _finish(record: Record) -> None:
+    """Sharpen short steps: their tokens are equal, so that tokens/s tell them apart where the clock does not."""
+    speeds = record.printed.get("tokens_per_s_per_gpu", ())
+    if len(speeds) != len(record.seconds) or len(speeds) < _LEAST_TO_SHARPEN:
+        return
+    tokens = median(map(mul, record.seconds, speeds))
+    usual = median(record.seconds)
+    if usual * median(record.covers) >= _CLOCK_S / _SHARP_FRACTION:
+        return
+    for index, speed in enumerate(speeds):
+        if abs(record.seconds[index] * speed / tokens - 1) < 2 * _CLOCK_S / usual:
+            record.seconds[index] = tokens / speed
+
+
+TORCHTITAN = Grammar("torchtitan", "torchtitan", ROWS, finish=_finish)

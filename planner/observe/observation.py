@@ -1,0 +1,242 @@
+"""An observed run: its steps, timers, memory and wall time, and how they compare with what was predicted.
+
+Readers of logs, traces and snapshots each fill what their files show; what a file does not show stays None or empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from planner.answer import Interval
+from planner.specs.base import Spec
+
+Verdict = Literal["expected", "slow", "fast", "memory"]
+"""Where the step lies to its predicted interval; `memory` where the step is inside and the peak above its own."""
+OutlierKind = Literal["checkpoint", "evaluation", "periodic", "slow_spell", "unexplained"]
+
+
+class Source(Spec):
+    """A file that was read."""
+
+    path: str
+    format: str
+    """The grammar or format that was recognised, such as `megatron`, `torchtitan`, `kineto`."""
+    num_lines: int = 0
+    num_bytes: int = 0
+    partial: str = ""
+    """The reason why only a part was read; empty where all of it was."""
+
+
+class JobFacts(Spec):
+    """The job as its own files state it; None where they do not."""
+
+    trainer: str | None = None
+    trainer_version: str | None = None
+    model: str | None = None
+    """The model by name."""
+    hardware: str | None = None
+    """The GPU as the log names it, such as `NVIDIA H100 80GB HBM3`."""
+    num_gpus: int | None = None
+    seq_length: int | None = None
+    global_batch_size: int | None = None
+    num_parameters: int | None = None
+    run: dict[str, Any] = Field(default_factory=dict)
+    """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
+
+
+class StepSeries(Spec):
+    """The steps in the order of the log; of very many, every `stride`-th row."""
+
+    steps: tuple[int, ...] = ()
+    """Numbers of the optimizer steps, each the last one that its row covers."""
+    seconds: tuple[float, ...] = ()
+    """Mean seconds of the steps that a row covers."""
+    end_s: tuple[float, ...] = ()
+    """Seconds from the first timestamp of the log to each row; empty where lines have no time."""
+    stride: int = 1
+
+
+class Outlier(Spec):
+    """Steps that took longer than the noise of the others, under one name."""
+
+    kind: OutlierKind
+    steps: tuple[int, ...]
+    """The numbers of the first steps of this kind."""
+    num_steps: int
+    extra_s: float
+    """Seconds of all of them beyond as many steady steps."""
+    period_steps: int | None = None
+    """Steps from one to the next, where they come regularly."""
+    likely: str = ""
+    """The likely cause in words, such as garbage collection every 100 steps."""
+
+
+class Restart(Spec):
+    """A place where the step number falls back: the run went on from an earlier checkpoint."""
+
+    from_step: int
+    """The last step before the interruption."""
+    to_step: int
+    """The first step after it."""
+    lost_steps: int
+    lost_s: float
+    """Seconds of the steps that had to be made again."""
+    down_s: float | None = None
+    """Seconds from the last line of a step to the first one made after it, less that step's own; None without times."""
+
+
+class Timer(Spec):
+    """A timer that the trainer prints, in seconds of one step; the median over what was printed."""
+
+    name: str
+    min_s: float
+    max_s: float
+    """The least and the most over the ranks; equal where one number is printed."""
+    num_values: int
+    per_rank_s: dict[int, float] = Field(default_factory=dict)
+
+
+class RankMemory(Spec):
+    """Memory of one rank, the highest that was printed."""
+
+    rank: int | None = None
+    allocated_bytes: int | None = None
+    max_allocated_bytes: int | None = None
+    max_reserved_bytes: int | None = None
+    device_bytes: int | None = None
+    """Bytes in use on the GPU, of everything."""
+
+
+class Link(Spec):
+    """A collective that a log times with its size: a measured rate."""
+
+    op: str
+    message_bytes: float
+    seconds: float
+    bus_bytes_per_s: float
+    num_values: int
+
+
+class Wall(Spec):
+    """The wall time from the first to the last thing that has a time, and what took it."""
+
+    wall_s: float
+    startup_s: float
+    """From the first line with a time to the begin of the first step."""
+    steps_s: float
+    evaluation_s: float
+    checkpoint_s: float
+    down_s: float
+    """From an interruption to the first step made after it."""
+    idle_s: float
+    """Between those, where nothing was recorded."""
+    overlap_s: float
+    """Seconds that records claim twice: the items less this are the wall time."""
+
+    @property
+    def error_fraction(self) -> float:
+        """The share of the wall time that the items miss: 0 where they add up."""
+        return self.overlap_s / self.wall_s if self.wall_s else 0.0
+
+
+class Observation(Spec):
+    """A run as its files show it."""
+
+    sources: tuple[Source, ...]
+    facts: JobFacts = JobFacts()
+    step_s: float | None = None
+    """The median of the steps after the warm-up."""
+    step_s_spread: Interval | None = None
+    """The 10th and the 90th percentile of the same steps."""
+    step_s_precision_fraction: float = 0.0
+    """Half a unit of the last digit that the trainer prints, as a share of the step."""
+    num_steps: int = 0
+    num_warmup_steps: int = 0
+    warmup_extra_s: float = 0.0
+    drift_fraction: float | None = None
+    """Change of the step from the begin to the end of the run, by the median slope; None where there are too few."""
+    tokens_per_s: float | None = None
+    peak_memory_bytes: int | None = None
+    """The highest that any rank allocated; reserved, or in use on the device, where the trainer prints nothing else."""
+    peak_memory_kind: Literal["allocated", "reserved", "device"] | None = None
+    mfu: float | None = None
+    """By the planner's definition: model FLOPs without recompute over the dense bf16 peak."""
+    printed_mfu: float | None = None
+    printed_tflops_per_gpu: float | None = None
+    """As the trainer prints them, by its own definitions."""
+    breakdown: dict[str, float] = Field(default_factory=dict)
+    """Seconds of a steady step by term, adding up to it; what no file tells apart is `unattributed_s`."""
+    series: StepSeries = StepSeries()
+    outliers: tuple[Outlier, ...] = ()
+    restarts: tuple[Restart, ...] = ()
+    timers: tuple[Timer, ...] = ()
+    memory: tuple[RankMemory, ...] = ()
+    links: tuple[Link, ...] = ()
+    wall: Wall | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences on what the files leave open or show beside."""
+    asks: tuple[str, ...] = ()
+    """Options that would say what the files do not, such as `--global-batch-size N`."""
+
+
+class Prediction(Spec):
+    """The price of the observed layout and recipe."""
+
+    source: str
+    """The plan's file, the log's own arguments, or the options."""
+    model: str
+    hardware: str
+    num_gpus: int
+    layout: str
+    step_s: float
+    step_s_interval: Interval | None
+    tokens_per_s: float
+    mfu: float
+    peak_memory_bytes: int
+    """Allocated by torch on the fullest rank."""
+    total_memory_interval: Interval | None = None
+    """With what is reserved beside."""
+    breakdown: dict[str, float]
+
+
+class Term(Spec):
+    """One term of measured less planned."""
+
+    term: str
+    seconds: float
+    evidence: str
+    recoverable_s: float | None = None
+    """The most that could be won back."""
+
+
+class Remedy(Spec):
+    """A change of the job, and the step that it would give."""
+
+    options: tuple[str, ...]
+    step_s: float | None = None
+
+
+class Cause(Spec):
+    """A hypothesis why the run is not as predicted."""
+
+    name: str
+    likelihood: float
+    evidence: str
+    remedy: Remedy | None = None
+
+
+class Observed(Spec):
+    """The answer of `plan observe`."""
+
+    schema_version: Literal[1] = 1
+    observation: Observation
+    prediction: Prediction | None = None
+    waterfall: tuple[Term, ...] = ()
+    """Measured less planned, adding up to it."""
+    verdict: Verdict | None = None
+    """None where nothing was predicted."""
+    says: str = ""
+    """The verdict in one sentence."""
+    causes: tuple[Cause, ...] = ()

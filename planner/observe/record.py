@@ -1,0 +1,198 @@
+"""The record that the rows of a grammar fill: compact arrays of steps, and what is known of everything else."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+
+from planner.observe.observation import JobFacts
+
+MAX_STEPS = 2_000_000
+"""The most rows of steps that are kept: 64 MB. A year of steps of 16 s; later ones are counted and said to be left."""
+MAX_TIMER_VALUES = 20_000
+MAX_NAMES = 2_000
+"""The most timers, ranks or arguments: a file with more is no log of one job."""
+MOST_RANKS = 200_000
+_NEAR_STEPS = 3
+"""A number that falls back by no more was printed late by another rank; a restart goes further back, or waits."""
+_LONG_GAP = 8.0
+"""Steps without a line before one that falls back: what a restart takes at least."""
+
+
+@dataclass(slots=True)
+class Back:
+    """A place where the step number fell back."""
+
+    row: int
+    """The first row after it."""
+    from_step: int
+    lost_rows: tuple[int, int]
+    """The rows that were made again: [first, last exclusive)."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What one grammar read in one file."""
+
+    grammar: str
+    rank: int | None = None
+    """The rank whose steps are taken, where lines say one."""
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    covers: array[int] = field(default_factory=lambda: array("l"))
+    """Steps that a row is the mean of."""
+    ends: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds since 1970, not a number where a line has no time."""
+    backs: list[Back] = field(default_factory=list)
+    marks: dict[int, set[str]] = field(default_factory=dict)
+    """Row to what was said to happen between it and the row before: checkpoint, evaluation, gc, …"""
+    activities: list[tuple[str, float, float]] = field(default_factory=list)
+    """Kind, begin and end of what has both: start-up, evaluation, checkpoint."""
+    mark_s: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Seconds that a mark is said to have taken, by kind and row."""
+    timers: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
+    rank_timers: dict[str, dict[int, float]] = field(default_factory=dict)
+    memory: dict[int | None, dict[str, int]] = field(default_factory=dict)
+    links: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
+    printed: dict[str, array[float]] = field(default_factory=dict)
+    """What the trainer prints beside, such as tflops, mfu and tokens_per_s."""
+    facts: dict[str, str | int] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
+    """What one line says about the next."""
+    notes: dict[str, None] = field(default_factory=dict)
+    first_s: float = math.nan
+    last_s: float = math.nan
+    duplicates: int = 0
+    left_steps: int = 0
+    words: Counter[str] = field(default_factory=Counter)
+    """How many rows of the grammar's table each line was of."""
+
+    def step(
+        self, number: int, seconds: float, *, end_s: float = math.nan, covers: int = 0, rank: int | None = None
+    ) -> bool:
+        """Take a row of steps: false where it was printed before, by this rank or another.
+
+        `covers` is the number of steps that it is the mean of; 0 where only the row before says that.
+        """
+        if not (math.isfinite(seconds) and 0 < seconds < 1e7) or not 0 <= number < 2**60:
+            self.note("some lines of steps have impossible numbers and were left out")
+            return False
+        if rank is not None:
+            self.rank = rank if self.rank is None else self.rank
+            if rank != self.rank:
+                self.duplicates += 1
+                return False
+        if self.numbers and number <= self.numbers[-1] and not self._is_restart(number, end_s):
+            self.duplicates += 1
+            return False
+        if len(self.numbers) >= MAX_STEPS:
+            self.left_steps += 1
+            return False
+        if self.numbers and number <= self.numbers[-1]:
+            self._fall_back(number, covers)
+        before = self._before(number)
+        self.numbers.append(number)
+        self.seconds.append(seconds)
+        self.covers.append(min(covers or max(1, number - before), 2**31 - 1))
+        self.ends.append(end_s)
+        self.time(end_s)
+        return True
+
+    def _before(self, number: int) -> int:
+        """The number of the step before a row, as far as the rows say it."""
+        if not self.numbers:
+            return number - 1
+        if number > self.numbers[-1]:
+            return self.numbers[-1]
+        return number - self.covers[-1]
+
+    def _is_restart(self, number: int, end_s: float) -> bool:
+        """True where a number that falls back is of a step made again, false where it was only printed again."""
+        last = self.numbers[-1]
+        if number == last or "restarted" in self.state:
+            return "restarted" in self.state
+        waits_s = end_s - self.ends[-1]
+        if last - number > _NEAR_STEPS * self.covers[-1]:
+            return True
+        return waits_s > _LONG_GAP * self.seconds[-1] * self.covers[-1]
+
+    def _fall_back(self, number: int, covers: int) -> None:
+        lost = len(self.numbers)
+        begin = number - (covers or self.covers[-1])
+        while lost > (self.backs[-1].row if self.backs else 0) and self.numbers[lost - 1] > begin:
+            lost -= 1
+        self.backs.append(Back(len(self.numbers), self.numbers[-1], (lost, len(self.numbers))))
+        self.state.pop("restarted", None)
+
+    def restart(self) -> None:
+        """Note that the trainer started anew, so that a number that falls back is a step made again."""
+        if self.numbers:
+            self.state["restarted"] = "yes"
+
+    def time(self, at_s: float) -> None:
+        """Note a moment that the log has."""
+        if math.isfinite(at_s) and at_s > 0:
+            self.first_s = at_s if math.isnan(self.first_s) else min(self.first_s, at_s)
+            self.last_s = at_s if math.isnan(self.last_s) else max(self.last_s, at_s)
+
+    def mark(self, kind: str, seconds: float | None = None) -> None:
+        """Note that something other than steps happened after the last row."""
+        row = len(self.numbers)
+        self.marks.setdefault(row, set()).add(kind)
+        if seconds is not None and math.isfinite(seconds) and seconds >= 0:
+            of_kind = self.mark_s.setdefault(kind, {})
+            of_kind[row] = of_kind.get(row, 0.0) + seconds
+
+    def activity(self, kind: str, begin_s: float, end_s: float) -> None:
+        """Note something that took from one moment to another."""
+        if math.isfinite(begin_s) and math.isfinite(end_s) and begin_s <= end_s:
+            self.activities.append((kind, begin_s, end_s))
+            self.time(begin_s)
+            self.time(end_s)
+
+    def timer(self, name: str, low_s: float, high_s: float) -> None:
+        """Take what a timer shows: the least and the most over the ranks."""
+        if name not in self.timers and len(self.timers) >= MAX_NAMES:
+            return
+        lows, highs = self.timers.setdefault(name, (array("d"), array("d")))
+        if len(lows) < MAX_TIMER_VALUES and 0 <= low_s <= high_s < 1e9:
+            lows.append(low_s)
+            highs.append(high_s)
+
+    def rank_timer(self, name: str, rank: int, seconds: float) -> None:
+        """Take what a timer of one rank shows; of several, the last."""
+        of_ranks = self.rank_timers.setdefault(name, {})
+        if len(of_ranks) < MOST_RANKS and 0 <= seconds < 1e9:
+            of_ranks[rank] = seconds
+
+    def bytes_of(self, rank: int | None, **kinds: float | None) -> None:
+        """Take memory of a rank; the highest of each kind is kept."""
+        known = {kind: round(value) for kind, value in kinds.items() if value is not None and 0 < value < 2**50}
+        if not known or (rank not in self.memory and len(self.memory) >= MOST_RANKS):
+            return
+        of_rank = self.memory.setdefault(rank, {})
+        for kind, value in known.items():
+            of_rank[kind] = max(of_rank.get(kind, 0), value)
+
+    def prints(self, name: str, value: float | None) -> None:
+        """Take a number that the trainer works out itself."""
+        if value is not None and math.isfinite(value) and value > 0:
+            values = self.printed.setdefault(name, array("d"))
+            if len(values) < MAX_STEPS:
+                values.append(value)
+
+    def argument(self, name: str, value: str) -> None:
+        """Take an argument of the trainer's dump; the last value of a name counts."""
+        if name in self.arguments or len(self.arguments) < MAX_NAMES:
+            self.arguments[name] = value
+
+    def note(self, text: str) -> None:
+        self.notes[text] = None
+
+    def job_facts(self) -> JobFacts:
+        """The facts that single lines state."""
+        known = {name: value for name, value in self.facts.items() if name in JobFacts.model_fields}
+        return JobFacts.model_validate(known)

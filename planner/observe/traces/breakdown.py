@@ -1,0 +1,191 @@
+"""A step of one rank, cut so that the parts add up to its wall time.
+
+Every nanosecond is computing, else exposed communication, else a copy, else idle. Inside computing it belongs to the
+first family of the table that runs, inside communication to the first group. Idle time is told by the launch of what
+ends it: a host gap if that came after the GPU ran dry, a dependency if it came before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.observe.traces.families import COMMUNICATION, FAMILIES, NAMES, OTHER, families_of
+from planner.observe.traces.groups import UNKNOWN, axis_of
+from planner.observe.traces.intervals import (
+    NONE,
+    Spans,
+    intersect,
+    length_ns,
+    merge,
+    subtract,
+    union,
+    window,
+)
+from planner.observe.traces.kineto import launch_of
+from planner.observe.traces.phases import Phases
+from planner.observe.traces.results import FamilyTime, GroupTime, TraceStep
+from planner.observe.traces.steps import StepWindow
+from planner.observe.traces.trace import Events, RankTrace
+
+NS = 1e-9
+MAX_NAMES = 3
+_POINT_TO_POINT = "point to point"
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """A rank's GPU events with the family and the group of each."""
+
+    trace: RankTrace
+    family: NDArray[np.int64]
+    group: NDArray[np.int64]
+    """An index in `labels`, −1 for what does not communicate."""
+    labels: tuple[str, ...]
+    launch: NDArray[np.int64]
+    phases: Phases | None
+
+    @classmethod
+    def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
+        """Sort a trace's events; `grid` names the axes of groups that the trace leaves undescribed."""
+        family = families_of(trace.names)[trace.gpu.name] if len(trace.gpu) else np.zeros(0, np.int64)
+        label_of_call = [
+            axis_of(trace.groups[call.group], grid) if call.group in trace.groups else UNKNOWN for call in trace.calls
+        ]
+        of_name = [_label_of_name(name) for name in trace.names]
+        labels = tuple(sorted({*label_of_call, *of_name}))
+        by_call = np.array([labels.index(label) for label in label_of_call] or [0], np.int64)
+        by_name = np.array([labels.index(label) for label in of_name] or [0], np.int64)
+        said = trace.gpu.call >= 0
+        group = np.where(said, by_call[np.where(said, trace.gpu.call, 0)], by_name[trace.gpu.name])
+        communicates = ((family == COMMUNICATION) | said) & ~trace.copies
+        family = np.where(communicates, COMMUNICATION, family)
+        launch = launch_of(trace.gpu, trace.launches)
+        return cls(trace, family, np.where(communicates, group, -1), labels, launch, Phases.of(trace, launch))
+
+
+def _label_of_name(name: str) -> str:
+    """The group of a communication kernel that says nothing but its name."""
+    lowered = name.lower()
+    if any(word in lowered for word in ("deepep", "deep_ep", "hybridep", "hybrid_ep", "internode::", "intranode::")):
+        return "ep"
+    return _POINT_TO_POINT if any(word in lowered for word in ("sendrecv", ":send", ":recv")) else UNKNOWN
+
+
+def break_down(events: Sorted, step: StepWindow) -> TraceStep:
+    """The parts of one step."""
+    inside = window(step.start_ns, step.end_ns)
+    gpu, kernels = events.trace.gpu, ~events.trace.copies
+    near = (gpu.start_ns < step.end_ns) & (gpu.end_ns > step.start_ns)
+    computing = near & kernels & (events.group < 0)
+    compute = intersect(_union(gpu, computing), inside)
+    groups, communicating = _groups(events, near, inside, compute)
+    busy = merge(compute, communicating)
+    copies = subtract(intersect(_union(gpu, near & ~kernels), inside), busy)
+    idle = subtract(inside, merge(busy, copies))
+    gaps, dependencies, unknown = _idle(events, idle)
+    return TraceStep(
+        number=step.number,
+        start_s=(step.start_ns - events.trace.span_ns[0]) * NS,
+        wall_s=(step.end_ns - step.start_ns) * NS,
+        warm_up=step.warm_up,
+        compute_s=length_ns(compute) * NS,
+        exposed_communication_s=length_ns(subtract(communicating, compute)) * NS,
+        copies_s=length_ns(copies) * NS,
+        host_gaps_s=length_ns(gaps) * NS,
+        dependencies_s=length_ns(dependencies) * NS,
+        idle_s=length_ns(unknown) * NS,
+        families=_families(events, computing, inside),
+        groups=groups,
+        phases=events.phases.times(computing, step) if events.phases else (),
+        waits=_waits(events.trace, gaps),
+    )
+
+
+def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
+    return union(gpu.start_ns[chosen], gpu.end_ns[chosen])
+
+
+def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
+    taken, times = NONE, []
+    for index, family in enumerate(FAMILIES):
+        chosen = computing & (events.family == index)
+        if not chosen.any():
+            continue
+        spans = intersect(_union(events.trace.gpu, chosen), inside)
+        times.append(
+            (family.name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index))
+        )
+        taken = merge(taken, spans)
+    total = sum(nanoseconds for _, nanoseconds, _, _ in times) or 1
+    rows = [
+        FamilyTime(family=name, seconds=ns * NS, share_fraction=ns / total, num_kernels=count, largest=largest)
+        for name, ns, count, largest in times
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> tuple[str, ...]:
+    """The names that take most time, for kernels that no pattern knows."""
+    if NAMES[family] != OTHER:
+        return ()
+    gpu = events.trace.gpu
+    total: Counter[int] = Counter()
+    for name, length in zip(gpu.name[chosen].tolist(), (gpu.end_ns - gpu.start_ns)[chosen].tolist(), strict=True):
+        total[name] += length
+    return tuple(events.trace.names[name][:80] for name, _ in total.most_common(MAX_NAMES))
+
+
+def _groups(
+    events: Sorted, near: NDArray[np.bool_], inside: Spans, compute: Spans
+) -> tuple[tuple[GroupTime, ...], Spans]:
+    """Communication by group, and all of it."""
+    times, all_of_it = [], NONE
+    for index, label in enumerate(events.labels):
+        chosen = near & (events.group == index)
+        if not chosen.any():
+            continue
+        spans = intersect(_union(events.trace.gpu, chosen), inside)
+        exposed = subtract(subtract(spans, compute), all_of_it)
+        times.append(
+            GroupTime(
+                group=label,
+                busy_s=length_ns(spans) * NS,
+                hidden_s=length_ns(intersect(spans, compute)) * NS,
+                exposed_s=length_ns(exposed) * NS,
+            )
+        )
+        all_of_it = merge(all_of_it, spans)
+    return tuple(times), all_of_it
+
+
+def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
+    """Idle time as host gaps, dependencies and what cannot be told."""
+    gpu, launches = events.trace.gpu, events.trace.launches
+    if events.trace.on_host:  # between operators the host itself is what works
+        return idle, NONE, NONE
+    if not len(idle) or not len(gpu):
+        return NONE, NONE, idle
+    following = np.minimum(np.searchsorted(gpu.start_ns, idle[:, 1], side="left"), len(gpu) - 1)
+    launch = events.launch[following]
+    known = (launch >= 0) & (gpu.start_ns[following] >= idle[:, 1])
+    late = known & (launches.start_ns[launch] > idle[:, 0]) if len(launches) else known
+    return idle[late], idle[known & ~late], idle[~known]
+
+
+def _waits(trace: RankTrace, gaps: Spans) -> tuple[tuple[str, float], ...]:
+    """Synchronising calls and annotations that cover host gaps, with the seconds that they cover."""
+    seconds: dict[str, float] = {}
+    for events, wanted in ((trace.launches, ("Synchronize",)), (trace.marks, ("DataLoader", "checkpoint", "gc"))):
+        for index in np.unique(events.name):
+            name = trace.names[index]
+            if any(word in name for word in wanted):
+                chosen = events.where(events.name == index)
+                covered = length_ns(intersect(union(chosen.start_ns, chosen.end_ns), gaps)) * NS
+                if covered > 0:
+                    seconds[name[:80]] = covered
+    return tuple(sorted(seconds.items(), key=lambda item: -item[1])[:MAX_NAMES])

@@ -1,0 +1,266 @@
+"""Traces of torch.profiler (Kineto's JSON, plain or gzipped) as columns.
+
+Kept: kernels, copies, fills, calls of the runtime, operators, annotations and collectives. Passed over: Python frames,
+arrows and counters, which are most of a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.observe.traces.groups import Group, ranks_by_stride, ranks_of
+from planner.observe.traces.json_events import EventScanner
+from planner.observe.traces.source import Progress, Source
+from planner.observe.traces.trace import Call, Columns, Events, Names, RankTrace, rank_in_name
+from planner.specs.reading import printable
+
+_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime"}
+_OLD_NAMES = {"memcpy": "gpu_memcpy", "memset": "gpu_memset", "operator": "cpu_op"}
+"""Categories before torch 1.12, in lower case."""
+
+_COMMUNICATION_ANNOTATION = re.compile(r"^(gloo|mpi|ucc):")
+_BOOKKEEPING = re.compile(
+    r"^(aten::(resolve_(conj|neg)|empty\w*|as_strided\w*|view\w*|_?reshape\w*|t|transpose|permute|expand\w*|detach|select"
+    r"|slice|alias|narrow|split|(un)?squeeze|unbind|result_type|_local_scalar_dense|item|is_nonzero)|detach|record_param.*)$"
+)
+"""Operators that move no data; the work that they are inside of is one operator."""
+_LATEST_US = 10.0**17
+"""Times beyond this are no microseconds of any clock."""
+_MAX_CALLS = 10**6
+
+
+def read_kineto(path: str | Path, progress: Progress | None = None) -> tuple[RankTrace, ...]:
+    """The trace of each GPU in one file, mostly one. SpecError for whatever is none."""
+    with Source(path, progress) as source:
+        scanner = EventScanner(source)
+        reader = _Reader(scanner)
+        for event in scanner.events():
+            if event.get("ph") == "X":
+                reader.add(event)
+    if not reader.num_kept:
+        raise source.broken("holds no event that torch.profiler records", "name a trace that it exported")
+    return reader.traces(source.where)
+
+
+class _Reader:
+    """Sorts events into columns."""
+
+    def __init__(self, scanner: EventScanner) -> None:
+        self.scanner = scanner
+        self.num_kept = 0
+        self.names, self.lanes = Names(), {}  # type: tuple[Names, dict[tuple[int | str, int | str], int]]
+        self.calls: dict[Call, int] = {}
+        self.groups: dict[str, Group] = {}
+        self.gpu, self.launches, self.operators, self.marks = Columns(), Columns(), Columns(), Columns()
+        self.comms = Columns()
+        self.copies: list[bool] = []
+        self.origin_us: float | None = None
+        self.num_negative = 0
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Keep one event if it is of use."""
+        kind = str(event.get("cat")).lower()
+        kind = _OLD_NAMES.get(kind, kind)
+        if kind in _GPU:
+            columns = self.gpu
+        elif kind in _LAUNCH:
+            columns = self.launches
+        elif kind == "cpu_op":
+            columns = self.operators
+        elif kind == "user_annotation":
+            columns = self.marks
+        else:
+            return
+        start_ns, end_ns = self._times(event)
+        if end_ns < start_ns:
+            self.num_negative += 1
+            return
+        arguments = event.get("args")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        name = event.get("name")
+        index = self.names(name if isinstance(name, str) else str(name)[:100])
+        lane, link, call = self._lane(event), self._link(arguments), -1
+        if "Collective name" in arguments:
+            call = self._call(arguments)
+            if kind == "cpu_op":
+                self.comms.add(start_ns, end_ns, lane, index, link, call)
+        columns.add(start_ns, end_ns, lane, index, link, call)
+        if columns is self.gpu:
+            self.copies.append(kind != "kernel")
+        self.num_kept += 1
+
+    def _times(self, event: dict[str, Any]) -> tuple[int, int]:
+        start_us, length_us = self._number(event, "ts"), self._number(event, "dur")
+        if self.origin_us is None:
+            self.origin_us = float(int(start_us))
+        start_ns = round((start_us - self.origin_us) * 1e3)
+        return start_ns, start_ns + round(length_us * 1e3)
+
+    def _number(self, event: dict[str, Any], key: str) -> float:
+        value = event.get(key, 0)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LATEST_US:
+            return value
+        raise self.scanner.broken(f"{key}: {printable(repr(value), 40)} is no number of microseconds")
+
+    def _lane(self, event: dict[str, Any]) -> int:
+        place = (_key(event.get("pid")), _key(event.get("tid")))
+        return self.lanes.setdefault(place, len(self.lanes))
+
+    def _link(self, arguments: dict[str, Any]) -> int:
+        link = arguments.get("correlation")
+        return link if isinstance(link, int) and 0 <= link < 2**62 else -1
+
+    def _call(self, arguments: dict[str, Any]) -> int:
+        group, size = str(arguments.get("Process Group Name", ""))[:100], arguments.get("Group size")
+        if group not in self.groups and len(self.groups) < _MAX_CALLS:
+            ranks = ranks_of(arguments.get("Process Group Ranks")) or ranks_by_stride(
+                arguments.get("Global rank start"), arguments.get("Global rank stride"), size
+            )
+            description = str(arguments.get("Process Group Description", ""))[:200]
+            self.groups[group] = Group(group, description, ranks, size if isinstance(size, int) else None)
+        source, destination = (arguments.get(f"{end} Rank") for end in ("Src", "Dst"))
+        call = Call(
+            str(arguments["Collective name"])[:100].lower(),
+            group,
+            max(_count(arguments.get("In msg nelems")), _count(arguments.get("Out msg nelems"))),
+            str(arguments.get("dtype", ""))[:40],
+            (source, destination) if isinstance(source, int) and isinstance(destination, int) else None,
+        )
+        return self.calls.setdefault(call, len(self.calls)) if len(self.calls) < _MAX_CALLS else -1
+
+    def traces(self, where: str) -> tuple[RankTrace, ...]:
+        """What was read, one trace a GPU."""
+        header = self.scanner.header
+        groups = {**self.groups, **_configured(header)}
+        (gpu, order), (launches, _), (operators, _), (marks, _), (comms, _) = (
+            columns.events() for columns in (self.gpu, self.launches, self.operators, self.marks, self.comms)
+        )
+        copies, on_host = np.array(self.copies, bool)[order], not len(gpu)
+        if on_host:
+            gpu = self._of_host(operators, marks)
+            copies = np.zeros(len(gpu), bool)
+        else:
+            gpu = _with_calls(gpu, launches, comms)
+        lanes = tuple(self.lanes)
+        devices = [0] if on_host else sorted({lanes[lane][0] for lane in np.unique(gpu.lane)}, key=str)
+        of_lane = np.array([0 if on_host else devices.index(d) if d in devices else -1 for d, _ in lanes] or [0])
+        rank, world_size = _rank(header, where)
+        return tuple(
+            RankTrace(
+                where=where, rank=rank if len(devices) == 1 else None, world_size=world_size,
+                device="host" if on_host else _device_name(header, device),
+                origin_ns=_whole(header.get("baseTimeNanoseconds")) + round((self.origin_us or 0.0) * 1e3),
+                names=tuple(self.names.texts), groups=groups, calls=tuple(self.calls),
+                gpu=gpu.where(mine := of_lane[gpu.lane] == number), copies=copies[mine], launches=launches,
+                operators=operators, marks=marks, on_host=on_host, lanes=lanes, warnings=self._warnings(on_host),
+            )
+            for number, device in enumerate(devices)
+        )  # fmt: skip
+
+    def _of_host(self, operators: Events, marks: Events) -> Events:
+        """Innermost operators, and the annotations that gloo leaves of its collectives."""
+        communicates = np.array([bool(_COMMUNICATION_ANNOTATION.match(name)) for name in self.names.texts], bool)
+        both = Columns()
+        works = ~np.array([bool(_BOOKKEEPING.match(name)) for name in self.names.texts], bool)
+        operators = operators.where(works[operators.name])
+        for events, kept in ((operators, _innermost(operators)), (marks, communicates[marks.name])):
+            chosen = events.where(kept)
+            for mine, theirs in (
+                (both.start_ns, chosen.start_ns), (both.end_ns, chosen.end_ns), (both.lane, chosen.lane),
+                (both.name, chosen.name), (both.link, chosen.link), (both.call, chosen.call),
+            ):  # fmt: skip
+                mine.extend(theirs.tolist())
+        return both.events()[0]
+
+    def _warnings(self, on_host: bool) -> tuple[str, ...]:
+        told = []
+        if on_host:
+            told.append("no GPU's events: the times are of operators on the host (profile with ProfilerActivity.CUDA)")
+        if self.num_negative:
+            told.append(f"{self.num_negative:,} events end before they start and are left out")
+        return tuple(told)
+
+
+def _with_calls(gpu: Events, launches: Events, comms: Events) -> Events:
+    """Kernels with the collective inside whose `record_param_comms` they were launched, where they do not say it."""
+    if not len(comms) or not len(launches) or (gpu.call >= 0).all():
+        return gpu
+    call = gpu.call.copy()
+    launch = launch_of(gpu, launches)
+    for lane in np.unique(comms.lane):
+        mine = comms.where(comms.lane == lane)
+        todo = np.flatnonzero((call < 0) & (launch >= 0) & (launches.lane[launch] == lane))
+        at = launches.start_ns[launch[todo]]
+        inside = np.searchsorted(mine.start_ns, at, side="right") - 1
+        good = (inside >= 0) & (at < mine.end_ns[inside])
+        call[todo[good]] = mine.call[inside[good]]
+    return Events(gpu.start_ns, gpu.end_ns, gpu.lane, gpu.name, gpu.link, call)
+
+
+def launch_of(gpu: Events, launches: Events) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The index in `launches` of the call that launched each of `gpu`, or −1."""
+    if not len(launches):
+        return np.full(len(gpu), -1, np.int64)
+    order = np.argsort(launches.link, kind="stable")
+    links = launches.link[order]
+    at = np.minimum(np.searchsorted(links, gpu.link), len(links) - 1)
+    return np.where((gpu.link >= 0) & (links[at] == gpu.link), order[at], -1)
+
+
+def _innermost(events: Events) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """True for events without another one inside on the same thread."""
+    innermost = np.ones(len(events), bool)
+    for lane in np.unique(events.lane):
+        mine = np.flatnonzero(events.lane == lane)
+        innermost[mine[:-1]] = events.start_ns[mine[1:]] >= events.end_ns[mine[:-1]]
+    return innermost
+
+
+def _configured(header: Mapping[str, Any]) -> dict[str, Group]:
+    """The groups of `distributedInfo.pg_config`, which lists every rank."""
+    info = header.get("distributedInfo")
+    entries = info.get("pg_config") if isinstance(info, dict) else None
+    groups = {}
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict):
+            name, ranks, size = str(entry.get("pg_name", "")), ranks_of(entry.get("ranks")), entry.get("pg_size")
+            whole = ranks if len(ranks) == size else ()
+            groups[name] = Group(
+                name, str(entry.get("pg_desc", ""))[:200], whole, size if isinstance(size, int) else None
+            )
+    return {name: group for name, group in groups.items() if group.ranks}
+
+
+def _rank(header: Mapping[str, Any], where: str) -> tuple[int | None, int | None]:
+    info = header.get("distributedInfo")
+    said = info if isinstance(info, dict) else {}
+    rank, world_size = said.get("rank"), said.get("world_size")
+    if not isinstance(rank, int) or not 0 <= rank < 10**7:
+        rank = rank_in_name(where)
+    return rank, world_size if isinstance(world_size, int) and world_size > 0 else None
+
+
+def _device_name(header: Mapping[str, Any], device: int | str) -> str:
+    properties = header.get("deviceProperties")
+    for entry in properties if isinstance(properties, list) else ():
+        if isinstance(entry, dict) and entry.get("id") == device:
+            return printable(str(entry.get("name") or "GPU"), 80)
+    return "GPU"
+
+
+def _key(place: object) -> int | str:
+    return place if isinstance(place, int) else str(place)[:100]
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < 2**62 else 0
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and abs(value) < 2**62 else 0

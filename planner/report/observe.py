@@ -1,0 +1,216 @@
+"""The answer of `plan observe`: the run's steps, memory, timers and wall time, beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.observe.observation import Observation, Observed, Outlier, Prediction, Wall
+from planner.report.format import digits, gibibytes, large, percent, seconds, signed_seconds, span
+from planner.report.labels import BREAKDOWN
+from planner.report.pieces import Bar, bullets, columns, headed, section
+from planner.specs.units import GIB
+
+_MOST_TIMERS, _MOST_RANKS, _WIDEST_BAR = 16, 8, 24
+_LEAST_DRIFT = 0.01
+_WALL = {
+    "startup_s": "start-up",
+    "steps_s": "steps",
+    "evaluation_s": "evaluation",
+    "checkpoint_s": "checkpoints",
+    "down_s": "interruptions",
+    "idle_s": "idle, or not said",
+}
+_KINDS = {
+    "checkpoint": "after a checkpoint",
+    "evaluation": "after an evaluation",
+    "periodic": "regularly",
+    "slow_spell": "in slow spells",
+    "unexplained": "now and then",
+}
+
+
+def render_observed(observed: Observed) -> Group:
+    """The whole answer, made for 80 columns."""
+    return Group(*_sections(observed))
+
+
+def _sections(observed: Observed) -> Iterator[RenderableType]:
+    observation, prediction = observed.observation, observed.prediction
+    if observed.says:
+        yield Text(f"{observed.says[0].upper()}{observed.says[1:]}.", style="bold")
+    yield Text(_what(observation), style="" if observed.says else "bold")
+    if observation.step_s is not None:
+        yield section("The step", _step(observation, prediction))
+    if remarks := list(_remarks(observation)):
+        yield section("Steps that took longer, and interruptions", bullets(remarks))
+    if observation.wall is not None:
+        yield section("Where the wall time went", _wall(observation.wall))
+    if observation.peak_memory_bytes is not None:
+        yield section("Memory", _memory(observation, prediction))
+    if observation.timers:
+        yield section("Timers, of one step, least and most over the ranks", _timers(observation))
+    if observation.links:
+        yield section("Collectives that the log times", _links(observation))
+    if prediction is not None and any(observation.breakdown.keys() - {"unattributed_s"}):
+        yield section("Predicted seconds by term", _terms(prediction))
+    if left := list(_open(observed)):
+        yield section("What the files leave open", bullets(left))
+
+
+def _what(observation: Observation) -> str:
+    """One sentence on what was read."""
+    facts = observation.facts
+    kinds = ", ".join(dict.fromkeys(source.format for source in observation.sources))
+    files = f"{len(observation.sources)} files" if len(observation.sources) > 1 else observation.sources[0].path
+    job = [
+        facts.trainer if facts.trainer and facts.trainer != kinds else None,
+        facts.model,
+        f"{facts.num_gpus:,} GPUs" if facts.num_gpus else None,
+        f"batch {facts.global_batch_size:,}" if facts.global_batch_size else None,
+        f"sequence {facts.seq_length:,}" if facts.seq_length else None,
+    ]
+    said = ", ".join(part for part in job if part)
+    return f"{files} ({kinds}): {observation.num_steps:,} steps{f'; {said}' if said else ''}."
+
+
+def _step(observation: Observation, prediction: Prediction | None) -> Table:
+    step_s = observation.step_s
+    assert step_s is not None
+    table = columns("l", "r", None)
+    like_s = step_s if prediction is None else min(step_s, prediction.step_s)
+    spread = observation.step_s_spread
+    around = "" if spread is None else f"{span(*spread, like_s)} for 8 of 10"
+    if observation.step_s_precision_fraction > 0.001:
+        around += f", ±{percent(observation.step_s_precision_fraction)} by the digits printed"
+    table.add_row("median step", seconds(step_s, like_s), around)
+    if prediction is not None:
+        interval = prediction.step_s_interval
+        text = "" if interval is None else f"{span(*interval, like_s)}, {prediction.source}"
+        table.add_row("predicted", seconds(prediction.step_s, like_s), text)
+    drift = observation.drift_fraction
+    if drift is not None and abs(drift) >= _LEAST_DRIFT:
+        table.add_row("drift", f"{100 * drift:+.1f}%", "from the begin to the end of the run")
+    if observation.tokens_per_s is not None:
+        predicted = "" if prediction is None else f"{large(round(prediction.tokens_per_s))} predicted"
+        table.add_row("tokens/s", large(round(observation.tokens_per_s)), predicted)
+    if observation.mfu is not None and prediction is not None:
+        table.add_row("MFU", percent(observation.mfu), f"{percent(prediction.mfu)} predicted, same definition")
+    if observation.printed_mfu is not None:
+        table.add_row("MFU printed", percent(observation.printed_mfu), "by the trainer's own definition")
+    if observation.printed_tflops_per_gpu is not None:
+        table.add_row(
+            "TFLOP/s printed", digits(observation.printed_tflops_per_gpu), "of a GPU, by the trainer's own formula"
+        )
+    return table
+
+
+def _remarks(observation: Observation) -> Iterator[str]:
+    if observation.num_warmup_steps:
+        extra = seconds(observation.warmup_extra_s)
+        yield f"warm-up: {_steps(observation.num_warmup_steps)}, {extra} longer than as many steady ones"
+    for outlier in observation.outliers:
+        yield _says(outlier)
+    for restart in observation.restarts:
+        down = "" if restart.down_s is None else f", {seconds(restart.down_s)} without steps"
+        yield (
+            f"restart: after step {restart.from_step:,} again from {restart.to_step:,}; {_steps(restart.lost_steps)} "
+            f"({seconds(restart.lost_s)}) were made again{down}"
+        )
+
+
+def _says(outlier: Outlier) -> str:
+    steps = ", ".join(f"{step:,}" for step in outlier.steps[:6])
+    more = ", …" if outlier.num_steps > 6 else ""
+    period = f", every {outlier.period_steps:,} steps" if outlier.period_steps else ""
+    likely = f": {outlier.likely}" if outlier.likely else ""
+    kind = _KINDS[outlier.kind]
+    return (
+        f"{kind}{period}{likely}: {_steps(outlier.num_steps)}, {seconds(outlier.extra_s)} in all (step {steps}{more})"
+    )
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
+
+
+def _wall(wall: Wall) -> Table:
+    table = columns("l", "r", "r", None)
+    for name, label in _WALL.items():
+        value = getattr(wall, name)
+        if value:
+            share = value / wall.wall_s
+            table.add_row(label, seconds(value), percent(share), Bar(share, _WIDEST_BAR))
+    if wall.error_fraction >= 0.0005:
+        table.add_row(
+            "counted twice", signed_seconds(-wall.overlap_s, wall.overlap_s), percent(wall.error_fraction), ""
+        )
+    table.add_row("wall time", seconds(wall.wall_s), "", "")
+    return table
+
+
+def _memory(observation: Observation, prediction: Prediction | None) -> RenderableType:
+    peak, kind = observation.peak_memory_bytes or 0, observation.peak_memory_kind
+    table = columns("l", "r", None)
+    table.add_row(f"peak {kind}", f"{gibibytes(peak)} GiB", f"of {len(observation.memory)} ranks printed")
+    if prediction is not None:
+        interval = prediction.total_memory_interval
+        ends = "" if interval is None else f"; {gibibytes(interval[0])}–{gibibytes(interval[1])} with what is reserved"
+        table.add_row(
+            "predicted", f"{gibibytes(prediction.peak_memory_bytes)} GiB", f"allocated on the fullest rank{ends}"
+        )
+    ranks = [rank for rank in observation.memory if rank.rank is not None]
+    if len(ranks) < 2:
+        return table
+    by_rank = headed(("rank", "allocated", "reserved, GiB"), "l", "r", "r")
+    for rank in sorted(
+        ranks, key=lambda rank: -(rank.max_allocated_bytes or rank.max_reserved_bytes or rank.device_bytes or 0)
+    )[:_MOST_RANKS]:
+        sizes = (rank.max_allocated_bytes, rank.max_reserved_bytes)
+        by_rank.add_row(str(rank.rank), *("" if size is None else gibibytes(size) for size in sizes))
+    return Group(table, by_rank)
+
+
+def _timers(observation: Observation) -> Table:
+    table = headed(("timer", "least", "most", "rank"), "l", "r", "r", None)
+    ranked = sorted(observation.timers, key=lambda timer: -timer.max_s)
+    for timer in ranked[:_MOST_TIMERS]:
+        slowest = max(timer.per_rank_s, key=lambda rank: timer.per_rank_s[rank], default=None)
+        rank = "" if slowest is None else f"{slowest} is slowest"
+        table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s), rank)
+    if len(ranked) > _MOST_TIMERS:
+        table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "", "")
+    return table
+
+
+def _links(observation: Observation) -> Table:
+    table = headed(("collective", "message, GiB", "time", "bus rate"), "l", "r", "r", "r")
+    for link in observation.links:
+        rate = f"{link.bus_bytes_per_s / 1e9:.1f} GB/s"
+        table.add_row(link.op, f"{link.message_bytes / GIB:.3f}", seconds(link.seconds), rate)
+    return table
+
+
+def _terms(prediction: Prediction) -> Table:
+    table = columns("l", "r")
+    for name, value in prediction.breakdown.items():
+        if value:
+            table.add_row(BREAKDOWN.get(name, name), seconds(value))
+    return table
+
+
+def _open(observed: Observed) -> Iterator[str]:
+    observation = observed.observation
+    yield from observation.notes
+    for source in observation.sources:
+        if source.partial:
+            yield f"{source.path}: {source.partial}"
+    if observation.wall is None and observation.step_s is not None:
+        yield "the lines of steps have no times: the wall time is not known"
+    if observation.asks:
+        yield f"tokens per second: add {' '.join(observation.asks)}"
+    if observed.prediction is None:
+        yield "nothing was predicted: add --plan plan.json, or --model, --gpus and the layout (--tp, --pp, …)"

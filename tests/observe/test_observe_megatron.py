@@ -1,0 +1,226 @@
+"""The lines of Megatron-LM and its kin. Lines marked with a source are real and quoted; the others are written here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, read
+
+from planner.observe.observation import Observation
+from planner.specs.units import GIB, MIB
+
+# Megatron-LM issue 756: Mixtral on 16 H100
+ITERATION = (
+    " [2024-04-06 02:59:36] iteration       43/     100 | consumed samples:         5504 | elapsed time per iteration "
+    "(ms): 5444.9 | throughput per GPU (TFLOP/s/GPU): 239.8 | learning rate: 8.600000E-06 | global batch size:   128 | "
+    "lm loss: 1.825991E+00 | load_balancing_loss: 1.019746E+00 | loss scale: 1.0 | grad norm: 1.426 | num zeros: 0.0 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+MEMORY = (
+    "[Rank 0] (after 20 iterations) memory (MB) | allocated: 6245.03 | max allocated: 6245.04 | reserved: 6554.00 | "
+    "max reserved: 6554.00"
+)
+# bigcode-project/Megatron-LM issue 28
+TIMERS = """(min, max) time across ranks (ms):
+    forward-backward ...............................: (5164.84, 5177.15)
+    forward-compute ................................: (2584.92, 2735.66)
+    grads-all-reduce ...............................: (193.33, 193.63)
+    optimizer ......................................: (72.92, 73.13)
+"""
+
+
+def test_a_line_of_an_iteration(tmp_path: Path) -> None:
+    seen = read(tmp_path, ITERATION)
+    assert seen.sources[0].format == "megatron"
+    assert (seen.step_s, seen.num_steps) == (5.4449, 1)
+    assert (seen.series.steps, seen.printed_tflops_per_gpu) == ((43,), 239.8)
+    assert seen.facts.global_batch_size == 128
+    assert seen.asks == ("--seq-length N",)
+
+
+def test_microseconds_launchers_and_colours(tmp_path: Path) -> None:
+    line = ITERATION.replace("02:59:36]", "02:59:36.250000]")
+    prefixed = f"[default7]:{line}\n12: {line.replace('   43/', '   44/').replace('36.25', '41.70')}\x1b[39m\n"
+    seen = read(tmp_path, prefixed)
+    assert seen.series.steps == (43,), "the other line is another rank's"
+    assert read(tmp_path, prefixed.replace("12: ", "7: ")).series.steps == (43, 44)
+
+
+def test_memory_is_in_mebibytes_for_each_rank(tmp_path: Path) -> None:
+    seen = read(tmp_path, f"{ITERATION}\n{MEMORY}\n{MEMORY.replace('Rank 0', 'Rank 8').replace('6245.04', '7000.00')}")
+    assert [(rank.rank, rank.max_allocated_bytes) for rank in seen.memory] == [
+        (0, round(6245.04 * MIB)),
+        (8, 7000 * MIB),
+    ]
+    assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (7000 * MIB, "allocated")
+
+
+def test_timers_with_least_and_most(tmp_path: Path) -> None:
+    seen = read(tmp_path, f"{ITERATION}\n{TIMERS}")
+    timers = {timer.name: (timer.min_s, timer.max_s) for timer in seen.timers}
+    assert timers["forward-compute"] == pytest.approx((2.58492, 2.73566))
+    assert seen.breakdown["forward_backward_s"] == pytest.approx(5.17715)
+    assert seen.breakdown["optimizer_s"] == pytest.approx(0.07313)
+    assert sum(seen.breakdown.values()) == pytest.approx(seen.step_s)
+
+
+def test_timers_longer_than_the_step_are_no_terms_of_it(tmp_path: Path) -> None:
+    seen = read(tmp_path, f"{ITERATION.replace('5444.9', '5200.0')}\n{TIMERS}")
+    assert seen.breakdown == {"unattributed_s": 5.2}
+
+
+def test_timers_with_the_greatest_alone(tmp_path: Path) -> None:
+    text = f"{ITERATION}\nmax time across ranks (ms):\n    optimizer ......................................: 73.13\n"
+    timers = read(tmp_path, text).timers
+    assert [(timer.name, timer.max_s) for timer in timers] == [("optimizer", pytest.approx(0.07313))]
+
+
+def test_timers_of_all_ranks(tmp_path: Path) -> None:
+    text = (
+        f"{ITERATION}\ntimes across ranks (ms):\n  forward-compute:\n     rank  0: 12.34\n     rank  1: 15.50\n"
+        "  optimizer:\n     rank  0: 1.00\n"
+    )
+    timers = {timer.name: timer for timer in read(tmp_path, text).timers}
+    assert timers["forward-compute"].per_rank_s == pytest.approx({0: 0.01234, 1: 0.0155})
+    assert timers["optimizer"].max_s == pytest.approx(0.001)
+
+
+def test_timers_on_one_line(tmp_path: Path) -> None:
+    # Megatron-LM issue 184
+    text = f"{ITERATION}\ntime (ms) | forward-compute: 604.56 | backward-compute: 701.16 | optimizer: 60.00\n"
+    timers = {timer.name: timer.max_s for timer in read(tmp_path, text).timers}
+    assert timers == pytest.approx({"forward-compute": 0.60456, "backward-compute": 0.70116, "optimizer": 0.06})
+
+
+def test_the_straggler_line_names_ranks(tmp_path: Path) -> None:
+    line = (
+        "timestamp: 2024 | iteration: 1 | throughput: 9 | MnRtt/Rnk: 3453.08ms/8 | MxRtt/Rnk: 3468.20ms/0 | "
+        "MnEtpt/Rnk: 296.02TF/0"
+    )
+    (timer,) = read(tmp_path, f"{ITERATION}\n{line}").timers
+    assert (timer.min_s, timer.max_s) == pytest.approx((3.45308, 3.4682))
+    assert timer.per_rank_s == pytest.approx({8: 3.45308, 0: 3.4682})
+
+
+def test_its_own_estimate_of_memory_is_noted(tmp_path: Path) -> None:
+    line = "Theoretical memory footprints: weight and optimizer=10240.00 MB, activation=2048.00 MB, total=12288.00 MB"
+    assert any("12.0 GiB" in note for note in read(tmp_path, f"{ITERATION}\n{line}").notes)
+
+
+def test_megatron_deepspeed_counts_in_seconds(tmp_path: Path) -> None:
+    # the fields of BLOOM's line
+    line = (
+        " iteration    42783/  115311 | elapsed time per iteration (s): 105.16 | learning rate: 6.0E-05 | global batch "
+        "size:  2048 | lm loss: 2.0E+00 | samples per second: 19.474 | TFLOPs: 149.10 |"
+    )
+    seen = read(tmp_path, line)
+    assert (seen.step_s, seen.printed_tflops_per_gpu) == (105.16, 149.1)
+    assert seen.facts.trainer == "megatron-deepspeed"
+
+
+def test_primus_prints_now_and_average(tmp_path: Path) -> None:
+    line = (
+        "[20251211 08:38:48][rank-7/8][INFO ] [--------trainer.py:2578] :  iteration     4700/    4768 | elapsed time "
+        "per iteration (ms): 1460.8/1450.4 | hip mem usage/free/total/usage_ratio: 118.00GB/73.00GB/191.00GB/61.48% | "
+        "throughput per GPU (TFLOP/s/GPU): 700.0/600.0 | tokens per GPU (tokens/s/GPU): 13502.9/13402.0 | "
+        "global batch size:   128 |"
+    )
+    seen = read(tmp_path, line)
+    assert (seen.facts.trainer, seen.facts.num_gpus) == ("primus", 8)
+    assert seen.step_s == pytest.approx(1.4608)
+    assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (118 * GIB, "device")
+    assert seen.tokens_per_s == pytest.approx(8 * 13502.9)
+
+
+def test_bridge_prints_the_line_and_its_own(tmp_path: Path) -> None:
+    own = "Step Time : 5.18s GPU utilization: 812.3MODEL_TFLOP/s/GPU"
+    both = read(tmp_path, f"{own}\n{ITERATION}")
+    assert (both.step_s, both.facts.trainer, both.num_steps) == (5.4449, "megatron-bridge", 1)
+    alone = read(tmp_path, f"{own}\n{own}\n")
+    assert (alone.step_s, alone.num_steps, alone.printed_tflops_per_gpu) == (5.18, 2, 812.3)
+    assert any("no step numbers" in note for note in alone.notes)
+
+
+def test_the_progress_file_gives_means_between_checkpoints(tmp_path: Path) -> None:
+    start, job = "2025-02-24 17:31:25", "Job ID: 198424\t# GPUs: 8\t"
+    saved = "Saved async checkpoint\tIteration: {}\tJob throughput: 364.8 TFLOP/s/GPU\tCumulative throughput: 387.0"
+    lines = [f"{start}\t{job}Starting job"]
+    lines += [
+        f"2025-02-24 17:{minute}:00\t{job}{saved.format(step)}" for minute, step in ((35, 100), (40, 200), (45, 300))
+    ]
+    seen = read(tmp_path, "\n".join(lines))
+    assert (seen.series.steps, seen.step_s, seen.num_steps) == ((200, 300), 3.0, 200)
+    assert seen.facts.num_gpus == 8
+
+
+def test_means_over_an_interval_count_as_many_steps(tmp_path: Path) -> None:
+    lines = [iteration(number, 2.0, BEGIN_S + 2 * number) for number in (10, 20, 30)]
+    seen = read(tmp_path, "\n".join(lines))
+    assert seen.num_steps == 30
+    assert seen.wall is not None
+    assert (seen.wall.steps_s, seen.wall.wall_s) == (60.0, 60.0)
+    assert any("mean of up to 10 steps" in note for note in seen.notes)
+
+
+def test_gaps_are_what_the_log_says_happened(tmp_path: Path) -> None:
+    head = f"[before the start of training step] datetime: {clock(BEGIN_S)} "
+    early, late = iterations([2.0] * 10, begin_s=BEGIN_S + 7), iterations([2.0] * 10, 11, BEGIN_S + 57)
+    said = "saving checkpoint at iteration      10 to ckpt\n  successfully saved checkpoint from iteration      10"
+    last = iterations([2.0] * 10, 21, BEGIN_S + 97)
+    text = "\n".join([head, *early, said, *late, "validation loss at iteration 20 | lm loss value: 2 |", *last])
+    wall = read(tmp_path, text).wall
+    assert wall is not None
+    assert wall.model_dump() == pytest.approx(
+        {
+            "wall_s": 117.0, "startup_s": 7.0, "steps_s": 60.0, "evaluation_s": 20.0, "checkpoint_s": 30.0,
+            "down_s": 0.0, "idle_s": 0.0, "overlap_s": 0.0,
+        }
+    )  # fmt: skip
+
+
+def test_a_timer_of_a_checkpoint_leaves_the_rest_of_the_gap_idle(tmp_path: Path) -> None:
+    said = "saving checkpoint at iteration 3\n    save-checkpoint ................................: (12000.0, 12000.0)"
+    text = "\n".join([*iterations([2.0] * 3), said, *iterations([2.0] * 3, 4, BEGIN_S + 36)])
+    wall = read(tmp_path, text).wall
+    assert wall is not None
+    assert (wall.checkpoint_s, wall.idle_s) == pytest.approx((12.0, 18.0))
+
+
+def _stated(tmp_path: Path, **changes: object) -> Observation:
+    return read(tmp_path, "\n".join([arguments(**{**LLAMA_8B, **changes}), *iterations([5.4] * 5)]))
+
+
+def test_the_dump_is_the_job(tmp_path: Path) -> None:
+    seen = _stated(tmp_path)
+    run = seen.facts.run
+    assert (seen.facts.num_gpus, seen.facts.seq_length, seen.facts.global_batch_size) == (16, 8192, 128)
+    assert run["model"]["num_key_value_heads"] == 8
+    assert run["model"]["vocab_size"] == 128256
+    assert run["model"].get("moe") is None
+    assert run["model"].get("mla") is None
+    layout = run["parallelism"]
+    assert (layout["tp"], layout["pp"], layout["zero_stage"], layout["sequence_parallel"]) == (2, 2, 1, True)
+    assert "etp" not in layout
+    assert (run["dtype"], run["features"]["overlap_grad_reduce"]) == ("bf16", True)
+    assert seen.tokens_per_s == pytest.approx(128 * 8192 / 5.4)
+
+
+def test_defaults_of_a_dump_say_nothing_and_values_do(tmp_path: Path) -> None:
+    run = _stated(tmp_path, fp8="hybrid", num_query_groups=1, group_query_attention=False).facts.run
+    assert run["dtype"] == "fp8"
+    assert run["model"]["num_key_value_heads"] == 32
+    mixture = _stated(tmp_path, num_experts=8).facts.run
+    assert mixture["parallelism"]["etp"] == 2
+    assert mixture["features"]["dispatcher"] == "allgather"
+
+
+def test_a_dump_that_is_no_job_leaves_the_steps(tmp_path: Path) -> None:
+    seen = _stated(tmp_path, num_attention_heads="thirty-two")
+    assert seen.facts.run == {}
+    assert seen.num_steps == 5
+
+
+def test_a_grid_that_is_said_without_a_dump(tmp_path: Path) -> None:
+    line = "using world size: 64, data-parallel size: 4, tensor-model-parallel size: 4, pipeline-model-parallel size: 4"
+    assert read(tmp_path, f"{line}\n{ITERATION}").facts.num_gpus == 64

@@ -1,0 +1,59 @@
+"""torchtitan's lines: tokens per second of a device, whose seconds follow from the times of the lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from written import read, torchtitan
+
+from planner.specs.units import GIB
+
+# torchtitan issue 1287, 8B on H100
+LINE = (
+    "[rank0]:[titan] 2025-06-16 22:30:50,322 - root - INFO - step: 200  loss:  6.1384  memory: 49.66GiB(52.28%)  "
+    "tps: 5,856  tflops: 339.16  mfu: 34.29%"
+)
+
+
+def test_two_lines_have_the_steps_between_them(tmp_path: Path) -> None:
+    later = LINE.replace("step: 200", "step: 210").replace("22:30:50,322", "22:31:04,322")
+    seen = read(tmp_path, f"{LINE}\n{later}")
+    assert (seen.series.steps, seen.num_steps) == ((210,), 10)
+    assert seen.step_s == pytest.approx(1.4)
+    assert seen.printed_mfu == pytest.approx(0.3429)
+    assert (seen.peak_memory_bytes, seen.peak_memory_kind) == (round(49.66 * GIB), "reserved")
+    assert seen.asks == ("--gpus N",)
+
+
+def test_colours_and_all_ranks(tmp_path: Path) -> None:
+    seen = read(tmp_path, torchtitan([9.0, 1.4, 1.4, 1.4, 1.4], ranks=4))
+    assert (seen.series.steps, seen.num_warmup_steps) == ((1, 2, 3, 4, 5), 1)
+    assert seen.step_s == pytest.approx(1.4, rel=1e-3)
+    assert (seen.facts.global_batch_size, seen.facts.seq_length) == (8, 8192)
+    assert any("15 lines" in note for note in seen.notes)
+
+
+def test_short_steps_are_told_apart_by_their_tokens(tmp_path: Path) -> None:
+    seconds = [0.0781, 0.0789, 0.0785, 0.0783, 0.0787, 0.0784, 0.0786]
+    seen = read(tmp_path, torchtitan(seconds, tokens=81_920))
+    assert seen.series.seconds == pytest.approx(seconds, rel=5e-3)
+
+
+def test_words_of_older_lines_and_quantised_runs(tmp_path: Path) -> None:
+    old = LINE.replace("tps:", "wps:").replace("mfu: 34.29%", "mfu: N/A")
+    later = old.replace("step: 200", "step: 201").replace("50,322", "51,722").replace("loss:", "grad_norm: 1  loss:")
+    seen = read(tmp_path, f"{old}\n{later.replace('grad_norm: 1  loss:  6.1384', 'loss:  6.1384  grad_norm:  1.0')}")
+    assert seen.step_s == pytest.approx(1.4)
+    assert seen.printed_mfu is None
+
+
+def test_what_happens_between_steps_is_named(tmp_path: Path) -> None:
+    lines = torchtitan([1.0] * 12 + [4.0] + [1.0] * 12).splitlines()
+    collected = (
+        "[rank0]:[titan] 2025-06-16 22:30:48,735 - root - INFO - [GC] Peforming periodical GC collection. 3.0 seconds."
+    )
+    text = "\n".join([*lines[:13], collected, *lines[13:]])
+    (outlier,) = read(tmp_path, text).outliers
+    assert (outlier.kind, outlier.steps) == ("periodic", (13,))
+    assert "garbage collection" in outlier.likely

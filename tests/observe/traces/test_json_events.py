@@ -1,0 +1,140 @@
+"""The scanner reads what the standard library reads, in pieces of any size, and says where a file is broken."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from made_traces import training_trace
+
+from planner.errors import SpecError
+from planner.observe.traces import json_events, source
+from planner.observe.traces.json_events import EventScanner
+from planner.observe.traces.kineto import read_kineto
+from planner.observe.traces.source import Source
+
+
+def scanned(path: Path) -> tuple[list[dict[str, object]], dict[str, object]]:
+    with Source(path) as source:
+        scanner = EventScanner(source)
+        return list(scanner.events()), scanner.header
+
+
+def written(folder: Path, text: str | bytes, name: str = "t.json") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 4096])
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_events_and_header_are_those_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, name: str) -> None:
+    monkeypatch.setattr(json_events, "CHUNK_BYTES", chunk)
+    trace = training_trace(0)
+    trace.header["numbers"] = [1, 2.5e3, -0.5, "ü — \\u00e9"]
+    events, header = scanned(trace.write(tmp_path / name))
+    whole = json.loads(trace.text())
+    assert events == whole.pop("traceEvents")
+    assert header == whole
+
+
+def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
+    events, header = scanned(written(tmp_path, ' [ {"ph": "X"} , {"ph": "M"}]\n'))
+    assert (events, header) == ([{"ph": "X"}, {"ph": "M"}], {})
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_events, "CHUNK_BYTES", 64)
+    trace = training_trace(0)
+    trace.events = trace.events[:2]
+    text = trace.text()
+    for end in range(0, len(text) - 1):
+        with pytest.raises(SpecError):
+            scanned(written(tmp_path, text[:end]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the file ends in the middle"),
+        ("{}", "holds no `traceEvents`"),
+        ('{"traceEvents": 3}', "stands where the list of events"),
+        ('{"traceEvents": [1]}', r"traceEvents\[0\]: is not an event"),
+        ('{"traceEvents": [{}, {]}', r"traceEvents\[1\], character \d+: "),
+        ('{"traceEvents": [], "traceEvents": []}', "given twice"),
+        ('{"traceEvents": []} {', "something follows"),
+        ('{"traceEvents" []}', "stands where a key has a colon"),
+        ('{1: []}', "not JSON|a key"),
+        ('{"traceEvents": [{"ts": ' + "9" * 5000 + "}]}", "thousands of digits"),
+        ('{"traceEvents": [{"a": ' + "[" * 100_000 + "]" * 100_000 + "}]}", "nested too deeply"),
+        ("[" * 200_000, "nested too deeply"),
+        (b"\xff\xfe\x00", "stands where a trace"),
+    ],
+)  # fmt: skip
+def test_what_is_broken_is_told_with_its_place(tmp_path: Path, text: str | bytes, said: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(SpecError, match=said) as refused:
+        read_kineto(path)
+    assert str(path) in refused.value.message
+    assert len(refused.value.lines().splitlines()) == 2
+
+
+def test_a_value_without_end_is_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_events, "MAX_VALUE_CHARS", 10_000)
+    monkeypatch.setattr(json_events, "CHUNK_BYTES", 1000)
+    with pytest.raises(SpecError, match="a value of more than 10,000 characters"):
+        scanned(written(tmp_path, '{"traceEvents": [{"name": "' + "x" * 100_000 + '"}]}'))
+
+
+def test_more_keys_than_a_trace_has_are_refused(tmp_path: Path) -> None:
+    keys = ", ".join(f'"k{number}": 0' for number in range(2000))
+    with pytest.raises(SpecError, match="more than 1,000 keys"):
+        scanned(written(tmp_path, f'{{{keys}, "traceEvents": []}}'))
+
+
+@pytest.mark.parametrize("inside", [b" " * 10**7, b'{"traceEvents": [' + b"{}," * 10**6])
+def test_a_bomb_is_refused_before_it_is_inflated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bytes
+) -> None:
+    monkeypatch.setattr(source, "INFLATION_SLACK_BYTES", 2**20)
+    with pytest.raises(SpecError, match="inflate to more than"):
+        scanned(written(tmp_path, gzip.compress(inside), "t.json.gz"))
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-20], lambda d: d[:200] + bytes(20) + d[220:], lambda d: d[:5]])
+def test_broken_gzip_is_one_error(tmp_path: Path, damage: object) -> None:
+    data = training_trace(0).write(tmp_path / "whole.json.gz").read_bytes()
+    with pytest.raises(SpecError, match="gzip|the file ends|not JSON|stands where|inflated"):
+        scanned(written(tmp_path, damage(data), "t.json.gz"))  # type: ignore[operator]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """Python frames are most of a file and leave nothing; a kept event leaves its numbers."""
+    frame = {"ph": "X", "cat": "python_function", "name": "x" * 200, "pid": 1, "tid": 1, "ts": 1.5, "dur": 1, "args": {}}
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 1.5, "dur": 1.25, "args": {"stream": 7}}
+    path = tmp_path / "big.json"
+    with path.open("w") as file:
+        file.write('{"traceEvents": [\n')
+        one = ",\n".join(json.dumps(event) for event in [*[frame] * 90, *[kernel] * 10])
+        for _ in range(400):
+            file.write(one + ",\n")
+        file.write(json.dumps(kernel) + "]}")
+    assert path.stat().st_size > 10 * 2**20
+    tracemalloc.start()
+    try:
+        (trace,) = read_kineto(path)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(trace.gpu) == 4001
+    assert peak_bytes < 6 * 2**20
+
+
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    told: list[float] = []
+    read_kineto(training_trace(0).write(tmp_path / "t.json.gz"), told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0

@@ -1,0 +1,97 @@
+"""Charts of a plan hold its numbers: bars to one scale beside the capacity, the curve's peak, the Pareto front."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.answer import Plan
+from planner.report.html.charts_curve import envelope
+from planner.report.html.charts_layouts import front
+from planner.report.html.charts_memory import draw_stacks
+from planner.report.html.charts_stages import draw_stage_seconds
+from planner.report.rows import Entry, entry_of
+from planner.specs.units import GIB
+
+MakePlan = Callable[..., Plan]
+
+
+def heights(svg: str) -> dict[str, float]:
+    """Points that each bar is high, by its hint without the value."""
+    found = {}
+    for group in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}g"):
+        title = group.find("{http://www.w3.org/2000/svg}title")
+        path = group.find("{http://www.w3.org/2000/svg}path")
+        if title is not None and path is not None:
+            top, bottom = re.findall(r"M\S+ (\S+)H\S+V(\S+?)H", path.attrib["d"])[0]
+            found[str(title.text).partition(":")[0]] = abs(float(top) - float(bottom))
+    return found
+
+
+@pytest.mark.parametrize("total_gib", [60.0, 95.0])
+def test_memory_is_drawn_to_one_scale_beside_the_capacity(make_plan: MakePlan, total_gib: float) -> None:
+    plan = make_plan(pp=4, total_gib=total_gib, fits=total_gib < 79)
+    capacity_bytes = plan.cluster.hardware.memory_bytes
+    svg = draw_stacks(plan.stages, capacity_bytes)
+    assert f"GPU {capacity_bytes / GIB:.1f}" in svg
+    drawn = heights(svg)
+    scale = drawn["stage 0, weights"] / plan.stages[0].memory.weights_bytes
+    for stage in plan.stages:
+        items = [size for name, size in drawn.items() if name.startswith(f"stage {stage.stage},")]
+        assert len(items) == 6, "an item that is nowhere has no bar"
+        assert sum(items) == pytest.approx(scale * stage.memory.total_bytes, rel=2e-3)
+        activations = drawn[f"stage {stage.stage}, activations"]
+        assert activations == pytest.approx(scale * stage.memory.activations_bytes, rel=2e-3)
+
+
+def test_the_seconds_of_a_stage_and_the_rest_are_the_step(make_plan: MakePlan) -> None:
+    plan = make_plan(pp=4)
+    drawn = heights(draw_stage_seconds(plan.best))
+    sums = [sum(high for name, high in drawn.items() if name.startswith(f"stage {n},")) for n in range(4)]
+    assert sums == pytest.approx([sums[0]] * 4, rel=1e-3)
+    stage, count = plan.stages[1], plan.parallelism.num_microbatches
+    assert drawn["stage 1, forward"] / sums[1] == pytest.approx(count * stage.forward_s / plan.step.step_s, rel=5e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_an_envelope_holds_the_least_and_the_most_of_each_column(data: st.DataObject) -> None:
+    """By brute force: the values in force in a column are those that begin in it, and the one in force before."""
+    steps = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=30).filter(any))
+    times_s = np.cumsum(steps).astype(float)
+    values = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(steps), max_size=len(steps))), dtype=float)
+    if times_s[0] == times_s[-1]:
+        return
+    found = envelope(times_s, values, columns=data.draw(st.integers(1, 12)))
+    last = len(found.low) - 1
+    for column, (left, right) in enumerate(zip(found.edges_s, found.edges_s[1:], strict=False)):
+        first = max(index for index, time_s in enumerate(times_s) if time_s <= left)
+        own = [
+            v
+            for i, (t, v) in enumerate(zip(times_s, values, strict=True))
+            if i >= first and (t < right or column == last)
+        ]
+        assert (found.low[column], found.high[column]) == (min(own), max(own))
+
+
+def test_the_front_is_what_no_other_beats(make_plan: MakePlan) -> None:
+    rng, entry = np.random.default_rng(3), entry_of("one", make_plan().best)
+    points = [(float(step), int(peak)) for step, peak in rng.integers(1, 9, (40, 2))]
+    entries = [_with(entry, step_s, peak) for step_s, peak in points]
+    expected = {
+        point
+        for point in points
+        if not any(other != point and other[0] <= point[0] and other[1] <= point[1] for other in points)
+    }
+    assert [(one.step_s, one.peak_bytes) for one in front(entries)] == sorted(expected)
+
+
+def _with(entry: Entry, step_s: float, peak_bytes: int) -> Entry:
+    fields = {name: getattr(entry, name) for name in Entry.__slots__}
+    return Entry(**{**fields, "step_s": step_s, "peak_bytes": peak_bytes})
