@@ -200,7 +200,8 @@ def _alternatives(view: View, form: Form, shown: int) -> Iterator[Html]:
         return
     heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
     rows = [_alternative(entry, number, form, shown) for number, entry in enumerate((view.best, *view.alternatives))]
-    yield section(view.headings["alternatives"], table(heads, rows, "lnrrrrrl"))
+    cells = tag("div", table(heads, rows, "lnrrrrrl"), class_="layouts")
+    yield section(view.headings["alternatives"], cells)
 
 
 def _alternative(entry: Entry, number: int, form: Form, shown: int) -> tuple[object, ...]:

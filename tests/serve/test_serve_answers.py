@@ -9,9 +9,9 @@ import zipfile
 from urllib.parse import urlencode
 
 import pytest
+from served import SMALL, Running
 
 from planner.plan_file import plan_of
-from tests.serve.conftest import SMALL, Running
 
 
 def test_a_job_ends_in_the_plan_of_the_command_line(running: Running) -> None:

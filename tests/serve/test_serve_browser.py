@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from browsers import chromium
+from served import Running
 
-from tests.serve.conftest import Running
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = (1400, 390)
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("playwright") is None or CHROMIUM is None,
-    reason="needs the package playwright and a chromium on the PATH",
-)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """One browser for all tests."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture(params=WIDTHS)

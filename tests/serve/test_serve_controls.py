@@ -6,6 +6,7 @@ from dataclasses import fields
 from functools import cache
 
 import pytest
+from served import SMALL
 
 from planner.answer import Plan
 from planner.cli.job_options import SearchOptions
@@ -15,7 +16,6 @@ from planner.search.search import plan
 from planner.serve.again import same_layout
 from planner.serve.controls import CONTROLS, NETWORK, Catalogue, changed, form_of, options_of
 from planner.serve.panel import plan_panel
-from tests.serve.conftest import SMALL
 
 CATALOGUE = Catalogue.shipped({"model": "./mine.yaml"}, {})
 

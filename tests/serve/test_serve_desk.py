@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from served import SMALL
 
 from planner.cli.serve_command import read_question
 from planner.errors import Infeasible, PlannerError, SolverError
@@ -14,7 +15,6 @@ from planner.serve import desk as desk_module
 from planner.serve.desk import KEPT, MAX_WAITING, Desk
 from planner.serve.question import Question
 from planner.serve.searching import Found, first, start
-from tests.serve.conftest import SMALL
 
 NOTHING = Infeasible("nothing fits", "add GPUs")
 

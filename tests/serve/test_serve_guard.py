@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from tests.serve.conftest import SMALL, Running
+from served import SMALL, Running
 
 JSON = {"Content-Type": "application/json"}
 
