@@ -107,6 +107,7 @@ def _blocks_as_steps(record: Record) -> None:
     if not per_step or not tokens >= per_step or tokens % per_step:
         return
     covers = round(tokens / per_step)
+    record.note("no step is recorded: seconds are means of the blocks between evaluations")
     blocks = [(begin, end) for kind, begin, end in record.activities if kind == "block"]
     for count, (begin, end) in enumerate(blocks, start=1):
         record.step(count * covers, (end - begin) / covers, end_s=end, covers=covers)
