@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from planner.observe.logs.grammar import Grammar, fact, fields, mark, moment, number, row, whole
+from planner.observe.logs.grammar import MOST, Grammar, fact, fields, mark, moment, number, row, whole
 from planner.observe.record import Record
 from planner.specs.units import GB, GIB, MIB
 
@@ -79,7 +79,7 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
         return
     record.facts["num_steps_asked"] = int(match[2])
     batch = values.get("batch", 0.0)
-    if batch > 0:
+    if 0 < batch < MOST:
         record.facts["global_batch_size"] = int(batch)
     for name in ("tflops", "tokens_per_s_per_gpu", "samples_per_s", "watts_per_gpu"):
         record.prints(name, values.get(name))
