@@ -11,6 +11,9 @@ def judged(observation: Observation, plan: Plan, source: str) -> Observed:
     """The observation with what was predicted for it, and the verdict by the predicted intervals."""
     prediction = predicted(plan, source)
     observation = _with_mfu(observation, plan)
+    if differing := differences(observation, plan):
+        says = f"no verdict: the log is of another job than {source}: {'; '.join(differing)}"
+        return Observed(observation=observation, prediction=prediction, says=says)
     verdict, says = _verdict(observation, prediction)
     return Observed(observation=observation, prediction=prediction, verdict=verdict, says=says)
 
@@ -31,6 +34,24 @@ def predicted(plan: Plan, source: str) -> Prediction:
         peak_memory_bytes=stage.peak_allocated_bytes,
         total_memory_interval=stage.total_bytes_interval,
         breakdown=step.breakdown.model_dump(),
+    )
+
+
+_AXES = ("tp", "cp", "pp", "vpp", "ep", "micro_batch_size")
+
+
+def differences(observation: Observation, plan: Plan) -> tuple[str, ...]:
+    """The numbers of the job and of the layout that the log states and that the plan has otherwise, in words."""
+    facts, layout = observation.facts, plan.parallelism
+    pairs = {
+        "GPUs": (facts.num_gpus, plan.cluster.num_gpus),
+        "global batch size": (facts.global_batch_size, plan.training.global_batch_size),
+        "sequence length": (facts.seq_length, plan.training.seq_length),
+    }
+    stated = facts.run.get("parallelism") or {}
+    pairs |= {name: (stated.get(name), getattr(layout, name)) for name in _AXES}
+    return tuple(
+        f"{name} {ours:,}, not {theirs:,}" for name, (ours, theirs) in pairs.items() if ours not in (None, theirs)
     )
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_observe_megatron import TIMERS
-from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mlperf, packed, read, torchtitan
+from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, iteration, iterations, mlperf, packed, read, torchtitan
 
 from planner.cli.output import dumps
 from planner.errors import SpecError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, read
+from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, clock, iteration, iterations, read
 
 from planner.observe.observation import Observation
 from planner.specs.units import GIB, MIB
@@ -21,13 +21,6 @@ MEMORY = (
     "[Rank 0] (after 20 iterations) memory (MB) | allocated: 6245.03 | max allocated: 6245.04 | reserved: 6554.00 | "
     "max reserved: 6554.00"
 )
-# bigcode-project/Megatron-LM issue 28
-TIMERS = """(min, max) time across ranks (ms):
-    forward-backward ...............................: (5164.84, 5177.15)
-    forward-compute ................................: (2584.92, 2735.66)
-    grads-all-reduce ...............................: (193.33, 193.63)
-    optimizer ......................................: (72.92, 73.13)
-"""
 
 
 def test_a_line_of_an_iteration(tmp_path: Path) -> None:
