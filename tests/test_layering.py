@@ -50,7 +50,7 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment", "decide", "observe.observation",
+        "layout.replan", "export.megatron.environment", "decide", "observe.observation", "observe.traces",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },
