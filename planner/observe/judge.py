@@ -81,13 +81,15 @@ def _verdict(observation: Observation, prediction: Prediction) -> tuple[Verdict 
     low_s, high_s = prediction.step_s_interval or (prediction.step_s, prediction.step_s)
     slack_s = step_s * observation.step_s_precision_fraction
     by, off = step_s / prediction.step_s - 1, step_s / prediction.step_s
+    excess = excess_bytes(observation, prediction)
+    memory = f"{excess / GIB:.1f} GiB more {observation.peak_memory_kind} than predicted"
+    more = f"; memory: {memory}" if excess else ""
     if step_s - slack_s > high_s:
-        return "slow", f"slow: a step takes {by:.0%} longer than predicted, outside of its interval"
+        return "slow", f"slow: a step takes {by:.0%} longer than predicted, outside of its interval{more}"
     if step_s + slack_s < low_s:
-        return "fast", f"fast: a step takes {-by:.0%} less than predicted, outside of its interval"
-    if (excess := excess_bytes(observation, prediction)) > 0:
-        kind = observation.peak_memory_kind
-        return "memory", f"memory: {excess / GIB:.1f} GiB more {kind} than predicted; the step is as expected"
+        return "fast", f"fast: a step takes {-by:.0%} less than predicted, outside of its interval{more}"
+    if excess:
+        return "memory", f"memory: {memory}; the step is as expected"
     return "expected", f"as expected: a step takes {off:.2f} of what was predicted, inside of its interval"
 
 

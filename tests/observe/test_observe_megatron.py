@@ -231,3 +231,11 @@ def test_a_dump_of_megatron_deepspeed(tmp_path: Path) -> None:
     facts = _stated(tmp_path, **more).facts
     assert (facts.trainer, facts.run["runtime"]) == ("megatron-deepspeed", "megatron-deepspeed")
     assert facts.run["parallelism"]["zero_stage"] == 1
+
+
+def test_the_arguments_say_what_comes_as_often(tmp_path: Path) -> None:
+    seconds = [3.0 if step % 10 == 0 else 2.0 for step in range(1, 101)]
+    dump = arguments(**LLAMA_8B, manual_gc_interval=10)
+    (outlier,) = read(tmp_path, "\n".join([dump, *iterations(seconds)])).outliers
+    assert (outlier.kind, outlier.period_steps) == ("periodic", 10)
+    assert outlier.likely == "garbage collection, by its manual_gc_interval"

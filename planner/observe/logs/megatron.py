@@ -60,7 +60,8 @@ _PROGRESS = re.compile(r"Iteration: *(\d+)")
 
 def _iteration(record: Record, match: re.Match[str]) -> None:
     found = fields(match[3])
-    before = fields(match.string[: match.start()])
+    begin = match.string[: match.start()]
+    before = fields(begin) if "|" in begin else {}
     values: dict[str, float] = {}
     for known in FIELDS:
         text = found.get(known.name, before.get(known.name))
@@ -74,7 +75,7 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
     if "seconds" not in values:
         return
     covers = whole(record.arguments.get("log_interval")) if not record.numbers else 0
-    at_s = moment(match.string[: match.start()])
+    at_s = moment(begin)
     if not record.step(int(match[1]), values["seconds"], end_s=at_s, covers=covers or 0, rank=_rank(record)):
         return
     record.facts["num_steps_asked"] = int(match[2])
@@ -85,7 +86,7 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
         record.prints(name, values.get(name))
     if (used := _DEVICE_MEMORY.search(match[3])) is not None:
         record.bytes_of(None, device_bytes=number(used[1]) * GIB)  # a GB of Primus is a GiB: an MI300X has 191.98
-    if (ranks := _RANKS.search(match.string[: match.start()])) is not None:
+    if (ranks := _RANKS.search(begin)) is not None:
         record.facts["num_gpus"] = int(ranks[1])
     _memory_of(record, None, found, GB)
 
