@@ -124,7 +124,7 @@ def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
 
 
 def _ranks(report: TraceReport) -> Table:
-    table = headed(("rank", "stage", "computing ÷ median", "others wait", ""), "r", "r", "r", "r", None)
+    table = headed(("rank", "stage", "computing ÷ others'", "others wait", ""), "r", "r", "r", "r", None)
     for row in report.stragglers[:_MOST_ROWS]:
         stage = "" if row.stage is None else str(row.stage)
         mark = "straggler" if row.slow else ""

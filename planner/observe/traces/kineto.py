@@ -31,8 +31,8 @@ _BOOKKEEPING = re.compile(
     r"|slice|alias|narrow|split|(un)?squeeze|unbind|result_type|_local_scalar_dense|item|is_nonzero)|detach|record_param.*)$"
 )
 """Operators that move no data; the work that they are inside of is one operator."""
-_LATEST_US = 10.0**17
-"""Times beyond this are no microseconds of any clock."""
+_LATEST_US = 2.2e15
+"""The year 2039 in microseconds: times beyond it are of no clock, and differences below it fit into 63 bits."""
 _MAX_CALLS = 10**6
 
 

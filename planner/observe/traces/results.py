@@ -114,7 +114,7 @@ class Straggler(Spec):
     rank: int
     stage: int | None
     compute_ratio: float
-    """Its computing time ÷ the median of its stage's ranks in the same steps."""
+    """Its computing time ÷ the median of the other ranks of its stage; 1 without others."""
     late_s: float
     """Seconds a step that others wait because it comes last."""
     slow: bool

@@ -73,6 +73,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ('{"traceEvents": [{"ts": ' + "9" * 5000 + "}]}", "thousands of digits"),
         ('{"traceEvents": [{"a": ' + "[" * 100_000 + "]" * 100_000 + "}]}", "nested too deeply"),
         ("[" * 200_000, "nested too deeply"),
+        ('[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1e16, "dur": 1}]', "ts: 1e[+]16 is no number of micro"),
+        ('[{"ph": "X", "cat": "kernel", "name": "k", "ts": NaN, "dur": 1}]', "ts: nan is no number"),
+        ('[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": "2"}]', "dur: '2' is no number"),
         (b"\xff\xfe\x00", "stands where a trace"),
     ],
 )  # fmt: skip

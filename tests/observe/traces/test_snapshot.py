@@ -178,6 +178,10 @@ HOSTILE = {
     "a negative size": made_snapshot([event("alloc", 1, -5, 1)], []),
     "a true size": made_snapshot([event("alloc", 1, True, 1)], []),
     "an address beyond": made_snapshot([event("alloc", 2**70, 5, 1)], []),
+    "a size beyond": made_snapshot([event("alloc", 1, 2**50, 1)], []),
+    "sizes beyond in all": made_snapshot(
+        [event("alloc", number + 2**40, 2**48 - 1 - number, number + 2**33) for number in range(2**14 + 9)], []
+    ),
     "an event that is text": made_snapshot(["alloc"], []),  # type: ignore[list-item]
     "traces of what": {"segments": [], "device_traces": 3},
     "nothing": {"segments": [], "device_traces": []},
