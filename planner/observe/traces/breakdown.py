@@ -32,7 +32,7 @@ from planner.observe.traces.kineto import launch_of
 from planner.observe.traces.phases import Phases
 from planner.observe.traces.results import FamilyTime, GroupTime, TraceStep
 from planner.observe.traces.steps import StepWindow
-from planner.observe.traces.trace import Events, RankTrace
+from planner.observe.traces.trace import NO_EVENTS, Events, RankTrace
 
 NS = 1e-9
 MAX_NAMES = 3
@@ -76,6 +76,16 @@ class Sorted:
         reach = np.maximum.accumulate(trace.gpu.end_ns) if len(trace.gpu) else trace.gpu.end_ns
         group = np.where(communicates, group, -1)
         return cls(trace, family, group, labels, launch, Phases.of(trace, launch), _waits_of(trace), reach)
+
+    def exchanges(self) -> Sorted:
+        """The communication alone: what is kept of a rank while the next one's file is read."""
+        chosen = self.group >= 0
+        trace = replace(
+            self.trace, gpu=self.trace.gpu.where(chosen), copies=self.trace.copies[chosen], launches=NO_EVENTS,
+            operators=NO_EVENTS, marks=NO_EVENTS,
+        )  # fmt: skip
+        cut = (self.family[chosen], self.group[chosen], self.labels, self.launch[chosen])
+        return Sorted(trace, *cut, None, (), self.reach_ns[chosen])
 
     def near(self, step: StepWindow) -> Sorted:
         """The events that may run in a step, and the one behind it: a step costs what is in it, not in the trace."""

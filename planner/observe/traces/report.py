@@ -12,7 +12,7 @@ from planner.observe.traces.detect import Kind, kind_of
 from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.nsys import read_nsys
 from planner.observe.traces.peers import Peers, stage_of, stragglers
-from planner.observe.traces.results import RankReport, TraceReport
+from planner.observe.traces.results import RankReport, TraceReport, TraceStep
 from planner.observe.traces.source import Progress
 from planner.observe.traces.steps import step_windows
 from planner.observe.traces.trace import RankTrace
@@ -26,17 +26,19 @@ def read_traces(
     `grid` holds the sizes of tp, cp, dp and pp, and names the axes of process groups that the traces leave undescribed.
     Raises SpecError for a file that is no trace, and where two files are of one rank.
     """
-    traces: list[RankTrace] = []
+    ranks: list[Sorted] = []
+    steps: list[tuple[TraceStep, ...]] = []
     for path in paths:
-        traces += _read(path, progress)
-    _refuse_twins(traces)
-    ranks = [Sorted.of(trace, grid) for trace in traces]
+        for trace in _read(path, progress):
+            _refuse_twins(trace, ranks)
+            events = Sorted.of(trace, grid)
+            steps.append(tuple(break_down(events, step) for step in step_windows(trace)))
+            ranks.append(events.exchanges())
     peers = Peers.of(ranks)
     reports = tuple(
         RankReport(
             file=events.trace.where, rank=events.trace.rank, stage=stage_of(events, grid),
-            world_size=events.trace.world_size, device=events.trace.device,
-            steps=tuple(break_down(events, step) for step in step_windows(events.trace)),
+            world_size=events.trace.world_size, device=events.trace.device, steps=steps[place],
             collectives=collective_times(events, peers.transfer_ns[place], peers.wait_ns[place]),
             warnings=events.trace.warnings,
         )
@@ -52,11 +54,10 @@ def _read(path: str | Path, progress: Progress | None) -> tuple[RankTrace, ...]:
     return read_nsys(path) if kind_of(path) is Kind.NSYS else read_kineto(path, progress)
 
 
-def _refuse_twins(traces: Sequence[RankTrace]) -> None:
-    seen: dict[int, str] = {}
-    for trace in traces:
-        if trace.rank is not None and seen.setdefault(trace.rank, trace.where) != trace.where:
-            raise SpecError(f"{trace.where}: is of rank {trace.rank}, as {seen[trace.rank]} is", "name one of them")
+def _refuse_twins(trace: RankTrace, ranks: Sequence[Sorted]) -> None:
+    for other in (events.trace for events in ranks):
+        if trace.rank is not None and trace.rank == other.rank:
+            raise SpecError(f"{trace.where}: is of rank {trace.rank}, as {other.where} is", "name one of them")
 
 
 def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Peers) -> tuple[str, ...]:
