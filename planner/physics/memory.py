@@ -53,9 +53,15 @@ def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number
     """
     if runtime.casts_weights:
         return runtime.weight_bytes
-    copies = runtime.fp8_copies if dtype == "fp8" else 2
     beside = np.where(runtime.narrow_parameters & (shape.zero_stage >= 1), 0, runtime.weight_bytes)
-    return beside + copies * NARROW_BYTES[dtype]
+    return beside + cast_copies(runtime, dtype) * NARROW_BYTES[dtype]
+
+
+def cast_copies(runtime: RuntimeSpec, dtype: str) -> int:
+    """Copies of a weight in the recipe's 8 or 4 bits that are kept from pass to pass."""
+    if dtype not in NARROW_BYTES or runtime.casts_weights:
+        return 0
+    return runtime.fp8_copies if dtype == "fp8" else 2
 
 
 def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

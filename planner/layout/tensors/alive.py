@@ -122,7 +122,7 @@ def lives_of(timeline: Timeline, rank: int) -> Iterator[Life]:
 
 
 def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> Iterator[Row]:
-    """What the parts of a virtual stage keep of a micro-batch."""
+    """The rows that the parts of a virtual stage keep of a micro-batch."""
     pricing, shape = candidate.pricing, candidate.shape
     total = 0.0
     for part in parts:
@@ -141,7 +141,7 @@ def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> Iterat
 
 
 def moment_rows(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> tuple[list[Row], list[Row]]:
-    """What the loss of some parts needs, and what their fullest backward needs in its place; they cost `cost`."""
+    """The rows that the loss of some parts needs, and those of their fullest backward in its place; they cost `cost`."""
     pricing, shape = candidate.pricing, candidate.shape
     if moment_bytes(cost)[0]:
         return [Row(one, NOW, "head") for one in moment.loss(pricing, shape, parts)], []
@@ -150,7 +150,7 @@ def moment_rows(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> 
 
 
 def copies_of_gradients(candidate: Candidate, timeline: Timeline, rank: int, gone: Sequence[Row] = ()) -> Iterator[Row]:
-    """What an optimizer's copies of gradients take beyond buffers and all that is gone when it runs."""
+    """The bytes of an optimizer's copies of gradients beyond buffers and all that is gone when it runs."""
     copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank])
     buffers = fixed_workspace_bytes(candidate.pricing, candidate.table)
     more = copies - buffers - sum(row.held.num_bytes for row in gone)

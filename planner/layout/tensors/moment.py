@@ -1,4 +1,4 @@
-"""What a rank needs for a moment at its peak: the loss, or the backward of one of its parts, and its buffers."""
+"""The tensors that a rank needs for a moment at its peak: the loss, or the backward of one of its parts, and its buffers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def backward(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> tuple[Par
 
 
 def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
-    """What the layer's forward gives once more, and what comes back from host memory."""
+    """Tensors that the layer's forward gives once more, and those that comes back from host memory."""
     if part.mode != "none":
         plain = kept_tensors(pricing, shape, part.layer_items)
         yield from without(plain, kept_tensors(pricing, shape, part.layer_items, part.mode))

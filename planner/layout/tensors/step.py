@@ -88,7 +88,7 @@ def step_of(candidate: Candidate, timeline: Timeline, curve: MemoryCurve) -> Ste
 
 
 def _passes(step: Step, candidate: Candidate, timeline: Timeline, rank: int) -> None:
-    """What the forwards make, what the backwards free, and what these need meanwhile."""
+    """Note all that forwards make and backwards free, and all that these need meanwhile."""
     parts, actions = parts_of(candidate, rank), ActionList.of(timeline.schedule.ranks[rank])
     kept = {stage: _kept(candidate, parts, stage) for stage in sorted(set(actions.stage.tolist()))}
     needed = {
@@ -119,7 +119,7 @@ def _kept(candidate: Candidate, parts: Sequence[Part], stage: int) -> list[Row]:
 
 
 def _needed(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> dict[MemoryItem, list[Row]]:
-    """What some parts need for a moment, by item."""
+    """The rows that some parts need for a moment, by item."""
     if not sum(moment_bytes(cost)):
         return {}
     logits, workspace = moment_rows(candidate, parts, cost)
