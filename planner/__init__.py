@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.answer import Plan
+    from planner.decide.resume.resume import replan
     from planner.errors import (
         Infeasible,
         PlannerError,
@@ -67,6 +68,7 @@ __all__ = [
     "load_runtime",
     "plan",
     "read_configuration",
+    "replan",
     "validate_runs",
     "write_report",
 ]
@@ -95,6 +97,7 @@ _HOMES = {
     "load_runtime": "planner.trainers.load",
     "plan": "planner.search.search",
     "read_configuration": "planner.export.read:read",
+    "replan": "planner.decide.resume.resume",
     "validate_runs": "planner.validate.score",
     "write_report": "planner.report.page",
 }

@@ -65,6 +65,12 @@ Model = Annotated[
     ),
 ]  # fmt: skip
 Gpus = Annotated[int | None, number(JOB, "--gpus -g", "GPUs in all.")]
+From = Annotated[
+    str | None, text(JOB, "--from", "PLAN.json", "The plan of a running job, which goes on with other --gpus.")
+]
+Keep = Annotated[
+    str | None, text(JOB, "--keep", "AXIS,…", "With --from, axes to keep, such as tp,pp. [as its checkpoint asks]")
+]
 Hardware = Annotated[
     str | None,
     text(
@@ -103,6 +109,10 @@ Runtime = Annotated[
 ]  # fmt: skip
 Tokens = Annotated[
     str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
+]
+
+Phases = Annotated[
+    str | None, text(JOB, "--phases", "FILE", "Phases of a run, one after the other, with a plan of each.")
 ]
 
 Storage = Annotated[

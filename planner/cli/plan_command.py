@@ -5,14 +5,14 @@ from __future__ import annotations
 import typer
 
 from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, command_line, job_options
+from planner.cli.job_options import PlanOptions, command_line, job_options
 from planner.errors import SpecError
 
 
 @job_options
 def plan_command(
     ctx: typer.Context,
-    asked: SearchOptions,
+    asked: PlanOptions,
     json: o.Json = False,
     output: o.Output = None,
     force: o.Force = False,
@@ -26,10 +26,22 @@ def plan_command(
       plan --model 405b --gpus 2048
       plan --model ./config.json --gpus 512 --hardware h200 -s 8192 -b 1024
       plan --model deepseek-v3 --gpus 2048 --pp 8,16 --tokens 15T -o plan.json
+      plan --model 405b --gpus 2048 --phases docs/phases/llama-3-405b.yaml
+      plan --from plan.json --gpus 1984
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options_before(ctx)
         return
+    if asked.phases is not None:
+        from planner.cli.phases import plan_phases
+
+        return plan_phases(asked, asked.phases, json, output, force)
+    if asked.from_ is not None:
+        from planner.cli.replan import replan_command
+
+        return replan_command(asked, asked.from_, asked.keep, json, output, force)
+    if asked.keep is not None:
+        raise SpecError("--keep: without --from, no job has anything to keep", "add --from plan.json")
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import answer, waiting
     from planner.files import refuse_to_overwrite
@@ -47,5 +59,5 @@ def plan_command(
 def _refuse_options_before(ctx: typer.Context) -> None:
     given = [name for name, value in ctx.params.items() if value is not None and value is not False]
     if given:
-        option, command = "--" + given[0].replace("_", "-"), ctx.invoked_subcommand
+        option, command = "--" + given[0].strip("_").replace("_", "-"), ctx.invoked_subcommand
         raise SpecError(f"{option}: stands before the command {command}", f"write plan {command} {option} …")

@@ -19,7 +19,7 @@ import numpy as np
 
 from planner.months.facts import Fact
 from planner.months.losses import SECONDS_PER_DAY, Losses, all_in_repair
-from planner.specs.units import GB
+from planner.months.standstill import going_on_s
 
 Number = Any
 """A float, or an array of one for each simulated run."""
@@ -56,9 +56,9 @@ class Rhythm:
 def rhythm_of(losses: Losses, of: Callable[[Fact], Number]) -> Rhythm:
     """The seconds that follow from the figures; `of` gives a figure's value, or draws of it."""
     failures_per_s = of(losses.failures_per_day) / SECONDS_PER_DAY
-    transfer_s = losses.checkpoint_bytes / (of(losses.storage_gb_per_s) * GB)
+    transfer_s = losses.transfer_s(of(losses.storage_gb_per_s))
     in_background = losses.asynchronous_stall_s is not None
-    start_s = _start_s(losses, of, failures_per_s)
+    start_s = _start_s(losses, of, failures_per_s, transfer_s)
     return Rhythm(
         failures_per_s=failures_per_s,
         restart_s=of(losses.detection_s) + start_s + transfer_s,
@@ -68,19 +68,26 @@ def rhythm_of(losses: Losses, of: Callable[[Fact], Number]) -> Rhythm:
     )
 
 
-def _start_s(losses: Losses, of: Callable[[Fact], Number], failures_per_s: Number) -> Number:
+def _start_s(losses: Losses, of: Callable[[Fact], Number], failures_per_s: Number, transfer_s: Number) -> Number:
     """Seconds from a failure that was noticed to the running job, averaged over failures.
 
     Kept spare nodes stand in for a lost one at once; if all of them are in repair, the job waits for the first that is
-    back. With n spares that is repair / (n + 1), for repairs that end at random. Without a word about spares the
-    cluster's pool has a node for every new job.
+    back. With n spares that is repair / (n + 1), for repairs that end at random. A job that can go on without the node
+    does so where it loses less by that (`standstill.going_on_s`, without the seconds that every failure takes). Without
+    a word about spares the cluster's pool has a node for every new job.
     """
     start_s, spares = of(losses.restart_s), losses.num_spare_nodes
     if spares is None:
         return start_s
     share, repair_s = of(losses.node_loss_fraction), of(losses.repair_s)
     none_free = all_in_repair(share * failures_per_s * repair_s, spares)
-    waited_s = none_free * (start_s + repair_s / (spares + 1)) + (1 - none_free) * of(losses.standby_restart_s)
+    alone_s, fraction = start_s + repair_s / (spares + 1), losses.rate_without_node_fraction
+    if fraction:
+        again_s = start_s + transfer_s
+        alone_s = np.minimum(
+            alone_s, going_on_s(repair_s / (spares + 1), again_s, fraction, again_s + transfer_s) - transfer_s
+        )
+    waited_s = none_free * alone_s + (1 - none_free) * of(losses.standby_restart_s)
     return (1 - share) * start_s + share * waited_s
 
 

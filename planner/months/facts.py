@@ -68,8 +68,18 @@ class Facts(Spec):
     """The same where a spare node waits with the program started."""
     node_loss_fraction: Fact
     """Share of the interruptions after which a node has to be replaced."""
+    gpu_fraction: Fact
+    """Share of the lost nodes that are lost for a GPU, and not for anything else in them."""
     repair_s: Fact
     """Seconds until a lost node is back."""
+    switch_failures_per_year: Fact
+    """Failures of one switch in a year."""
+    leaf_gpus: Fact
+    """GPUs whose ports a leaf switch has."""
+    leaf_nodes: Fact
+    """Nodes that have a port on the same leaf switch, where each GPU of a node has a leaf of its own."""
+    rack_switches: Fact
+    """Switches that join the GPUs of a rack by NVLink."""
     storage_gb_per_s_per_gpu: Fact
     """Rate of a cluster's storage, over the number of its GPUs."""
     asynchronous_stall_s: Fact

@@ -11,6 +11,7 @@ import numpy as np
 from planner.months.facts import Fact, Facts, load_facts, stated
 from planner.specs.cluster import ClusterSpec
 from planner.specs.operations import OperationsSpec
+from planner.specs.units import GB
 
 SECONDS_PER_DAY = 86_400
 _RESTART_GPUS, _RESTART_S_PER_DOUBLING, _RESTART_LEAST_S, _RESTART_MOST_S = 1024, 30.0, 120.0, 1200.0
@@ -37,6 +38,13 @@ class Losses:
     asynchronous_stall_s: Fact | None
     """Seconds that training waits for a save; None where it waits until the checkpoint is written."""
     evaluation_fraction: Fact
+    rate_without_node_fraction: float = 0.0
+    """Share of its tokens a second that the job still trains where it goes on without a node that it lost; 0: the job
+    waits."""
+
+    def transfer_s(self, storage_gb_per_s: Any) -> Any:
+        """Seconds in which all ranks together read or write a checkpoint: bytes / rate."""
+        return self.checkpoint_bytes / (storage_gb_per_s * GB)
 
     @property
     def failures_per_day(self) -> Fact:

@@ -47,11 +47,11 @@ def goodput_figures(plan: Plan) -> tuple[Figure, ...]:
     if found is None:
         return ()
     effective, ends = found.effective_fraction, "–".join(f"{100 * end:.1f}" for end in found.interval)
-    saved = f"checkpoint {_duration(found.checkpoint_s)} every {_duration(found.checkpoint_interval_s)}"
+    saved = f"checkpoint {duration(found.checkpoint_s)} every {duration(found.checkpoint_interval_s)}"
     return (
         Figure("effective", (effective,), "fraction", percent(effective), ends),
         Figure("interruptions", (found.failures_per_day,), "1/day", _interruptions(found)),
-        Figure("restart", (found.restart_s,), "s", f"restart {_duration(found.restart_s)}{_spares(found)}"),
+        Figure("restart", (found.restart_s,), "s", f"restart {duration(found.restart_s)}{_spares(found)}"),
         Figure("checkpoints", (found.checkpoint_s, found.checkpoint_interval_s), "s", saved),
         Figure(
             "evaluation", (found.evaluation_fraction,), "fraction", f"evaluation {percent(found.evaluation_fraction)}"
@@ -78,7 +78,7 @@ def _short(value: float) -> str:
     return f"{value:,.1f}" if value < 9.95 else f"{value:,.0f}"
 
 
-def _duration(value_s: float) -> str:
+def duration(value_s: float) -> str:
     """`4.2 s`, `9.3 min`, `1.2 h`: a time of people rather than of kernels."""
     units = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
     size_s, unit = next((pair for pair in units if value_s >= pair[0]), units[-1])

@@ -6,7 +6,8 @@ are what the trainer switches on, spelled as in a run. A number without a source
 `switches` are those that it has, with their values; one without values is not that of its base. `versions` are its
 releases, the newest last, and `since` says with which of them a switch, or one value of it (`switch=value`,
 `dtype=nvfp4`), came. `megatron@0.16` is the trainer of that release. `likely` are the values
-that runs usually have where they do not say them (likely.py).
+that runs usually have where they do not say them (likely.py). `checkpoint` says what its files can be loaded as
+(checkpoint.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from planner.specs.checking import checked
 from planner.specs.problems import check_names, nearest
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.training import Dtype
+from planner.trainers.checkpoint import UNKNOWN, Checkpoint, read_checkpoints
 from planner.trainers.likely import Likely, read_likely
 from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
@@ -33,7 +35,7 @@ _SUFFIXES = (".yaml", ".yml")
 RUNTIMES = tuple(sorted(path.stem for path in _DATA.glob("*.yaml")))
 """Names of the trainers that ship with the planner."""
 _BASES = (*RUNTIMES, *sorted(f"shared/{path.stem}" for path in (_DATA / "shared").glob("*.yaml")))
-_FILE_KEYS = ("source", "base", "features", "switches", "versions", "since", "likely")
+_FILE_KEYS = ("source", "base", "features", "switches", "versions", "since", "likely", "checkpoint")
 """Keys of a trainer's file beside the fields of RuntimeSpec."""
 _VERSION = re.compile(r"(.+)@([\w.]+)")
 Switches = dict[str, tuple[Value, ...]]
@@ -50,6 +52,7 @@ class TrainerFile(NamedTuple):
     since: Mapping[str, str] = {}
     """The release with which a switch came, or one value of it (`switch=value`); others are in all of them."""
     likely: tuple[Likely, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
 
 
 def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
@@ -78,6 +81,13 @@ def likely_of(runtime: RuntimeSpec, architecture: str) -> tuple[Likely, ...]:
     """Values that switches of a shipped trainer's runs on such silicon may have."""
     likely = _shipped_file(runtime.name).likely if runtime.name in RUNTIMES else ()
     return tuple(entry for entry in likely if not entry.architectures or architecture in entry.architectures)
+
+
+def checkpoint_of(runtime: RuntimeSpec, zero_stage: int) -> Checkpoint:
+    """The checkpoint that jobs of a trainer write under a ZeRO stage."""
+    names = [name for name in (runtime.name, runtime.family) if name in RUNTIMES]
+    rows = (row for name in names for row in _shipped_file(name).checkpoints)
+    return next((row for row in rows if zero_stage in row.zero_stages), UNKNOWN)
 
 
 def versions_of(runtime: RuntimeSpec) -> tuple[str, ...]:
@@ -187,7 +197,8 @@ def _read(path: Path) -> TrainerFile:
     switches = {name: values for name, values in given.items() if values}
     versions, since = _versions(where, data, base, switches)
     likely = read_likely(where, data["likely"]) if "likely" in data else base.likely
-    return TrainerFile(values, sources, switches, versions, since, likely)
+    checkpoints = read_checkpoints(where, data["checkpoint"]) if "checkpoint" in data else base.checkpoints
+    return TrainerFile(values, sources, switches, versions, since, likely, checkpoints)
 
 
 def _base(where: str, name: Any) -> TrainerFile:

@@ -1,0 +1,248 @@
+"""The answer of `plan --from`: the ways to go on beside each other, failures and what they cost, spare nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.answer import Interval, Plan
+from planner.decide.resume.choice import Choice, Failure, Resume
+from planner.report.format import fits_with, large, percent
+from planner.report.months import duration
+from planner.report.pieces import bullets, columns, section
+
+_FAILED = {"nothing": "no node", "gpu": "a GPU", "node": "rest of a node", "switch": "a switch"}
+_ANSWERS = {
+    "restarts": "restarts",
+    "stands_in": "spare stands in",
+    "splits": "splits",
+    "reshards": "reshards",
+    "waits": "waits",
+}
+_HOUR_S = 3600.0
+_SAME = 5e-4
+"""Share by which two rates are shown as equal."""
+_MEANINGS = (
+    "pays after: the wait beyond which it loses less than waiting; loses: hours of training at the old rate, until all "
+    "is as before after the usual repair"
+)
+_MANY = 6
+"""Rows of spare nodes that are shown at most."""
+
+
+def render_resume(resume: Resume, plan: Plan) -> Group:
+    """The whole answer, made for 80 columns."""
+    return Group(*_sections(resume, plan))
+
+
+def _sections(resume: Resume, plan: Plan) -> Iterator[RenderableType]:
+    yield Text(says(resume, plan), style="bold")
+    if not resume.choices:
+        return
+    yield from map(Text, _advice(resume))
+    meanings = [Text(_MEANINGS, style="dim")] if resume.num_gpus_lost > 0 else []
+    yield section("Ways to go on", Group(_table(resume), *meanings, *_notes(resume)))
+    yield section("Failures of the job that goes on", _failures(resume.failures))
+    yield section("Spare nodes, GPU-hours a day", Group(_spares(resume), Text(_says_spares(resume))))
+    yield section("Sources", bullets(_sources(resume)))
+
+
+def says(resume: Resume, plan: Plan) -> str:
+    """One sentence: the way to go on, and its tokens a second against those before."""
+    before = resume.before
+    if not resume.choices:
+        return f"Nothing to do: the plan is for {before.num_gpus:,} GPUs."
+    chosen = resume.chosen
+    gpus = f"{before.num_gpus:,} → {resume.num_gpus:,} × {plan.cluster.hardware.name}"
+    job = f"{plan.model.name}, {plan.runtime}, {gpus}"
+    return f"{job}: {_VERBS[chosen.kind]}, {_change(chosen.rate_fraction)}."
+
+
+_VERBS = {"split": "split", "reshard": "reshard", "stay": "stay as it is", "wait": "wait"}
+
+
+def _change(fraction: float) -> str:
+    if abs(fraction - 1) < _SAME:
+        return "as many tokens a second as before"
+    return f"{percent(abs(fraction - 1))} {'more' if fraction > 1 else 'fewer'} tokens a second than before"
+
+
+def _advice(resume: Resume) -> Iterator[str]:
+    """Sentences on the wait that decides, on batches nearby, on spare nodes, and on the way back."""
+    chosen = resume.chosen
+    if resume.num_gpus_lost > 0:
+        repair = _around(resume.repair_s, resume.repair_s_interval)
+        yield (
+            f"Going on pays if the lost GPUs are away for over {duration(chosen.break_even_wait_s or 0.0)}; the usual "
+            f"repair takes {repair}. With a spare for each lost node, all would be as before in "
+            f"{duration(resume.standby_s)}."
+        )
+        if chosen.return_pays_s is not None:
+            yield (
+                f"Once they are back, returning pays if the job then runs for over {duration(chosen.return_pays_s)} "
+                "without another stop."
+            )
+    elif chosen.break_even_wait_s is not None:
+        yield f"The stop pays if the job runs for over {duration(chosen.break_even_wait_s)} after it."
+    near = [choice for choice in resume.choices if choice.options]
+    if near:
+        best = min(near, key=lambda choice: (choice.lost_until_repair_s or 0.0, -choice.tokens_per_s))
+        more = percent(best.tokens_per_s / chosen.tokens_per_s - 1)
+        yield (
+            f"{' '.join(best.options)} trains {more} more tokens a second, and changes convergence: "
+            f"{best.convergence[0]}."
+        )
+
+
+def _table(resume: Resume) -> Table:
+    """A row for each way; those that are closed have no figures."""
+    grows = resume.num_gpus_lost < 0
+    heads = ("", "", "GPUs", "idle", "batch", "tokens/s", "change", "back in", "pays after", "loses")
+    table = _headed(heads, "llrrrrrrrr")
+    for number, choice in enumerate(resume.choices):
+        mark = "→" if number == resume.recommended else " "
+        cells = [f"{choice.global_batch_size:,}", large(choice.tokens_per_s)]
+        lost = "–" if choice.lost_until_repair_s is None else f"{choice.lost_until_repair_s / _HOUR_S:.1f} h"
+        pays = "–" if choice.break_even_wait_s is None else duration(choice.break_even_wait_s)
+        back = duration(choice.back_s) if choice.back_s else "–"
+        change = choice.rate_fraction - 1
+        rate = f"{change:+.1%}" if abs(change) >= _SAME else "–"
+        gpus = [f"{choice.num_gpus_used:,}", f"{choice.num_gpus_idle:,}"]
+        style = "bold" if number == resume.recommended else ""
+        table.add_row(f"{mark}{number + 1}", choice.kind, *gpus, *cells, rate, back, pays, lost, style=style)
+    if grows:
+        table.columns[-1].header = Text("")
+    return table
+
+
+def _headed(heads: Iterable[str], justify: str) -> Table:
+    """A table with a head over each column, and one blank between two: ten columns fit."""
+    table = columns(*justify, gap=1)
+    table.show_header = True
+    for column, head in zip(table.columns, heads, strict=True):
+        column.header = Text(head, style="dim")
+    return table
+
+
+def _notes(resume: Resume) -> Iterator[RenderableType]:
+    """Below the table, the layout of each way, what its checkpoint needs, and what it changes."""
+    yield Text("")
+    table = columns("l", "l", None, gap=1)
+    for number, choice in enumerate(resume.choices):
+        lines = [choice.layout]
+        if choice.kind == "wait":
+            lines.append(f"back {duration(choice.back_s)} after the lost GPUs are")
+        elif choice.kind != "stay":
+            lines += list(_conditions(choice))
+        table.add_row(str(number + 1), choice.kind, Text("\n".join(lines)))
+    for closed in resume.closed:
+        table.add_row("–", closed.kind, Text(closed.reason))
+    yield table
+
+
+def _conditions(choice: Choice) -> Iterator[str]:
+    loads = "the checkpoint loads as it is" if choice.loads == "as_is" else "the checkpoint"
+    needs = "; ".join(choice.needs)
+    ready = "" if choice.ready_back_s is None else f" (back in {duration(choice.ready_back_s)} had it been saved so)"
+    joint = "" if not needs else "; " if choice.loads == "as_is" else ": "
+    yield f"{loads}{joint}{needs}{ready}"
+    if choice.oom_probability is not None and choice.oom_probability >= 0.01:
+        yield f"fits with {fits_with(choice.oom_probability)}"
+    if choice.convergence:
+        yield f"changes convergence: {', '.join(choice.convergence)}"
+    if choice.execution:
+        yield f"changes execution: {', '.join(choice.execution)}"
+
+
+def _failures(failures: Iterable[Failure]) -> Table:
+    heads = ("lost", "nodes", "a day", "the job", "each loses", "tokens/s then", "GPU-h a day")
+    table = _headed(heads, "lrrlrrr")
+    total = 0.0
+    for failure in failures:
+        total += failure.gpu_hours_per_day
+        table.add_row(
+            _FAILED[failure.taken],
+            f"{failure.num_nodes:,}",
+            _rate(failure.per_day),
+            _ANSWERS[failure.job],
+            duration(failure.lost_s),
+            large(failure.tokens_per_s),
+            f"{failure.gpu_hours_per_day:,.0f}",
+        )
+    table.add_row("together", "", _rate(sum(failure.per_day for failure in failures)), "", "", "", f"{total:,.0f}")
+    return table
+
+
+def _rate(per_day: float) -> str:
+    return f"{per_day:.2f}" if per_day >= 0.1 else f"{per_day:.3f}"
+
+
+def _spares(resume: Resume) -> Table:
+    table = _headed(("spare nodes", "none free", "idle", "lost", "together", ""), "rrrrrl")
+    for number in _shown(resume):
+        row = resume.spares[number]
+        none_free = "under 0.1%" if row.none_free_fraction < 1e-3 else percent(row.none_free_fraction)
+        table.add_row(
+            f"{number:,}",
+            none_free,
+            f"{row.idle_gpu_hours:,.0f}",
+            f"{row.lost_gpu_hours:,.0f}",
+            f"{row.gpu_hours:,.0f}",
+            ", ".join(_marks(number, resume)),
+            style="bold" if number == resume.num_spare_nodes_cheapest else "",
+        )
+    return table
+
+
+def _shown(resume: Resume) -> list[int]:
+    """The numbers of spare nodes that tell most: none, one, those advised, cheapest and idle, and one more each."""
+    told = (resume.num_spare_nodes_cheapest, resume.num_spare_nodes_advised, resume.num_idle_nodes)
+    numbers = {0, 1, *(n for n in told if n is not None), (resume.num_spare_nodes_cheapest or 0) + 1}
+    return sorted(number for number in numbers if number < len(resume.spares))[:_MANY]
+
+
+def _marks(number: int, resume: Resume) -> Iterator[str]:
+    if number == resume.num_spare_nodes_cheapest:
+        yield "cheapest"
+    if number == resume.num_spare_nodes_advised:
+        yield "one is free in 99%"
+    if number and number == resume.num_idle_nodes:
+        yield "idle anyway"
+
+
+def _says_spares(resume: Resume) -> str:
+    cheapest, idle = resume.num_spare_nodes_cheapest or 0, resume.num_idle_nodes
+    if idle and cheapest <= idle:
+        return f"The {idle:,} idle node{'s' if idle > 1 else ''} can stand in; more spare nodes do not pay."
+    if not cheapest:
+        return "No spare node pays."
+    return f"{cheapest:,} spare node{'s' if cheapest > 1 else ''} pay{'' if cheapest > 1 else 's'}."
+
+
+def _sources(resume: Resume) -> Iterator[str]:
+    row = resume.checkpoint
+    yield f"checkpoint ({row.format}): {row.source}"
+    if row.rewritten is not None:
+        yield f"{row.rewritten.says}: {row.rewritten.source}"
+    told: dict[str, list[str]] = {}
+    for name, source in resume.sources.items():
+        told.setdefault(source, []).append(_NAMES.get(name, name))
+    yield from (f"{', '.join(names)}: {source}" for source, names in told.items())
+
+
+_NAMES = {
+    "detection_s": "detection",
+    "restart_s": "start",
+    "standby_restart_s": "start of a spare",
+    "repair_s": "repair",
+    "node_loss_fraction": "lost nodes",
+    "storage_gb_per_s": "storage",
+    "failures_per_1000_gpu_days": "failures",
+}
+
+
+def _around(value_s: float, interval: Interval) -> str:
+    return f"{duration(value_s)} ({duration(interval[0])} to {duration(interval[1])})"
