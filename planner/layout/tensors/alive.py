@@ -141,7 +141,7 @@ def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> Iterat
 
 
 def moment_rows(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> tuple[list[Row], list[Row]]:
-    """The rows that the loss of some parts needs, and those of their fullest backward in its place; they cost `cost`."""
+    """The rows that the loss of some parts needs, and those of their fullest backward in its place, at `cost`."""
     pricing, shape = candidate.pricing, candidate.shape
     if moment_bytes(cost)[0]:
         return [Row(one, NOW, "head") for one in moment.loss(pricing, shape, parts)], []

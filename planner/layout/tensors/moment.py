@@ -1,4 +1,4 @@
-"""The tensors that a rank needs for a moment at its peak: the loss, or the backward of one of its parts, and its buffers."""
+"""The tensors that a rank needs for a moment at its peak: the loss, or a part's backward, and its buffers."""
 
 from __future__ import annotations
 
