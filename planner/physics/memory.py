@@ -206,9 +206,9 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
         if runtime.loss_in_place:  # a bf16 copy alone
             return (Saved("logits in 16 bits", softmax.dims), labels._replace(name="labels", dtype="int32"))
         # beside the softmax, as large: its gradient, and that of the logits
+        names = ("gradient of the softmax", "gradient of the logits", "indices of the loss", "its mask")
         return tuple(
-            kept._replace(name=name, dims=(2, *kept.dims))
-            for kept, name in ((softmax, "gradients of softmax and logits"), (labels, "indices of the loss"))
+            kept._replace(name=name) for kept, name in zip((softmax, softmax, labels, labels), names, strict=True)
         )
     needed = op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
     return (Saved("gradients", (needed,), dtype="bytes"),)
