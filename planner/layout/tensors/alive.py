@@ -25,7 +25,7 @@ from planner.specs.units import gib
 
 BACKWARDS = {"B": "backward", "I": "input gradients", "W": "weight gradients"}
 """Passes of a backward in words."""
-UNNAMED = "the formula counts more or less than the tensors that are listed"
+UNNAMED = "the formula counts other bytes than those of the tensors that are listed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +121,19 @@ def lives_of(timeline: Timeline, rank: int) -> Iterator[Life]:
             yield Life(starts[key], float(end_s), made, freed, microbatch, stage)
 
 
-def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> Iterator[Row]:
+def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> list[Row]:
     """The rows that the parts of a virtual stage keep of a micro-batch."""
-    pricing, shape = candidate.pricing, candidate.shape
-    total = 0.0
-    for part in parts:
-        for one in part.kept(pricing, shape) if part.stage == life.stage else ():
-            total += one.num_bytes
-            yield Row(one, life, part.name, part.layer)
+    pricing, shape, own = candidate.pricing, candidate.shape, [part for part in parts if part.stage == life.stage]
+    rows = [Row(one, life, part.name, part.layer) for part in own for one in part.kept(pricing, shape)]
     if pricing.runtime.is_runner and life.stage != len(candidate.placement) - 1:
-        sent = held(Saved("sent on", (shape.shard_tokens, pricing.model.hidden_size)))
-        total += sent.num_bytes
-        yield Row(sent, life, "stage")
+        rows.append(Row(held(Saved("sent on", (shape.shard_tokens, pricing.model.hidden_size))), life, "stage"))
     assert candidate.durations.activation_bytes is not None
     assert life.stage is not None
-    missing = candidate.durations.activation_bytes[life.stage] - total
-    if abs(missing) > 1:
-        yield Row(Held("others", missing, note=UNNAMED), life, "stage")
+    total = candidate.durations.activation_bytes[life.stage]
+    missing = total - sum(row.held.num_bytes for row in rows)
+    if missing < -1:
+        return [Row(Held("tensors of a chunk", total, note=f"counted together: {UNNAMED}"), life, "stage")]
+    return [*rows, Row(Held("others", missing, note=UNNAMED), life, "stage")] if missing > 1 else rows
 
 
 def moment_rows(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> tuple[list[Row], list[Row]]:
