@@ -172,6 +172,16 @@ def test_every_result_that_travels_has_an_arrow_and_the_file_says_what_it_is(pla
     assert about["step_s"] == pytest.approx(best["step"]["step_s"])
 
 
+def test_an_alternative_is_traced_as_it_runs(plan_file: Path, tmp_path: Path) -> None:
+    other = json.loads(plan_file.read_text())["alternatives"][0]
+    trace = _traced(str(plan_file), "--alternative", "1", tmp_path=tmp_path)
+    judge(trace)
+    assert trace["otherData"]["step_s"] == pytest.approx(other["step"]["step_s"])
+    shorter = _traced(str(plan_file), "-m", str(other["parallelism"]["pp"]), "--force", tmp_path=tmp_path)
+    judge(shorter)
+    assert shorter["otherData"]["layout"].endswith(f"× {other['parallelism']['pp']}")
+
+
 def test_refuses_an_alternative_that_is_not_there(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(str(plan_file), "--alternative", "99", "-o", "-") == 2
     assert "--alternative" in capsys.readouterr().err
