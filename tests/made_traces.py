@@ -172,7 +172,8 @@ def write_nsys(path: Path, devices: int = 1, ranges: bool = True) -> Path:
             copy = (at + 600_000, at + 650_000, device, 7, 99, 1, 4096)
             database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?, ?, ?, ?, ?, ?, ?)", copy)
             if ranges and not device:
-                marks = [(at, at + 900_000, f"iteration {number}", None, 59, 1), (at + 1_000, at + 400_000, None, 4, 59, 1),
+                marks = [(at, at + 900_000, f"iteration {number}", None, 59, 1),
+                         (at + 1_000, at + 400_000, None, 4, 59, 1),
                          (at + 5, None, "never ended", None, 59, 1)]  # fmt: skip
                 database.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", marks)
     database.commit()
