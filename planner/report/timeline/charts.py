@@ -193,7 +193,7 @@ def _legend(drawn: Figure, step: Step) -> None:
 
 def _shade(kind: str, chunk: int, chunks: int) -> str:
     """The colour of a kind, lighter from chunk to chunk."""
-    white = _LIGHTEST * chunk / max(chunks - 1, 1)
+    white = _LIGHTEST * chunk / max(chunks - 1, 1.5)  # two chunks differ enough with less
     red, green, blue = (part + (1 - part) * white for part in to_rgb(ACTION_COLOURS[kind]))
     return to_hex((red, green, blue))
 
