@@ -74,6 +74,8 @@ class Found:
 
     plan: Plan
     layouts: tuple[PricedLayout, ...]
+    for_others: tuple[PricedLayout, ...] = ()
+    """Those of the layouts that were searched for the sake of other phases."""
 
 
 def found(phase: Phase) -> Found | PlannerError:
@@ -116,33 +118,37 @@ class Run:
         return self.cost.days * 86_400
 
 
+Pins = tuple[tuple[str, tuple[object, ...]], ...]
+"""Axes that a search is held to, with the values that they may have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A phase, its own plan, and the layouts of other phases that it is to be tried in."""
+    """A phase, its own plan, and layouts of other phases that it is to be tried in."""
 
     phase: Phase
     own: Plan
     layouts: tuple[tuple[PricedLayout, RuntimeSpec], ...]
     """Layouts with the runtimes under which they run in this phase."""
-    grid: PricedLayout | None = None
-    """A layout whose ranks are to hold what they hold, while the rest is planned for this phase."""
+    searches: tuple[Pins, ...] = ()
+    """Searches for layouts that suit the checkpoints of other phases."""
 
 
-def tried(asked: Asked) -> tuple[list[Run | str], PricedLayout | None, Run | str]:
-    """The run of a phase in each layout, or the reason why it cannot run there; then the best layout in the grid that
-    was asked for, and its run."""
+def grid_of(layout: PricedLayout) -> Pins:
+    """Pins under which ranks hold what they hold in a layout, while the rest is planned anew."""
+    return tuple((axis, (getattr(layout.parallelism, axis),)) for axis in GRID)
+
+
+def tried(asked: Asked) -> tuple[list[Run | str], list[tuple[PricedLayout, Run | str]]]:
+    """The run of a phase in each layout, or the reason why it cannot run there; then what the searches found."""
     phase, own = asked.phase, asked.own
     answers = [run_in(phase, own, layout, runtime) for layout, runtime in asked.layouts]
-    if asked.grid is None:
-        return answers, None, ""
-    sizes = asked.grid.parallelism
-    pins = {axis: (getattr(sizes, axis),) for axis in GRID}
-    try:
-        within = search(phase.case.limited(**pins, top=1))
-    except PlannerError as error:
-        return answers, None, error.message
-    layout = _layouts(within)[0]
-    return answers, layout, run_in(phase, own, layout, layout.runtime_spec or own.runtime_spec)
+    more = []
+    for pins in asked.searches:
+        with suppress(PlannerError):
+            layout = _layouts(search(phase.case.limited(**dict(pins), top=1)))[0]
+            more.append((layout, run_in(phase, own, layout, layout.runtime_spec or own.runtime_spec)))
+    return answers, more
 
 
 def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> Run | str:
