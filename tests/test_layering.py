@@ -50,7 +50,7 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment", "decide", "observe.observation",
+        "layout.replan", "export.megatron.environment", "decide", "observe.observation", "observe.traces",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },
@@ -64,6 +64,12 @@ ALLOWED = {
     "profile": {
         "errors", "files", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate", "probe",
     },
+    # the page asks as the command line does, which gives it the reader of options: nothing imports `cli`. It prices the
+    # layout on the screen again, searches, and shows and exports what is found
+    "serve": {
+        "errors", "shape", "specs", "trainers", "schedule", "physics.layers", "answer", "plan_file", "layout", "search",
+        "report", "export",
+    },
     # a log's argument dump is a configuration that the importer reads, and a run that was read is priced; what was
     # observed is shown by `report`
     "observe": {"errors", "files", "specs", "answer", "trainers", "export", "layout.evaluate", "layout.runs"},
@@ -75,6 +81,8 @@ ALLOWED = {
 EXTERNAL = {
     "pulp": {"search/ilp"},
     "torch": {"probe", "profile"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
 }
 """Libraries that only these files or folders may import."""
 

@@ -189,9 +189,13 @@ class Plan(Spec):
         The seconds that the search took are left out, so that the same inputs make the same bytes. Raises SpecError if
         the file exists and `force` is not given.
         """
+        write_text(path, self.saved_text(), force)
+
+    def saved_text(self) -> str:
+        """The text that `save` writes."""
         search = None if self.search is None else self.search.model_copy(update={"seconds": None})
         data = self.model_copy(update={"search": search}).to_json()
-        write_text(path, json.dumps(data, indent=2, allow_nan=False) + "\n", force)
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
     # load and _repr_html_ are the imports that climb: users ask the plan itself
     @staticmethod

@@ -42,7 +42,7 @@ def evaluate(
     Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
     model = model_of(model)
-    candidate, priced = _priced_as_given(model, cluster, training, parallelism, runtime_of(runtime), says_switches)
+    candidate, priced = priced_as_given(model, cluster, training, parallelism, runtime_of(runtime), says_switches)
     totals = candidate.pricing.totals
     return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate, with_switches=True))
 
@@ -56,17 +56,18 @@ def price_given(
     says_switches: bool = True,
 ) -> PricedLayout:
     """The priced layout of `evaluate` without the report around it, for use on many runs."""
-    return _priced_as_given(model, cluster, training, parallelism, runtime, says_switches)[1]
+    return priced_as_given(model, cluster, training, parallelism, runtime, says_switches)[1]
 
 
-def _priced_as_given(
+def priced_as_given(
     model: ModelSpec,
     cluster: ClusterSpec,
     training: TrainingSpec,
     parallelism: Parallelism,
     runtime: RuntimeSpec,
-    says_switches: bool,
+    says_switches: bool = True,
 ) -> tuple[Candidate, PricedLayout]:
+    """The candidate of a given layout, and its price as `evaluate` answers it."""
     split = SCHEDULES.get(parallelism.schedule or "")
     runtime = runtime.for_schedules(split is not None and split.splits_backward)
     runtime = settled(runtime, cluster, model)

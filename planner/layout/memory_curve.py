@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,9 +53,13 @@ class MemoryCurve:
         return float(self.times_s[self.allocated_bytes.argmax()])
 
 
-def memory_curves(candidate: Candidate, timeline: Timeline) -> tuple[MemoryCurve, ...]:
-    """The curve of each rank; `timeline` is the replay of the candidate's whole order."""
-    return tuple(_curve(candidate, timeline, rank) for rank in range(timeline.schedule.pp))
+def memory_curves(
+    candidate: Candidate, timeline: Timeline, ranks: Iterable[int] | None = None
+) -> tuple[MemoryCurve, ...]:
+    """The curve of each rank, or of some; `timeline` is the replay of the candidate's whole order."""
+    return tuple(
+        _curve(candidate, timeline, rank) for rank in (range(timeline.schedule.pp) if ranks is None else ranks)
+    )
 
 
 class _Change(NamedTuple):

@@ -193,7 +193,7 @@ class Pricing:
 
     @property
     def passes(self) -> Passes:
-        """What prices the passes of a part."""
+        """The formulas for the seconds of a part's passes."""
         return Passes(self.model, self.training, self.cluster, self.runtime)
 
     def host_fraction(self, shape: Shape) -> float:

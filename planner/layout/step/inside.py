@@ -153,7 +153,7 @@ class _Beats:
         ]
 
     def _raw(self, part: _Part, kind: str) -> Iterator[_Beat]:
-        """What a part does in an action, each operator and exchange as long as if it were alone."""
+        """Each operator and exchange of a part in an action, as long as if it were alone."""
         items, replayed = self._items(part)
         if kind == "F":
             yield from self._pass(items, items, "forward", ("forward_s",))

@@ -1,0 +1,100 @@
+"""`plan serve`: the planner as a page in the browser."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from planner.cli import options as o
+from planner.cli.job_options import SearchOptions, command_line, job_options
+from planner.errors import PlannerError, SpecError
+
+if TYPE_CHECKING:
+    from planner.serve.question import Question
+
+_log = logging.getLogger(__name__)
+EXTRA = ("starlette", "uvicorn")
+"""The packages of the extra `serve`."""
+START = {"model": "405b", "gpus": "2048"}
+"""The job that the page opens with, unless options say another."""
+
+Port = Annotated[int | None, o.number(o.OUTPUT, "--port", "Port on 127.0.0.1; 0 takes a free one. [8008]")]
+Open = Annotated[bool, o.text(o.OUTPUT, "--open", None, "Open the page in the browser.")]
+
+
+@job_options
+def serve_command(asked: SearchOptions, port: Port = None, open: Open = False) -> None:
+    """Serve the planner as a page: controls change the plan, its memory and its timeline. Ctrl-C ends it.
+
+    The page opens with the job of the options. It answers this machine only, and keeps nothing on disk. Files of
+    models, hardware and trainers are read only if they are named here.
+
+    \b
+    Example:
+      plan serve
+      plan serve --port 8009 --model ./config.json --gpus 512 --open
+    """
+    try:
+        from planner.serve.app import application
+        from planner.serve.server import listen, serve
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        raise PlannerError(
+            f"plan serve needs {error.name}, which is not installed", "pip install 'planner[serve]'"
+        ) from None
+    start = start_of(asked)
+    listener = listen(8008 if port is None else port)
+    defaults = {"hardware": o.DEFAULT_HARDWARE}
+    app = application(read_question, start, defaults)
+    serve(listener, app, lambda address: _ready(address, open))
+
+
+def start_of(asked: SearchOptions) -> dict[str, str]:
+    """The options given, as texts. Raises SpecError where a file is missing or wrong, or stdin would be read again."""
+    start = {field.name: _text(getattr(asked, field.name)) for field in fields(asked)}
+    start = {name: text for name, text in start.items() if text}
+    for name in ("model", "hardware", "runtime", "calibration"):
+        if start.get(name) == "-":
+            raise SpecError(f"--{name}: the page reads it again and again, standard input only once", "name a file")
+    if "calibration" in start:
+        raise SpecError("--calibration: not on the page", "plan --calibration FILE takes it")
+    start = {**START, **start}
+    read_question(start)
+    return start
+
+
+def _text(value: Any) -> str:
+    return "" if value is None or value is False else "on" if value is True else str(value)
+
+
+def read_question(options: Mapping[str, str]) -> Question:
+    """The job that texts of options describe, read as the command line reads them."""
+    from planner.cli.inputs import read_job, read_limits
+    from planner.search.case import Case
+    from planner.serve.question import Question
+
+    hints = get_type_hints(SearchOptions, include_extras=True)
+    values: dict[str, Any] = {}
+    for name, text in options.items():
+        if name not in hints:
+            raise SpecError(f"--{name.replace('_', '-')[:60]}: no such option", "`plan -h` lists the options")
+        parse = getattr(hints[name].__metadata__[0], "parser", None)
+        values[name] = parse(text) if parse else True if hints[name].__origin__ is bool else text
+    asked = SearchOptions(**values)
+    job = read_job(asked)
+    case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked, job))
+    return Question(case, command_line(asked))
+
+
+def _ready(address: str, opens: bool) -> None:
+    sys.stdout.write(f"{address}\n")
+    sys.stdout.flush()
+    _log.info("answers this machine only; Ctrl-C ends it")
+    if opens:
+        import webbrowser
+
+        webbrowser.open(address)

@@ -1,0 +1,179 @@
+"""The application: the page, its answers as they are found, and files to download. Nothing is kept on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from planner.answer import Plan
+from planner.errors import PlannerError, defect
+from planner.report.html.pieces import Html
+from planner.serve.again import same_layout
+from planner.serve.controls import Catalogue, Form, form_of, options_of
+from planner.serve.desk import Desk
+from planner.serve.downloads import NAMES, OWN_FIELDS, download
+from planner.serve.guard import TooLarge
+from planner.serve.page import ICON, placeholders, script, style, switch_fields, whole_page
+from planner.serve.panel import Panel, State, error_panel, plan_panel, waiting_panel
+from planner.serve.question import Options, Question, Reader, asked
+from planner.serve.searching import Found
+
+BODY_S = 10.0
+"""Seconds in which a request's body must have arrived."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """The state that all routes share."""
+
+    read: Reader
+    start: Options
+    """The options that the page opens with."""
+    catalogue: Catalogue
+    desk: Desk
+
+    def question(self, form: Form) -> Question:
+        """Read the controls. Raises SpecError naming the option."""
+        return asked(self.read, options_of(form, self.catalogue))
+
+    async def page(self, request: Request) -> Response:
+        """The page, with the controls that the address names."""
+        form = dict(request.query_params) or form_of(self.start)
+        form.pop("alternative", None)
+        question = None
+        with contextlib.suppress(PlannerError):
+            question = await asyncio.to_thread(self.question, form)
+        return HTMLResponse(whole_page(form, self.catalogue, question, Html("")))
+
+    async def answer(self, request: Request) -> Response:
+        """Findings for the controls in the body, a line of JSON each, the last of them final."""
+        try:
+            form, shown, alternative = _asked_for(await asyncio.wait_for(request.body(), BODY_S))
+        except (TooLarge, TimeoutError, ClientDisconnect):
+            return PlainTextResponse("the request did not end in time or in size\n", 413)
+        except ValueError:
+            return PlainTextResponse("the body is no JSON of this page\n", 400)
+        lines = self._lines(form, shown, alternative)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    async def _lines(self, form: Form, shown: str, alternative: int) -> AsyncIterator[str]:
+        question = None
+        try:
+            question = await asyncio.to_thread(self.question, form)
+            yield _line(kind="asked", key=question.key, switches=switch_fields(form, question),
+                placeholders=placeholders(question))  # fmt: skip
+            async for line in self._found(question, form, shown, alternative):
+                yield line
+        except PlannerError as error:
+            yield _panel_line(error_panel(error, form, question), "final")
+        except Exception as error:  # the outermost frame: a defect must not look like an answer either
+            yield _panel_line(error_panel(defect(error), form, question), "final")
+
+    async def _found(self, question: Question, form: Form, shown: str, alternative: int) -> AsyncIterator[str]:
+        """The layout on the screen priced again while the search runs, then what the search finds."""
+        known = self.desk.known(question.key)
+        if known is None:
+            yield await self._before(question, form, shown)
+        async with contextlib.aclosing(self.desk.follow(question)) as all_found:
+            async for found in all_found:
+                yield await asyncio.to_thread(self._shown, found, question, form, alternative)
+
+    async def _before(self, question: Question, form: Form, shown: str) -> str:
+        before = self.desk.known(shown)
+        again = None
+        if isinstance(before, Plan):
+            again = await asyncio.to_thread(same_layout, before, question.case)
+        if again is None:
+            return _panel_line(waiting_panel(question), "waiting")
+        return _panel_line(await asyncio.to_thread(plan_panel, again, question, form, "same"), "same")
+
+    def _shown(self, found: Found, question: Question, form: Form, alternative: int) -> str:
+        state: State = "final" if found.is_final else "first"
+        if isinstance(found.answer, PlannerError):
+            return _panel_line(error_panel(found.answer, form, question), state)
+        return _panel_line(plan_panel(found.answer, question, form, state, alternative), state)
+
+    async def file(self, request: Request) -> Response:
+        """A file of the plan that the address asks for, planned again if it is not kept any more."""
+        name = request.path_params["name"]
+        if name not in NAMES:
+            return PlainTextResponse("no such file\n", 404)
+        query = dict(request.query_params)
+        own = {field: query.pop(field) for field in OWN_FIELDS if field in query}
+        try:
+            question = await asyncio.to_thread(self.question, query)
+            plan = await self._plan(question)
+            plan = plan.model_copy(update={"command": question.command})
+            made = await asyncio.to_thread(partial(download, name, plan, own))
+        except PlannerError as error:
+            page = whole_page(query, self.catalogue, None, error_panel(error, query).html)
+            return HTMLResponse(page, 422, {"x-planner-exit-code": str(error.exit_code)})
+        headers = {"content-disposition": f'attachment; filename="{made.name}"'}
+        return Response(made.content, media_type=made.content_type, headers=headers)
+
+    async def _plan(self, question: Question) -> Plan:
+        async with contextlib.aclosing(self.desk.follow(question)) as all_found:
+            async for found in all_found:
+                if found.is_final:
+                    break
+        if isinstance(found.answer, PlannerError):
+            raise found.answer
+        return found.answer
+
+
+def application(read: Reader, start: Options, defaults: Options, desk: Desk | None = None) -> Starlette:
+    """The page as an ASGI application; `serve` puts a guard before it."""
+    service = Service(read, start, Catalogue.shipped(start, defaults), desk or Desk())
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await service.desk.close()
+
+    def fixed(content: str, content_type: str) -> Any:
+        async def respond(_: Request) -> Response:
+            return Response(content, media_type=content_type)
+
+        return respond
+
+    return Starlette(
+        routes=[
+            Route("/", service.page),
+            Route("/answer", service.answer, methods=["POST"]),
+            Route("/files/{name}", service.file),
+            Route("/page.css", fixed(style(), "text/css")),
+            Route("/page.js", fixed(script(), "text/javascript")),
+            Route("/icon.svg", fixed(ICON, "image/svg+xml")),
+        ],
+        lifespan=lifespan,
+    )
+
+
+def _asked_for(body: bytes) -> tuple[dict[str, str], str, int]:
+    """The controls, the answer on the screen, and the alternative looked at. Raises ValueError if it is not that."""
+    data = json.loads(body)
+    if not isinstance(data, dict) or not isinstance(data.get("form"), dict):
+        raise ValueError("no form")
+    form, shown, alternative = data["form"], data.get("shown", ""), data.get("alternative", 0)
+    if not all(isinstance(text, str) for text in (*form.values(), shown)) or type(alternative) is not int:
+        raise ValueError("no texts")
+    return form, shown, alternative
+
+
+def _panel_line(panel: Panel, state: str) -> str:
+    return _line(kind="panel", state=state, html=panel.html, status=panel.status, title=panel.title)
+
+
+def _line(**data: object) -> str:
+    return json.dumps(data) + "\n"

@@ -1,0 +1,222 @@
+"""The page's controls: one row each, named as the option that it gives, and the form's texts as options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from planner.errors import SpecError
+from planner.serve.question import Options
+from planner.shape import RANK_ORDERS
+from planner.specs.problems import nearest
+from planner.specs.registry import hardware_names, model_names
+from planner.trainers.load import RUNTIMES
+
+Form = Mapping[str, str]
+"""The texts of the page's controls by name; empty ones were not given."""
+NETWORK = "network_gb_per_s"
+SWITCH = "switch."
+"""The beginning of the names of controls that pin one switch each."""
+MAX_TEXT = 2_000
+"""Letters of one control's text at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One control of the page."""
+
+    name: str
+    """Name of the option it gives; `network_gb_per_s` and `switch.…` become parts of --assume and --switch."""
+    label: str
+    hint: str = ""
+    """Words beside it: the unit, or how it is written."""
+    kind: Literal["number", "text", "select", "flag"] = "text"
+    choices: tuple[str, ...] = ()
+    """The values of a select, the first standing for what was not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Controls under one heading."""
+
+    title: str
+    controls: tuple[Control, ...]
+    is_open: bool = False
+
+
+_ANY = ""
+GROUPS = (
+    Group(
+        "Job",
+        (
+            Control("model", "Model", kind="select"),
+            Control("gpus", "GPUs", "in all", "number"),
+            Control("seq_length", "Sequence", "tokens", "number"),
+            Control("global_batch_size", "Batch", "sequences", "number"),
+            Control("batch_tokens", "or batch tokens", "such as 16M"),
+            Control("dtype", "Products in", kind="select", choices=(_ANY, "bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
+            Control("tokens", "Tokens of the run", "such as 15T: adds days and cost"),
+        ),
+        is_open=True,
+    ),
+    Group(
+        "Hardware",
+        (
+            Control("hardware", "GPU", kind="select"),
+            Control("gpus_per_node", "GPUs of a node", kind="number"),
+            Control(NETWORK, "Network", "GB/s of each GPU", "number"),
+            Control("memory_headroom", "Memory left free", "GiB of each GPU", "number"),
+            Control("oom_risk", "Risk of running out of memory", "0.1 accepts 10%", "number"),
+            Control("tier", "Network tiers", "NAME:GPUS:GB/S[:Nx],…"),
+        ),
+        is_open=True,
+    ),
+    Group(
+        "Trainer",
+        (
+            Control("runtime", "Trainer", kind="select"),
+            Control("schedule", "Schedules", "such as 1f1b,zb-v"),
+            Control("switch", "Switches", "those not pinned below", "select", (_ANY, "default")),
+            Control("allow", "Allow", "what changes numerics, such as fp8"),
+        ),
+        is_open=True,
+    ),
+    Group(
+        "Pin the layout",
+        (
+            Control("tp", "TP", "8 or 4,8"),
+            Control("pp", "PP"),
+            Control("cp", "CP"),
+            Control("dp", "DP"),
+            Control("ep", "EP"),
+            Control("etp", "ETP"),
+            Control("vpp", "VPP"),
+            Control("micro_batch_size", "Micro-batch"),
+            Control("zero_stage", "ZeRO"),
+            Control("shard_size", "Shard over"),
+            Control("recompute", "Recompute", "none,selective,full"),
+            Control("rank_order", "Rank order", kind="select", choices=(_ANY, *RANK_ORDERS)),
+            Control("tp_across_nodes", "TP may leave a node", kind="flag"),
+        ),
+    ),
+    Group(
+        "The whole run",
+        (
+            Control("storage_gb_per_s", "Storage", "GB/s of all ranks", "number"),
+            Control("failures_per_1000_gpu_days", "Failures", "per 1,000 GPU-days", "number"),
+            Control("spares", "Spare nodes", kind="number"),
+            Control("usd_per_gpu_hour", "Price", "$ per GPU-hour", "number"),
+        ),
+    ),
+    Group(
+        "Assumptions and search",
+        (
+            Control("moe_imbalance", "Fullest expert rank", "tokens over the mean", "number"),
+            Control("straggler_fraction", "Slowest rank slower by", "fraction", "number"),
+            Control("assume", "Assume", "NAME=X,…"),
+            Control("top", "Alternatives", kind="number"),
+            Control("time_limit", "Seconds to search", kind="number"),
+        ),
+    ),
+)
+CONTROLS = {control.name: control for group in GROUPS for control in group.controls}
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The names that the page may use; everything else is refused, and so are paths and addresses."""
+
+    models: tuple[str, ...]
+    hardware: tuple[str, ...]
+    runtimes: tuple[str, ...]
+    defaults: Options
+    """The names that stand for what was not given."""
+
+    @classmethod
+    def shipped(cls, start: Options, defaults: Options) -> Catalogue:
+        """All that ships with the planner, and what `plan serve` itself was started with."""
+
+        def listed(field: str, names: Sequence[str]) -> tuple[str, ...]:
+            given = start.get(field)
+            return tuple(names) if given is None else tuple(dict.fromkeys([given, *names]))
+
+        return cls(
+            models=listed("model", list(model_names())),
+            hardware=listed("hardware", list(hardware_names())),
+            runtimes=listed("runtime", list(RUNTIMES)),
+            defaults=defaults,
+        )
+
+    def names_of(self, field: str) -> tuple[str, ...]:
+        """The names that a control may have."""
+        return {"model": self.models, "hardware": self.hardware, "runtime": self.runtimes}.get(field, ())
+
+    def check(self, options: Options) -> None:
+        """Raise SpecError for a name that is none of these."""
+        aliases = {"model": model_names, "hardware": hardware_names}
+        for field in ("model", "hardware", "runtime"):
+            name = options.get(field)
+            known = self.names_of(field)
+            if name is None or name in known:
+                continue
+            others = [alias for names in aliases[field]().values() for alias in names] if field in aliases else []
+            named = name.partition("@")[0] if field == "runtime" else name.lower()
+            if named not in (*known, *others):
+                raise SpecError(
+                    f"--{field}: {name[:60]!r} is not in this page's list, and it reads no files",
+                    f"start plan serve --{field} {name[:60]} to have it there{nearest(named, [*known, *others])}",
+                )
+
+
+def options_of(form: Form, catalogue: Catalogue) -> dict[str, str]:
+    """The options that the controls give. Raises SpecError for a control that does not exist, and for unknown names."""
+    options, switches = {}, []
+    for name, text in form.items():
+        text = text.strip()
+        if name not in CONTROLS and not name.startswith(SWITCH):
+            raise SpecError(f"{name[:60]!r}: no such control", "reload the page")
+        if len(text) > MAX_TEXT or not text.isprintable():
+            raise SpecError(f"--{name[:60].replace('_', '-')}: is no text of one line", f"{MAX_TEXT:,} letters at most")
+        if not text:
+            continue
+        if name.startswith(SWITCH):
+            switches.append(f"{name.removeprefix(SWITCH)}={text}")
+        elif name == "switch":
+            switches.append(text)
+        elif name != NETWORK:
+            options[name] = text
+    if form.get(NETWORK, "").strip():
+        assumed = f"{NETWORK}={form[NETWORK].strip()}"
+        options["assume"] = f"{assumed},{options['assume']}" if "assume" in options else assumed
+    if switches:
+        options["switch"] = ",".join(switches)
+    catalogue.check(options)
+    return options
+
+
+def form_of(options: Options) -> dict[str, str]:
+    """The texts of the controls that give some options."""
+    form = {name: text for name, text in options.items() if name not in ("switch", "assume")}
+    for part in filter(None, options.get("switch", "").split(",")):
+        switch, is_pinned, value = part.partition("=")
+        form |= {f"{SWITCH}{switch}": value} if is_pinned else {"switch": part}
+    assumed = [part for part in options.get("assume", "").split(",") if part]
+    for part in [part for part in assumed if part.startswith(f"{NETWORK}=")]:
+        form[NETWORK] = part.partition("=")[2]
+        assumed.remove(part)
+    if assumed:
+        form["assume"] = ",".join(assumed)
+    return form
+
+
+def changed(form: Form, words: Sequence[str]) -> dict[str, str]:
+    """The form after words of the command line, such as a remedy's, took the place of what it had."""
+    return {**form, **form_of(dict(_pairs(words)))}
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """`--gpus 48 --tp-across-nodes` as pairs."""
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            yield word[2:].replace("-", "_"), "on" if after.startswith("--") else after

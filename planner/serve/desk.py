@@ -1,0 +1,169 @@
+"""The desk: it keeps answers, runs few searches at a time, and ends those that nobody waits for any more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from planner.answer import Plan
+from planner.errors import Infeasible, PlannerError, SolverError
+from planner.search.case import Case
+from planner.serve.question import Question
+from planner.serve.searching import Found, first, start, whole
+
+KEPT = 64
+"""Answers kept; those that were not asked for longest go first."""
+MAX_WAITING = 32
+"""Questions that may wait for a search to end; more are turned away."""
+GRACE_S = 15.0
+"""Seconds that a search may take beyond its own time limit before it is ended."""
+
+
+@dataclass(eq=False)
+class Search:
+    """A question that is being answered, and everyone who waits for it."""
+
+    question: Question
+    listeners: set[asyncio.Queue[Found]] = field(default_factory=set)
+    found: Found | None = None
+    """The last thing that was found."""
+    task: asyncio.Task[None] | None = None
+
+    def tell(self, found: Found) -> None:
+        self.found = found
+        for listener in self.listeners:
+            listener.put_nowait(found)
+
+
+class Desk:
+    """Answers questions, from memory where it can. All of it runs in one event loop."""
+
+    def __init__(self, num_searches: int = 0) -> None:
+        self._answers: OrderedDict[str, Plan | PlannerError] = OrderedDict()
+        self._searches: dict[str, Search] = {}
+        self._turns = asyncio.Semaphore(num_searches or max(2, os.cpu_count() or 1))
+
+    @property
+    def num_searches(self) -> int:
+        """Questions that are being answered, or wait for it."""
+        return len(self._searches)
+
+    def known(self, key: str) -> Plan | PlannerError | None:
+        """The answer to a question that was asked before; None if it is not kept."""
+        answer = self._answers.get(key)
+        if answer is not None:
+            self._answers.move_to_end(key)
+        return answer
+
+    async def follow(self, question: Question) -> AsyncGenerator[Found, None]:
+        """Findings for a question, the last of them final. Who stops listening last ends the search."""
+        key = question.key
+        answer = self.known(key)
+        if answer is not None:
+            yield Found(answer, is_final=True)
+            return
+        search = self._searches.get(key) or self._begin(key, question)
+        queue: asyncio.Queue[Found] = asyncio.Queue()
+        if search.found is not None:
+            queue.put_nowait(search.found)
+        search.listeners.add(queue)
+        try:
+            while True:
+                found = await queue.get()
+                yield found
+                if found.is_final:
+                    return
+        finally:
+            search.listeners.discard(queue)
+            if not search.listeners and search.task is not None:
+                self._forget(key, search)
+                search.task.cancel()
+
+    async def close(self) -> None:
+        """End all searches."""
+        tasks = [search.task for search in self._searches.values() if search.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, key: str, question: Question) -> Search:
+        if len(self._searches) >= MAX_WAITING:
+            raise PlannerError(f"{len(self._searches)} other questions are being answered", "ask again in a minute")
+        search = self._searches[key] = Search(question)
+        search.task = asyncio.create_task(self._answer(key, search))
+        return search
+
+    async def _answer(self, key: str, search: Search) -> None:
+        try:
+            async with self._turns:
+                await self._search(search)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # a search that cannot start must not leave its listeners waiting
+            search.tell(Found(PlannerError(f"the search could not run: {error}", "plan it on the command line"), True))
+        finally:
+            self._forget(key, search)
+        assert search.found is not None
+        answer = search.found.answer
+        if isinstance(answer, Plan | Infeasible):
+            self._answers[key] = answer
+            while len(self._answers) > KEPT:
+                self._answers.popitem(last=False)
+
+    def _forget(self, key: str, search: Search) -> None:
+        if self._searches.get(key) is search:
+            del self._searches[key]
+
+    async def _search(self, search: Search) -> None:
+        """Run both searches side by side until the whole one ends."""
+        case = search.question.case
+        limit_s = case.limits.time_limit_s + GRACE_S
+        async with asyncio.TaskGroup() as group:
+            quick = group.create_task(self._quick(search))
+            final = await _found_by(whole, case, True, limit_s)
+            quick.cancel()
+        search.tell(final)
+
+    async def _quick(self, search: Search) -> None:
+        """Tell the first answer, if there is one: that few layouts do not fit says nothing of all."""
+        found = await _found_by(first, search.question.case, False, GRACE_S)
+        if isinstance(found.answer, Plan):
+            search.tell(found)
+
+
+async def _found_by(search: Callable[[Case], Plan], case: Case, is_final: bool, limit_s: float) -> Found:
+    """The finding of one process, which is killed when time is up, or when nobody waits for it."""
+    loop = asyncio.get_running_loop()
+    starting = loop.run_in_executor(None, start, search, case, is_final)
+    try:
+        process, connection = await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        starting.add_done_callback(_end_late)
+        raise
+    try:
+        found: Found = await asyncio.wait_for(loop.run_in_executor(None, connection.recv), limit_s)
+        return found
+    except TimeoutError:
+        return Found(SolverError(f"the search did not end within {limit_s:g} s", "pin an axis to shrink it"), is_final)
+    except EOFError:
+        return Found(SolverError("the search's process died", "plan it on the command line to see why"), is_final)
+    finally:
+        _end(process, connection)
+
+
+def _end_late(started: asyncio.Future[tuple[BaseProcess, Connection]]) -> None:
+    """End a search that nobody waits for any more when it has started."""
+    if started.exception() is None:
+        _end(*started.result())
+
+
+def _end(process: BaseProcess, connection: Connection) -> None:
+    """End a search; a thread that waits for its answer sees the end of the pipe."""
+    process.kill()
+    process.join()
+    connection.close()

@@ -1,0 +1,83 @@
+"""Files of the plan on the screen, made in memory: what `plan report`, `-o`, `plan trace` and `plan export` write."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.export.common.header import slug
+from planner.export.common.trainer_files import ExportFile
+from planner.export.export import bundle_of
+from planner.layout.replan import with_microbatches
+from planner.plan_file import with_alternative
+from planner.serve.controls import Form
+
+MAX_ACTIONS = 100_000
+"""Actions of a step of which a trace is made whole; of a longer one, it shows a shorter step of the same pipeline."""
+_FIXED_DATE = (1980, 1, 1, 0, 0, 0)
+"""The date of all files of an archive, so that the same plan makes the same bytes."""
+
+
+class Download(NamedTuple):
+    """A file for the browser to save."""
+
+    name: str
+    content_type: str
+    content: bytes
+
+
+NAMES = ("report.html", "plan.json", "trace.json", "export.zip")
+OWN_FIELDS = ("alternative", "to", "launcher")
+"""The names in a download's address that are no controls."""
+
+
+def download(name: str, plan: Plan, own: Form) -> Download:
+    """One of NAMES. Raises PlannerError where the plan cannot be exported so."""
+    number = _number(own.get("alternative", ""))
+    chosen = with_alternative(plan, number)
+    stem = slug(plan.model.name) + (f"-alternative-{number}" if number else "")
+    match name:
+        case "report.html":
+            from planner.report.page import report_page  # draws with matplotlib, which takes a while to load
+
+            return Download(f"{stem}.html", "text/html; charset=utf-8", report_page(chosen).encode())
+        case "plan.json":
+            # the file keeps every alternative: commands take --alternative themselves
+            return Download(f"{slug(plan.model.name)}.json", "application/json", plan.saved_text().encode())
+        case "trace.json":
+            return Download(f"{stem}-trace.json", "application/json", _trace(chosen).encode())
+    targets = ",".join(word for word in (own.get("to", ""), own.get("launcher", "")) if word and word != "default")
+    bundle = bundle_of(chosen, targets or "megatron")
+    return Download(f"{stem}-{'-'.join(bundle.targets)}.zip", "application/zip", _zip(bundle.with_manifest()))
+
+
+def _number(text: str) -> int | None:
+    if text and not text.isdecimal():
+        raise SpecError(f"--alternative: {text[:20]!r} is no whole number", "choose one of the alternatives")
+    return int(text) or None if text else None
+
+
+def _trace(plan: Plan) -> str:
+    from planner.report.timeline.charts import shown_step
+    from planner.report.timeline.plan_trace import plan_trace
+
+    layout, sizes = plan.best, plan.parallelism
+    if 2 * sizes.pp * sizes.vpp * sizes.num_microbatches > MAX_ACTIONS:
+        layout = with_microbatches(layout, shown_step(plan).num_microbatches)
+    return json.dumps(plan_trace(plan, layout), separators=(",", ":"))
+
+
+def _zip(files: Iterable[ExportFile]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in files:
+            info = zipfile.ZipInfo(file.name, _FIXED_DATE)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            info.external_attr = (0o755 if file.executable else 0o644) << 16
+            archive.writestr(info, file.text)
+    return packed.getvalue()

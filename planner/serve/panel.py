@@ -1,0 +1,235 @@
+"""The answer's side of the page: how sure it is, the plan with its pictures, or why there is none and what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlencode
+
+from planner.answer import Plan, SearchReport
+from planner.errors import Infeasible, PlannerError
+from planner.export.targets import LAUNCHERS, TRAINERS
+from planner.plan_file import with_alternative
+from planner.report.format import percent, seconds
+from planner.report.html.header import header
+from planner.report.html.pieces import Html, beside, bullets, folded, joined, section, share_bar, table, tag
+from planner.report.proof import is_proven, says_bound, says_outcome
+from planner.report.rows import STAGE_HEADS, Entry, Share, runs_of_stages
+from planner.report.view import View, view_of
+from planner.serve.controls import Form, changed
+from planner.serve.pictures import pictures
+from planner.serve.pieces import empty
+from planner.serve.question import Question
+from planner.serve.searching import looked_at
+
+State = Literal["same", "first", "final"]
+WIDEST_GAP = 0.1
+"""The gap that fills the bar that shows it."""
+_ONLY_ONE = "One layout is all there is within these pins."
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One state of the answer's side."""
+
+    html: Html
+    status: str
+    """The same in a sentence, for a screen reader and for the line that phones show."""
+    title: str
+    """The title of the browser's window."""
+
+
+def plan_panel(plan: Plan, question: Question, form: Form, state: State, alternative: int = 0) -> Panel:
+    """A plan; its `alternative` instead of its best layout if it has so many."""
+    alternative = alternative if 0 < alternative <= len(plan.alternatives) else 0
+    shown = with_alternative(plan, alternative or None)
+    view = view_of(shown.model_copy(update={"command": ""}))
+    drawn = pictures(shown)
+    parts = [
+        _certificate(plan, question, state),
+        header(view),
+        _looking_at(plan, form, alternative) if alternative else Html(""),
+        _command(question, alternative),
+        _downloads(form, alternative) if state == "final" else Html(""),
+        section(view.headings["memory"], beside(drawn["stacks"], drawn["curve"])),
+        section("The pipeline over time", drawn["timeline"]),
+        section(view.headings["breakdown"], _breakdown(view)),
+        *_offers(plan, form, state),
+        *_alternatives(view_of(plan), form, alternative),
+        *_details(shown, view),
+    ]
+    status = f"{_briefly(shown, state)}: step {seconds(shown.step.step_s)}, {shown.parallelism}"
+    return Panel(joined(parts), status, f"{seconds(shown.step.step_s)} · {view.job}")
+
+
+def waiting_panel(question: Question) -> Panel:
+    """Nothing is known yet."""
+    case = question.case
+    job = f"{case.model.name} on {case.cluster.num_gpus:,} × {case.cluster.hardware.name}"
+    words = tag("p", "Looking for a layout that fits …", class_="certificate searching")
+    return Panel(joined([words, tag("h1", job), _command(question, 0)]), f"Searching: {job}", f"… · {job}")
+
+
+def error_panel(error: PlannerError, form: Form, question: Question | None = None) -> Panel:
+    """The reason why there is no plan, and what would help, to be applied by a click."""
+    is_infeasible = isinstance(error, Infeasible)
+    title = "Nothing fits" if is_infeasible else "This cannot be planned"
+    parts = [tag("h1", title), tag("p", error.message, class_="alarm reason")]
+    if error.hint:
+        parts.append(tag("p", tag("b", "What helps: "), error.hint, class_="hint"))
+    if isinstance(error, Infeasible) and error.remedy is not None:
+        words = [str(word) for word in error.remedy["options"]]
+        parts.append(tag("p", _link(f"Apply {' '.join(words)}", changed(form, words), "button primary")))
+    if question is not None:
+        parts.append(_command(question, 0))
+    if isinstance(error, Infeasible) and error.rejections:
+        counts = sorted(error.rejections.items(), key=lambda pair: -pair[1])
+        rows = [(f"{count:,}", reason.replace("_", " ")) for reason, count in counts]
+        parts.append(section("Rejected shapes, by reason", table(("shapes", "reason"), rows, "rl")))
+    field = error.message.partition(":")[0].removeprefix("--").replace("-", "_") if not is_infeasible else ""
+    body = tag("div", joined(parts), class_="problem", data_field=field)
+    return Panel(body, f"{title}: {error.message}", title)
+
+
+def _certificate(plan: Plan, question: Question, state: State) -> Html:
+    """How sure the answer is, with the gap as a bar."""
+    search = plan.search
+    if state == "same" or search is None:
+        words = f"The layout on the screen under these controls. {_fits(plan)}Looking for a better one …"
+        return tag("p", words, class_="certificate searching", data_state=state)
+    if state == "first":
+        words = (
+            f"A first answer, within {percent(search.gap)} of the best among the layouts looked at so far "
+            f"({looked_at(question.case)}). Looking at all others …"
+        )
+        return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
+    ended, bound = says_outcome(search), says_bound(search)
+    line = tag("p", tag("b", f"{ended[0].upper()}{ended[1:]}."), f" {bound[0].upper()}{bound[1:]}.")
+    proven = " proven" if is_proven(search) else ""
+    return tag("div", line, _gap_bar(search), class_=f"certificate{proven}", data_state=state)
+
+
+def _gap_bar(search: SearchReport) -> Html:
+    return tag("div", share_bar(search.gap / WIDEST_GAP), class_="gap")
+
+
+def _fits(plan: Plan) -> str:
+    return "" if plan.fits else "It does not fit. "
+
+
+def _briefly(plan: Plan, state: State) -> str:
+    search = plan.search
+    if state == "same":
+        return "Same layout, priced again" if plan.fits else "The same layout does not fit"
+    if search is None:
+        return "Priced"
+    gap = f"gap {percent(search.gap, 2)}"
+    return f"First answer, {gap}" if state == "first" else f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
+
+
+def _command(question: Question, alternative: int) -> Html:
+    words = (
+        f"Alternative {alternative} of it: export and trace with --alternative {alternative}." if alternative else ""
+    )
+    copy = tag("button", "Copy", type="button", data_copy="command", aria_label="Copy the command line")
+    line = tag("pre", tag("code", question.command, id_="command"), tabindex="0", aria_label="Command line")
+    return tag("div", line, copy, tag("p", words, class_="soft") if words else Html(""), class_="command")
+
+
+def _downloads(form: Form, alternative: int) -> Html:
+    """Links to files of this very plan, and a choice of export targets."""
+    query = {**form, **({"alternative": str(alternative)} if alternative else {})}
+    files = [
+        tag("a", name, href=f"/files/{name}?{urlencode(query)}", download=name, class_="button")
+        for name in ("report.html", "plan.json", "trace.json")
+    ]
+    trainer = _choice("to", "Trainer", TRAINERS)
+    launcher = _choice("launcher", "Launcher", ["", *LAUNCHERS])
+    hidden = joined((empty("input", type="hidden", name_=name, value=text) for name, text in query.items() if text), "")
+    export = tag(
+        "form", hidden, trainer, launcher, tag("button", "Export as zip", type="submit", class_="button"),
+        action="/files/export.zip", method="get", class_="export", aria_label="Export",
+    )  # fmt: skip
+    return tag(
+        "nav", tag("span", "Download", class_="soft"), *files, export, class_="downloads", aria_label="Downloads"
+    )
+
+
+def _choice(name: str, label: str, values: Iterable[str]) -> Html:
+    options = (tag("option", value or "torchrun and slurm", value=value or "default") for value in values)
+    return tag("label", tag("span", label), tag("select", joined(options), name_=name))
+
+
+def _looking_at(plan: Plan, form: Form, alternative: int) -> Html:
+    words = f"This is alternative {alternative} of {len(plan.alternatives)}, not the best. "
+    return tag("p", words, _link("Back to the best", form, "button"), class_="looking")
+
+
+def _breakdown(view: View) -> Html:
+    rows: list[tuple[object, ...]] = [(*share.cells, share_bar(share.fraction)) for share in view.breakdown]
+    rows.append((*Share("step", view.step_s, view.step_s).cells, ""))
+    return table(("item", "seconds", "share", ""), rows, "lrrl", bold_last=True)
+
+
+def _offers(plan: Plan, form: Form, state: State) -> Iterator[Html]:
+    """Changes that would make it faster, each to be tried by a click."""
+    if state != "final":
+        return
+    rows: list[tuple[object, ...]] = []
+    now_s = plan.step.step_s
+    for offer in plan.best.offers:
+        words = ["--allow", ",".join(dict.fromkeys([*filter(None, form.get("allow", "").split(",")), *offer.allow]))]
+        gain = f"{percent(1 - offer.step_s / now_s)} faster, changes {offer.changes}"
+        rows.append((_link(" ".join(words), changed(form, words), "button"), gain))
+    if (batch := plan.batch_offer) is not None:
+        words = ["--global-batch-size", str(batch.global_batch_size)]
+        gain = f"{percent(batch.tokens_per_s / plan.step.tokens_per_s - 1)} more tokens/s"
+        rows.append((_link(" ".join(words), {**changed(form, words), "batch_tokens": ""}, "button"), gain))
+    if (risk := plan.risk_offer) is not None:
+        words = ["--oom-risk", f"{risk.oom_risk:g}"]
+        rows.append(
+            (_link(" ".join(words), changed(form, words), "button"), f"{percent(1 - risk.step_s / now_s)} faster")
+        )
+    if rows:
+        yield section("What would make it faster", table(("try", "what it gives"), rows, "nl"))
+
+
+def _alternatives(view: View, form: Form, shown: int) -> Iterator[Html]:
+    if not view.alternatives:
+        return
+    heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
+    rows = [_alternative(entry, number, form, shown) for number, entry in enumerate((view.best, *view.alternatives))]
+    cells = tag("div", table(heads, rows, "lnrrrrrl"), class_="layouts")
+    yield section(view.headings["alternatives"], cells)
+
+
+def _alternative(entry: Entry, number: int, form: Form, shown: int) -> tuple[object, ...]:
+    look: object = _link(entry.sizes, {**form, "alternative": str(number)} if number else form, "")
+    if number == shown:
+        look = tag("b", entry.sizes, aria_current="true")
+    return entry.name, look, entry.step, entry.more, entry.peak, entry.fit, percent(entry.mfu), entry.how
+
+
+def _details(plan: Plan, view: View) -> Iterator[Html]:
+    """All that the report says further, folded."""
+    headings = view.headings
+    if view.warnings:
+        yield section(headings["warnings"], bullets(view.warnings))
+    yield folded(headings["stages"], table(STAGE_HEADS, [row.cells for row in runs_of_stages(view.stages)], "rlllrrrr"))
+    if view.recipe:
+        yield folded(headings["recipe"], table(("", ""), view.recipe, "ll"))
+    if view.robust:
+        cells = table(view.robust.heads, view.robust.rows, "l" + "r" * (len(view.robust.heads) - 1))
+        yield folded(headings["robust"], joined([cells, *(tag("p", r, class_="soft") for r in view.robust.remarks)]))
+    if view.rejections:
+        rows = [rejection.cells for rejection in view.rejections]
+        yield folded(headings["rejections"], table(("shapes", "reason", "for example"), rows, "rll"))
+    if view.assumptions:
+        yield folded(headings["assumptions"], bullets(view.assumptions))
+
+
+def _link(words: object, form: Form, class_: str) -> Html:
+    """A link to the page with other controls; the page's script applies it in place."""
+    query = urlencode({name: text for name, text in form.items() if text})
+    return tag("a", words, href=f"/?{query}", class_=class_, data_apply="yes")

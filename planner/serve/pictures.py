@@ -1,0 +1,170 @@
+"""The page's pictures: memory of each stage, memory over the step, and the pipeline's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from planner.answer import Plan
+from planner.layout.memory_curve import MemoryCurve, memory_curves
+from planner.report.charts import ACTION_COLOURS, MEMORY_COLOURS, PALETTE
+from planner.report.format import gibibytes, seconds, unit_for
+from planner.report.html.charts_curve import envelope
+from planner.report.html.pieces import Html, joined, picture, tag
+from planner.report.labels import MEMORY
+from planner.report.timeline.charts import shown_step
+from planner.report.timeline.windows import Step, Window, caption
+from planner.schedule.actions import KINDS
+from planner.schedule.replay import replay
+from planner.schedule.timeline import Timeline
+from planner.serve.plot import FloatArray, Plot, keys
+from planner.specs.units import GIB
+
+_BAR = 0.42
+"""Half the width of a stage's bar, where stages are one apart."""
+_LEAST_SLOTS = 6
+"""Bars for which there is room at least."""
+_LIGHTEST = 0.45
+"""The share of white in the colour of a rank's last chunk."""
+_WIDE, _NARROW = 1000.0, 500.0
+_ROW, _HIGHEST = 18.0, 560.0
+"""Units of height of a rank, as long as all of them need no more than the other number."""
+_NUMBERED = 13.0
+"""Units of width from which on a bar bears the number of its micro-batch."""
+_DIGIT = 9.0
+"""Units of height of a number."""
+_ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+
+
+def pictures(plan: Plan) -> dict[str, Html]:
+    """All of them, by the section that they belong to."""
+    candidate = shown_step(plan)
+    timeline = replay(candidate.order, candidate.durations)
+    capacity = plan.cluster.hardware.memory_bytes
+    stages = tuple(dict.fromkeys((plan.best.worst_stage.stage, 0, len(plan.stages) - 1)))
+    curves = memory_curves(candidate, timeline, stages)
+    idle = plan.step.breakdown.bubble_s / plan.step.step_s
+    return {
+        "stacks": stacks(plan, capacity),
+        "curve": curve(curves, capacity),
+        "timeline": pipeline(timeline, idle, plan.parallelism.num_microbatches),
+    }
+
+
+def stacks(plan: Plan, capacity_bytes: int) -> Html:
+    """A bar per stage of what fills its GPU, and the capacity as a line."""
+    totals = [stage.memory.total_bytes for stage in plan.stages]
+    number, room = len(totals), max(0, _LEAST_SLOTS - len(totals)) / 2
+    worst = plan.best.worst_stage
+    label = (
+        f"Memory of each stage by item. The fullest, stage {worst.stage}, needs "
+        f"{gibibytes(worst.memory.total_bytes)} of {gibibytes(capacity_bytes)} GiB."
+    )
+    high = 1.08 * max(capacity_bytes, *totals) / GIB
+    plot = Plot(label, (-0.6 - room, number - 0.4 + room), (0.0, high), "stage", "GiB")
+    at, below = np.arange(number, dtype=np.float64), np.zeros(number)
+    used = []
+    for name, label in MEMORY.items():
+        sizes = np.array([getattr(stage.memory, name) for stage in plan.stages]) / GIB
+        if name == "total_bytes" or not sizes.any():
+            continue
+        plot.boxes(at - _BAR, at + _BAR, below, below + sizes, fill=MEMORY_COLOURS[label])
+        below += sizes
+        used.append((label, MEMORY_COLOURS[label]))
+    _capacity(plot, capacity_bytes)
+    for stage, total in enumerate(totals):
+        hint = tag("title", f"stage {stage}: {gibibytes(total)} GiB")
+        x, wide = plot.across(stage - 0.5), plot.across(stage + 0.5) - plot.across(stage - 0.5)
+        spans = {"x": f"{x:.1f}", "width": f"{wide:.1f}", "y": "0", "height": f"{plot.height:g}"}
+        plot.inside.append(tag("rect", hint, **spans, fill="transparent"))
+    return picture(plot.svg(), keys(used))
+
+
+def curve(curves: tuple[MemoryCurve, ...], capacity_bytes: int) -> Html:
+    """Memory over the step of the fullest stage, the first and the last, and the capacity as a line."""
+    fullest = curves[0]
+    end_s, most = float(fullest.times_s[-1]), max(c.peak_bytes + c.reserved_bytes for c in curves)
+    factor, unit = unit_for(end_s)
+    peak = gibibytes(fullest.peak_bytes + fullest.reserved_bytes)
+    label = f"Memory over the step. Stage {fullest.rank} has the highest peak, {peak} GiB at {seconds(fullest.peak_s)}."
+    high = 1.08 * max(capacity_bytes, most) / GIB
+    plot = Plot(label, (0.0, end_s * factor), (0.0, high), f"time in the step, {unit}", "GiB")
+    colours = []
+    for each, colour in zip(curves, PALETTE, strict=False):
+        edges_s, low, top = envelope(each.times_s, (each.allocated_bytes + each.reserved_bytes) / GIB)
+        plot.boxes(edges_s[:-1] * factor, edges_s[1:] * factor, low, top, fill=colour, class_="shade")
+        plot.line(np.repeat(edges_s * factor, 2)[1:-1], np.repeat(top, 2), stroke=colour)
+        colours.append((f"stage {each.rank}" + (", the fullest" if each is fullest else ""), colour))
+    _capacity(plot, capacity_bytes)
+    return picture(plot.svg(), keys(colours))
+
+
+def _capacity(plot: Plot, capacity_bytes: int) -> None:
+    plot.line(plot.x, [capacity_bytes / GIB] * 2, class_="capacity")
+    plot.text(f"GPU {gibibytes(capacity_bytes)}", plot.x[1], capacity_bytes / GIB, text_anchor="end", class_="alarm")
+
+
+def pipeline(timeline: Timeline, idle_fraction: float, num_microbatches: int) -> Html:
+    """The step, or its steady state, beginning and end, a row per rank."""
+    step = Step(timeline)
+    windows = step.windows()
+    drawn = [_window(step, window, _WIDE if number == 0 else _NARROW) for number, window in enumerate(windows)]
+    says = caption(step, windows, idle_fraction, num_microbatches)
+    wide = tag("div", drawn[0], class_="scroll", tabindex="0", role="region", aria_label="timeline, scrolls sideways")
+    few = tag("div", joined(drawn[1:]), class_="beside") if drawn[1:] else Html("")
+    return tag("figure", wide, few, tag("figcaption", keys(_kinds(step)), tag("p", says)))
+
+
+def _kinds(step: Step) -> Iterator[tuple[str, str]]:
+    names: dict[str, list[str]] = {}
+    for kind in np.unique(step.timeline.graph.kind).tolist():
+        names.setdefault(ACTION_COLOURS[KINDS[kind]], []).append(_ACTIONS[KINDS[kind]])
+    for colour, kinds in names.items():
+        yield ", ".join(kinds) + (", lighter from chunk to chunk" if step.num_chunks > 1 else ""), colour
+
+
+def _window(step: Step, window: Window, width: float) -> Html:
+    graph, (factor, unit) = step.timeline.graph, unit_for(step.timeline.makespan_s)
+    ranks, left, right = step.timeline.schedule.pp, window.from_s * factor, window.to_s * factor
+    label = f"Timeline of the pipeline, {window.title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
+    plot = Plot(
+        label,
+        (left, right),
+        (ranks - 0.5, -0.5),
+        f"{window.title}, {unit}",
+        "rank",
+        width,
+        50 + min(_ROW * ranks, _HIGHEST),
+        whole=True,
+    )
+    seen = (step.end_s > window.from_s) & (step.start_s < window.to_s)
+    starts, ends = np.maximum(step.start_s * factor, left), np.minimum(step.end_s * factor, right)
+    for kind, chunk in sorted({*zip(graph.kind[seen].tolist(), step.chunk[seen].tolist(), strict=True)}):
+        own = seen & (graph.kind == kind) & (step.chunk == chunk)
+        colour = _shade(ACTION_COLOURS[KINDS[kind]], chunk, step.num_chunks)
+        plot.boxes(starts[own], ends[own], step.rows[own] + 0.44, step.rows[own] - 0.44, fill=colour, class_="action")
+    plot.inside.extend(_numbers(plot, step, np.flatnonzero(seen).tolist(), starts, ends))
+    return plot.svg()
+
+
+def _numbers(plot: Plot, step: Step, seen: list[int], starts: FloatArray, ends: FloatArray) -> Iterator[Html]:
+    """The micro-batch of each bar that has room for it."""
+    graph = step.timeline.graph
+    if plot.down(0.0) - plot.down(1.0) > -_DIGIT:
+        return
+    for index in seen:
+        left, right = plot.across(float(starts[index])), plot.across(float(ends[index]))
+        if right - left >= _NUMBERED:
+            middle, y = (left + right) / 2, plot.down(float(step.rank[index])) + 3
+            light = step.chunk[index] * 2 > step.num_chunks
+            yield tag(
+                "text", int(graph.microbatch[index]), x=f"{middle:.1f}", y=f"{y:.1f}", class_="dark" if light else "on"
+            )
+
+
+def _shade(colour: str, chunk: int, chunks: int) -> str:
+    """A colour, lighter from chunk to chunk."""
+    white = _LIGHTEST * chunk / max(chunks - 1, 1)
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
