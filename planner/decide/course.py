@@ -160,8 +160,10 @@ class Course:
         old, new = (self.layouts[key][0] for key in (before, after))
         row = self._checkpoint(self.found[number - 1].plan, old)
         other = {axis for axis in AXES if _axis(old, axis) != _axis(new, axis)}
+        if new.parallelism.zero_stage not in row.zero_stages:
+            return None
         if other.isdisjoint(row.keeps):
-            return "as_is" if new.parallelism.zero_stage in row.zero_stages else None
+            return "as_is"
         if row.rewritten is None or not other.isdisjoint(row.rewritten.keeps):
             return None
         return "ready" if row.rewritten.by == "resave" else row.rewritten.by

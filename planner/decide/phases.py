@@ -145,6 +145,8 @@ def tried(asked: Asked) -> tuple[list[Run | str], list[tuple[PricedLayout, Run |
     answers = [run_in(phase, own, layout, runtime) for layout, runtime in asked.layouts]
     more = []
     for pins in asked.searches:
+        if any(set(values).isdisjoint(phase.case.pins.get(axis, values)) for axis, values in pins):
+            continue
         with suppress(PlannerError):
             layout = _layouts(search(phase.case.limited(**dict(pins), top=1)))[0]
             more.append((layout, run_in(phase, own, layout, layout.runtime_spec or own.runtime_spec)))
@@ -173,6 +175,9 @@ def _with_each_batch(phase: Phase, own: Plan, layout: PricedLayout, runtime: Run
     """The layout with each of the phase's batches, or the reason why one of them cannot be run."""
     # what the search took with a warning, where nothing is as safe as was asked for, is legal here too
     case = phase.case.filling if exceeds_risk(own, phase.case) else phase.case
+    for axis, value in grid_of(layout):
+        if value[0] not in case.pins.get(axis, value):
+            return f"{axis} is pinned, and not to {value[0]}"
     candidates = []
     for batch in phase.batches:
         training = case.training.model_copy(update={"global_batch_size": batch.global_batch_size})
