@@ -94,7 +94,7 @@ class Course:
         return [key for key in keys if (number, key) not in self.known]
 
     def searches(self, number: int) -> tuple[Pins, ...]:
-        """What else is to be searched for a phase: behind a stop the best layout that leaves all ranks what they hold,
+        """Searches beside a phase's own: behind a stop the best layout that leaves all ranks what they hold,
         and the best one for each kind of checkpoint that other phases' layouts write."""
         layouts, case = [plan.layouts[0] for plan in self.found], self.phases[number].case
         goes_on = number == 0 or self.phases[number].goes_on_from(self.phases[number - 1])
