@@ -155,17 +155,17 @@ def tried(asked: Asked) -> tuple[list[Run | str], list[tuple[PricedLayout, Run |
 
 def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> Run | str:
     """The run of a phase in a layout, with every batch of it."""
+    is_own = layout.model_copy(update={"runtime_spec": None}) == own.best
+    if is_own and not phase.grows and own.run_cost is not None and own.goodput is not None:
+        return Run(own.best, (own.step.step_s,), own.run_cost, own.goodput)
     candidates = _with_each_batch(phase, own, layout, runtime)
     if isinstance(candidates, str):
         return candidates
-    last, is_own = candidates[-1], layout.model_copy(update={"runtime_spec": None}) == own.best
-    priced = own.best if is_own else price_layout(last, last.pricing.totals, exact=False)
+    pricing = candidates[-1].pricing
+    priced = own.best if is_own else price_layout(candidates[-1], pricing.totals, exact=False)
     steps_s = (*(candidate.step_s for candidate in candidates[:-1]), priced.step.step_s)
-    if is_own and not phase.grows:
-        cost, goodput = own.run_cost, own.goodput
-    else:
-        factor = _longer_factor(phase, steps_s)
-        cost, goodput = whole_run_of(last.pricing, priced, last.pricing.totals.num_parameters, factor)
+    factor = _longer_factor(phase, steps_s)
+    cost, goodput = whole_run_of(pricing, priced, pricing.totals.num_parameters, factor)
     assert cost is not None, "a phase has tokens"
     assert goodput is not None, "a phase has tokens"
     return Run(priced, steps_s, cost, goodput)
