@@ -26,14 +26,9 @@ def read_traces(
     `grid` holds the sizes of tp, cp, dp and pp, and names the axes of process groups that the traces leave undescribed.
     Raises SpecError for a file that is no trace, and where two files are of one rank.
     """
-    ranks: list[Sorted] = []
-    steps: list[tuple[TraceStep, ...]] = []
-    for path in paths:
-        for trace in _read(path, progress):
-            _refuse_twins(trace, ranks)
-            events = Sorted.of(trace, grid)
-            steps.append(tuple(break_down(events, step) for step in step_windows(trace)))
-            ranks.append(events.exchanges())
+    read = [rank for path in paths for rank in _cut(path, grid, progress)]
+    ranks, steps = [events for events, _ in read], [cut for _, cut in read]
+    _refuse_twins([events.trace for events in ranks])
     peers = Peers.of(ranks)
     reports = tuple(
         RankReport(
@@ -50,14 +45,25 @@ def read_traces(
     )  # fmt: skip
 
 
+def _cut(
+    path: str | Path, grid: Mapping[str, int] | None, progress: Progress | None
+) -> list[tuple[Sorted, tuple[TraceStep, ...]]]:
+    """The exchanges and the steps of each rank in a file; nothing else of it stays in memory."""
+    ranks = [Sorted.of(trace, grid) for trace in _read(path, progress)]
+    return [
+        (events.exchanges(), tuple(break_down(events, step) for step in step_windows(events.trace))) for events in ranks
+    ]
+
+
 def _read(path: str | Path, progress: Progress | None) -> tuple[RankTrace, ...]:
     return read_nsys(path) if kind_of(path) is Kind.NSYS else read_kineto(path, progress)
 
 
-def _refuse_twins(trace: RankTrace, ranks: Sequence[Sorted]) -> None:
-    for other in (events.trace for events in ranks):
-        if trace.rank is not None and trace.rank == other.rank:
-            raise SpecError(f"{trace.where}: is of rank {trace.rank}, as {other.where} is", "name one of them")
+def _refuse_twins(traces: Sequence[RankTrace]) -> None:
+    seen: dict[int, str] = {}
+    for trace in traces:
+        if trace.rank is not None and seen.setdefault(trace.rank, trace.where) != trace.where:
+            raise SpecError(f"{trace.where}: is of rank {trace.rank}, as {seen[trace.rank]} is", "name one of them")
 
 
 def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Peers) -> tuple[str, ...]:
