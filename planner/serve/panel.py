@@ -89,7 +89,7 @@ def error_panel(error: PlannerError, form: Form, question: Question | None = Non
         parts.append(section("Rejected shapes, by reason", table(("shapes", "reason"), rows, "rl")))
     field = error.message.partition(":")[0].removeprefix("--").replace("-", "_") if not is_infeasible else ""
     body = tag("div", joined(parts), class_="problem", data_field=field)
-    return Panel(body, f"{title}: {error.message}", title)
+    return Panel(body, f"{title}: {error.hint if is_infeasible and error.hint else error.message}", title)
 
 
 def _certificate(plan: Plan, question: Question, state: State) -> Html:

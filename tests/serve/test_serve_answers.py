@@ -41,7 +41,8 @@ def test_a_change_shows_the_same_layout_before_the_search_ends(running: Running)
 
 def test_what_does_not_fit_names_its_reason_and_a_remedy(running: Running) -> None:
     last = running.answer({"model": "llama-3.1-8b", "gpus": "1"})[-1]
-    assert last["status"].startswith("Nothing fits: nothing fits in 79.1 GiB")
+    assert last["status"] == "Nothing fits: it fits on 3 GPUs"
+    assert "nothing fits in 79.1 GiB" in last["html"]
     assert 'data-apply="yes">Apply --gpus 3</a>' in last["html"]
     assert "gpus=3" in last["html"]
 
