@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from planner.search.frontier import ANY_SET, ONE_SET, Frontier
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes, with_module_sets, without_beaten
 from planner.search.schedules import by_runtime, schedules_tried
+from planner.search.standing import News, Standing
 from planner.search.why.misses import NothingFits, count_misfits
 from planner.search.why.refused import NothingLegal
 from planner.shape import Shape
@@ -49,9 +50,15 @@ class Found:
 
 
 def find_layouts(
-    case: Case, runtimes: Sequence[RuntimeSpec], deadline: Deadline, known: Candidate | None = None
+    case: Case,
+    runtimes: Sequence[RuntimeSpec],
+    deadline: Deadline,
+    known: Candidate | None = None,
+    news: News | None = None,
 ) -> Found:
     """Search the layouts of a case under each of the runtimes; `known` is a candidate that others must beat.
+
+    `news` is told how the search stands while it runs.
 
     Raises NothingLegal or NothingFits if there is no layout.
     """
@@ -77,6 +84,8 @@ def find_layouts(
     branch = Branch(limits, choices, deadline, rejections)
     if known is not None:
         branch.keep(known)
+    if news is not None:
+        branch.news = _teller(news, branch, len(np.atleast_1d(legal_shapes.tp)), len(fitting))
     frontier = branch.run([(shapes.take(fitting), tried) for shapes, tried in priced])
     branch.try_uneven_chunks(frontier)
     if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
@@ -85,6 +94,17 @@ def find_layouts(
         rejections.counts.setdefault("does_not_fit", len(priced[0][0].kernel))
         raise NothingFits(case, rejections.counts)
     return Found(branch, frontier, priced, rejections, len(fitting))
+
+
+def _teller(news: News, branch: Branch, num_shapes: int, num_fitting: int) -> Callable[[float], None]:
+    """A function of the bound that tells how the search stands."""
+
+    def tell(bound_s: float) -> None:
+        best = branch.best
+        if best is not None:
+            news(Standing(best, bound_s, num_shapes, num_fitting, branch.num_ilps))
+
+    return tell
 
 
 def _priced(case: Case, runtimes: Sequence[RuntimeSpec], shapes: Shape, deadline: Deadline) -> Priced:

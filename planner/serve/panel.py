@@ -23,7 +23,7 @@ from planner.serve.pieces import empty
 from planner.serve.question import Question
 from planner.serve.searching import looked_at
 
-State = Literal["same", "first", "final"]
+State = Literal["same", "first", "all", "final"]
 WIDEST_GAP = 0.1
 """The gap that fills the bar that shows it."""
 _ONLY_ONE = "One layout is all there is within these pins."
@@ -104,6 +104,11 @@ def _certificate(plan: Plan, question: Question, state: State) -> Html:
             f"({looked_at(question.case)}). Looking at all others …"
         )
         return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
+    if state == "all":
+        words = (
+            f"The best so far, within {percent(search.gap)} of the best of all layouts. The search goes on …"
+        )
+        return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
     ended, bound = says_outcome(search), says_bound(search)
     line = tag("p", tag("b", f"{ended[0].upper()}{ended[1:]}."), f" {bound[0].upper()}{bound[1:]}.")
     proven = " proven" if is_proven(search) else ""
@@ -125,7 +130,9 @@ def _briefly(plan: Plan, state: State) -> str:
     if search is None:
         return "Priced"
     gap = f"gap {percent(search.gap, 2)}"
-    return f"First answer, {gap}" if state == "first" else f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
+    if state in ("first", "all"):
+        return f"{'First answer' if state == 'first' else 'So far'}, {gap}"
+    return f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
 
 
 def _command(question: Question, alternative: int) -> Html:
