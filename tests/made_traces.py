@@ -21,7 +21,9 @@ ELEMENTS = 10**6
 class MadeTrace:
     """A Kineto trace: kernels on a GPU, each launched by a call of the host."""
 
-    def __init__(self, rank: int = 0, world_size: int = 2, groups: dict[str, tuple[str, list[int]]] | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 2, groups: dict[str, tuple[str, list[int]]] | None = None
+    ) -> None:
         self.rank, self.groups = rank, groups or {}
         self.events: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {
@@ -119,7 +121,9 @@ def segment(address: int, blocks: list[tuple[int, str, list[dict[str, Any]]]]) -
     }  # fmt: skip
 
 
-def event(action: str, address: int, size: int, time_us: int, stack: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+def event(
+    action: str, address: int, size: int, time_us: int, stack: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """One entry of a device's trace."""
     return {
         "action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us, "frames": stack or [],
@@ -151,19 +155,25 @@ def write_nsys(path: Path, devices: int = 1, ranges: bool = True) -> Path:
     strings = {1: GEMM, 2: ALL_REDUCE, 3: "cudaLaunchKernel", 4: "forward_step"}
     database.executemany("INSERT INTO StringIds VALUES (?, ?)", strings.items())
     if ranges:
-        database.execute("CREATE TABLE NVTX_EVENTS (start INT, end INT, text TEXT, textId INT, eventType INT, globalTid INT)")
+        database.execute(
+            "CREATE TABLE NVTX_EVENTS (start INT, end INT, text TEXT, textId INT, eventType INT, globalTid INT)"
+        )
     for device in range(devices):
         database.execute("INSERT INTO TARGET_INFO_GPU VALUES (?, 'NVIDIA H100 80GB HBM3')", (device,))
         for number in range(2):
             at, link = number * 1_000_000, 10 * device + 2 * number
-            rows = [(at + 10_000, at + 410_000, device, 7, link, 1, 1, 8), (at + 310_000, at + 510_000, device, 20, link + 1, 2, 2, 8)]
+            rows = [
+                (at + 10_000, at + 410_000, device, 7, link, 1, 1, 8),
+                (at + 310_000, at + 510_000, device, 20, link + 1, 2, 2, 8),
+            ]
             database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
             calls = [(at + 5_000, at + 6_000, 3, link, 1), (at + 7_000, at + 8_000, 3, link + 1, 1)]
             database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", calls)
             copy = (at + 600_000, at + 650_000, device, 7, 99, 1, 4096)
             database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?, ?, ?, ?, ?, ?, ?)", copy)
             if ranges and not device:
-                marks = [(at, at + 900_000, f"iteration {number}", None, 59, 1), (at + 1_000, at + 400_000, None, 4, 59, 1),
+                marks = [(at, at + 900_000, f"iteration {number}", None, 59, 1),
+                         (at + 1_000, at + 400_000, None, 4, 59, 1),
                          (at + 5, None, "never ended", None, 59, 1)]  # fmt: skip
                 database.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", marks)
     database.commit()

@@ -40,7 +40,7 @@ ALLOWED = {
     # and prices a plan under the trainer that it is written for
     "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer", "layout.replan", "months"},
     # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches; a
-    # job that resumes is split, searched again and held against months of failures
+    # job that resumes is split, searched again and held against months of failures, as the phases of a run are
     "decide": {
         "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "physics.layers", "months", "layout",
         "probe.result", "search.case", "search.deadline", "search.layouts", "search.recipes", "search.safest",
@@ -50,7 +50,7 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment", "decide", "observe.observation",
+        "layout.replan", "export.megatron.environment", "decide", "observe.observation", "observe.traces",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },

@@ -43,6 +43,8 @@ class MemoryTensor(Spec):
     """The pass that makes it, such as `forward of micro-batch 3`; empty for what is there before the step."""
     freed_by: str = ""
     """The pass that frees it, such as `backward of micro-batch 3`; empty for what outlives the step."""
+    remade_by: tuple[str, ...] = ()
+    """Modules that would make it again in the backward, if they were recomputed; none where no module does."""
     note: str = ""
     """The reason for a row that is no tensor of its own."""
 
@@ -57,11 +59,15 @@ class MemoryOfStage(Spec):
     """The first time when so much is allocated."""
     capacity_bytes: int
     """The GPU's memory."""
+    chunks: tuple[tuple[int, int], ...]
+    """[first layer, last layer exclusive) of each of its virtual stages."""
     memory: StageMemory
     """The plan's own items, which the tensors of each item add up to."""
     tensors: tuple[MemoryTensor, ...]
     curve: tuple[tuple[float, int], ...]
     """Time in seconds, and the bytes allocated from then on; the last entry is the end of the step."""
+    curve_activations_bytes: tuple[int, ...]
+    """The part of each entry of the curve that micro-batches in flight hold."""
 
 
 class MemoryChange(Spec):

@@ -26,6 +26,7 @@ COMMANDS = {
     "observe": ("planner.cli.observe_command", "observe_command"),
     "report": ("planner.cli.report_command", "report_command"),
     "schedule": ("planner.cli.schedule", "schedule_command"),
+    "memory": ("planner.cli.memory_command", "memory_command"),
     "serve": ("planner.cli.serve_command", "serve_command"),
     "trace": ("planner.cli.trace_command", "trace_command"),
     "validate": ("planner.cli.validate_command", "validate_command"),

@@ -43,6 +43,8 @@ _OPTION_OF = {
 """Fields that an option spells differently."""
 _NETWORK = ("network_gb_per_s",)
 """Fields of a cluster that can be assumed otherwise; --assume names them beside those of the runtime."""
+_ASSUMED = ("cuda_graphs", "masks_documents")
+"""Fields of a runtime that can be assumed otherwise beside those of overlaps."""
 _TRUTH = {"true": True, "false": False}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30}
 _MAX_ENTRIES = 10_000
@@ -164,7 +166,7 @@ def _switches(text: str | None, job: Job, describes: bool = False) -> Any:
 
 def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], Recipe]:
     """`tp_overlap_fraction=0,ep_overlap=false` as fields with their values, and as switches with theirs."""
-    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + ["cuda_graphs", *_NETWORK]
+    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_ASSUMED, *_NETWORK]
     has = switches_of(runtime)
     assumed: dict[str, float | bool] = {}
     switches = []

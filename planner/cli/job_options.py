@@ -75,6 +75,15 @@ class SearchOptions(JobOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(SearchOptions):
+    """A job whose layout is searched, or one that runs and goes on with other GPUs, or a run of phases."""
+
+    from_: o.From = None
+    keep: o.Keep = None
+    phases: o.Phases = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions(JobOptions):
     """A job whose layout is given."""
 

@@ -25,7 +25,7 @@ Files = Annotated[
     list[str],
     typer.Argument(
         metavar="FILE",
-        help="Training logs (.gz too), CSV or JSON lines of step times; - is stdin.",
+        help="Logs, CSV of step times, profiler traces, memory snapshots, flight-recorder dumps, nsys; - is stdin.",
         show_default=False,
         rich_help_panel=o.JOB,
     ),
@@ -53,25 +53,42 @@ def observe_command(
       plan observe train.log --model llama3-8b --gpus 8 --tp 2 --hardware h100
       plan observe train.log --json
     """
+    from rich.console import Group
+
     from planner.cli.output import progress, show_and_save
     from planner.files import STDOUT, refuse_to_overwrite
     from planner.observe.judge import judged
     from planner.observe.observation import Observed
     from planner.observe.read import observe
+    from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
     from planner.report.observe import render_observed
+    from planner.report.recorded import recorded_sections
 
     if len(files) > MOST_FILES or files.count("-") > 1:
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
     if output is not None and output != STDOUT:
         refuse_to_overwrite(output, force)
     expected = None if plan is None else _planned(plan, asked)
+    kinds = kinds_of(files)
+    logs = [path for path in files if path not in kinds]
     with progress("reading", _mebibytes(files)) as advance:
-        observation = observe(files, advance)
+        recorded = read_recorded(kinds, _grid(asked), advance) if kinds else None
+        observation = observe(logs, advance) if recorded is None or logs else observation_of(recorded)
     source = plan or "the options"
     if expected is None:
         expected, source = _priced(observation, asked)
     answer = Observed(observation=observation) if expected is None else judged(observation, expected, source)
-    show_and_save(answer.model_dump(mode="json"), render_observed(answer), json, output, force)
+    rendered = render_observed(answer)
+    if recorded is not None:
+        answer = ObservedFiles(**dict(answer), recorded=recorded)
+        rendered = Group(rendered, *recorded_sections(recorded))
+    show_and_save(answer.model_dump(mode="json"), rendered, json, output, force)
+
+
+def _grid(asked: LayoutOptions) -> dict[str, int] | None:
+    """The sizes that name process groups which traces leave undescribed."""
+    sizes = {axis: getattr(asked, axis) for axis in ("tp", "cp", "dp", "pp")}
+    return {axis: size or 1 for axis, size in sizes.items()} if any(sizes.values()) else None
 
 
 def _mebibytes(files: list[str]) -> int | None:
@@ -120,9 +137,9 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
         "global_batch_size": asked.global_batch_size if batch_said else facts.global_batch_size,
     }
     asked = replace(asked, **values)
-    _say_hardware(asked.hardware)
     job = read_job(asked)
     run = read_described(asked, job)
+    _say_hardware(asked.hardware)
     return evaluate(
         run.model, run.cluster, run.training, read_parallelism(asked), runtime=run.runtime_spec,
         says_switches=run.says_switches,

@@ -111,6 +111,10 @@ Tokens = Annotated[
     str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
 ]
 
+Phases = Annotated[
+    str | None, text(JOB, "--phases", "FILE", "Phases of a run, one after the other, with a plan of each.")
+]
+
 Storage = Annotated[
     float | None, number(RUN, "--storage-gb-per-s", "All ranks together write checkpoints. [0.12 a GPU]", "X", float)
 ]

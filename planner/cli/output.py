@@ -45,15 +45,17 @@ def save(plan: Plan, output: str | None, force: bool) -> bool:
     return output == STDOUT
 
 
-def show_and_save(data: Any, rendered: RenderableType, as_json: bool, output: str | None, force: bool) -> None:
+def show_and_save(
+    data: Any, rendered: RenderableType, as_json: bool, output: str | None, force: bool, indent: int | None = 2
+) -> None:
     """Print an answer as a report or as JSON, and then save its data: a file that cannot be written loses nothing."""
     if output != STDOUT:
         if as_json:
-            sys.stdout.write(dumps(data))
+            sys.stdout.write(dumps(data, indent))
         else:
             show(rendered)
     if output is not None:
-        write_text(output, dumps(data), force)
+        write_text(output, dumps(data, indent), force)
 
 
 @contextmanager

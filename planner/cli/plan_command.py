@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import typer
 
 from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, command_line, job_options
+from planner.cli.job_options import PlanOptions, command_line, job_options
 from planner.errors import SpecError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(SearchOptions):
-    """A job whose layout is searched, or one that runs and goes on with other GPUs."""
-
-    from_: o.From = None
-    keep: o.Keep = None
 
 
 @job_options
@@ -36,11 +26,16 @@ def plan_command(
       plan --model 405b --gpus 2048
       plan --model ./config.json --gpus 512 --hardware h200 -s 8192 -b 1024
       plan --model deepseek-v3 --gpus 2048 --pp 8,16 --tokens 15T -o plan.json
+      plan --model 405b --gpus 2048 --phases docs/phases/llama-3-405b.yaml
       plan --from plan.json --gpus 1984
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options_before(ctx)
         return
+    if asked.phases is not None:
+        from planner.cli.phases import plan_phases
+
+        return plan_phases(asked, asked.phases, json, output, force)
     if asked.from_ is not None:
         from planner.cli.replan import replan_command
 

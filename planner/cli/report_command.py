@@ -20,11 +20,14 @@ def report_command(plan: o.PlanFile, output: Output = "report.html", force: Forc
       plan report plan.json -o report.html
       plan --model 8b --gpus 16 -o - | plan report - -o report.html
     """
+    from planner.cli.output import waiting
     from planner.files import STDOUT, refuse_to_overwrite
     from planner.plan_file import read_plan
     from planner.report.page import write_report
 
     refuse_to_overwrite(output, force)
-    write_report(read_plan(plan), output, force=force)
+    read = read_plan(plan)
+    with waiting("drawing"):
+        write_report(read, output, force=force)
     if output != STDOUT:
         _log.info("wrote %s", output)

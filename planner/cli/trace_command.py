@@ -28,19 +28,21 @@ def trace_command(
     output: Output = "trace.json",
     force: Force = False,
 ) -> None:
-    """Write one step of a plan as a trace: compute, waits, transfers, data-parallel exchange and memory of every stage.
+    """Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.
 
     \b
     Example:
       plan trace plan.json -o trace.json
       plan trace plan.json -m 32 -o - | gzip > trace.json.gz
     """
+    from planner.cli.output import waiting
     from planner.errors import SpecError
-    from planner.files import STDOUT, write_text
+    from planner.files import STDOUT, refuse_to_overwrite, write_text
     from planner.layout.replan import order_of, with_microbatches
     from planner.plan_file import read_plan, with_alternative
     from planner.report.timeline.plan_trace import plan_trace
 
+    refuse_to_overwrite(output, force)
     chosen = with_alternative(read_plan(plan), alternative)
     layout = with_microbatches(chosen.best, micro_batches)
     order = order_of(layout)
@@ -51,6 +53,8 @@ def trace_command(
             f"{plan}: a step has {actions:,} actions, too many for a trace",
             f"trace a shorter step with --micro-batches {max(few // order.pp, 1) * order.pp}",
         )
-    write_text(output, json_module.dumps(plan_trace(chosen, layout), separators=(",", ":")), force)
+    with waiting("tracing"):
+        text = json_module.dumps(plan_trace(chosen, layout), separators=(",", ":"))
+    write_text(output, text, force)
     if output != STDOUT:
         _log.info("wrote %s: open it at ui.perfetto.dev", output)

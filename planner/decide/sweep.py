@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from planner.decide.point import Point, Trial, planned, with_deadline, with_efficiency
+from planner.decide.processes import processes
 from planner.specs.base import Spec
 
 FEWEST_FOR_PROCESSES = 8
@@ -90,17 +88,5 @@ def of_points(points: Iterable[Point], goal: Goal) -> Sweep:
 @contextmanager
 def planners(num_points: int, advance: Callable[[], None] = lambda: None) -> Any:
     """Something that plans trials in as many processes as there are processors, or here where there are few points."""
-    num_processes = min(num_points, os.cpu_count() or 1)
-    if num_points < FEWEST_FOR_PROCESSES or num_processes < 2:
-        yield lambda trials: [_done(planned(trial), advance) for trial in trials]
-        return
-    context = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
-    if os.name != "nt":
-        context.set_forkserver_preload(["planner.decide.point"])
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        yield lambda trials: [_done(point, advance) for point in pool.map(planned, trials)]
-
-
-def _done(point: Point, advance: Callable[[], None]) -> Point:
-    advance()
-    return point
+    with processes(num_points, FEWEST_FOR_PROCESSES, "planner.decide.point", advance) as each:
+        yield lambda trials: each(planned, trials)

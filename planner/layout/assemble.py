@@ -50,9 +50,9 @@ def assemble(
 
 
 def whole_run_of(
-    pricing: Pricing, best: PricedLayout, num_parameters: int
+    pricing: Pricing, best: PricedLayout, num_parameters: int, longer_factor: float = 1.0
 ) -> tuple[RunCost, Goodput] | tuple[None, None]:
-    """Cost and goodput of the whole training run; None where the training has no number of tokens."""
+    """Cost and goodput of the whole training run, as `whole_run` says; None where the training has no tokens."""
     runtime = pricing.runtime
     return whole_run(
         best,
@@ -60,6 +60,7 @@ def whole_run_of(
         pricing.training,
         checkpoint_bytes=runtime.checkpoint_bytes_per_parameter * num_parameters,
         asynchronous=runtime.asynchronous_checkpoints,
+        longer_factor=longer_factor,
     )
 
 

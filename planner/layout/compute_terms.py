@@ -6,7 +6,6 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import held_parts
 from planner.physics import compute
 from planner.physics.cost import PartCost
-from planner.physics.layers import decoder_layer
 from planner.physics.operators import operators_of
 from planner.physics.passes import lateness
 from planner.specs.model import LayerKind
@@ -46,7 +45,7 @@ def _computed_s(cost: PartCost) -> float:
 def _layer_seconds(candidate: Candidate, kind: LayerKind) -> dict[str, float]:
     """Seconds of one micro-batch through one layer, forward and backward, by kind of operator."""
     pricing, terms = candidate.pricing, dict.fromkeys(KINDS.values(), 0.0)
-    items = decoder_layer(pricing.model, kind, candidate.shape, pricing.runtime, pricing.training.moe_imbalance)
+    items = pricing.layer(kind, candidate.shape)
     hardware, dtype, slow = (
         pricing.cluster.hardware,
         pricing.training.dtype,

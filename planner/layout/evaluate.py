@@ -14,7 +14,6 @@ from planner.layout.price import price_layout
 from planner.layout.recipe import settled
 from planner.layout.risk import headroom_bytes
 from planner.layout.unsaid import with_unsaid
-from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
@@ -44,7 +43,7 @@ def evaluate(
     """
     model = model_of(model)
     candidate, priced = priced_as_given(model, cluster, training, parallelism, runtime_of(runtime), says_switches)
-    totals = model_totals(model, candidate.pricing.runtime, training.seq_length)
+    totals = candidate.pricing.totals
     return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate, with_switches=True))
 
 
@@ -131,11 +130,22 @@ def export_warnings(pricing: Pricing) -> tuple[str, ...]:
     warnings: tuple[str, ...] = ()
     if training.dtype == "bf16" and "bf16" not in hardware.peak_tflops:
         warnings = (f"{hardware.name} has no bf16: priced at the rate of fp16, which --dtype fp16 asks for",)
+    if training.document_lengths is not None and not runtime.masks_documents:
+        warnings += (f"{runtime.name} attends across packed documents: priced as whole sequences ({_across(runtime)})",)
     return warnings + tuple(
         f"plan export refuses this model for {runtime.name}: {rule.reason}: {rule.message(model, training, Shape())}"
         for rule in export_rules_for(runtime)
         if not rule.holds(model, training, Shape())
     )
+
+
+def _across(runtime: RuntimeSpec) -> str:
+    """The reason why a trainer's attention leaves documents, and what prices one that does not."""
+    if runtime.family in ("megatron", "bridge", "primus-megatron"):
+        why = "Transformer Engine takes the causal mask alone, --reset-attention-mask or not: Megatron-LM issue 2357"
+    else:
+        why = f"no option of {runtime.name} masks them"
+    return f"{why}; --assume masks_documents=true prices one that does"
 
 
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "op", "shared_experts")

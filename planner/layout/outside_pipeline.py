@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost
-from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import lead_passes, passes_behind
 from planner.shape import Number, Shape
@@ -82,7 +81,7 @@ def groups_pay(pricing: Pricing, of_all: Shape, grouped: Shape) -> npt.NDArray[n
     Weights and FLOPs are those of a mean stage, which computes at `PACE`.
     """
     model, training, runtime = pricing.model, pricing.training, pricing.runtime
-    totals, expert = model_totals(model, runtime, training.seq_length), 0.0
+    totals, expert = pricing.totals, 0.0
     if model.moe is not None:
         idle_fraction = 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
         expert = (totals.num_parameters - totals.num_active_parameters) / max(idle_fraction, 1e-9)

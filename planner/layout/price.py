@@ -10,7 +10,7 @@ from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
 from planner.layout.split import Split, held_parts
 from planner.months.sustained import with_sustained
-from planner.physics.layers import ModelTotals, model_totals
+from planner.physics.layers import ModelTotals
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes
 from planner.specs.training import Recompute
@@ -20,7 +20,7 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
     """All that a plan shows of one layout; unless `exact`, a long step is extrapolated from a few rounds."""
     pricing = candidate.pricing
     pipeline = candidate.run(exact)
-    totals = totals or model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
+    totals = totals or pricing.totals
     made = candidate.made_order
     layout = PricedLayout(
         evidence=evidence_of(pricing),

@@ -28,10 +28,18 @@ _LEAST_FRACTION = 1e-3
 
 
 def whole_run(
-    layout: PricedLayout, cluster: ClusterSpec, training: TrainingSpec, *, checkpoint_bytes: float, asynchronous: bool
+    layout: PricedLayout,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    *,
+    checkpoint_bytes: float,
+    asynchronous: bool,
+    longer_factor: float = 1.0,
 ) -> tuple[RunCost, Goodput] | tuple[None, None]:
     """Cost and goodput of the run over every GPU given, kept spare nodes included; None where no tokens are asked for.
 
+    `longer_factor` is how many times as long all steps take together as if each were the layout's: those of a batch
+    that grows are shorter and more.
     Raises SpecError if more nodes are to be spare than the job has.
     """
     if training.tokens is None or layout.sustained is None:
@@ -46,7 +54,7 @@ def whole_run(
             f"--tokens: the run never ends: an interruption every {between_s:.3g} s, and {restart_s:.3g} s to restart",
             "leave --tokens out, or give fewer --failures-per-1000-gpu-days",
         )
-    training_s = training.tokens / training.tokens_per_step * layout.sustained.step_s
+    training_s = longer_factor * training.tokens / training.tokens_per_step * layout.sustained.step_s
     low_s, high_s = layout.sustained.step_s_interval
     factors = _pace(math.log(layout.sustained.step_s / low_s), math.log(high_s / layout.sustained.step_s))
     runs = simulated_runs(losses, interval_s, factors, training_s)

@@ -10,6 +10,8 @@ import yaml
 
 from planner.errors import SpecError
 from planner.export.common.imported_run import ImportedRun
+from planner.export.megatron.deepspeed_options import READ as DEEPSPEED_OPTIONS
+from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read import run_of
 from planner.export.read import read_configuration
@@ -59,7 +61,12 @@ def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
     for name in _defaults(arguments):
         options.pop(name, None)
     script = Script(variables={"WORLD_SIZE": [arguments["world_size"]]} if "world_size" in arguments else {})
-    imported = run_of(options, script, "megatron")
+    if arguments.get("deepspeed") == "True":
+        imported = run_of(as_megatron(options), script, "megatron-deepspeed", DEEPSPEED_OPTIONS)
+        imported.run["runtime"] = "megatron-deepspeed"
+        read_zero(options, {}, imported)
+    else:
+        imported = run_of(options, script, "megatron")
     model = imported.run.get("model")
     if isinstance(model, dict) and arguments.get("padded_vocab_size", "").isdigit():
         model["vocab_size"] = int(arguments["padded_vocab_size"])
@@ -121,7 +128,7 @@ def facts_of(record: Record, trainer: str) -> JobFacts:
     run = {} if imported is None else {name: value for name, value in imported.run.items() if value is not None}
     model = run.get("model")
     found: dict[str, Any] = {
-        "trainer": stated.trainer or trainer,
+        "trainer": stated.trainer or (trainer if imported is None or trainer != "megatron" else imported.source),
         "run": run,
         "num_gpus": stated.num_gpus or run.get("num_gpus"),
         "seq_length": stated.seq_length or run.get("seq_length"),

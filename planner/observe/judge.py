@@ -49,7 +49,7 @@ def _with_mfu(observation: Observation, plan: Plan) -> Observation:
 
 
 _SAID = ("--gpus", "--global-batch-size", "--seq-length")
-"""What a plan says in a log's place."""
+"""Options whose values a plan has in a log's place."""
 
 
 def _verdict(observation: Observation, prediction: Prediction) -> tuple[Verdict | None, str]:

@@ -13,7 +13,7 @@ from planner.answer import Interval
 from planner.specs.base import Spec
 
 Verdict = Literal["expected", "slow", "fast", "memory"]
-"""Where the step lies to its predicted interval; `memory` where the step is inside and the peak above its own."""
+"""The place of the step to its predicted interval; `memory` if the step is inside and the peak above its own."""
 OutlierKind = Literal["checkpoint", "evaluation", "periodic", "slow_spell", "unexplained"]
 
 

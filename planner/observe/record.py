@@ -34,7 +34,7 @@ class Back:
 
 @dataclass(slots=True)
 class Record:
-    """What one grammar read in one file."""
+    """The facts that one grammar read in one file."""
 
     grammar: str
     rank: int | None = None
@@ -57,11 +57,11 @@ class Record:
     memory: dict[int | None, dict[str, int]] = field(default_factory=dict)
     links: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
     printed: dict[str, array[float]] = field(default_factory=dict)
-    """What the trainer prints beside, such as tflops, mfu and tokens_per_s."""
+    """Numbers that the trainer works out itself, such as tflops, mfu and tokens_per_s."""
     facts: dict[str, str | int] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
     state: dict[str, str] = field(default_factory=dict)
-    """What one line says about the next."""
+    """Things that one line says about the next."""
     notes: dict[str, None] = field(default_factory=dict)
     first_s: float = math.nan
     last_s: float = math.nan

@@ -9,9 +9,20 @@ import numpy as np
 from planner.physics.blocks import enter_tp, leave_tp, norm
 from planner.physics.mixers import mixer_block
 from planner.physics.mlp import mlp_block
-from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved, num_parameters, operators_of
+from planner.physics.operators import (
+    BF16,
+    FP32,
+    Collective,
+    Item,
+    Operator,
+    Saved,
+    num_parameters,
+    operators_of,
+    within_documents,
+)
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
+from planner.trainers.documents import Documents
 from planner.trainers.spec import RuntimeSpec
 
 
@@ -171,11 +182,14 @@ class ModelTotals(NamedTuple):
     """Parameters that one token visits: all but those of the experts it is not routed to."""
     model_flops_per_token: float
     """FLOPs per token, 3 × those of the forward: 6·(matmul parameters that a token meets, with the head but without the
-    lookup) + 6·L·s·a·d for causal attention."""
+    lookup) + 6·L·s·a·d for causal attention, of which what stays within documents counts."""
 
 
-def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> ModelTotals:
-    """Parameters and model FLOPs per token of a sequence of `seq_length`, summed over the unsharded operators."""
+def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int, documents: Documents = ()) -> ModelTotals:
+    """Parameters and model FLOPs per token of a sequence of `seq_length`, summed over the unsharded operators.
+
+    Of attention, FLOPs count that stay within `documents`.
+    """
     shape = Shape(seq_length=seq_length)
     plain = runtime.model_copy(update={"flash_attention": True, "vocab_divisible_by": 1, "balances_in_buffers": False})
     parts = [(decoder_layer(model, kind, shape, plain), model.layers.count(kind)) for kind in model.kinds]
@@ -187,5 +201,6 @@ def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int) -> Mod
         idle *= 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
     if model.num_nextn_predict_layers:
         parts.append((mtp_block(model, shape, plain), model.num_nextn_predict_layers))
-    flops = sum(float(op.forward_flops) * times for items, times in parts for op in operators_of(items))
+    masked = [(within_documents(items, shape, documents), times) for items, times in parts]
+    flops = sum(float(op.forward_flops) * times for items, times in masked for op in operators_of(items))
     return ModelTotals(round(float(total)), round(float(total - idle)), 3 * flops / seq_length)

@@ -9,14 +9,15 @@ d = head_dim, f = intermediate_size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import mul
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from planner.shape import Number
+from planner.shape import Number, Shape
+from planner.trainers.documents import Documents, attended_fraction, rank_imbalance
 
 BF16 = 2
 FP32 = 4
@@ -107,6 +108,8 @@ class Operator:
     kv_len: Number = 0
     window: Number = 0
     """Keys that a query sees on a sliding layer; 0 for all keys."""
+    documents: Documents = ()
+    """Documents that the queries' attention stays within; empty where it spans whole sequences."""
     has_sinks: bool = False
     """True where a learned logit per head takes part in the softmax."""
     calls_flash: Number = 0
@@ -139,9 +142,17 @@ class Operator:
 
     @property
     def attended_fraction(self) -> Number:
-        """Share of the q_len × kv_len square that is computed: ½ (causal), or window/kv_len less its corner."""
-        width = np.where(self.window > 0, np.minimum(self.window, self.kv_len), self.kv_len)
-        return width / self.kv_len * (1 - width / self.kv_len / 2)
+        """Share of the q_len × kv_len square that is computed: ½ (causal), or window/kv_len less its corner, or what of
+        either stays within documents."""
+        if self.documents:
+            return attended_fraction(self.documents, self.kv_len, self.window)
+        return self.width / self.kv_len * (1 - self.width / self.kv_len / 2)
+
+    @property
+    def width(self) -> Number:
+        """The most keys that a query attends to; with documents, the length of the mean token's."""
+        width: Number = np.where(self.window > 0, np.minimum(self.window, self.kv_len), self.kv_len)
+        return np.minimum(width, 2 * self.kv_len * self.attended_fraction) if self.documents else width
 
     @property
     def attention_flops(self) -> Number:
@@ -218,6 +229,18 @@ def operators_of(items: Iterable[Item]) -> list[Operator]:
 
 def collectives_of(items: Iterable[Item]) -> list[Collective]:
     return [item for item in items if isinstance(item, Collective)]
+
+
+def within_documents(items: Iterable[Item], shape: Shape, documents: Documents) -> tuple[Item, ...]:
+    """The items, of which attention stays within documents and is as uneven over a sequence's ranks as they make it."""
+    return tuple(_within(item, shape, documents) if documents else item for item in items)
+
+
+def _within(item: Item, shape: Shape, documents: Documents) -> Item:
+    if isinstance(item, Collective) or item.kind != "attention":
+        return item
+    uneven = item.imbalance if item.window else item.imbalance * rank_imbalance(documents, item.kv_len, shape.cp)
+    return replace(item, documents=documents, imbalance=uneven)
 
 
 def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:

@@ -30,7 +30,7 @@ import numpy as np
 from planner.physics import compute, memory
 from planner.physics.communication import Blocks, collective_s, data_parallel_places, p2p_s
 from planner.physics.cost import CostTable, PartCost
-from planner.physics.layers import decoder_layer, embedding, head, mtp_block
+from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block
 from planner.physics.offload import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
@@ -43,13 +43,15 @@ from planner.physics.operators import (
     saved_bytes,
     up_to_last_saved,
     wide_parameters,
+    within_documents,
 )
-from planner.physics.passes import COMM_GROUPS, Passes
+from planner.physics.passes import COMM_GROUPS, Passes, lateness
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
 from planner.specs.units import GIB
+from planner.trainers.documents import Documents, excess_microbatches, masked_documents
 from planner.trainers.spec import RuntimeSpec
 
 
@@ -74,6 +76,11 @@ class Pricing:
         """Number of layers of each kind in the model."""
         return {kind: self.model.layers.count(kind) for kind in self.model.kinds}
 
+    @property
+    def totals(self) -> ModelTotals:
+        """Parameters and FLOPs of the model, a token of this training each."""
+        return model_totals(self.model, self.runtime, self.training.seq_length, self._documents)
+
     def usable_bytes(self, shape: Shape) -> Number:
         """The most bytes that tensors may take on a GPU: memory less headroom, driver's and trainer's reserve."""
         reserved = self.headroom_bytes + self.runtime.reserved_gib * GIB
@@ -81,10 +88,10 @@ class Pricing:
 
     def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
         """Prices of `shape` (numbers or arrays) under each recompute mode."""
-        model, runtime, imbalance = self.model, self.runtime, self.training.moe_imbalance
+        model = self.model
         layers: dict[tuple[LayerKind, Recompute], PartCost] = {}
         for kind in model.kinds:
-            items = decoder_layer(model, kind, shape, runtime, imbalance)
+            items = self.layer(kind, shape)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
         own_head = self._head(shape, shares_embedding=False)
         mtp = self._mtp(shape, layers, modes) if model.num_nextn_predict_layers else {}
@@ -100,6 +107,20 @@ class Pricing:
             usable_bytes=self.usable_bytes(shape),
             tail_s=self.tail_s(shape),
         )
+
+    def layer(self, kind: LayerKind, shape: Shape) -> tuple[Item, ...]:
+        """The operators and exchanges of a decoder layer of `kind`, as this training runs it."""
+        items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+        return within_documents(items, shape, self._documents)
+
+    def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
+        """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
+        items = mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance)
+        return within_documents(items, shape, self._documents)
+
+    @property
+    def _documents(self) -> Documents:
+        return masked_documents(self.training, self.runtime)
 
     def _modes(self, items: Sequence[Item], shape: Shape, modes: Sequence[Recompute]) -> dict[Recompute, PartCost]:
         """Cost of one layer under each recompute mode."""
@@ -157,10 +178,10 @@ class Pricing:
 
     def selective_table(self, table: CostTable) -> CostTable:
         """`table` with its selective mode priced for the modules that this pricing recomputes; other prices stay."""
-        model, shape, runtime = self.model, table.shape, self.runtime
+        model, shape = self.model, table.shape
         layers = dict(table.layers)
         for kind in model.kinds:
-            items = decoder_layer(model, kind, shape, runtime, self.training.moe_imbalance)
+            items = self.layer(kind, shape)
             layers[kind, "selective"] = self._recomputed(items, shape, table.layers[kind, "none"], "selective")
         mtp_recomputed = table.mtp_recomputed
         if mtp_recomputed and table.mtp is not None:
@@ -172,14 +193,14 @@ class Pricing:
 
     @property
     def passes(self) -> Passes:
-        """What prices the passes of a part."""
+        """The formulas for the seconds of a part's passes."""
         return Passes(self.model, self.training, self.cluster, self.runtime)
 
     def host_fraction(self, shape: Shape) -> float:
         """Host seconds of the layers over their seconds, forward and backward: 1 where the layers wait for the host."""
         passes, host_s, layers_s = self.passes, 0.0, 0.0
         for kind, count in self.kind_counts.items():
-            items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+            items = self.layer(kind, shape)
             host_s += count * float(passes.host_s(items, shape))
             layers_s += count * float(PartCost(**passes.seconds(items, shape)).total_s)
         return min(host_s / layers_s, 1.0)
@@ -275,7 +296,7 @@ class Pricing:
         Where there are several stages, the stage that holds the blocks has an embedding of its own for them.
         """
         model, runtime, last = self.model, self.runtime, self.model.layers[-1]
-        block = self._plain(mtp_block(model, shape, runtime, self.training.moe_imbalance), shape)
+        block = self._plain(self.mtp_block(shape), shape)
         copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(shape.pp > 1, 1, 0))
         parts: dict[Recompute, PartCost] = {"none": block}
         for mode in modes if runtime.recomputes_mtp else ():
@@ -385,7 +406,7 @@ class Pricing:
             vocab = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
             distance = shape.stage_stride * np.maximum(shape.pp - 1, 1)
             tied_s = 2 * p2p_s(vocab, distance, self.cluster) * (shape.pp > 1)
-        return norm_s + tied_s + self.unpaired_s(shape) + self.runtime.step_overhead_s
+        return norm_s + tied_s + self.unpaired_s(shape) + self.uneven_s(shape) + self.runtime.step_overhead_s
 
     def unpaired_s(self, shape: Shape) -> Number:
         """Seconds per step of expert exchanges that could hide but have no other micro-batch beside them.
@@ -399,6 +420,20 @@ class Pricing:
             return hidden_s
         for kind, count in self.kind_counts.items():
             if kind.mlp != "dense":
-                items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+                items = self.layer(kind, shape)
                 hidden_s = hidden_s + count / shape.pp * self.passes.hidden_exchanges_s(items, shape)
         return np.minimum(shape.pp, shape.num_microbatches) * hidden_s
+
+    def uneven_s(self, shape: Shape) -> Number:
+        """Seconds per step that ranks wait for the one whose documents make for most attention, without recomputing.
+
+        Layers that see a window of keys are taken to be even.
+        """
+        waits_s: Number = 0.0
+        for kind, count in self.kind_counts.items() if self._documents else ():
+            for op in operators_of(self.layer(kind, shape)):
+                if op.documents and not op.window:
+                    passes = compute.operator_seconds(op, self.cluster.hardware, self.training.dtype, self.runtime)
+                    each_s = lateness(self.training, self.cluster) * sum(passes) * count / shape.pp
+                    waits_s = waits_s + each_s * excess_microbatches(op.documents, op.kv_len, op.batch, shape)
+        return waits_s

@@ -37,7 +37,7 @@ MEMORY_COLOURS = {
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
 INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
-"""Text, its quieter form, grids, what must be seen, and what is behind it: in a page they are its own, light or dark."""
+"""Text, its quieter form, grids, what must be seen, and what is behind: a page has its own, light or dark."""
 _OF_PAGE = {
     INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
 }  # fmt: skip

@@ -7,12 +7,13 @@ from pathlib import Path
 from planner.answer import Plan
 from planner.files import write_text
 from planner.layout.memory_curve import memory_curves
+from planner.report.format import seconds
 from planner.report.html.charts_curve import COLUMNS, draw_curves
 from planner.report.html.document import Drawing, Drawings, render_html
 from planner.report.timeline.charts import draw_timeline, shown_step
 from planner.schedule.replay import replay
 
-CURVE = f"Over one step, with reserved memory; shaded is what comes and goes within a {COLUMNS}th of it."
+CURVE = f"with reserved memory; shaded is what comes and goes within a {COLUMNS}th of it."
 
 
 def report_page(plan: Plan) -> str:
@@ -20,10 +21,15 @@ def report_page(plan: Plan) -> str:
     candidate = shown_step(plan)
     timeline = replay(candidate.order, candidate.durations)
     bubble_fraction = plan.step.breakdown.bubble_s / plan.step.step_s
-    drawn = draw_timeline(timeline, bubble_fraction, plan.parallelism.num_microbatches)
-    curve = draw_curves(memory_curves(candidate, timeline), plan.cluster.hardware.memory_bytes)
-    schedule = Drawing(drawn.svg("The timeline: when each rank runs which micro-batch"), drawn.caption)
-    return render_html(plan, Drawings(schedule, Drawing(curve, CURVE)))
+    num_microbatches = plan.parallelism.num_microbatches
+    drawn = draw_timeline(timeline, bubble_fraction, num_microbatches)
+    shown = dict.fromkeys((plan.best.worst_stage.stage, 0, plan.parallelism.pp - 1))
+    curve = draw_curves(memory_curves(candidate, timeline, shown), plan.cluster.hardware.memory_bytes)
+    says = f"{drawn.caption} The plan's whole step, with what comes beside the pipeline: {seconds(plan.step.step_s)}."
+    schedule = Drawing(drawn.svg("The timeline: when each rank runs which micro-batch"), says)
+    count = candidate.num_microbatches
+    over = "one step" if count == num_microbatches else f"a step of {count} of the {num_microbatches} micro-batches"
+    return render_html(plan, Drawings(schedule, Drawing(curve, f"Over {over}, {CURVE}")))
 
 
 def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:

@@ -13,7 +13,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import export_warnings, runtime_of
 from planner.layout.price import price_layout
 from planner.layout.robust import robust_steps
-from planner.physics.layers import ModelTotals, model_totals
+from planner.physics.layers import ModelTotals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.branch import key_of
 from planner.search.case import Case
@@ -103,7 +103,7 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     best, *others = _ranked(rounds, best, recipes, deadline)
     if AUTO in (case.limits.schedule or ()) and not best.pricing.runtime.compiled and not deadline.passed:
         best = made_to_measure(best)
-    totals = model_totals(case.model, case.runtime, case.training.seq_length)
+    totals = best.pricing.totals
     layouts = [_priced(candidate, best, totals) for candidate in (best, *others)]
     layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(best.pricing)})
     layouts[0] = with_recipe(layouts[0], best, recipes)

@@ -109,6 +109,8 @@ _WANTED = {
     "string_too_long": "shorter text",
     "invalid_key": "a key that is text",
     "shard_group": "a number of ranks, all or none",
+    "count": "a count such as 1048576, 16M or 15T",
+    "string_pattern_mismatch": "a name of letters, digits, dots, dashes and underscores",
 }
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
@@ -129,7 +131,7 @@ def known_keys(model: type[BaseModel], path: tuple[str | int, ...] = ()) -> set[
         if isinstance(part, str) and part in at.model_fields:
             nested = _nested(at.model_fields[part].annotation)
             at = nested or at
-    keys = set(at.model_fields)
+    keys = {field.alias or name for name, field in at.model_fields.items()}
     for section in getattr(at, "flat_sections", ()):
         keys |= set((_nested(at.model_fields[section].annotation) or at).model_fields)
     return keys

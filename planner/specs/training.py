@@ -22,6 +22,15 @@ ScheduleName = str
 _FULLY_SHARDED = re.compile(r"\s*(all|yes|true|on)\s*|.*([fh]sdp|zero\D?3|shard|group).*", re.IGNORECASE)
 
 
+class DocumentLength(Spec):
+    """One length of documents, and how many have it."""
+
+    length: PositiveInt = Field(le=2**31)
+    """Tokens of a document."""
+    share: PositiveFloat
+    """Share of the documents that are so long; shares may add up to any number."""
+
+
 class TrainingSpec(Spec):
     """One optimizer step, and how many tokens in all."""
 
@@ -37,6 +46,9 @@ class TrainingSpec(Spec):
     """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
     straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
     """Share by which the slowest rank computes slower than the profile says."""
+    document_lengths: tuple[DocumentLength, ...] | None = Field(default=None, min_length=1, max_length=1000)
+    """Lengths of the documents that are packed into a sequence, to which attention is confined where the trainer masks
+    them; null: a sequence is one document."""
     operations: OperationsSpec = OperationsSpec()
     """How a long run is operated: storage, failures, spare nodes, price."""
 

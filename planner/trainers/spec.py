@@ -66,6 +66,8 @@ class RuntimeSpec(Spec):
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""
+    masks_documents: bool = False
+    """Attention stays within the documents that are packed into a sequence; without: it spans the whole sequence."""
     attention_kernel: Literal["fastest", "flash", "flash1", "sdpa", "sdpa-cudnn", "sdpa-flash"] = "fastest"
     """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first.
 

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from planner.cli import main
+from planner.specs.units import GIB
 
 JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "--time-limit", "3600", "-q"]
 
@@ -18,6 +19,14 @@ JOB = ["--model", "8b", "--gpus", "16", "-s", "4096", "--time-limit", "3600", "-
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "plan.json"
     assert main([*JOB, "-b", "256", "--pp", "4", "--vpp", "1", "-o", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(plan_file: Path) -> Path:
+    """Its report."""
+    path = plan_file.with_name("report.html")
+    assert main(["report", str(plan_file), "-q", "-o", str(path)]) == 0
     return path
 
 
@@ -35,28 +44,42 @@ def drawn_bars(page: str) -> int:
 
 
 def test_it_writes_a_page_with_every_stage_and_a_schedule(
-    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plan_file: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "report.html"
-    assert main(["report", str(plan_file), "-o", str(target)]) == 0
+    again = tmp_path / "report.html"
+    assert main(["report", str(plan_file), "-o", str(again)]) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == ("", f"note: wrote {target}\n")
-    page = target.read_text()
+    assert (out, err) == ("", f"note: wrote {again}\n")
+    assert list(tmp_path.iterdir()) == [again]
+    page = again.read_text()
     assert page.startswith("<!doctype html>")
     assert all(f">stage {stage}, weights: " in page for stage in range(4))
-    assert list(tmp_path.iterdir()) == [target]
+    assert page == target.read_text(), "the same plan makes the same bytes"
+    fullest_bytes = max(stage["memory"]["total_bytes"] for stage in json.loads(plan_file.read_text())["best"]["stages"])
+    assert f">peak {fullest_bytes / GIB:.1f}<" in page, "the curve is as high as the highest bar"
 
 
-def test_of_long_steps_windows_are_drawn(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_long_steps_windows_are_drawn(plan_file: Path, target: Path) -> None:
     best = json.loads(plan_file.read_text())["best"]
     assert best["parallelism"]["num_microbatches"] > 32
-    assert main(["report", str(plan_file), "-o", "-"]) == 0
-    page = capsys.readouterr().out
+    page = target.read_text()
     assert 4 * 40 <= drawn_bars(page) <= 4 * 100
     bubble = f"{best['step']['breakdown']['bubble_s'] / best['step']['step_s']:.1%}"
     assert f"the pipeline bubble is {bubble} of the step" in page
     assert f'<td class="num">{bubble}</td>' in page, "the same number as in the table"
     assert "Drawn: steady state" in page
+
+
+def test_a_step_too_long_to_be_replayed_is_shown_by_a_shorter_one_and_says_so(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("planner.report.timeline.charts.LONG", 400)
+    best = json.loads(plan_file.read_text())["best"]
+    assert main(["report", str(plan_file), "-o", "-"]) == 0
+    page = capsys.readouterr().out
+    assert f"Over a step of 32 of the {best['parallelism']['num_microbatches']} micro-batches" in page
+    fullest_bytes = max(stage["memory"]["total_bytes"] for stage in best["stages"])
+    assert f">peak {fullest_bytes / GIB:.1f}<" in page
 
 
 @pytest.mark.parametrize("arguments", ["--pp 1", "--pp 4 --vpp 2", "--pp 4 --runtime torch-eager --schedule auto"])
@@ -74,14 +97,12 @@ def test_short_steps_are_drawn_whole(arguments: str, tmp_path: Path, capsys: pyt
 
 
 def test_it_reads_a_plan_from_a_pipe(
-    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan_file: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(plan_file), "-o", "-"]) == 0
-    from_file = capsys.readouterr().out
     with plan_file.open() as file:
         monkeypatch.setattr("sys.stdin", file)
         assert main(["report", "-", "-o", "-"]) == 0
-    assert capsys.readouterr().out == from_file
+    assert capsys.readouterr().out == target.read_text()
 
 
 def test_keeps_a_file_that_is_there_unless_told_otherwise(

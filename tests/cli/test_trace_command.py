@@ -5,10 +5,21 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from trace_judge import judge, named
 
+from planner.answer import Plan
 from planner.cli import main
+from planner.layout.evaluate import evaluate
+from planner.report.timeline import plan_trace
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
+from planner.trainers.load import load_runtime
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +27,31 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trace") / "plan.json"
     assert main(["--model", "8b", "--gpus", "16", "--pp", "4", "-s", "4096", "-b", "64", "-o", str(path)]) == 0
     return path
+
+
+@pytest.fixture(scope="module")
+def mixture_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with all kinds of exchanges, some of them beside other micro-batches."""
+    path = tmp_path_factory.mktemp("trace") / "plan.json"
+    overlapping = load_runtime("megatron").model_copy(update=SWITCHES["ep_overlap"].values[True])
+    sizes = {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "vpp": 2}
+    _evaluated("deepseek-v2-lite", 16, 4096, 32, overlapping, **sizes).save(path)
+    return path
+
+
+def _evaluated(
+    model: str, num_gpus: int, seq_length: int, batch: int, runtime: RuntimeSpec | str = "megatron", **sizes: int
+) -> Plan:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
+    training = TrainingSpec(seq_length=seq_length, global_batch_size=batch)
+    return evaluate(model, cluster, training, Parallelism(**sizes), runtime=runtime)  # type: ignore[arg-type]
+
+
+def _traced(*arguments: str, tmp_path: Path) -> dict[str, Any]:
+    target = tmp_path / "trace.json"
+    assert main(["trace", *arguments, "-o", str(target)]) == 0
+    trace: dict[str, Any] = json.loads(target.read_text())
+    return trace
 
 
 def _run(*arguments: str) -> int:
@@ -42,30 +78,98 @@ def test_every_stage_computes_waits_and_exchanges_gradients(plan_file: Path, tmp
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("job", "runtime", "sizes"),
     [
         # an all-reduce among many ranks that two passes cannot hide
-        ["--model", "8b", "--gpus", "512", "--pp", "2", "-s", "2048", "-b", "512"],
+        ((512, 2048, 512), "megatron", {"pp": 2, "vpp": 2}),
         # torch's stages wait for the reduction
-        ["--model", "8b", "--gpus", "128", "--pp", "2", "-s", "4096", "-b", "64", "--runtime", "torchtitan"],
+        ((128, 4096, 64), "torchtitan", {"pp": 2}),
         # ZeRO-3 without a pipeline gathers and reduces in every micro-batch
-        ["--model", "8b", "--gpus", "16", "--pp", "1", "-s", "4096", "-b", "64", "--runtime", "torchtitan"],
-        ["--model", "8b", "--gpus", "4", "--pp", "4", "-s", "4096", "-b", "32", "--tp", "1", "--cp", "1"],
+        ((16, 4096, 64), "torchtitan", {}),
+        ((4, 4096, 32), "megatron", {"pp": 4}),
     ],
     ids=["many ranks", "torchtitan", "every micro-batch", "one replica"],
 )
-def test_ends_with_the_step(options: list[str], tmp_path: Path) -> None:
+def test_ends_with_the_step(job: tuple[int, int, int], runtime: str, sizes: dict[str, int], tmp_path: Path) -> None:
     saved, target = tmp_path / "plan.json", tmp_path / "trace.json"
-    assert main([*options, "--top", "1", "-o", str(saved)]) == 0
+    _evaluated("8b", *job, runtime, **sizes).save(saved)
     assert _run(str(saved), "-o", str(target)) == 0
     slices = [event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
     end_s = max(event["ts"] + event["dur"] for event in slices) / 1e6
-    assert end_s == pytest.approx(json.loads(saved.read_text())["best"]["step"]["step_s"], rel=1e-9)
+    assert end_s == pytest.approx(json.loads(saved.read_text())["best"]["step"]["step_s"], rel=1e-9, abs=1e-7)
     assert min(event["ts"] for event in slices) >= 0
-    threads = {(event["pid"], event["tid"]) for event in slices}
-    for thread in threads:
-        ours = sorted((e["ts"], e["dur"]) for e in slices if (e["pid"], e["tid"]) == thread)
-        assert all(end >= begin + length - 1e-9 * end_s * 1e6 for (begin, length), (end, _) in pairwise(ours))
+    judge(json.loads(target.read_text()))
+
+
+def test_what_shows_of_the_exchanges_is_what_the_plan_says(mixture_file: Path, tmp_path: Path) -> None:
+    best = json.loads(mixture_file.read_text())["best"]
+    trace = _traced(str(mixture_file), tmp_path=tmp_path)
+    slices = named(trace, judge(trace))
+    groups = {"tensor-parallel": "tp", "context-parallel": "cp", "expert-parallel": "ep"}
+    assert groups.keys() <= {thread for _, thread in slices}
+    times = best["parallelism"]["num_microbatches"]
+    of_stages_s = []
+    for stage in best["stages"]:
+        priced_s = times * (stage["forward_comm_s"] + stage["backward_comm_s"])
+        inside = [one for one in slices[stage["stage"], "compute"] if one.depth]
+        assert sum(one.seconds for one in inside) == pytest.approx(priced_s, rel=2e-3)  # eighths of a microsecond
+        of_groups_s = {
+            group: sum(one.event["args"]["exposed_s"] for one in slices[stage["stage"], thread])
+            for thread, group in groups.items()
+        }
+        assert sum(of_groups_s.values()) == pytest.approx(priced_s, rel=1e-5)
+        of_stages_s.append(of_groups_s)
+    breakdown = best["step"]["breakdown"]
+    said_s = {group: breakdown[f"{group}_comm_s"] for group in groups.values()}
+    assert any(of_groups_s == pytest.approx(said_s, rel=1e-5, abs=1e-6) for of_groups_s in of_stages_s)
+
+
+def test_of_many_exchanges_those_of_a_layer_or_a_pass_are_one(
+    mixture_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = json.loads(mixture_file.read_text())["best"]["stages"][1]["chunks"][0]
+    layers = {f"layer {layer}" for layer in range(first, last)}
+    shown_s, counts = [], []
+    for most, says in (
+        (300_000, "each by itself"),
+        (5_000, "those of a layer together"),
+        (10, "those of a pass together"),
+    ):
+        monkeypatch.setattr(plan_trace, "MAX_SLICES", most)
+        trace = _traced(str(mixture_file), "--force", tmp_path=tmp_path)
+        slices = named(trace, judge(trace))
+        assert trace["otherData"]["exchanges"].startswith(says)
+        parts = {one.event["args"]["part"] for one in slices[1, "expert-parallel"]}
+        assert ({""} if most == 10 else layers) <= parts
+        shown_s.append(sum(one.seconds for one in slices[1, "compute"] if one.depth))
+        counts.append(len(trace["traceEvents"]))
+    assert counts == sorted(counts, reverse=True)
+    assert shown_s == pytest.approx([shown_s[0]] * 3, rel=1e-3)
+
+
+def test_memory_has_its_peak_reserve_and_capacity(mixture_file: Path, tmp_path: Path) -> None:
+    plan = json.loads(mixture_file.read_text())
+    trace = _traced(str(mixture_file), tmp_path=tmp_path)
+    for stage in plan["best"]["stages"]:
+        counted = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == stage["stage"]]
+        memory = [event["args"] for event in counted if event["name"] == "memory"]
+        assert max(args["allocated bytes"] for args in memory) == stage["memory"]["peak_allocated_bytes"]
+        assert {args["reserved bytes"] for args in memory} == {stage["memory"]["reserved_bytes"]}
+        (capacity,) = {event["args"]["bytes"] for event in counted if event["name"] == "memory capacity"}
+        assert capacity == pytest.approx(plan["cluster"]["hardware"]["memory_gib"] * 2**30, abs=1)
+
+
+def test_every_result_that_travels_has_an_arrow_and_the_file_says_what_it_is(plan_file: Path, tmp_path: Path) -> None:
+    best = json.loads(plan_file.read_text())["best"]
+    layout = best["parallelism"]
+    trace = _traced(str(plan_file), tmp_path=tmp_path)
+    stages = layout["pp"] * layout["vpp"]
+    arrows = [event for event in trace["traceEvents"] if event["ph"] == "s"]
+    assert len(arrows) == 2 * (stages - 1) * layout["num_microbatches"]
+    about = trace["otherData"]
+    assert about["command"].startswith("plan --model 8b --gpus 16")
+    assert about["model"] == "llama-3.1-8b"
+    assert about["step_s"] == pytest.approx(best["step"]["step_s"])
 
 
 def test_refuses_an_alternative_that_is_not_there(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

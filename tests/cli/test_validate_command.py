@@ -78,7 +78,7 @@ def test_the_plot_is_a_page_beside_the_answer(tmp_path: Path, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert "predicted" in out
     assert f"wrote {target}" in err
-    assert target.read_text().count("<circle") > 14
+    assert target.read_text().count("measured ") > 14
 
 
 def test_the_plot_replaces_nothing_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,3 +224,17 @@ def test_a_dump_that_is_no_job_leaves_the_steps(tmp_path: Path) -> None:
 def test_a_grid_that_is_said_without_a_dump(tmp_path: Path) -> None:
     line = "using world size: 64, data-parallel size: 4, tensor-model-parallel size: 4, pipeline-model-parallel size: 4"
     assert read(tmp_path, f"{line}\n{ITERATION}").facts.num_gpus == 64
+
+
+def test_ranks_that_print_at_once_leave_several_on_a_line(tmp_path: Path) -> None:
+    others = "".join(MEMORY.replace("Rank 0", f"Rank {rank}") for rank in (1, 2))
+    seen = read(tmp_path, f"{ITERATION}\n{MEMORY}{others}\n")
+    assert [rank.rank for rank in seen.memory] == [0, 1, 2]
+    assert {rank.max_reserved_bytes for rank in seen.memory} == {6554 * MIB}
+
+
+def test_a_dump_of_megatron_deepspeed(tmp_path: Path) -> None:
+    more = {"deepspeed": True, "zero_stage": 1, "model_parallel_size": 4, "tensor_model_parallel_size": None}
+    facts = _stated(tmp_path, **more).facts
+    assert (facts.trainer, facts.run["runtime"]) == ("megatron-deepspeed", "megatron-deepspeed")
+    assert facts.run["parallelism"]["zero_stage"] == 1

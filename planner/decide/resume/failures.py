@@ -17,8 +17,6 @@ from planner.months.spares import Spares, cheapest_spares, spares
 from planner.months.standstill import going_on_s, waiting_s
 
 SECONDS_PER_HOUR = 3600
-ROUGH_GAP_FRACTION = 0.02
-"""Gap of the search for a layout after a failure that may come: a tenth of a second each."""
 MORE_SHOWN = 2
 """Numbers of spare nodes above the cheapest that are shown."""
 
@@ -115,7 +113,7 @@ class Exposed:
             num_gpus = int(split.shape.num_ranks)
             clock = clock.with_interim(num_gpus, split.step_s)
             found.append(_Fallback("splits", tokens_per_s(split) / rate, clock.standstill(num_gpus, loads).value_s))
-        other = fastest_for(job, job.case.training.global_batch_size, ROUGH_GAP_FRACTION) if searches else None
+        other = fastest_for(job, job.case.training.global_batch_size) if searches else None
         if other is not None and (loads := loading(job, other, bool(found))) is not None:
             still = clock.standstill(int(other.shape.num_ranks), loads)
             found.append(_Fallback("reshards", tokens_per_s(other) / rate, still.value_s))

@@ -14,6 +14,9 @@ from planner.search.case import Case
 from planner.search.layouts import find_layouts
 from planner.search.search import search
 
+ROUGH_GAP_FRACTION = 0.02
+"""Gap of the searches for layouts that are not answered: of batches nearby, and after failures that may come."""
+
 
 @dataclass(frozen=True, slots=True)
 class NoReshard:
@@ -54,14 +57,13 @@ def reshard_for(job: ResumedJob) -> Plan | NoReshard:
         return NoReshard(error.message)
 
 
-def fastest_for(job: ResumedJob, batch: int, gap_fraction: float | None = None) -> Candidate | None:
-    """The fastest layout that can be loaded, for another batch; None if there is none or time is up."""
+def fastest_for(job: ResumedJob, batch: int) -> Candidate | None:
+    """The fastest layout for another batch, within a rough gap, that can be loaded; None if none was found in time."""
     case = case_of(job)
-    if gap_fraction is not None and not isinstance(case, NoReshard):
-        case = case.limited(gap_fraction=gap_fraction)
     if not isinstance(case, NoReshard) and not job.deadline.passed:
         with suppress(Infeasible, SolverError):
-            return find_layouts(case.with_batch(batch), [case.runtime], job.deadline).best
+            case = case.with_batch(batch).limited(gap_fraction=ROUGH_GAP_FRACTION)
+            return find_layouts(case, [case.runtime], job.deadline).best
     return None
 
 

@@ -24,6 +24,8 @@ from planner.specs.training import SearchLimits, TrainingSpec
 
 LEAST_BATCH_GAIN = 0.02
 """Least share of the tokens a second for which another batch is a choice, as for `Plan.batch_offer`."""
+ALIKE = 0.01
+"""Share by which losses are alike, so that the way that changes less is recommended."""
 _ORDER: tuple[Kind, ...] = ("stay", "split", "reshard", "wait")
 
 
@@ -62,7 +64,8 @@ def replan(
         raise ways.infeasible()
     clock = _clock(ways)
     timed = [(way, _timed(way, ways, clock)) for way in ways.open]
-    best, chosen = min(timed, key=lambda pair: _loss(pair[1], job))
+    least = min(_loss(choice, job) for _, choice in timed)
+    best, chosen = next(pair for pair in timed if _loss(pair[1], job) <= least + ALIKE * abs(least))
     near = [choice for way in ways.near if _gains(choice := _timed(way, ways, clock), timed)]
     waits = [clock.waiting(_wait(job))] if job.shrinks else []
     choices = sorted([*(choice for _, choice in timed), *near, *waits], key=lambda c: _ORDER.index(c.kind))
@@ -110,8 +113,8 @@ def _loss(choice: Choice, job: ResumedJob) -> float:
 
 
 def _gains(near: Choice, timed: Sequence[tuple[Way, Choice]]) -> bool:
-    """True for a batch nearby that gives enough more tokens a second than the same kind of way with the batch kept."""
-    same = [choice.tokens_per_s for _, choice in timed if choice.kind == near.kind]
+    """True for a batch nearby that gives enough more tokens a second than the same kind of way, or staying, without."""
+    same = [choice.tokens_per_s for _, choice in timed if choice.kind in (near.kind, "stay")]
     return near.tokens_per_s > (1 + LEAST_BATCH_GAIN) * max(same, default=0.0)
 
 

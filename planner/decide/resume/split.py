@@ -10,7 +10,6 @@ from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of
 from planner.layout.risk import headroom_bytes
 from planner.schedule.orders import violation
-from planner.search.case import Case
 from planner.shape import NEAR_FRACTION, divisors
 from planner.specs.units import gib
 from planner.trainers.rules.common import ETP
@@ -48,9 +47,10 @@ def split_near(job: ResumedJob, most_dp: int, least_dp: int) -> Candidate | NoSp
     More than `least_dp` ranks are tried, and so are few sizes only: each fewer rank loses more than a batch gains.
     """
     batch, found, reason = job.case.training.global_batch_size, list[Candidate](), ""
-    for dp in list(_sizes(job, most_dp))[:MOST_SIZES]:
-        if dp <= least_dp:
-            break
+    shape = job.start.shape
+    slots, experts = int(shape.tp * shape.cp), int(shape.ep * shape.etp)
+    sizes = [dp for dp in _sizes(job, most_dp) if dp > least_dp and slots * dp % experts == 0]
+    for dp in sizes[:MOST_SIZES]:
         for near in _batches(job, dp, batch):
             other = next((other for other, _ in _tried(job, dp, near) if other is not None), None)
             if other is not None:
@@ -105,39 +105,47 @@ def _tried(job: ResumedJob, dp: int, batch: int) -> Iterator[tuple[Candidate | N
 
 def with_ranks(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Candidate | str:
     """The old layout with `dp` ranks and another batch, or the sentence that refuses it."""
+    found, case = unchecked(job, dp, micro_batch_size, batch), job.case.with_batch(batch)
+    shape, schedule = found.shape, found.schedule
+    if shape.dp * shape.cp % shape.shard_size:
+        return f"groups of {shape.shard_size} ranks, which share the weights, do not divide dp {dp} · cp {shape.cp}"
+    rules = (ETP, *rules_for(case.runtime))
+    broken = next((rule for rule in rules if not rule.holds(case.model, case.training, shape)), None)
+    if broken is not None:
+        return broken.message(case.model, case.training, shape)
+    error = violation(schedule, int(shape.pp), int(shape.vpp), found.num_microbatches)
+    if error is not None:
+        return error.message
+    refused = next(iter(broken_recipe_rules(setting_of(found))), None)
+    if refused is not None:
+        return f"{refused.switch} {refused.says}"
+    return found if found.fits else _misfit(found)
+
+
+def unchecked(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Candidate:
+    """The old layout with `dp` ranks and another batch, priced on the new GPUs, whatever rules say of it.
+
+    An order that was made to measure for another number of micro-batches gives way to the schedule that it came from.
+    """
     start, case = job.start, job.case.with_batch(batch)
     old = start.shape
-    shard_size = old.shard_size if old.shard_size != old.dp * old.cp else dp * old.cp
-    if (dp * int(old.cp)) % int(shard_size):
-        return f"groups of {shard_size} ranks, over which weights are sharded, do not divide dp {dp} · cp {old.cp}"
     num_microbatches = batch // (dp * micro_batch_size)
     shape = replace(
         old,
         dp=dp,
-        shard_size=shard_size,
+        shard_size=old.shard_size if old.shard_size != old.dp * old.cp else dp * old.cp,
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
         seq_length=case.training.seq_length,
     )
     pricing = replace(start.pricing, cluster=case.cluster, training=case.training, runtime=case.runtime)
     pricing = replace(pricing, headroom_bytes=headroom_bytes(pricing, case.limits))
-    rules = (ETP, *rules_for(case.runtime))
-    broken = next((rule for rule in rules if not rule.holds(case.model, case.training, shape)), None)
-    if broken is not None:
-        return broken.message(case.model, case.training, shape)
-    error = violation(start.schedule, int(shape.pp), int(shape.vpp), num_microbatches)
-    if error is not None:
-        return error.message
     made = start.made_order if num_microbatches == start.num_microbatches else None
     table = pricing.table(shape, start.split.priced_modes)
-    found = replace(start, pricing=pricing, table=table, made_order=made)
-    refused = next(iter(broken_recipe_rules(setting_of(found))), None)
-    if refused is not None:
-        return f"{refused.switch} {refused.says}"
-    return found if found.fits else _misfit(found, case)
+    return replace(start, pricing=pricing, table=table, made_order=made)
 
 
-def _misfit(candidate: Candidate, case: Case) -> str:
+def _misfit(candidate: Candidate) -> str:
     excess = max(candidate.excess_bytes)
     stage = candidate.excess_bytes.index(excess)
     left = f" with {gib(candidate.pricing.headroom_bytes):.1f} left free" if candidate.pricing.headroom_bytes else ""

@@ -10,12 +10,12 @@ from planner.decide.resume.batches import near_batches
 from planner.decide.resume.choice import Closed, Kind, Loads
 from planner.decide.resume.job import ResumedJob
 from planner.decide.resume.reshard import NoReshard, case_of, fastest_for, loading, reshard_for
-from planner.decide.resume.split import NoSplit, split_for, split_near, tokens_per_s, with_ranks
+from planner.decide.resume.split import NoSplit, split_for, split_near, tokens_per_s, unchecked
 from planner.errors import Infeasible
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.expressible import export_warnings
+from planner.layout.evaluate import export_warnings
 from planner.layout.price import price_layout
 from planner.layout.replan import reprice
 from planner.physics.layers import model_totals
@@ -74,8 +74,7 @@ class Ways:
         job, layout = self.job, self.job.layout
         if not job.grows or job.moves_batch:
             return None
-        found = with_ranks(job, layout.dp, layout.micro_batch_size, job.old.training.global_batch_size)
-        return None if isinstance(found, str) else Way("stay", found)
+        return Way("stay", unchecked(job, layout.dp, layout.micro_batch_size, job.old.training.global_batch_size))
 
     def _split(self) -> Way | None:
         found = split_for(self.job)
@@ -135,7 +134,7 @@ class Ways:
         case = case_of(job)
         if self.nothing is None or isinstance(case, NoReshard):
             why = "; ".join(f"{closed.kind}: {closed.reason}" for closed in self.closed)
-            return Infeasible(f"{says}: {why}", f"--gpus {self._fewest} is enough for one copy of the model")
+            return Infeasible(f"{says}: {why}", self._enough())
         told = with_remedy(self.nothing, case, search_within_risk, job.deadline)
         option = (told.remedy or {}).get("options", ["", ""])
         axis = option[0].removeprefix("--").replace("-", "_")
@@ -144,11 +143,18 @@ class Ways:
             f"{says}: {told.message}", hint, told.rejections, nearest=told.nearest, remedy=told.remedy
         )  # fmt: skip
 
-    @property
-    def _fewest(self) -> int:
-        """Whole nodes for one copy of the old layout."""
-        size, copy = self.job.case.cluster.node_size, self.job.copy_gpus
-        return -(-copy // size) * size if copy > size else copy
+    def _enough(self) -> str:
+        """The fewest whole nodes, up to those of the old layout, on which a split can load the checkpoint."""
+        size, layout = self.job.case.cluster.node_size, self.job.layout
+        for dp in range(1, layout.dp + 1):
+            used = self.job.copy_gpus * dp
+            num_gpus = used if used < size else -(-used // size) * size
+            if num_gpus >= self.job.old.cluster.num_gpus:
+                break
+            found = split_for(self.job.on(num_gpus))
+            if not isinstance(found, NoSplit) and self.loading(found) is not None:
+                return f"--gpus {num_gpus} is enough"
+        return "wait for the lost GPUs" if self.job.shrinks else "leave -b out, and the job stays as it is"
 
 
 def _interim(job: ResumedJob) -> Candidate | None:

@@ -16,7 +16,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import FULL, held_parts
 from planner.physics.compute import operator_seconds
 from planner.physics.cost import PartCost
-from planner.physics.layers import decoder_layer, embedding, head, mtp_block
+from planner.physics.layers import embedding, head
 from planner.physics.operators import Collective, Item, Operator
 from planner.physics.passes import COMM_GROUPS
 from planner.specs.model import LayerKind
@@ -153,7 +153,7 @@ class _Beats:
         ]
 
     def _raw(self, part: _Part, kind: str) -> Iterator[_Beat]:
-        """What a part does in an action, each operator and exchange as long as if it were alone."""
+        """Each operator and exchange of a part in an action, as long as if it were alone."""
         items, replayed = self._items(part)
         if kind == "F":
             yield from self._pass(items, items, "forward", ("forward_s",))
@@ -168,18 +168,18 @@ class _Beats:
     def _items(self, part: _Part) -> tuple[Sequence[Item], Sequence[Item]]:
         """The operators and exchanges of a part, and those whose forward runs again in the backward."""
         pricing, shape = self._pricing, self._shape
-        model, runtime, imbalance = pricing.model, pricing.runtime, pricing.training.moe_imbalance
+        model, runtime = pricing.model, pricing.runtime
         if part.name == "embedding":
             return embedding(model, shape, runtime), ()
         if part.name == "head":
             return head(model, shape, runtime, model.tie_word_embeddings), ()
-        layer = decoder_layer(model, part.layer or model.layers[-1], shape, runtime, imbalance)
+        layer = pricing.layer(part.layer or model.layers[-1], shape)
         replayed = pricing.replayed_items(layer, part.mode)
         if part.layer is not None:
             return layer, replayed
         blocks = model.num_nextn_predict_layers
         own = embedding(model, shape, runtime) if int(shape.pp) > 1 else ()
-        return (*own, *mtp_block(model, shape, runtime, imbalance) * blocks), [*replayed] * blocks
+        return (*own, *pricing.mtp_block(shape) * blocks), [*replayed] * blocks
 
     def _pass(
         self, items: Sequence[Item], ordered: Sequence[Item], way: str, gradients: Sequence[str], replayed: bool = False

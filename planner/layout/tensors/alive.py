@@ -6,7 +6,7 @@ They add up to the peak, item by item. What no list of tensors names is a row of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 
 from planner.answer.memory import MemoryItem
@@ -15,9 +15,10 @@ from planner.layout.memory_curve import fullest_backward
 from planner.layout.tensors import moment, parameters
 from planner.layout.tensors.kept import Held, held
 from planner.layout.tensors.parts import Part, parts_of
+from planner.physics.cost import PartCost
 from planner.physics.memory import constants
 from planner.physics.operators import Saved
-from planner.physics.stage_memory import copied_gradients_bytes, moment_bytes
+from planner.physics.stage_memory import copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
 from planner.schedule.actions import ActionList
 from planner.schedule.timeline import Timeline
 from planner.specs.units import gib
@@ -38,6 +39,10 @@ class Life:
     microbatch: int | None = None
     stage: int | None = None
     """The virtual stage whose passes these are."""
+
+
+NOW = Life(0.0, 0.0)
+"""The life of what is not placed in time yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,10 @@ def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list
     parts, always = parts_of(candidate, rank), Life(0.0, timeline.makespan_s + sum(candidate.outside))
     lives, peak = lives_at_peak(candidate, timeline, rank)
     activations = [row for life in lives for row in kept_rows(candidate, parts, life)]
-    logits, workspace = _moment(candidate, parts, rank, peak)
+    needed = moment_rows(candidate, parts, candidate.rank_costs[rank])
+    logits, workspace = ([replace(row, life=peak) for row in rows] for rows in needed)
+    workspace += copies_of_gradients(candidate, timeline, rank, activations + logits + workspace)
     workspace += [Row(held, always, "buffers") for held in moment.fixed(pricing, candidate.table)]
-    workspace += _copies(candidate, timeline, rank, activations + logits + workspace)
     constant = [Row(held(one), always, "buffers") for one in constants(pricing.model, shape, pricing.runtime)]
     statics = {
         what: [Row(held, always, part.name, part.layer) for part in parts for held in rows(pricing, shape, part.items)]
@@ -134,19 +140,20 @@ def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> Iterat
         yield Row(Held("others", missing, note=UNNAMED), life, "stage")
 
 
-def _moment(candidate: Candidate, parts: Sequence[Part], rank: int, peak: Life) -> tuple[list[Row], list[Row]]:
-    """What the loss needs, and what a backward needs in its place."""
+def moment_rows(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> tuple[list[Row], list[Row]]:
+    """What the loss of some parts needs, and what their fullest backward needs in its place; they cost `cost`."""
     pricing, shape = candidate.pricing, candidate.shape
-    if moment_bytes(candidate.rank_costs[rank])[0]:
-        return [Row(one, peak, "head") for one in moment.loss(pricing, shape, parts)], []
+    if moment_bytes(cost)[0]:
+        return [Row(one, NOW, "head") for one in moment.loss(pricing, shape, parts)], []
     part, rows = moment.backward(pricing, shape, parts)
-    return [], [Row(one, peak, part.name, part.layer) for one in rows]
+    return [], [Row(one, NOW, part.name, part.layer) for one in rows]
 
 
-def _copies(candidate: Candidate, timeline: Timeline, rank: int, before: Sequence[Row]) -> Iterator[Row]:
-    """What an optimizer's copies of gradients take beyond all that is gone when it runs."""
+def copies_of_gradients(candidate: Candidate, timeline: Timeline, rank: int, gone: Sequence[Row] = ()) -> Iterator[Row]:
+    """What an optimizer's copies of gradients take beyond buffers and all that is gone when it runs."""
     copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank])
-    more = copies - sum(row.held.num_bytes for row in before)
+    buffers = fixed_workspace_bytes(candidate.pricing, candidate.table)
+    more = copies - buffers - sum(row.held.num_bytes for row in gone)
     if more > 0:
         start_s = timeline.makespan_s + candidate.outside.exposed_dp_s
         note = f"{gib(copies):.1f} GiB of copies take the place of activations, which are gone then"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Plan, PricedLayout, StageMemory
 from planner.answer.memory import MemoryAnswer, MemoryOfStage, MemoryTensor
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
@@ -63,13 +63,23 @@ def _stage(
         peak_bytes=curve.peak_bytes,
         peak_s=curve.peak_s,
         capacity_bytes=round(plan.cluster.hardware.memory_bytes),
-        memory=layout.stages[curve.rank].memory,
-        tensors=tuple(map(_tensor, tensors_at_peak(candidate, timeline, curve.rank))),
+        chunks=layout.stages[curve.rank].chunks,
+        memory=_memory(layout, candidate, curve.rank),
+        tensors=tuple(map(as_tensor, tensors_at_peak(candidate, timeline, curve.rank))),
         curve=tuple(zip(curve.times_s.tolist(), map(int, curve.allocated_bytes.tolist()), strict=True)),
+        curve_activations_bytes=tuple(map(int, curve.activations_bytes.tolist())),
     )
 
 
-def _tensor(alive: Alive) -> MemoryTensor:
+def _memory(layout: PricedLayout, candidate: Candidate, stage: int) -> StageMemory:
+    """The stage's items as they are priced now; an older version may have written others into the plan."""
+    planned, now = layout.stages[stage].memory, candidate.memory[stage]
+    names = StageMemory.model_fields.keys() - {"total_bytes_interval"}
+    return planned.model_copy(update={name: getattr(now, name) for name in names})
+
+
+def as_tensor(alive: Alive) -> MemoryTensor:
+    """A tensor as the answer has it."""
     held, life = alive.row.held, alive.row.life
     note = held.note
     if held.dims is not None and any(size % 1 for size in held.dims):
@@ -87,5 +97,6 @@ def _tensor(alive: Alive) -> MemoryTensor:
         to_s=life.to_s,
         made_by=life.made_by,
         freed_by=life.freed_by,
+        remade_by=held.modules,
         note=note,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.layout.candidate import Candidate
 from planner.layout.split import FULL, Split, held_parts
@@ -44,13 +44,23 @@ class Part:
         """The rows that add up to what the part keeps of a micro-batch."""
         if self.mode != "none":
             layer = kept_tensors(pricing, shape, self.layer_items, self.mode)
+            if self.mode != FULL:
+                layer = _gone_with_layer(layer)
             others = (*self.before, *self.behind)
             return layer + (kept_tensors(pricing, shape, others) if others else [])
         rows = kept_tensors(pricing, shape, self.items)
+        if self.name == "layer":
+            return _gone_with_layer(rows)
         if self.name == "head":
             gone = [held(logits, operator="cross-entropy") for logits in pricing.overwritten_logits(self.items)]
             rows = [row for row in rows if row.name not in {one.name for one in gone}]
         return rows
+
+
+def _gone_with_layer(rows: list[Held]) -> list[Held]:
+    """What a layer keeps, marked as gone where the layer is recomputed whole: all but its input."""
+    given = next((row for row in rows if row.name.endswith(": input")), None)
+    return [row if row is given else replace(row, modules=(*row.modules, FULL)) for row in rows]
 
 
 def layer_modes(split: Split, model: ModelSpec, stage: int) -> Iterator[tuple[int, LayerKind, Recompute]]:

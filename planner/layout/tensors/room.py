@@ -14,6 +14,10 @@ from planner.layout.split import FULL, Split
 from planner.specs.training import Parallelism, Recompute
 
 
+LEAST_FRACTION = 0.01
+"""Least share of a stage's memory that a change has to free."""
+
+
 def changes(candidate: Candidate, layout: PricedLayout) -> list[MemoryChange]:
     """The changes of one setting that free memory on the fullest stage, the shortest step first.
 
@@ -23,9 +27,10 @@ def changes(candidate: Candidate, layout: PricedLayout) -> list[MemoryChange]:
     if candidate.made_order is not None:
         return []
     fullest = max(range(len(candidate.memory)), key=lambda rank: candidate.memory[rank].total_bytes)
+    worth_bytes = (1 - LEAST_FRACTION) * candidate.memory[fullest].total_bytes
     found = []
     for words, modules, changed in (*_recomputed(candidate), *_resized(candidate, layout)):
-        if changed.memory[fullest].total_bytes < candidate.memory[fullest].total_bytes:
+        if changed.memory[fullest].total_bytes < worth_bytes:
             peaks = tuple(stage.peak_allocated_bytes for stage in changed.memory)
             change = MemoryChange(
                 change=words, modules=modules, step_s=changed.step_s, fits=changed.fits, peak_bytes=peaks
@@ -46,8 +51,7 @@ def _recomputed(candidate: Candidate) -> Iterator[Changed]:
         if module in own:
             continue
         chosen = tuple(name for name in modules if name in {*own, module})
-        changed = _with_split(candidate, replace(split, base="selective"), chosen)
-        yield f"recompute {', '.join(chosen)}", chosen, changed
+        yield f"recompute {module}", (module,), _with_split(candidate, replace(split, base="selective"), chosen)
     if runtime.recomputes_layers and split.mtp_mode != FULL:
         kinds = pricing.model.kinds
         held = tuple(tuple(pricing.model.layers[a:b].count(kind) for kind in kinds) for a, b in split.chunks)

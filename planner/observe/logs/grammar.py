@@ -38,7 +38,7 @@ class Grammar:
     trainer: str
     rows: tuple[Row, ...]
     rank: int = 0
-    """Of grammars that read equally many steps of a file, the one with the lowest counts."""
+    """The grammar with the lowest counts if several read equally many steps of a file."""
     finish: Callable[[Record], None] = field(default=lambda record: None)
     """Works out what only the whole file says."""
 

@@ -41,7 +41,7 @@ FIELDS = (
     Field("samples/sec", "samples_per_s", 1.0, "gpt-neox"),
     Field("power per GPU (W/GPU)", "watts_per_gpu"),
 )
-"""What the line may hold; the names are the trainers' own."""
+"""Fields that the line may hold; the names are the trainers' own."""
 MEMORY = {
     "allocated": "allocated_bytes",
     "max allocated": "max_allocated_bytes",
@@ -54,6 +54,7 @@ MEMORY = {
 """Words of the memory lines, and what they count."""
 _DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
 _RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
+_MEMORY = re.compile(r"\[Rank (\d{1,7})\] [^|\[]{0,60}memory \(MB\)[^|\[]{0,20}\|([^\[]*)")
 _PROGRESS = re.compile(r"Iteration: *(\d+)")
 
 
@@ -95,7 +96,9 @@ def _rank(record: Record) -> int | None:
 
 
 def _memory(record: Record, match: re.Match[str]) -> None:
-    _memory_of(record, int(match[1]), fields(match[2]), MIB)
+    """A rank's memory; ranks that print at once leave several on a line."""
+    for rank, text in _MEMORY.findall(match.string):
+        _memory_of(record, int(rank), fields(text), MIB)
 
 
 def _memory_of(record: Record, rank: int | None, found: dict[str, str], unit: int) -> None:
@@ -222,7 +225,7 @@ def _progress(record: Record, match: re.Match[str]) -> None:
 
 ROWS = (
     row("iteration", "iteration", r"iteration\s+(\d{1,15})\s*/\s*(\d{1,15})\s*\|(.*)", _iteration),
-    row("memory", "memory (MB)", r"\[Rank (\d{1,7})\] .{0,60}memory \(MB\)[^|]{0,20}\|(.*)", _memory),
+    row("memory", "memory (MB)", r"\[Rank \d", _memory),
     row("timers on one line", "time (ms) |", r"^\s*(?:\[.{0,40}\] )?time \(ms\) \|(.*)", _old_timers),
     row("timers begin", "across ranks (ms)", r"\((min), max\) time|(max) time|times across", _timers_begin),
     row("timer, least and most", ": (", rf"^\s*{_NAME} \.*: \((\d[\d.]{{0,20}}), (\d[\d.]{{0,20}})\)", _minmax),
@@ -272,4 +275,4 @@ BRIDGE = Grammar(
     rank=1,
     finish=lambda record: record.note("the lines have no step numbers: they are counted as they come"),
 )
-"""Where only rank 0's output was kept, which has no line of an iteration."""
+"""The output of rank 0 alone, which has no line of an iteration."""

@@ -101,12 +101,13 @@ def _finish_mlperf(record: Record) -> None:
 
 
 def _blocks_as_steps(record: Record) -> None:
-    """Where no step is recorded, the means of the blocks between evaluations, whose tokens are stated."""
+    """Take the means of the blocks between evaluations, whose tokens are stated, in place of steps."""
     per_step = int(record.facts.get("global_batch_size", 0)) * int(record.facts.get("seq_length", 0))
     tokens = number(record.state.get("block"))
     if not per_step or not tokens >= per_step or tokens % per_step:
         return
     covers = round(tokens / per_step)
+    record.note("no step is recorded: seconds are means of the blocks between evaluations")
     blocks = [(begin, end) for kind, begin, end in record.activities if kind == "block"]
     for count, (begin, end) in enumerate(blocks, start=1):
         record.step(count * covers, (end - begin) / covers, end_s=end, covers=covers)

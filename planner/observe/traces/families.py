@@ -23,6 +23,7 @@ class Family:
     communicates: bool = False
 
 
+OPTIMIZER = "optimizer"
 OTHER = "other"
 """The family of names that no row knows; its share is told, with the largest of them."""
 
@@ -45,7 +46,7 @@ FAMILIES = (
         r"|sort_chunks|row_id_map|aux_loss|(gatherTopK|sbtopk|mbtopk)",
     ),
     Family(
-        "optimizer",
+        OPTIMIZER,
         r"adam|\blamb(?!da)|adagrad|muon|newton_?schulz|multi_tensor|_foreach_|fused_sgd|optimizer|l2norm",
     ),
     Family("loss", r"cross_?entropy|nll_loss|log_?softmax|logsumexp|vocab_parallel"),

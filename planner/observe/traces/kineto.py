@@ -117,25 +117,25 @@ class _Reader:
         return link if isinstance(link, int) and 0 <= link < 2**62 else -1
 
     def _call(self, arguments: dict[str, Any]) -> int:
-        group, size = str(arguments.get("Process Group Name", ""))[:100], arguments.get("Group size")
+        group, size = _text(arguments.get("Process Group Name", "")), arguments.get("Group size")
         if group not in self.groups and len(self.groups) < _MAX_CALLS:
             ranks = ranks_of(arguments.get("Process Group Ranks")) or ranks_by_stride(
                 arguments.get("Global rank start"), arguments.get("Global rank stride"), size
             )
-            description = str(arguments.get("Process Group Description", ""))[:200]
+            description = _text(arguments.get("Process Group Description", ""))
             self.groups[group] = Group(group, description, ranks, size if isinstance(size, int) else None)
         source, destination = (arguments.get(f"{end} Rank") for end in ("Src", "Dst"))
         call = Call(
-            str(arguments["Collective name"])[:100].lower(),
+            _text(arguments["Collective name"]).lower(),
             group,
             max(_count(arguments.get("In msg nelems")), _count(arguments.get("Out msg nelems"))),
-            str(arguments.get("dtype", ""))[:40],
+            _text(arguments.get("dtype", "")),
             (source, destination) if isinstance(source, int) and isinstance(destination, int) else None,
         )
         return self.calls.setdefault(call, len(self.calls)) if len(self.calls) < _MAX_CALLS else -1
 
     def traces(self, where: str) -> tuple[RankTrace, ...]:
-        """What was read, one trace a GPU."""
+        """The columns that were read, one trace a GPU."""
         header = self.scanner.header
         groups = {**self.groups, **_configured(header)}
         (gpu, order), (launches, _), (operators, _), (marks, _), (comms, _) = (
@@ -229,11 +229,9 @@ def _configured(header: Mapping[str, Any]) -> dict[str, Group]:
     groups = {}
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict):
-            name, ranks, size = str(entry.get("pg_name", "")), ranks_of(entry.get("ranks")), entry.get("pg_size")
+            name, ranks, size = _text(entry.get("pg_name", "")), ranks_of(entry.get("ranks")), entry.get("pg_size")
             whole = ranks if len(ranks) == size else ()
-            groups[name] = Group(
-                name, str(entry.get("pg_desc", ""))[:200], whole, size if isinstance(size, int) else None
-            )
+            groups[name] = Group(name, _text(entry.get("pg_desc", "")), whole, size if isinstance(size, int) else None)
     return {name: group for name, group in groups.items() if group.ranks}
 
 
@@ -252,6 +250,10 @@ def _device_name(header: Mapping[str, Any], device: int | str) -> str:
         if isinstance(entry, dict) and entry.get("id") == device:
             return printable(str(entry.get("name") or "GPU"), 80)
     return "GPU"
+
+
+def _text(value: object) -> str:
+    return printable(str(value)[:200])
 
 
 def _key(place: object) -> int | str:

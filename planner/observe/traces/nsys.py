@@ -41,7 +41,7 @@ def read_nsys(path: str | Path) -> tuple[RankTrace, ...]:
             database.execute("PRAGMA trusted_schema = 0")
             database.text_factory = lambda data: data.decode("utf-8", "replace")
             return _Export(database, where).traces()
-    except (sqlite3.Error, OverflowError) as error:
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:  # the last in names of a damaged schema
         raise SpecError(f"{where}: cannot be read as a database: {printable(str(error), 80)}", _HINT) from None
 
 

@@ -28,7 +28,7 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True)
 class Peers:
-    """What the traces of several ranks tell of each other, by place in the list of ranks and index of the event."""
+    """Waits and transfers that traces tell of each other, by the rank's place in the list and the event's index."""
 
     transfer_ns: list[dict[int, int]]
     wait_ns: list[dict[int, int]]
@@ -76,7 +76,7 @@ def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
 
 
 def _key(events: Sorted, index: int) -> Key | None:
-    """What two ranks share about one exchange; None where the trace does not say its ranks."""
+    """The key that ranks share of one exchange; None where the trace does not say its ranks."""
     trace = events.trace
     if trace.gpu.call[index] < 0:
         return ("world", kind_of(trace.names[trace.gpu.name[index]])) if _all_in_one(trace) else None

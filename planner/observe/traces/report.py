@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planner.errors import SpecError
@@ -13,17 +13,15 @@ from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.nsys import read_nsys
 from planner.observe.traces.peers import Peers, stage_of, stragglers
 from planner.observe.traces.results import RankReport, TraceReport
+from planner.observe.traces.source import Progress
 from planner.observe.traces.steps import step_windows
 from planner.observe.traces.trace import RankTrace
 
-FileProgress = Callable[[str, float], None]
-"""Called with a file's name and the fraction of it that has been read."""
-
 
 def read_traces(
-    paths: Sequence[str | Path], grid: Mapping[str, int] | None = None, progress: FileProgress | None = None
+    paths: Sequence[str | Path], grid: Mapping[str, int] | None = None, progress: Progress | None = None
 ) -> TraceReport:
-    """What the profiler's traces of one run say, one rank after the other and beside each other.
+    """Read the profiler's traces of one run, one rank after the other and beside each other.
 
     `grid` holds the sizes of tp, cp, dp and pp, and names the axes of process groups that the traces leave undescribed.
     Raises SpecError for a file that is no trace, and where two files are of one rank.
@@ -36,7 +34,8 @@ def read_traces(
     peers = Peers.of(ranks)
     reports = tuple(
         RankReport(
-            file=events.trace.where, rank=events.trace.rank, stage=stage_of(events, grid), device=events.trace.device,
+            file=events.trace.where, rank=events.trace.rank, stage=stage_of(events, grid),
+            world_size=events.trace.world_size, device=events.trace.device,
             steps=tuple(break_down(events, step) for step in step_windows(events.trace)),
             collectives=collective_times(events, peers.transfer_ns[place], peers.wait_ns[place]),
             warnings=events.trace.warnings,
@@ -49,9 +48,8 @@ def read_traces(
     )  # fmt: skip
 
 
-def _read(path: str | Path, progress: FileProgress | None) -> tuple[RankTrace, ...]:
-    told = (lambda fraction: progress(str(path), fraction)) if progress else None
-    return read_nsys(path) if kind_of(path) is Kind.NSYS else read_kineto(path, told)
+def _read(path: str | Path, progress: Progress | None) -> tuple[RankTrace, ...]:
+    return read_nsys(path) if kind_of(path) is Kind.NSYS else read_kineto(path, progress)
 
 
 def _refuse_twins(traces: Sequence[RankTrace]) -> None:
@@ -62,7 +60,7 @@ def _refuse_twins(traces: Sequence[RankTrace]) -> None:
 
 
 def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Peers) -> tuple[str, ...]:
-    """What these traces cannot tell, in words."""
+    """Sentences on what these traces cannot tell."""
     told = []
     communicates = any((events.group >= 0).any() for events in ranks)
     if communicates and not peers.num_matched:

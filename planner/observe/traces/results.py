@@ -11,7 +11,7 @@ class FamilyTime(Spec):
     family: str
     seconds: float
     share_fraction: float
-    """Of the step's computing time."""
+    """Share of the step's computing time."""
     num_kernels: int
     largest: tuple[str, ...] = ()
     """Names of the longest kernels, for the family `other`."""
@@ -27,9 +27,9 @@ class GroupTime(Spec):
     busy_s: float
     """Length of the union; kernels hold waiting for other ranks too."""
     hidden_s: float
-    """Of it, while this rank computed."""
+    """The part while this rank computed."""
     exposed_s: float
-    """Of it, while it computed nothing and no group above communicated: these add up over groups."""
+    """The part while it computed nothing and no group above communicated: these add up over groups."""
 
 
 class PhaseTime(Spec):
@@ -43,7 +43,7 @@ class PhaseTime(Spec):
     median_s: float | None = None
     """Median computing time of one range."""
     source: str
-    """What told the phase: `annotations` or `autograd`."""
+    """The evidence for the phase: `annotations` or `autograd`."""
 
 
 class TraceStep(Spec):
@@ -78,7 +78,7 @@ class CollectiveTime(Spec):
     group: str
     collective: str
     num_bytes: int | None
-    """Of the larger side; None where the trace does not say it."""
+    """Bytes of the larger side; None where the trace does not say it."""
     group_size: int | None
     count: int
     median_s: float
@@ -93,11 +93,12 @@ class CollectiveTime(Spec):
 
 
 class RankReport(Spec):
-    """What one rank's trace says."""
+    """Steps and exchanges of one rank's trace."""
 
     file: str
     rank: int | None
     stage: int | None = None
+    world_size: int | None = None
     device: str
     steps: tuple[TraceStep, ...]
     collectives: tuple[CollectiveTime, ...] = ()
@@ -117,7 +118,7 @@ class Straggler(Spec):
 
 
 class TraceReport(Spec):
-    """What traces of one run say, one entry a rank, and what they cannot show."""
+    """Traces of one run, one entry a rank, and what they cannot show."""
 
     ranks: tuple[RankReport, ...]
     stragglers: tuple[Straggler, ...] = ()

@@ -12,8 +12,8 @@ from typing import IO
 from planner.errors import SpecError
 from planner.specs.reading import label, printable
 
-Progress = Callable[[float], None]
-"""Called with the fraction of a file that has been read."""
+Progress = Callable[[], None]
+"""Called once for each MiB that has been read and inflated."""
 
 GZIP = b"\x1f\x8b"
 CHUNK_BYTES = 2**20
@@ -64,13 +64,14 @@ class Source:
         except (OSError, EOFError, zlib.error) as error:
             reason = "ends in the middle" if isinstance(error, EOFError) else f"cannot be inflated: {error}"
             raise self.broken(f"gzip {reason}", "copy the file again") from None
-        self._num_inflated += len(data)
+        before, self._num_inflated = self._num_inflated, self._num_inflated + len(data)
         if self._stream is not self._raw:
             most = max(MAX_INFLATION * self._size_bytes, INFLATION_SLACK_BYTES)
             if self._num_inflated > most:
                 raise self.broken(f"its {self._size_bytes:,} bytes inflate to more than {most:,}, as no trace does")
-        if self._progress and self._size_bytes:
-            self._progress(min(self._raw.tell() / self._size_bytes, 1.0))
+        if self._progress:
+            for _ in range(self._num_inflated // 2**20 - before // 2**20):
+                self._progress()
         return data
 
     def read_all(self, max_bytes: int) -> bytes:

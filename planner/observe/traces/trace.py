@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from planner.observe.traces.groups import Group
 from planner.observe.traces.intervals import Times
+from planner.specs.reading import printable
 
 MAX_NAME_CHARS = 2000
 MAX_NAMES_CHARS = 2**26
@@ -69,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What one process saw of one device.
+    """Events that one process saw of one device.
 
     `origin_ns` is the time of nanosecond 0 on the clock that the file says its times are of.
     """
@@ -117,12 +118,12 @@ class Names:
     def __call__(self, text: str) -> int:
         index = self._index.get(text)
         if index is None:
-            text = text[:MAX_NAME_CHARS] if self._num_chars < MAX_NAMES_CHARS else NAMELESS
-            index = self._index.get(text)
+            key = text[:MAX_NAME_CHARS] if self._num_chars < MAX_NAMES_CHARS else NAMELESS
+            index = self._index.get(key)
             if index is None:
-                index = self._index[text] = len(self.texts)
-                self.texts.append(text)
-                self._num_chars += len(text) + 100
+                index = self._index[key] = len(self.texts)
+                self.texts.append(printable(key, MAX_NAME_CHARS))
+                self._num_chars += len(key) + 100
         return index
 
 

@@ -147,7 +147,8 @@ def _conditions(choice: Choice) -> Iterator[str]:
     loads = "the checkpoint loads as it is" if choice.loads == "as_is" else "the checkpoint"
     needs = "; ".join(choice.needs)
     ready = "" if choice.ready_back_s is None else f" (back in {duration(choice.ready_back_s)} had it been saved so)"
-    yield f"{loads}{': ' if needs else ''}{needs}{ready}"
+    joint = "" if not needs else "; " if choice.loads == "as_is" else ": "
+    yield f"{loads}{joint}{needs}{ready}"
     if choice.oom_probability is not None and choice.oom_probability >= 0.01:
         yield f"fits with {fits_with(choice.oom_probability)}"
     if choice.convergence:

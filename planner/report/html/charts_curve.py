@@ -41,31 +41,29 @@ def envelope(times_s: FloatArray, values: FloatArray, columns: int = COLUMNS) ->
 
 
 def draw_curves(curves: Sequence[MemoryCurve], capacity_bytes: int) -> Html:
-    """Memory over the step of the fullest, the first and the last stage, with the capacity as a line."""
+    """Memory over the step of a few stages, with the peak of the fullest of them and the capacity as a line."""
     totals = [curve.peak_bytes + curve.reserved_bytes for curve in curves]
-    fullest = int(np.argmax(totals))
-    shown = dict.fromkeys((fullest, 0, len(curves) - 1))
-    factor, unit = unit_for(float(curves[fullest].times_s[-1]))
+    peak, most_bytes = curves[int(np.argmax(totals))], max(totals)
+    factor, unit = unit_for(float(peak.times_s[-1]))
     drawn = figure(WIDE_IN, HIGH_IN)
     with drawing():
         axes = drawn.add_subplot()
-        for colour, number in zip((PALETTE[0], PALETTE[1], PALETTE[2]), shown, strict=False):
-            curve, name = curves[number], f"stage {number}" + (", the fullest" if number == fullest else "")
+        for colour, curve in zip(PALETTE, curves, strict=False):
+            name = f"stage {curve.rank}" + (", the fullest" if curve is peak else "")
             edges_s, low, high = envelope(curve.times_s, (curve.allocated_bytes + curve.reserved_bytes) / GIB)
             axes.stairs(high, edges_s * factor, baseline=low, fill=True, color=colour, alpha=0.25, linewidth=0)
             axes.stairs(high, edges_s * factor, baseline=None, color=colour, linewidth=1.1, label=name)
-        peak = curves[fullest]
-        at, most = (peak.peak_s * factor, totals[fullest] / GIB)
+        at, most = peak.peak_s * factor, most_bytes / GIB
         axes.plot([at], [most], "o", color=INK, markersize=3.5)
         is_right = peak.peak_s > 0.6 * float(peak.times_s[-1])
         side = ((-5, 3), "right") if is_right else ((5, 3), "left")
         axes.annotate(
             f"peak {most:.1f}", (at, most), xytext=side[0], textcoords="offset points", ha=side[1], fontsize=8
         )
-        draw_capacity(axes, capacity_bytes, max(totals))
+        draw_capacity(axes, capacity_bytes, most_bytes)
         axes.set_xlim(0, float(peak.times_s[-1]) * factor)
         axes.set_xlabel(f"time in the step, {unit}")
         axes.grid()
         drawn.legend(loc="outside lower center", ncols=2, fontsize=8, handlelength=1.2, columnspacing=1.2)
-    label = f"Memory over the step, in GiB; stage {fullest} has the highest peak, {gibibytes(totals[fullest])} GiB"
+    label = f"Memory over the step, in GiB; stage {peak.rank} has the highest peak, {gibibytes(most_bytes)} GiB"
     return svg(drawn, label)

@@ -66,7 +66,7 @@ def looks(families: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def draw_scatter(points: Sequence[Point]) -> Html:
     """Every run as a mark, by the look of its family, on two logarithmic axes of the same length."""
-    drawn, families = figure(10.5, 7.2), looks(list(dict.fromkeys(point.family for point in points)))
+    drawn, families = figure(9.6, 7.2), looks(list(dict.fromkeys(point.family for point in points)))
     with drawing():
         axes = drawn.add_subplot()
         _draw_paper(axes, [value for point in points for value in (point.measured_s, point.predicted_s)])
@@ -95,7 +95,7 @@ def draw_families(points: Sequence[Point]) -> Html:
         axes.axvspan(-100 * BAND_FRACTION, 100 * BAND_FRACTION, color=LINE, alpha=0.7, linewidth=0)
         for row, family in enumerate(families):
             errors = [100 * point.error for point in points if point.family == family]
-            axes.plot(errors, [row] * len(errors), "|", color=PALETTE[0], markersize=7, alpha=0.6)
+            axes.plot(errors, [row] * len(errors), "|", color=INK, markersize=7, alpha=0.5)
             (mark,) = axes.plot([median(errors)], [row], "D", color=PALETTE[1], markersize=4)
             mark.set_gid(hint(row))
             hints.append(f"{family}, {len(errors)} runs: median {median(errors):+.1f}%")

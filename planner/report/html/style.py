@@ -31,7 +31,7 @@ p { margin: .4rem 0; max-width: 46rem; }
 .figures div { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }
 .figures dt { color: var(--soft); font-size: .82rem; }
 .figures dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.figures dd.note { font-size: .8rem; font-weight: 400; color: var(--soft); }
+.figures dd.note { font-size: .8rem; font-weight: 400; color: var(--soft); text-wrap: balance; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th { text-align: left; color: var(--soft); font-weight: 500; }

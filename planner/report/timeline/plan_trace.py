@@ -28,8 +28,8 @@ SHOWN: dict[Together, str] = {
 }
 """How exchanges are shown, in the order in which it is tried."""
 MAX_SLICES = 300_000
-"""Exchanges of a step; where there are more, those of a layer are one, and then those of a pass: a trace of twice as
-many slices is 100 MB, which Perfetto takes minutes to open."""
+"""Exchanges of a step; where there are more, those of a layer are one, and then those of a pass. Each is two slices: so
+the file of the longest step has about 150 MB."""
 
 
 def plan_trace(plan: Plan, layout: PricedLayout) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _inner(priced: Candidate, passes: Passes) -> Inner:
         slices: list[InnerSlice] = []
         free_s = dict.fromkeys(GROUPS, 0.0)
         for one in exchanges:
-            args = {"part": one.part, "exposed_s": one.exposed_s, "hidden_s": one.hidden_s}
+            args = {"part": one.part, "exposed_s": round(one.exposed_s, 9), "hidden_s": round(one.hidden_s, 9)}
             shown_s = one.start_s, one.start_s + one.exposed_s
             slices.append(InnerSlice(COMPUTE, f"{GROUPS[one.group]}: {one.name}", *shown_s, {"part": one.part}))
             hidden_s = (0.0, one.hidden_s) if one.leads else (one.hidden_s, 0.0)

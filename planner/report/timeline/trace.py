@@ -1,8 +1,8 @@
 """A timeline as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 One process per pipeline rank, with a thread for each of `TRACKS` and for whatever the caller adds, arrows from each
-pass to the one on another rank that consumes its result, and counters. Times in the file are microseconds, in steps of an
-eighth: these are whole nanoseconds too, so that no reader rounds slices into each other.
+pass to the one on another rank that consumes its result, and counters. Times in the file are microseconds, in steps of
+an eighth: these are whole nanoseconds too, so that no reader rounds slices into each other.
 """
 
 from __future__ import annotations

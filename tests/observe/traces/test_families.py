@@ -23,7 +23,10 @@ KERNELS = [
     ("MoE routing", "void at::native::sbtopk::gatherTopK<float, unsigned int, 1, false>(TensorInfo)"),
     ("optimizer", "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>(long)"),
     ("elementwise", "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"),
-    ("elementwise", "void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<BinaryFunctor, lambda(int)#1>>"),
+    (
+        "elementwise",
+        "void at::native::elementwise_kernel<128, 4, gpu_kernel_impl_nocast<BinaryFunctor, lambda(int)#1>>",
+    ),
     ("casts and quantisation", "void transformer_engine::cast_transpose_fused_kernel_notaligned<true>(CTDBiasParam)"),
     ("fused by Inductor", "triton_red_fused_add_native_layer_norm_3"),
     ("loss", "void vocab_parallel_cross_entropy_kernel<float>()"),

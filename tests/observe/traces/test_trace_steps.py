@@ -125,7 +125,12 @@ def test_kernels_without_words_get_their_collective_from_the_host(tmp_path: Path
     (trace_read,) = read_kineto(trace.write(tmp_path / "made.json"))
     assert trace_read.groups["5"].ranks == (1, 3, 5, 7)
     gathered, transfer = reported(trace, tmp_path).collectives
-    assert (gathered.group, gathered.collective, gathered.num_bytes, gathered.count) == ("dp", "reduce_scatter", 32000, 1)
+    assert (gathered.group, gathered.collective, gathered.num_bytes, gathered.count) == (
+        "dp",
+        "reduce_scatter",
+        32000,
+        1,
+    )
     # 32,000 bytes × 3/4 in 100 µs, waiting included: the links are at least as fast
     assert (gathered.bus_gb_per_s, gathered.at_least) == (pytest.approx(0.24), True)
     assert (transfer.group, transfer.num_bytes, transfer.bus_gb_per_s) == ("point to point", None, None)

@@ -159,6 +159,7 @@ def test_headings_are_in_order_and_charts_and_tables_say_what_they_are(make_plan
     assert len(set(names)) == len(names), "drawings share no names"
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_the_command_that_made_it_stands_at_the_top(make_plan: MakePlan) -> None:
     command = "plan --model '<b>.yaml' --gpus 2048"
     shown = page(make_plan().model_copy(update={"command": command}))

@@ -17,8 +17,8 @@ JOBS = {
 }
 READ = """() => {
   const parse = (text) => (text.match(/[0-9.]+/g) || []).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255).map((c) => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
-    .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+  const linear = (c) => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
   const behind = (node) => {
     for (; node; node = node.parentElement) {
       const [r, g, b, a] = parse(getComputedStyle(node).backgroundColor);
@@ -31,7 +31,7 @@ READ = """() => {
     const style = getComputedStyle(node), svg = node.namespaceURI.endsWith('svg');
     if (!words || node.tagName === 'title' || !node.getClientRects().length) return [];
     const [ink, paper] = [parse(svg ? style.fill : style.color), behind(node)].map(light);
-    const on_a_bar = svg && [0, 1].includes(ink);
+    const on_a_bar = svg && [0, 1].includes(Math.round(1e6 * ink) / 1e6);
     const ratio = (Math.max(ink, paper) + .05) / (Math.min(ink, paper) + .05);
     return on_a_bar ? [] : [[words.slice(0, 40), ratio]];
   });
@@ -56,8 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(("name", "scheme"), [("405b", "dark"), ("8b", "light")])
 def test_a_phone_shows_it_whole_and_every_text_can_be_read(browser: Any, folder: Path, name: str, scheme: str) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
     said: list[str] = []

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from trace_judge import judge, named
 
-from planner.report.timeline.trace import TraceSlice, trace_events
+from planner.report.timeline.trace import COMPUTE, InnerSlice, TraceCounter, TraceSlice, trace_events
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, replay
 
@@ -18,7 +18,7 @@ def events_of(name: str, pp: int, vpp: int, num_microbatches: int, **more: Any) 
     ones = [1.0] * pp * vpp
     durations = Durations(ones, ones, ones, activation_bytes=[10.0] * pp * vpp, **more)
     trace = trace_events(replay(build_schedule(name, pp, vpp, num_microbatches), durations))
-    json.dumps(trace, allow_nan=False)
+    judge(trace)
     events: list[dict[str, Any]] = trace["traceEvents"]
     return events
 
@@ -89,3 +89,55 @@ def test_the_caller_adds_what_surrounds_the_pipeline() -> None:
     (thread,) = {e["tid"] for e in events if e["name"] == "thread_name" and e["args"]["name"] == "data parallel"}
     assert {"ph": "X", "pid": 0, "tid": thread, "name": "reduce gradients", "ts": 9e6, "dur": 0.5e6} in events
     assert events[0]["args"]["name"] == "stage 0"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_arrows_lead_from_each_result_to_what_consumes_it(name: str) -> None:
+    vpp = 2 if name == "zb-v" else 1
+    events = events_of(name, 4, vpp, 8, p2p_s=0.25)
+    slices = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    starts, ends = ({event["id"]: event for event in events if event["ph"] == phase} for phase in "sf")
+    assert len(starts) == 2 * 3 * vpp * 8  # three boundaries that cross ranks, there and back, for each round
+    for flow, start in starts.items():
+        sent, received = (
+            next(one for one in slices if one["pid"] == end["pid"] and one["ts"] <= end["ts"] < one["ts"] + one["dur"])
+            for end in (start, ends[flow])
+        )
+        assert sent["args"]["micro-batch"] == received["args"]["micro-batch"]
+        step = 1 if start["name"] == "activation" else -1
+        assert received["args"]["stage"] == sent["args"]["stage"] + step
+        assert sent["ts"] + sent["dur"] + 0.25e6 <= received["ts"]
+
+
+def test_what_is_inside_a_pass_lies_in_every_such_pass_and_arrows_keep_clear_of_it() -> None:
+    ones = [1.0, 1.0]
+    timeline = replay(build_schedule("1f1b", 2, 1, 2), Durations(ones, ones, ones))
+    inner = {
+        (0, "F"): [
+            InnerSlice(COMPUTE, "tp: gather", 0.0, 0.25),
+            InnerSlice("tensor-parallel", "gather", 0.0, 0.5, {"hidden_s": 0.25}),
+            InnerSlice(COMPUTE, "tp: scatter", 0.75, 1.0),
+        ]
+    }
+    trace = trace_events(timeline, inner=inner)
+    slices = named(trace, judge(trace))
+    assert [(one.start_ns, one.depth) for one in slices[0, "compute"] if one.event["name"] == "tp: gather"] == [
+        (0, 1),
+        (1_000_000_000, 1),
+    ]
+    assert [one.seconds for one in slices[0, "tensor-parallel"]] == [0.5, 0.5]
+    starts = [event["ts"] for event in trace["traceEvents"] if event["ph"] == "s" and event["pid"] == 0]
+    assert starts == [0.5e6, 1.5e6]
+
+
+def test_counters_are_what_the_caller_gives() -> None:
+    timeline = replay(build_schedule("gpipe", 1, 1, 1), Durations([1.0], [1.0], [1.0]))
+    counter = TraceCounter(0, "memory", [0.0, 1.0], {"allocated": [1.0, 2.0], "reserved": [3.0, 3.0]})
+    trace = trace_events(timeline, counters=[counter], about={"model": "toy"})
+    judge(trace)
+    counted = [event for event in trace["traceEvents"] if event["name"] == "memory"]
+    assert [(event["ts"], event["args"]) for event in counted] == [
+        (0, {"allocated": 1.0, "reserved": 3.0}),
+        (1e6, {"allocated": 2.0, "reserved": 3.0}),
+    ]
+    assert trace["otherData"] == {"model": "toy"}

@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What one rank recorded, by (name, description) of the group."""
+    """Entries that one rank recorded, by (name, description) of the group."""
 
     rank: int
     entries: dict[tuple[str, str], list[Entry]]

@@ -6,6 +6,7 @@ ranks, by `collective_seq_id`; transfers between two ranks have numbers of their
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -16,8 +17,8 @@ from planner.observe.traces.flight.dump import Dump, Entry, read_dump
 from planner.specs.base import Spec
 
 NUM_SLOWEST = 5
-_ROOTED = ("broadcast", "scatter", "gather", "reduce ", "all_to_all", "alltoall")
-"""Collectives whose ranks may give sizes of their own; `reduce ` is not `reduce_scatter`."""
+_OWN_SIZES = re.compile(r"_?(broadcast|scatter|gather|reduce)|_?all_?to_?all.*")
+"""Collectives whose ranks may give sizes of their own."""
 
 
 class Outstanding(Spec):
@@ -32,7 +33,7 @@ class Outstanding(Spec):
     age_s: float | None
     """From the first rank's call to the newest time in any dump."""
     where: str
-    """Where the first waiting rank called it."""
+    """File, line and function of the first waiting rank's call."""
 
 
 class Mismatch(Spec):
@@ -71,7 +72,7 @@ class FlightGroup(Spec):
 
 
 class FlightReport(Spec):
-    """What dumps of some ranks say together."""
+    """Groups in the dumps of some ranks, and the likely cause of a hang."""
 
     ranks: tuple[int, ...]
     missing_ranks: tuple[int, ...]
@@ -82,7 +83,7 @@ class FlightReport(Spec):
 
 
 def read_flight_recorder(paths: Sequence[str | Path]) -> FlightReport:
-    """What the dumps of a job's ranks say. Raises SpecError for any other file, and for two of one rank."""
+    """Hold the dumps of a job's ranks beside each other. Raises SpecError for other files, and for two of one rank."""
     dumps = [read_dump(path, number, len(paths)) for number, path in enumerate(paths)]
     ranks = tuple(sorted(dump.rank for dump in dumps))
     twice = next((a for a, b in pairwise(ranks) if a == b), None)
@@ -150,9 +151,9 @@ def _outstanding(
 
 
 def _mismatches(number: int, called: list[Entry]) -> Iterator[Mismatch]:
-    """What ranks disagree on; sizes may differ where a root gives or takes them."""
+    """The field in which ranks differ; sizes may differ where a root gives or takes them."""
     values = {"collective": {e.rank: e.collective for e in called}, "dtype": {e.rank: e.dtype for e in called}}
-    if not any(word in f"{e.collective} " for e in called for word in _ROOTED):
+    if not any(_OWN_SIZES.fullmatch(e.collective) for e in called):
         values["sizes"] = {e.rank: e.sizes for e in called}
     for field, of_rank in values.items():
         if len(set(of_rank.values())) > 1:
@@ -171,7 +172,8 @@ def _verdict(groups: Sequence[FlightGroup]) -> str:
             if waits.missing:
                 missing = ", ".join(map(str, waits.missing[:8]))
                 what = f"{waits.collective} number {waits.sequence}"
-                return f"{_name(group)}: rank {missing} never called {what}, in which {len(waits.waiting)} others wait"
+                called = ", ".join(map(str, waits.waiting[:8]))
+                return f"{_name(group)}: rank {missing} never called {what}, in which rank {called} waits"
     waiting = [group for group in groups if group.outstanding]
     if waiting:
         waits = waiting[0].outstanding[0]

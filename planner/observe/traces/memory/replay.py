@@ -156,7 +156,7 @@ class Replay:
         )
 
     def warnings(self) -> tuple[str, ...]:
-        """What makes the replay less than certain."""
+        """Sentences on what makes the replay less than certain."""
         told = []
         if self._num_twice:
             told.append(f"{self._num_twice:,} addresses were allocated twice: events between are missing")

@@ -84,7 +84,7 @@ class SnapshotReport(Spec):
 
 
 def read_snapshot(path: str | Path, progress: Progress | None = None) -> tuple[SnapshotReport, ...]:
-    """What a snapshot says of each device that it has events or segments of; SpecError for any other file."""
+    """Replay a snapshot for each device that it has events or segments of; SpecError for any other file."""
     where = label(path)
     data, size_bytes = load_plain(path, progress)
     if not isinstance(data, dict) or not isinstance(data.get("segments"), list):

@@ -1,7 +1,7 @@
-"""A judge of Chrome trace events: a reader as strict as Perfetto, which drops slices that overlap and lost arrows.
+"""A judge of Chrome trace events, as strict as Perfetto, which drops slices that overlap and arrows that bind to none.
 
-Perfetto's own reader needs a binary from the network. The rules are those of the Trace Event Format (Google, 2016) and of
-Perfetto's documentation of how it imports JSON.
+Perfetto's own reader is a binary from the network. The rules are those of the Trace Event Format (Google, 2016) and of
+Perfetto's documentation of what it reads of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,17 @@ class Slice(NamedTuple):
     start_ns: int
     end_ns: int
     depth: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it takes."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+def named(trace: dict[str, Any], slices: dict[tuple[int, int], list[Slice]]) -> dict[tuple[int, str], list[Slice]]:
+    """The slices by process and name of the thread."""
+    names = _threads(trace["traceEvents"])
+    return {(thread[0], names[thread]): own for thread, own in slices.items()}
 
 
 def judge(trace: dict[str, Any]) -> dict[tuple[int, int], list[Slice]]:

@@ -1,0 +1,238 @@
+"""The course of a run through its phases: the layout of each with which phases and stops together take least.
+
+Staying in a layout costs nothing where the job can go on, which batch and data alone allow. Everything else is a stop:
+the checkpoint is written, a new job starts and reads it. The best course is a shortest path, phase by phase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from planner.answer import PricedLayout
+from planner.decide.phases import GRID, Asked, Found, Phase, Run, found, run_in, tried
+from planner.decide.processes import Each
+from planner.decide.resume.choice import Loads
+from planner.decide.resume.seconds import CONVERSIONS, transfer
+from planner.errors import PlannerError, SpecError
+from planner.months.losses import losses_of
+from planner.months.standstill import Standstill
+from planner.trainers.checkpoint import AXES
+from planner.trainers.load import checkpoint_of
+from planner.trainers.spec import RuntimeSpec
+
+Key = tuple[object, ...]
+SECONDS_PER_HOUR = 3600
+
+
+def shortest(costs_s: Sequence[Mapping[Key, float]], change_s: Callable[[int, Key, Key], float]) -> list[Key]:
+    """The layout of each phase with which `costs_s` of all phases and `change_s` before each but the first are least.
+
+    `change_s` is of a phase, the layout before it and its own. Of equal courses, the one that changes less is taken.
+    """
+    paths: dict[Key, tuple[float, int, tuple[Key, ...]]] = {
+        key: (seconds, 0, (key,)) for key, seconds in costs_s[0].items()
+    }
+    for number, costs in enumerate(costs_s[1:], start=1):
+        longer = {}
+        for key, seconds in costs.items():
+            ways = (
+                (so_far + change_s(number, path[-1], key) + seconds, moves + (path[-1] != key), path)
+                for so_far, moves, path in paths.values()
+            )
+            total_s, moves, path = min(ways, key=lambda way: way[:2])
+            longer[key] = (total_s, moves, (*path, key))
+        paths = longer
+    return list(min(paths.values(), key=lambda way: way[:2])[2])
+
+
+def key_of(layout: PricedLayout) -> Key:
+    """All that tells a layout from others, whatever its batch is; what its ranks hold comes first."""
+    sizes = layout.parallelism.model_copy(update={"num_microbatches": 1, "num_gpus_spare": 0})
+    recomputed = tuple((tuple(sorted(stage.recompute.items())), stage.num_recomputed) for stage in layout.stages)
+    return held(layout), str(sizes), sizes.schedule, layout.actions, recomputed, layout.runtime_spec
+
+
+def held(layout: PricedLayout) -> Key:
+    """The share of the model that each rank holds: layouts that are alike in it need no other checkpoint."""
+    chunks = tuple((stage.chunks, stage.holds) for stage in layout.stages)
+    return (*(getattr(layout.parallelism, axis) for axis in GRID), chunks)
+
+
+@dataclass(frozen=True)
+class Course:
+    """Phases with their own plans, the layouts that are tried, and what each phase takes in them."""
+
+    phases: tuple[Phase, ...]
+    found: tuple[Found, ...]
+    reshard_s: float = 0.0
+    known: dict[tuple[int, Key], Run | str] = field(default_factory=dict)
+    """The run of each phase in a layout, or the reason why it cannot run there, as far as it was asked for."""
+
+    @cached_property
+    def layouts(self) -> dict[Key, tuple[PricedLayout, int]]:
+        """All layouts, with the phase that each was found for."""
+        pairs = [(layout, number) for number, plan in enumerate(self.found) for layout in plan.layouts]
+        return {key_of(layout): (layout, number) for layout, number in reversed(pairs)}
+
+    def neighbours(self, number: int) -> list[int]:
+        """The other phases whose layouts may pay in a phase: those between which and it the job goes on.
+
+        Behind a stop any layout can be chosen, so that others matter only where resharding itself costs something.
+        """
+        phases = self.phases
+        goes_on = [i > 0 and phase.goes_on_from(phases[i - 1]) for i, phase in enumerate(phases)]
+        others = (i for i in range(len(phases)) if i != number)
+        return [i for i in others if self.reshard_s or all(goes_on[min(i, number) + 1 : max(i, number) + 1])]
+
+    def asked(self, number: int, keys: Iterable[Key], grid: PricedLayout | None = None) -> Asked:
+        """Layouts that are to be tried in a phase."""
+        layouts = tuple(self.in_phase(number, key) for key in keys)
+        return Asked(self.phases[number], self.found[number].plan, layouts, grid)
+
+    def kept(self, number: int, before: Key) -> tuple[Key, Run | str]:
+        """The best layout of a phase in which ranks hold what they held before, and its run or why it has none.
+
+        Where the job goes on, nothing of the layout may change.
+        """
+        alike = {key: run for key, run in self.runs_of(number).items() if key[0] == before[0]}
+        if alike and self.stops(number, before, before):
+            return min(alike.items(), key=lambda pair: pair[1].wall_s)
+        return before, self.run(number, before)
+
+    def in_phase(self, number: int, key: Key) -> tuple[PricedLayout, RuntimeSpec]:
+        """A layout and its runtime in a phase: its own, or that of the phase's plan where its own may not run."""
+        layout, origin = self.layouts[key]
+        own = self.found[number].plan.runtime_spec
+        may_run = self.phases[number].has_runtime_of(self.phases[origin])
+        return layout, (layout.runtime_spec or own) if may_run else own
+
+    def run(self, number: int, key: Key) -> Run | str:
+        """The run of a phase in a layout, or the reason why it cannot run there."""
+        if (number, key) not in self.known:
+            layout, runtime = self.in_phase(number, key)
+            self.known[number, key] = run_in(self.phases[number], self.found[number].plan, layout, runtime)
+        return self.known[number, key]
+
+    def stop(self, number: int, loads: Loads = "as_is") -> Standstill:
+        """The seconds of a stop before a phase: the checkpoint is written, a new job starts and reads it."""
+        own = self.found[number].plan
+        num_bytes = own.runtime_spec.checkpoint_bytes_per_parameter * own.model.num_parameters
+        operations, num_gpus = own.training.operations, own.cluster.num_gpus
+        losses = losses_of(own.cluster, operations, num_gpus, num_bytes, own.runtime_spec.asynchronous_checkpoints)
+        moved = transfer(losses)
+        converted = {"convert": moved.times(CONVERSIONS)} if loads == "convert" else {}
+        return Standstill({"save": moved, **converted, "start": losses.restart_s, "read": moved})
+
+    def stops(self, number: int, before: Key, after: Key) -> bool:
+        """True where a new job has to start between two layouts."""
+        return number > 0 and (before != after or not self.phases[number].goes_on_from(self.phases[number - 1]))
+
+    def loads(self, number: int, before: Key, after: Key) -> Loads | None:
+        """The way in which a layout loads the checkpoint of the phase before; None if it cannot.
+
+        What has to be written again is saved in the other format from the start, since the change is planned.
+        """
+        old, new = (self.layouts[key][0] for key in (before, after))
+        row = checkpoint_of(self.found[number - 1].plan.runtime_spec, old.parallelism.zero_stage)
+        other = {axis for axis in AXES if _axis(old, axis) != _axis(new, axis)}
+        if other.isdisjoint(row.keeps):
+            return "as_is" if new.parallelism.zero_stage in row.zero_stages else None
+        if row.rewritten is None or not other.isdisjoint(row.rewritten.keeps):
+            return None
+        return "ready" if row.rewritten.by == "resave" else row.rewritten.by
+
+    def change_s(self, number: int, before: Key, after: Key) -> float:
+        """Seconds between the phase before and a phase; infinite where its layout cannot load the checkpoint."""
+        if not self.stops(number, before, after):
+            return 0.0
+        if before[0] == after[0]:
+            return self._stop_s(number, "as_is")
+        loads = self.loads(number, before, after)
+        return math.inf if loads is None else self._stop_s(number, loads) + self.reshard_s
+
+    def _stop_s(self, number: int, loads: Loads) -> float:
+        if (number, loads) not in self._stops_s:
+            self._stops_s[number, loads] = self.stop(number, loads).value_s
+        return self._stops_s[number, loads]
+
+    @cached_property
+    def _stops_s(self) -> dict[tuple[int, Loads], float]:
+        return {}
+
+    def chosen(self) -> list[Key]:
+        """The layout of each phase with which the whole run takes least."""
+        tried = [self.runs_of(number) for number in range(len(self.phases))]
+        return shortest([{key: run.wall_s for key, run in each.items()} for each in tried], self.change_s)
+
+    def learn(self, number: int, keys: Iterable[Key], answers: Iterable[Run | str]) -> None:
+        """Note what a phase takes in some layouts."""
+        self.known.update({(number, key): answer for key, answer in zip(keys, answers, strict=True)})
+
+    def runs_of(self, number: int) -> dict[Key, Run]:
+        """The runs of a phase in the layouts that were tried, as far as it can run there."""
+        return {key: run for (at, key), run in self.known.items() if at == number and isinstance(run, Run)}
+
+
+def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -> Course:
+    """Plan every phase, and try it in the layouts of the others. Raises the error of a phase that cannot be planned."""
+    plans = []
+    for phase, plan in zip(phases, each(found, phases), strict=True):
+        if isinstance(plan, PlannerError):
+            plan.args = (f"phase {phase.name}: {plan.message}",)
+            plan.message = plan.args[0]
+            raise plan
+        plans.append(plan)
+    course = Course(tuple(phases), tuple(plans), reshard_hours * SECONDS_PER_HOUR)
+    numbers = range(len(phases))
+    own = {number: [key_of(layout) for layout in plans[number].layouts] for number in numbers}
+    grids = [
+        plans[number - 1].layouts[0] if number and not phases[number].goes_on_from(phases[number - 1]) else None
+        for number in numbers
+    ]
+    asked = [course.asked(number, own[number], grids[number]) for number in numbers]
+    for number, (answers, layout, run) in enumerate(each(tried, asked)):
+        course.learn(number, own[number], answers)
+        if layout is not None:
+            plans[number] = replace(plans[number], layouts=(*plans[number].layouts, layout))
+            course.learn(number, [key_of(layout)], [run])
+        if not course.runs_of(number):
+            raise _no_layout(phases[number], plans[number], str(answers[0]))
+    course = replace(course, found=tuple(plans))
+    others = {
+        n: [k for i in course.neighbours(n) for k in _kept_on(plans[i], grids[i]) if k not in own[n]] for n in numbers
+    }
+    waiting = [number for number in numbers if others[number]]
+    asked = [course.asked(number, others[number]) for number in waiting]
+    for number, (answers, _, _) in zip(waiting, each(tried, asked), strict=True):
+        course.learn(number, others[number], answers)
+    return course
+
+
+def _kept_on(plan: Found, grid: PricedLayout | None) -> list[Key]:
+    """The layouts of a phase that others may keep: its best, and the one in the grid of the phase before it."""
+    return [key_of(layout) for layout in (plan.layouts[0], *(plan.layouts[-1:] if grid is not None else ()))]
+
+
+def _axis(layout: PricedLayout, axis: str) -> object:
+    """A layout's value of an axis by which a checkpoint's row knows it."""
+    if axis == "layers":
+        return tuple((stage.chunks, stage.holds) for stage in layout.stages)
+    return getattr(layout.parallelism, axis)
+
+
+def _no_layout(phase: Phase, plan: Found, reason: str) -> SpecError:
+    """The error of a batch that grows in steps which no layout found can run, with steps that the best one can."""
+    sizes = plan.plan.parallelism
+    quantum = sizes.dp * sizes.micro_batch_size * (sizes.pp if sizes.vpp > 1 else 1)
+    first, last = phase.batches[0].global_batch_size, phase.batches[-1].global_batch_size
+    start = max(round(first / quantum), 1) * quantum
+    wanted = phase.batches[min(1, len(phase.batches) - 1)].global_batch_size - first
+    steps = [by for by in range(quantum, max(last - start, quantum) + 1, quantum) if (last - start) % by == 0]
+    by = min(steps, key=lambda by: abs(by - wanted), default=quantum)
+    return SpecError(
+        f"phase {phase.name}: rampup: no layout found runs every batch: {reason}",
+        f"rampup: {{from: {start}, by: {by}, …}} suits the best layout of {last:,} sequences",
+    )

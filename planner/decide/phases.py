@@ -1,0 +1,197 @@
+"""One phase of a run: the layouts that are good for it, and what each of them, or another phase's, takes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planner.answer import Goodput, Plan, PricedLayout, RunCost
+from planner.decide.kept import kept, plan_of
+from planner.errors import PlannerError
+from planner.layout.assemble import whole_run_of
+from planner.layout.candidate import Candidate
+from planner.layout.price import price_layout
+from planner.search.case import Case
+from planner.search.safest import exceeds_risk
+from planner.search.search import plan, search
+from planner.trainers.spec import RuntimeSpec
+
+GRID = ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "zero_stage", "shard_size", "rank_order")
+"""Sizes that decide what each rank holds of a model."""
+RUNNERS_UP = 2
+"""Layouts beside the best of a phase that may be kept through several."""
+
+
+class Batch(NamedTuple):
+    """A batch, in sequences, and the tokens that are trained with it."""
+
+    global_batch_size: int
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase that is to be planned."""
+
+    name: str
+    case: Case
+    """Its job; the batch is the last one of those that grow, and the tokens are those of the whole phase."""
+    batches: tuple[Batch, ...]
+    """Its batches in order, of which the last is the job's."""
+    command: str = ""
+    """The command line that plans this phase alone; empty if none does."""
+
+    @property
+    def grows(self) -> bool:
+        """True where the batch grows."""
+        return len(self.batches) > 1
+
+    @property
+    def divisor(self) -> int:
+        """The largest batch that divides all of its batches."""
+        return math.gcd(*(batch.global_batch_size for batch in self.batches))
+
+    def goes_on_from(self, before: Phase) -> bool:
+        """True where a running job can go on from the phase before: the batch and the data alone may differ."""
+        ours, theirs = self.case, before.case
+        same = {"global_batch_size": 1, "tokens": None, "document_lengths": None}
+        trains_alike = ours.training.model_copy(update=same) == theirs.training.model_copy(update=same)
+        return trains_alike and ours.cluster == theirs.cluster and self.has_runtime_of(before)
+
+    def has_runtime_of(self, other: Phase) -> bool:
+        """True where the same recipe may run: dtype, trainer and stated switches are the same."""
+        ours, theirs = self.case, other.case
+        stated = [(case.training.dtype, case.runtime, case.limits, case.cluster.hardware) for case in (ours, theirs)]
+        return stated[0] == stated[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A phase's own plan, and layouts that are good for it, the best first; each has its runtime."""
+
+    plan: Plan
+    layouts: tuple[PricedLayout, ...]
+
+
+def found(phase: Phase) -> Found | PlannerError:
+    """Plan a phase by itself; the error where it cannot be planned.
+
+    Where the batch grows, layouts of the largest batch that divides all others are candidates too: one runs all
+    batches if its micro-batches divide this one.
+    """
+    case = phase.case
+    try:
+        own = plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
+    except PlannerError as error:
+        return error
+    layouts = _layouts(own)
+    if phase.grows:
+        with suppress(PlannerError):
+            layouts += _layouts(search(case.with_batch(phase.divisor)))
+    return Found(own, layouts)
+
+
+def _layouts(found: Plan) -> tuple[PricedLayout, ...]:
+    named = (found.best, *found.alternatives[:RUNNERS_UP])
+    return tuple(
+        layout.model_copy(update={"runtime_spec": layout.runtime_spec or found.runtime_spec}) for layout in named
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The seconds and the cost of a phase in one layout."""
+
+    layout: PricedLayout
+    steps_s: tuple[float, ...]
+    """Seconds of a step with each of the phase's batches."""
+    cost: RunCost
+    goodput: Goodput
+
+    @property
+    def wall_s(self) -> float:
+        return self.cost.days * 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A phase, its own plan, and the layouts of other phases that it is to be tried in."""
+
+    phase: Phase
+    own: Plan
+    layouts: tuple[tuple[PricedLayout, RuntimeSpec], ...]
+    """Layouts with the runtimes under which they run in this phase."""
+    grid: PricedLayout | None = None
+    """A layout whose ranks are to hold what they hold, while the rest is planned for this phase."""
+
+
+def tried(asked: Asked) -> tuple[list[Run | str], PricedLayout | None, Run | str]:
+    """The run of a phase in each layout, or the reason why it cannot run there; then the best layout in the grid that
+    was asked for, and its run."""
+    phase, own = asked.phase, asked.own
+    answers = [run_in(phase, own, layout, runtime) for layout, runtime in asked.layouts]
+    if asked.grid is None:
+        return answers, None, ""
+    sizes = asked.grid.parallelism
+    pins = {axis: (getattr(sizes, axis),) for axis in GRID}
+    try:
+        within = search(phase.case.limited(**pins, top=1))
+    except PlannerError as error:
+        return answers, None, error.message
+    layout = _layouts(within)[0]
+    return answers, layout, run_in(phase, own, layout, layout.runtime_spec or own.runtime_spec)
+
+
+def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> Run | str:
+    """The run of a phase in a layout, with every batch of it."""
+    candidates = _with_each_batch(phase, own, layout, runtime)
+    if isinstance(candidates, str):
+        return candidates
+    last, is_own = candidates[-1], layout.model_copy(update={"runtime_spec": None}) == own.best
+    priced = own.best if is_own else price_layout(last, last.pricing.totals, exact=False)
+    steps_s = (*(candidate.step_s for candidate in candidates[:-1]), priced.step.step_s)
+    if is_own and not phase.grows:
+        cost, goodput = own.run_cost, own.goodput
+    else:
+        factor = _longer_factor(phase, steps_s)
+        cost, goodput = whole_run_of(last.pricing, priced, last.pricing.totals.num_parameters, factor)
+    assert cost is not None, "a phase has tokens"
+    assert goodput is not None, "a phase has tokens"
+    return Run(priced, steps_s, cost, goodput)
+
+
+def _with_each_batch(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> list[Candidate] | str:
+    """The layout with each of the phase's batches, or the reason why one of them cannot be run."""
+    # what the search took with a warning, where nothing is as safe as was asked for, is legal here too
+    case = phase.case.filling if exceeds_risk(own, phase.case) else phase.case
+    candidates = []
+    for batch in phase.batches:
+        training = case.training.model_copy(update={"global_batch_size": batch.global_batch_size})
+        candidate = kept(own, layout, runtime, training, case.limits)
+        if isinstance(candidate, str):
+            return candidate
+        candidates.append(candidate)
+    return candidates
+
+
+def _longer_factor(phase: Phase, steps_s: Sequence[float]) -> float:
+    """Seconds of all steps over those of as many tokens with the last batch."""
+    per_sequence = [
+        batch.tokens * step_s / batch.global_batch_size for batch, step_s in zip(phase.batches, steps_s, strict=True)
+    ]
+    last = sum(batch.tokens for batch in phase.batches) * steps_s[-1] / phase.batches[-1].global_batch_size
+    return sum(per_sequence) / last
+
+
+def plan_in(phase: Phase, own: Plan, run: Run, asked: tuple[PricedLayout, RuntimeSpec]) -> Plan:
+    """The plan of a phase in the layout of a run, which was asked for so: its own where that is the best."""
+    if run.layout == own.best:
+        chosen = own
+    else:
+        candidates = _with_each_batch(phase, own, *asked)
+        assert not isinstance(candidates, str), "it has run"
+        chosen = plan_of(candidates[-1])
+    return chosen.model_copy(update={"run_cost": run.cost, "goodput": run.goodput, "command": phase.command})

@@ -1,0 +1,98 @@
+"""The memory of a plan's stages for a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryOfStage
+from planner.report.format import gibibytes, percent, seconds
+from planner.report.labels import MEMORY
+from planner.report.memory.groups import grouped
+from planner.report.pieces import bullets, headed, section
+
+_MOST_GROUPS = 16
+_MOST_STAGES = 16
+_SHORT = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspace": "work", "reserved": "resvd"}
+
+
+def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Group:
+    """The stages' peaks, the largest tensors of `stage`, and what would make room there."""
+    return Group(*_sections(answer, stage))
+
+
+def _sections(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[RenderableType]:
+    capacity = gibibytes(stage.capacity_bytes)
+    yield Text(f"{answer.model}  {answer.layout}", style="bold")
+    yield section(f"Memory at the peak of each stage, GiB of the GPU's {capacity}", _stages(answer))
+    when = seconds(stage.peak_s)
+    flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
+    chunks = "" if len(stage.chunks) == 1 else f" through chunks of {len(stage.chunks)}"
+    yield section(
+        f"Stage {stage.stage}, {when} into the step: {len(stage.tensors):,} tensors, {flying} micro-batches{chunks}",
+        _largest(answer, stage),
+    )
+    if answer.changes:
+        yield section(f"What would make room on stage {stage.stage}", _changes(answer, stage))
+    notes = dict.fromkeys(f"{tensor.name}: {tensor.note}" for tensor in stage.tensors if tensor.note)
+    if notes:
+        yield section("Rows that are no tensor of their own", bullets(notes))
+
+
+def _stages(answer: MemoryAnswer) -> Table:
+    items = [name for name in MEMORY if name != "total_bytes"]
+    heads = [_SHORT.get(MEMORY[name], MEMORY[name]) for name in items]
+    table = headed(("stage", *heads, "total", "peak at"), *"r" * (len(items) + 3), style="bold")
+    for first, last in _alike(answer.stages):
+        sizes = [gibibytes(getattr(first.memory, name)) for name in items]
+        name = str(first.stage) if first is last else f"{first.stage}–{last.stage}"
+        table.add_row(name, *sizes, gibibytes(first.memory.total_bytes), seconds(first.peak_s))
+    return table
+
+
+def _alike(stages: Sequence[MemoryOfStage]) -> Iterator[tuple[MemoryOfStage, MemoryOfStage]]:
+    """First and last of runs of stages with the same figures, where there are many stages; else each by itself."""
+    runs: list[list[MemoryOfStage]] = []
+    for stage in stages:
+        if len(stages) > _MOST_STAGES and runs and runs[-1][0].memory == stage.memory:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return ((run[0], run[-1]) for run in runs)
+
+
+def _largest(answer: MemoryAnswer, stage: MemoryOfStage) -> Table:
+    table = headed(
+        ("GiB", "item", "tensor", "number", "gone with", "step"), "r", "l", None, "r", None, "r", style="bold"
+    )
+    groups = grouped(stage.tensors)
+    for group in groups[:_MOST_GROUPS]:
+        change = group.cheapest(answer.changes)
+        words = ("", "") if change is None else (change.change, _longer(answer, change))
+        item = _SHORT.get(group.first.item, group.first.item)
+        table.add_row(gibibytes(group.num_bytes), item, group.name, f"{group.number:,}", *words)
+    rest = groups[_MOST_GROUPS:]
+    if rest:
+        number = sum(group.number for group in rest)
+        table.add_row(gibibytes(sum(group.num_bytes for group in rest)), "", "others", f"{number:,}", "", "")
+    return table
+
+
+def _longer(answer: MemoryAnswer, change: MemoryChange) -> str:
+    ratio = change.step_s / answer.step_s - 1
+    return f"{'+' if ratio >= 0 else '−'}{percent(abs(ratio))}"
+
+
+def _changes(answer: MemoryAnswer, stage: MemoryOfStage) -> Table:
+    table = headed(("change", "peak", "frees", "step", ""), None, "r", "r", "r", "r", style="bold")
+    for change in answer.changes:
+        peak = change.peak_bytes[stage.stage]
+        freed = gibibytes(stage.peak_bytes - peak)
+        fits = "" if change.fits else " (does not fit)"
+        table.add_row(
+            change.change + fits, gibibytes(peak), freed, seconds(change.step_s), _longer(answer, change)
+        )  # fmt: skip
+    return table

@@ -1,0 +1,138 @@
+"""The phases of a training run, as a file states them: one after the other, each with its tokens and what changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from planner.errors import SpecError
+from planner.specs.base import NonNegativeFloat, PositiveInt, Spec
+from planner.specs.checking import checked
+from planner.specs.documents import read_lengths
+from planner.specs.reading import kind_of, label, load_yaml
+from planner.specs.training import DocumentLength, Dtype
+from planner.specs.units import parse_count
+
+MOST_PHASES = 100
+
+
+def _count(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return parse_count(value)
+        except (ValueError, OverflowError):
+            raise PydanticCustomError("count", "no count") from None
+    if isinstance(value, float) and value == value // 1:
+        return int(value)
+    return value
+
+
+Count = Annotated[PositiveInt, BeforeValidator(_count)]
+"""A number of tokens or samples, such as 15T, 252M or 1048576."""
+
+
+class Rampup(Spec):
+    """A batch that grows: `from` sequences, by `by` more each time, spread evenly over `tokens` or `samples`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    start: PositiveInt = Field(alias="from", le=2**31)
+    by: PositiveInt = Field(le=2**31)
+    to: PositiveInt | None = Field(default=None, le=2**31)
+    """Sequences at the end, which are the phase's batch; given none, the phase's batch says."""
+    tokens: Count | None = None
+    samples: Count | None = None
+
+    def batches(self, last: int) -> range:
+        """The batches before the last one: each trains as many sequences, as Megatron-LM's --rampup-batch-size does."""
+        return range(self.start, last, self.by)
+
+
+class PhaseSpec(Spec):
+    """One phase: how long it is, and what the command line's options are for it. What it leaves out is as given there,
+    or as the model was published."""
+
+    name: str = Field(min_length=1, max_length=60, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    tokens: Count | None = None
+    """Tokens of the phase; either these or `steps`."""
+    steps: PositiveInt | None = None
+    """Optimizer steps of the phase."""
+    global_batch_size: PositiveInt | None = Field(default=None, le=2**31)
+    """Sequences of a step."""
+    batch_tokens: str | PositiveInt | None = None
+    """About as many tokens, such as 16M."""
+    seq_length: PositiveInt | None = Field(default=None, le=2**27)
+    dtype: Dtype | None = None
+    gpus: PositiveInt | None = None
+    rampup: Rampup | None = None
+    lengths: tuple[DocumentLength, ...] | None = Field(default=None, min_length=1, max_length=1000)
+    """Documents that are packed into a sequence."""
+    allow: str | None = None
+    """Switches that change numerics and may be chosen, as in --allow."""
+    switch: str | None = None
+    """Switches that are pinned, as in --switch."""
+
+
+class PhasesFile(Spec):
+    """A file of phases."""
+
+    phases: tuple[PhaseSpec, ...] = Field(min_length=1, max_length=MOST_PHASES)
+    reshard_hours: NonNegativeFloat = Field(default=0.0, le=1000)
+    """Hours that a changed layout costs beside the restart: a checkpoint rewritten, first steps watched."""
+
+
+def read_phases(path: str) -> PhasesFile:
+    """The phases of a YAML or JSON file, `-` for stdin; SpecError naming file, phase and field."""
+    where, data = label(path), load_yaml(path)
+    given = data.get("phases")
+    if isinstance(given, list):
+        data = {**data, "phases": [_with_lengths(phase, f"{where}: phases[{i}]") for i, phase in enumerate(given)]}
+    file = checked(PhasesFile, data, where)
+    seen: set[str] = set()
+    for number, phase in enumerate(file.phases):
+        for field, problem, hint in _problems(phase):
+            raise SpecError(f"{where}: phases[{number}] ({phase.name}): {field}: {problem}", hint)
+        if phase.name.lower() in seen:
+            raise SpecError(
+                f"{where}: phases[{number}].name: {phase.name} is a phase before it too", "name it otherwise"
+            )
+        seen.add(phase.name.lower())
+    return file
+
+
+def _with_lengths(phase: Any, where: str) -> Any:
+    if not isinstance(phase, Mapping) or phase.get("lengths") is None:
+        return phase
+    return {**phase, "lengths": read_lengths(phase["lengths"], f"{where}.lengths")}
+
+
+def _problems(phase: PhaseSpec) -> Iterator[tuple[str, str, str]]:
+    """Field, problem and hint of what a phase contradicts itself in."""
+    if (phase.tokens is None) == (phase.steps is None):
+        given = "neither is given" if phase.tokens is None else "both are given"
+        yield "tokens and steps", given, "write tokens: 1T, or steps: 1000"
+    if phase.global_batch_size is not None and phase.batch_tokens is not None:
+        yield "global_batch_size and batch_tokens", "both are given", "give one of them"
+    if phase.batch_tokens is not None and not isinstance(_tried(phase.batch_tokens), int):
+        yield "batch_tokens", f"{phase.batch_tokens!r:.60} is {kind_of(phase.batch_tokens)}, no count", "write 16M"
+    ramp = phase.rampup
+    if ramp is None:
+        return
+    if phase.steps is not None:
+        yield "steps", "a batch that grows has steps of many sizes", "say tokens in place of steps"
+    if (ramp.tokens is None) == (ramp.samples is None):
+        given = "neither is given" if ramp.tokens is None else "both are given"
+        yield "rampup: tokens and samples", given, "write tokens: 469B, or samples: 114M"
+    stated = phase.batch_tokens if phase.batch_tokens is not None else phase.global_batch_size
+    if ramp.to is not None and stated is not None and ramp.to != phase.global_batch_size:
+        yield "rampup.to", f"{ramp.to:,} is not the phase's batch, {stated}", "leave one of them out"
+
+
+def _tried(value: str | int) -> Any:
+    try:
+        return _count(value)
+    except PydanticCustomError:
+        return None

@@ -1,0 +1,123 @@
+"""Packed documents: how much of a sequence's attention stays within them, and how unevenly it falls on ranks.
+
+Documents follow one another without padding, the stream is cut at every sequence's end, and no token attends to
+another document. Two tokens at a distance x are of one document with the probability E[max(l − x, 0)] / E[l], l being a
+document's length. Of the s² pairs of a sequence's tokens, half of which are causal, there are attended
+
+    ∫₀ʷ (s − x) · E[max(l − x, 0)] / E[l] dx = E[s·l·m − (s + l)·m²/2 + m³/3] / E[l],   m = min(l, s, w)
+
+where w is a window's keys, or s. One endless document gives w·(s − w/2). Short documents give s · E[l²] / 2E[l].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from statistics import NormalDist
+
+import numpy as np
+
+from planner.shape import FloatArray, Number, Shape
+from planner.specs.training import TrainingSpec
+from planner.trainers.spec import RuntimeSpec
+
+Documents = tuple[tuple[int, float], ...]
+"""Lengths in tokens and the share of the documents that each has; empty where a sequence is one document."""
+
+_SEED, _SEQUENCES, _MOST_DOCUMENTS = 26, 1024, 2_000_000
+
+
+def masked_documents(training: TrainingSpec, runtime: RuntimeSpec) -> Documents:
+    """The documents that attention stays within: none where the trainer attends across them."""
+    if training.document_lengths is None or not runtime.masks_documents:
+        return ()
+    return tuple((entry.length, entry.share) for entry in training.document_lengths)
+
+
+def attended_fraction(documents: Documents, kv_len: Number, window: Number) -> Number:
+    """Share of the kv_len × kv_len square that is attended within documents; ½ for one of endless length."""
+    lengths, shares = _columns(documents)
+    spans, index = np.unique(np.asarray(kv_len, dtype=float), return_inverse=True)
+    width = np.minimum(window, spans) if np.any(np.asarray(window) > 0) else spans
+    met = np.minimum(lengths, width)
+    pairs = spans * lengths * met - (spans + lengths) * met**2 / 2 + met**3 / 3
+    fractions = (shares * pairs).sum(axis=0) / (shares * lengths).sum() / spans**2
+    return np.reshape(fractions[index], np.shape(kv_len))
+
+
+def rank_imbalance(documents: Documents, kv_len: Number, cp: Number) -> Number:
+    """Attention of the fullest of `cp` ranks over their mean, each of which has the i-th and the i-th last of 2·cp
+    equal pieces of a sequence: pieces of unlike documents are not alike."""
+    return _by_pair(lambda span, ranks: _spread(documents, int(span), int(ranks))[1], kv_len, cp)
+
+
+def excess_fraction(documents: Documents, kv_len: Number, num_sequences: Number, num_ranks: Number) -> Number:
+    """How far the ranks with most attention exceed the mean, if each of `num_ranks` has `num_sequences` sequences.
+
+    The expected largest of n sums of k sequences is a normal one's, √(σ²/k) · Φ⁻¹((n − ⅜) / (n + ¼)) (Blom 1958); it is
+    no more than a rank has whose sequences are a single document each.
+    """
+    deviation = _by_pair(lambda span, _: _spread(documents, int(span), 1)[0], kv_len, 1)
+    most = 0.5 / attended_fraction(documents, kv_len, 0) - 1
+    return np.minimum(deviation * largest_normal(num_ranks) / np.sqrt(num_sequences), most)
+
+
+def excess_microbatches(documents: Documents, kv_len: Number, num_sequences: Number, shape: Shape) -> Number:
+    """Micro-batches of attention that a step takes longer than the mean one, of `num_sequences` sequences each.
+
+    Ranks that exchange within every micro-batch wait for each other in each: those that share experts, and all under
+    ZeRO-3 without a pipeline. Others wait at the step's end, when each has had the luck of all its micro-batches. A
+    pipeline is filled and drained at the pace of its fullest micro-batch, as flow shops are.
+    """
+    times, excess = shape.num_microbatches, partial(excess_fraction, documents, kv_len)
+    of_experts = np.clip(shape.ep * shape.etp / (shape.tp * shape.cp), 1, shape.dp)
+    synced = np.where((shape.pp == 1) & (shape.zero_stage == 3), shape.dp, of_experts)
+    in_each = times * excess(num_sequences, synced)
+    at_the_end = times * excess(num_sequences * times, shape.dp / synced)
+    return in_each + at_the_end + (shape.pp - 1) / shape.vpp * excess(num_sequences, times)
+
+
+def largest_normal(count: Number) -> Number:
+    """Expected largest of so many standard normal numbers."""
+    return _by_pair(lambda n, _: NormalDist().inv_cdf((n - 0.375) / (n + 0.25)), count, 1)
+
+
+def _columns(documents: Documents) -> tuple[FloatArray, FloatArray]:
+    """Lengths and shares as columns."""
+    table = np.array(documents, dtype=float)
+    return table[:, :1], table[:, 1:]
+
+
+def _by_pair(value_of: Callable[[float, float], float], first: Number, second: Number) -> Number:
+    """The value of each pair of numbers, found once for each that differs."""
+    pairs = np.stack([np.ravel(part) for part in np.broadcast_arrays(first, second)], axis=1)
+    unlike, index = np.unique(pairs, axis=0, return_inverse=True)
+    values = np.array([value_of(float(a), float(b)) for a, b in unlike])
+    return np.reshape(values[np.ravel(index)], np.broadcast_shapes(np.shape(first), np.shape(second)))
+
+
+@lru_cache(maxsize=256)
+def _spread(documents: Documents, span: int, cp: int) -> tuple[float, float]:
+    """Standard deviation of a sequence's attention over its mean, and that of the fullest of its ranks over the mean.
+
+    Read from a thousand sequences of a stream of documents that are drawn at random, the same ones every time.
+    """
+    lengths, shares = (column[:, 0] for column in _columns(documents))
+    mean = float((shares * lengths).sum() / shares.sum())
+    num_sequences = int(np.clip(_MOST_DOCUMENTS * mean / span, 64, _SEQUENCES))
+    random, num_documents = np.random.default_rng(_SEED), int(num_sequences * span / mean * 1.5) + 64
+    drawn = random.choice(lengths, num_documents, p=shares / shares.sum())
+    total = num_sequences * span
+    ends = np.cumsum(drawn)
+    if ends[-1] < total:  # a few long documents: the last one drawn goes on
+        ends[-1] = total
+    starts = np.union1d(np.concatenate([[0], ends[ends < total]]), np.arange(num_sequences) * span)
+    whole = np.concatenate([[0.0], np.cumsum(np.diff(np.append(starts, total)) ** 2 / 2)])
+    at = np.arange(2 * cp * num_sequences + 1) * (span / (2 * cp))
+    document = np.searchsorted(starts, at, side="right") - 1
+    done = whole[document] + (at - starts[document]) ** 2 / 2
+    pieces = np.diff(done).reshape(num_sequences, 2 * cp)
+    by_rank = pieces[:, :cp] + pieces[:, : cp - 1 : -1]
+    per_sequence = by_rank.sum(axis=1)
+    fullest = float((by_rank.max(axis=1) * cp).mean() / per_sequence.mean())
+    return float(per_sequence.std() / per_sequence.mean()), fullest

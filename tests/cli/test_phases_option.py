@@ -1,0 +1,124 @@
+"""`plan --phases`: the options of a phase, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import Plan
+from planner.cli import main
+
+JOB = ["--model", "8b", "--gpus", "16", "--tp", "2", "--vpp", "1", "--micro-batch-size", "1", "--switch", "default"]
+PHASES = """
+phases:
+  - {name: short, tokens: 100B, seq_length: 4096, global_batch_size: 128, rampup: {from: 64, by: 32, tokens: 10B}}
+  - {name: more, tokens: 400B, seq_length: 4096, batch_tokens: 1048576}
+  - {name: packed, steps: 1000, seq_length: 32768, global_batch_size: 32, dtype: fp8, lengths: {mean: 900, sigma: 1.2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("phases")
+    (folder / "phases.yaml").write_text(PHASES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answer(folder: Path) -> dict[str, Any]:
+    """The run as JSON, which has been saved as a folder too."""
+    path = str(folder / "phases.yaml")
+    assert main([*JOB, "--runtime", "torchtitan", "--phases", path, "-q", "-o", f"{folder}/run/"]) == 0
+    saved: dict[str, Any] = json.loads((folder / "run" / "phases.json").read_text())
+    return saved
+
+
+def test_the_answer_has_the_contracts_form(answer: dict[str, Any]) -> None:
+    assert answer["schema_version"] == 1
+    assert [phase["name"] for phase in answer["phases"]] == ["short", "more", "packed"]
+    total = answer["total"]
+    assert total["tokens"] == pytest.approx(500e9 + 1000 * 32 * 32768)
+    stops_s = sum(phase["stop_s"] for phase in answer["phases"])
+    assert total["days"] == pytest.approx(sum(phase["days"] for phase in answer["phases"]) + stops_s / 86400)
+    assert [change["why"] for change in answer["changes"]][-1] == "sequence, dtype"
+    assert "--phases" in answer["command"]
+
+
+def test_a_phase_has_its_own_options(answer: dict[str, Any]) -> None:
+    short, more, packed = answer["phases"]
+    assert (short["global_batch_size"], [one["global_batch_size"] for one in short["batches"]]) == (128, [64, 96, 128])
+    assert more["global_batch_size"] == 256
+    assert (packed["seq_length"], packed["dtype"], packed["steps"]) == (32768, "fp8", 1000)
+    assert 0 < packed["document_fraction"] < 0.2
+    assert "-s 4096" in more["plan"]["command"].replace("--seq-length", "-s")
+    assert "--phases" in packed["plan"]["command"]
+
+
+def test_every_plan_is_a_file_that_commands_read(folder: Path, answer: dict[str, Any]) -> None:
+    for phase in answer["phases"]:
+        path = folder / "run" / f"plan-{phase['name']}.json"
+        plan = Plan.load(path)
+        assert plan.training.seq_length == phase["seq_length"]
+        assert plan.run_cost is not None
+        assert plan.run_cost.days == phase["days"]
+        assert phase["plan"]["best"] == json.loads(path.read_text())["best"]
+    exported = folder / "exported"
+    assert (
+        main(["export", str(folder / "run" / "plan-more.json"), "--to", "torchtitan", "-o", str(exported), "-q"]) == 0
+    )
+    assert any(exported.iterdir())
+
+
+def test_a_folder_is_not_written_twice_unasked(folder: Path, answer: dict[str, Any], capsys: Any) -> None:
+    path = str(folder / "phases.yaml")
+    assert main([*JOB, "--runtime", "torchtitan", "--phases", path, "-o", str(folder / "run")]) == 2
+    assert "plan-short.json: already exists" in capsys.readouterr().err
+
+
+def test_the_table_fits_eighty_columns(folder: Path, capsys: Any) -> None:
+    (folder / "one.yaml").write_text(
+        "phases:\n  - {name: a-name-that-is-longer-than-its-column, tokens: 1T, global_batch_size: 128, "
+        "lengths: {p50: 9, p90: 999}, rampup: {from: 64, by: 32, tokens: 1B}}\n"
+    )
+    assert main([*JOB, "-s", "4096", "--phases", str(folder / "one.yaml"), "--dp", "8"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "--rampup-batch-size 64 32 244141" in " ".join(text.split())
+    assert "attends across packed documents" in " ".join(text.split())
+    assert "1T tokens in 1 phase:" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "says", "hint"),
+    [
+        (["--tokens", "1T"], PHASES, "--tokens and --phases: both given", "leave --tokens out"),
+        (["--from", "plan.json"], PHASES, "--from and --phases: both given", "without --from"),
+        (["--gpus", "0"], PHASES, "phase short: --gpus: 0 must be greater than 0", ""),
+        ([], "phases: [{name: a, tokens: 1T, switch: nosuch=1}]", "phase a: --switch", ""),
+        ([], "phases: [{name: a, tokens: 1T, seq_length: 4096, batch_tokens: 1000}]", "phase a: --batch-tokens", ""),
+        (
+            [], "phases: [{name: a, tokens: 1T, global_batch_size: 64, rampup: {from: 8, by: 9, samples: 9}}]",
+            "phase a: rampup: from 8 by 9 does not reach the batch of 64", "write by: 8",
+        ),
+        (
+            [], "phases: [{name: a, tokens: 1B, global_batch_size: 64, rampup: {from: 8, by: 8, tokens: 2B}}]",
+            "phase a: rampup: lasts 2,000,000,000 tokens, the phase 1,000,000,000", "more tokens than",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path: Path, capsys: Any, more: list[str], text: str, says: str, hint: str) -> None:
+    path = tmp_path / "phases.yaml"
+    path.write_text(text)
+    assert main([*JOB, "--phases", str(path), *more]) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert hint in captured.err
+    assert captured.out == ""
+
+
+def test_a_missing_file_is_named(capsys: Any) -> None:
+    assert main([*JOB, "--phases", "nowhere.yaml"]) == 2
+    assert "nowhere.yaml: no such file" in capsys.readouterr().err

@@ -1,0 +1,202 @@
+"""A run of phases: the course is the best of all courses, one phase is what `plan` answers, growing batches add up."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.decide.course import Course, course_of, held, key_of, shortest
+from planner.decide.phase_answer import PhasesAnswer
+from planner.decide.phases import Batch, Phase, Run, found
+from planner.decide.run_of_phases import answer_of, run_of_phases
+from planner.errors import Infeasible, SpecError
+from planner.layout.evaluate import evaluate, runtime_of
+from planner.report.phases import says
+from planner.search.case import Case
+from planner.search.search import plan
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import DocumentLength, Parallelism, SearchLimits, TrainingSpec
+from tests.toys import toy_model
+
+LIMITS = SearchLimits(micro_batch_size=(1, 2), vpp=(1, 2), switches="default", recompute=("none", "full"))
+DAY = 86_400
+
+
+def here(function: Any, arguments: Iterable[Any]) -> list[Any]:
+    return [function(argument) for argument in arguments]
+
+
+def phase(name: str, batch: int, seq_length: int = 4096, tokens: float = 1e11, gpus: int = 16, *ramp: Batch) -> Phase:
+    training = TrainingSpec(seq_length=seq_length, global_batch_size=batch, tokens=tokens)
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus)
+    case = Case(toy_model(16, hidden_size=4096), cluster, training, runtime_of("megatron"), LIMITS)
+    return Phase(name, case, (*ramp, Batch(batch, tokens - sum(grown.tokens for grown in ramp))))
+
+
+PHASES = (
+    phase("first", 64, tokens=1e9), phase("second", 128), phase("third", 256), phase("long", 16, 65536, tokens=1e10),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def course() -> Course:
+    return course_of(PHASES, here, reshard_hours=0.5)
+
+
+@pytest.fixture(scope="module")
+def answer(course: Course) -> PhasesAnswer:
+    return answer_of(course)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_shortest_is_the_best_of_all_sequences(data: st.DataObject) -> None:
+    keys = [("a",), ("b",), ("c",)]
+    number = data.draw(st.integers(1, 4))
+    seconds = st.integers(0, 9).map(float)
+    costs = [data.draw(st.dictionaries(st.sampled_from(keys), seconds, min_size=1)) for _ in range(number)]
+    change = data.draw(st.fixed_dictionaries({(n, a, b): seconds for n in range(4) for a in keys for b in keys}))
+
+    def total(path: tuple[Any, ...]) -> float:
+        stops = sum(change[n, a, b] for n, (a, b) in enumerate(itertools.pairwise(path), start=1))
+        return stops + sum(cost[key] for cost, key in zip(costs, path, strict=True))
+
+    found_path = shortest(costs, lambda n, a, b: change[n, a, b])
+    assert total(tuple(found_path)) == min(total(path) for path in itertools.product(*costs))
+
+
+def test_the_course_is_the_best_of_all_sequences_of_layouts(course: Course) -> None:
+    tables = [course.runs_of(number) for number in range(len(PHASES))]
+    assert all(len(table) > 3 for table in tables)  # layouts of other phases are among them
+
+    def total(path: tuple[Any, ...]) -> float:
+        stops = sum(course.change_s(n, a, b) for n, (a, b) in enumerate(itertools.pairwise(path), start=1))
+        return stops + sum(table[key].wall_s for table, key in zip(tables, path, strict=True))
+
+    best = min(map(total, itertools.product(*tables)))
+    assert total(tuple(course.chosen())) == pytest.approx(best, rel=1e-12)
+
+
+def test_dear_resharding_keeps_one_layout_as_long_as_it_can(course: Course) -> None:
+    dear = replace(course, reshard_s=1e12)
+    assert len({key[0] for key in dear.chosen()[:3]}) == 1
+    assert len(set(dear.chosen()[:3])) == 1  # nothing but the batch changes: the job goes on
+
+
+def test_one_phase_is_what_plan_answers() -> None:
+    alone = PHASES[1]
+    case = alone.case
+    own = plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
+    (told,) = run_of_phases([alone], here).phases
+    assert told.plan.best == own.best
+    assert told.plan.run_cost == own.run_cost
+    assert own.run_cost is not None
+    assert (told.days, told.usd, told.days_interval) == (
+        own.run_cost.days, own.run_cost.usd, own.run_cost.days_interval,
+    )  # fmt: skip
+    assert (told.step_s, told.tokens_per_s, told.mfu) == (own.step.step_s, own.step.tokens_per_s, own.step.mfu)
+    assert (told.layout, told.stop_s, told.kept_days) == ("first", 0.0, None)
+
+
+def test_sums_are_those_of_phases_and_stops(answer: PhasesAnswer) -> None:
+    total, phases = answer.total, answer.phases
+    assert total.tokens == sum(one.case.training.tokens or 0 for one in PHASES)
+    assert total.days == pytest.approx(sum(one.days + one.stop_s / DAY for one in phases))
+    assert total.stops_s == sum(one.stop_s for one in phases) > 0
+    assert total.gpu_hours == pytest.approx(24 * 16 * total.days)
+    assert total.usd == pytest.approx(sum((one.usd or 0) * (1 + one.stop_s / DAY / one.days) for one in phases))
+    lows = sum((one.days_interval or (0, 0))[0] for one in phases)
+    assert lows < total.days_interval[0] < total.days < total.days_interval[1]
+    assert says(answer).startswith("211B tokens in 4 phases")
+
+
+def test_stops_are_where_a_running_job_cannot_change(answer: PhasesAnswer) -> None:
+    stops = {change.after: change for change in answer.changes}
+    assert "long" in stops
+    assert stops["long"].why == "sequence"
+    for before, after in itertools.pairwise(answer.phases):
+        alike = held(before.plan.best) == held(after.plan.best)
+        assert after.layout == ("kept" if alike else "resharded")
+        assert (after.name in stops) == (after.stop_s > 0)
+    assert not PHASES[3].goes_on_from(PHASES[2])
+    assert PHASES[2].goes_on_from(PHASES[1])
+    assert not phase("more", 128, gpus=32).goes_on_from(PHASES[1])
+
+
+def test_what_keeping_costs_is_what_evaluate_says(answer: PhasesAnswer) -> None:
+    before, after = answer.phases[1:3]
+    chosen, case = before.plan.parallelism, PHASES[2].case
+    sizes = {name: getattr(chosen, name) for name in ("tp", "cp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage")}
+    stated = Parallelism(
+        **sizes, schedule=chosen.schedule, layers_per_stage=_counts(before), recompute=chosen.recompute
+    )
+    priced = evaluate(case.model, case.cluster, case.training, stated, runtime=before.plan.runtime_spec)
+    assert priced.run_cost is not None
+    assert after.kept_days == pytest.approx(priced.run_cost.days, rel=1e-3)
+
+
+def _counts(told: Any) -> tuple[int, ...]:
+    chunks = [chunk for stage in told.plan.stages for chunk in stage.chunks]
+    return tuple(last - first for first, last in sorted(chunks))
+
+
+def test_a_batch_that_grows_takes_the_steps_of_each_size() -> None:
+    ramp = (Batch(32, 1e10), Batch(64, 1e10), Batch(96, 1e10))
+    grown = phase("grown", 128, 4096, 1e11, 16, *ramp)
+    (told,) = run_of_phases([grown], here).phases
+    assert [batch.global_batch_size for batch in told.batches] == [32, 64, 96, 128]
+    assert told.steps == pytest.approx(sum(batch.tokens / batch.global_batch_size / 4096 for batch in grown.batches))
+    training_s = sum(batch.steps * batch.step_s for batch in told.batches)
+    assert told.tokens_per_s == pytest.approx(1e11 / training_s)
+    plain = told.plan.best.sustained
+    assert plain is not None
+    factor = plain.step_s / told.step_s
+    assert told.days == pytest.approx(factor * training_s / told.effective_fraction / DAY)
+    per_microbatch = told.plan.parallelism.dp * told.plan.parallelism.micro_batch_size
+    assert all(batch.global_batch_size % per_microbatch == 0 for batch in told.batches)
+
+
+def test_a_batch_that_no_layout_runs_is_an_error_with_one_that_runs() -> None:
+    grown = phase("grown", 128, 4096, 1e11, 16, Batch(1, 1e9))
+    odd = replace(grown, case=grown.case.limited(dp=(8,)), batches=(Batch(3, 1e9), *grown.batches[1:]))
+    with pytest.raises(SpecError, match="phase grown: rampup: no layout found runs every batch"):
+        run_of_phases([odd], here)
+
+
+def test_a_phase_without_a_plan_is_named() -> None:
+    tight = replace(PHASES[0], name="tight", case=PHASES[0].case.limited(dp=(5,), time_limit_s=0.1))
+    with pytest.raises(Infeasible, match="phase tight: "):
+        run_of_phases([PHASES[0], tight], here)
+
+
+def test_documents_alone_change_without_a_stop() -> None:
+    masked = PHASES[1].case.runtime.model_copy(update={"masks_documents": True})
+    lengths = (DocumentLength(length=500, share=1.0),)
+    cases = [replace(PHASES[1].case, runtime=masked)] * 2
+    training = cases[1].training.model_copy(update={"document_lengths": lengths})
+    whole, packed = (
+        replace(PHASES[1], case=cases[0]),
+        replace(PHASES[1], name="packed", case=replace(cases[1], training=training)),
+    )
+    told = run_of_phases([whole, packed], here)
+    assert told.phases[1].document_fraction == pytest.approx(500 / 4096 * (1 - 500 / 4096 / 3))
+    assert told.phases[1].step_s < told.phases[0].step_s
+    assert told.phases[1].stop_s == 0.0
+
+
+def test_a_layout_is_known_again_whatever_its_batch(course: Course) -> None:
+    one = found(PHASES[1])
+    assert not isinstance(one, Exception)
+    key = key_of(one.layouts[0])
+    run = course.run(2, key)
+    assert isinstance(run, Run)
+    assert held(run.layout) == key[0]
+    assert math.isfinite(run.wall_s)

@@ -1,0 +1,135 @@
+"""`plan observe`: the answer in words and as JSON, the job from a plan, from the log or from options, and errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mlperf, torchtitan
+
+from planner.cli import main
+
+JOB = ["--model", "8b", "--hardware", "h100", "--tp", "2", "--pp", "2", "-q"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("observe")
+    steps = [12.0, *[9.0] * 30]
+    (folder / "dump.log").write_text("\n".join([arguments(**LLAMA_8B), *iterations(steps)]))
+    (folder / "bare.log").write_text("\n".join(iterations(steps)))
+    (folder / "titan.log").write_text(torchtitan([9.0, *[1.4] * 8]))
+    (folder / "mlperf.log").write_text(mlperf([55.0] * 4))
+    plan = ["evaluate", *JOB, "--gpus", "16", "-b", "128", "-s", "8192", "-o", str(folder / "plan.json")]
+    assert main(plan) == 0
+    return folder
+
+
+def answer_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["observe", *words, "--json", "-q"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_the_json_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = answer_of(capsys, str(folder / "dump.log"), "--hardware", "h100")
+    assert {"observation", "prediction", "waterfall", "verdict", "causes"} <= answer.keys()
+    seen = answer["observation"]
+    assert {"step_s", "step_s_spread", "tokens_per_s", "peak_memory_bytes", "breakdown"} <= seen.keys()
+    assert seen["step_s"] == 9.0
+    assert seen["tokens_per_s"] == pytest.approx(128 * 8192 / 9)
+    assert (answer["waterfall"], answer["causes"]) == ([], [])
+    assert answer["verdict"] in ("expected", "slow", "fast", "memory")
+    assert answer["prediction"]["source"] == "the log's arguments"
+
+
+def test_log_plan_and_options_say_the_same_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump, bare, plan = (str(folder / name) for name in ("dump.log", "bare.log", "plan.json"))
+    by_log = answer_of(capsys, dump, "--hardware", "h100")["prediction"]
+    by_plan = answer_of(capsys, bare, "--plan", plan)["prediction"]
+    by_options = answer_of(capsys, bare, *JOB, "--gpus", "16", "-s", "8192")["prediction"]
+    assert (by_plan["source"], by_options["source"]) == (plan, "the options")
+    assert by_plan["step_s"] == pytest.approx(by_options["step_s"])
+    assert by_log["layout"] == by_plan["layout"] == by_options["layout"]
+    assert by_log["peak_memory_bytes"] == pytest.approx(by_plan["peak_memory_bytes"], rel=0.1)
+
+
+def test_what_the_log_says_fills_the_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = answer_of(capsys, str(folder / "titan.log"), *JOB, "--gpus", "8", "--runtime", "torchtitan")
+    assert answer["prediction"]["num_gpus"] == 8
+    assert answer["observation"]["tokens_per_s"] == pytest.approx(8 * 8192 / 1.4, rel=0.01)
+    assert answer["observation"]["mfu"] is not None
+
+
+def test_words_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["observe", str(folder / "dump.log"), "--plan", str(folder / "plan.json")]) == 0
+    text = capsys.readouterr().out
+    for part in ("median step", "predicted", "MFU", "warm-up: 1 step", "wall time", "same definition"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_nothing_said_about_the_job_asks_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["observe", str(folder / "bare.log")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tokens per second: add --seq-length N" in text
+    assert "add --plan plan.json" in text
+    answer = answer_of(capsys, str(folder / "bare.log"))
+    assert (answer["prediction"], answer["verdict"]) == (None, None)
+
+
+def test_saved_and_from_standard_input(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = folder / "observed.json"
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO((folder / "bare.log").read_bytes())))
+    )
+    assert main(["observe", "-", "-o", str(saved), "-q"]) == 0
+    assert json.loads(saved.read_text())["observation"]["num_steps"] == 31
+    capsys.readouterr()
+    assert main(["observe", str(folder / "bare.log"), "-o", str(saved), "-q"]) == 2
+    assert "already exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["missing.log"], "missing.log"),
+        (["bare.log", "--plan", "plan.json", "--tp", "2"], "--plan and --tp: both given"),
+        (["bare.log", "--tp", "2"], "--model: is missing"),
+        (["plan.json"], "has no lines of steps"),
+        (["bare.log", "--plan", "bare.log"], "bare.log"),
+        (["mlperf.log", "bare.log", "-o", "nowhere/x.json"], "there is no folder"),
+    ],
+)
+def test_errors_are_one_line_with_a_hint(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    assert main(["observe", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
+
+
+def test_a_dump_that_lacks_something_leaves_the_observation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "partial.log"
+    changed = {name: value for name, value in LLAMA_8B.items() if name not in ("world_size", "global_batch_size")}
+    lines = [iteration(step, 2.0, BEGIN_S + 2 * step) for step in range(1, 9)]
+    path.write_text("\n".join([arguments(**changed), *lines]))
+    capsys.readouterr()
+    assert main(["observe", str(path), "--hardware", "h100"]) == 0
+    out, err = capsys.readouterr()
+    assert "no prediction" in err
+    assert "--gpus" in err
+    assert "median step" in out

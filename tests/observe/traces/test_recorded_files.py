@@ -1,0 +1,101 @@
+"""`plan observe` of files beside logs: the observation that they amount to, what is shown, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from made_traces import event, frames, made_snapshot, segment, training_trace, write_pickle
+
+from planner.cli import main
+from planner.observe.traces.recorded import UNATTRIBUTED, kinds_of, observation_of, read_recorded
+
+DATA = Path(__file__).parents[1] / "data"
+GIB = 2**30
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Traces of two ranks, a snapshot that ended out of memory, and a hang."""
+    traces = [training_trace(rank, late_us=80.0 * rank).write(tmp_path / f"rank{rank}.json.gz") for rank in range(2)]
+    stack = frames("model/mlp.py:forward", "torch/nn/modules/module.py:_call_impl")
+    events = [
+        event("alloc", 2**40, 4 * GIB, 1, stack),
+        {"action": "oom", "size": 3 * GIB, "device_free": 0, "time_us": 2, "frames": [], "stream": 0},
+    ]
+    blocks = [(4 * GIB, "active_allocated", stack), (2 * GIB, "inactive", []), (2 * GIB, "inactive", [])]
+    snapshot = write_pickle(tmp_path / "snapshot.pickle", made_snapshot(events, [segment(2**40, blocks)]))
+    return [*map(str, traces), str(snapshot), str(DATA / "hang_0"), str(DATA / "hang_1")]
+
+
+def said(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
+    assert main(["observe", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_terms_add_up_to_the_step(files: list[str]) -> None:
+    observation = observation_of(read_recorded(kinds_of(files)))
+    assert observation.step_s == pytest.approx(995e-6)
+    assert sum(observation.breakdown.values()) == pytest.approx(observation.step_s, abs=1e-12)
+    assert {name: round(value * 1e6) for name, value in observation.breakdown.items()} == {
+        "compute_s": 600,
+        "optimizer_s": 50,
+        "overhead_s": 120,  # 90 + 60 and 90 + 0 of host gaps
+        "tp_comm_s": 60,  # 100 and 20 exposed
+        UNATTRIBUTED: 165,
+    }
+    assert (observation.peak_memory_bytes, observation.peak_memory_kind) == (4 * GIB, "allocated")
+    assert observation.facts.num_gpus == 2
+
+
+def test_everything_is_shown(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, files)
+    assert max(map(len, shown.splitlines())) <= 80
+    shown = " ".join(shown.split())
+    for part in (
+        "rank 1 never called all_reduce number 3, in which rank 0",
+        "Where a step went on the GPU, mean of 4 on 2 ranks",
+        "Computing, by family of kernels",
+        "activations: MLP",
+        "Out of memory on a request of 3.0 GiB: 4.0 GiB were free, in blocks of at most 2.0 GiB; fragmentation, which "
+        "expandable_segments:True avoids",
+    ):
+        assert part in shown
+
+
+def test_json_holds_all_of_it(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(capsys, [*files, "--json"]))
+    assert len(told["recorded"]["traces"]["ranks"]) == 2
+    assert told["recorded"]["snapshots"][0]["out_of_memory"]["fragmented"] is True
+    assert told["observation"]["step_s"] == pytest.approx(995e-6)
+
+
+def test_a_log_says_the_step_where_both_are_given(
+    tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "steps.csv"
+    log.write_text("step,step_time_s\n" + "".join(f"{number},2.5\n" for number in range(30)))
+    told = json.loads(said(capsys, [str(log), *files, "--json"]))
+    assert told["observation"]["step_s"] == pytest.approx(2.5)
+    assert len(told["recorded"]["traces"]["ranks"]) == 2
+
+
+def test_text_of_a_file_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = training_trace(0)
+    trace.kernel("\x1b[31mred\x07 [bold]", 960, 20, 955)
+    trace.header["deviceProperties"][0]["name"] = "\x1b]0;title\x07"
+    shown = said(capsys, [str(trace.write(tmp_path / "t.json"))])
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+
+
+def test_a_broken_file_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rank0.json"
+    path.write_text(training_trace(0).text()[:2000])
+    code = main(["observe", str(path)])
+    printed = capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert printed.err.startswith(f"error: {path}: traceEvents[")
+    assert len(printed.err.splitlines()) == 2

@@ -1,0 +1,106 @@
+"""Files of phases: what they may say, and what is wrong with those that say something else."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.errors import SpecError
+from planner.specs.documents import LogNormal, of_percentiles
+from planner.specs.phases import read_phases
+from planner.specs.training import DocumentLength
+
+RECIPES = Path(__file__).parents[2] / "docs" / "phases"
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "hint"),
+    [
+        ("phases: []", "phases: [] is a list, expected a list with at least one", ""),
+        ("phases: 7", "phases: 7 is an integer, expected a list", ""),
+        ("phases: [{name: a, tokens: 1T}]\nruns: 1", "runs: unknown key", "phases"),
+        ("phases: [5]", "phases[0]: 5 is an integer, expected a mapping", ""),
+        ("phases: [{tokens: 1T}]", "phases[0].name: is missing", "add `name:`"),
+        ("phases: [{name: a b, tokens: 1T}]", "phases[0].name: 'a b'", "a name of letters"),
+        ("phases: [{name: ../a, tokens: 1T}]", "phases[0].name: '../a'", "a name of letters"),
+        ("phases: [{name: a, tokens: much}]", "phases[0].tokens: 'much'", "15T"),
+        ("phases: [{name: a, tokens: -1}]", "phases[0].tokens: -1 must be greater than 0", ""),
+        ("phases: [{name: a}]", "(a): tokens and steps: neither is given", "tokens: 1T"),
+        ("phases: [{name: a, tokens: 1T, steps: 5}]", "tokens and steps: both are given", ""),
+        ("phases: [{name: a, token: 1T}]", "phases[0].token: unknown key", "tokens"),
+        ("phases: [{name: a, tokens: 1T, dtype: fp9}]", "dtype: 'fp9' is none of", ""),
+        ("phases: [{name: a, tokens: 1T, batch_tokens: x}]", "batch_tokens: 'x'", "16M"),
+        (
+            "phases: [{name: a, tokens: 1T, batch_tokens: 4M, global_batch_size: 4}]",
+            "global_batch_size and batch_tokens: both are given", "",
+        ),
+        ("phases: [{name: a, tokens: 1T}, {name: A, tokens: 1T}]", "phases[1].name: A is a phase before", "otherwise"),
+        ("phases: [{name: a, tokens: 1T, rampup: {form: 1, by: 1, tokens: 1B}}]", "rampup.form: unknown key", "from"),
+        ("phases: [{name: a, tokens: 1T, rampup: {from: 1, by: 1}}]", "rampup: tokens and samples: neither", "469B"),
+        ("phases: [{name: a, steps: 9, rampup: {from: 1, by: 1, samples: 1}}]", "steps: a batch that grows", "tokens"),
+        (
+            "phases: [{name: a, tokens: 1T, global_batch_size: 8, rampup: {from: 1, by: 1, to: 9, samples: 1}}]",
+            "rampup.to: 9 is not the phase's batch, 8", "leave one",
+        ),
+        ("phases: [{name: a, tokens: 1T, lengths: 5}]", "phases[0].lengths: is an integer, no distribution", "{mean"),
+        ("phases: [{name: a, tokens: 1T, lengths: {mean: 5}}]", "lengths: sigma: is missing", "sigma"),
+        ("phases: [{name: a, tokens: 1T, lengths: {p50: 9, p90: 5}}]", "a lower percentile is longer", "grow"),
+        ("phases: [{name: a, tokens: 1T, lengths: {p50: x}}]", "lengths.p50: 'x' is no length", "p50: 1000"),
+        ("phases: [{name: a, tokens: 1T, lengths: {q: 1}}]", "lengths: is no distribution", "percentiles"),
+        ("phases: [{name: a, tokens: 1T, lengths: []}]", "lengths: [] is a list, expected a list with", ""),
+        ("phases: [{name: a, tokens: 1T, lengths: [{length: 5}]}]", "lengths[0].share: is missing", "share"),
+        ("reshard_hours: -1\nphases: [{name: a, tokens: 1T}]", "reshard_hours: -1", ""),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, says: str, hint: str) -> None:
+    path = tmp_path / "phases.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        read_phases(str(path))
+    assert str(path) in caught.value.message
+    assert says in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_published_recipes_have_the_published_tokens() -> None:
+    llama = read_phases(str(RECIPES / "llama-3-405b.yaml")).phases
+    assert sum(phase.tokens or 0 for phase in llama) == pytest.approx(15.6e12, rel=1e-3)
+    assert sum(phase.tokens or 0 for phase in llama if phase.name.startswith("long")) == pytest.approx(800e9, rel=1e-3)
+    assert [phase.batch_tokens for phase in llama[:3]] == ["4M", "8M", "16M"]
+    pre, middle, last = read_phases(str(RECIPES / "deepseek-v3.yaml")).phases
+    assert (pre.tokens, pre.global_batch_size) == (14_800_000_000_000, 15360)
+    assert pre.rampup is not None
+    assert (pre.rampup.start, pre.rampup.tokens, list(pre.rampup.batches(15360))[-1]) == (3072, 469_000_000_000, 13824)
+    assert [(phase.steps, phase.seq_length, phase.global_batch_size) for phase in (middle, last)] == [
+        (1000, 32768, 1920), (1000, 131072, 480),
+    ]  # fmt: skip
+
+
+def moments(lengths: tuple[DocumentLength, ...]) -> tuple[float, float]:
+    """Mean of the lengths, and mean of their squares."""
+    shares = sum(entry.share for entry in lengths)
+    return (
+        sum(entry.share * entry.length for entry in lengths) / shares,
+        sum(entry.share * entry.length**2 for entry in lengths) / shares,
+    )
+
+
+@given(st.floats(50, 20_000), st.floats(0.1, 1.5))
+def test_a_lognormal_has_its_mean_and_its_longest_documents(mean: float, sigma: float) -> None:
+    first, second = moments(LogNormal(mean=mean, sigma=sigma).lengths())
+    assert first == pytest.approx(mean, rel=0.01)
+    assert second == pytest.approx(mean**2 * math.exp(sigma**2), rel=0.03)
+
+
+def test_percentiles_are_met() -> None:
+    lengths = sorted(of_percentiles({10: 200, 50: 700, 90: 3000, 99: 20_000}), key=lambda entry: entry.length)
+    for percent, length in ((10, 200), (50, 700), (90, 3000), (99, 20_000)):
+        below = sum(entry.share for entry in lengths if entry.length < length)
+        upto = sum(entry.share for entry in lengths if entry.length <= length)
+        assert below <= percent / 100 + 0.006
+        assert upto >= percent / 100 - 0.006
+    assert (lengths[0].length, lengths[-1].length) == (200, 20_000)
