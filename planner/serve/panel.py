@@ -105,9 +105,7 @@ def _certificate(plan: Plan, question: Question, state: State) -> Html:
         )
         return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
     if state == "all":
-        words = (
-            f"The best so far, within {percent(search.gap)} of the best of all layouts. The search goes on …"
-        )
+        words = f"The best so far, within {percent(search.gap)} of the best of all layouts. The search goes on …"
         return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
     ended, bound = says_outcome(search), says_bound(search)
     line = tag("p", tag("b", f"{ended[0].upper()}{ended[1:]}."), f" {bound[0].upper()}{bound[1:]}.")
