@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.answer import Plan, SearchReport
+from planner.layout.assemble import assemble
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
+from planner.layout.price import price_layout
+from planner.physics.layers import model_totals
 from planner.search.branch import Branch
 from planner.search.case import Case
 from planner.search.deadline import Deadline
@@ -17,7 +21,6 @@ from planner.search.frontier import ANY_SET, ONE_SET, Frontier
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes, with_module_sets, without_beaten
 from planner.search.schedules import by_runtime, schedules_tried
-from planner.search.standing import News, Standing
 from planner.search.why.misses import NothingFits, count_misfits
 from planner.search.why.refused import NothingLegal
 from planner.shape import Shape
@@ -29,6 +32,38 @@ from planner.trainers.switches import SWITCHES, read_recipe
 
 Priced = Sequence[tuple[PricedShapes, SearchLimits]]
 """The same shapes, priced for one runtime each, with limits that name the schedules that it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A search over layouts in the middle: what its certificate would say if it ended now."""
+
+    best: Candidate
+    bound_s: float
+    """No layout that fits has a shorter step, among those that this search is about."""
+    num_shapes: int
+    num_fitting: int
+    num_ilps: int
+
+    def plan(self) -> Plan:
+        """The plan of the best layout so far, without alternatives, worth of switches and the like."""
+        pricing = self.best.pricing
+        totals = model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
+        layout = price_layout(self.best, totals, exact=False)
+        bound_s = min(self.bound_s, layout.step.step_s)
+        report = SearchReport(
+            num_shapes=self.num_shapes,
+            num_fitting=self.num_fitting,
+            num_ilps=self.num_ilps,
+            outcome="feasible",
+            lower_bound_s=bound_s,
+            gap=layout.step.step_s / bound_s - 1,
+        )
+        return assemble(pricing, totals, [layout], (), report)
+
+
+News = Callable[[Standing], None]
+"""Something that is told how a search stands, as often as that changes."""
 
 
 @dataclass(frozen=True)

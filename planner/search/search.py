@@ -19,13 +19,12 @@ from planner.search.branch import key_of
 from planner.search.case import Case
 from planner.search.certificate import certificate
 from planner.search.deadline import Deadline
-from planner.search.layouts import Found, find_layouts
+from planner.search.layouts import Found, News, find_layouts
 from planner.search.offers import batch_offer, risk_offer
 from planner.search.recipe_answer import with_recipe
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned
 from planner.search.safest import exceeds_risk, safer_first, with_warning
 from planner.search.schedules import check_expressible
-from planner.search.standing import News
 from planner.search.why.misses import NothingFits
 from planner.search.why.remedy import with_remedy
 from planner.specs.cluster import ClusterSpec

@@ -18,9 +18,9 @@ from planner.answer import Plan
 from planner.errors import Infeasible, PlannerError, SolverError, defect
 from planner.search.case import Case
 from planner.search.deadline import Deadline
+from planner.search.layouts import Standing
 from planner.search.recipes import pinned
 from planner.search.search import plan, search_within_risk
-from planner.search.standing import Standing
 
 FIRST_S = 1.0
 """Seconds of a processor after which the quick search ends with what it has."""
