@@ -66,6 +66,21 @@ def test_what_the_log_says_fills_the_options(folder: Path, capsys: pytest.Captur
     assert answer["observation"]["mfu"] is not None
 
 
+@pytest.mark.parametrize(
+    ("device", "hardware"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb"), ("NVIDIA H200", "h200-sxm-141gb"),
+        ("64xNVIDIA HGX H100", "h100-sxm-80gb"), ("1280xNVIDIA GB200", "gb200-nvl72"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)  # fmt: skip
+def test_the_gpu_is_the_one_that_the_log_names(device: str, hardware: str) -> None:
+    from planner.cli.observe_command import _hardware
+
+    assert _hardware(device, None) == hardware
+    assert _hardware(device, "b200") == "b200"
+
+
 def test_words_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["observe", str(folder / "dump.log"), "--plan", str(folder / "plan.json")]) == 0
