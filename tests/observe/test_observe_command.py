@@ -148,3 +148,24 @@ def test_a_dump_that_lacks_something_leaves_the_observation(folder: Path, capsys
     assert "no prediction" in err
     assert "--gpus" in err
     assert "median step" in out
+
+
+def test_an_observation_compares_with_its_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, plan = str(folder / "compared.json"), str(folder / "plan.json")
+    assert main(["observe", str(folder / "dump.log"), "--plan", plan, "-o", saved, "-q"]) == 0
+    capsys.readouterr()
+    assert main(["compare", plan, saved, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    planned = answer_of(capsys, str(folder / "dump.log"), "--plan", plan)["prediction"]["step_s"]
+    assert answer["waterfall"] == [{"term": "step_s", "seconds": pytest.approx(9.0 - planned)}]
+    assert "tp" not in answer["differences"]
+    assert main(["compare", plan, saved]) == 0
+    assert "a step" in capsys.readouterr().out
+
+
+def test_an_observation_without_tokens_compares_with_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = folder / "bare.json"
+    assert main(["observe", str(folder / "bare.log"), "-o", str(saved), "-q"]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(folder / "plan.json"), str(saved)]) == 2
+    assert "has not tokens per second" in capsys.readouterr().err
