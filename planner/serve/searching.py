@@ -14,13 +14,13 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from planner.answer import Plan
-from planner.errors import Infeasible, PlannerError, defect
+from planner.errors import Infeasible, PlannerError, SolverError, defect
 from planner.search.case import Case
 from planner.search.recipes import pinned
 from planner.search.search import plan, search_within_risk
 
-FIRST_S = 1.0
-"""Seconds after which the quick search ends with what it has."""
+FIRST_S = (1.0, 3.0, 9.0)
+"""Seconds after which the quick search ends with what it has; on a busy machine it may need more to have anything."""
 FIRST_GAP = 0.05
 """Gap at which the quick search is content."""
 MOST_BYTES = 6 << 30
@@ -46,14 +46,21 @@ def first(case: Case) -> Plan:
 
     A narrower search needs a fraction of the seconds, and its certificate holds for what it looked at.
     """
-    limits: dict[str, Any] = {"top": 1, "time_limit_s": FIRST_S, "gap_fraction": FIRST_GAP}
+    limits: dict[str, Any] = {"top": 1, "gap_fraction": FIRST_GAP}
     if case.limits.switches is None and not case.limits.allow:
         limits["switches"] = "default"
     if case.limits.micro_batch_size is None:
         limits["micro_batch_size"] = tuple(n for n in (1, 2) if case.training.global_batch_size % n == 0)
     if case.limits.recompute is None and case.model.moe is not None:
         limits["recompute"] = ("none", "full") if case.runtime.recomputes_layers else ("none",)
-    return search_within_risk(pinned(case.limited(**limits)))
+    for limit_s in FIRST_S[:-1]:
+        with contextlib.suppress(SolverError):
+            return _searched(case, limits, limit_s)
+    return _searched(case, limits, FIRST_S[-1])
+
+
+def _searched(case: Case, limits: dict[str, Any], limit_s: float) -> Plan:
+    return search_within_risk(pinned(case.limited(**limits, time_limit_s=limit_s)))
 
 
 def looked_at(case: Case) -> str:

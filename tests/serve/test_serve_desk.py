@@ -11,7 +11,9 @@ from served import SMALL
 
 from planner.cli.serve_command import read_question
 from planner.errors import Infeasible, PlannerError, SolverError
+from planner.search.case import Case
 from planner.serve import desk as desk_module
+from planner.serve import searching
 from planner.serve.desk import KEPT, MAX_WAITING, Desk
 from planner.serve.question import Question
 from planner.serve.searching import Found, first, start
@@ -117,3 +119,17 @@ def test_a_search_in_a_process_ends_when_it_is_killed() -> None:
         connection.recv()
     process.join(10)
     assert not process.is_alive()
+
+
+def test_a_first_answer_that_needs_longer_is_looked_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits_s: list[float] = []
+
+    def slow(case: Case) -> object:
+        limits_s.append(case.limits.time_limit_s)
+        if len(limits_s) < 3:
+            raise SolverError("time is up", "")
+        return case
+
+    monkeypatch.setattr(searching, "search_within_risk", slow)
+    assert searching.first(question(8).case) is not None
+    assert limits_s == list(searching.FIRST_S)
