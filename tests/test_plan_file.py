@@ -34,7 +34,7 @@ def test_plans_of_earlier_versions_are_read_without_the_fields_that_are_gone(
 ) -> None:
     older = json.loads(json.dumps(saved))
     older["cluster"]["hardware"]["efficiency"]["untuned_factor"] = 1.4
-    older["runtime_spec"]["tuned_products"] = True
+    older["runtime_spec"] |= {"tuned_products": True, "stands_for": "megatron"}
     (tmp_path / "plan.json").write_text(json.dumps(older))
     assert read_plan(str(tmp_path / "plan.json")).to_json() == saved
 

@@ -28,7 +28,7 @@ from planner.trainers.switches import changes
 CHUNK_PARAMETERS = 2**18
 """The fewest parameters that a rank has in a bucket: 512 KiB in bf16, which NCCL's rings hand on at a time."""
 
-_RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products")
+_RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products", "stands_for")
 
 
 class RuntimeSpec(Spec):
