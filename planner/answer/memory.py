@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from planner.answer.layout import StageMemory
-from planner.specs.base import Spec
+from planner.specs.base import NonNegativeInt, Spec
 
 MemoryItem = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]
 """The item of `StageMemory` that a tensor counts to; the items add up to the peak."""
@@ -34,7 +34,7 @@ class MemoryTensor(Spec):
     """The tensor's dimensions on this rank; null for a row that is a sum, whose `note` says of what."""
     dtype: str | None = None
     """Such as `bf16`, `fp32`, `int64`; null with the shape."""
-    bytes: int
+    bytes: NonNegativeInt
     from_s: float = Field(serialization_alias="from")
     """The time when it is made; 0 for what is there before the step."""
     to_s: float = Field(serialization_alias="to")

@@ -49,8 +49,8 @@ def memory_command(
       plan memory plan.json --stage 0 --plot -
       plan memory plan.json --stage 0 --snapshot stage0.pickle
     """
-    from planner.cli.output import show_and_save, waiting
-    from planner.files import STDOUT, refuse_to_overwrite
+    from planner.cli.output import dumps, show_and_save, waiting
+    from planner.files import STDOUT, refuse_to_overwrite, write_text
     from planner.layout.replan import reprice
     from planner.layout.tensors.explore import explore, shown
     from planner.plan_file import read_plan, with_alternative
@@ -59,6 +59,8 @@ def memory_command(
     for path in (output, plot, snapshot):
         if path is not None:
             refuse_to_overwrite(path, force)
+    if plot == output == STDOUT:
+        raise SpecError("--plot - and -o -: both are standard output", "name a file for one of them")
     if snapshot == STDOUT:
         raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
     draw = None if plot is None else _drawing_to(plot)
@@ -75,9 +77,11 @@ def memory_command(
         draw(answer, fullest, plot, force)
     if snapshot is not None:
         _write_snapshot(answer, fullest, candidate, snapshot, force)
+    data = answer.model_dump(mode="json") if json or output is not None else None
     if plot != STDOUT:
-        data = answer.model_dump(mode="json") if json or output is not None else None
         show_and_save(data, render_memory(answer, fullest), json, output, force, indent=None)
+    elif output is not None:
+        write_text(output, dumps(data, None), force)
 
 
 def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:

@@ -161,7 +161,7 @@ def _check_sizes(pp: int, vpp: int, micro_batches: int, in_flight: float | None)
 
 def _print(timeline: Timeline, synthesis: Synthesis | None, straggler: StragglerCost | None, json: bool) -> None:
     from planner.cli.output import dumps, show
-    from planner.report.schedule_json import timeline_json
+    from planner.report.timeline.schedule_json import timeline_json
 
     if json:
         sys.stdout.write(dumps(timeline_json(timeline, synthesis, straggler)))
@@ -237,7 +237,7 @@ def _print_comparison(
 ) -> None:
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
-    from planner.report.schedule_json import comparison_json
+    from planner.report.timeline.schedule_json import comparison_json
     from planner.report.timeline.text import render_comparison
     from planner.schedule.compare import compare
 

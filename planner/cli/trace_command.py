@@ -10,8 +10,8 @@ from planner.cli import options as o
 
 _log = logging.getLogger(__name__)
 _STEP, _OUTPUT = "Step", "Output"
-MAX_ACTIONS = 200_000
-"""Actions of one step; Perfetto takes minutes to open a trace of more."""
+MAX_ACTIONS = 100_000
+"""Actions of one step; a trace of so many has about 160 MB. 405B on 2,048 GPUs has 65,536."""
 
 Alternative = Annotated[int | None, o.number(_STEP, "--alternative", "Trace the plan's N-th alternative.")]
 MicroBatches = Annotated[

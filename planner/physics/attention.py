@@ -130,9 +130,11 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             normed = replace(normed, saved=(statistics, *others))
         yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
     if rotates:
-        rotated = shape.tokens, heads + kv_heads, model.head_dim
-        operator = rotary(rotated[1] * rotated[2], shape.tokens, runtime, ("op",), model.scales_rotation)
-        yield _with_saved(operator, Saved("rotated q, k", rotated)) if keeps_buffer else operator
+        width = (heads + kv_heads) * model.head_dim
+        operator = rotary(width, shape.tokens, runtime, ("op",), model.scales_rotation)
+        turned = (("rotated q", heads), ("rotated k", kv_heads))
+        rotated = [Saved(name, (shape.tokens, number, model.head_dim)) for name, number in turned]
+        yield _with_saved(operator, *rotated) if keeps_buffer else operator
 
 
 def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
@@ -179,7 +181,10 @@ def _latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSp
     latent_norm = norm("kv latent norm", rank, shard, model, runtime, module="mla_up_proj")
     if not runtime.fused_rotary:
         # its input is a view of the down-projection's output, whose rotary part is kept along
-        latent_norm = _with_saved(latent_norm, Saved("rotary part", (shard, mla.qk_rope_head_dim)))
+        others = [one for one in latent_norm.saved if (one.name, one.dtype) != ("input", "bf16")]
+        is_view = len(others) < len(latent_norm.saved)
+        kept = Saved("kv down", (shard, down)) if is_view else Saved("rotary part", (shard, mla.qk_rope_head_dim))
+        latent_norm = replace(latent_norm, saved=(*others, kept))
     yield latent_norm
     kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     keys = Operator(name="kv up", kind="gemm", modules=up, m=tokens, n=kv_width, k=rank, parameters=kv_width * rank)

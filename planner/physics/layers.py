@@ -152,7 +152,7 @@ def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalanc
 
 
 def around_mtp_layer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """What a multi-token-prediction block computes before its decoder layer, and behind it."""
+    """The operators of a multi-token-prediction block before its decoder layer, and those behind it."""
     hidden, tokens = model.hidden_size, shape.tokens
     tp = shape.tp if runtime.splits_mtp_projection else 1
     projection = Operator(

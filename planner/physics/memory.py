@@ -53,9 +53,15 @@ def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number
     """
     if runtime.casts_weights:
         return runtime.weight_bytes
-    copies = runtime.fp8_copies if dtype == "fp8" else 2
     beside = np.where(runtime.narrow_parameters & (shape.zero_stage >= 1), 0, runtime.weight_bytes)
-    return beside + copies * NARROW_BYTES[dtype]
+    return beside + cast_copies(runtime, dtype) * NARROW_BYTES[dtype]
+
+
+def cast_copies(runtime: RuntimeSpec, dtype: str) -> int:
+    """Copies of a weight in the recipe's 8 or 4 bits that are kept from pass to pass."""
+    if dtype not in NARROW_BYTES or runtime.casts_weights:
+        return 0
+    return runtime.fp8_copies if dtype == "fp8" else 2
 
 
 def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
@@ -200,9 +206,9 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
         if runtime.loss_in_place:  # a bf16 copy alone
             return (Saved("logits in 16 bits", softmax.dims), labels._replace(name="labels", dtype="int32"))
         # beside the softmax, as large: its gradient, and that of the logits
+        names = ("gradient of the softmax", "gradient of the logits", "indices of the loss", "its mask")
         return tuple(
-            kept._replace(name=name, dims=(2, *kept.dims))
-            for kept, name in ((softmax, "gradients of softmax and logits"), (labels, "indices of the loss"))
+            kept._replace(name=name) for kept, name in zip((softmax, softmax, labels, labels), names, strict=True)
         )
     needed = op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
     return (Saved("gradients", (needed,), dtype="bytes"),)

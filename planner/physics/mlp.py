@@ -309,8 +309,9 @@ def _routing(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> tuple[Saved
     if runtime.fused_permute:
         names = (("routing map", "int32"), ("probabilities", "fp32"))
         return tuple(Saved(name, (pairs,), modules, dtype) for name, dtype in names)
+    places = ("expert of each pair", "token of each pair", "place of each pair", "way back of each pair")
     return (
-        Saved("experts, tokens, places, ways back", (4, pairs), modules, "int64"),
+        *(Saved(name, (pairs,), modules, "int64") for name in places),
         Saved("top scores", (pairs,), modules, "fp32"),
         Saved("sums of top scores", (tokens,), modules, "fp32"),
     )
@@ -336,7 +337,8 @@ def _row_weights(rows: Number, width: Number, local: Number, sorts: Number, runt
             Saved("weighted rows", (rows, width), modules, gemm_input=True),
             Saved("weights", (rows,), ("moe",)),
             Saved("offsets", (local,), ("moe",), "int32"),
-            Saved("order", (2, rows * sorts), ("moe",), "int64"),
+            Saved("order", (rows * sorts,), ("moe",), "int64"),
+            Saved("order back", (rows * sorts,), ("moe",), "int64"),
         ),
         # gradients of weighted and unweighted rows, and a product that is summed for the weights' gradient, as the
         # weighted rows go

@@ -104,6 +104,13 @@ def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
     return Html(f'{head} class="chart" role="img" aria-label="{escape(label)}">{_packed(body)}')
 
 
+def svg_file(drawn: Figure) -> str:
+    """The figure as an SVG file, on white."""
+    before, text = image(drawn, "svg").decode().split("<svg", 1)
+    head, body = text.split(">", 1)
+    return f'{before}<svg{head} font-family="DejaVu Sans, system-ui, sans-serif">{_packed(body)}\n'
+
+
 def _packed(text: str) -> str:
     """The same drawing in fewer bytes: places to a hundredth of a point, no empty groups, nothing between tags."""
     text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)

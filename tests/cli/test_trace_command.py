@@ -11,7 +11,7 @@ import pytest
 from trace_judge import judge, named
 
 from planner.answer import Plan
-from planner.cli import main
+from planner.cli import main, trace_command
 from planner.layout.evaluate import evaluate
 from planner.report.timeline import plan_trace
 from planner.specs.cluster import ClusterSpec
@@ -172,9 +172,31 @@ def test_every_result_that_travels_has_an_arrow_and_the_file_says_what_it_is(pla
     assert about["step_s"] == pytest.approx(best["step"]["step_s"])
 
 
+def test_an_alternative_is_traced_as_it_runs(plan_file: Path, tmp_path: Path) -> None:
+    other = json.loads(plan_file.read_text())["alternatives"][0]
+    trace = _traced(str(plan_file), "--alternative", "1", tmp_path=tmp_path)
+    judge(trace)
+    assert trace["otherData"]["step_s"] == pytest.approx(other["step"]["step_s"])
+    shorter = _traced(str(plan_file), "-m", str(other["parallelism"]["pp"]), "--force", tmp_path=tmp_path)
+    judge(shorter)
+    assert shorter["otherData"]["layout"].endswith(f"× {other['parallelism']['pp']}")
+
+
 def test_refuses_an_alternative_that_is_not_there(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(str(plan_file), "--alternative", "99", "-o", "-") == 2
     assert "--alternative" in capsys.readouterr().err
+
+
+def test_a_step_of_too_many_actions_is_refused_with_a_length_that_works(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trace_command, "MAX_ACTIONS", 300)
+    target = tmp_path / "trace.json"
+    assert _run(str(plan_file), "-o", str(target)) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "too many for a trace" in error
+    assert not target.exists()
+    assert _run(str(plan_file), "-o", str(target), *hint.split("with ")[1].split()) == 0
 
 
 def test_keeps_a_file_that_is_there(plan_file: Path, tmp_path: Path) -> None:

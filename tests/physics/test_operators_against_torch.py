@@ -142,7 +142,7 @@ def cpu_extra_bytes(items: Iterable[Item], model: ModelSpec) -> float:
             extra -= saved["statistics"] / 2
         elif op.family == "norm":
             rows, width = saved["statistics"] / FP32, op.parameters / (2 if op.name == "qk norm" else 1)
-            extra += 2 * FP32 * rows * width - saved.get("input", 0) - saved.get("rotary part", 0)
+            extra += 2 * FP32 * rows * width - saved.get("input", 0) - saved.get("kv down", 0)
     mla = model.mla
     if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:
         attention = next(op for op in operators_of(items) if op.kind == "attention")

@@ -25,7 +25,7 @@ from planner.specs.units import gib
 
 BACKWARDS = {"B": "backward", "I": "input gradients", "W": "weight gradients"}
 """Passes of a backward in words."""
-UNNAMED = "the formula counts more or less than the tensors that are listed"
+UNNAMED = "the formula counts other bytes than those of the tensors that are listed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +121,23 @@ def lives_of(timeline: Timeline, rank: int) -> Iterator[Life]:
             yield Life(starts[key], float(end_s), made, freed, microbatch, stage)
 
 
-def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> Iterator[Row]:
-    """What the parts of a virtual stage keep of a micro-batch."""
-    pricing, shape = candidate.pricing, candidate.shape
-    total = 0.0
-    for part in parts:
-        for one in part.kept(pricing, shape) if part.stage == life.stage else ():
-            total += one.num_bytes
-            yield Row(one, life, part.name, part.layer)
+def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> list[Row]:
+    """The rows that the parts of a virtual stage keep of a micro-batch."""
+    pricing, shape, own = candidate.pricing, candidate.shape, [part for part in parts if part.stage == life.stage]
+    rows = [Row(one, life, part.name, part.layer) for part in own for one in part.kept(pricing, shape)]
     if pricing.runtime.is_runner and life.stage != len(candidate.placement) - 1:
-        sent = held(Saved("sent on", (shape.shard_tokens, pricing.model.hidden_size)))
-        total += sent.num_bytes
-        yield Row(sent, life, "stage")
+        rows.append(Row(held(Saved("sent on", (shape.shard_tokens, pricing.model.hidden_size))), life, "stage"))
     assert candidate.durations.activation_bytes is not None
     assert life.stage is not None
-    missing = candidate.durations.activation_bytes[life.stage] - total
-    if abs(missing) > 1:
-        yield Row(Held("others", missing, note=UNNAMED), life, "stage")
+    total = candidate.durations.activation_bytes[life.stage]
+    missing = total - sum(row.held.num_bytes for row in rows)
+    if missing < -1:
+        return [Row(Held("tensors of a chunk", total, note=f"counted together: {UNNAMED}"), life, "stage")]
+    return [*rows, Row(Held("others", missing, note=UNNAMED), life, "stage")] if missing > 1 else rows
 
 
 def moment_rows(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> tuple[list[Row], list[Row]]:
-    """What the loss of some parts needs, and what their fullest backward needs in its place; they cost `cost`."""
+    """The rows that the loss of some parts needs, and those of their fullest backward in its place, at `cost`."""
     pricing, shape = candidate.pricing, candidate.shape
     if moment_bytes(cost)[0]:
         return [Row(one, NOW, "head") for one in moment.loss(pricing, shape, parts)], []
@@ -150,7 +146,7 @@ def moment_rows(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> 
 
 
 def copies_of_gradients(candidate: Candidate, timeline: Timeline, rank: int, gone: Sequence[Row] = ()) -> Iterator[Row]:
-    """What an optimizer's copies of gradients take beyond buffers and all that is gone when it runs."""
+    """The bytes of an optimizer's copies of gradients beyond buffers and all that is gone when it runs."""
     copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank])
     buffers = fixed_workspace_bytes(candidate.pricing, candidate.table)
     more = copies - buffers - sum(row.held.num_bytes for row in gone)

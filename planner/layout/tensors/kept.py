@@ -65,25 +65,27 @@ def _on_the_gpu(pricing: Pricing, items: Sequence[Item], recomputed: frozenset[s
         for tensor in op.kept(recomputed)
         if (op.name, tensor.name) not in leaving
     ]
-    yield from (row for row in stays if row.num_bytes)
-    if runtime.offloaded_layers and is_decoder_layer(items):
-        share = min(runtime.offloaded_layers / pricing.model.num_hidden_layers, 1.0)
-        away = share * sum(row.num_bytes for row in stays)
-        yield Held(
-            "in host memory", -away, note=f"{runtime.offloaded_layers} layers wait there; counted as equal shares"
-        )
+    if not (runtime.offloaded_layers and is_decoder_layer(items)):
+        yield from (row for row in stays if row.num_bytes)
+        return
+    share = min(runtime.offloaded_layers / pricing.model.num_hidden_layers, 1.0)
+    note = f"{runtime.offloaded_layers} layers wait in host memory, counted as an equal share of each: {share:.0%}"
+    yield Held("a layer's tensors", (1 - share) * sum(row.num_bytes for row in stays), note=note)
 
 
 def without(rows: Iterable[Held], kept: Sequence[Held]) -> list[Held]:
-    """The rows that are not among those kept: what a recomputed layer makes again."""
-    left = list(rows)
+    """The rows that are not among those kept, which a recomputed layer makes again; one row if some are kept in part."""
+    left, kept_in_part = list(rows), 0.0
     for row in kept:
         same = next((one for one in left if one == row or (row.name == "layer input" and _is_input(one, row))), None)
         if same is not None:
             left.remove(same)
         else:
-            left.append(Held(row.name, -row.num_bytes, note="kept already"))
-    return left
+            kept_in_part += row.num_bytes
+    if not kept_in_part:
+        return left
+    total = sum(row.num_bytes for row in left) - kept_in_part
+    return [Held("recomputed tensors", total, note="counted together, since some are kept in part")]
 
 
 def _is_input(row: Held, layer_input: Held) -> bool:

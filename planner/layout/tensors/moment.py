@@ -1,4 +1,4 @@
-"""What a rank needs for a moment at its peak: the loss, or the backward of one of its parts, and its buffers."""
+"""The tensors that a rank needs for a moment at its peak: the loss, or a part's backward, and its buffers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from planner.physics.operators import Item
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import buffers
 from planner.shape import Shape
+from planner.specs.units import gib
 
 
 def loss(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> list[Held]:
@@ -30,7 +31,7 @@ def backward(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> tuple[Par
 
 
 def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
-    """What the layer's forward gives once more, and what comes back from host memory."""
+    """Tensors that the layer's forward gives once more, and those that comes back from host memory."""
     if part.mode != "none":
         plain = kept_tensors(pricing, shape, part.layer_items)
         yield from without(plain, kept_tensors(pricing, shape, part.layer_items, part.mode))
@@ -50,11 +51,12 @@ def _own(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held
 
 def _working(moment: Moment) -> Iterator[Held]:
     op, freed = moment.operator, float(moment.freed_bytes)
-    rows = [held(tensor, operator=op.name) for tensor in moment.working]
-    yield from rows
-    if freed:
-        note = f"tensors kept by operators behind {op.name}, whose backward is done then"
-        yield Held("freed by then", -freed, note=note)
+    if not freed:
+        yield from (held(tensor, operator=op.name) for tensor in moment.working)
+        return
+    names = ", ".join(tensor.name for tensor in moment.working)
+    note = f"{names}; less {gib(freed):.2f} GiB that operators behind it kept, whose backward is done then"
+    yield Held(f"{op.name}: working set", float(moment.num_bytes), note=note)
 
 
 def fixed(pricing: Pricing, table: CostTable) -> list[Held]:

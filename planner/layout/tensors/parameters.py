@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from planner.layout.tensors.kept import Held
 from planner.physics import memory
-from planner.physics.operators import BF16, FP32, Item, Operator, operators_of
+from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, operators_of
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 
@@ -41,9 +41,19 @@ def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[H
     for one in _parameters(items, pricing.model.hidden_size):
         dense, expert = one.dense, one.expert
         wide = 0.0 if one.operator.is_cast else dense + expert
-        total = float(memory.weights_bytes(dense, expert, shape, runtime, dtype, wide))
         gathered = float(memory.gathered_weights_bytes(dense + expert, shape, runtime))
-        yield _row(one, "", total - gathered, runtime.weight_bytes, f"with copies in {dtype}")
+        total, plain = (
+            float(memory.weights_bytes(dense, expert, shape, runtime, name, wide)) - gathered
+            for name in (dtype, "bf16")
+        )
+        elements = plain / runtime.weight_bytes
+        copies = 0 if wide else memory.cast_copies(runtime, dtype)
+        cast = copies * elements * NARROW_BYTES.get(dtype, 0.0)
+        if cast:
+            own = one.dims if elements == prod(one.dims) else (elements,)
+            yield Held(f"{one.name} cast", cast, (copies, *own) if copies > 1 else own, dtype)
+        if total > cast:
+            yield _row(one, "", total - cast, runtime.weight_bytes)
         if gathered:
             yield _row(one, " gathered", gathered, BF16)
 

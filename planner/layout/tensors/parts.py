@@ -58,7 +58,7 @@ class Part:
 
 
 def _gone_with_layer(rows: list[Held]) -> list[Held]:
-    """What a layer keeps, marked as gone where the layer is recomputed whole: all but its input."""
+    """Rows of what a layer keeps, marked as gone where the layer is recomputed whole: all but its input."""
     given = next((row for row in rows if row.name.endswith(": input")), None)
     return [row if row is given else replace(row, modules=(*row.modules, FULL)) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Changes of a layout that would make room in memory, each priced: what is recomputed, micro-batch, tensors' shards."""
+"""Changes of a layout that would make room in memory, each priced: what is recomputed, micro-batch, shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from planner.layout.candidate import Candidate
 from planner.layout.given import given_layout
 from planner.layout.split import FULL, Split
 from planner.specs.training import Parallelism, Recompute
-
 
 LEAST_FRACTION = 0.01
 """Least share of a stage's memory that a change has to free."""

@@ -22,7 +22,6 @@ from planner.layout.tensors.alive import (
     tensors_at_peak,
 )
 from planner.layout.tensors.explore import as_tensor
-from planner.layout.tensors.kept import Held
 from planner.layout.tensors.parts import Part, parts_of
 from planner.physics.cost import PartCost
 from planner.physics.stage_memory import moment_bytes
@@ -88,9 +87,10 @@ def step_of(candidate: Candidate, timeline: Timeline, curve: MemoryCurve) -> Ste
 
 
 def _passes(step: Step, candidate: Candidate, timeline: Timeline, rank: int) -> None:
-    """What the forwards make, what the backwards free, and what these need meanwhile."""
+    """Note all that forwards make and backwards free, and all that these need meanwhile."""
     parts, actions = parts_of(candidate, rank), ActionList.of(timeline.schedule.ranks[rank])
-    kept = {stage: _kept(candidate, parts, stage) for stage in sorted(set(actions.stage.tolist()))}
+    stages = sorted(set(actions.stage.tolist()))
+    kept = {stage: kept_rows(candidate, parts, Life(0.0, 0.0, stage=stage)) for stage in stages}
     needed = {
         stage: _needed(candidate, [part for part in parts if part.stage == stage], candidate.costs[stage])
         for stage in kept
@@ -114,22 +114,9 @@ def _passes(step: Step, candidate: Candidate, timeline: Timeline, rank: int) -> 
             step.free(places.pop((stage, microbatch)))
 
 
-def _kept(candidate: Candidate, parts: Sequence[Part], stage: int) -> list[Row]:
-    return _without_negative([*kept_rows(candidate, parts, Life(0.0, 0.0, stage=stage))])
-
-
 def _needed(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> dict[MemoryItem, list[Row]]:
-    """What some parts need for a moment, by item."""
+    """The rows that some parts need for a moment, by item."""
     if not sum(moment_bytes(cost)):
         return {}
     logits, workspace = moment_rows(candidate, parts, cost)
-    return {"logits": _without_negative(logits), "workspace": _without_negative(workspace)}
-
-
-def _without_negative(rows: list[Row]) -> list[Row]:
-    """The rows, or one for all of them where some are what is taken off."""
-    if all(row.held.num_bytes >= 0 for row in rows):
-        return rows
-    largest = max(rows, key=lambda row: row.held.num_bytes)
-    total = sum(row.held.num_bytes for row in rows)
-    return [replace(largest, held=Held(f"{largest.held.name} and others", total, note="counted together"))]
+    return {"logits": logits, "workspace": workspace}

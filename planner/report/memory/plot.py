@@ -42,7 +42,7 @@ def _arrays(stage: MemoryOfStage) -> tuple[Any, Any, Any]:
 
 
 def drawn(stage: MemoryOfStage) -> Figure:
-    """What is there all the time below, then activations, then what is there for a moment; the reserve on top."""
+    """A stack of what is there all the time, then activations, then what is there for a moment, then the reserve."""
     times_s, allocated, activations = _arrays(stage)
     factor, unit = unit_for(float(times_s[-1]))
     memory = stage.memory

@@ -30,9 +30,9 @@ def _sections(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Renderable
     yield section(f"Memory at the peak of each stage, GiB of the GPU's {capacity}", _stages(answer))
     when = seconds(stage.peak_s)
     flying = len({(tensor.microbatch, tensor.from_s) for tensor in stage.tensors if tensor.item == "activations"})
-    chunks = "" if len(stage.chunks) == 1 else f" through chunks of {len(stage.chunks)}"
+    passes = "micro-batches" if len(stage.chunks) == 1 else "chunks of micro-batches"
     yield section(
-        f"Stage {stage.stage}, {when} into the step: {len(stage.tensors):,} tensors, {flying} micro-batches{chunks}",
+        f"Stage {stage.stage}, {when} into the step: {len(stage.tensors):,} tensors, {flying} {passes} in flight",
         _largest(answer, stage),
     )
     if answer.changes:

@@ -6,7 +6,6 @@ its beginning and its end, below a strip that shows where in the step they lie.
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice, with_microbatches
-from planner.report.charts import ACTION_COLOURS, INK, LINE, PAPER, SOFT, drawing, figure, image, svg
+from planner.report.charts import ACTION_COLOURS, INK, LINE, PAPER, SOFT, drawing, figure, svg, svg_file
 from planner.report.format import unit_for
 from planner.report.html.pieces import Html
 from planner.report.labels import ACTIONS
@@ -42,11 +41,6 @@ _UNSEEN = 900
 """Part of the strip's width below which a wait is not seen in it."""
 _LIGHTEST = 0.72
 """Share of white in the colour of a rank's last chunk."""
-_BOX = re.compile(r"M (\S+) (\S+) \nL (\S+) \2 \nL \3 (\S+) \nL \1 \4 \nz\n")
-_NUMBER = re.compile(
-    r'<g id="text_\d+">\s*<text style="font-size: (\S+)px; [^"]*?text-anchor: middle(; fill: #\w+)?" '
-    r'x="(\S+)" y="(\S+)"[^>]*>(\d+)</text>\s*</g>'
-)
 
 
 class Picture(NamedTuple):
@@ -61,7 +55,7 @@ class Picture(NamedTuple):
 
     def file(self) -> str:
         """The drawing as an SVG file, on white."""
-        return _slim(image(self.figure, "svg").decode())
+        return svg_file(self.figure)
 
 
 def shown_step(plan: Plan) -> Candidate:
@@ -199,7 +193,7 @@ def _legend(drawn: Figure, step: Step) -> None:
 
 def _shade(kind: str, chunk: int, chunks: int) -> str:
     """The colour of a kind, lighter from chunk to chunk."""
-    white = _LIGHTEST * chunk / max(chunks - 1, 1)
+    white = _LIGHTEST * chunk / max(chunks - 1, 1.5)  # two chunks differ enough with less
     red, green, blue = (part + (1 - part) * white for part in to_rgb(ACTION_COLOURS[kind]))
     return to_hex((red, green, blue))
 
@@ -208,19 +202,3 @@ def _on(colour: str) -> str:
     """Black or white, whichever is read better on `colour`."""
     red, green, blue = to_rgb(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#000000"
-
-
-def _slim(text: str) -> str:
-    """The SVG with rectangles and numbers written in a quarter of the letters."""
-    boxes = _BOX.sub(lambda m: f"M{_short(m[1])} {_short(m[2])}H{_short(m[3])}V{_short(m[4])}H{_short(m[1])}z", text)
-    return _NUMBER.sub(
-        lambda m: (
-            f'<text style="font-size:{m[1]}px;text-anchor:middle{m[2] or ""}" x="{_short(m[3])}" '
-            f'y="{_short(m[4])}">{m[5]}</text>'
-        ),
-        boxes,
-    ).replace("<svg ", '<svg font-family="DejaVu Sans, system-ui, sans-serif" ', 1)
-
-
-def _short(number: str) -> str:
-    return f"{float(number):.2f}".rstrip("0").rstrip(".")

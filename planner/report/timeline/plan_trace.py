@@ -28,8 +28,8 @@ SHOWN: dict[Together, str] = {
 }
 """How exchanges are shown, in the order in which it is tried."""
 MAX_SLICES = 300_000
-"""Exchanges of a step; where there are more, those of a layer are one, and then those of a pass. Each is two slices: so
-the file of the longest step has about 150 MB."""
+"""Exchanges of a step, each drawn twice; where there are more, those of a layer are one, and then those of a pass. So
+many take 90 MB."""
 
 
 def plan_trace(plan: Plan, layout: PricedLayout) -> dict[str, Any]:

@@ -9,12 +9,18 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 
+from planner.layout.evaluate import evaluate
 from planner.report.charts import ACTION_COLOURS, SOFT
-from planner.report.timeline.charts import draw_timeline
+from planner.report.timeline import charts
+from planner.report.timeline.charts import draw_timeline, shown_step
 from planner.report.timeline.windows import MOST, WHOLE, Step
 from planner.schedule.compare import RankSeconds
 from planner.schedule.orders import build_schedule
+from planner.schedule.replay import replay
 from planner.schedule.timeline import Timeline
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
 
 FOUR = (1.0,) * 4
 
@@ -106,7 +112,10 @@ def test_a_drawing_of_any_step_is_small_and_well_formed(ranks: int, vpp: int, nu
 
 def test_a_file_stands_by_itself() -> None:
     text = draw_timeline(replayed("1f1b", 1, 4)).file()
-    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    root = ElementTree.fromstring(text)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "DejaVu Sans" in root.attrib["font-family"]
+    assert "var(--" not in text  # no page around it has colours for it
 
 
 @pytest.mark.parametrize(("pass_s", "unit"), [(1.0, "s"), (1e-3, "ms"), (1e-5, "µs"), (0.0, "µs")])
@@ -117,3 +126,15 @@ def test_the_axis_has_the_unit_that_suits_the_step(pass_s: float, unit: str) -> 
     ticks = [float(tick) for tick in axes.get_xticks()]
     assert len(ticks) > 2
     assert np.allclose(ticks, np.round(ticks, 2))
+
+
+def test_of_a_step_of_too_many_actions_a_shorter_one_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
+    plan = evaluate("8b", cluster, TrainingSpec(seq_length=2048, global_batch_size=256), Parallelism(pp=4))
+    assert shown_step(plan).num_microbatches == plan.parallelism.num_microbatches == 64
+    monkeypatch.setattr(charts, "LONG", 500)
+    short = shown_step(plan)
+    assert short.num_microbatches == 40
+    caption = draw_timeline(replay(short.order, short.durations), 0.01, 64).caption
+    assert "bubble is 1.0% of the step" in caption
+    assert "The plan's step has 64 micro-batches" in caption

@@ -1,0 +1,97 @@
+"""A planned step as a torch memory snapshot: torch's own reader takes it, and it replays to the plan's peak."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from typing import Any
+
+import pytest
+
+from planner.layout.evaluate import evaluate
+from planner.layout.memory_curve import MemoryCurve, memory_curves
+from planner.layout.replan import reprice
+from planner.layout.tensors.step import step_of
+from planner.report.memory.torch_snapshot import snapshot
+from planner.schedule.replay import replay
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
+
+VIEWER_READS = {
+    "APPENDS", "BINGET", "BININT", "BININT1", "BININT2", "EMPTY_DICT", "EMPTY_LIST", "FRAME", "LONG1", "LONG_BINGET",
+    "MARK", "MEMOIZE", "PROTO", "SETITEMS", "SHORT_BINUNICODE", "STOP", "TUPLE2", "APPEND", "NEWFALSE", "BINPUT",
+    "BINUNICODE", "EMPTY_TUPLE", "NEWTRUE", "NONE", "BINFLOAT", "TUPLE", "TUPLE1", "TUPLE3", "SETITEM",
+}  # fmt: skip
+"""Opcodes that the viewer's own unpickler knows (torch/utils/viz/MemoryViz.js), which reads protocols 2 to 4."""
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[MemoryCurve, bytes]:
+    """The last stage of an 8B on two stages, its curve and its snapshot."""
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=4)
+    training = TrainingSpec(seq_length=1024, global_batch_size=8)
+    plan = evaluate("llama-3.1-8b", cluster, training, Parallelism(tp=2, pp=2), runtime="megatron")
+    candidate = reprice(plan, plan.best)
+    timeline = replay(candidate.order, candidate.durations)
+    curve = memory_curves(candidate, timeline)[1]
+    step = step_of(candidate, timeline, curve)
+    return curve, snapshot(step.tensors, step.events, 1, plan.model.name)
+
+
+@pytest.fixture(scope="module")
+def data(planned: tuple[MemoryCurve, bytes]) -> Any:
+    return pickle.loads(planned[1])
+
+
+def test_it_replays_to_the_plans_peak(planned: tuple[MemoryCurve, bytes], data: Any) -> None:
+    curve, (trace,) = planned[0], data["device_traces"]
+    total, most, held = 0, 0, dict[int, int]()
+    for entry in trace:
+        if entry["action"] == "alloc":
+            assert entry["addr"] not in held
+            held[entry["addr"]] = entry["size"]
+            total += entry["size"]
+        elif entry["action"] == "free_completed":
+            total -= held.pop(entry["addr"])
+        most = max(most, total)
+    assert most == curve.peak_bytes
+    assert total == curve.allocated_bytes[-1]
+    times = [entry["time_us"] for entry in trace]
+    assert times == sorted(times)
+
+
+def test_segments_hold_what_is_left_at_the_end(planned: tuple[MemoryCurve, bytes], data: Any) -> None:
+    (segment,) = data["segments"]
+    blocks = segment["blocks"]
+    assert sum(block["size"] for block in blocks) == segment["total_size"] >= planned[0].peak_bytes
+    left = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    assert left == segment["allocated_size"] == planned[0].allocated_bytes[-1]
+    ends = [block["address"] + block["size"] for block in blocks]
+    assert [segment["address"], *ends[:-1]] == [block["address"] for block in blocks]
+
+
+def test_frames_name_layer_and_micro_batch(data: Any) -> None:
+    (trace,) = data["device_traces"]
+    frames = [[f"{frame['filename']}:{frame['line']}:{frame['name']}" for frame in entry["frames"]] for entry in trace]
+    assert ["layer:17:qkv [1024, 3072] bf16", "micro-batch:0:forward", "stage:1:activations of llama-3.1-8b"] in frames
+    assert ["head:0:head weight [64128, 4096] bf16", "stage:1:weights of llama-3.1-8b"] in frames
+
+
+def test_the_viewers_own_reader_knows_every_opcode(planned: tuple[MemoryCurve, bytes], data: Any) -> None:
+    assert planned[1][1] <= 4
+    assert {opcode.name for opcode, _, _ in pickletools.genops(planned[1])} <= VIEWER_READS
+    # a category of this name is looked for where there are any
+    assert "unknown" in {entry["category"] for entry in data["device_traces"][0]}
+
+
+def test_torchs_own_functions_take_it(data: Any) -> None:
+    viz = pytest.importorskip("torch.cuda._memory_viz")
+    assert "total_allocated" in viz.segsum(data)
+    assert viz.trace(data).count("cudaMalloc") == 1
+    for view in (viz.segments, viz.memory):
+        lines = view(data, lambda text: text).splitlines()
+        sizes = {line.rpartition(" ")[0].split(";")[-1]: int(line.rpartition(" ")[2]) for line in lines}
+        assert sizes["layer:16:qkv weight [3072, 4096] bf16"] == 2 * 3072 * 4096
+    assert len(viz.trace_plot(data)) > len(io.BytesIO(b"").getvalue())
