@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from planner.cli.job_options import PlanOptions, command_line
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from planner.decide.phases import Batch, Phase
     from planner.specs.phases import PhaseSpec
 
+_log = logging.getLogger(__name__)
 FEWEST_FOR_PROCESSES = 3
 """Phases from which on processes win back the second or two that they take to start."""
 SUMMARY = "phases.json"
@@ -28,7 +31,7 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
     from planner.decide.processes import processes
     from planner.decide.run_of_phases import run_of_phases
     from planner.files import STDOUT
-    from planner.report.phases import render_phases
+    from planner.report.decide.phases import render_phases
     from planner.specs.phases import read_phases
 
     if asked.from_ is not None or asked.keep is not None:
@@ -46,14 +49,13 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
         processes(len(phases), FEWEST_FOR_PROCESSES, "planner.decide.phases", advance) as each,
     ):
         run = run_of_phases(phases, each, file.reshard_hours, command_line(asked))
+    # printed first, so that a file that cannot be written loses nothing
+    if as_json and output != STDOUT:
+        sys.stdout.write(dumps(run.to_json()))
+    elif output != STDOUT:
+        show(render_phases(run))
     if output is not None:
         _save(run, output, paths, force)
-    if output == STDOUT:
-        return
-    if as_json:
-        sys.stdout.write(dumps(run.to_json()))
-    else:
-        show(render_phases(run))
 
 
 def _phase(asked: PlanOptions, spec: PhaseSpec, path: str) -> Phase:
@@ -147,10 +149,13 @@ def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
 def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) -> None:
     """Write one file, or a folder with a plan of each phase and the whole run."""
     from planner.cli.output import dumps
-    from planner.files import write_text
+    from planner.files import STDOUT, write_text
 
     if not paths:
         write_text(output, dumps(run.to_json()), force)
+        if output != STDOUT:
+            folder = PurePath(output).stem
+            _log.info("wrote %s; -o %s/ writes a plan of each phase, which other commands read", output, folder)
         return
     try:
         os.makedirs(output, exist_ok=True)
@@ -159,3 +164,4 @@ def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) ->
     for phase in run.phases:
         phase.plan.save(paths[phase.name], force=force)
     write_text(os.path.join(output, SUMMARY), dumps(run.to_json()), force)
+    _log.info("wrote %s, and %s with a plan of each phase", os.path.join(output, SUMMARY), ", ".join(paths.values()))

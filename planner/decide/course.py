@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from planner.answer import PricedLayout
-from planner.decide.phases import GRID, Asked, Found, Phase, Run, found, run_in, tried
+from planner.answer import Plan, PricedLayout
+from planner.decide.phases import GRID, Asked, Found, Phase, Pins, Run, found, grid_of, run_in, tried
 from planner.decide.processes import Each
 from planner.decide.resume.choice import Loads
 from planner.decide.resume.seconds import CONVERSIONS, transfer
 from planner.errors import PlannerError, SpecError
 from planner.months.losses import losses_of
 from planner.months.standstill import Standstill
-from planner.trainers.checkpoint import AXES
+from planner.trainers.checkpoint import AXES, Checkpoint
 from planner.trainers.load import checkpoint_of
 from planner.trainers.spec import RuntimeSpec
 
@@ -87,10 +87,32 @@ class Course:
         others = (i for i in range(len(phases)) if i != number)
         return [i for i in others if self.reshard_s or all(goes_on[min(i, number) + 1 : max(i, number) + 1])]
 
-    def asked(self, number: int, keys: Iterable[Key], grid: PricedLayout | None = None) -> Asked:
+    def of_neighbours(self, number: int) -> list[Key]:
+        """Layouts of other phases that a phase is to be tried in: their best, and those found for others' sake."""
+        plans = [self.found[other] for other in self.neighbours(number)]
+        keys = dict.fromkeys(key_of(layout) for plan in plans for layout in (plan.layouts[0], *plan.for_others))
+        return [key for key in keys if (number, key) not in self.known]
+
+    def searches(self, number: int) -> tuple[Pins, ...]:
+        """Searches beside a phase's own: behind a stop the best layout that leaves all ranks what they hold,
+        and the best one for each kind of checkpoint that other phases' layouts write."""
+        layouts, case = [plan.layouts[0] for plan in self.found], self.phases[number].case
+        goes_on = number == 0 or self.phases[number].goes_on_from(self.phases[number - 1])
+        searches = [] if goes_on else [grid_of(layouts[number - 1])]
+        stages = [self._checkpoint(plan.plan, plan.layouts[0]).zero_stages for plan in self.found]
+        may_have = case.limits.zero_stage or case.runtime.zero_stages
+        for kind in dict.fromkeys(stages):
+            if kind != stages[number] and (chosen := tuple(stage for stage in may_have if stage in kind)):
+                searches.append((("zero_stage", chosen),))
+        return tuple(searches)
+
+    def _checkpoint(self, plan: Plan, layout: PricedLayout) -> Checkpoint:
+        return checkpoint_of(layout.runtime_spec or plan.runtime_spec, layout.parallelism.zero_stage)
+
+    def asked(self, number: int, keys: Iterable[Key], searches: tuple[Pins, ...] = ()) -> Asked:
         """Layouts that are to be tried in a phase."""
         layouts = tuple(self.in_phase(number, key) for key in keys)
-        return Asked(self.phases[number], self.found[number].plan, layouts, grid)
+        return Asked(self.phases[number], self.found[number].plan, layouts, searches)
 
     def kept(self, number: int, before: Key) -> tuple[Key, Run | str]:
         """The best layout of a phase in which ranks hold what they held before, and its run or why it has none.
@@ -136,10 +158,12 @@ class Course:
         What has to be written again is saved in the other format from the start, since the change is planned.
         """
         old, new = (self.layouts[key][0] for key in (before, after))
-        row = checkpoint_of(self.found[number - 1].plan.runtime_spec, old.parallelism.zero_stage)
+        row = self._checkpoint(self.found[number - 1].plan, old)
         other = {axis for axis in AXES if _axis(old, axis) != _axis(new, axis)}
+        if new.parallelism.zero_stage not in row.zero_stages:
+            return None
         if other.isdisjoint(row.keeps):
-            return "as_is" if new.parallelism.zero_stage in row.zero_stages else None
+            return "as_is"
         if row.rewritten is None or not other.isdisjoint(row.rewritten.keeps):
             return None
         return "ready" if row.rewritten.by == "resave" else row.rewritten.by
@@ -165,7 +189,15 @@ class Course:
     def chosen(self) -> list[Key]:
         """The layout of each phase with which the whole run takes least."""
         tried = [self.runs_of(number) for number in range(len(self.phases))]
-        return shortest([{key: run.wall_s for key, run in each.items()} for each in tried], self.change_s)
+        path = shortest([{key: run.wall_s for key, run in each.items()} for each in tried], self.change_s)
+        for number in range(1, len(path)):
+            if math.isinf(self.change_s(number, path[number - 1], path[number])):
+                before, after = self.phases[number - 1].name, self.phases[number].name
+                raise SpecError(
+                    f"phase {after}: no layout found for it can load the checkpoint of phase {before}",
+                    "give both the same --zero-stage, --pp and --tp",
+                )
+        return path
 
     def learn(self, number: int, keys: Iterable[Key], answers: Iterable[Run | str]) -> None:
         """Note what a phase takes in some layouts."""
@@ -188,32 +220,20 @@ def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -
     course = Course(tuple(phases), tuple(plans), reshard_hours * SECONDS_PER_HOUR)
     numbers = range(len(phases))
     own = {number: [key_of(layout) for layout in plans[number].layouts] for number in numbers}
-    grids = [
-        plans[number - 1].layouts[0] if number and not phases[number].goes_on_from(phases[number - 1]) else None
-        for number in numbers
-    ]
-    asked = [course.asked(number, own[number], grids[number]) for number in numbers]
-    for number, (answers, layout, run) in enumerate(each(tried, asked)):
+    asked = [course.asked(number, own[number], course.searches(number)) for number in numbers]
+    for number, (answers, more) in enumerate(each(tried, asked)):
+        layouts = tuple(layout for layout, _ in more)
+        plans[number] = replace(plans[number], layouts=plans[number].layouts + layouts, for_others=layouts)
+        course.learn(number, map(key_of, layouts), (run for _, run in more))
         course.learn(number, own[number], answers)
-        if layout is not None:
-            plans[number] = replace(plans[number], layouts=(*plans[number].layouts, layout))
-            course.learn(number, [key_of(layout)], [run])
         if not course.runs_of(number):
             raise _no_layout(phases[number], plans[number], str(answers[0]))
     course = replace(course, found=tuple(plans))
-    others = {
-        n: [k for i in course.neighbours(n) for k in _kept_on(plans[i], grids[i]) if k not in own[n]] for n in numbers
-    }
-    waiting = [number for number in numbers if others[number]]
-    asked = [course.asked(number, others[number]) for number in waiting]
-    for number, (answers, _, _) in zip(waiting, each(tried, asked), strict=True):
-        course.learn(number, others[number], answers)
+    waiting = {number: keys for number in numbers if (keys := course.of_neighbours(number))}
+    asked = [course.asked(number, keys) for number, keys in waiting.items()]
+    for number, (answers, _) in zip(waiting, each(tried, asked), strict=True):
+        course.learn(number, waiting[number], answers)
     return course
-
-
-def _kept_on(plan: Found, grid: PricedLayout | None) -> list[Key]:
-    """The layouts of a phase that others may keep: its best, and the one in the grid of the phase before it."""
-    return [key_of(layout) for layout in (plan.layouts[0], *(plan.layouts[-1:] if grid is not None else ()))]
 
 
 def _axis(layout: PricedLayout, axis: str) -> object:

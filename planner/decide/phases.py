@@ -74,6 +74,8 @@ class Found:
 
     plan: Plan
     layouts: tuple[PricedLayout, ...]
+    for_others: tuple[PricedLayout, ...] = ()
+    """Those of the layouts that were searched for the sake of other phases."""
 
 
 def found(phase: Phase) -> Found | PlannerError:
@@ -116,48 +118,54 @@ class Run:
         return self.cost.days * 86_400
 
 
+Pins = tuple[tuple[str, tuple[object, ...]], ...]
+"""Axes that a search is held to, with the values that they may have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A phase, its own plan, and the layouts of other phases that it is to be tried in."""
+    """A phase, its own plan, and layouts of other phases that it is to be tried in."""
 
     phase: Phase
     own: Plan
     layouts: tuple[tuple[PricedLayout, RuntimeSpec], ...]
     """Layouts with the runtimes under which they run in this phase."""
-    grid: PricedLayout | None = None
-    """A layout whose ranks are to hold what they hold, while the rest is planned for this phase."""
+    searches: tuple[Pins, ...] = ()
+    """Searches for layouts that suit the checkpoints of other phases."""
 
 
-def tried(asked: Asked) -> tuple[list[Run | str], PricedLayout | None, Run | str]:
-    """The run of a phase in each layout, or the reason why it cannot run there; then the best layout in the grid that
-    was asked for, and its run."""
+def grid_of(layout: PricedLayout) -> Pins:
+    """Pins under which ranks hold what they hold in a layout, while the rest is planned anew."""
+    return tuple((axis, (getattr(layout.parallelism, axis),)) for axis in GRID)
+
+
+def tried(asked: Asked) -> tuple[list[Run | str], list[tuple[PricedLayout, Run | str]]]:
+    """The run of a phase in each layout, or the reason why it cannot run there; then what the searches found."""
     phase, own = asked.phase, asked.own
     answers = [run_in(phase, own, layout, runtime) for layout, runtime in asked.layouts]
-    if asked.grid is None:
-        return answers, None, ""
-    sizes = asked.grid.parallelism
-    pins = {axis: (getattr(sizes, axis),) for axis in GRID}
-    try:
-        within = search(phase.case.limited(**pins, top=1))
-    except PlannerError as error:
-        return answers, None, error.message
-    layout = _layouts(within)[0]
-    return answers, layout, run_in(phase, own, layout, layout.runtime_spec or own.runtime_spec)
+    more = []
+    for pins in asked.searches:
+        if any(set(values).isdisjoint(phase.case.pins.get(axis, values)) for axis, values in pins):
+            continue
+        with suppress(PlannerError):
+            layout = _layouts(search(phase.case.limited(**dict(pins), top=1)))[0]
+            more.append((layout, run_in(phase, own, layout, layout.runtime_spec or own.runtime_spec)))
+    return answers, more
 
 
 def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> Run | str:
     """The run of a phase in a layout, with every batch of it."""
+    is_own = layout.model_copy(update={"runtime_spec": None}) == own.best
+    if is_own and not phase.grows and own.run_cost is not None and own.goodput is not None:
+        return Run(own.best, (own.step.step_s,), own.run_cost, own.goodput)
     candidates = _with_each_batch(phase, own, layout, runtime)
     if isinstance(candidates, str):
         return candidates
-    last, is_own = candidates[-1], layout.model_copy(update={"runtime_spec": None}) == own.best
-    priced = own.best if is_own else price_layout(last, last.pricing.totals, exact=False)
+    pricing = candidates[-1].pricing
+    priced = own.best if is_own else price_layout(candidates[-1], pricing.totals, exact=False)
     steps_s = (*(candidate.step_s for candidate in candidates[:-1]), priced.step.step_s)
-    if is_own and not phase.grows:
-        cost, goodput = own.run_cost, own.goodput
-    else:
-        factor = _longer_factor(phase, steps_s)
-        cost, goodput = whole_run_of(last.pricing, priced, last.pricing.totals.num_parameters, factor)
+    factor = _longer_factor(phase, steps_s)
+    cost, goodput = whole_run_of(pricing, priced, pricing.totals.num_parameters, factor)
     assert cost is not None, "a phase has tokens"
     assert goodput is not None, "a phase has tokens"
     return Run(priced, steps_s, cost, goodput)
@@ -167,6 +175,9 @@ def _with_each_batch(phase: Phase, own: Plan, layout: PricedLayout, runtime: Run
     """The layout with each of the phase's batches, or the reason why one of them cannot be run."""
     # what the search took with a warning, where nothing is as safe as was asked for, is legal here too
     case = phase.case.filling if exceeds_risk(own, phase.case) else phase.case
+    for axis, value in grid_of(layout):
+        if value[0] not in case.pins.get(axis, value):
+            return f"{axis} is pinned, and not to {value[0]}"
     candidates = []
     for batch in phase.batches:
         training = case.training.model_copy(update={"global_batch_size": batch.global_batch_size})

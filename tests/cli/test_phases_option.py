@@ -11,7 +11,7 @@ import pytest
 from planner import Plan
 from planner.cli import main
 
-JOB = ["--model", "8b", "--gpus", "16", "--tp", "2", "--vpp", "1", "--micro-batch-size", "1", "--switch", "default"]
+JOB = ["--model", "8b", "--gpus", "16", "--tp", "2", "--pp", "1", "--micro-batch-size", "1", "--switch", "default"]
 PHASES = """
 phases:
   - {name: short, tokens: 100B, seq_length: 4096, global_batch_size: 128, rampup: {from: 64, by: 32, tokens: 10B}}
@@ -122,3 +122,27 @@ def test_what_is_refused(tmp_path: Path, capsys: Any, more: list[str], text: str
 def test_a_missing_file_is_named(capsys: Any) -> None:
     assert main([*JOB, "--phases", "nowhere.yaml"]) == 2
     assert "nowhere.yaml: no such file" in capsys.readouterr().err
+
+
+RECIPES = Path(__file__).parents[2] / "docs" / "phases"
+ALIKE = ["--gpus", "64", "--pp", "1", "--micro-batch-size", "1", "--switch", "default", "--top", "1", "--json", "-q"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "job", "tokens", "lengths"),
+    [
+        ("llama-3-405b", ["--model", "8b", "--tp", "8"], 15.6e12, [4096, 8192, 8192, 16384, 131072]),
+        ("deepseek-v3", ["--model", "deepseek-v2-lite", "--tp", "1", "--ep", "8"], 14.8e12, [4096, 32768, 131072]),
+    ],
+)
+def test_published_recipes_plan_and_sum(
+    recipe: str, job: list[str], tokens: float, lengths: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--phases", str(RECIPES / f"{recipe}.yaml"), *job, *ALIKE]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    phases = answer["phases"]
+    assert [phase["seq_length"] for phase in phases if phase["seq_length"] in lengths] == lengths
+    assert sum(phase["tokens"] for phase in phases) == answer["total"]["tokens"] == pytest.approx(tokens, rel=0.01)
+    wall = sum(phase["days"] + phase["stop_s"] / 86400 for phase in phases)
+    assert answer["total"]["days"] == pytest.approx(wall)
+    assert len(answer["changes"]) == sum(phase["stop_s"] > 0 for phase in phases)

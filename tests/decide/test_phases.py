@@ -18,7 +18,7 @@ from planner.decide.phases import Batch, Phase, Run, found
 from planner.decide.run_of_phases import answer_of, run_of_phases
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate, runtime_of
-from planner.report.phases import says
+from planner.report.decide.phases import says
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
@@ -200,3 +200,22 @@ def test_a_layout_is_known_again_whatever_its_batch(course: Course) -> None:
     assert isinstance(run, Run)
     assert held(run.layout) == key[0]
     assert math.isfinite(run.wall_s)
+
+
+def test_a_layout_follows_the_checkpoint_that_it_can_load() -> None:
+    # Megatron-LM's checkpoints of ZeRO-1 and of ZeRO-3 cannot be loaded as each other
+    pinned = [replace(PHASES[n], case=PHASES[n].case.limited(zero_stage=(1, 3), pp=(1,))) for n in (1, 3)]
+    one = replace(pinned[0], case=pinned[0].case.limited(zero_stage=(1,)))
+    three = replace(pinned[1], case=pinned[1].case.limited(zero_stage=(3,)))
+    assert {stage.plan.parallelism.zero_stage for stage in run_of_phases([one, pinned[1]], here).phases} == {1}
+    assert {stage.plan.parallelism.zero_stage for stage in run_of_phases([pinned[0], three], here).phases} == {3}
+    with pytest.raises(SpecError, match="phase long: no layout found for it can load the checkpoint of phase second"):
+        run_of_phases([one, three], here)
+
+
+def test_what_is_saved_for_another_layout_is_said() -> None:
+    narrow = replace(PHASES[1], case=PHASES[1].case.limited(tp=(2,), zero_stage=(1,), pp=(1,)))
+    wide = replace(PHASES[3], case=PHASES[3].case.limited(tp=(4,), zero_stage=(1,), pp=(1,)))
+    (change,) = run_of_phases([narrow, wide], here).changes
+    assert (change.resharded, change.gains_days, change.costs_days) == (True, None, 0.0)
+    assert change.saved_as == "--dist-ckpt-optim-fully-reshardable"

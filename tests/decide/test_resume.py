@@ -191,6 +191,13 @@ def test_a_split_takes_the_most_ranks_that_divide_the_batch(small: Plan) -> None
     assert far.says == "no batch within 3% of 16 suits dp 7 and 1f1b"
 
 
+def test_a_pin_that_the_running_job_does_not_have_is_for_other_layouts(small: Plan) -> None:
+    found = replan(small, 56, limits=QUICK.model_copy(update={"tp": (4,)})).resume
+    assert {choice.kind for choice in found.choices} == {"reshard", "wait"}
+    assert found.chosen.parallelism.tp == 4
+    assert [closed.reason for closed in found.closed] == ["--tp 4: the running job has 2"]
+
+
 def test_a_smaller_micro_batch_divides_more() -> None:
     split = split_for(ResumedJob.of(plan_of(batch=16, micro_batch_size=2), 32, ("dp",)))
     assert isinstance(split, NoSplit)

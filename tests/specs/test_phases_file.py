@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,12 @@ def test_percentiles_are_met() -> None:
         assert below <= percent / 100 + 0.006
         assert upto >= percent / 100 - 0.006
     assert (lengths[0].length, lengths[-1].length) == (200, 20_000)
+
+
+def test_the_file_that_the_document_shows_is_one(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", (RECIPES.parent / "PHASES.md").read_text(), re.DOTALL)
+    path = tmp_path / "phases.yaml"
+    path.write_text(text)
+    (phase,) = read_phases(str(path)).phases
+    unset = {"steps", "batch_tokens"}
+    assert {name for name in type(phase).model_fields if getattr(phase, name) is None} == unset

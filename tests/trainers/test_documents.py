@@ -8,12 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.layout.evaluate import evaluate
-from planner.physics.operators import Operator
+from planner.physics import compute
+from planner.physics.operators import Operator, operators_of
+from planner.physics.passes import lateness
+from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware
+from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import DocumentLength, Parallelism, TrainingSpec
 from planner.trainers.documents import attended_fraction, excess_fraction, excess_microbatches, rank_imbalance
+from planner.trainers.load import load_runtime
 
 
 def counted_fraction(lengths: list[int], seq_length: int, window: int) -> float:
@@ -29,7 +33,7 @@ def counted_fraction(lengths: list[int], seq_length: int, window: int) -> float:
     return attended / total / seq_length**2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 48), st.integers(0, 30))
 def test_share_is_that_of_the_mask(lengths: list[int], seq_length: int, window: int) -> None:
     documents = tuple((length, 1.0) for length in lengths)
@@ -121,3 +125,29 @@ def test_a_trainer_that_masks_documents_is_faster_and_counts_their_flops_alone()
 
 def test_a_trainer_that_attends_across_documents_costs_the_same() -> None:
     assert price("megatron", (DocumentLength(length=1000, share=1.0),)) == price("megatron", None)
+
+
+def test_a_step_waits_for_ranks_with_longer_documents() -> None:
+    alike = ((2000, 1.0),)
+    # as much attention on average, by few long documents among short ones
+    unlike = ((200, 1.0), (4000, 0.0462))
+    fractions = [float(attended_fraction(documents, 32768, 0)) for documents in (alike, unlike)]
+    assert fractions[1] == pytest.approx(fractions[0], rel=0.01)
+    model, runtime = load_model("8b"), load_runtime("torchtitan")
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
+    waits_s = []
+    for documents in (alike, unlike):
+        lengths = tuple(DocumentLength(length=length, share=share) for length, share in documents)
+        training = TrainingSpec(seq_length=32768, global_batch_size=64, document_lengths=lengths)
+        pricing = Pricing(model=model, training=training, cluster=cluster, runtime=runtime)
+        shape = Shape.of(dp=8, tp=2, num_microbatches=8, seq_length=32768, sequence_parallel=1, zero_stage=3)
+        op = next(op for op in operators_of(pricing.layer(model.kinds[0], shape)) if op.kind == "attention")
+        each_s = sum(compute.operator_seconds(op, cluster.hardware, "bf16", pricing.runtime)) * model.num_hidden_layers
+        excess = excess_microbatches(documents, 32768, 1, shape)
+        late = lateness(training, cluster)
+        waits_s.append(float(pricing.uneven_s(shape)))
+        assert waits_s[-1] == pytest.approx(float(late * each_s * excess))
+        whole = training.model_copy(update={"document_lengths": None})
+        plain = Pricing(model=model, training=whole, cluster=cluster, runtime=runtime)
+        assert float(pricing.tail_s(shape) - plain.tail_s(shape)) == pytest.approx(waits_s[-1])
+    assert waits_s[1] > 1.1 * waits_s[0] > 0

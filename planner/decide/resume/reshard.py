@@ -53,8 +53,8 @@ def reshard_for(job: ResumedJob) -> Plan | NoReshard:
         return search(case.limited(time_limit_s=max(job.deadline.left_s, 0.01)))
     except Infeasible as error:
         return NoReshard(error.message, error)
-    except SolverError as error:
-        return NoReshard(error.message)
+    except SolverError:
+        return NoReshard("no layout was found in time: raise --time-limit")
 
 
 def fastest_for(job: ResumedJob, batch: int) -> Candidate | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from planner.decide.resume.job import ResumedJob
 from planner.layout.candidate import Candidate
@@ -16,6 +17,8 @@ from planner.trainers.rules.common import ETP
 from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.rules.recipe import broken_recipe_rules
 
+MOVED = ("dp", "micro_batch_size", "shard_size")
+"""Axes that a split may move."""
 MOST_SIZES = 3
 """Data-parallel sizes, the largest first, for which a batch nearby is looked for."""
 
@@ -29,7 +32,9 @@ class NoSplit:
 
 def split_for(job: ResumedJob) -> Candidate | NoSplit:
     """The layout with the most data-parallel ranks that divide the batch, obey all rules and fit."""
-    most = job.num_gpus // job.copy_gpus
+    most, pins = job.num_gpus // job.copy_gpus, job.case.pins
+    if (pinned := _against_a_pin(job.start, {axis: pins[axis] for axis in pins if axis not in MOVED})) is not None:
+        return NoSplit(pinned)
     if not most:
         return NoSplit(f"one copy of the model takes {job.copy_gpus:,} GPUs, {job.num_gpus:,} are there")
     reason = ""
@@ -107,6 +112,8 @@ def with_ranks(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> C
     """The old layout with `dp` ranks and another batch, or the sentence that refuses it."""
     found, case = unchecked(job, dp, micro_batch_size, batch), job.case.with_batch(batch)
     shape, schedule = found.shape, found.schedule
+    if (pinned := _against_a_pin(found, case.pins)) is not None:
+        return pinned
     if shape.dp * shape.cp % shape.shard_size:
         return f"groups of {shape.shard_size} ranks, which share the weights, do not divide dp {dp} · cp {shape.cp}"
     rules = (ETP, *rules_for(case.runtime))
@@ -120,6 +127,19 @@ def with_ranks(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> C
     if refused is not None:
         return f"{refused.switch} {refused.says}"
     return found if found.fits else _misfit(found)
+
+
+def _against_a_pin(candidate: Candidate, pins: Mapping[str, tuple[Any, ...]]) -> str | None:
+    """The sentence on the first pinned axis that a layout has at another value; without stages it has no schedule."""
+    shape = candidate.shape
+    values = {name: getattr(shape, name) for name in type(shape).__slots__ if name in pins}
+    values |= {"rank_order": shape.rank_order, "recompute": setting_of(candidate).recompute}
+    if shape.pp > 1:
+        values["schedule"] = candidate.schedule
+    axis = next((axis for axis, allowed in pins.items() if values.get(axis, allowed[0]) not in allowed), None)
+    if axis is None:
+        return None
+    return f"--{axis.replace('_', '-')} {','.join(map(str, pins[axis]))}: the running job has {values[axis]}"
 
 
 def unchecked(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Candidate:

@@ -158,11 +158,11 @@ class Ways:
 
 
 def _interim(job: ResumedJob) -> Candidate | None:
-    """A split that loads the checkpoint as it is, whatever the user keeps: it could write the checkpoint again."""
+    """A split that loads the checkpoint as it is, whatever the user keeps and pins: it could write it again."""
     row = job.checkpoint
     if row.rewritten is None or row.rewritten.by != "resave":
         return None
-    found = split_for(replace(job, keep=()))
+    found = split_for(replace(job, keep=(), case=job.case.free()))
     return None if isinstance(found, NoSplit) or loading(job, found, has_split=False) != "as_is" else found
 
 

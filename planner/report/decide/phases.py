@@ -12,7 +12,7 @@ from rich.text import Text
 from planner.answer import Interval, half_width
 from planner.decide.phase_answer import Change, PhaseAnswer, PhasesAnswer
 from planner.report.format import digits, large, percent, seconds
-from planner.report.labels import sizes
+from planner.report.labels import manner, sizes
 from planner.report.months import duration
 from planner.report.pieces import bullets, headed, section
 
@@ -87,10 +87,11 @@ def _batch(phase: PhaseAnswer) -> str:
 
 def _layouts(run: PhasesAnswer) -> Table:
     table = headed(("phase", "layout", ""), "l", None, "l", style="dim")
-    for phase in run.phases:
-        table.add_row(
-            _short(phase.name), sizes(phase.plan.parallelism), "" if phase.layout == "first" else phase.layout
-        )
+    layouts = [phase.plan.parallelism for phase in run.phases]
+    differs = len({(layout.zero_stage, layout.shard_size < layout.dp * layout.cp) for layout in layouts}) > 1
+    for phase, layout in zip(run.phases, layouts, strict=True):
+        zero = f" · {manner(layout)[1]}" if differs else ""
+        table.add_row(_short(phase.name), sizes(layout) + zero, "" if phase.layout == "first" else phase.layout)
     return table
 
 
