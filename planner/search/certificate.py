@@ -79,7 +79,7 @@ def _unsearched(shapes: PricedShapes, schedules: Sequence[str], recipes: Recipes
     if shapes.pricing.runtime.uneven_chunks and _interleaves(schedules):
         yield "uneven inner chunks but those tried around the best"
     if shapes.module_sets is not None and len(shapes.module_sets.tables) >= MAX_SETS:
-        yield "other sets of modules"
+        yield "other sets of modules but those a module away from the best's"
     if recipes.free:
         yield "other bundles of switches but single ones moved around the best"
     elif recipes.has_switches:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
@@ -125,13 +126,27 @@ class Recipes:
             self._known[key] = candidate, under(candidate, runtime)
         return self._known[key][1]
 
+    def module_moves(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same layout with one module more recomputed selectively, or one fewer."""
+        pricing = candidate.pricing
+        if candidate.split.base != "selective":
+            return
+        chosen, known = set(pricing.selective_modules), pricing.runtime.recomputable_modules
+        for module in known:
+            modules = tuple(name for name in known if (name in chosen) != (name == module))
+            moved = candidate.priced_as(replace(pricing, selective_modules=modules)) if modules else candidate
+            if moved is not candidate and not any(broken_recipe_rules(setting_of(moved))):
+                yield moved
+
     def refined(self, candidate: Candidate, deadline: Deadline) -> Candidate:
-        """The candidate after the moves of single switches that make its step shorter, the largest gain first.
+        """The candidate after the moves of single switches and modules that make its step shorter, the largest gain
+        first.
 
         At the end, switches that gain nothing here go back to the trainer's own value.
         """
         while not deadline.passed:
-            others = [other for _, _, other in self.moves(candidate) if other.fits]
+            moves = chain((other for _, _, other in self.moves(candidate)), self.module_moves(candidate))
+            others = [other for other in moves if other.fits]
             best = min(others, key=lambda other: other.step_s, default=candidate)
             if best.step_s >= candidate.step_s * (1 - LEAST_GAIN):
                 break
