@@ -78,7 +78,7 @@ def test_the_python_of_the_readme_works(code: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_in_the_readme(command: str) -> None:
-    assert any(line.split()[:2] == ["plan", command] for line in LINES)
+    assert any(line.split()[:2] == ["plan", command] for line in SHELL.splitlines())
 
 
 def test_every_exit_code_is_in_the_readme() -> None:

@@ -43,8 +43,8 @@ ALLOWED = {
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
     "decide": {
         "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "physics.layers", "months", "layout",
-        "probe.result", "search.case", "search.deadline", "search.layouts", "search.recipes", "search.safest",
-        "search.search", "search.why.remedy",
+        "probe.result", "observe.observation", "search.case", "search.deadline", "search.layouts", "search.recipes",
+        "search.safest", "search.search", "search.why.remedy",
     },
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's;
     # a saved plan is replayed to draw its pipeline and its memory over time

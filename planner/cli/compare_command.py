@@ -18,13 +18,13 @@ MOST_FILES = 6
 Files = Annotated[
     list[str],
     typer.Argument(
-        metavar="FILE", help="Files of plan -o, plan probe -o, plan import -o or --json.", show_default=False
+        metavar="FILE", help="Files of plan -o, plan probe -o, plan import -o, plan observe -o.", show_default=False
     ),
 ]
 
 
 def compare_command(files: Files, json: o.Json = False) -> None:
-    """Say what differs between plans, probes and imported runs, and why one is faster: term by term, adding up.
+    """Say what differs between plans, probes and runs (imported, observed), and why one is faster: terms that add up.
 
     The first file is what the others are held against.
 
@@ -32,6 +32,8 @@ def compare_command(files: Files, json: o.Json = False) -> None:
     Example:
       plan compare plan.json other.json
       plan compare plan.json probe.json
+      plan observe train.log --plan plan.json -o observed.json
+      plan compare plan.json observed.json
       plan import pretrain.sh --gpus 64 -o mine.json
       plan compare mine.json plan.json
     """
@@ -51,15 +53,19 @@ def compare_command(files: Files, json: o.Json = False) -> None:
 
 
 def _side(path: str) -> Compared:
-    """One side: a plan, a probe's result, or a run that `plan import` read."""
+    """One side: a plan, a probe's result, or a run that `plan import` or `plan observe` read."""
     from planner.cli.probe_file import MAX_BYTES, is_probe, probe_of
-    from planner.decide.compared import of_plan, of_probe
+    from planner.decide.compared import of_observation, of_plan, of_probe
+    from planner.observe.observation import Observation
     from planner.plan_file import plan_of
+    from planner.specs.checking import checked
     from planner.specs.reading import label, load_yaml
 
     data, where = load_yaml(path, MAX_BYTES), label(path)
     if is_probe(data):
         return of_probe(probe_of(data, where), where)
+    if {"observation", "verdict"} <= data.keys():  # plan observe
+        return of_observation(checked(Observation, data["observation"], f"{where}: observation"), where)
     if {"source", "evaluated", "run"} <= data.keys():  # plan import --json
         return of_plan(plan_of(data["evaluated"], where), where, "run")
     if "run" in data:

@@ -115,7 +115,10 @@ def _planned(path: str, asked: LayoutOptions) -> Plan:
 def _priced(observation: Observation, asked: LayoutOptions) -> tuple[Plan | None, str]:
     """The price of the job that the options or the log's arguments say, and which of them; None where neither does."""
     stated, given = observation.facts.run, _given(asked)
-    if any(getattr(asked, name) is not None for name in _LAYOUT) or (asked.model is not None and not stated):
+    says_layout = any(getattr(asked, name) is not None for name in _LAYOUT)
+    if asked.model is not None or stated:
+        asked = replace(asked, hardware=_hardware(observation.facts.hardware, asked.hardware))
+    if says_layout or (asked.model is not None and not stated):
         return _of_options(observation, asked), "the options"
     if not stated:
         if given:
@@ -139,7 +142,6 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
     asked = replace(asked, **values)
     job = read_job(asked)
     run = read_described(asked, job)
-    _say_hardware(asked.hardware)
     return evaluate(
         run.model, run.cluster, run.training, read_parallelism(asked), runtime=run.runtime_spec,
         says_switches=run.says_switches,
@@ -157,7 +159,7 @@ def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
         run_data = imported.complete(
             model=asked.model,
             num_gpus=asked.gpus,
-            hardware=asked.hardware or o.DEFAULT_HARDWARE,
+            hardware=asked.hardware,
             gpus_per_node=asked.gpus_per_node,
             seq_length=asked.seq_length,
             global_batch_size=asked.global_batch_size,
@@ -169,10 +171,21 @@ def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
     except SpecError as error:
         _log.warning("no prediction: %s (%s)", error.message, error.hint)
         return None
-    _say_hardware(asked.hardware)
     return plan
 
 
-def _say_hardware(hardware: str | None) -> None:
-    if hardware is None:
+def _hardware(device: str | None, given: str | None) -> str:
+    """The GPU that the option or else the log names: of several profiles the one with most words of its name."""
+    from planner.probe.verdict.same_hardware import is_named
+    from planner.specs.registry import hardware_names, load_hardware
+
+    if given is not None:
+        return given
+    named = [name for name in hardware_names() if device and is_named(load_hardware(name), device)]
+    if not named or device is None:
         _log.warning("--hardware is not given: predicted for %s", o.DEFAULT_HARDWARE)
+        return o.DEFAULT_HARDWARE
+    words = device.lower()
+    best = max(named, key=lambda name: (sum(part in words for part in name.split("-")), name == o.DEFAULT_HARDWARE))
+    _log.info("--hardware %s: the log names %s", best, device)
+    return best

@@ -49,14 +49,13 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
         processes(len(phases), FEWEST_FOR_PROCESSES, "planner.decide.phases", advance) as each,
     ):
         run = run_of_phases(phases, each, file.reshard_hours, command_line(asked))
+    # printed first, so that a file that cannot be written loses nothing
+    if as_json and output != STDOUT:
+        sys.stdout.write(dumps(run.to_json()))
+    elif output != STDOUT:
+        show(render_phases(run))
     if output is not None:
         _save(run, output, paths, force)
-    if output == STDOUT:
-        return
-    if as_json:
-        sys.stdout.write(dumps(run.to_json()))
-    else:
-        show(render_phases(run))
 
 
 def _phase(asked: PlanOptions, spec: PhaseSpec, path: str) -> Phase:

@@ -1,4 +1,4 @@
-"""Plans, probes and imported runs beside each other: what differs, and which terms make one step longer."""
+"""Plans, probes, imported and observed runs beside each other: what differs, and which terms make one step longer."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def waterfall(first: Compared, other: Compared) -> tuple[WaterfallTerm, ...]:
 def _differing(sides: Sequence[Compared]) -> dict[str, tuple[Value | None, ...]]:
     """The facts that not all sides have alike, in the order in which the first side has them.
 
-    A probe says less of itself than a plan; what it leaves out is no difference.
+    A probe or a log says less of itself than a plan; what it leaves out is no difference.
     """
     facts = [
         side.facts | side.memory | dict(zip(FIGURES, (side.step_s, side.tokens_per_s), strict=True)) for side in sides
     ]
     names = dict.fromkeys(name for side in facts for name in side)
-    probed = [of_side for of_side, side in zip(facts, sides, strict=True) if side.kind == "probe"]
+    probed = [of_side for of_side, side in zip(facts, sides, strict=True) if side.kind in ("probe", "observation")]
     rows = {name: tuple(side.get(name) for side in facts) for name in names if all(name in side for side in probed)}
     return {name: values for name, values in rows.items() if len(set(values)) > 1}

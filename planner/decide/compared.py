@@ -1,4 +1,4 @@
-"""One side of a comparison: the facts of a plan, a probe or an imported run, and the terms of its step."""
+"""One side of a comparison: the facts of a plan, a probe, an imported or observed run, and the terms of its step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from planner.answer import Interval, Plan, StageMemory
 from planner.errors import SpecError
 from planner.layout.compute_terms import compute_terms
 from planner.layout.replan import reprice
+from planner.observe.observation import Observation
 from planner.probe.result import ProbeResult, RankResult
 from planner.specs.base import Spec
 from planner.trainers.switches import Value
@@ -40,7 +41,7 @@ class Compared(Spec):
     """One side of a comparison."""
 
     name: str
-    kind: Literal["plan", "probe", "run"]
+    kind: Literal["plan", "probe", "run", "observation"]
     """`run` is a configuration that was read and priced."""
     facts: dict[str, Value] = Field(default_factory=dict)
     """The job, the layout, the recipe and the split, as they are written on a command line."""
@@ -155,6 +156,29 @@ def of_probe(result: ProbeResult, name: str) -> Compared:
         step_s=result.step_s,
         tokens_per_step=run.whole_seq_length * run.micro_batch_size * run.num_microbatches * run.dp,
         terms=_measured_terms(result, result.step_s),
+    )
+
+
+def of_observation(observation: Observation, name: str) -> Compared:
+    """An observed run. Raises SpecError where it has no step, or no tokens to count its speed by."""
+    step_s, tokens_per_s = observation.step_s, observation.tokens_per_s
+    if step_s is None or tokens_per_s is None:
+        lacks = "a step" if step_s is None else "tokens per second"
+        raise SpecError(
+            f"{name}: has not {lacks}", "observe the log with --global-batch-size N --seq-length N --gpus N"
+        )
+    facts, peak = observation.facts, observation.peak_memory_bytes
+    stated = {"model": facts.model, "gpus": facts.num_gpus, "runtime": facts.trainer, "seq_length": facts.seq_length}
+    stated |= {"global_batch_size": facts.global_batch_size, **facts.run.get("parallelism", {})}
+    return Compared(
+        name=name,
+        kind="observation",
+        facts={key: value for key, value in stated.items() if isinstance(value, str | int | float)},
+        memory={"peak_allocated_bytes": peak} if peak and observation.peak_memory_kind == "allocated" else {},
+        step_s=step_s,
+        step_s_interval=observation.step_s_spread,
+        tokens_per_step=round(tokens_per_s * step_s),
+        terms={"step_s": step_s},
     )
 
 

@@ -14,6 +14,7 @@ from planner.observe.observation import (
     JobFacts,
     Link,
     Observation,
+    Outlier,
     RankMemory,
     Restart,
     Source,
@@ -38,6 +39,13 @@ TERMS = (
     (("optimizer", "step"), "optimizer_s"),
 )
 """Timers that follow each other in a step, and the term that each is; of several names the first found counts."""
+INTERVALS = {
+    "manual_gc_interval": "garbage collection",
+    "save_interval": "checkpoints",
+    "eval_interval": "evaluation",
+    "tensorboard_log_interval": "logging",
+}
+"""Arguments of Megatron-LM that say how often something happens."""
 _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
 
 
@@ -79,7 +87,7 @@ def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Obse
         tokens_per_s=tokens_per_s,
         breakdown=_breakdown(record, found.step_s),
         series=_series(record),
-        outliers=found.outliers,
+        outliers=tuple(_explained(outlier, record.arguments) for outlier in found.outliers),
         restarts=tuple(_restart(record, back) for back in record.backs),
         wall=wall_of(record),
         notes=tuple(notes),
@@ -105,6 +113,15 @@ def _statistics(record: Record, precision_fraction: float) -> Steady:
         record.marks,
         precision_fraction,
     )
+
+
+def _explained(outlier: Outlier, arguments: dict[str, str]) -> Outlier:
+    """The outlier with what the trainer's arguments say happens as often."""
+    for name, what in INTERVALS.items():
+        every = arguments.get(name, "")
+        if outlier.period_steps and not outlier.likely and every.isdigit() and int(every) == outlier.period_steps:
+            return outlier.model_copy(update={"likely": f"{what}, by its {name}"})
+    return outlier
 
 
 def _tokens_per_s(record: Record, facts: JobFacts, step_s: float) -> tuple[float | None, tuple[str, ...]]:

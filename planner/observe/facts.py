@@ -16,6 +16,7 @@ from planner.export.megatron.options import options_of
 from planner.export.megatron.read import run_of
 from planner.export.read import read_configuration
 from planner.export.scripts.shell import Script
+from planner.observe.logs.grammar import MOST
 from planner.observe.observation import JobFacts
 from planner.observe.record import Record
 
@@ -33,8 +34,8 @@ _NEGATED = {
 }
 """Arguments that are true unless an option switches them off."""
 _RENAMED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "multi_latent_attention": "--multi-latent-attention"}
+_COUNTS = ("num_gpus", "seq_length", "global_batch_size")
 _UNSET = ("None", "False", "[]", "")
-_MORE = ("overlap_moe_expert_parallel_comm", "virtual_pipeline_model_parallel_size")
 
 
 def run_stated(record: Record) -> ImportedRun | None:
@@ -121,18 +122,21 @@ def _of_nemo(record: Record) -> ImportedRun:
     return read_configuration(yaml.safe_dump({"name": "gpt", "trainer": trainer, "model": tree}), "nemo")
 
 
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 < value < MOST else None
+
+
 def facts_of(record: Record, trainer: str) -> JobFacts:
     """The facts of a record: those of single lines, and those of the run that it states."""
     stated = record.job_facts()
     imported = run_stated(record)
     run = {} if imported is None else {name: value for name, value in imported.run.items() if value is not None}
+    counts = {name: getattr(stated, name) or _count(run.get(name)) for name in _COUNTS}
     model = run.get("model")
     found: dict[str, Any] = {
         "trainer": stated.trainer or (trainer if imported is None or trainer != "megatron" else imported.source),
         "run": run,
-        "num_gpus": stated.num_gpus or run.get("num_gpus"),
-        "seq_length": stated.seq_length or run.get("seq_length"),
-        "global_batch_size": stated.global_batch_size or run.get("global_batch_size"),
+        **counts,
         "model": stated.model or (model if isinstance(model, str) else None),
     }
     return stated.model_copy(update=found)

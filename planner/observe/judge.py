@@ -11,6 +11,9 @@ def judged(observation: Observation, plan: Plan, source: str) -> Observed:
     """The observation with what was predicted for it, and the verdict by the predicted intervals."""
     prediction = predicted(plan, source)
     observation = _with_mfu(observation, plan)
+    if differing := differences(observation, plan):
+        says = f"no verdict: the log is of another job than {source}: {'; '.join(differing)}"
+        return Observed(observation=observation, prediction=prediction, says=says)
     verdict, says = _verdict(observation, prediction)
     return Observed(observation=observation, prediction=prediction, verdict=verdict, says=says)
 
@@ -31,6 +34,24 @@ def predicted(plan: Plan, source: str) -> Prediction:
         peak_memory_bytes=stage.peak_allocated_bytes,
         total_memory_interval=stage.total_bytes_interval,
         breakdown=step.breakdown.model_dump(),
+    )
+
+
+_AXES = ("tp", "cp", "pp", "vpp", "ep", "micro_batch_size")
+
+
+def differences(observation: Observation, plan: Plan) -> tuple[str, ...]:
+    """The numbers of the job and of the layout that the log states and that the plan has otherwise, in words."""
+    facts, layout = observation.facts, plan.parallelism
+    pairs = {
+        "GPUs": (facts.num_gpus, plan.cluster.num_gpus),
+        "global batch size": (facts.global_batch_size, plan.training.global_batch_size),
+        "sequence length": (facts.seq_length, plan.training.seq_length),
+    }
+    stated = facts.run.get("parallelism") or {}
+    pairs |= {name: (stated.get(name), getattr(layout, name)) for name in _AXES}
+    return tuple(
+        f"{name} {ours:,}, not {theirs:,}" for name, (ours, theirs) in pairs.items() if ours not in (None, theirs)
     )
 
 
@@ -60,13 +81,15 @@ def _verdict(observation: Observation, prediction: Prediction) -> tuple[Verdict 
     low_s, high_s = prediction.step_s_interval or (prediction.step_s, prediction.step_s)
     slack_s = step_s * observation.step_s_precision_fraction
     by, off = step_s / prediction.step_s - 1, step_s / prediction.step_s
+    excess = excess_bytes(observation, prediction)
+    memory = f"{excess / GIB:.1f} GiB more {observation.peak_memory_kind} than predicted"
+    more = f"; memory: {memory}" if excess else ""
     if step_s - slack_s > high_s:
-        return "slow", f"slow: a step takes {by:.0%} longer than predicted, outside of its interval"
+        return "slow", f"slow: a step takes {by:.0%} longer than predicted, outside of its interval{more}"
     if step_s + slack_s < low_s:
-        return "fast", f"fast: a step takes {-by:.0%} less than predicted, outside of its interval"
-    if (excess := excess_bytes(observation, prediction)) > 0:
-        kind = observation.peak_memory_kind
-        return "memory", f"memory: {excess / GIB:.1f} GiB more {kind} than predicted; the step is as expected"
+        return "fast", f"fast: a step takes {-by:.0%} less than predicted, outside of its interval{more}"
+    if excess:
+        return "memory", f"memory: {memory}; the step is as expected"
     return "expected", f"as expected: a step takes {off:.2f} of what was predicted, inside of its interval"
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from planner.observe.traces.flight.recorder import FlightReport
 from planner.observe.traces.memory.snapshot import SnapshotReport
 from planner.observe.traces.recorded import Recorded, steady
-from planner.observe.traces.results import CollectiveTime, TraceReport, TraceStep
+from planner.observe.traces.results import HOST, CollectiveTime, TraceReport, TraceStep
 from planner.report.format import gibibytes, percent, seconds
 from planner.report.pieces import Bar, columns, headed, section
 
@@ -43,9 +43,10 @@ def _traces(report: TraceReport) -> Iterator[RenderableType]:
     if not steps:
         return
     of_what = "a step" if steps[0].number is not None else "the whole trace"
-    where = "on the host" if all(rank.device == "host" for rank in report.ranks) else "on the GPU"
+    on_host = all(rank.device == HOST for rank in report.ranks)
+    where = "on the host" if on_host else "on the GPU"
     count = f"mean of {len(steps)} on {len(report.ranks)} ranks" if len(report.ranks) > 1 else f"mean of {len(steps)}"
-    yield section(f"Where {of_what} went {where}, {count}", _parts(steps))
+    yield section(f"Where {of_what} went {where}, {count}", _parts(steps, on_host))
     if any(step.families for step in steps):
         yield section("Computing, by family of kernels", _families(steps))
     if any(step.groups for step in steps):
@@ -58,11 +59,12 @@ def _traces(report: TraceReport) -> Iterator[RenderableType]:
         yield section("Ranks, each beside those of its stage", _ranks(report))
 
 
-def _parts(steps: Sequence[TraceStep]) -> Table:
+def _parts(steps: Sequence[TraceStep], on_host: bool) -> Table:
     wall_s = sum(step.wall_s for step in steps) / len(steps)
     table = columns("l", "r", "r", None)
     for name, told in _PARTS.items():
         value = sum(getattr(step, name) for step in steps) / len(steps)
+        told = "between operators" if on_host and name == "host_gaps_s" else told
         if value:
             table.add_row(told, seconds(value), percent(value / wall_s), Bar(value / wall_s, _WIDEST_BAR))
     table.add_row("all", seconds(wall_s), "", "")
@@ -122,7 +124,7 @@ def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
 
 
 def _ranks(report: TraceReport) -> Table:
-    table = headed(("rank", "stage", "computing ÷ median", "others wait", ""), "r", "r", "r", "r", None)
+    table = headed(("rank", "stage", "computing ÷ others'", "others wait", ""), "r", "r", "r", "r", None)
     for row in report.stragglers[:_MOST_ROWS]:
         stage = "" if row.stage is None else str(row.stage)
         mark = "straggler" if row.slow else ""

@@ -9,7 +9,7 @@ lowest bound is from the best step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 
@@ -77,6 +77,8 @@ class Branch:
     complete: bool = True
     tables: dict[Prices, CostTable] = field(default_factory=dict)
     """The cost table of each runtime, set of modules and shape; vpp does not change it."""
+    news: Callable[[float], None] | None = None
+    """Called with the lower bound of all layouts after each node, once there is a candidate."""
     slack: float | None = None
     """The largest step of an alternative over the best step; None while the search is for the best."""
 
@@ -120,6 +122,9 @@ class Branch:
             self._solve(node)
             if key_of(node.shape) not in self.candidates:
                 frontier.put_aside([node])
+            if self.news is not None and self.candidates:
+                unopened_s = float(coarse[block[0]]) if block is not None else np.inf
+                self.news(min(self.lower_bound_s, frontier.least_bound_s, unopened_s))
         self._leave(min(frontier.least_bound_s, node.bound_s if node else np.inf))
         self._leave(float(coarse[block[0]]) if block is not None else np.inf)
         return frontier

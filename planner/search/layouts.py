@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from planner.answer import Plan, SearchReport
+from planner.layout.assemble import assemble
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
+from planner.layout.price import price_layout
+from planner.physics.layers import model_totals
 from planner.search.branch import Branch
 from planner.search.case import Case
 from planner.search.deadline import Deadline
@@ -30,6 +34,38 @@ Priced = Sequence[tuple[PricedShapes, SearchLimits]]
 """The same shapes, priced for one runtime each, with limits that name the schedules that it runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A search over layouts in the middle: what its certificate would say if it ended now."""
+
+    best: Candidate
+    bound_s: float
+    """No layout that fits has a shorter step, among those that this search is about."""
+    num_shapes: int
+    num_fitting: int
+    num_ilps: int
+
+    def plan(self) -> Plan:
+        """The plan of the best layout so far, without alternatives, worth of switches and the like."""
+        pricing = self.best.pricing
+        totals = model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
+        layout = price_layout(self.best, totals, exact=False)
+        bound_s = min(self.bound_s, layout.step.step_s)
+        report = SearchReport(
+            num_shapes=self.num_shapes,
+            num_fitting=self.num_fitting,
+            num_ilps=self.num_ilps,
+            outcome="feasible",
+            lower_bound_s=bound_s,
+            gap=layout.step.step_s / bound_s - 1,
+        )
+        return assemble(pricing, totals, [layout], (), report)
+
+
+News = Callable[[Standing], None]
+"""Something that is told how a search stands, as often as that changes."""
+
+
 @dataclass(frozen=True)
 class Found:
     """The end of one search over layouts."""
@@ -49,9 +85,15 @@ class Found:
 
 
 def find_layouts(
-    case: Case, runtimes: Sequence[RuntimeSpec], deadline: Deadline, known: Candidate | None = None
+    case: Case,
+    runtimes: Sequence[RuntimeSpec],
+    deadline: Deadline,
+    known: Candidate | None = None,
+    news: News | None = None,
 ) -> Found:
     """Search the layouts of a case under each of the runtimes; `known` is a candidate that others must beat.
+
+    `news` is told how the search stands while it runs.
 
     Raises NothingLegal or NothingFits if there is no layout.
     """
@@ -77,6 +119,8 @@ def find_layouts(
     branch = Branch(limits, choices, deadline, rejections)
     if known is not None:
         branch.keep(known)
+    if news is not None:
+        branch.news = _teller(news, branch, len(np.atleast_1d(legal_shapes.tp)), len(fitting))
     frontier = branch.run([(shapes.take(fitting), tried) for shapes, tried in priced])
     branch.try_uneven_chunks(frontier)
     if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
@@ -85,6 +129,17 @@ def find_layouts(
         rejections.counts.setdefault("does_not_fit", len(priced[0][0].kernel))
         raise NothingFits(case, rejections.counts)
     return Found(branch, frontier, priced, rejections, len(fitting))
+
+
+def _teller(news: News, branch: Branch, num_shapes: int, num_fitting: int) -> Callable[[float], None]:
+    """A function of the bound that tells how the search stands."""
+
+    def tell(bound_s: float) -> None:
+        best = branch.best
+        if best is not None:
+            news(Standing(best, bound_s, num_shapes, num_fitting, branch.num_ilps))
+
+    return tell
 
 
 def _priced(case: Case, runtimes: Sequence[RuntimeSpec], shapes: Shape, deadline: Deadline) -> Priced:

@@ -19,7 +19,7 @@ from planner.search.branch import key_of
 from planner.search.case import Case
 from planner.search.certificate import certificate
 from planner.search.deadline import Deadline
-from planner.search.layouts import Found, find_layouts
+from planner.search.layouts import Found, News, find_layouts
 from planner.search.offers import batch_offer, risk_offer
 from planner.search.recipe_answer import with_recipe
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned
@@ -44,16 +44,18 @@ def plan(
     *,
     limits: SearchLimits | None = None,
     runtime: RuntimeSpec | str = "megatron",
+    news: News | None = None,
 ) -> Plan:
     """The fastest layout of `model` on `cluster` that fits, proven within the reported gap, and its alternatives.
 
+    `news` is told how the search stands while it runs.
     Raises Infeasible if no layout is legal and fits; the error has the nearest miss, and a remedy if one was found
     within the time limit. Raises SpecError if the inputs contradict each other.
     """
     case = pinned(Case(model_of(model), cluster, training, runtime_of(runtime), limits or SearchLimits()))
     deadline = Deadline(case.limits.time_limit_s)
     try:
-        found = search(case)
+        found = search(case, news)
     except Infeasible as error:
         raise with_remedy(error, case, search_within_risk, deadline) from None
     for narrow in narrower(case):
@@ -62,14 +64,14 @@ def plan(
     return found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)})
 
 
-def search(case: Case) -> Plan:
+def search(case: Case, news: News | None = None) -> Plan:
     """The plan of one case: the fastest layout within its risk or, with a warning, the safest that fits.
 
     Raises NothingLegal or NothingFits if there is none.
     """
     deadline = Deadline(case.limits.time_limit_s)
     try:
-        return search_within_risk(case, deadline)
+        return search_within_risk(case, deadline, news)
     except NothingFits as error:
         nothing = error
     for safer in safer_first(case):
@@ -80,13 +82,13 @@ def search(case: Case) -> Plan:
     raise nothing
 
 
-def search_within_risk(case: Case, deadline: Deadline | None = None) -> Plan:
+def search_within_risk(case: Case, deadline: Deadline | None = None, news: News | None = None) -> Plan:
     """The plan of one case whose layouts are all within its risk. Raises NothingLegal or NothingFits."""
     started = time.monotonic()
     deadline = deadline or Deadline(case.limits.time_limit_s)
     check_expressible(case.limits, case.runtime)
     recipes = Recipes.of(case)
-    rounds = [find_layouts(case, recipes.starts(), deadline)]
+    rounds = [find_layouts(case, recipes.starts(), deadline, news=news)]
     best = recipes.refined(rounds[0].best, deadline)
     # the layout that was best for a bundle may not be so for a moved recipe, or for one that frees memory
     gained = best.step_s < rounds[0].best.step_s * (1 - REPLAN_GAIN)

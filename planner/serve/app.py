@@ -99,7 +99,7 @@ class Service:
         return _panel_line(await asyncio.to_thread(plan_panel, again, question, form, "same"), "same")
 
     def _shown(self, found: Found, question: Question, form: Form, alternative: int) -> str:
-        state: State = "final" if found.is_final else "first"
+        state: State = "final" if found.is_final else "all" if found.of_all else "first"
         if isinstance(found.answer, PlannerError):
             return _panel_line(error_panel(found.answer, form, question), state)
         return _panel_line(plan_panel(found.answer, question, form, state, alternative), state)

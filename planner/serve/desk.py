@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,6 +16,7 @@ from planner.errors import Infeasible, PlannerError, SolverError
 from planner.search.case import Case
 from planner.serve.question import Question
 from planner.serve.searching import Found, first, start, whole
+from planner.serve.searching import Search as Find
 
 KEPT = 64
 """Answers kept; those that were not asked for longest go first."""
@@ -35,9 +37,10 @@ class Search:
     task: asyncio.Task[None] | None = None
 
     def tell(self, found: Found) -> None:
-        self.found = found
+        """Tell all who wait, unless something faster was found before."""
+        self.found = found.after(self.found)
         for listener in self.listeners:
-            listener.put_nowait(found)
+            listener.put_nowait(self.found)
 
 
 class Desk:
@@ -122,36 +125,45 @@ class Desk:
     async def _search(self, search: Search) -> None:
         """Run both searches side by side until the whole one ends."""
         case = search.question.case
-        limit_s = case.limits.time_limit_s + GRACE_S
         async with asyncio.TaskGroup() as group:
-            quick = group.create_task(self._quick(search))
-            final = await _found_by(whole, case, True, limit_s)
+            quick = group.create_task(self._tell_all(search, found_by(first, case)))
+            final = await self._tell_all(search, found_by(whole, case), case.limits.time_limit_s + GRACE_S)
             quick.cancel()
-        search.tell(final)
+        search.tell(final or Found(SolverError("the search's process died", "plan it on the command line"), True))
 
-    async def _quick(self, search: Search) -> None:
-        """Tell the first answer, if there is one: that few layouts do not fit says nothing of all."""
-        found = await _found_by(first, search.question.case, False, GRACE_S)
-        if isinstance(found.answer, Plan):
-            search.tell(found)
+    async def _tell_all(
+        self, search: Search, all_found: AsyncGenerator[Found, None], limit_s: float = GRACE_S
+    ) -> Found | None:
+        """Tell the plans that a process finds, and return its final answer; None if it has none.
+
+        An error that is not final is not told: that few layouts do not fit says nothing of all.
+        """
+        try:
+            async with asyncio.timeout(limit_s), contextlib.aclosing(all_found):
+                async for found in all_found:
+                    if found.is_final:
+                        return found
+                    if isinstance(found.answer, Plan):
+                        search.tell(found)
+        except TimeoutError:
+            return Found(SolverError(f"the search did not end within {limit_s:g} s", "pin an axis to shrink it"), True)
+        return None
 
 
-async def _found_by(search: Callable[[Case], Plan], case: Case, is_final: bool, limit_s: float) -> Found:
-    """The finding of one process, which is killed when time is up, or when nobody waits for it."""
+async def found_by(search: Find, case: Case) -> AsyncGenerator[Found, None]:
+    """The findings of one process, which is killed when nobody waits for more of them."""
     loop = asyncio.get_running_loop()
-    starting = loop.run_in_executor(None, start, search, case, is_final)
+    starting = loop.run_in_executor(None, start, search, case)
     try:
         process, connection = await asyncio.shield(starting)
     except asyncio.CancelledError:
         starting.add_done_callback(_end_late)
         raise
     try:
-        found: Found = await asyncio.wait_for(loop.run_in_executor(None, connection.recv), limit_s)
-        return found
-    except TimeoutError:
-        return Found(SolverError(f"the search did not end within {limit_s:g} s", "pin an axis to shrink it"), is_final)
-    except EOFError:
-        return Found(SolverError("the search's process died", "plan it on the command line to see why"), is_final)
+        while True:
+            yield await loop.run_in_executor(None, connection.recv)
+    except (EOFError, OSError):
+        return
     finally:
         _end(process, connection)
 

@@ -23,7 +23,7 @@ from planner.serve.pieces import empty
 from planner.serve.question import Question
 from planner.serve.searching import looked_at
 
-State = Literal["same", "first", "final"]
+State = Literal["same", "first", "all", "final"]
 WIDEST_GAP = 0.1
 """The gap that fills the bar that shows it."""
 _ONLY_ONE = "One layout is all there is within these pins."
@@ -89,7 +89,7 @@ def error_panel(error: PlannerError, form: Form, question: Question | None = Non
         parts.append(section("Rejected shapes, by reason", table(("shapes", "reason"), rows, "rl")))
     field = error.message.partition(":")[0].removeprefix("--").replace("-", "_") if not is_infeasible else ""
     body = tag("div", joined(parts), class_="problem", data_field=field)
-    return Panel(body, f"{title}: {error.message}", title)
+    return Panel(body, f"{title}: {error.hint if is_infeasible and error.hint else error.message}", title)
 
 
 def _certificate(plan: Plan, question: Question, state: State) -> Html:
@@ -103,6 +103,9 @@ def _certificate(plan: Plan, question: Question, state: State) -> Html:
             f"A first answer, within {percent(search.gap)} of the best among the layouts looked at so far "
             f"({looked_at(question.case)}). Looking at all others …"
         )
+        return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
+    if state == "all":
+        words = f"The best so far, within {percent(search.gap)} of the best of all layouts. The search goes on …"
         return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
     ended, bound = says_outcome(search), says_bound(search)
     line = tag("p", tag("b", f"{ended[0].upper()}{ended[1:]}."), f" {bound[0].upper()}{bound[1:]}.")
@@ -125,7 +128,9 @@ def _briefly(plan: Plan, state: State) -> str:
     if search is None:
         return "Priced"
     gap = f"gap {percent(search.gap, 2)}"
-    return f"First answer, {gap}" if state == "first" else f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
+    if state in ("first", "all"):
+        return f"{'First answer' if state == 'first' else 'So far'}, {gap}"
+    return f"{'Proven' if is_proven(search) else 'Best found'}, {gap}"
 
 
 def _command(question: Question, alternative: int) -> Html:

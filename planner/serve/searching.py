@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,13 +17,19 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import Infeasible, PlannerError, SolverError, defect
 from planner.search.case import Case
+from planner.search.deadline import Deadline
+from planner.search.layouts import Standing
 from planner.search.recipes import pinned
 from planner.search.search import plan, search_within_risk
 
-FIRST_S = (1.0, 3.0, 9.0)
-"""Seconds after which the quick search ends with what it has; on a busy machine it may need more to have anything."""
+FIRST_S = 1.0
+"""Seconds of a processor after which the quick search ends with what it has."""
+PATIENCE = 10
+"""The factor on these for a search that has nothing by then, and ends with the first layout that fits."""
 FIRST_GAP = 0.05
 """Gap at which the quick search is content."""
+EVERY_S = 0.5
+"""Seconds between two answers of a search that goes on, at least: to price one takes a tenth of them."""
 MOST_BYTES = 6 << 30
 """Address space of a search at most, so that no question fills the machine's memory."""
 
@@ -33,15 +40,45 @@ class Found:
 
     answer: Plan | PlannerError
     is_final: bool
-    """False for the quick search's answer, after which a better one comes."""
+    """False for an answer after which a better one may come."""
+    of_all: bool = True
+    """True where its gap is to the best of all layouts, false where to the best of those that `first` looks at."""
+
+    def after(self, before: Found | None) -> Found:
+        """This, unless it is not final and what was found before is faster: then that, with the gap known now."""
+        if before is None or self.is_final or not isinstance(self.answer, Plan) or not isinstance(before.answer, Plan):
+            return self
+        if self.answer.step.step_s <= before.answer.step.step_s and (self.of_all or not before.of_all):
+            return self
+        faster = min(self.answer, before.answer, key=lambda plan: plan.step.step_s)
+        known = self if self.of_all else before
+        assert isinstance(known.answer, Plan)
+        assert known.answer.search is not None
+        bound_s = min(known.answer.search.lower_bound_s, faster.step.step_s)
+        update = {"lower_bound_s": bound_s, "gap": faster.step.step_s / bound_s - 1}
+        search = known.answer.search.model_copy(update=update)
+        return Found(faster.model_copy(update={"search": search}), False, known.of_all)
 
 
-def whole(case: Case) -> Plan:
-    """The answer of the command line."""
-    return plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
+Tell = Callable[[Plan], None]
+"""Something that is told answers which are not final."""
+Search = Callable[[Case, Tell], Plan]
 
 
-def first(case: Case) -> Plan:
+def whole(case: Case, tell: Tell) -> Plan:
+    """The answer of the command line; the best so far is told while it is searched."""
+    told_s = -EVERY_S
+
+    def news(standing: Standing) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= EVERY_S:
+            tell(standing.plan())
+            told_s = time.monotonic()
+
+    return plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime, news=news)
+
+
+def first(case: Case, tell: Tell) -> Plan:
     """A layout that fits, among few: the trainer's own switches, small micro-batches, whole layers recomputed or none.
 
     A narrower search needs a fraction of the seconds, and its certificate holds for what it looked at.
@@ -53,14 +90,12 @@ def first(case: Case) -> Plan:
         limits["micro_batch_size"] = tuple(n for n in (1, 2) if case.training.global_batch_size % n == 0)
     if case.limits.recompute is None and case.model.moe is not None:
         limits["recompute"] = ("none", "full") if case.runtime.recomputes_layers else ("none",)
-    for limit_s in FIRST_S[:-1]:
-        with contextlib.suppress(SolverError):
-            return _searched(case, limits, limit_s)
-    return _searched(case, limits, FIRST_S[-1])
-
-
-def _searched(case: Case, limits: dict[str, Any], limit_s: float) -> Plan:
-    return search_within_risk(pinned(case.limited(**limits, time_limit_s=limit_s)))
+    narrow = pinned(case.limited(**limits))
+    try:
+        return search_within_risk(narrow, Deadline(FIRST_S, time.process_time))
+    except SolverError:
+        any_fitting = narrow.limited(gap_fraction=1.0)
+        return search_within_risk(any_fitting, Deadline(PATIENCE * FIRST_S, time.process_time))
 
 
 def looked_at(case: Case) -> str:
@@ -84,29 +119,32 @@ def context() -> BaseContext:
     return made
 
 
-def start(search: Callable[[Case], Plan], case: Case, is_final: bool) -> tuple[BaseProcess, Connection]:
-    """A process that searches, and the end of a pipe on which it sends what it `Found`."""
+def start(search: Search, case: Case) -> tuple[BaseProcess, Connection]:
+    """A process that searches, and the end of a pipe on which it sends what it `Found`, the last being its result."""
     ours, theirs = context().Pipe(duplex=False)
-    process: BaseProcess = context().Process(target=_run, args=(search, case, is_final, theirs), daemon=True)  # type: ignore[attr-defined]
+    process: BaseProcess = context().Process(target=_run, args=(search, case, theirs), daemon=True)  # type: ignore[attr-defined]
     process.start()
     theirs.close()
     return process, ours
 
 
-def _run(search: Callable[[Case], Plan], case: Case, is_final: bool, connection: Connection) -> None:
+def _run(search: Search, case: Case, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends its searches itself
     _limit_memory()
-    answer: Plan | PlannerError
+    of_all = search is whole
+
+    def send(answer: Plan | PlannerError, is_final: bool = False) -> None:
+        with contextlib.suppress(OSError):  # nobody waits any more
+            connection.send(Found(answer, is_final, of_all))
+
     try:
-        answer = search(case)
+        send(search(case, send), is_final=of_all)
     except PlannerError as error:
-        answer = _plain(error)
+        send(_plain(error), is_final=of_all)
     except MemoryError:
-        answer = PlannerError("the search needs more memory than the page gives one", "pin an axis, or use plan itself")
+        send(PlannerError("the search needs more memory than the page gives one", "pin an axis, or use plan"), of_all)
     except Exception as error:  # the outermost frame of this process
-        answer = defect(error)
-    with contextlib.suppress(OSError):  # nobody waits any more
-        connection.send(Found(answer, is_final))
+        send(defect(error), is_final=of_all)
 
 
 def _plain(error: PlannerError) -> PlannerError:

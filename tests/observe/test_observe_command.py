@@ -66,6 +66,21 @@ def test_what_the_log_says_fills_the_options(folder: Path, capsys: pytest.Captur
     assert answer["observation"]["mfu"] is not None
 
 
+@pytest.mark.parametrize(
+    ("device", "hardware"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb"), ("NVIDIA H200", "h200-sxm-141gb"),
+        ("64xNVIDIA HGX H100", "h100-sxm-80gb"), ("1280xNVIDIA GB200", "gb200-nvl72"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)  # fmt: skip
+def test_the_gpu_is_the_one_that_the_log_names(device: str, hardware: str) -> None:
+    from planner.cli.observe_command import _hardware
+
+    assert _hardware(device, None) == hardware
+    assert _hardware(device, "b200") == "b200"
+
+
 def test_words_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["observe", str(folder / "dump.log"), "--plan", str(folder / "plan.json")]) == 0
@@ -133,3 +148,24 @@ def test_a_dump_that_lacks_something_leaves_the_observation(folder: Path, capsys
     assert "no prediction" in err
     assert "--gpus" in err
     assert "median step" in out
+
+
+def test_an_observation_compares_with_its_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, plan = str(folder / "compared.json"), str(folder / "plan.json")
+    assert main(["observe", str(folder / "dump.log"), "--plan", plan, "-o", saved, "-q"]) == 0
+    capsys.readouterr()
+    assert main(["compare", plan, saved, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    planned = answer_of(capsys, str(folder / "dump.log"), "--plan", plan)["prediction"]["step_s"]
+    assert answer["waterfall"] == [{"term": "step_s", "seconds": pytest.approx(9.0 - planned)}]
+    assert "tp" not in answer["differences"]
+    assert main(["compare", plan, saved]) == 0
+    assert "a step" in capsys.readouterr().out
+
+
+def test_an_observation_without_tokens_compares_with_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = folder / "bare.json"
+    assert main(["observe", str(folder / "bare.log"), "-o", str(saved), "-q"]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(folder / "plan.json"), str(saved)]) == 2
+    assert "has not tokens per second" in capsys.readouterr().err

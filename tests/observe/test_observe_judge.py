@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,8 @@ def priced(make_plan: Callable[..., Plan]) -> Plan:
 
 
 def observed(plan: Plan, factor: float, **more: object) -> Observation:
-    return Observation(
-        sources=(Source(path="a.log", format="megatron"),), facts=JobFacts(), step_s=factor * plan.step.step_s, **more
-    )  # type: ignore[arg-type]
+    sources = (Source(path="a.log", format="megatron"),)
+    return Observation(**{"sources": sources, "step_s": factor * plan.step.step_s, **more})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,36 @@ def test_memory_beyond_the_interval_is_said_where_the_step_is_right(priced: Plan
     more = {"peak_memory_bytes": peak + 6 * GIB, "peak_memory_kind": "allocated"}
     answer = judged(observed(priced, 1.0, **more), priced, "plan.json")
     assert (answer.verdict, "6.0 GiB" in answer.says) == ("memory", True)
-    assert judged(observed(priced, 1.2, **more), priced, "plan.json").verdict == "slow"
+    slow = judged(observed(priced, 1.2, **more), priced, "plan.json")
+    assert (slow.verdict, "6.0 GiB more allocated" in slow.says) == ("slow", True)
     less = {"peak_memory_bytes": peak - 6 * GIB, "peak_memory_kind": "allocated"}
     assert judged(observed(priced, 1.0, **less), priced, "plan.json").verdict == "expected"
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"num_gpus": 16}, "GPUs 16, not 2,048"),
+        ({"global_batch_size": 7}, "global batch size 7"),
+        ({"seq_length": 4096}, "sequence length 4,096"),
+        ({"run": {"parallelism": {"tp": 3}}}, "tp 3"),
+    ],
+)
+def test_a_log_of_another_job_gets_no_verdict(priced: Plan, facts: dict[str, Any], says: str) -> None:
+    answer = judged(observed(priced, 1.0, facts=JobFacts(**facts)), priced, "plan.json")
+    assert answer.verdict is None
+    assert answer.says.startswith("no verdict: the log is of another job than plan.json")
+    assert says in answer.says
+
+
+def test_a_log_of_the_same_job_gets_one(priced: Plan) -> None:
+    layout = priced.parallelism
+    facts = JobFacts(
+        num_gpus=priced.cluster.num_gpus,
+        seq_length=priced.training.seq_length,
+        run={"parallelism": {"tp": layout.tp, "pp": layout.pp}},
+    )
+    assert judged(observed(priced, 1.0, facts=facts), priced, "plan.json").verdict == "expected"
 
 
 def test_mfu_goes_with_tokens_per_second(priced: Plan) -> None:

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written import BEGIN_S, iteration, iterations, mlperf, packed, read
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, iteration, iterations, mlperf, packed, read, torchtitan
 
+from planner.cli.output import dumps
 from planner.errors import SpecError
 from planner.observe import lines as lines_module
 from planner.observe.lines import MAX_LINE_BYTES, Tally, cleaned, lines
+from planner.observe.observation import Observed
 from planner.observe.read import observe
+from planner.report.observe import render_observed
 
 LOG = "\n".join(iterations([2.0] * 20))
 
@@ -184,3 +189,32 @@ def test_a_long_log_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen.sources[0].num_bytes > 50_000_000
     assert seen.num_steps == 1040
     assert peak < 12_000_000
+
+
+SEEDS = (
+    "\n".join([arguments(**LLAMA_8B), *iterations([2.0] * 8), TIMERS]),
+    mlperf([2.0] * 6),
+    torchtitan([2.0] * 6, ranks=2),
+    "step,step_time_ms\n1,900\n2,500\n3,510\n",
+)
+TOKENS = [b"nan", b"-1", b"1e308", b"9" * 25, b"", b"|", b"\n", b"\x1b[", b"\xff", b"\0", b"{", b"None", b": ", b"inf"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(SEEDS),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 30), st.sampled_from(TOKENS)), max_size=9),
+)
+def test_mutants_of_logs_end_in_an_answer_or_an_error(
+    tmp_path: Path, text: str, changes: list[tuple[float, int, bytes]]
+) -> None:
+    data = text.encode()
+    for where, length, token in changes:
+        at = int(where * len(data))
+        data = data[:at] + token + data[at + length :]
+    try:
+        seen = Observed(observation=read(tmp_path, data))
+    except SpecError:
+        return
+    assert dumps(seen.model_dump(mode="json"))
+    assert render_observed(seen)

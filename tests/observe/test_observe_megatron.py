@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, read
+from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, clock, iteration, iterations, read
 
 from planner.observe.observation import Observation
 from planner.specs.units import GIB, MIB
@@ -21,13 +21,6 @@ MEMORY = (
     "[Rank 0] (after 20 iterations) memory (MB) | allocated: 6245.03 | max allocated: 6245.04 | reserved: 6554.00 | "
     "max reserved: 6554.00"
 )
-# bigcode-project/Megatron-LM issue 28
-TIMERS = """(min, max) time across ranks (ms):
-    forward-backward ...............................: (5164.84, 5177.15)
-    forward-compute ................................: (2584.92, 2735.66)
-    grads-all-reduce ...............................: (193.33, 193.63)
-    optimizer ......................................: (72.92, 73.13)
-"""
 
 
 def test_a_line_of_an_iteration(tmp_path: Path) -> None:
@@ -238,3 +231,11 @@ def test_a_dump_of_megatron_deepspeed(tmp_path: Path) -> None:
     facts = _stated(tmp_path, **more).facts
     assert (facts.trainer, facts.run["runtime"]) == ("megatron-deepspeed", "megatron-deepspeed")
     assert facts.run["parallelism"]["zero_stage"] == 1
+
+
+def test_the_arguments_say_what_comes_as_often(tmp_path: Path) -> None:
+    seconds = [3.0 if step % 10 == 0 else 2.0 for step in range(1, 101)]
+    dump = arguments(**LLAMA_8B, manual_gc_interval=10)
+    (outlier,) = read(tmp_path, "\n".join([dump, *iterations(seconds)])).outliers
+    assert (outlier.kind, outlier.period_steps) == ("periodic", 10)
+    assert outlier.likely == "garbage collection, by its manual_gc_interval"

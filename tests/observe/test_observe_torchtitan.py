@@ -57,3 +57,23 @@ def test_what_happens_between_steps_is_named(tmp_path: Path) -> None:
     (outlier,) = read(tmp_path, text).outliers
     assert (outlier.kind, outlier.steps) == ("periodic", (13,))
     assert "garbage collection" in outlier.likely
+
+
+def test_the_grid_counts_the_gpus(tmp_path: Path) -> None:
+    line = "[rank0]:[titan] 2025-06-16 22:30:00,000 - root - INFO - Building device mesh with parallelism: "
+    new = f"{line}pp=2, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=4"
+    old = line.replace("parallelism: ", "") + "['pp', 'dp_shard', 'tp'], [2, 4, 2]"
+    for text in (new, old.replace("mesh with", "3-D device mesh with").replace("Building device", "Building")):
+        assert (
+            read(tmp_path, f"{text}\n{LINE}\n{LINE.replace('200', '201').replace(',322', ',822')}").facts.num_gpus == 16
+        )
+
+
+def test_an_evaluation_is_no_step(tmp_path: Path) -> None:
+    lines = torchtitan([1.0] * 6).splitlines()
+    stamp = lines[-1].partition(" - root")[0]
+    evaluated = f"{stamp[:-7]}:30,000 - root - INFO - validate step:  6  loss: 5.0  memory: 40.00GiB(50.0%)  tps: 99"
+    seen = read(tmp_path, "\n".join([*lines, evaluated]))
+    assert seen.series.steps == (1, 2, 3, 4, 5, 6)
+    assert seen.wall is not None
+    assert seen.wall.evaluation_s == pytest.approx(4.0)

@@ -1,4 +1,4 @@
-"""Logs written here after the trainers' own format strings: no trainer printed them. Real lines stand in the tests."""
+"""Logs written here after the trainers' own format strings: no trainer printed them, but for lines with a source."""
 
 from __future__ import annotations
 
@@ -78,6 +78,15 @@ LLAMA_8B = {
     "multi_latent_attention": False, "bias_swiglu_fusion": True, "gradient_accumulation_fusion": True,
 }  # fmt: skip
 """Llama 3 8B on 16 GPUs, with the defaults that a dump always has."""
+
+
+# bigcode-project/Megatron-LM issue 28
+TIMERS = """(min, max) time across ranks (ms):
+    forward-backward ...............................: (5164.84, 5177.15)
+    forward-compute ................................: (2584.92, 2735.66)
+    grads-all-reduce ...............................: (193.33, 193.63)
+    optimizer ......................................: (72.92, 73.13)
+"""
 
 
 def mllog(key: str, value: object, at_s: float, **metadata: object) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import pytest
 from served import SMALL
 
+from planner.answer import Plan
 from planner.cli.serve_command import read_question
 from planner.errors import Infeasible, PlannerError, SolverError
-from planner.search.case import Case
 from planner.serve import desk as desk_module
-from planner.serve import searching
 from planner.serve.desk import KEPT, MAX_WAITING, Desk
 from planner.serve.question import Question
-from planner.serve.searching import Found, first, start
+from planner.serve.searching import Found, first, start, whole
 
 NOTHING = Infeasible("nothing fits", "add GPUs")
 
@@ -26,9 +25,10 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Searches that end when they are told to; how many run, and how many were ended."""
     state: dict[str, Any] = {"may_end": asyncio.Event(), "running": 0, "most": 0, "ended": 0}
 
-    async def fake(search: object, case: object, is_final: bool, limit_s: float) -> Found:
+    async def fake(search: object, case: object) -> AsyncGenerator[Found, None]:
         if search is first:
-            return Found(SolverError("no time"), is_final=False)
+            yield Found(SolverError("no time"), is_final=False, of_all=False)
+            return
         state["running"] += 1
         state["most"] = max(state["most"], state["running"])
         try:
@@ -38,9 +38,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise
         finally:
             state["running"] -= 1
-        return Found(NOTHING, is_final)
+        yield Found(NOTHING, is_final=True)
 
-    monkeypatch.setattr(desk_module, "_found_by", fake)
+    monkeypatch.setattr(desk_module, "found_by", fake)
     return state
 
 
@@ -113,7 +113,7 @@ def test_the_oldest_answers_are_forgotten(searches: dict[str, Any]) -> None:
 
 
 def test_a_search_in_a_process_ends_when_it_is_killed() -> None:
-    process, connection = start(first, question(8).case, False)
+    process, connection = start(first, question(8).case)
     process.kill()
     with pytest.raises(EOFError):
         connection.recv()
@@ -121,15 +121,21 @@ def test_a_search_in_a_process_ends_when_it_is_killed() -> None:
     assert not process.is_alive()
 
 
-def test_a_first_answer_that_needs_longer_is_looked_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits_s: list[float] = []
-
-    def slow(case: Case) -> object:
-        limits_s.append(case.limits.time_limit_s)
-        if len(limits_s) < 3:
-            raise SolverError("time is up", "")
-        return case
-
-    monkeypatch.setattr(searching, "search_within_risk", slow)
-    assert searching.first(question(8).case) is not None
-    assert limits_s == list(searching.FIRST_S)
+def test_an_answer_never_gets_slower_until_it_is_final() -> None:
+    told: list[Plan] = []
+    final = whole(question(8).case, told.append)
+    so_far = told[0]
+    assert so_far.search is not None
+    assert final.search is not None
+    assert so_far.search.lower_bound_s <= final.search.lower_bound_s * (1 + 1e-9)
+    assert so_far.step.step_s >= final.step.step_s * (1 - 1e-9)
+    few = Found(final, is_final=False, of_all=False)
+    shown = Found(so_far, is_final=False).after(few)
+    assert isinstance(shown.answer, Plan)
+    assert shown.of_all
+    assert shown.answer.step.step_s == min(so_far.step.step_s, final.step.step_s)
+    assert shown.answer.search is not None
+    bound_s = shown.answer.search.lower_bound_s
+    assert shown.answer.search.gap == pytest.approx(shown.answer.step.step_s / bound_s - 1)
+    assert bound_s <= so_far.search.lower_bound_s
+    assert Found(NOTHING, is_final=True).after(few).answer is NOTHING

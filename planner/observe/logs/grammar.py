@@ -14,6 +14,8 @@ Take = Callable[[Record, re.Match[str]], None]
 _ISO = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)")
 _FLOAT = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?")
+MOST = 2**53
+"""More of anything is no count: the first whole number that a float cannot tell from the next."""
 _SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
@@ -67,7 +69,7 @@ def suffixed(text: str) -> tuple[float, float]:
 def whole(text: str | None) -> int | None:
     """The whole number in a text; None where there is none, or one that no file of a trainer has."""
     value = number(text)
-    return int(value) if math.isfinite(value) and value == int(value) and 0 <= value < 2**53 else None
+    return int(value) if math.isfinite(value) and value == int(value) and 0 <= value < MOST else None
 
 
 def moment(text: str) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from planner.observe.logs.grammar import Grammar, fact, fields, mark, moment, number, row, whole
+from planner.observe.logs.grammar import MOST, Grammar, fact, fields, mark, moment, number, row, whole
 from planner.observe.record import Record
 from planner.specs.units import GB, GIB, MIB
 
@@ -60,7 +60,8 @@ _PROGRESS = re.compile(r"Iteration: *(\d+)")
 
 def _iteration(record: Record, match: re.Match[str]) -> None:
     found = fields(match[3])
-    before = fields(match.string[: match.start()])
+    begin = match.string[: match.start()]
+    before = fields(begin) if "|" in begin else {}
     values: dict[str, float] = {}
     for known in FIELDS:
         text = found.get(known.name, before.get(known.name))
@@ -74,18 +75,18 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
     if "seconds" not in values:
         return
     covers = whole(record.arguments.get("log_interval")) if not record.numbers else 0
-    at_s = moment(match.string[: match.start()])
+    at_s = moment(begin)
     if not record.step(int(match[1]), values["seconds"], end_s=at_s, covers=covers or 0, rank=_rank(record)):
         return
     record.facts["num_steps_asked"] = int(match[2])
     batch = values.get("batch", 0.0)
-    if batch > 0:
+    if 0 < batch < MOST:
         record.facts["global_batch_size"] = int(batch)
     for name in ("tflops", "tokens_per_s_per_gpu", "samples_per_s", "watts_per_gpu"):
         record.prints(name, values.get(name))
     if (used := _DEVICE_MEMORY.search(match[3])) is not None:
         record.bytes_of(None, device_bytes=number(used[1]) * GIB)  # a GB of Primus is a GiB: an MI300X has 191.98
-    if (ranks := _RANKS.search(match.string[: match.start()])) is not None:
+    if (ranks := _RANKS.search(begin)) is not None:
         record.facts["num_gpus"] = int(ranks[1])
     _memory_of(record, None, found, GB)
 

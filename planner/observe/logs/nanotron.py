@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 
-from planner.observe.logs.grammar import Grammar, fields, mark, moment, row, suffixed
+from planner.observe.logs.grammar import MOST, Grammar, fields, mark, moment, row, suffixed
 from planner.observe.record import Record
 
 _TIMES = ("elapsed_time_per_iteration_ms", "time_per_iteration_ms")
@@ -24,7 +23,7 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
     for name, ours in (("tokens_per_sec", "tokens_per_s"), ("model_tflops_per_gpu", "tflops")):
         record.prints(ours, suffixed(found[name])[0] if name in found else None)
     batch = suffixed(found.get("global_batch_size", ""))[0]
-    if math.isfinite(batch) and batch >= 1:
+    if 1 <= batch < MOST:
         record.facts["global_batch_size"] = int(batch)
     peak = suffixed(found.get("cuda_max_memory_reserved", ""))[0]
     used = suffixed(found.get("cuda_memory_allocated", ""))[0]

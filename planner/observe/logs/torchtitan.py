@@ -25,12 +25,12 @@ def _step(record: Record, match: re.Match[str]) -> None:
         return
     tokens_per_s, last = number(speed[1]), record.ends[-1] if record.ends else math.nan
     last_step, covers = (record.numbers[-1] if record.numbers else 0), 0
-    if record.numbers and step > last_step and at_s > last and "restarted" not in record.state:
-        seconds = (at_s - last) / (step - last_step)
-    elif (begin := record.state.get("begin")) is not None and step >= int(begin.split()[0]):
-        first, first_s = begin.split()
+    first, first_s = (float(word) for word in record.state.get("begin", "0 nan").split())
+    if step >= first and at_s > first_s and not (last >= first_s and "restarted" not in record.state):
         covers = step - int(first) + 1
-        seconds = (at_s - float(first_s)) / covers
+        seconds = (at_s - first_s) / covers
+    elif record.numbers and step > last_step and at_s > last and "restarted" not in record.state:
+        seconds = (at_s - last) / (step - last_step)
     else:
         seconds = math.nan
     if not seconds > 0 and "tokens" in record.state:
@@ -61,10 +61,24 @@ def _begin(record: Record, match: re.Match[str]) -> None:
     record.restart()
     record.state["begin"] = f"{int(match[1])} {at_s}"
     record.time(at_s)
+    _batch(record, match)
+
+
+def _batch(record: Record, match: re.Match[str]) -> None:
+    """`… with local batch size 1, global batch size 8, …, sequence length 8192`."""
     for words, name in (("global batch size", "global_batch_size"), ("sequence length", "seq_length")):
         value = re.search(rf"{words} (\d{{1,12}})", match.string)
         if value is not None and int(value[1]) > 0:
             record.facts[name] = int(value[1])
+
+
+def _validated(record: Record, match: re.Match[str]) -> None:
+    """The end of an evaluation, from which the next line's tokens and seconds are counted."""
+    step, at_s = int(match[1]), moment(match.string[: match.start()])
+    if record.numbers and step == record.numbers[-1]:
+        record.activity("evaluation", record.ends[-1], at_s)
+    record.mark("evaluation")
+    record.state["begin"] = f"{step + 1} {at_s}"
 
 
 def _gpu(record: Record, match: re.Match[str]) -> None:
@@ -85,21 +99,29 @@ def _parameters(record: Record, match: re.Match[str]) -> None:
     record.facts.setdefault("model", text_of(match[1]))
 
 
+def _grid(record: Record, match: re.Match[str]) -> None:
+    """`pp=2, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=2`, of which experts take none of their own."""
+    sizes = dict(pair.split("=") for pair in match[1].strip(", ").split(", "))
+    record.facts["num_gpus"] = math.prod(int(size) for name, size in sizes.items() if not name.startswith("e"))
+
+
 def _sizes(record: Record, match: re.Match[str]) -> None:
     sizes = [int(size) for size in re.findall(r"\d{1,7}", match[1])]
     record.facts["num_gpus"] = math.prod(sizes)
 
 
 ROWS: tuple[Row, ...] = (
-    row("step", "step:", r"step: *(\d{1,15}) +(?:loss|\S*loss\S*): .{0,400}?(?:tps|wps):", _step),
+    row("step", "step:", r"(?<!validate )step: *(\d{1,15}) +\S*loss\S*: .{0,400}?(?:tps|wps):", _step),
     row("begin", "Training starts at step", r"Training starts at step (\d{1,15})", _begin),
-    row("GPU", "capacity: ", r"(?:GPU|CUDA|XPU) capacity: (.{1,80}?) *\(\d+\) with", _gpu),
+    row("batch", "Trainer is initialized", r"initialized with .{0,80}?global batch size", _batch),
+    row("GPU", "capacity: ", r"\w+ capacity: (.{1,80}?)(?: *\(\d+\))? with [\d.]+GiB", _gpu),
     row("parameters", "size: ", r"Model (.{1,60}?) size: ([\d,]{1,20}) total parameters", _parameters),
     row("mesh", "device mesh", r"Building \d+-D device mesh with .{0,80}?, ?\[([\d, ]{1,80})\]", _sizes),
     row("garbage collection", "[GC]", r"\[GC\] .{0,60}?([\d.]{1,10}) seconds", _collected),
     row("checkpoint", "Finished saving", r"Finished saving the checkpoint.{0,80}?in *([\d.]{1,12}) seconds", _saved),
     row("checkpoint", "Saving ", r"Saving (?:the|a full) checkpoint", mark("checkpoint")),
-    row("evaluation", "validate step:", r"validate step: ", mark("evaluation")),
+    row("evaluation", "validate step:", r"validate step: *(\d{1,15}) ", _validated),
+    row("grid", "parallelism: ", r"parallelism: ((?:\w+=\d{1,7}(?:, )?){2,12})", _grid),
     row("world", "world size", r"world size:? (\d{1,7})", fact("num_gpus")),
 )
 

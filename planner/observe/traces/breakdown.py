@@ -7,9 +7,10 @@ ends it: a host gap if that came after the GPU ran dry, a dependency if it came 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from planner.observe.traces.groups import UNKNOWN, axis_of
 from planner.observe.traces.intervals import (
     NONE,
     Spans,
+    Times,
     intersect,
     length_ns,
     merge,
@@ -30,10 +32,12 @@ from planner.observe.traces.kineto import launch_of
 from planner.observe.traces.phases import Phases
 from planner.observe.traces.results import FamilyTime, GroupTime, TraceStep
 from planner.observe.traces.steps import StepWindow
-from planner.observe.traces.trace import Events, RankTrace
+from planner.observe.traces.trace import NO_EVENTS, Events, RankTrace
 
 NS = 1e-9
 MAX_NAMES = 3
+_SYNCHRONISES = re.compile(r"Synchronize$")
+_BUSY = re.compile(r"DataLoader|[Cc]heckpoint|\b(gc|garbage)\b")
 _POINT_TO_POINT = "point to point"
 
 
@@ -48,6 +52,10 @@ class Sorted:
     labels: tuple[str, ...]
     launch: NDArray[np.int64]
     phases: Phases | None
+    waits: tuple[tuple[str, Spans], ...]
+    """Times at which the host waits or is busy with something else, by name."""
+    reach_ns: Times
+    """The latest end of an event and all before it."""
 
     @classmethod
     def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
@@ -65,7 +73,28 @@ class Sorted:
         communicates = ((family == COMMUNICATION) | said) & ~trace.copies
         family = np.where(communicates, COMMUNICATION, family)
         launch = launch_of(trace.gpu, trace.launches)
-        return cls(trace, family, np.where(communicates, group, -1), labels, launch, Phases.of(trace, launch))
+        reach = np.maximum.accumulate(trace.gpu.end_ns) if len(trace.gpu) else trace.gpu.end_ns
+        group = np.where(communicates, group, -1)
+        return cls(trace, family, group, labels, launch, Phases.of(trace, launch), _waits_of(trace), reach)
+
+    def exchanges(self) -> Sorted:
+        """The communication alone: what is kept of a rank while the next one's file is read."""
+        chosen = self.group >= 0
+        trace = replace(
+            self.trace, gpu=self.trace.gpu.where(chosen), copies=self.trace.copies[chosen], launches=NO_EVENTS,
+            operators=NO_EVENTS, marks=NO_EVENTS,
+        )  # fmt: skip
+        cut = (self.family[chosen], self.group[chosen], self.labels, self.launch[chosen])
+        return Sorted(trace, *cut, None, (), self.reach_ns[chosen])
+
+    def near(self, step: StepWindow) -> Sorted:
+        """The events that may run in a step, and the one behind it: a step costs what is in it, not in the trace."""
+        first = int(np.searchsorted(self.reach_ns, step.start_ns, side="right"))
+        part = slice(first, int(np.searchsorted(self.trace.gpu.start_ns, step.end_ns)) + 1)
+        trace = replace(self.trace, gpu=self.trace.gpu.part(part), copies=self.trace.copies[part])
+        phases = self.phases.part(trace, part) if self.phases else None
+        cut = (self.family[part], self.group[part], self.labels, self.launch[part])
+        return Sorted(trace, *cut, phases, self.waits, self.reach_ns[part])
 
 
 def _label_of_name(name: str) -> str:
@@ -78,6 +107,8 @@ def _label_of_name(name: str) -> str:
 
 def break_down(events: Sorted, step: StepWindow) -> TraceStep:
     """The parts of one step."""
+    origin_ns = events.trace.span_ns[0]
+    events = events.near(step)
     inside = window(step.start_ns, step.end_ns)
     gpu, kernels = events.trace.gpu, ~events.trace.copies
     near = (gpu.start_ns < step.end_ns) & (gpu.end_ns > step.start_ns)
@@ -90,7 +121,7 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
     gaps, dependencies, unknown = _idle(events, idle)
     return TraceStep(
         number=step.number,
-        start_s=(step.start_ns - events.trace.span_ns[0]) * NS,
+        start_s=(step.start_ns - origin_ns) * NS,
         wall_s=(step.end_ns - step.start_ns) * NS,
         warm_up=step.warm_up,
         compute_s=length_ns(compute) * NS,
@@ -102,7 +133,7 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
         families=_families(events, computing, inside),
         groups=groups,
         phases=events.phases.times(computing, step) if events.phases else (),
-        waits=_waits(events.trace, gaps),
+        waits=_waits(events, gaps),
     )
 
 
@@ -177,15 +208,18 @@ def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
     return idle[late], idle[known & ~late], idle[~known]
 
 
-def _waits(trace: RankTrace, gaps: Spans) -> tuple[tuple[str, float], ...]:
-    """Synchronising calls and annotations that cover host gaps, with the seconds that they cover."""
-    seconds: dict[str, float] = {}
-    for events, wanted in ((trace.launches, ("Synchronize",)), (trace.marks, ("DataLoader", "checkpoint", "gc"))):
+def _waits_of(trace: RankTrace) -> tuple[tuple[str, Spans], ...]:
+    """Calls and annotations whose name says that the host waits or does something else than launch."""
+    spans = []
+    for events, wanted in ((trace.launches, _SYNCHRONISES), (trace.marks, _BUSY)):
         for index in np.unique(events.name):
-            name = trace.names[index]
-            if any(word in name for word in wanted):
+            if wanted.search(trace.names[index]):
                 chosen = events.where(events.name == index)
-                covered = length_ns(intersect(union(chosen.start_ns, chosen.end_ns), gaps)) * NS
-                if covered > 0:
-                    seconds[name[:80]] = covered
-    return tuple(sorted(seconds.items(), key=lambda item: -item[1])[:MAX_NAMES])
+                spans.append((trace.names[index][:80], union(chosen.start_ns, chosen.end_ns)))
+    return tuple(spans)
+
+
+def _waits(events: Sorted, gaps: Spans) -> tuple[tuple[str, float], ...]:
+    """Seconds of host gaps that each of the waits covers, the longest first."""
+    covered = ((name, length_ns(intersect(gaps, spans)) * NS) for name, spans in events.waits)
+    return tuple(sorted((item for item in covered if item[1] > 0), key=lambda item: -item[1])[:MAX_NAMES])

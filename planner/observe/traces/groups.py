@@ -11,8 +11,10 @@ TRUNCATED_AFTER = 30
 """Kineto writes at most this many entries of a list, and `...` behind them: such a list says no group."""
 
 AXES = (
+    # dispatch of tokens over experts and the tensor ranks inside them
+    ("ep", r"expert_tensor_and_model"),
     ("etp", r"expert_tensor|\betp\b|mesh_etp"),
-    ("edp", r"expert_data|\befsdp\b|mesh_(efsdp|edp|ep_dp|dp_shard_mod_ep)"),
+    ("edp", r"expert_data|data_modulo_expert|\befsdp\b|mesh_(efsdp|edp|ep_dp|dp_shard_mod_ep)"),
     ("ep", r"expert_model|expert_parallel|\bep(_group)?\b|_ep\b|deep_?ep|hybrid_?ep"),
     ("embedding", r"embedding_group|embd"),
     ("pp", r"pipeline|\bpp\b|_pp\b"),

@@ -15,6 +15,7 @@ import numpy as np
 
 from planner.observe.traces.groups import Group, ranks_by_stride, ranks_of
 from planner.observe.traces.json_events import EventScanner
+from planner.observe.traces.results import HOST
 from planner.observe.traces.source import Progress, Source
 from planner.observe.traces.trace import Call, Columns, Events, Names, RankTrace, rank_in_name
 from planner.specs.reading import printable
@@ -30,8 +31,8 @@ _BOOKKEEPING = re.compile(
     r"|slice|alias|narrow|split|(un)?squeeze|unbind|result_type|_local_scalar_dense|item|is_nonzero)|detach|record_param.*)$"
 )
 """Operators that move no data; the work that they are inside of is one operator."""
-_LATEST_US = 10.0**17
-"""Times beyond this are no microseconds of any clock."""
+_LATEST_US = 2.2e15
+"""The year 2039 in microseconds: times beyond it are of no clock, and differences below it fit into 63 bits."""
 _MAX_CALLS = 10**6
 
 
@@ -154,7 +155,7 @@ class _Reader:
         return tuple(
             RankTrace(
                 where=where, rank=rank if len(devices) == 1 else None, world_size=world_size,
-                device="host" if on_host else _device_name(header, device),
+                device=HOST if on_host else _device_name(header, device),
                 origin_ns=_whole(header.get("baseTimeNanoseconds")) + round((self.origin_us or 0.0) * 1e3),
                 names=tuple(self.names.texts), groups=groups, calls=tuple(self.calls),
                 gpu=gpu.where(mine := of_lane[gpu.lane] == number), copies=copies[mine], launches=launches,

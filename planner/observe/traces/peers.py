@@ -151,9 +151,11 @@ def stragglers(reports: Sequence[RankReport], late_ns: Sequence[int]) -> tuple[S
     compute = [_steady_compute_s(report) for report in reports]
     told = []
     for report, seconds, late in zip(reports, compute, late_ns, strict=True):
-        same = [s for other, s in zip(reports, compute, strict=True) if other.stage == report.stage]
-        middle = float(np.median(same))
-        judged = report.stage is not None and len(same) > 1
+        others = [
+            s for other, s in zip(reports, compute, strict=True) if other.stage == report.stage and other is not report
+        ]
+        middle = float(np.median(others)) if others else 0.0
+        judged = report.stage is not None and bool(others)
         ratio = seconds / middle if middle else 1.0
         if report.rank is not None:
             told.append(

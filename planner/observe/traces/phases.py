@@ -56,6 +56,11 @@ class Phases:
         masks = {"forward": forward & ~backward & ~optimizer, "backward": backward, "optimizer": optimizer}
         return cls(trace, source, masks, ranges)
 
+    def part(self, trace: RankTrace, chosen: slice) -> Phases:
+        """The phases of a slice of the events, which `trace` holds."""
+        masks = {phase: mask[chosen] for phase, mask in self.masks.items()}
+        return Phases(trace, self.source, masks, {phase: of[chosen] for phase, of in self.ranges.items()})
+
     def times(self, computing: NDArray[np.bool_], step: StepWindow) -> tuple[PhaseTime, ...]:
         """Computing time by phase in one step."""
         inside, times = window(step.start_ns, step.end_ns), []

@@ -14,7 +14,7 @@ from planner.observe.traces.families import OPTIMIZER
 from planner.observe.traces.flight.recorder import FlightReport, read_flight_recorder
 from planner.observe.traces.memory.snapshot import SnapshotReport, read_snapshot
 from planner.observe.traces.report import read_traces
-from planner.observe.traces.results import RankReport, TraceReport, TraceStep
+from planner.observe.traces.results import HOST, RankReport, TraceReport, TraceStep
 from planner.observe.traces.source import Progress
 from planner.specs.base import Spec
 from planner.specs.reading import STDIN
@@ -120,7 +120,7 @@ def terms(steps: Sequence[TraceStep], step_s: float) -> dict[str, float]:
 def _facts(traces: TraceReport | None) -> JobFacts:
     if traces is None:
         return JobFacts()
-    devices = {rank.device for rank in traces.ranks if rank.device not in ("GPU", "host")}
+    devices = {rank.device for rank in traces.ranks if rank.device not in ("GPU", HOST)}
     sizes = {rank.world_size for rank in traces.ranks if rank.world_size}
     return JobFacts(
         hardware=devices.pop() if len(devices) == 1 else None, num_gpus=sizes.pop() if len(sizes) == 1 else None

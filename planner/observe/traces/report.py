@@ -12,7 +12,7 @@ from planner.observe.traces.detect import Kind, kind_of
 from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.nsys import read_nsys
 from planner.observe.traces.peers import Peers, stage_of, stragglers
-from planner.observe.traces.results import RankReport, TraceReport
+from planner.observe.traces.results import RankReport, TraceReport, TraceStep
 from planner.observe.traces.source import Progress
 from planner.observe.traces.steps import step_windows
 from planner.observe.traces.trace import RankTrace
@@ -26,17 +26,14 @@ def read_traces(
     `grid` holds the sizes of tp, cp, dp and pp, and names the axes of process groups that the traces leave undescribed.
     Raises SpecError for a file that is no trace, and where two files are of one rank.
     """
-    traces: list[RankTrace] = []
-    for path in paths:
-        traces += _read(path, progress)
-    _refuse_twins(traces)
-    ranks = [Sorted.of(trace, grid) for trace in traces]
+    read = [rank for path in paths for rank in _cut(path, grid, progress)]
+    ranks, steps = [events for events, _ in read], [cut for _, cut in read]
+    _refuse_twins([events.trace for events in ranks])
     peers = Peers.of(ranks)
     reports = tuple(
         RankReport(
             file=events.trace.where, rank=events.trace.rank, stage=stage_of(events, grid),
-            world_size=events.trace.world_size, device=events.trace.device,
-            steps=tuple(break_down(events, step) for step in step_windows(events.trace)),
+            world_size=events.trace.world_size, device=events.trace.device, steps=steps[place],
             collectives=collective_times(events, peers.transfer_ns[place], peers.wait_ns[place]),
             warnings=events.trace.warnings,
         )
@@ -46,6 +43,16 @@ def read_traces(
         ranks=reports, stragglers=stragglers(reports, peers.late_ns), clock_error_s=peers.clock_error_s,
         not_shown=_not_shown(ranks, reports, peers),
     )  # fmt: skip
+
+
+def _cut(
+    path: str | Path, grid: Mapping[str, int] | None, progress: Progress | None
+) -> list[tuple[Sorted, tuple[TraceStep, ...]]]:
+    """The exchanges and the steps of each rank in a file; nothing else of it stays in memory."""
+    ranks = [Sorted.of(trace, grid) for trace in _read(path, progress)]
+    return [
+        (events.exchanges(), tuple(break_down(events, step) for step in step_windows(events.trace))) for events in ranks
+    ]
 
 
 def _read(path: str | Path, progress: Progress | None) -> tuple[RankTrace, ...]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from planner.specs.base import Spec
 
+HOST = "host"
+"""The device of a trace without a GPU's events."""
+
 
 class FamilyTime(Spec):
     """Time that kernels of one family alone account for; families above it in the table take what they share."""
@@ -111,7 +114,7 @@ class Straggler(Spec):
     rank: int
     stage: int | None
     compute_ratio: float
-    """Its computing time ÷ the median of its stage's ranks in the same steps."""
+    """Its computing time ÷ the median of the other ranks of its stage; 1 without others."""
     late_s: float
     """Seconds a step that others wait because it comes last."""
     slow: bool

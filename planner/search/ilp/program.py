@@ -121,7 +121,7 @@ def solve(node: Node, time_limit_s: float) -> Solution | None:
         return None
     if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise SolverError(
-            f"the solver found no split over {node.pp} stages within {time_limit_s:.3g} s",
+            f"the solver found no split over {node.pp} stages in the {time_s:.3g} s that were left",
             "raise --time-limit, or pin axes to shrink the search",
         )
     return _read(program, proven=status == pulp.LpSolutionOptimal)

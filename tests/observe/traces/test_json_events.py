@@ -53,7 +53,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     trace = training_trace(0)
     trace.events = trace.events[:2]
     text = trace.text()
-    for end in range(len(text) - 1):
+    for end in range(0, len(text) - 1, 7):
         with pytest.raises(SpecError):
             scanned(written(tmp_path, text[:end]))
 
@@ -73,6 +73,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         ('{"traceEvents": [{"ts": ' + "9" * 5000 + "}]}", "thousands of digits"),
         ('{"traceEvents": [{"a": ' + "[" * 100_000 + "]" * 100_000 + "}]}", "nested too deeply"),
         ("[" * 200_000, "nested too deeply"),
+        ('[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1e16, "dur": 1}]', "ts: 1e[+]16 is no number of micro"),
+        ('[{"ph": "X", "cat": "kernel", "name": "k", "ts": NaN, "dur": 1}]', "ts: nan is no number"),
+        ('[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": "2"}]', "dur: '2' is no number"),
         (b"\xff\xfe\x00", "stands where a trace"),
     ],
 )  # fmt: skip
@@ -97,7 +100,7 @@ def test_more_keys_than_a_trace_has_are_refused(tmp_path: Path) -> None:
         scanned(written(tmp_path, f'{{{keys}, "traceEvents": []}}'))
 
 
-@pytest.mark.parametrize("inside", [b" " * 10**7, b'{"traceEvents": [' + b"{}," * 10**6])
+@pytest.mark.parametrize("inside", [b" " * 10**7, b'{"traceEvents": [' + b"{}," * 400_000])
 def test_a_bomb_is_refused_before_it_is_inflated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bytes
 ) -> None:
@@ -139,18 +142,18 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     with path.open("w") as file:
         file.write('{"traceEvents": [\n')
         one = ",\n".join(json.dumps(event) for event in [*[frame] * 90, *[kernel] * 10])
-        for _ in range(400):
+        for _ in range(250):
             file.write(one + ",\n")
         file.write(json.dumps(kernel) + "]}")
-    assert path.stat().st_size > 10 * 2**20
+    assert path.stat().st_size > 6 * 2**20
     tracemalloc.start()
     try:
         (trace,) = read_kineto(path)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(trace.gpu) == 4001
-    assert peak_bytes < 6 * 2**20
+    assert len(trace.gpu) == 2501
+    assert peak_bytes < 4.5 * 2**20
 
 
 def test_progress_counts_mebibytes(tmp_path: Path) -> None:

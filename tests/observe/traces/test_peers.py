@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made_traces import GEMM, SEND_RECV, MadeTrace, training_trace
+from made_traces import ALL_REDUCE, GEMM, SEND_RECV, MadeTrace, training_trace
 
 from planner.errors import SpecError
+from planner.observe.traces.breakdown import Sorted
+from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.report import read_traces
 from planner.observe.traces.results import TraceReport
 
@@ -49,7 +51,7 @@ def test_a_rank_that_computes_longer_than_its_stage_is_a_straggler(tmp_path: Pat
     report = both(tmp_path, training_trace(0), training_trace(1, slow=1.5))
     slow, other = report.stragglers
     assert (slow.rank, slow.stage, slow.slow) == (1, 0, True)
-    assert slow.compute_ratio == pytest.approx(750 / 700)
+    assert slow.compute_ratio == pytest.approx(750 / 650)
     assert not other.slow
 
 
@@ -101,3 +103,11 @@ def test_transfers_are_matched_by_source_and_destination(tmp_path: Path) -> None
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="is of rank 0, as"):
         both(tmp_path, training_trace(0), training_trace(0))
+
+
+def test_only_exchanges_are_kept_while_the_next_file_is_read(tmp_path: Path) -> None:
+    (trace,) = read_kineto(training_trace(0).write(tmp_path / "rank0.json"))
+    kept = Sorted.of(trace).exchanges()
+    assert len(kept.trace.gpu) == len(kept.group) == 2
+    assert {kept.trace.names[name] for name in kept.trace.gpu.name} == {ALL_REDUCE}
+    assert len(kept.trace.launches) == len(kept.trace.operators) == len(kept.trace.marks) == 0

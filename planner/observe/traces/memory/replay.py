@@ -79,6 +79,9 @@ class Replay:
             self._play(number, event)
         self._num_unknown = self._meet(blocks)
         self.reserved_bytes = sum(block.size for block in blocks)
+        reserves = sum(abs(change) for change in self._reserved_change.tolist())
+        if sum(a.size for a in self.allocations) + self.reserved_bytes + reserves >= _NEVER:  # 63 bits
+            raise self._broken(len(events), "no GPU has that many bytes in all")
         later = np.cumsum(self._reserved_change[::-1])[::-1] - self._reserved_change
         self._reserved = self.reserved_bytes - later
         self.peak_reserved_bytes = int(self._reserved.max())

@@ -163,7 +163,8 @@ def _blocks(segments: Sequence[Any], where: str, size_bytes: int) -> Iterator[Bl
 def whole(entry: dict[str, Any], key: str, where: str, place: str, default: int | None = None) -> int:
     """A whole number of an entry; SpecError names the place of anything else."""
     value = entry.get(key, default)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64:
+    most = 2**64 if key == "address" else 2**48
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < most:
         return value
     _refuse(where, f"{place}: {key}: {printable(repr(value)[:60], 40)} is no number of bytes")
 
