@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -22,8 +23,14 @@ KEPT = 64
 """Answers kept; those that were not asked for longest go first."""
 MAX_WAITING = 32
 """Questions that may wait for a search to end; more are turned away."""
+MOST_SEARCHES = 16
+"""Questions that are answered at a time, however many processors there are."""
 GRACE_S = 15.0
 """Seconds that a search may take beyond its own time limit before it is ended."""
+
+
+_WAITING = ThreadPoolExecutor(4 * MOST_SEARCHES, "search")
+"""Threads that wait for two searches of each question, beside those that draw answers."""
 
 
 @dataclass(eq=False)
@@ -49,7 +56,7 @@ class Desk:
     def __init__(self, num_searches: int = 0) -> None:
         self._answers: OrderedDict[str, Plan | PlannerError] = OrderedDict()
         self._searches: dict[str, Search] = {}
-        self._turns = asyncio.Semaphore(num_searches or max(2, os.cpu_count() or 1))
+        self._turns = asyncio.Semaphore(num_searches or min(max(2, os.cpu_count() or 1), MOST_SEARCHES))
 
     @property
     def num_searches(self) -> int:
@@ -153,7 +160,7 @@ class Desk:
 async def found_by(search: Find, case: Case) -> AsyncGenerator[Found, None]:
     """The findings of one process, which is killed when nobody waits for more of them."""
     loop = asyncio.get_running_loop()
-    starting = loop.run_in_executor(None, start, search, case)
+    starting = loop.run_in_executor(_WAITING, start, search, case)
     try:
         process, connection = await asyncio.shield(starting)
     except asyncio.CancelledError:
@@ -161,7 +168,7 @@ async def found_by(search: Find, case: Case) -> AsyncGenerator[Found, None]:
         raise
     try:
         while True:
-            yield await loop.run_in_executor(None, connection.recv)
+            yield await loop.run_in_executor(_WAITING, connection.recv)
     except (EOFError, OSError):
         return
     finally:

@@ -11,7 +11,7 @@ from planner.answer import Plan, SearchReport
 from planner.errors import Infeasible, PlannerError
 from planner.export.targets import LAUNCHERS, TRAINERS
 from planner.plan_file import with_alternative
-from planner.report.format import percent, seconds
+from planner.report.format import gibibytes, percent, seconds
 from planner.report.html.header import header
 from planner.report.html.pieces import Html, beside, bullets, folded, joined, section, share_bar, table, tag
 from planner.report.proof import is_proven, says_bound, says_outcome
@@ -59,7 +59,7 @@ def plan_panel(plan: Plan, question: Question, form: Form, state: State, alterna
         *_alternatives(view_of(plan), form, alternative),
         *_details(shown, view),
     ]
-    status = f"{_briefly(shown, state)}: step {seconds(shown.step.step_s)}, {shown.parallelism}"
+    status = f"{_briefly(shown, question, state)}: step {seconds(shown.step.step_s)}, {shown.parallelism}"
     return Panel(joined(parts), status, f"{seconds(shown.step.step_s)} · {view.job}")
 
 
@@ -96,7 +96,7 @@ def _certificate(plan: Plan, question: Question, state: State) -> Html:
     """How sure the answer is, with the gap as a bar."""
     search = plan.search
     if state == "same" or search is None:
-        words = f"The layout on the screen under these controls. {_fits(plan)}Looking for a better one …"
+        words = f"The layout on the screen under these controls. {_lacks(plan, question)}Looking for a better one …"
         return tag("p", words, class_="certificate searching", data_state=state)
     if state == "first":
         words = (
@@ -117,14 +117,19 @@ def _gap_bar(search: SearchReport) -> Html:
     return tag("div", share_bar(search.gap / WIDEST_GAP), class_="gap")
 
 
-def _fits(plan: Plan) -> str:
-    return "" if plan.fits else "It does not fit. "
+def _lacks(plan: Plan, question: Question) -> str:
+    """The memory that a layout lacks beside what the question leaves free; empty where it lacks none."""
+    needs_bytes = plan.best.worst_stage.memory.total_bytes
+    has_bytes = plan.cluster.hardware.memory_bytes - question.case.headroom_bytes
+    if needs_bytes <= has_bytes:
+        return ""
+    return f"It needs {gibibytes(needs_bytes)} GiB of the {gibibytes(has_bytes)} that may be filled. "
 
 
-def _briefly(plan: Plan, state: State) -> str:
+def _briefly(plan: Plan, question: Question, state: State) -> str:
     search = plan.search
     if state == "same":
-        return "Same layout, priced again" if plan.fits else "The same layout does not fit"
+        return "The same layout does not fit" if _lacks(plan, question) else "Same layout, priced again"
     if search is None:
         return "Priced"
     gap = f"gap {percent(search.gap, 2)}"

@@ -42,6 +42,13 @@ def test_a_change_shows_the_same_layout_before_the_search_ends(running: Running)
     assert "network_gb_per_s=10" in lines[-1]["html"]
 
 
+def test_the_same_layout_is_said_not_to_fit_where_less_memory_may_be_filled(running: Running) -> None:
+    key = running.answer(SMALL)[0]["key"]
+    same = running.answer({**SMALL, "memory_headroom": "76"}, shown=key)[1]
+    assert same["status"].startswith("The same layout does not fit")
+    assert "GiB of the 3.1 that may be filled" in same["html"]
+
+
 def test_what_does_not_fit_names_its_reason_and_a_remedy(running: Running) -> None:
     last = running.answer({"model": "llama-3.1-8b", "gpus": "1"})[-1]
     assert last["status"] == "Nothing fits: it fits on 3 GPUs"

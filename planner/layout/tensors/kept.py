@@ -74,7 +74,7 @@ def _on_the_gpu(pricing: Pricing, items: Sequence[Item], recomputed: frozenset[s
 
 
 def without(rows: Iterable[Held], kept: Sequence[Held]) -> list[Held]:
-    """The rows that are not among those kept: a recomputed layer makes them again. One row if some are kept in part."""
+    """The rows that are not among those kept, which a recomputed layer makes again; one if some are kept in part."""
     left, kept_in_part = list(rows), 0.0
     for row in kept:
         same = next((one for one in left if one == row or (row.name == "layer input" and _is_input(one, row))), None)
