@@ -16,6 +16,8 @@ from planner.specs.checking import checked
 from planner.specs.model import ModelSpec
 from planner.specs.reading import label, load_yaml
 
+_BESIDE: Final = ("inputs_sha256", "resume")
+"""Keys that an answer has beside the plan: the hash of its inputs, and the ways of `plan --from`."""
 _ROUNDING: Final = -1e-6
 """Differences of seconds may round to a little less than nothing; every other number is at least 0."""
 
@@ -33,7 +35,7 @@ def plan_of(data: dict[str, Any], where: str) -> Plan:
         raise SpecError(
             f"{where}: schema_version {data['schema_version']!r}, this version reads {SCHEMA_VERSION}", "plan again"
         )
-    plan = checked(Plan, {key: value for key, value in data.items() if key != "inputs_sha256"}, where)
+    plan = checked(Plan, {key: value for key, value in data.items() if key not in _BESIDE}, where)
     named = [("best", plan.best), *((f"alternatives[{i}]", other) for i, other in enumerate(plan.alternatives))]
     problems = (f"{name}: {problem}" for name, layout in named if (problem := _contradiction(layout, plan)))
     problem = next(problems, None) or _impossible(plan)

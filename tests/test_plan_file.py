@@ -29,6 +29,11 @@ def test_a_plan_is_read_as_it_was_saved(saved: dict[str, Any], tmp_path: Path) -
     assert read_plan(str(tmp_path / "plan.json")).to_json() == saved
 
 
+def test_a_plan_is_read_from_the_json_of_a_replanned_job(saved: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({**saved, "resume": {"choices": []}}))
+    assert read_plan(str(tmp_path / "plan.json")).to_json() == saved
+
+
 def test_plans_of_earlier_versions_are_read_without_the_fields_that_are_gone(
     saved: dict[str, Any], tmp_path: Path
 ) -> None:

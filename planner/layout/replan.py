@@ -93,8 +93,10 @@ def named_schedule(layout: PricedLayout, order: Schedule) -> str:
 def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> PricedLayout:
     """The layout for a step of `num_microbatches`; None keeps its own number.
 
-    Raises SpecError where its schedule was made for one length only.
+    Raises SpecError where there are none, or its schedule was made for one length only.
     """
+    if num_microbatches is not None and num_microbatches < 1:
+        raise SpecError(f"--micro-batches: {num_microbatches} is below 1", "leave it out for the plan's")
     if num_microbatches is None or num_microbatches == layout.parallelism.num_microbatches:
         return layout
     if layout.actions:

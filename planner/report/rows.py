@@ -67,8 +67,15 @@ class StageRow:
             _first_to_last(first.in_flight_microbatches, last.in_flight_microbatches),
             f"{1e3 * forward_s:,.1f}",
             f"{1e3 * backward_s:,.1f}",
-            gibibytes(self.peak_bytes) + ("!" if self.filled_fraction > 1 else ""),
+            self._gibibytes,
         )
+
+    @property
+    def _gibibytes(self) -> str:
+        """GiB of the fullest, marked where it does not fit, and of the emptiest where that is another number."""
+        most = gibibytes(self.peak_bytes)
+        least = gibibytes(min(stage.memory.total_bytes for stage in self.stages))
+        return most + ("!" if self.filled_fraction > 1 else "") + (f"–{least}" if least != most else "")
 
 
 STAGE_HEADS = ("stage", "layers", "holds", "recompute", "in flight", "fwd ms", "bwd ms", "GiB")

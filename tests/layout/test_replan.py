@@ -117,3 +117,5 @@ def test_a_shorter_step_has_the_micro_batches_asked_for() -> None:
     assert order_of(with_microbatches(saved.best, 8)).num_microbatches == 8
     with pytest.raises(SpecError, match="made to measure"):
         with_microbatches(saved.best.model_copy(update={"actions": ("0F0",)}), 4)
+    with pytest.raises(SpecError, match="0 is below 1"):
+        with_microbatches(saved.best, 0)

@@ -19,6 +19,8 @@ def test_a_run_of_alike_stages_is_as_slow_and_as_full_as_its_worst(make_plan: Ma
     assert [run.cells[0] for run in runs] == ["0", "1–61", "62"]
     assert sum(len(run.stages) for run in runs) == 63
     assert runs[1].peak_bytes == max(row.peak_bytes for row in rows[1:62])
+    ends = [row.cells[-1] for row in sorted(rows[1:62], key=lambda row: -row.peak_bytes)]
+    assert runs[1].cells[-1] == (ends[0] if ends[0] == ends[-1] else f"{ends[0]}–{ends[-1]}")
 
 
 def test_a_layout_beside_another_says_only_what_differs(make_plan: MakePlan) -> None:
