@@ -30,10 +30,10 @@ class MemoryTensor(Spec):
     """The decoder layer; null for what belongs to none."""
     microbatch: int | None = None
     """The micro-batch; null for what belongs to none."""
-    shape: tuple[int, ...] | None = None
-    """The tensor's dimensions on this rank; null for a row that is a sum, whose `note` says of what."""
-    dtype: str | None = None
-    """Such as `bf16`, `fp32`, `int64`; null with the shape."""
+    shape: tuple[int, ...]
+    """The tensor's dimensions on this rank; for a row that is a sum its bytes, and its `note` says of what."""
+    dtype: str
+    """Such as `bf16`, `fp32`, `int64`; `uint8` for a row that is a sum."""
     bytes: NonNegativeInt
     from_s: float = Field(serialization_alias="from")
     """The time when it is made; 0 for what is there before the step."""
@@ -47,6 +47,12 @@ class MemoryTensor(Spec):
     """Modules that would make it again in the backward, if they were recomputed; none where no module does."""
     note: str = ""
     """The reason for a row that is no tensor of its own."""
+
+    @property
+    def sizes(self) -> str:
+        """Shape and dtype in words; empty for a row that is a sum."""
+        is_sum = self.dtype == "uint8" and self.shape == (self.bytes,)
+        return "" if is_sum else f" {list(self.shape)} {self.dtype}"
 
 
 class MemoryOfStage(Spec):

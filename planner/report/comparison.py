@@ -23,7 +23,7 @@ TERMS = {
     "attention_s": "attention",
     "memory_bound_s": "memory-bound kernels",
     "recompute_s": "recomputing",
-    "ends_s": "embedding and head",
+    "ends_s": "embedding, head and MTP",
     "other_compute_s": "waits for the host, casts, accumulation",
     "passes_s": "passes, with their exchanges",
     "waits_s": "waits and bubble of the pipeline",

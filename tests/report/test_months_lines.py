@@ -6,8 +6,8 @@ import io
 from collections.abc import Callable
 
 import pytest
+from pages import DRAWN, Page
 from rich.console import Console
-from test_html import DRAWN, Page
 
 from planner.answer import Goodput, Plan, RunCost, Sustained
 from planner.report.html.document import render_html

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from pages import DRAWN, Page
 from rich.console import Console
-from test_html import DRAWN, Page
 
 from planner.answer import AS_PLANNED, Plan, RobustStep
 from planner.report.html.document import render_html

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from pages import DRAWN, Page
 from rich.console import Console
-from test_html import DRAWN, Page
 
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal, RiskOffer
 from planner.report.format import SURE, fits_with, gibibytes

@@ -92,8 +92,8 @@ def _advice(resume: Resume) -> Iterator[str]:
         best = min(near, key=lambda choice: (choice.lost_until_repair_s or 0.0, -choice.tokens_per_s))
         more = percent(best.tokens_per_s / chosen.tokens_per_s - 1)
         yield (
-            f"{' '.join(best.options)} trains {more} more tokens a second, and changes convergence: "
-            f"{best.convergence[0]}."
+            f"Of other batches {' '.join(best.options)} loses least: {more} more tokens a second. It changes "
+            f"convergence: {best.convergence[0]}."
         )
 
 

@@ -20,8 +20,7 @@ class TensorGroup(NamedTuple):
     @property
     def name(self) -> str:
         """The tensor, its shape and its dtype."""
-        shape = "" if self.first.shape is None else f" {list(self.first.shape)} {self.first.dtype}"
-        return f"{self.first.name}{shape}"
+        return f"{self.first.name}{self.first.sizes}"
 
     @property
     def holders(self) -> str:

@@ -61,8 +61,7 @@ def snapshot(
 
 def _frames(tensor: MemoryTensor, stage: int, model: str) -> list[dict[str, Any]]:
     """A made-up stack, innermost first: the tensor of a layer, the pass that makes it, the stage."""
-    shape = "" if tensor.shape is None else f" {list(tensor.shape)} {tensor.dtype}"
-    frames = [_frame(tensor.part or "stage", tensor.layer, f"{tensor.name}{shape}")]
+    frames = [_frame(tensor.part or "stage", tensor.layer, f"{tensor.name}{tensor.sizes}")]
     if tensor.microbatch is not None:
         frames.append(_frame("micro-batch", tensor.microbatch, tensor.made_by.partition(" of ")[0]))
     return [*frames, _frame("stage", stage, f"{tensor.item} of {model}")]

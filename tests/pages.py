@@ -1,0 +1,41 @@
+"""Reads HTML pages in tests, and stands in for their drawings."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+from planner.report.html.document import Drawing, Drawings
+from planner.report.html.pieces import Html
+
+BLANK = Html('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+DRAWN = Drawings(Drawing(BLANK, "what is drawn"), Drawing(BLANK, "what is held"))
+VOID = {"meta", "input"}
+
+
+class Page(HTMLParser):
+    """Elements, their attributes and the text of a page; fails where tags do not close in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.said: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.said.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.said).split())
