@@ -203,8 +203,10 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
         return _attention_working_set(op, runtime)
     if op.family == "loss":
         softmax, labels = op.saved
-        if runtime.loss_in_place:  # a bf16 copy alone
-            return (Saved("logits in 16 bits", softmax.dims), labels._replace(name="labels", dtype="int32"))
+        if runtime.loss_in_place:
+            narrow = labels._replace(name="labels", dtype="int32")
+            # of the fp32 softmax a bf16 copy; 16-bit logits are overwritten by their gradient
+            return (Saved("logits in 16 bits", softmax.dims), narrow) if runtime.keeps_softmax else (narrow,)
         # beside the softmax, as large: its gradient, and that of the logits
         names = ("gradient of the softmax", "gradient of the logits", "indices of the loss", "its mask")
         return tuple(
