@@ -42,7 +42,7 @@ ALLOWED = {
     # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches; a
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
     "decide": {
-        "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "physics.layers", "months", "layout",
+        "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "months", "layout",
         "probe.result", "observe.observation", "search.case", "search.deadline", "search.layouts", "search.recipes",
         "search.safest", "search.search", "search.why.remedy",
     },
@@ -67,7 +67,7 @@ ALLOWED = {
     # the page asks as the command line does, which gives it the reader of options: nothing imports `cli`. It prices the
     # layout on the screen again, searches, and shows and exports what is found
     "serve": {
-        "errors", "shape", "specs", "trainers", "schedule", "physics.layers", "answer", "plan_file", "layout", "search",
+        "errors", "shape", "specs", "trainers", "schedule", "answer", "plan_file", "layout", "search",
         "report", "export",
     },
     # a log's argument dump is a configuration that the importer reads, and a run that was read is priced; what was

@@ -132,6 +132,11 @@ class Plan(Spec):
         return self.planned_as or self
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Weights and optimizer states of the whole model, as the trainer writes them."""
+        return self.runtime_spec.checkpoint_bytes_per_parameter * self.model.num_parameters
+
+    @property
     def fits(self) -> bool:
         return self.best.fits
 

@@ -141,9 +141,9 @@ class Course:
     def stop(self, number: int, loads: Loads = "as_is") -> Standstill:
         """The seconds of a stop before a phase: the checkpoint is written, a new job starts and reads it."""
         own = self.found[number].plan
-        num_bytes = own.runtime_spec.checkpoint_bytes_per_parameter * own.model.num_parameters
         operations, num_gpus = own.training.operations, own.cluster.num_gpus
-        losses = losses_of(own.cluster, operations, num_gpus, num_bytes, own.runtime_spec.asynchronous_checkpoints)
+        asynchronous = own.runtime_spec.asynchronous_checkpoints
+        losses = losses_of(own.cluster, operations, num_gpus, own.checkpoint_bytes, asynchronous)
         moved = transfer(losses)
         converted = {"convert": moved.times(CONVERSIONS)} if loads == "convert" else {}
         return Standstill({"save": moved, **converted, "start": losses.restart_s, "read": moved})

@@ -12,7 +12,6 @@ from planner.layout.assemble import assemble
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
 from planner.layout.price import price_layout
-from planner.physics.layers import model_totals
 from planner.search.branch import Branch
 from planner.search.case import Case
 from planner.search.deadline import Deadline
@@ -48,7 +47,7 @@ class Standing:
     def plan(self) -> Plan:
         """The plan of the best layout so far, without alternatives, worth of switches and the like."""
         pricing = self.best.pricing
-        totals = model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
+        totals = pricing.totals
         layout = price_layout(self.best, totals, exact=False)
         bound_s = min(self.bound_s, layout.step.step_s)
         report = SearchReport(

@@ -6,7 +6,6 @@ from planner.answer import Plan, PricedLayout
 from planner.errors import PlannerError
 from planner.layout.assemble import assemble
 from planner.layout.evaluate import priced_as_given
-from planner.physics.layers import model_totals
 from planner.search.case import Case
 from planner.search.recipes import pinned, pinned_by
 from planner.specs.training import Parallelism
@@ -31,8 +30,7 @@ def same_layout(shown: Plan, case: Case) -> Plan | None:
         candidate, priced = priced_as_given(case.model, case.cluster, case.training, _as_stated(layout), runtime)
     except PlannerError:
         return None
-    totals = model_totals(case.model, candidate.pricing.runtime, case.training.seq_length)
-    plan = assemble(candidate.pricing, totals, [priced], ())
+    plan = assemble(candidate.pricing, candidate.pricing.totals, [priced], ())
     return plan if "dp" not in case.pins or plan.parallelism.dp in case.pins["dp"] else None
 
 

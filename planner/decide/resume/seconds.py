@@ -17,10 +17,8 @@ CONVERSIONS = 2
 
 def losses_on(job: ResumedJob, num_gpus: int) -> Losses:
     """The figures of the job's failures, restarts and checkpoints on some GPUs."""
-    runtime = job.old.runtime_spec
-    num_bytes = runtime.checkpoint_bytes_per_parameter * job.old.model.num_parameters
-    operations = job.case.training.operations
-    return losses_of(job.case.cluster, operations, num_gpus, num_bytes, runtime.asynchronous_checkpoints)
+    operations, asynchronous = job.case.training.operations, job.old.runtime_spec.asynchronous_checkpoints
+    return losses_of(job.case.cluster, operations, num_gpus, job.old.checkpoint_bytes, asynchronous)
 
 
 def transfer(losses: Losses) -> Fact:

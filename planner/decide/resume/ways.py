@@ -18,7 +18,6 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import export_warnings
 from planner.layout.price import price_layout
 from planner.layout.replan import reprice
-from planner.physics.layers import model_totals
 from planner.search.search import search_within_risk
 from planner.search.why.remedy import with_remedy
 
@@ -38,10 +37,9 @@ class Way:
         if self.found is not None:
             return self.found
         pricing = self.candidate.pricing
-        totals = model_totals(pricing.model, pricing.runtime, pricing.training.seq_length)
-        layout = price_layout(self.candidate, totals)
+        layout = price_layout(self.candidate, pricing.totals)
         layout = layout.model_copy(update={"warnings": export_warnings(pricing)})
-        return assemble(pricing, totals, [layout], told_assumptions(self.candidate))
+        return assemble(pricing, pricing.totals, [layout], told_assumptions(self.candidate))
 
     @property
     def batch(self) -> int:

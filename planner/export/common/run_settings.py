@@ -84,13 +84,12 @@ def run_settings(plan: Plan) -> RunSettings:
 
 
 def _save_interval_s(plan: Plan) -> float:
-    runtime = plan.runtime_spec
     return save_interval_s(
         plan.cluster,
         plan.training,
         plan.parallelism.num_gpus_used,
-        checkpoint_bytes=runtime.checkpoint_bytes_per_parameter * plan.model.num_parameters,
-        asynchronous=runtime.asynchronous_checkpoints,
+        checkpoint_bytes=plan.checkpoint_bytes,
+        asynchronous=plan.runtime_spec.asynchronous_checkpoints,
     )
 
 
