@@ -313,6 +313,6 @@ def test_the_answer_fits_80_columns(large: Replanned) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "→3 reshard" in text
-    assert "-b 2016 trains" in text
+    assert "-b 2016 loses least" in text
     assert "spare stands in" in text
     assert "The 8 idle nodes can stand in; more spare nodes do not pay." in text
