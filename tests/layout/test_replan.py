@@ -39,8 +39,8 @@ def _pipeline_s(layout: PricedLayout, tail_s: float) -> float:
     [
         ("8b", {"pp": (4,)}),
         ("8b", {"pp": (2,), "recompute": ("full",)}),
-        ("deepseek-v2-lite", {"pp": (2,), "vpp": (1,)}),
-        ("gpt-oss-20b", {"pp": (4,), "recompute": ("selective",)}),
+        ("deepseek-v2-lite", {"pp": (2,), "vpp": (1,), "tp": (1,), "switches": "default"}),
+        ("gpt-oss-20b", {"pp": (4,), "tp": (1,), "recompute": ("selective",), "switches": "default"}),
     ],
 )
 def test_a_saved_plan_is_priced_again_to_the_same_seconds(model: str, limits: dict[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+from multiprocessing.forkserver import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,10 @@ def test_four_processes_compute_what_one_does(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.csv"
         path.write_text(to_torch_csv(schedule))
         cases.append((str(path), layers, schedule.stage_to_rank, schedule.num_microbatches))
-    torch.multiprocessing.start_processes(run_rank, (free_port(), cases, str(tmp_path)), nprocs=4, start_method="spawn")
+    set_forkserver_preload(["torch.distributed.pipelining"])  # imported once, not by each of the four
+    torch.multiprocessing.start_processes(
+        run_rank, (free_port(), cases, str(tmp_path)), nprocs=4, start_method="forkserver"
+    )
     for number, (_, layers, _, num_microbatches) in enumerate(cases):
         losses, gradients = one_process(layers, num_microbatches)
         found: dict[int, list[Any]] = {}
