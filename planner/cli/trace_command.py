@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import logging
 from typing import Annotated
 
@@ -10,8 +9,6 @@ from planner.cli import options as o
 
 _log = logging.getLogger(__name__)
 _STEP, _OUTPUT = "Step", "Output"
-MAX_ACTIONS = 100_000
-"""Actions of one step; a trace of so many has about 160 MB. 405B on 2,048 GPUs has 65,536."""
 
 Alternative = Annotated[int | None, o.number(_STEP, "--alternative", "Trace the plan's N-th alternative.")]
 MicroBatches = Annotated[
@@ -40,7 +37,7 @@ def trace_command(
     from planner.files import STDOUT, refuse_to_overwrite, write_text
     from planner.layout.replan import order_of, with_microbatches
     from planner.plan_file import read_plan, with_alternative
-    from planner.report.timeline.plan_trace import plan_trace
+    from planner.report.timeline.plan_trace import MAX_ACTIONS, trace_text
 
     refuse_to_overwrite(output, force)
     chosen = with_alternative(read_plan(plan), alternative)
@@ -54,7 +51,7 @@ def trace_command(
             f"trace a shorter step with --micro-batches {max(few // order.pp, 1) * order.pp}",
         )
     with waiting("tracing"):
-        text = json_module.dumps(plan_trace(chosen, layout), separators=(",", ":"))
+        text = trace_text(chosen, layout)
     write_text(output, text, force)
     if output != STDOUT:
         _log.info("wrote %s: open it at ui.perfetto.dev", output)

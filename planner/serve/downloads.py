@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -17,8 +16,6 @@ from planner.layout.replan import with_microbatches
 from planner.plan_file import with_alternative
 from planner.serve.controls import Form
 
-MAX_ACTIONS = 100_000
-"""Actions of a step of which a trace is made whole; of a longer one, it shows a shorter step of the same pipeline."""
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 """The date of all files of an archive, so that the same plan makes the same bytes."""
 
@@ -63,13 +60,14 @@ def _number(text: str) -> int | None:
 
 
 def _trace(plan: Plan) -> str:
+    """The whole step, or a shorter one of the same pipeline where it is too long for a trace."""
     from planner.report.timeline.charts import shown_step
-    from planner.report.timeline.plan_trace import plan_trace
+    from planner.report.timeline.plan_trace import MAX_ACTIONS, trace_text
 
     layout, sizes = plan.best, plan.parallelism
     if 2 * sizes.pp * sizes.vpp * sizes.num_microbatches > MAX_ACTIONS:
         layout = with_microbatches(layout, shown_step(plan).num_microbatches)
-    return json.dumps(plan_trace(plan, layout), separators=(",", ":"))
+    return trace_text(plan, layout)
 
 
 def _zip(files: Iterable[ExportFile]) -> bytes:

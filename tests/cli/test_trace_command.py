@@ -11,7 +11,7 @@ import pytest
 from trace_judge import judge, named
 
 from planner.answer import Plan
-from planner.cli import main, trace_command
+from planner.cli import main
 from planner.layout.evaluate import evaluate
 from planner.report.timeline import plan_trace
 from planner.specs.cluster import ClusterSpec
@@ -190,7 +190,7 @@ def test_refuses_an_alternative_that_is_not_there(plan_file: Path, capsys: pytes
 def test_a_step_of_too_many_actions_is_refused_with_a_length_that_works(
     plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trace_command, "MAX_ACTIONS", 300)
+    monkeypatch.setattr(plan_trace, "MAX_ACTIONS", 300)
     target = tmp_path / "trace.json"
     assert _run(str(plan_file), "-o", str(target)) == 2
     error, hint = capsys.readouterr().err.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,9 +28,16 @@ SHOWN: dict[Together, str] = {
     "pass": "those of a pass together",
 }
 """How exchanges are shown, in the order in which it is tried."""
+MAX_ACTIONS = 100_000
+"""Actions of one step; a trace of so many has about 160 MB. 405B on 2,048 GPUs has 65,536."""
 MAX_SLICES = 300_000
 """Exchanges of a step, each drawn twice; where there are more, those of a layer are one, and then those of a pass. So
 many take 90 MB."""
+
+
+def trace_text(plan: Plan, layout: PricedLayout) -> str:
+    """`plan_trace` as the text of a file."""
+    return json.dumps(plan_trace(plan, layout), separators=(",", ":"))
 
 
 def plan_trace(plan: Plan, layout: PricedLayout) -> dict[str, Any]:
