@@ -6,7 +6,8 @@ PlannerError                 1
 ├─ Infeasible                3   nothing fits: counts by reason, the nearest miss, the smallest change that lifts it
 ├─ SolverError               4   the solver failed or found nothing in time
 ├─ ProbeError                5   the probe could not run: rank, stage and phase named
-└─ ProbeMismatch             6   it ran and disagreed beyond the tolerance
+├─ ProbeMismatch             6   it ran and disagreed beyond the tolerance
+└─ OutOfBand                 7   an observed run left its predicted band (observe --follow)
 """
 
 from __future__ import annotations
@@ -123,4 +124,11 @@ class ProbeMismatch(PlannerError):
     """The probe ran, and measured something beyond the tolerance."""
 
     exit_code = 6
+    follows_answer = True
+
+
+class OutOfBand(PlannerError):
+    """A run that is followed left its predicted band for too many steps."""
+
+    exit_code = 7
     follows_answer = True

@@ -70,9 +70,12 @@ ALLOWED = {
         "errors", "shape", "specs", "trainers", "schedule", "answer", "plan_file", "layout", "search",
         "report", "export",
     },
-    # a log's argument dump is a configuration that the importer reads, and a run that was read is priced; what was
-    # observed is shown by `report`
-    "observe": {"errors", "files", "specs", "answer", "trainers", "export", "layout.evaluate", "layout.runs"},
+    # a log's argument dump is a configuration that the importer reads; a run that was read is priced, replayed with one
+    # thing idealised, and changed by what would help; what was observed is shown by `report`
+    "observe": {
+        "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
+        "search.rebalance",
+    },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},
 }  # fmt: skip

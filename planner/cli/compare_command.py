@@ -56,16 +56,15 @@ def _side(path: str) -> Compared:
     """One side: a plan, a probe's result, or a run that `plan import` or `plan observe` read."""
     from planner.cli.probe_file import MAX_BYTES, is_probe, probe_of
     from planner.decide.compared import of_observation, of_plan, of_probe
-    from planner.observe.observation import Observation
+    from planner.observe.saved import is_observed, observed_of
     from planner.plan_file import plan_of
-    from planner.specs.checking import checked
     from planner.specs.reading import label, load_yaml
 
     data, where = load_yaml(path, MAX_BYTES), label(path)
     if is_probe(data):
         return of_probe(probe_of(data, where), where)
-    if {"observation", "verdict"} <= data.keys():  # plan observe
-        return of_observation(checked(Observation, data["observation"], f"{where}: observation"), where)
+    if is_observed(data):
+        return of_observation(observed_of(data, where).observation, where)
     if {"source", "evaluated", "run"} <= data.keys():  # plan import --json
         return of_plan(plan_of(data["evaluated"], where), where, "run")
     if "run" in data:

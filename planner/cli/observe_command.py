@@ -15,7 +15,7 @@ from planner.errors import SpecError
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.observe.observation import Observation
+    from planner.observe.observation import Observation, Observed
 
 _log = logging.getLogger(__name__)
 MOST_FILES = 100_000
@@ -30,7 +30,9 @@ Files = Annotated[
         rich_help_panel=o.JOB,
     ),
 ]
-PlanFile = Annotated[str | None, o.text(o.JOB, "--plan", "FILE", "Hold the run against this plan.")]
+PlanFile = Annotated[
+    str | None, o.text(o.JOB, "--plan", "FILE", "Hold the run against this plan, or against an earlier observation.")
+]
 Output = Annotated[str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the observation; - is stdout.")]
 
 
@@ -57,7 +59,7 @@ def observe_command(
 
     from planner.cli.output import progress, show_and_save
     from planner.files import STDOUT, refuse_to_overwrite
-    from planner.observe.judge import judged
+    from planner.observe.judge import judged, judged_alone, judged_beside
     from planner.observe.observation import Observed
     from planner.observe.read import observe
     from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
@@ -77,7 +79,12 @@ def observe_command(
     source = plan or "the options"
     if expected is None:
         expected, source = _priced(observation, asked)
-    answer = Observed(observation=observation) if expected is None else judged(observation, expected, source)
+    if expected is None:
+        answer = judged_alone(observation, recorded)
+    elif isinstance(expected, Observed):
+        answer = judged_beside(observation, expected, source, recorded)
+    else:
+        answer = judged(observation, expected, source, recorded)
     rendered = render_observed(answer)
     if recorded is not None:
         answer = ObservedFiles(**dict(answer), recorded=recorded)
@@ -103,13 +110,17 @@ def _given(asked: LayoutOptions) -> list[str]:
     return [name for name in names if getattr(asked, name) not in (None, False)]
 
 
-def _planned(path: str, asked: LayoutOptions) -> Plan:
+def _planned(path: str, asked: LayoutOptions) -> Plan | Observed:
+    """The plan or the earlier observation in a file."""
     from planner.cli.inputs import option
-    from planner.plan_file import read_plan
+    from planner.observe.saved import MAX_BYTES, is_observed, observed_of
+    from planner.plan_file import plan_of
+    from planner.specs.reading import label, load_yaml
 
     if given := _given(asked):
         raise SpecError(f"--plan and {option(given[0])}: both given", "the plan says the job: leave the options out")
-    return read_plan(path)
+    data, where = load_yaml(path, MAX_BYTES), label(path)
+    return observed_of(data, where) if is_observed(data) else plan_of(data, where)
 
 
 def _priced(observation: Observation, asked: LayoutOptions) -> tuple[Plan | None, str]:

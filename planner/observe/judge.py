@@ -1,21 +1,58 @@
-"""An observed run beside the price of its layout: the prediction, and where the step lies to its interval."""
+"""An observed run beside the price of its layout: the prediction, the gap between them, and what explains it."""
 
 from __future__ import annotations
 
 from planner.answer import Plan
+from planner.errors import SpecError
+from planner.observe.case import Case
+from planner.observe.causes.rank import causes_of
+from planner.observe.gap.waterfall import beside_steps, waterfall
+from planner.observe.ideal.what_if import what_ifs
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
+from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
 
 
-def judged(observation: Observation, plan: Plan, source: str) -> Observed:
+def judged(observation: Observation, plan: Plan, source: str, recorded: Recorded | None = None) -> Observed:
     """The observation with what was predicted for it, and the verdict by the predicted intervals."""
-    prediction = predicted(plan, source)
-    observation = _with_mfu(observation, plan)
+    observation, prediction = _with_mfu(observation, plan), predicted(plan, source)
+    plan = plan.model_copy(update={"alternatives": (), "search": None})
     if differing := differences(observation, plan):
         says = f"no verdict: the log is of another job than {source}: {'; '.join(differing)}"
         return Observed(observation=observation, prediction=prediction, says=says)
-    verdict, says = _verdict(observation, prediction)
-    return Observed(observation=observation, prediction=prediction, verdict=verdict, says=says)
+    return _told(Case(observation, recorded, prediction, plan))
+
+
+def judged_beside(
+    observation: Observation, earlier: Observed, source: str, recorded: Recorded | None = None
+) -> Observed:
+    """The observation beside an earlier run of the same job, which is taken as it should be."""
+    plan = earlier.plan
+    if plan is not None:
+        observation = _with_mfu(observation, plan)
+    return _told(Case(observation, recorded, of_run(earlier, source), plan, earlier))
+
+
+def judged_alone(observation: Observation, recorded: Recorded | None = None) -> Observed:
+    """The observation by itself: no verdict, but the causes that its own files show."""
+    return _told(Case(observation, recorded))
+
+
+def _told(case: Case) -> Observed:
+    """All that is said of a case."""
+    gap, replayed = waterfall(case), what_ifs(case)
+    verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
+    return Observed(
+        observation=case.observation,
+        prediction=case.prediction,
+        waterfall=gap,
+        beside=beside_steps(case),
+        what_if=replayed,
+        verdict=verdict,
+        says=says,
+        causes=causes_of(case, gap, replayed),
+        plan=case.plan,
+    )
 
 
 def predicted(plan: Plan, source: str) -> Prediction:
@@ -34,6 +71,40 @@ def predicted(plan: Plan, source: str) -> Prediction:
         peak_memory_bytes=stage.peak_allocated_bytes,
         total_memory_interval=stage.total_bytes_interval,
         breakdown=step.breakdown.model_dump(),
+    )
+
+
+RUN_FRACTION = 0.02
+"""Least distance of a run's step from an earlier one's that is worth a verdict: the same job on other nodes, on
+another day. MLPerf's submitters repeat a run within 1.0% in 13 of 14 cases (docs/OBSERVE.md)."""
+
+
+def of_run(earlier: Observed, source: str) -> Prediction:
+    """An earlier run as a later one is held against it; its interval is its own spread, and what a repeat may differ.
+
+    Raises SpecError where it has no step.
+    """
+    observation, known = earlier.observation, earlier.prediction
+    step_s, peak = observation.step_s, observation.peak_memory_bytes
+    if step_s is None:
+        raise SpecError(f"{source}: the run in it has no steps", "name a plan, or observe a log with steps")
+    low_s, high_s = observation.step_s_spread or (step_s, step_s)
+    slack_s = step_s * (RUN_FRACTION + observation.step_s_precision_fraction)
+    facts = observation.facts
+    return Prediction(
+        kind="run",
+        source=source,
+        model=known.model if known else facts.model or "",
+        hardware=known.hardware if known else facts.hardware or "",
+        num_gpus=known.num_gpus if known else facts.num_gpus or 0,
+        layout=known.layout if known else "",
+        step_s=step_s,
+        step_s_interval=(min(low_s, step_s - slack_s), max(high_s, step_s + slack_s)),
+        tokens_per_s=observation.tokens_per_s or 0.0,
+        mfu=observation.mfu or 0.0,
+        peak_memory_bytes=peak or 0,
+        total_memory_interval=None if peak is None else (peak * (1 - RUN_FRACTION), peak * (1 + RUN_FRACTION)),
+        breakdown=observation.breakdown,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from planner.answer import Interval
+from planner.answer import Interval, Plan
 from planner.specs.base import Spec
 
 Verdict = Literal["expected", "slow", "fast", "memory"]
@@ -109,6 +109,28 @@ class RankMemory(Spec):
     """Bytes in use on the GPU, of everything."""
 
 
+class MemorySeries(Spec):
+    """Memory of one rank in the order of the log, of one kind; of very many lines, every n-th."""
+
+    kind: Literal["allocated", "reserved", "device"]
+    rank: int | None = None
+    steps: tuple[int, ...]
+    """The step before each line."""
+    num_bytes: tuple[int, ...]
+
+
+class RankPasses(Spec):
+    """Seconds that one rank computes for one micro-batch, forward and backward: what it alone needs, without waits."""
+
+    rank: int | None
+    stage: int | None
+    """The pipeline stage; None where neither the layout nor the trace says it."""
+    forward_s: float | None
+    backward_s: float | None
+    source: str
+    """The timer or the annotations that say so."""
+
+
 class Link(Spec):
     """A collective that a log times with its size: a measured rate."""
 
@@ -173,6 +195,8 @@ class Observation(Spec):
     restarts: tuple[Restart, ...] = ()
     timers: tuple[Timer, ...] = ()
     memory: tuple[RankMemory, ...] = ()
+    memory_series: tuple[MemorySeries, ...] = ()
+    passes: tuple[RankPasses, ...] = ()
     links: tuple[Link, ...] = ()
     wall: Wall | None = None
     notes: tuple[str, ...] = ()
@@ -182,10 +206,11 @@ class Observation(Spec):
 
 
 class Prediction(Spec):
-    """The price of the observed layout and recipe."""
+    """The numbers that the run is held against: the price of its layout and recipe, or an earlier run of the job."""
 
+    kind: Literal["plan", "run"] = "plan"
     source: str
-    """The plan's file, the log's own arguments, or the options."""
+    """The plan's or the earlier run's file, the log's own arguments, or the options."""
     model: str
     hardware: str
     num_gpus: int
@@ -202,29 +227,50 @@ class Prediction(Spec):
 
 
 class Term(Spec):
-    """One term of measured less planned."""
+    """One term of a difference of seconds."""
 
     term: str
     seconds: float
     evidence: str
     recoverable_s: float | None = None
-    """The most that could be won back."""
+    """The most that could be won back; None where nothing tells."""
+
+
+class WhatIf(Spec):
+    """The step replayed with one thing idealised."""
+
+    kind: Literal["operation", "rank", "stage"]
+    name: str
+    """The thing: `backward`, `rank 3`, `stage 2`."""
+    step_s: float
+    recoverable_s: float
+    """The replayed step as observed, less this one."""
 
 
 class Remedy(Spec):
     """A change of the job, and the step that it would give."""
 
     options: tuple[str, ...]
+    """Words of `plan`'s command line, or of the trainer's environment; empty where neither helps."""
     step_s: float | None = None
+    """Seconds of the step with it, by the price of this job; None where it is not priced."""
+    says: str = ""
 
 
 class Cause(Spec):
-    """A hypothesis why the run is not as predicted."""
+    """A hypothesis why the run is not as it should be."""
 
     name: str
     likelihood: float
+    """Probability by the signs that were seen, among all hypotheses and none of them."""
     evidence: str
     remedy: Remedy | None = None
+    where: str = ""
+    """The rank, stage, group or file that it is about."""
+    seconds: float | None = None
+    """Seconds of a step that it accounts for, as far as something shows it."""
+    test: str = ""
+    """A measurement that would tell it from the cause that is next in likelihood."""
 
 
 class Observed(Spec):
@@ -234,9 +280,15 @@ class Observed(Spec):
     observation: Observation
     prediction: Prediction | None = None
     waterfall: tuple[Term, ...] = ()
-    """Measured less planned, adding up to it."""
+    """Measured less predicted seconds of a step, the terms adding up to it."""
+    beside: tuple[Term, ...] = ()
+    """Wall time per step less the steady step, the terms adding up to it."""
+    what_if: tuple[WhatIf, ...] = ()
     verdict: Verdict | None = None
     """None where nothing was predicted."""
     says: str = ""
     """The verdict in one sentence."""
     causes: tuple[Cause, ...] = ()
+    """The likeliest first."""
+    plan: Plan | None = None
+    """The plan that the run is of: inputs and best layout."""

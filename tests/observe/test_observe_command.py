@@ -43,7 +43,9 @@ def test_the_json_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[st
     assert {"step_s", "step_s_spread", "tokens_per_s", "peak_memory_bytes", "breakdown"} <= seen.keys()
     assert seen["step_s"] == 9.0
     assert seen["tokens_per_s"] == pytest.approx(128 * 8192 / 9)
-    assert (answer["waterfall"], answer["causes"]) == ([], [])
+    terms = answer["waterfall"]
+    assert all({"term", "seconds", "evidence", "recoverable_s"} == term.keys() for term in terms)
+    assert sum(term["seconds"] for term in terms) == pytest.approx(9.0 - answer["prediction"]["step_s"], abs=1e-9)
     assert answer["verdict"] in ("expected", "slow", "fast", "memory")
     assert answer["prediction"]["source"] == "the log's arguments"
 

@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.answer import Plan
+from planner.decide.kept import plan_of
 from planner.decide.resume.batches import near_batches
 from planner.decide.resume.choice import Closed, Kind, Loads
 from planner.decide.resume.job import ResumedJob
 from planner.decide.resume.reshard import NoReshard, case_of, fastest_for, loading, reshard_for
 from planner.decide.resume.split import NoSplit, split_for, split_near, tokens_per_s, unchecked
 from planner.errors import Infeasible
-from planner.layout.assemble import assemble
-from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import export_warnings
-from planner.layout.price import price_layout
 from planner.layout.replan import reprice
 from planner.search.search import search_within_risk
 from planner.search.why.remedy import with_remedy
@@ -34,12 +31,7 @@ class Way:
     @property
     def plan(self) -> Plan:
         """The plan of this way, priced exactly."""
-        if self.found is not None:
-            return self.found
-        pricing = self.candidate.pricing
-        layout = price_layout(self.candidate, pricing.totals)
-        layout = layout.model_copy(update={"warnings": export_warnings(pricing)})
-        return assemble(pricing, pricing.totals, [layout], told_assumptions(self.candidate))
+        return self.found or plan_of(self.candidate)
 
     @property
     def batch(self) -> int:

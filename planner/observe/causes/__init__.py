@@ -1,0 +1,1 @@
+"""Hypotheses why a run is slow, and what would help."""

@@ -1,0 +1,1 @@
+"""The step of a run, replayed with one operation, rank or stage idealised."""
