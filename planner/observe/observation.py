@@ -120,13 +120,17 @@ class MemorySeries(Spec):
 
 
 class RankPasses(Spec):
-    """Seconds that one rank computes for one micro-batch, forward and backward: what it alone needs, without waits."""
+    """Seconds that one rank computes for one micro-batch, forward and backward, through all of its chunks."""
 
     rank: int | None
     stage: int | None
     """The pipeline stage; None where neither the layout nor the trace says it."""
     forward_s: float | None
     backward_s: float | None
+    holds_exchanges: bool = False
+    """True where they hold the tp, cp and ep exchanges of the pass, and waits for those groups' other ranks."""
+    exchanges_s: float | None = None
+    """Exposed seconds of such exchanges in a micro-batch, waits among them, where the passes do not hold them."""
     source: str
     """The timer or the annotations that say so."""
 
