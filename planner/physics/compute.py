@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.physics.layer.scans import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.physics.operators import BF16, FP32, Operator
-from planner.physics.scans import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.shape import Number
 from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
 from planner.specs.hardware import HardwareSpec

@@ -132,7 +132,7 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
         idle_s=length_ns(unknown) * NS,
         families=_families(events, computing, inside),
         groups=groups,
-        phases=events.phases.times(computing, step) if events.phases else (),
+        phases=events.phases.times(computing, communicating, step) if events.phases else (),
         waits=_waits(events, gaps),
     )
 

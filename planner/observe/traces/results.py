@@ -45,6 +45,9 @@ class PhaseTime(Spec):
     """How often the phase ran, such as once a micro-batch; 0 where operators and no annotation tell the phase."""
     median_s: float | None = None
     """Median computing time of one range."""
+    own_s: float | None = None
+    """Length of the ranges without exposed exchanges and without what other phases compute in them: computing and what
+    the rank itself leaves between; on a GPU a range is from its first kernel to its last. None without ranges."""
     source: str
     """The evidence for the phase: `annotations` or `autograd`."""
 
