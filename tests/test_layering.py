@@ -74,7 +74,7 @@ ALLOWED = {
     # thing idealised, and changed by what would help; what was observed is shown by `report`
     "observe": {
         "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
-        "search.rebalance",
+        "search.rebalance", "report.format",
     },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},

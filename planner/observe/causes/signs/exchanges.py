@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import get_args
 
@@ -11,7 +12,7 @@ from planner.layout.candidate import Candidate
 from planner.observe.causes.signs.ranks import waits
 from planner.observe.causes.signs.seen import Rank, Seen
 from planner.observe.causes.signs.sign import Sign, sure
-from planner.observe.traces.results import CollectiveTime
+from planner.observe.traces.results import CollectiveTime, TraceStep
 from planner.physics.communication import Kind, Places, collective_s, data_parallel_places, group_of
 from planner.report.format import seconds
 
@@ -98,11 +99,10 @@ def exposed(seen: Seen, group: str) -> Sign | None:
     planned_s, step_s = _planned_s(seen, group), seen.step_s
     if planned_s is None or step_s is None:
         return None
-    found = [sum(rank.middle(lambda step, g=g: _exposed_s(step, g)) for g in _groups(group)) for rank in seen.on_gpus]
-    if group == "dp" and not found:
-        found = [sum(timer.min_s for timer in seen.case.observation.timers if timer.name in _GRADIENTS)] * any(
-            timer.name in _GRADIENTS for timer in seen.case.observation.timers
-        )
+    found = [rank.middle(partial(_exposed_s, group=group)) for rank in seen.on_gpus]
+    timers = [timer.min_s for timer in seen.case.observation.timers if timer.name in _GRADIENTS]
+    if group == "dp" and timers and not found:
+        found = [sum(timers)]
     if not found:
         return None
     more_s = min(found) - planned_s
@@ -115,30 +115,24 @@ def _groups(group: str) -> Iterable[str]:
     return (group, *(name for name, same in _SAME.items() if same == group))
 
 
-def _exposed_s(step: object, group: str) -> float:
-    return sum(one.exposed_s for one in step.groups if one.group == group)  # type: ignore[attr-defined]
+def _exposed_s(step: TraceStep, group: str) -> float:
+    return sum(one.exposed_s for one in step.groups if one.group in _groups(group))
 
 
 def _planned_s(seen: Seen, group: str) -> float | None:
     """Seconds of a group's communication that the prediction shows; None where it does not say."""
     if seen.earlier_ranks:
-        return min(
-            sum(rank.middle(lambda step, g=g: _exposed_s(step, g)) for g in _groups(group))
-            for rank in seen.earlier_ranks
-        )
+        return min(rank.middle(partial(_exposed_s, group=group)) for rank in seen.earlier_ranks)
     prediction = seen.case.prediction
     return None if prediction is None or prediction.kind == "run" else prediction.breakdown.get(_TERMS[group])
 
 
 def unhidden(seen: Seen, group: str) -> Sign | None:
     """Communication of a group that runs beside little computing."""
-    busy_s, hidden_s = 0.0, 0.0
-    for rank in seen.on_gpus:
-        for step in rank.steps:
-            for one in step.groups:
-                if one.group in _groups(group):
-                    busy_s, hidden_s = busy_s + one.busy_s, hidden_s + one.hidden_s
-    total_s = sum(step.wall_s for rank in seen.on_gpus for step in rank.steps)
+    steps = [step for rank in seen.on_gpus for step in rank.steps]
+    found = [one for step in steps for one in step.groups if one.group in _groups(group)]
+    busy_s, hidden_s = sum(one.busy_s for one in found), sum(one.hidden_s for one in found)
+    total_s = sum(step.wall_s for step in steps)
     if not total_s or busy_s < _EXPOSED_FRACTION * total_s:
         return None
     says = f"{hidden_s / busy_s:.0%} of {group} communication runs behind computing"
@@ -171,7 +165,4 @@ def _still_s(seen: Seen) -> float | None:
 
 
 def _waits_in_pipeline_s(rank: Rank) -> float:
-    others = [g for g in _TERMS if g != "pp"]
-    return rank.middle(
-        lambda step: waits(step) - sum(_exposed_s(step, name) for group in others for name in _groups(group))
-    )
+    return rank.middle(lambda step: waits(step) - sum(_exposed_s(step, group) for group in _TERMS))

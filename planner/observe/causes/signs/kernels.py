@@ -1,8 +1,9 @@
-"""Signs in computing: all kernels slower alike, one family slower than the others, families that fused kernels replace."""
+"""Signs in computing: all kernels slower alike, one family slower than the others, families that fusing replaces."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from planner.layout.compute_terms import compute_terms
@@ -41,7 +42,7 @@ def _seconds(families: Families) -> tuple[float, float, float]:
 
 
 def _found(rank: Rank) -> Families:
-    return Families(*(rank.middle(lambda step, f=f: family_s(step, *f)) for f in (PRODUCTS, ATTENTION, _MEMORY_BOUND)))
+    return Families(*(rank.middle(partial(family_s, wanted=f)) for f in (PRODUCTS, ATTENTION, _MEMORY_BOUND)))
 
 
 def ratios(seen: Seen) -> tuple[Families, float] | None:
@@ -90,7 +91,7 @@ def attention_slower(seen: Seen) -> Sign | None:
         return None
     over, error = known
     ratio = over.attention_s / min(over.products_s, over.memory_bound_s)
-    extra_s = (1 - 1 / ratio) * median(rank.middle(lambda step: family_s(step, *ATTENTION)) for rank in seen.on_gpus)
+    extra_s = (1 - 1 / ratio) * median(rank.middle(lambda step: family_s(step, ATTENTION)) for rank in seen.on_gpus)
     says = f"attention takes {over.attention_s:.2f} times what is expected, products {over.products_s:.2f} times"
     return Sign(sure(ratio, 1 + 4 * error, 2 * error), says, max(0.0, extra_s))
 
@@ -102,8 +103,8 @@ def softmax_apart(seen: Seen) -> Sign | None:
     softmax_s, fused_s, compute_s = (
         median(rank.middle(of) for rank in seen.on_gpus)
         for of in (
-            lambda step: family_s(step, "softmax"),
-            lambda step: family_s(step, "attention"),
+            lambda step: family_s(step, ("softmax",)),
+            lambda step: family_s(step, ("attention",)),
             lambda step: step.compute_s,
         )
     )
@@ -118,7 +119,7 @@ def small_slower(seen: Seen) -> Sign | None:
         return None
     over, error = known
     ratio = over.memory_bound_s / min(over.products_s, over.attention_s)
-    found_s = median(rank.middle(lambda step: family_s(step, *_MEMORY_BOUND)) for rank in seen.on_gpus)
+    found_s = median(rank.middle(lambda step: family_s(step, _MEMORY_BOUND)) for rank in seen.on_gpus)
     says = f"norms, activations and copies take {over.memory_bound_s:.2f} times what is expected"
     return Sign(sure(ratio, 1 + 5 * error, 2 * error), says, max(0.0, (1 - 1 / ratio) * found_s))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from planner.observe.causes.signs.seen import Seen
 from planner.observe.causes.signs.sign import MOST, Sign, sure
 from planner.observe.observation import MemorySeries
+from planner.observe.steady import slope_of
 from planner.specs.units import GIB, MIB
 
 _LEAST_ROWS = 6
@@ -27,8 +26,8 @@ def _growth(row: MemorySeries) -> Sign:
     """The median slope of all pairs (Theil and Sen) over both halves, against the noise around it."""
     steps, sizes = np.asarray(row.steps, float), np.asarray(row.num_bytes, float)
     half = len(steps) // 2
-    slopes = [_slope(steps[part], sizes[part]) for part in (slice(0, half + 1), slice(half, None))]
-    slope = _slope(steps, sizes)
+    slopes = [slope_of(steps[part], sizes[part]) for part in (slice(0, half + 1), slice(half, None))]
+    slope = slope_of(steps, sizes)
     straight = sizes - slope * (steps - steps[0])
     noise = 1.4826 * float(np.median(np.abs(straight - np.median(straight))))
     growth = slope * float(steps[-1] - steps[0])
@@ -39,15 +38,6 @@ def _growth(row: MemorySeries) -> Sign:
     size = f"{growth / GIB:.2f} GiB" if growth > 0.1 * GIB else f"{growth / MIB:.1f} MiB"
     says = f"{row.kind} memory{rank} grows by {size} over {int(steps[-1] - steps[0]):,} steps, in both halves"
     return Sign(sure(steady, least, least / 4), says, None, "" if row.rank is None else f"rank {row.rank}")
-
-
-def _slope(steps: Sequence[float], sizes: Sequence[float]) -> float:
-    x, y = np.asarray(steps), np.asarray(sizes)
-    rows = np.unique(np.linspace(0, len(x) - 1, 300).astype(int))
-    first, second = np.triu_indices(len(rows), 1)
-    apart = x[rows][second] - x[rows][first]
-    risen = y[rows][second] - y[rows][first]
-    return float(np.median(risen[apart > 0] / apart[apart > 0])) if (apart > 0).any() else 0.0
 
 
 def reserved(seen: Seen) -> Sign | None:
@@ -82,8 +72,8 @@ def refused(seen: Seen) -> Sign | None:
         return None
     worst = max(broken, key=lambda oom: (oom.fragmented, oom.inactive_bytes))
     says = (
-        f"{worst.requested_bytes / GIB:.1f} GiB were refused while {worst.inactive_bytes / GIB:.1f} GiB lay reserved and "
-        f"free, {worst.largest_free_block_bytes / GIB:.1f} GiB in one block"
+        f"{worst.requested_bytes / GIB:.1f} GiB were refused while {worst.inactive_bytes / GIB:.1f} GiB lay reserved "
+        f"and free, {worst.largest_free_block_bytes / GIB:.1f} GiB in one block"
     )
     return Sign(MOST if worst.fragmented else 1 - MOST, says)
 

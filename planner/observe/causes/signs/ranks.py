@@ -1,4 +1,4 @@
-"""Signs in ranks beside each other: one that computes longer, one that comes late, a stage that needs more than planned.
+"""Signs in ranks beside each other: one that computes longer or comes late, a stage that needs more than planned.
 
 Ranks of one stage hold the same layers, so that one of them is held against the median of the others. What a rank needs
 by itself is its step without communication and dependencies: whoever needs most is waited for.
@@ -36,7 +36,7 @@ class Beside:
 
 
 def computes_longer(seen: Seen) -> Sign | None:
-    """One rank that computes longer than the others of its stage, by traces, by timers, or by Megatron's straggler line."""
+    """One rank that computes longer than the others of its stage, by traces, timers or Megatron's straggler line."""
     rows = [*_by_traces(seen), *_by_passes(seen), *_by_spreads(seen)]
     if not rows:
         return None
@@ -92,7 +92,7 @@ def _pass_s(one: RankPasses) -> float:
 
 
 def _by_spreads(seen: Seen) -> list[Beside]:
-    """The least and the most over the ranks that `--log-straggler` names; other ranks than the most are taken as peers."""
+    """The least and the most over the ranks that `--log-straggler` names: one beside the other."""
     rows = []
     for spread in seen.case.observation.rank_spreads:
         if spread.name == "tflops" and spread.low > 0 and spread.high_share < 1.0 and spread.low_share > 0.5:
@@ -143,7 +143,9 @@ def stage_longer(seen: Seen) -> Sign | None:
     if len(found) < 2 or seen.case.plan is None:
         return None
     planned = seen.case.plan.best.stages
-    ratios = {stage: median(times) / (planned[stage].forward_s + planned[stage].backward_s) for stage, times in found.items()}
+    ratios = {
+        stage: median(times) / (planned[stage].forward_s + planned[stage].backward_s) for stage, times in found.items()
+    }
     worst = max(ratios, key=lambda stage: ratios[stage])
     ratio = ratios[worst] / median(value for stage, value in ratios.items() if stage != worst)
     says = f"stage {worst} computes {ratio - 1:.0%} longer than its layers say, beside the other stages"
@@ -190,14 +192,14 @@ def experts_differ(seen: Seen) -> Sign | None:
         return None
     ratios = []
     for rank, others in pairs:
-        products, _, _ = _ratio(rank, others, lambda step: family_s(step, "gemm", "MoE routing"))
-        attention, noise, _ = _ratio(rank, others, lambda step: family_s(step, "attention"))
+        products, _, _ = _ratio(rank, others, lambda step: family_s(step, ("gemm", "MoE routing")))
+        attention, noise, _ = _ratio(rank, others, lambda step: family_s(step, ("attention",)))
         ratios.append((products - attention, noise, rank.name))
     apart, noise, name = max(ratios)
     says = f"{name}'s products take {apart:.0%} more than its peers', beside its attention"
     return Sign(sure(apart, LONGER - 1, max(noise, 0.02)), says, None, name)
 
 
-def family_s(step: TraceStep, *wanted: str) -> float:
+def family_s(step: TraceStep, wanted: Sequence[str]) -> float:
     """Seconds of a step that kernels of these families take."""
     return sum(family.seconds for family in step.families if family.family in wanted)

@@ -76,7 +76,7 @@ class Seen:
     def has_experts(self) -> bool | None:
         """True for a mixture of experts; None where neither the plan nor the run's arguments say the model."""
         if self.case.plan is not None:
-            return bool(self.case.plan.model.spec.num_experts)
+            return self.case.plan.model.spec.moe is not None
         size = self.size("ep")
         return True if size and size > 1 else None
 

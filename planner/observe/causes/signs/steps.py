@@ -1,7 +1,7 @@
 """Signs in the steps' own seconds: how long, how uneven, and when they are longer.
 
-Healthy runs set the thresholds: over 42 of MLPerf's the mean step is 1.004 times the median (at most 1.026), and 8 of 10
-steps lie within 2% (docs/OBSERVE.md).
+Healthy runs set the thresholds: over 42 of MLPerf's the mean step is 1.004 times the median (at most 1.026), and 8 of
+10 steps lie within 2% (docs/OBSERVE.md).
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def regularly(seen: Seen) -> Sign | None:
 
 def collecting(seen: Seen) -> Sign | None:
     """Steps that the log's garbage collection makes longer."""
-    return _outliers(
-        seen, "periodic", "where garbage is collected", 0.01, lambda outlier: "garbage" in outlier.likely
-    )
+    return _outliers(seen, "periodic", "where garbage is collected", 0.01, lambda outlier: "garbage" in outlier.likely)
 
 
 def saving(seen: Seen) -> Sign | None:
