@@ -33,9 +33,9 @@ def causes_of(case: Case, waterfall: Sequence[Term], what_ifs: Sequence[WhatIf])
 
 
 def _is_possible(seen: Seen, name: str) -> bool:
-    """True unless the job has no axis that the cause needs."""
+    """True unless the job has no axis that the cause needs; experts must be known of."""
     axis = HYPOTHESES[name].axis
-    return not axis or seen.size(axis) != 1
+    return not axis or (seen.size(axis) != 1 and (axis != "ep" or seen.has_experts is True))
 
 
 def _cause(

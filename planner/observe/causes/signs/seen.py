@@ -74,11 +74,11 @@ class Seen:
 
     @cached_property
     def has_experts(self) -> bool | None:
-        """True for a mixture of experts; None where neither the plan nor the run's arguments say the model."""
+        """True for a mixture of experts; None where neither the plan, the run's arguments nor a trace says it."""
         if self.case.plan is not None:
             return self.case.plan.model.spec.moe is not None
-        size = self.size("ep")
-        return True if size and size > 1 else None
+        groups = (group.group for rank in self.ranks for step in rank.steps for group in step.groups)
+        return True if (self.size("ep") or 1) > 1 or any(group in ("ep", "etp") for group in groups) else None
 
     @cached_property
     def on_gpus(self) -> tuple[Rank, ...]:
