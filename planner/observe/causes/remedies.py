@@ -77,6 +77,8 @@ _OTHERS: Mapping[str, Callable[[Case, Cause], Remedy | None]] = {
     "clocks": machine.of_clocks,
     "fragmentation": machine.of_fragments,
     "leak": machine.of_leak,
+    "checkpoint_stall": machine.of_checkpoints,
+    "garbage_collection": machine.of_garbage,
 }
 
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
+from planner.layout.replan import layout_again
 from planner.observe.case import Case
 from planner.observe.observation import Cause, MemorySeries, Remedy
 from planner.observe.remedy.running import running
+from planner.observe.remedy.written import settings_about
 from planner.search.rebalance import rebalance
 from planner.specs.units import GIB
 
@@ -69,7 +71,8 @@ def _rebalanced(case: Case, cause: Cause, now: Candidate, stage: int) -> Remedy 
     if factor is None:
         return None
     slow = slowed(factor)
-    balanced = rebalance(plan, slow.rank_factors, REBALANCE_S)
+    runs = plan.model_copy(update={"best": layout_again(plan, now), "runtime_spec": now.pricing.runtime})
+    balanced = rebalance(runs, slow.rank_factors, REBALANCE_S)
     won_s = balanced.before.step.step_s - balanced.after.step.step_s
     measured_s = case.observation.step_s or slow.step_s
     if won_s <= 0.001 * measured_s:
@@ -140,6 +143,25 @@ def of_clocks(case: Case, cause: Cause) -> Remedy:
     query = "amd-smi metric --clock --power --temperature" if is_amd else "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER"
     gives = "" if step_s is None else f"; at full clocks a step takes {step_s:.3g} s"
     return Remedy(options=(), step_s=step_s, says=f"look at clocks and limits while it runs: {query}{gives}")
+
+
+def of_garbage(case: Case, cause: Cause) -> Remedy:
+    """Collections of Python's garbage on all ranks at once, at steps that are counted."""
+    return _set(case, without(case, cause), r"gc", "garbage collected by all ranks at the same steps")
+
+
+def of_checkpoints(case: Case, cause: Cause) -> Remedy:
+    """Checkpoints written beside the training."""
+    return _set(case, None, r"async", "checkpoints written beside the training")
+
+
+def _set(case: Case, step_s: float | None, pattern: str, says: str) -> Remedy:
+    """What is done by settings that `plan export` writes for every plan of the trainer."""
+    now = running(case)
+    lines = settings_about(case.plan, now, pattern) if case.plan is not None and now is not None else ()
+    how = f": {', '.join(lines)}" if lines else ""
+    gives = "" if step_s is None else f"; {step_s:.3g} s a step"
+    return Remedy(options=(), step_s=step_s, says=f"{says}{how}{gives}")
 
 
 def of_fragments(case: Case, cause: Cause) -> Remedy:

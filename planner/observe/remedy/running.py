@@ -85,7 +85,7 @@ def _stated_runtime(case: Case, candidate: Candidate) -> RuntimeSpec:
     used = {"precision_recipe": run.get("precision_recipe"), **run["features"]}
     layout = checked(Parallelism, run.get("parallelism") or {}, "the log")
     dated = own_runtime(pricing.runtime)
-    if str(run.get("runtime") or dated.family) == dated.family:
+    if run.get("runtime") == dated.family and (dated.name == dated.family or dated.year is not None):
         dated = runtime_of_its_day(dated.family, hardware.architecture, model, layout, used)
     stated, _ = described(dated, hardware, model, used)
     return settled(stated.for_schedules(SCHEDULES[candidate.schedule].splits_backward), pricing.cluster, model)

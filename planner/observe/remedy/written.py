@@ -25,11 +25,11 @@ def settings_between(plan: Plan, before: Candidate, after: Candidate) -> tuple[s
     Variables of the environment stand last. Empty where no exporter writes the plan's trainer, or where it refuses one
     of the two.
     """
-    targets = [target for name in _names(plan) for target in TRAINERS.values() if name in target.runtimes]
-    if not targets:
+    target = _target(plan)
+    if target is None:
         return ()
     with suppress(PlannerError):
-        old, new = (_lines(targets[0], plan, candidate) for candidate in (before, after))
+        old, new = (_lines(target, plan, candidate) for candidate in (before, after))
         named = {_name(line) for line in new}
         gone = [f"without {line}" for line in old if line not in new and _name(line) not in named]
         come = sorted((line for line in new if line not in old), key=lambda line: bool(_ENVIRONMENT.match(line)))
@@ -37,8 +37,19 @@ def settings_between(plan: Plan, before: Candidate, after: Candidate) -> tuple[s
     return ()
 
 
-def _names(plan: Plan) -> tuple[str, ...]:
-    return plan.runtime, plan.runtime_spec.name, plan.runtime_spec.family
+def settings_about(plan: Plan, candidate: Candidate, pattern: str) -> tuple[str, ...]:
+    """The settings that the trainer's files have for a layout and whose names match; none where no exporter has any."""
+    target = _target(plan)
+    with suppress(PlannerError):
+        lines = _lines(target, plan, candidate) if target is not None else []
+        return tuple(line for line in lines if re.search(pattern, _name(line)))
+    return ()
+
+
+def _target(plan: Plan) -> Trainer | None:
+    """The exporter of the plan's trainer, or of what it is a kind of."""
+    names = (plan.runtime, plan.runtime_spec.name, plan.runtime_spec.family)
+    return next((target for name in names for target in TRAINERS.values() if name in target.runtimes), None)
 
 
 def _lines(target: Trainer, plan: Plan, candidate: Candidate) -> list[str]:
@@ -60,7 +71,8 @@ def _settings(text: str) -> Iterator[str]:
             lines.append(line.strip().rstrip(","))
     for line in lines:
         if len(line) <= _LONGEST:
-            yield re.sub(r": (true$)?|:$", " ", line, count=1).strip() if line.startswith("--") else line
+            typed = re.sub(r": (true$)?|:$", " ", line, count=1).strip() if line.startswith("--") else line
+            yield re.sub(r'^"([^"]*)"$', r"\1", typed)
 
 
 def _name(line: str) -> str:
