@@ -44,6 +44,8 @@ class JobFacts(Spec):
     seq_length: int | None = None
     global_batch_size: int | None = None
     num_parameters: int | None = None
+    num_steps_asked: int | None = None
+    """The number of the last step that the run is to make."""
     run: dict[str, Any] = Field(default_factory=dict)
     """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
 
