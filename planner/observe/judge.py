@@ -8,7 +8,9 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.case import Case
 from planner.observe.causes.rank import causes_of
-from planner.observe.gap.waterfall import beside_steps, waterfall
+from planner.observe.causes.says import conclusion
+from planner.observe.gap.beside import beside_steps
+from planner.observe.gap.waterfall import waterfall
 from planner.observe.ideal.passes import passes_of
 from planner.observe.ideal.what_if import idealised
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
@@ -46,6 +48,7 @@ def _told(case: Case) -> Observed:
     case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
     gap, (replayed, changed) = waterfall(case), idealised(case)
     verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
+    causes = causes_of(case, gap, changed)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
@@ -54,8 +57,8 @@ def _told(case: Case) -> Observed:
         what_if=changed,
         replayed=replayed,
         verdict=verdict,
-        says=says,
-        causes=causes_of(case, gap, changed),
+        says=conclusion(verdict, says, case.observation, causes),
+        causes=causes,
         plan=case.plan,
     )
 
