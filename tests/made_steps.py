@@ -67,18 +67,15 @@ class _Step:
         self.trace, self.start, self.at, self.number_of, self.late = trace, start, start, number_of, late
 
     def run(self, account: Account) -> None:
-        parts, products_s = dict(account.parts), account.parts[PRODUCTS]
+        parts = dict(account.parts)
+        computing = [(GEMM, parts[PRODUCTS]), *((name, parts.get(part, 0.0)) for part, name in KERNELS.items())]
         for group, one in account.exchanges.items():
-            # what hides runs beside products, what shows behind them
+            # what hides runs beside kernels, what shows behind them
             late_s = self.late.get(group, 0.0)
             self.collective(group, self.at + late_s * US, (one.busy_s - late_s) * US)
-            products_s -= one.hidden_s
-            self.kernel(GEMM, one.hidden_s)
+            self.compute(computing, one.hidden_s)
             self.at += (one.busy_s - one.hidden_s) * US
-        assert products_s > 0
-        self.kernel(GEMM, products_s)
-        for part, name in KERNELS.items():
-            self.kernel(name, parts.get(part, 0.0))
+        self.compute(computing, sum(seconds for _, seconds in computing))
         waited_s = sum(parts.get(name, 0.0) for name in (PIPELINE, BUBBLE, PP_LINK_RATE))
         if waited_s:
             self.collective("pp", self.at, waited_s * US, SEND_RECV, "send")
@@ -94,6 +91,15 @@ class _Step:
         # the host launches what comes next when the GPU has run dry; it ends the step
         self.at += parts.get(HOST_GAPS, 0.0) * US
         self.kernel(GEMM, 1e-9, launch=self.at - 1e-3)
+
+    def compute(self, queue: list[tuple[str, float]], seconds: float) -> None:
+        """Run the first kernels of the queue for so long."""
+        while seconds > 1e-12:
+            name, left_s = queue.pop(0)
+            self.kernel(name, min(left_s, seconds))
+            if left_s > seconds:
+                queue.insert(0, (name, left_s - seconds))
+            seconds -= left_s
 
     def kernel(self, name: str, length_s: float, launch: float | None = None) -> None:
         if length_s > 0:
