@@ -156,7 +156,7 @@ def of_checkpoints(case: Case, cause: Cause) -> Remedy:
 
 
 def _set(case: Case, step_s: float | None, pattern: str, says: str) -> Remedy:
-    """What is done by settings that `plan export` writes for every plan of the trainer."""
+    """A habit of good runs, by the settings that `plan export` writes for every plan of the trainer."""
     now = running(case)
     lines = settings_about(case.plan, now, pattern) if case.plan is not None and now is not None else ()
     how = f": {', '.join(lines)}" if lines else ""
