@@ -14,6 +14,7 @@ from planner.observe.gap.waterfall import waterfall
 from planner.observe.ideal.passes import passes_of
 from planner.observe.ideal.what_if import idealised
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
+from planner.observe.remedy.recipe_gap import recipe_terms
 from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
 
@@ -46,7 +47,7 @@ def judged_alone(observation: Observation, recorded: Recorded | None = None) -> 
 def _told(case: Case) -> Observed:
     """All that is said of a case."""
     case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
-    gap, (replayed, changed) = waterfall(case), idealised(case)
+    gap, (replayed, changed) = waterfall(case, recipe_terms(case)), idealised(case)
     verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
     causes = causes_of(case, gap, changed)
     return Observed(
