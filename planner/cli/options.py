@@ -222,7 +222,7 @@ Assume = Annotated[
 ]
 
 Calibration = Annotated[
-    str | None, text(ASSUMED, "--calibration", "FILE", "What `plan probe -o FILE` measured corrects the hardware.")
+    str | None, text(ASSUMED, "--calibration", "FILE", "What `plan probe -o` or `plan observe -o` saved corrects the hardware.")
 ]
 
 Json = Annotated[bool, text(OUTPUT, "--json", None, "The answer as JSON.")]
