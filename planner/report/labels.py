@@ -46,7 +46,7 @@ CORRECTIONS: dict[By, str] = {
 }
 """The titles of the numbers of the hardware that were measured."""
 CORRECTED: dict[By, str] = {"probe": "probed", "run": "by a run"}
-"""The words before their names in one line; runs that are kept are named with their folder."""
+"""The words before the names of numbers in one line; runs that are kept are named with their folder instead."""
 NINE_OF_TEN_LOSE = 0.02
 """In nine of ten published jobs the layout ranked first took at most this much longer than the fastest, as a fraction
 (`plan validate --regret`)."""
@@ -68,7 +68,9 @@ def corrected(corrections: Sequence[Correction]) -> tuple[str, ...]:
     if not corrections:
         return ()
     last = corrections[-1]
-    return f"{CORRECTED.get(last.by, last.source)}: {briefs[0]}", *briefs[1:]
+    if last.by == "history":
+        return f"corrected by {last.source}", *briefs
+    return f"{CORRECTED[last.by]}: {briefs[0]}", *briefs[1:]
 
 
 def sizes(layout: Layout) -> str:

@@ -44,10 +44,10 @@ class Evidence(NamedTuple):
     leaks: bool = False
 
 
-def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec, where: str) -> Evidence:
+def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | None, where: str) -> Evidence:
     """The step of a run as evidence of the speed of `cluster`; SpecError where it is none."""
     observation = observed.observation
-    if plan is None:
+    if plan is None or cluster is None:
         hint = "plan observe train.log --plan plan.json -o observed.json"
         raise SpecError(f"{where}: does not say the plan that it is a run of", hint)
     if observation.step_s is None:

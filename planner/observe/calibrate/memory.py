@@ -12,6 +12,7 @@ from planner.observe.calibrate.priced import PricedRun
 from planner.observe.observation import Observation, RankMemory
 from planner.physics.memory import communicators
 from planner.profile.probed.plausible import opinion_of_context, opinion_of_fragmentation
+from planner.specs.hardware import HardwareSpec
 from planner.specs.units import GIB
 from planner.trainers.calibration import Quantity, Share
 
@@ -50,11 +51,16 @@ def _context(run: PricedRun, memory: Sequence[RankMemory]) -> Quantity | None:
 
 
 def width(run: PricedRun, observation: Observation | None) -> float:
-    """The width that the profile's reserved memory needs for a rank's memory to be as sure as before, and no surer than
-    the run's own peak was predicted: a run corrects seconds, and one peak says little of another layout's."""
-    hardware = run.cluster.hardware
-    known = math.hypot(MEMORY_WIDTH[hardware.efficiency.evidence], hardware.reserved.width)
+    """The width of reserved memory after a run: as before, but no surer than the run's own peak was predicted."""
+    error = 0.0
     if observation is not None and observation.peak_memory_kind == "allocated" and observation.peak_memory_bytes:
         planned = max(stage.peak_allocated_bytes for stage in run.candidate().memory)
-        known = max(known, abs(math.log(observation.peak_memory_bytes / planned)))
-    return math.sqrt(max(0.0, known**2 - MEMORY_WIDTH["probed"] ** 2))
+        error = abs(math.log(observation.peak_memory_bytes / planned))
+    return kept_width(run.cluster.hardware, error)
+
+
+def kept_width(hardware: HardwareSpec, error: float = 0.0) -> float:
+    """The width that reserved memory needs for a rank's memory to be as sure as before, now that kernels are `probed`,
+    or `error` where that is wider: whole steps correct seconds, and one peak says little of another layout's."""
+    before = math.hypot(MEMORY_WIDTH[hardware.efficiency.evidence], hardware.reserved.width)
+    return math.sqrt(max(0.0, max(before, error) ** 2 - MEMORY_WIDTH["probed"] ** 2))
