@@ -57,8 +57,9 @@ ALLOWED = {
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are
-    "probe": {"errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
-        "physics.operators", "layout.candidate", "layout.replan",
+    "probe": {
+        "errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
+        "physics.kernels", "physics.operators", "layout.candidate", "layout.replan",
     },
     # a fit evaluates what it fits, on the runs that validate ships and on stages that a probe ran
     "profile": {
@@ -74,7 +75,7 @@ ALLOWED = {
     # thing idealised, and changed by what would help; what was observed is shown by `report`
     "observe": {
         "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
-        "search.rebalance",
+        "search.rebalance", "report.format",
     },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},

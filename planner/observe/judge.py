@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.case import Case
 from planner.observe.causes.rank import causes_of
+from planner.observe.causes.says import conclusion
 from planner.observe.gap.waterfall import beside_steps, waterfall
+from planner.observe.ideal.passes import passes_of
 from planner.observe.ideal.what_if import what_ifs
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
 from planner.observe.traces.recorded import Recorded
@@ -40,8 +44,10 @@ def judged_alone(observation: Observation, recorded: Recorded | None = None) -> 
 
 def _told(case: Case) -> Observed:
     """All that is said of a case."""
+    case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
     gap, replayed = waterfall(case), what_ifs(case)
     verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
+    causes = causes_of(case, gap, replayed)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
@@ -49,8 +55,8 @@ def _told(case: Case) -> Observed:
         beside=beside_steps(case),
         what_if=replayed,
         verdict=verdict,
-        says=says,
-        causes=causes_of(case, gap, replayed),
+        says=conclusion(verdict, says, case.observation, causes),
+        causes=causes,
         plan=case.plan,
     )
 

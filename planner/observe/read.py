@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.observe.describe import described
 from planner.observe.lines import Tally, cleaned, lines
-from planner.observe.logs import table
+from planner.observe.logs import common, table
 from planner.observe.logs.deepspeed import DEEPSPEED
 from planner.observe.logs.megatron import BRIDGE, MEGATRON
 from planner.observe.logs.nanotron import NANOTRON
@@ -23,7 +23,7 @@ from planner.specs.reading import label
 
 GRAMMARS = (MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED, NANOTRON, MLPERF, DLLOGGER, NEMO)
 """Every grammar; adding one is a row here and a module in `logs`."""
-_ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in grammar.rows)
+_ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *common.ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS} - {b":", b"rank"})))
 """Words that lines worth a look hold; those of the timers of all ranks are everywhere, and asked for among them."""
 _LEAST_MIXED = 10
@@ -169,7 +169,16 @@ def _add_beside(base: Record, record: Record) -> None:
     """Take what another rank's file has beside the steps: memory, timers of ranks, links, arguments."""
     for rank, kinds in record.memory.items():
         key = rank if rank is not None or None not in base.memory else record.rank
-        base.bytes_of(key, **kinds)
+        base.highest(key, **kinds)
+    for (rank, kind), series in record.memory_series.items():
+        key = rank if rank is not None or not base.numbers or record.rank is None else record.rank
+        if (key, kind) in base.memory_series:
+            base.memory_series[key, kind].extend(series)
+        else:
+            base.memory_series[key, kind] = series
+    base.counts.update(record.counts)
+    for name, spread in record.spreads.items():
+        base.spreads.setdefault(name, spread)
     for name, ranks in record.rank_timers.items():
         for rank, seconds in ranks.items():
             base.rank_timer(name, rank, seconds)

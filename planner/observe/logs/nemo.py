@@ -15,6 +15,11 @@ from planner.observe.record import Record
 from planner.specs.units import GIB
 
 _TIMES = ("train_step_time", "train_step_timing in s")
+_MEMORY = {
+    "memory_allocated": "allocated_bytes", "peak_memory_usage": "max_allocated_bytes",
+    "max_memory_allocated": "max_allocated_bytes", "max_memory_reserved": "max_reserved_bytes",
+}  # fmt: skip
+"""Words of NeMo 2's progress, in bytes."""
 _MOST_ARGUMENTS = 2_000
 
 
@@ -165,6 +170,9 @@ def _progress(record: Record, match: re.Match[str]) -> None:
     count = (record.numbers[-1] if record.numbers else -1) + 1
     if record.step(int(number(step[1])) if step else count, number(match[1])):
         record.prints("tflops", number(flops[1]) if flops else None)
+        for words, size in re.findall(r"\b([a-z_]{1,30})[:=] ?(\d{5,15})\b", text):
+            if words in _MEMORY:
+                record.bytes_of(None, **{_MEMORY[words]: number(size)})
         if batch and int(batch[1]) > 0:
             record.facts["global_batch_size"] = int(batch[1])
 
