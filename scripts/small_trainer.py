@@ -81,7 +81,7 @@ class Run:
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce of activations in the forward (row-parallel) or of their gradients in the backward (column-parallel)."""
+    """All-reduce of activations in the forward (row-parallel), or of gradients in the backward (column-parallel)."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: Any, forwards: bool) -> torch.Tensor:
@@ -400,10 +400,22 @@ class Log:
             head = (
                 f"using world size: {layout.num_ranks}, data-parallel size: {layout.dp}, context-parallel size: 1, "
                 f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: {layout.pp}\n"
+                "------------------------ arguments ------------------------\n"
+                + "".join(f"  {name} {'.' * (48 - len(name))} {value}\n" for name, value in self._arguments())
+                + "-------------------- end of arguments ---------------------\n"
             )
         else:
-            head = "timestamp,step,step_time_s,resident_bytes,loss\n"
+            head = "timestamp,step,step_time_s,memory_bytes,loss\n"
         self.path.write_text(head)
+
+    def _arguments(self) -> list[tuple[str, object]]:
+        fault, layout = self.run.fault, self.run.layout
+        collects = fault.kind == "collects"
+        return [
+            ("log_interval", 1), ("manual_gc", collects), ("manual_gc_interval", fault.every if collects else 0),
+            ("micro_batch_size", layout.micro_batch_size), ("seq_length", layout.seq_length),
+            ("train_iters", self.run.num_steps),
+        ]  # fmt: skip
 
     def add(self, number: int, seconds: float, loss: float, memory: list[int], timers: list[list[float]]) -> None:
         """Write what is printed after a step; `timers` by rank."""
