@@ -9,7 +9,8 @@ from planner.errors import SpecError
 from planner.observe.case import Case
 from planner.observe.causes.rank import causes_of
 from planner.observe.causes.says import conclusion
-from planner.observe.gap.waterfall import beside_steps, waterfall
+from planner.observe.gap.beside import beside_steps
+from planner.observe.gap.waterfall import waterfall
 from planner.observe.ideal.passes import passes_of
 from planner.observe.ideal.what_if import what_ifs
 from planner.observe.observation import Observation, Observed, Prediction, Verdict

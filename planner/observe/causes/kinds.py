@@ -51,24 +51,36 @@ KINDS: Mapping[str, Kind] = {
         Kind("at_times", "single slow steps", steps.at_times, 0.1, LOG, is_own=False),
         Kind("regularly", "slow steps at equal distances", steps.regularly, 0.1, LOG, is_own=False),
         Kind("collecting", "slow steps where garbage is collected", steps.collecting, 0.02, LOG),
-        Kind("saving", "checkpoints take time of training", steps.saving, 0.05, LOG),
+        Kind("saving", "checkpoints take time of training", steps.saving, 0.1, LOG),
         Kind("computes_longer", "one rank computes longer than its peers", ranks.computes_longer, 0.02, STAGE_TRACES),
         Kind("comes_late", "one rank stands still while others wait for it", ranks.comes_late, 0.02, STAGE_TRACES),
-        Kind("stage_longer", "one stage computes longer than its layers say", ranks.stage_longer, 0.03, ALL_TRACES),
+        Kind("stage_longer", "one stage computes longer than its layers say", ranks.stage_longer, 0.02, ALL_TRACES),
         Kind("ranks_apart", "a timer differs over the ranks", ranks.ranks_apart, 0.05, TIMERS),
-        Kind("late_changes", "every rank waits in exchanges of experts", ranks.late_changes, 0.05, STAGE_TRACES),
+        Kind("late_changes", "every rank waits in exchanges of experts", exchanges.late_changes, 0.02, STAGE_TRACES),
         Kind("experts_differ", "ranks differ in products alone", ranks.experts_differ, 0.05, STAGE_TRACES),
-        Kind("slow_exchange", "transfers slower than their links", exchanges.slow_exchange, 0.03, STAGE_TRACES),
+        Kind("slower_than_before", "transfers slower than in the earlier run", exchanges.slower_than_before, 0.03,
+             STAGE_TRACES),
+        *(
+            Kind(f"slow_{group}", f"{group} transfers slower than their links",
+                 partial(exchanges.slow, group=group), 0.02, STAGE_TRACES)
+            for group in exchanges.GROUPS
+        ),
         *(
             Kind(f"exposed_{group}", f"more {group} communication shows than planned",
-                 partial(exchanges.exposed, group=group), 0.04, TRACE)
-            for group in ("tp", "cp", "ep", "dp")
+                 partial(exchanges.exposed, group=group), 0.03, TRACE)
+            for group in exchanges.GROUPS
         ),
         *(
             # exchanges that nothing can hide are no fault
             Kind(f"unhidden_{group}", f"{group} communication runs beside little computing",
                  partial(exchanges.unhidden, group=group), 0.3, TRACE)
             for group in ("ep", "dp")
+        ),
+        *(
+            # a price beside what the log states: only the gain can be wrong
+            Kind(f"off_{cause}", "a switch is otherwise than planned", partial(layout.switched_off, cause=cause), 0.005,
+                 ARGUMENTS)
+            for cause in ("no_ep_overlap", "exposed_dp", "attention_kernel", "unfused_kernels", "host_bound")
         ),
         Kind("longer_bubble", "stages stand still longer than planned", exchanges.longer_bubble, 0.05, ALL_TRACES),
         Kind("large_bubble", "the order of the passes leaves the step empty", layout.large_bubble, 0.2, PLAN,
@@ -85,7 +97,7 @@ KINDS: Mapping[str, Kind] = {
         Kind("small_slower", "memory-bound kernels slower than the rest", kernels.small_slower, 0.04, TRACE),
         Kind("many_small", "memory-bound kernels take most of computing", kernels.many_small, 0.05, TRACE),
         Kind("grows", "memory grows with the steps", memory.grows, 0.02, MEMORY_LOG),
-        Kind("reserved", "far more reserved than allocated", memory.reserved, 0.05, MEMORY_LOG),
+        Kind("reserved", "far more reserved than allocated", memory.reserved, 0.02, MEMORY_LOG),
         Kind("retried", "the allocator had to try again", memory.retried, 0.02, MEMORY_LOG),
         Kind("refused", "an allocation failed although enough was free", memory.refused, 0.01, SNAPSHOT),
         Kind("above_plan", "more memory than planned", memory.above_plan, 0.05, PLAN, is_own=False),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from statistics import median
 
-from planner.layout.compute_terms import compute_terms
+from planner.observe.causes.signs.accounts import Pair
 from planner.observe.causes.signs.seen import DATA, Rank, Seen
 from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.gap.terms import HOST_GAPS
 from planner.report.format import seconds
 
-_GAP_FRACTION, _GAP_NOISE = 0.06, 0.02
+_GAP_FRACTION, _GAP_UNPRICED = 0.03, 0.08
+"""Shares of a step from which gaps are worth a word: beside a price of them, and where nothing says what is usual."""
 _SHORT_US = 20.0
 """A launch takes 5 to 10 µs of its host: kernels of this length leave it behind."""
 _DATA_FRACTION, _DATA_NOISE = 0.03, 0.008
@@ -17,26 +19,23 @@ _DATA_FRACTION, _DATA_NOISE = 0.03, 0.008
 
 def host_gaps(seen: Seen) -> Sign | None:
     """Time in which no rank's GPU has work because its host has not launched any; waits for data are not counted."""
-    if not seen.on_gpus or seen.step_s is None:
+    if not (seen.on_gpus or seen.earlier_ranks) or seen.step_s is None or not seen.pairs:
         return None
-    gaps = [rank.middle(lambda step: step.host_gaps_s) - _data_s(rank) for rank in seen.on_gpus]
-    gap_s = max(0.0, min(gaps) - seen.profiled_extra_s)
-    expected_s = _expected_gaps_s(seen)
-    share = (gap_s - expected_s) / seen.step_s
-    held = f", {seconds(expected_s)} expected" if expected_s else ""
-    says = f"GPUs wait {seconds(gap_s)} of a step for their hosts to launch work{held}"
-    return Sign(sure(share, _GAP_FRACTION, _GAP_NOISE), says, max(0.0, gap_s - expected_s))
+    known = [(_gaps_s(pair), pair.expected.parts.get(HOST_GAPS, 0.0) if pair.expected else 0.0) for pair in seen.pairs]
+    found_s, due_s = min(known, key=lambda pair: pair[0] - pair[1])
+    found_s = max(0.0, found_s - seen.profiled_extra_s)
+    held = f", {seconds(due_s)} expected" if due_s else ""
+    says = f"GPUs wait {seconds(found_s)} of a step for their hosts to launch work{held}"
+    is_priced = any(pair.expected for pair in seen.pairs)
+    share = _GAP_FRACTION if is_priced else _GAP_UNPRICED
+    noise = share / 3 + 0.15 * due_s / seen.step_s
+    return Sign(sure((found_s - due_s) / seen.step_s, share, noise), says, max(0.0, found_s - due_s))
 
 
-def _expected_gaps_s(seen: Seen) -> float:
-    """Seconds that GPUs wait for their hosts by the plan, or did in the earlier run."""
-    if seen.earlier_ranks:
-        return min(rank.middle(lambda step: step.host_gaps_s) - _data_s(rank) for rank in seen.earlier_ranks)
-    candidate, prediction = seen.case.candidate, seen.case.prediction
-    if candidate is None or prediction is None or prediction.kind == "run":
-        return 0.0
-    stage = next((rank.stage for rank in seen.on_gpus if rank.stage is not None), 0)
-    return max(0.0, compute_terms(candidate, stage)["other_compute_s"]) + prediction.breakdown.get("overhead_s", 0.0)
+def _gaps_s(pair: Pair) -> float:
+    """Seconds of a rank's host gaps without those that its loader of data covers."""
+    waited_s = pair.rank.mean(lambda step: sum(length for name, length in step.waits if DATA.search(name)))
+    return pair.found.parts.get(HOST_GAPS, 0.0) - waited_s
 
 
 def short_kernels(seen: Seen) -> Sign | None:

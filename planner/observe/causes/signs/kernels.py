@@ -3,73 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 
-from planner.layout.compute_terms import compute_terms
 from planner.observe.causes.signs.ranks import family_s
-from planner.observe.causes.signs.seen import Rank, Seen
+from planner.observe.causes.signs.seen import Seen
 from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.gap.account import Account
+from planner.observe.gap.terms import ATTENTION, MEMORY_BOUND, PRODUCTS
 from planner.observe.ideal.passes import passes_of
-from planner.observe.traces.families import COMMUNICATION, NAMES, OPTIMIZER
 from planner.report.format import seconds
 
-PRODUCTS = ("gemm", "convolution")
-ATTENTION = ("attention", "softmax")
-_MEMORY_BOUND = tuple(name for name in NAMES if name not in (*PRODUCTS, *ATTENTION, OPTIMIZER, NAMES[COMMUNICATION]))
 _LEAST_FRACTION = 0.02
 """A family with less of the computing is not compared."""
+_ERROR_OF_PRICES, _ERROR_OF_RUNS, _ERROR_ON_HOST = 0.05, 0.015, 0.1
+"""Error of one family's seconds: as priced, from run to run of one job, and on a CPU, whose cores others share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """Seconds of a step in products, attention and kernels that memory bounds."""
+    """Products, attention and kernels that memory bounds: seconds of a step, or how many times as long as expected."""
 
-    products_s: float
-    attention_s: float
-    memory_bound_s: float
+    products: float
+    attention: float
+    memory_bound: float
 
-    def over(self, other: Families) -> Families | None:
-        """The ratios to what is expected; None where a family is too small to be compared."""
-        mine, theirs = _seconds(self), _seconds(other)
-        if min(mine) < _LEAST_FRACTION * sum(mine) or min(theirs) < _LEAST_FRACTION * sum(theirs):
-            return None
-        return Families(*(a / b for a, b in zip(mine, theirs, strict=True)))
+    @property
+    def each(self) -> tuple[float, float, float]:
+        """All three."""
+        return self.products, self.attention, self.memory_bound
 
 
-def _seconds(families: Families) -> tuple[float, float, float]:
-    return families.products_s, families.attention_s, families.memory_bound_s
-
-
-def _found(rank: Rank) -> Families:
-    return Families(*(rank.middle(partial(family_s, wanted=f)) for f in (PRODUCTS, ATTENTION, _MEMORY_BOUND)))
+def _of(account: Account) -> Families:
+    return Families(*(account.parts.get(name, 0.0) for name in (PRODUCTS, ATTENTION, MEMORY_BOUND)))
 
 
 def ratios(seen: Seen) -> tuple[Families, float] | None:
     """How many times as long each family takes as expected, the median over the ranks, and the error of that."""
     found = []
-    for rank in seen.on_gpus:
-        expected = _expected(seen, rank)
-        over = None if expected is None else _found(rank).over(expected)
-        if over is not None:
-            found.append(_seconds(over))
+    for pair in seen.pairs:
+        if pair.expected is not None:
+            mine, theirs = _of(pair.found).each, _of(pair.expected).each
+            if min(theirs) > _LEAST_FRACTION * sum(theirs) and sum(mine) > 0:
+                found.append(tuple(a / b for a, b in zip(mine, theirs, strict=True)))
     if not found:
         return None
-    return Families(*map(median, zip(*found, strict=True))), 0.015 if seen.earlier_ranks else 0.05
+    over = Families(*(median(column) for column in zip(*found, strict=True)))
+    on_host = any(rank.on_host for rank in seen.ranks)
+    return over, _ERROR_ON_HOST if on_host else _ERROR_OF_RUNS if seen.earlier_ranks else _ERROR_OF_PRICES
 
 
-def _expected(seen: Seen, rank: Rank) -> Families | None:
-    """The families of the same rank in the earlier run, or of its stage in the plan, what is recomputed among them."""
-    if seen.earlier_ranks:
-        same = next((one for one in seen.earlier_ranks if one.report.rank == rank.report.rank), seen.earlier_ranks[0])
-        return None if same.on_host else _found(same)
-    candidate, stage = seen.case.candidate, rank.stage
-    if candidate is None or stage is None or seen.case.earlier is not None:
-        return None
-    terms = compute_terms(candidate, stage)
-    known = (terms["products_s"], terms["attention_s"], terms["memory_bound_s"])
-    again = terms["recompute_s"] / (sum(known) or 1.0)
-    return Families(known[0] * (1 + again) + terms["ends_s"], *(part * (1 + again) for part in known[1:]))
+def _found_s(seen: Seen, name: str) -> float:
+    return median(pair.found.parts.get(name, 0.0) for pair in seen.pairs)
 
 
 def all_slower(seen: Seen) -> Sign | None:
@@ -78,9 +62,9 @@ def all_slower(seen: Seen) -> Sign | None:
     if known is None:
         return None
     over, error = known
-    least = min(over.products_s, over.attention_s)
-    says = f"products take {over.products_s:.2f} and attention {over.attention_s:.2f} times what is expected"
-    extra_s = (1 - 1 / least) * median(rank.middle(lambda step: step.compute_s) for rank in seen.on_gpus)
+    least = min(over.products, over.attention)
+    says = f"products take {over.products:.2f} and attention {over.attention:.2f} times what is expected"
+    extra_s = (1 - 1 / least) * sum(_found_s(seen, name) for name in (PRODUCTS, ATTENTION))
     return Sign(sure(least, 1 + 1.2 * error, 0.8 * error), says, max(0.0, extra_s))
 
 
@@ -90,9 +74,9 @@ def attention_slower(seen: Seen) -> Sign | None:
     if known is None:
         return None
     over, error = known
-    ratio = over.attention_s / min(over.products_s, over.memory_bound_s)
-    extra_s = (1 - 1 / ratio) * median(rank.middle(lambda step: family_s(step, ATTENTION)) for rank in seen.on_gpus)
-    says = f"attention takes {over.attention_s:.2f} times what is expected, products {over.products_s:.2f} times"
+    ratio = over.attention / over.products
+    extra_s = (1 - 1 / ratio) * _found_s(seen, ATTENTION)
+    says = f"attention takes {over.attention:.2f} times what is expected, products {over.products:.2f} times"
     return Sign(sure(ratio, 1 + 4 * error, 2 * error), says, max(0.0, extra_s))
 
 
@@ -118,17 +102,16 @@ def small_slower(seen: Seen) -> Sign | None:
     if known is None:
         return None
     over, error = known
-    ratio = over.memory_bound_s / min(over.products_s, over.attention_s)
-    found_s = median(rank.middle(lambda step: family_s(step, _MEMORY_BOUND)) for rank in seen.on_gpus)
-    says = f"norms, activations and copies take {over.memory_bound_s:.2f} times what is expected"
-    return Sign(sure(ratio, 1 + 5 * error, 2 * error), says, max(0.0, (1 - 1 / ratio) * found_s))
+    ratio = over.memory_bound / over.products
+    says = f"norms, activations and copies take {over.memory_bound:.2f} times what is expected"
+    return Sign(sure(ratio, 1 + 5 * error, 2 * error), says, max(0.0, (1 - 1 / ratio) * _found_s(seen, MEMORY_BOUND)))
 
 
 def many_small(seen: Seen) -> Sign | None:
     """Kernels that memory bounds take a share of the computing that fused ones do not."""
     shares = []
-    for rank in seen.on_gpus:
-        found = _seconds(_found(rank))
+    for pair in seen.pairs if seen.on_gpus else ():
+        found = _of(pair.found).each
         if found[0] > 0.1 * sum(found):  # a step of a model, and no kernels for a test
             shares.append(found[2] / sum(found))
     if not shares:

@@ -55,3 +55,13 @@ def large_bubble(seen: Seen) -> Sign | None:
     share = plan.step.bubble_fraction
     says = f"the order of the passes leaves {share:.0%} of a step empty"
     return Sign(sure(share, 0.15, 0.03), says, plan.step.breakdown.bubble_s)
+
+
+def switched_off(seen: Seen, cause: str) -> Sign | None:
+    """Switches that the log shows otherwise than the plan has them, and what that costs by the price."""
+    terms = [term for name, term in seen.switched if name == cause]
+    if not terms or seen.case.prediction is None:
+        return None
+    cost_s = sum(term.seconds for term in terms)
+    says = "; ".join(term.evidence for term in terms)
+    return Sign(sure(cost_s / seen.case.prediction.step_s, 0.02, 0.007), says, max(0.0, cost_s))

@@ -171,20 +171,6 @@ def ranks_apart(seen: Seen) -> Sign | None:
     return Sign(sure(ratio, LONGER, 0.02), says, extra_s)
 
 
-def late_changes(seen: Seen) -> Sign | None:
-    """Exchanges of experts in which every rank waits, since the rank that comes last changes."""
-    rows = []
-    for rank in seen.on_gpus:
-        waited = [e for e in rank.report.collectives if e.group in ("ep", "etp") and e.wait_s is not None]
-        if waited:
-            rows.append(sum((e.wait_s or 0.0) * e.count for e in waited) / max(1, len(rank.report.steps)))
-    if len(rows) < 2 or seen.wall_s is None:
-        return None
-    least_s = min(rows)
-    says = f"each rank waits {seconds(least_s)} or more of a step in exchanges of experts: the late one changes"
-    return Sign(sure(least_s / seen.wall_s, 0.03, 0.01), says, least_s, "ep")
-
-
 def experts_differ(seen: Seen) -> Sign | None:
     """Ranks of one stage that differ in products, which experts have, and not in attention, which all share alike."""
     pairs = beside_stage(seen.on_gpus)

@@ -9,8 +9,11 @@ from functools import cached_property
 from statistics import median
 
 from planner.observe.case import Case
+from planner.observe.causes.signs.accounts import Pair, pairs_of
 from planner.observe.ideal.grid import grid_of
 from planner.observe.observation import Term, WhatIf
+from planner.observe.remedy.recipe_gap import CAUSE_OF, recipe_terms
+from planner.observe.remedy.running import differences
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.observe.traces.results import HOST, RankReport, TraceStep
 
@@ -67,6 +70,17 @@ class Seen:
         return ranks_of(earlier.recorded, True) if isinstance(earlier, ObservedFiles) else ()
 
     @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The accounts of traced ranks, each with what was expected of it."""
+        return pairs_of(self.case)
+
+    @cached_property
+    def switched(self) -> tuple[tuple[str, Term], ...]:
+        """The cause that each switch is which the log shows otherwise than the plan, and what it costs by the price."""
+        rows = zip(differences(self.case), recipe_terms(self.case), strict=True)
+        return tuple((CAUSE_OF.get(row.name, ""), term) for row, term in rows)
+
+    @cached_property
     def num_microbatches(self) -> int:
         """Micro-batches of one pipeline in a step; 1 where nothing says it."""
         grid = grid_of(self.case)
@@ -102,6 +116,10 @@ class Seen:
             return int(getattr(self.case.plan.parallelism, axis))
         stated = (self.case.observation.facts.run.get("parallelism") or {}).get(axis)
         return stated if isinstance(stated, int) else None
+
+    def has_axis(self, axis: str) -> bool:
+        """False where the job is known not to have ranks along an axis; experts must be known of."""
+        return self.size(axis) != 1 and (axis != "ep" or self.has_experts is True)
 
     def recoverable_s(self, kind: str, name: str) -> float | None:
         """Seconds that a replay without one operation, rank or stage wins; None where it was not replayed."""
