@@ -57,8 +57,9 @@ ALLOWED = {
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are
-    "probe": {"errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
-        "physics.operators", "layout.candidate", "layout.replan",
+    "probe": {
+        "errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
+        "physics.kernels", "physics.operators", "layout.candidate", "layout.replan",
     },
     # a fit evaluates what it fits, on the runs that validate ships and on stages that a probe ran
     "profile": {

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.physics.blocks import enter_tp, leave_tp, norm
-from planner.physics.mixers import mixer_block
-from planner.physics.mlp import mlp_block
+from planner.physics.layer.blocks import enter_tp, leave_tp, norm
+from planner.physics.layer.mixers import mixer_block
+from planner.physics.layer.mlp import mlp_block
 from planner.physics.operators import (
     BF16,
     FP32,

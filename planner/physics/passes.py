@@ -12,6 +12,7 @@ import numpy as np
 from planner.physics import compute
 from planner.physics.communication import exchange_tiers_s, group_of
 from planner.physics.cost import PartCost
+from planner.physics.kernels import products, streams
 from planner.physics.operators import Collective, Item, Operator, collectives_of, operators_of
 from planner.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec
@@ -86,7 +87,7 @@ class Passes:
         gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)
         issued = compute.issue_seconds(operators, hardware, runtime)
         sent_s = self._sending_s(items, shape)
-        issued = compute.PassSeconds(issued[0] + sent_s["forward"], issued[1] + sent_s["backward"], issued[2])
+        issued = streams.PassSeconds(issued[0] + sent_s["forward"], issued[1] + sent_s["backward"], issued[2])
         passes = compute.with_host(gpu, issued, runtime)
         # while the GPU waits for the host, exchanges go on
         idle = 0.0 if runtime.blocking_launches else 1.0
@@ -294,7 +295,7 @@ class Passes:
         kernels = layer + runtime.expert_kernels * moe.num_experts / shape.ep
         if runtime.overlaps_experts and not runtime.graphed_modules:
             kernels = kernels * runtime.ep_overlap_host_factor
-        if compute.is_narrow(self.cluster.hardware, self.training.dtype):
+        if products.is_narrow(self.cluster.hardware, self.training.dtype):
             kernels = kernels * runtime.narrow_host_factor
         return kernels * compute.issue_s(self.cluster.hardware, runtime)
 

@@ -30,6 +30,7 @@ import numpy as np
 from planner.physics import compute, memory
 from planner.physics.communication import Blocks, collective_s, data_parallel_places, p2p_s
 from planner.physics.cost import CostTable, PartCost
+from planner.physics.kernels import streams, updates
 from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block
 from planner.physics.offload import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
@@ -215,14 +216,14 @@ class Pricing:
         gathered = (dense + expert) * (zero == 3) * alone * (shape.shard_size > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
         # pipeline stage does so once a step
-        seconds["forward_s"] = seconds["forward_s"] + compute.stream_s(hardware, 2 * BF16 * gathered, 1)
-        seconds["input_grad_s"] = seconds["input_grad_s"] + compute.stream_s(
+        seconds["forward_s"] = seconds["forward_s"] + streams.stream_s(hardware, 2 * BF16 * gathered, 1)
+        seconds["input_grad_s"] = seconds["input_grad_s"] + streams.stream_s(
             hardware, (3 * BF16 + runtime.gradient_bytes) * gathered, 2
         )
         if not runtime.fused_grad_accumulation:
             # ZeRO-2 and 3 sum the shards alone, but for a pipeline's
             shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
-            accumulated = compute.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
+            accumulated = updates.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
         left = self.offloaded_bytes_of(items)
         if runtime.offload_modules or runtime.offloaded_layers:
@@ -252,7 +253,7 @@ class Pricing:
         counts = self.kind_counts
         stage = part.parameters + sum(layers[kind, "none"].parameters * n for kind, n in counts.items()) / shape.pp
         table = np.minimum(part.parameters, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
-        slower_s = compute.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
+        slower_s = updates.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
     def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
@@ -309,9 +310,9 @@ class Pricing:
         hardware, runtime = self.cluster.hardware, self.runtime
         shard = memory.sharded_parameters(dense, expert, shape, runtime)
         offloaded = runtime.optimizer_offload_fraction * shard
-        clip_s = compute.clip_s(hardware, shard, dense + expert, runtime)
-        gpu_s = compute.optimizer_s(hardware, shard - offloaded, runtime)
-        return gpu_s + compute.host_update_s(hardware, offloaded) + clip_s
+        clip_s = updates.clip_s(hardware, shard, dense + expert, runtime)
+        gpu_s = updates.optimizer_s(hardware, shard - offloaded, runtime)
+        return gpu_s + updates.host_update_s(hardware, offloaded) + clip_s
 
     def _tensors_s(self, items: Sequence[Item]) -> Number:
         """Host seconds of an optimizer step on a part: Python copies, sums and hooks go tensor by tensor."""

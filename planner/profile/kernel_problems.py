@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics.compute import attention_s, gemm_s, product_s, stream_s
+from planner.physics.kernels.attention import attention_s
+from planner.physics.kernels.products import gemm_s, product_s
+from planner.physics.kernels.streams import stream_s
 from planner.physics.operators import BF16, FP32, Operator
 from planner.profile.tables import Table, TableSource, read_table
 from planner.shape import FloatArray

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.physics.compute import PassSeconds, accumulate_s, optimizer_s, part_seconds
+from planner.physics.compute import part_seconds
+from planner.physics.kernels.streams import PassSeconds
+from planner.physics.kernels.updates import accumulate_s, optimizer_s
 from planner.physics.layers import decoder_layer, embedding, head
 from planner.physics.operators import Item, Operator, num_parameters, operators_of
 from planner.profile.kernel_problems import COLD, BenchNumbers, FitProblem, cold

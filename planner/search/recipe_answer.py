@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import recipe_of, setting_of
-from planner.physics.compute import is_narrow
+from planner.physics.kernels.products import is_narrow
 from planner.search.recipes import BUNDLES, Recipes
 from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect

@@ -6,6 +6,7 @@ import pytest
 
 from planner.physics import compute, memory
 from planner.physics.communication import collective_s, exchange_s
+from planner.physics.kernels import products
 from planner.physics.layers import decoder_layer, head
 from planner.physics.operators import (
     NARROW_BYTES,
@@ -159,6 +160,6 @@ def test_a_trainers_own_narrow_kernels_slow_narrow_products_alone(dtype: str) ->
     for factor in (1.0, 1.5):
         runtime = MEGATRON.model_copy(update={"narrow_factor": factor, "casts_weights": False})
         seconds = compute.operator_seconds(product, hardware, dtype, runtime)
-        cast = compute.cast_s(product, hardware, dtype, runtime)
+        cast = products.cast_s(product, hardware, dtype, runtime)
         times.append(seconds.forward_s - cast.forward_s)
     assert times[1] == pytest.approx(times[0] * (1.5 if dtype == "fp8" else 1.0))

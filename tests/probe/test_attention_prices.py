@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from planner.layout.evaluate import evaluate  # noqa: E402
-from planner.physics.attention import attention  # noqa: E402
+from planner.physics.layer.attention import attention  # noqa: E402
 from planner.physics.operators import Operator, operators_of  # noqa: E402
 from planner.probe.model.attention import core_attention  # noqa: E402
 from planner.probe.model.peers import TensorPeers  # noqa: E402

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.physics.blocks import norm
+from planner.physics.layer.blocks import norm
 from planner.profile.stage_problem import measured_model
 from planner.profile.tables import read_table
 from planner.schedule.orders import build_schedule

@@ -7,7 +7,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from planner.physics.compute import product_s
+from planner.physics.kernels.products import product_s
 from planner.profile.fit_kernels import problems
 from planner.profile.fitting import Residuals, fit, left_out, log_errors
 from planner.profile.kernel_problems import FitProblem

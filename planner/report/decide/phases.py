@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -60,8 +60,7 @@ def says(run: PhasesAnswer) -> str:
     )
 
 
-def _span(interval: Interval, write: object) -> str:
-    assert callable(write)
+def _span(interval: Interval, write: Callable[[float], str]) -> str:
     return f"{write(interval[0])}–{write(interval[1])}"
 
 

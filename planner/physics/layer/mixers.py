@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from planner.physics.attention import attention
-from planner.physics.blocks import enter_half, leave_half
-from planner.physics.linear_attention import gated_delta, kimi_delta, lightning
-from planner.physics.mamba import mamba1, mamba2
+from planner.physics.layer.attention import attention
+from planner.physics.layer.blocks import enter_half, leave_half
+from planner.physics.layer.linear_attention import gated_delta, kimi_delta, lightning
+from planner.physics.layer.mamba import mamba1, mamba2
+from planner.physics.layer.short_conv import short_conv
 from planner.physics.operators import Item
-from planner.physics.short_conv import short_conv
 from planner.shape import Shape
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import AttentionKind

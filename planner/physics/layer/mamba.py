@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.physics.blocks import bias_gradients, enter_tp, leave_tp
+from planner.physics.layer.blocks import bias_gradients, enter_tp, leave_tp
+from planner.physics.layer.scans import convolution, gated_norm, scan
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
-from planner.physics.scans import convolution, gated_norm, scan
 from planner.shape import Number, Shape
 from planner.specs.mixers import MambaSpec
 from planner.specs.model import LayerKind, ModelSpec

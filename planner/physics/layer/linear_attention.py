@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.physics.blocks import enter_tp, leave_tp
+from planner.physics.layer.blocks import enter_tp, leave_tp
+from planner.physics.layer.scans import TRIANGLE_KERNELS, convolution, gated_norm, scan
 from planner.physics.operators import BF16, FP32, Item, Operator, Saved
-from planner.physics.scans import TRIANGLE_KERNELS, convolution, gated_norm, scan
 from planner.shape import Number, Shape
 from planner.specs.mixers import LinearAttentionSpec
 from planner.specs.model import LayerKind, ModelSpec

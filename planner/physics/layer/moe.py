@@ -1,4 +1,4 @@
-"""The MLP half of a decoder layer: dense, or mixture of experts with its exchanges."""
+"""A mixture of experts: the router, the exchanges of tokens, the experts' products, shared experts beside them."""
 
 from __future__ import annotations
 
@@ -6,127 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.blocks import (
-    bias_gradients,
-    cast_copy,
-    enter_half,
-    enter_tp,
-    leave_half,
-    leave_tp,
-    local_copies,
-    norm,
-)
+from planner.physics.layer.blocks import cast_copy, norm
+from planner.physics.layer.dense_mlp import activation_of, dense_mlp
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
-from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
 from planner.trainers.spec import RuntimeSpec
 
 
-def mlp_block(
-    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
-) -> Iterator[Item]:
-    """Norm, dense MLP or experts, residual; nothing for a layer that has a mixer alone."""
-    if kind.mlp == "none":
-        return
-    # the router keeps what experts take in as it is
-    is_dense = kind.mlp == "dense"
-    beside = model.parallel_residual if kind.attention != "none" else None
-    if beside != "one_norm":
-        yield enter_half(
-            "mlp", model, shape, runtime, output_is_cast=is_dense, module="mlp" if is_dense else "layernorm"
-        )
-    if is_dense:
-        assert model.intermediate_size is not None
-        yield from _dense(model, model.intermediate_size, shape, runtime, "mlp")
-    else:
-        assert model.moe is not None
-        yield from _moe(model, model.moe, shape, runtime, moe_imbalance)
-    yield from leave_half("mlp", model, shape, runtime, terms=2 if beside is None else 3)
-
-
-def _dense(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSpec, module: str) -> Iterator[Item]:
-    """Up (and gate) projection, activation, down projection, sharded over tp."""
-    tokens, hidden, width = shape.tokens, model.hidden_size, intermediate / shape.tp
-    factor = 2 if model.gated_mlp else 1
-    modules = (module,)
-    apart = model.gated_mlp and not runtime.fused_projections
-    products = []
-    for name in ("gate", "up") if apart else ("up",):
-        columns = width if apart else factor * width
-        # recomputing every other product recomputes this one
-        again = (*modules, "op") if apart and name == "up" else modules
-        product = Operator(
-            name=f"{module} {name}",
-            kind="gemm",
-            modules=again,
-            m=tokens,
-            n=columns,
-            k=hidden,
-            parameters=columns * (hidden + (1 if model.has_mlp_bias else 0)),
-            saved=(Saved(name, (tokens, columns), again),),
-        )
-        products.append(product)
-    yield from enter_tp(f"{module} up", products, hidden, shape, runtime, modules)
-    yield _activation(f"{module} activation", model, tokens, width, runtime, modules)
-    down = Operator(
-        name=f"{module} down",
-        kind="gemm",
-        modules=modules,
-        m=tokens,
-        n=hidden,
-        k=width,
-        parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
-    )
-    yield from leave_tp(down, BF16 * tokens * hidden, shape, modules)
-    if model.has_mlp_bias:
-        yield from bias_gradients(module, [factor * width, hidden], shape, runtime)
-    yield from local_copies(f"{module} copies", BF16 * tokens * hidden, shape, runtime, modules)
-
-
-def _activation(
-    name: str, model: ModelSpec, rows: Number, width: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
-) -> Operator:
-    """The activation act(gate)·up or act(x), which gives `width` features of `rows`.
-
-    It keeps its output, and act(gate) where activation and product are not fused.
-    """
-    modules = (*modules, "op")
-    saved = [Saved("activation", (rows, width), modules, gemm_input=True)]
-    num_bytes = saved[0].num_bytes
-    fused = runtime.fused_activation or runtime.compiled
-    if not model.gated_mlp and model.activation == "relu2" and not fused:
-        # relu, then its square; backward: three kernels for the square, one for relu
-        passes, backward, kernels = (4, 10, 2)
-    elif not model.gated_mlp:
-        passes, backward, kernels = (2, 3, 1)
-    elif fused:
-        passes, backward, kernels = (3, 5, 1)
-    else:
-        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, the concatenation;
-        # gate and up are views of one buffer
-        passes, backward, kernels = (5, 13, 2)
-        saved.append(Saved("activated gate", (rows, width), modules))
-    # x · sigmoid(1.702·x) in three kernels
-    sigmoid = (Saved("sigmoid", (rows, width), modules),) * (model.activation == "quick_gelu" and runtime.is_runner)
-    return Operator(
-        name=name,
-        kind="elementwise",
-        family="strided" if len(saved) > 1 else "activation",
-        modules=modules,
-        forward_bytes=passes * num_bytes,
-        backward_bytes=backward * num_bytes,
-        forward_kernels=kernels,
-        backward_kernels=2 * kernels,
-        # the two learned numbers of xIELU
-        parameters=2 if model.activation == "xielu" else 0,
-        saved=(*saved, *sigmoid),
-        # gradients of gate and up, and the buffer they are joined in, as what the product kept goes
-        working_bytes=2 * num_bytes if len(saved) > 1 else None,
-    )
-
-
-def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: float) -> Iterator[Item]:
+def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: float) -> Iterator[Item]:
     """Router, permute, dispatch over ep (and etp), grouped GEMMs, combine, un-permute; shared expert beside them.
 
     ms tokens enter a rank, and each visits topk experts. Expert parallelism moves tokens between ranks and removes
@@ -182,7 +71,7 @@ def _moe(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imb
         yield _latent("latent up", sent, hidden, shape)
     if moe.shared_expert_intermediate_size:
         yield cast_copy("shared experts", (tokens, hidden), ("shared_experts",))
-        yield from _dense(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")
+        yield from dense_mlp(model, moe.shared_expert_intermediate_size, shape, runtime, "shared_experts")
     if moe.shared_expert_gate:
         yield Operator(
             name="shared expert gate", kind="gemm", wide=True, m=tokens, n=1, k=hidden, parameters=hidden,
@@ -237,7 +126,7 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
         ),
         takes_cast_gradient=runtime.fuses_experts,
     )
-    activation = _activation("moe_act", model, rows, width, runtime, ("moe", "moe_act"))
+    activation = activation_of("moe_act", model, rows, width, runtime, ("moe", "moe_act"))
     yield _inside_products(activation, BF16 * rows * factor * width) if runtime.fuses_experts else activation
     if not runtime.fused_permute:
         yield from _row_weights(rows, width, local, several * (shape.ep > 1), runtime)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.physics.blocks import enter_tp, leave_tp
+from planner.physics.layer.blocks import enter_tp, leave_tp
+from planner.physics.layer.scans import convolution
 from planner.physics.operators import BF16, Item, Operator, Saved
-from planner.physics.scans import convolution
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec

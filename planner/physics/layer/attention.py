@@ -1,0 +1,154 @@
+"""Attention: projections of queries, keys and values, core attention, output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.physics.layer.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, rotary
+from planner.physics.layer.core_attention import core_attention, kv_heads_per_rank
+from planner.physics.layer.indexer import indexer
+from planner.physics.layer.latent_attention import latent_qkv
+from planner.physics.operators import BF16, Item, Operator, Saved
+from planner.shape import Number, Shape
+from planner.specs.model import LayerKind, ModelSpec
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.torch_attention import head_dims
+
+
+def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """QKV (or the latent projections), core attention, output projection."""
+    model = model.of_layer(kind)
+    if model.mla is None:
+        yield from _qkv(model, shape, runtime)
+    else:
+        yield from latent_qkv(model, model.mla, shape, runtime)
+    if kind.attention == "indexed":
+        yield from indexer(model, shape, runtime)
+    yield from core_attention(model, kind, shape, runtime)
+    # the core's output has the layout of its queries, so that [seq, batch, heads·dim] is a view of it
+    width = model.num_attention_heads * _value_dim(model) / shape.tp
+    if model.attn_output_gate or model.attn_head_gate:
+        gates = width if model.attn_output_gate else model.num_attention_heads / shape.tp
+        yield _output_gate(width, gates, shape)
+    else:
+        # attention keeps its output too, for the gradient
+        yield cast_copy("attention output", (shape.tokens, width))
+    hidden_bytes = BF16 * shape.tokens * model.hidden_size
+    output = Operator(
+        name="attention output",
+        kind="gemm",
+        modules=("op",),
+        m=shape.tokens,
+        n=model.hidden_size,
+        k=width,
+        parameters=width * model.hidden_size + (model.hidden_size if model.output_bias else 0),
+    )
+    yield from leave_tp(output, hidden_bytes, shape)
+    biased = [(_qkv_width(model, shape), model.qkv_bias), (model.hidden_size, model.output_bias)]
+    yield from bias_gradients("attention", [width for width, has_bias in biased if has_bias], shape, runtime)
+    yield from local_copies("attention copies", hidden_bytes, shape, runtime)
+
+
+def _output_gate(width: Number, gates: Number, shape: Shape) -> Operator:
+    """The product of attention's output and a sigmoid of its gates, which keeps the sigmoid and gives the output."""
+    num_bytes = BF16 * shape.tokens * width
+    return Operator(
+        name="attention gate", kind="elementwise", family="activation", modules=("op",), forward_bytes=5 * num_bytes,
+        backward_bytes=8 * num_bytes, forward_kernels=2, backward_kernels=3,
+        saved=(
+            Saved("sigmoid", (shape.tokens, gates), ("op",)),
+            Saved("gated output", (shape.tokens, width), ("op",), gemm_input=True),
+        ),
+    )  # fmt: skip
+
+
+def _value_dim(model: ModelSpec) -> int:
+    """Width of a value head."""
+    return head_dims(model)[1]
+
+
+def _columns(model: ModelSpec, heads: Number, kv_heads: Number) -> Number:
+    """Columns of the projection to so many heads of queries, their gates, keys and values."""
+    values = 0 if model.values_are_keys else _value_dim(model)
+    return _query_columns(model, heads) + kv_heads * (model.head_dim + values)
+
+
+def _query_columns(model: ModelSpec, heads: Number) -> Number:
+    """Columns of the projection to queries and their gates; those of a low rank are the same on all ranks."""
+    gates = heads * model.head_dim * model.attn_output_gate + heads * model.attn_head_gate
+    return (model.query_rank or heads * model.head_dim) + gates
+
+
+def _qkv_width(model: ModelSpec, shape: Shape) -> Number:
+    return _columns(model, model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape))
+
+
+def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    heads, kv_heads = model.num_attention_heads / shape.tp, kv_heads_per_rank(model, shape)
+    width = _qkv_width(model, shape)
+    # beyond one key-value head a rank Megatron cuts the projection further, and gathers what it gives
+    cut = _columns(model, heads, model.num_key_value_heads / shape.tp)
+    rotates = model.position_embedding == "rope"
+    # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
+    keeps_buffer = rotates and not runtime.fused_rotary
+    parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
+    products = []
+    for name, kept, again in parts:
+        modules = ("op",) if again else ()
+        columns = cut if name == "qkv" else kept
+        product = Operator(
+            name=name,
+            kind="gemm",
+            modules=modules,
+            m=shape.tokens,
+            n=columns,
+            k=model.hidden_size,
+            parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
+            saved=(Saved(name, (shape.tokens, kept), modules),),
+        )
+        products.append(product)
+    yield from enter_tp("qkv", products, model.hidden_size, shape, runtime)
+    if model.query_rank is not None:
+        yield from _queries_up(model, model.query_rank, heads, shape, runtime)
+    if model.qk_norm:
+        rows, row = shape.tokens * (heads + kv_heads), model.head_dim
+        # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
+        normed = norm("qk norm", row, rows, model, runtime, saves_output=False, saves_input=not keeps_buffer)
+        weights = 2 if model.qk_norm_over == "head_dim" else heads + kv_heads
+        if model.qk_norm_over == "hidden":
+            # one row of statistics for all heads of queries, one for those of keys
+            statistics, *others = normed.saved
+            statistics = statistics._replace(dims=(*statistics.dims[:-1], 2 * shape.tokens))
+            normed = replace(normed, saved=(statistics, *others))
+        yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
+    if rotates:
+        width = (heads + kv_heads) * model.head_dim
+        operator = rotary(width, shape.tokens, runtime, ("op",), model.scales_rotation)
+        turned = (("rotated q", heads), ("rotated k", kv_heads))
+        rotated = [Saved(name, (shape.tokens, number, model.head_dim)) for name, number in turned]
+        yield _with_saved(operator, *rotated) if keeps_buffer else operator
+
+
+def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """The norm and the second product of low-rank queries (Step-3's multi-matrix factorization attention)."""
+    yield norm("q latent norm", rank, shape.tokens, model, runtime, saves_input=False)
+    width = heads * model.head_dim
+    yield Operator(
+        name="q up", kind="gemm", m=shape.tokens, n=width, k=rank, parameters=width * rank,
+        saved=(Saved("q up", (shape.tokens, width)),),
+    )  # fmt: skip
+
+
+def _three(model: ModelSpec, heads: Number, kv_heads: Number) -> list[tuple[str, Number, bool]]:
+    """The three projections: name, columns, and whether recomputing every other product (`op`) recomputes it."""
+    parts = [("q", _query_columns(model, heads), False), ("k", kv_heads * model.head_dim, True)]
+    return parts if model.values_are_keys else [*parts, ("v", kv_heads * _value_dim(model), False)]
+
+
+def _with_parameters(operator: Operator, parameters: Number) -> Operator:
+    return replace(operator, parameters=parameters)
+
+
+def _with_saved(operator: Operator, *saved: Saved) -> Operator:
+    return replace(operator, saved=(*operator.saved, *saved))
