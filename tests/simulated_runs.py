@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from simulated_files import csv_of, megatron_log, torchtitan_log, traced_ranks, write_traces
+from simulated_logs import csv_of, megatron_log, torchtitan_log
 from simulated_ranks import Simulated
+from simulated_traces import traced_ranks, write_traces
 from simulated_truths import CAUSES, HEALTHY, JOBS, Truth, fits_job, truth_of
 
 from planner.observe.judge import judged
