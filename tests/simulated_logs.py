@@ -40,7 +40,7 @@ def megatron_log(
                     lines.append(_memory(run, stage, stage * per_stage + tp, number, grows))
         if number % 20 == 0 and rng.uniform() < 0.5:
             lines.append(f"saving checkpoint at iteration {number:7d} to /checkpoints in torch_dist format")
-            at_s += 20.0
+            at_s += 0.3 * truth.step_s
             lines.append(f"  successfully saved checkpoint from iteration {number:7d} to /checkpoints")
     return "\n".join(lines) + "\n"
 

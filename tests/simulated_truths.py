@@ -48,7 +48,7 @@ _BESIDE = {"ep_overlap_fraction": 1.0, "ep_overlap_network_fraction": 1.0}
 JOBS = (
     Job("8b-8", "8b", "h100", 8, 64, {"tp": 2, "dp": 4}),
     Job("8b-pp", "8b", "h100", 16, 128, {"tp": 2, "pp": 2, "dp": 4}),
-    Job("8b-fsdp", "8b", "h100", 8, 32, {"dp": 8, "zero_stage": 3, "recompute": "selective"}, trainer="torchtitan"),
+    Job("8b-fsdp", "8b", "h100", 8, 32, {"dp": 8, "zero_stage": 3}, trainer="torchtitan"),
     Job("8b-zero2", "8b", "h100", 16, 64, {"dp": 16, "zero_stage": 2}, 4096, trainer="deepspeed"),
     Job("70b-64", "70b", "h100", 64, 128, {"tp": 8, "pp": 4, "dp": 2}),
     Job("70b-vpp", "70b", "h200", 128, 128, {"tp": 4, "pp": 4, "vpp": 5, "dp": 8}),
@@ -165,6 +165,9 @@ def with_errors(candidate: Candidate, rng: np.random.Generator) -> Candidate:
     return candidate.priced_as(pricing)
 
 
+LEAST = {"leak": 0.0, "fragmentation": 0.0, "recompute_unneeded": 0.0, "clocks": 0.15}
+"""Least share of a step that a cause takes in these runs, where it is not 5%: some show in memory, and clocks that all
+kernels share are told only from a model that is off by less."""
 Inject = Callable[[Truth, np.random.Generator], Truth]
 
 
@@ -211,7 +214,7 @@ def _imbalance(truth: Truth, rng: np.random.Generator) -> Truth:
 
 
 def _clocks(truth: Truth, rng: np.random.Generator) -> Truth:
-    factor = float(rng.uniform(1.1, 1.3))
+    factor = float(rng.uniform(1.15, 1.4))
     return _priced(truth, _kernels(truth.candidate.pricing, factor, factor, factor), factor)
 
 
