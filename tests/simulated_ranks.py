@@ -22,6 +22,9 @@ from planner.schedule.timeline import Timeline
 
 STEP_GAP_S = 4e-6
 """Launch of a kernel before its start, where the GPU waited for the host."""
+HIDES = {"tp": "all_gather", "cp": "all_gather", "ep": "all_to_all"}
+SHOWS = {"tp": "reduce_scatter", "cp": "all_gather", "ep": "all_to_all"}
+"""Collectives of each group that run beside computing, and that show behind it."""
 CHUNKS = 2
 """Times that the families of kernels take turns in a pass; real passes do so once a layer."""
 
@@ -67,6 +70,7 @@ class Simulated:
         self.shape = self.candidate.shape
         self.even = replace(self.candidate, rank_factors=()) if truth.slow_stage is not None else self.candidate
         self.balanced = truth.healthy if truth.cause == "expert_imbalance" else self.even
+        self._quick: dict[int, Candidate] = {}
         self.timers: dict[int, dict[str, float]] = {}
         """Timers of ranks, once they are worked out."""
 
@@ -121,24 +125,35 @@ class Simulated:
         """Shares of a rank's computing by family, the host's part left out."""
         told = {}
         for rank in range(int(self.shape.pp)):
-            terms = compute_terms(self._hostless, rank)
+            terms, softmax_s = compute_terms(self._hostless, rank), 0.0
+            if not self.candidate.pricing.runtime.flash_attention:
+                fused = compute_terms(self.truth.healthy, rank)
+                softmax_s = max(0.0, terms["memory_bound_s"] - fused["memory_bound_s"])
             gemm = terms["products_s"] + terms["ends_s"] + 0.6 * terms["recompute_s"]
             seconds = {
-                "gemm": gemm, "attention": terms["attention_s"] + 0.15 * terms["recompute_s"],
-                "memory": terms["memory_bound_s"] + 0.25 * terms["recompute_s"] + max(0.0, terms["other_compute_s"]),
+                "gemm": gemm, "attention": terms["attention_s"] + 0.15 * terms["recompute_s"], "softmax": softmax_s,
+                "memory": terms["memory_bound_s"] - softmax_s + 0.25 * terms["recompute_s"]
+                + max(0.0, terms["other_compute_s"]),
             }  # fmt: skip
-            told[rank] = {name: value / sum(seconds.values()) for name, value in seconds.items()}
+            told[rank] = {name: value / sum(seconds.values()) for name, value in seconds.items() if value > 0}
         return told
 
-    @cached_property
+    @property
     def _hostless(self) -> Candidate:
-        efficiency = self.even.pricing.cluster.hardware.efficiency
-        quick = efficiency.model_copy(update={"host_us": 1e-3})
-        return self.even.priced_as(_again(self.even.pricing, {"efficiency": quick}))
+        return self._without_host(self.even)
 
-    def gap_fraction(self, stage: int, kind: str) -> float:
-        """Share of a pass's computing seconds in which the GPU waits for its host."""
-        with_host, without = (_computed_s(c, stage, kind) for c in (self.even, self._hostless))
+    def _without_host(self, candidate: Candidate) -> Candidate:
+        """The candidate with hosts that are never late."""
+        if id(candidate) not in self._quick:
+            efficiency = candidate.pricing.cluster.hardware.efficiency
+            quick = efficiency.model_copy(update={"host_us": 1e-3})
+            self._quick[id(candidate)] = candidate.priced_as(_again(candidate.pricing, {"efficiency": quick}))
+        return self._quick[id(candidate)]
+
+    def gap_fraction(self, stage: int, kind: str, waits: bool) -> float:
+        """Share of a pass's computing seconds in which the GPU waits for its host; `waits` for ranks with less work."""
+        candidate = self.balanced if waits else self.even
+        with_host, without = (_computed_s(c, stage, kind) for c in (candidate, self._without_host(candidate)))
         return max(0.0, 1 - without / with_host) if with_host else 0.0
 
     def step(self, place: Place, number: int) -> Iterator[Piece]:
@@ -175,7 +190,7 @@ class Simulated:
         compute_s = max(0.0, end_s - start_s - shown_s - host_s)
         own_s = self._own_s(place, number, stage, kind, microbatch, compute_s)
         waits_s, phase = compute_s - own_s, f"{'F' if kind == 'F' else 'B'}{microbatch}.{stage}"
-        gap_s = own_s * self.gap_fraction(stage, kind) + host_s
+        gap_s = own_s * self.gap_fraction(stage, kind, waits_s > 0) + host_s
         at_s, shares = start_s, self.families[place.stage]
         for _ in range(CHUNKS):
             for family, share in shares.items():
@@ -190,11 +205,13 @@ class Simulated:
             whole_s = max(exposed_s + hidden_s, 1e-9)
             hidden_s = min(hidden_s, max(0.0, own_s))
             if hidden_s > 1e-6:
-                yield Piece(start_s + 1e-7 * index, hidden_s, "comm", group, "", num_bytes * hidden_s / whole_s, False,
-                            phase)  # fmt: skip
+                begin_s, share = start_s + 1e-7 * index, hidden_s / whole_s
+                yield Piece(begin_s, hidden_s, "comm", group, HIDES[group], num_bytes * share, False, phase)
             late_s = waits_s if self._waits_in(group, exchanges) else 0.0
             if exposed_s + late_s > 1e-7:
-                yield Piece(at_s, exposed_s + late_s, "comm", group, "", num_bytes * exposed_s / whole_s, False, phase)
+                yield Piece(
+                    at_s, exposed_s + late_s, "comm", group, SHOWS[group], num_bytes * exposed_s / whole_s, False, phase
+                )
                 at_s += exposed_s + late_s
 
     def _waits_in(self, group: str, exchanges: dict[str, tuple[float, float]]) -> bool:

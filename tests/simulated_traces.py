@@ -15,7 +15,7 @@ US = 1e6
 NAMES = {
     "gemm": "nvjet_tst_192x192_64x4_1x2_h_bz_coopA_TNT",
     "attention": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
-    "attention, unfused": "scaled_upper_triang_masked_softmax_warp_forward<__nv_bfloat16, __nv_bfloat16, float, 13>",
+    "softmax": "scaled_upper_triang_masked_softmax_warp_forward<__nv_bfloat16, __nv_bfloat16, float, 13>",
     "memory": "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Kernel_traits>",
     "memory, unfused": "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>",
     "elementwise": "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
@@ -31,8 +31,6 @@ KERNELS = {
     "send_recv": ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "recv"),
 }  # fmt: skip
 """(kernel, collective) of exchanges as NCCL and torch name them."""
-COLLECTIVE = {"tp": ("all_gather", "reduce_scatter"), "cp": ("all_gather", "all_gather"),
-              "ep": ("all_to_all", "all_to_all")}  # fmt: skip
 DESCRIPTIONS = {
     "tp": "TENSOR_MODEL_PARALLEL_GROUP", "cp": "CONTEXT_PARALLEL_GROUP", "dp": "DATA_PARALLEL_GROUP_WITH_CP",
     "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP", "model": "MODEL_PARALLEL_GROUP",
@@ -69,18 +67,9 @@ def groups_of(run: Simulated, place: Place) -> dict[str, tuple[str, list[int]]]:
 def kernel_name(truth: Truth, family: str) -> str:
     """The kernel of a family, by the switches that the run really has."""
     runtime = truth.candidate.pricing.runtime
-    if family == "attention" and not runtime.flash_attention:
-        return NAMES["attention, unfused"]
     if family == "memory" and not runtime.fused_norm:
         return NAMES["memory, unfused"]
     return NAMES[family]
-
-
-def _named(run: Simulated, piece: Piece, count: int) -> tuple[str, str]:
-    """The kernel and the collective of an exchange."""
-    ways = COLLECTIVE.get(piece.group, ("all_gather", "reduce_scatter"))
-    kind = piece.collective or ways[count % 2]
-    return KERNELS[kind]
 
 
 def trace_of(run: Simulated, rank: int, noise: Sequence[float], skew_us: float = 0.0) -> MadeTrace:
@@ -113,7 +102,7 @@ DEVICES = {
 def _add_step(trace: MadeTrace, run: Simulated, pieces: Sequence[Piece], at_us: float, scale: float) -> None:
     """Kernels of a step with their launches, each after the one before, and the annotations around them."""
     launch_us, first_us, phase = at_us - 50 + run.truth.stall_s * scale, 0.0, ""
-    for count, piece in enumerate(pieces):
+    for piece in pieces:
         start_us, length_us = at_us + piece.start_s * scale, piece.length_s * scale
         ahead_us = STEP_GAP_S * US if piece.late else LEAD_S * US
         launch_us = max(launch_us + 0.5, start_us - ahead_us)
@@ -123,7 +112,7 @@ def _add_step(trace: MadeTrace, run: Simulated, pieces: Sequence[Piece], at_us: 
         if piece.family == "comm":
             if piece.group not in trace.groups:
                 continue
-            _exchange(trace, run, piece, count, (start_us, length_us, launch_us))
+            _exchange(trace, piece, (start_us, length_us, launch_us))
         else:
             trace.kernel(kernel_name(run.truth, piece.family), start_us, length_us, launch_us)
     _annotate(trace, phase, first_us, launch_us + 0.2)
@@ -135,8 +124,8 @@ def _annotate(trace: MadeTrace, phase: str, begin_us: float, end_us: float) -> N
         trace.add("user_annotation", name, begin_us, end_us - begin_us)
 
 
-def _exchange(trace: MadeTrace, run: Simulated, piece: Piece, count: int, times: tuple[float, float, float]) -> None:
-    kernel, collective = _named(run, piece, count)
+def _exchange(trace: MadeTrace, piece: Piece, times: tuple[float, float, float]) -> None:
+    kernel, collective = KERNELS[piece.collective]
     description, ranks = trace.groups[piece.group]
     num = max(1, int(piece.num_bytes) // 2)
     gathers = collective == "_allgather_base"
