@@ -19,13 +19,20 @@ from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
 
 
-def judged(observation: Observation, plan: Plan, source: str, recorded: Recorded | None = None) -> Observed:
-    """The observation with what was predicted for it, and the verdict by the predicted intervals."""
+def judged(
+    observation: Observation, plan: Plan, source: str, recorded: Recorded | None = None, doubt: str = ""
+) -> Observed:
+    """The observation with what was predicted for it, and the verdict by the predicted intervals.
+
+    A `doubt` whether the prediction is of this run, in words, leaves the verdict open.
+    """
     observation, prediction = _with_mfu(observation, plan), predicted(plan, source)
     plan = plan.model_copy(update={"alternatives": (), "search": None})
     if differing := differences(observation, plan):
-        says = f"no verdict: the log is of another job than {source}: {'; '.join(differing)}"
-        return Observed(observation=observation, prediction=prediction, says=says)
+        doubt = f"the log is of another job than {source}: {'; '.join(differing)}"
+    if doubt:
+        alone = judged_alone(observation, recorded)
+        return alone.model_copy(update={"prediction": prediction, "says": f"no verdict: {doubt}"})
     return _told(Case(observation, recorded, prediction, plan))
 
 
