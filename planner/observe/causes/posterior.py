@@ -56,9 +56,8 @@ class Posterior:
         logs = holds @ np.log(priors / (1 - priors))
         names = tuple(signs)
         none = np.array([1 - KINDS[name].without for name in names])
-        left = np.array([[1 - leaves(form_of(key), name) for name in names] for key in possible]).reshape(
-            -1, len(names)
-        )
+        left = np.array([[1 - leaves(form_of(key), name) for name in names] for key in possible])
+        left = left.reshape(len(possible), len(names))
         shown = 1 - none * np.exp(holds @ np.log(left / none))
         strength = np.array([signs[name].strength for name in names])
         logs = logs + np.log(strength * shown + (1 - strength) * (1 - shown)).sum(axis=1)
