@@ -73,7 +73,14 @@ def slower_than_before(seen: Seen) -> Sign | None:
     name = "" if group == UNKNOWN else f" of the {group} group" if group != _PAIRS else " between pairs of ranks"
     says = f"transfers{name} take {seconds(max(0.0, more_s))} of a step more than in the earlier run"
     strength = min(sure(ratio, SLOWER, _NOISE), sure(more_s / seen.step_s, _MORE_FRACTION, _MORE_FRACTION / 3))
-    return Sign(strength, says, max(0.0, more_s), group if group in GROUPS else "")
+    times = max(1.0, more_s / seen.step_s / _MORE_FRACTION)
+    return Sign(strength, says, max(0.0, more_s), _where(seen, group), times)
+
+
+def _where(seen: Seen, group: str) -> str:
+    """The group; one without a name is that of the only axis with several ranks."""
+    axes = [axis for axis in (*GROUPS, "pp") if (seen.size(axis) or 1) > 1]
+    return group if group in GROUPS else axes[0] if len(axes) == 1 else ""
 
 
 def _groups_of(rank: Rank) -> set[str]:
