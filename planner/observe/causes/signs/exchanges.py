@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from planner.observe.causes.signs.seen import Rank, Seen
-from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.gap.account import Account, Exchanges
 from planner.observe.gap.terms import BUBBLE, PIPELINE, PP_LINK_RATE
 from planner.observe.traces.groups import UNKNOWN
@@ -16,7 +16,7 @@ GROUPS = ("tp", "cp", "ep", "dp")
 SLOWER, _NOISE = 1.25, 0.08
 """Exchanges beside products take up to so much longer, which share the GPU with them; so do prices of links err."""
 _LEAST_FRACTION = 0.01
-_EXPOSED_FRACTION, _MORE_FRACTION = 0.03, 0.06
+_EXPOSED_FRACTION, _MORE, _MORE_ON_HOST = 0.03, 0.05, 0.12
 _PAIRS = "point to point"
 _GRADIENTS = (
     "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
@@ -72,8 +72,9 @@ def slower_than_before(seen: Seen) -> Sign | None:
     more_s, ratio, group = max(told)
     name = "" if group == UNKNOWN else f" of the {group} group" if group != _PAIRS else " between pairs of ranks"
     says = f"transfers{name} take {seconds(max(0.0, more_s))} of a step more than in the earlier run"
-    strength = min(sure(ratio, SLOWER, _NOISE), sure(more_s / seen.step_s, _MORE_FRACTION, _MORE_FRACTION / 3))
-    times = max(1.0, more_s / seen.step_s / _MORE_FRACTION)
+    least = _MORE_ON_HOST if any(rank.on_host for rank in seen.ranks) else _MORE
+    strength = min(sure(ratio, SLOWER, _NOISE), sure(more_s / seen.step_s, least, least / 3))
+    times = max(1.0, more_s / seen.step_s / least)
     return Sign(strength, says, max(0.0, more_s), _where(seen, group), times)
 
 
@@ -142,7 +143,7 @@ def late_changes(seen: Seen) -> Sign | None:
         return None
     least_s = min(found_s - due_s for found_s, due_s in known)
     says = f"each rank waits {seconds(max(0.0, least_s))} more of a step in exchanges of experts: the late one changes"
-    return Sign(sure(least_s / seen.step_s, _EXPOSED_FRACTION, 0.01), says, max(0.0, least_s), "ep")
+    return large(least_s / seen.step_s, _EXPOSED_FRACTION, 0.01, says, max(0.0, least_s), "ep")
 
 
 def longer_bubble(seen: Seen) -> Sign | None:
