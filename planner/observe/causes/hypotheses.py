@@ -124,8 +124,8 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
         Hypothesis(
             "expert_imbalance", "experts get uneven numbers of tokens", "routers balance late in training, never fully",
             (
-                Form(0.04, {"late_changes": 0.9, "slow_ep": 0.5, "exposed_ep": 0.5, "passes_longer": 0.4, "slower": SLOWER,
-                            "ranks_apart": 0.3, "above_plan": 0.3, "uneven": 0.2}, "ep"),
+                Form(0.04, {"late_changes": 0.9, "slow_ep": 0.5, "exposed_ep": 0.5, "passes_longer": 0.4,
+                            "slower": SLOWER, "ranks_apart": 0.3, "above_plan": 0.3, "uneven": 0.2}, "ep"),
                 Form(0.02, {"computes_longer": 0.8, "experts_differ": 0.9, "exposed_ep": 0.3, "passes_longer": 0.4,
                             "ranks_apart": 0.7, "slower": SLOWER, "above_plan": 0.3}, "ep"),
             ),
