@@ -104,7 +104,8 @@ KINDS: Mapping[str, Kind] = {
         Kind("small_slower", "memory-bound kernels slower than the rest", kernels.small_slower, 0.04, TRACE),
         Kind("many_small", "memory-bound kernels take most of computing", kernels.many_small, 0.05, TRACE),
         Kind("grows", "memory grows with the steps", memory.grows, 0.02, MEMORY_LOG),
-        Kind("reserved", "far more reserved than allocated", memory.reserved, 0.02, MEMORY_LOG),
+        # 5 of 24 public logs keep a third more than they allocate (docs/OBSERVE.md), and work
+        Kind("reserved", "far more reserved than allocated", memory.reserved, 0.05, MEMORY_LOG),
         Kind("retried", "the allocator had to try again", memory.retried, 0.02, MEMORY_LOG),
         Kind("refused", "an allocation failed although enough was free", memory.refused, 0.01, SNAPSHOT),
         Kind("above_plan", "more memory than planned", memory.above_plan, 0.05, PLAN, is_own=False),
