@@ -98,7 +98,7 @@ def slowest(ranks: Sequence[RankPasses]) -> tuple[float, float]:
 
 
 def _placed(seen: Sequence[RankPasses], grid: Grid | None) -> dict[Place, tuple[RankPasses, ...]]:
-    """The ranks of each pipeline's stages; where the grid is not known, all in one pipeline if it has several stages."""
+    """The ranks of each pipeline's stages; without a grid, all are in one pipeline if it has several stages."""
     numbers = [one.rank for one in seen if one.rank is not None]
     keys = [0] * len(seen) if any(one.stage for one in seen) else list(range(len(seen)))
     if grid and len(numbers) == len(seen):
