@@ -125,6 +125,8 @@ class RankPasses(Spec):
     rank: int | None
     stage: int | None
     """The pipeline stage; None where neither the layout nor the trace says it."""
+    pipeline: int | None = None
+    """The rank of the first stage that it works with."""
     forward_s: float | None
     backward_s: float | None
     holds_exchanges: bool = False
