@@ -73,6 +73,8 @@ class TraceStep(Spec):
     """Idle, with the next kernel launched: it waited for another stream, a copy or another rank."""
     idle_s: float
     """Idle, and nothing in the trace tells why."""
+    first_idle_s: float = 0.0
+    """The part of the idle time before anything runs in the step."""
     families: tuple[FamilyTime, ...]
     groups: tuple[GroupTime, ...]
     phases: tuple[PhaseTime, ...] = ()
