@@ -134,7 +134,7 @@ class RankPasses(Spec):
     stage: int | None
     """The pipeline stage; None where neither the layout nor the trace says it."""
     pipeline: int | None = None
-    """The rank of the first stage that it works with."""
+    """The number of its pipeline, one for all ranks that wait for each other in its passes and between them."""
     forward_s: float | None
     backward_s: float | None
     holds_exchanges: bool = False
@@ -143,6 +143,8 @@ class RankPasses(Spec):
     """Exposed seconds of such exchanges in a micro-batch, waits among them, where the passes do not hold them."""
     num_microbatches: int | None = None
     """Micro-batches of a step, as far as the files show them."""
+    microbatch_sizes: tuple[float, ...] = ()
+    """Seconds of each micro-batch of one step over their mean; empty where they are alike, or of several steps."""
     source: str
     """The timer or the annotations that say so."""
 

@@ -30,7 +30,7 @@ def run(slow: dict[int, float], step_s: float, **more: Any) -> Case:
     """A run of two pipelines of four ranks, without a plan; `slow` has factors of ranks."""
     passes = tuple(
         RankPasses(
-            rank=rank, stage=rank // DP, forward_s=FORWARD_S * slow.get(rank, 1.0),
+            rank=rank, stage=rank // DP, pipeline=rank % DP, forward_s=FORWARD_S * slow.get(rank, 1.0),
             backward_s=BACKWARD_S * slow.get(rank, 1.0), source="made",
         )
         for rank in range(PP * DP)
@@ -58,8 +58,9 @@ def run_of_plan(slow: dict[int, float], stages: tuple[int, ...] = (0, 1, 2, 3), 
     planned = [planned_pass_s(candidate, stage, True) for stage in range(PP)]
     passes = tuple(
         RankPasses(
-            rank=rank, stage=rank // DP, forward_s=planned[rank // DP][0] * factor * slow.get(rank, 1.0),
-            backward_s=planned[rank // DP][1] * factor * slow.get(rank, 1.0), holds_exchanges=True, source="made",
+            rank=rank, stage=rank // DP, pipeline=rank % DP, holds_exchanges=True, source="made",
+            forward_s=planned[rank // DP][0] * factor * slow.get(rank, 1.0),
+            backward_s=planned[rank // DP][1] * factor * slow.get(rank, 1.0),
         )
         for rank in range(PP * DP) if rank // DP in stages
     )  # fmt: skip
@@ -165,7 +166,9 @@ def test_ranks_that_wait_for_each_other_inside_of_passes_are_one() -> None:
         for one in seen.observation.passes
     ]
     run_stated = {"parallelism": {"tp": 2, "cp": 1, "pp": 2, "micro_batch_size": 1}}
-    staged = [one.model_copy(update={"stage": (one.rank or 0) // 4}) for one in passes]
+    staged = [
+        one.model_copy(update={"stage": (one.rank or 0) // 4, "pipeline": (one.rank or 0) % 4 // 2}) for one in passes
+    ]
     facts = seen.observation.facts.model_copy(update={"run": run_stated})
     update = {"passes": tuple(staged), "facts": facts, "step_s": 9 * 0.3 + 8 * 0.03}
     (first, *_) = what_ifs(Case(seen.observation.model_copy(update=update)))

@@ -46,17 +46,22 @@ class Pipelines:
     """Seconds of a step outside of its pipelines."""
     notes: tuple[str, ...] = ()
 
-    def ends_s(self, rows: FloatArray) -> FloatArray:
-        """Seconds of pipelines whose stages take `rows`, of shape (pipelines, stages, 2)."""
-        chunks = rows[:, list(self.order.stage_to_rank[: len(self.shares)])] * self.shares
-        return makespans_s(self.order, [self._durations(chunk) for chunk in chunks])
+    def ends_s(self, rows: FloatArray, sizes: Sequence[Sequence[float]] = ()) -> FloatArray:
+        """Seconds of pipelines whose stages take `rows`, of shape (pipelines, stages, 2).
 
-    def _durations(self, chunks: FloatArray) -> Durations:
+        `sizes` are those of each one's micro-batches, empty where they are alike.
+        """
+        chunks = rows[:, list(self.order.stage_to_rank[: len(self.shares)])] * self.shares
+        each = sizes or [()] * len(rows)
+        return makespans_s(self.order, [self._durations(*pair) for pair in zip(chunks, each, strict=True)])
+
+    def _durations(self, chunks: FloatArray, sizes: Sequence[float]) -> Durations:
         weight_s = chunks[:, BACKWARD] * self.weight_fraction
         hops: float | list[float] = self.transfers_s.tolist() if len(self.transfers_s) else 0.0
         return Durations(
             chunks[:, FORWARD].tolist(), (chunks[:, BACKWARD] - weight_s).tolist(), weight_s.tolist(), hops,
             blocking_p2p=self.blocking,
+            microbatch_sizes=sizes if len(sizes) == self.order.num_microbatches else None,
         )  # fmt: skip
 
     def with_transfers(self, seconds: FloatArray) -> Pipelines:

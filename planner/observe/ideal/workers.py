@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import numpy as np
 
@@ -37,6 +36,8 @@ class Workers:
     """The plan's seconds of what the passes hold; shape (stages, 2)."""
     planned_exchanges_s: FloatArray | None
     holds_exchanges: bool
+    sizes: tuple[tuple[float, ...], ...]
+    """Relative sizes of each pipeline's micro-batches; empty where they are alike."""
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -45,7 +46,7 @@ class Workers:
         seen = [one for one in passes if one.stage is not None and one.forward_s is not None and one.backward_s]
         if not seen:
             return None
-        ranks = _placed(seen, grid)
+        ranks = _placed(seen)
         num_stages = grid.pp if grid else 1 + max(stage for _, stage in ranks)
         holds = all(one.holds_exchanges for one in seen)
         planned = exchanges = None
@@ -57,9 +58,9 @@ class Workers:
         passes_s = np.full((num_pipelines, num_stages, 2), np.nan)
         exchanges_s = np.full((num_pipelines, num_stages), np.nan)
         for place, own in ranks.items():
-            passes_s[place] = slowest(own)
+            passes_s[place] = np.max([seconds_of(one) for one in own], axis=0)
             exchanges_s[place] = min(one.exchanges_s or 0.0 for one in own)
-        found = cls(passes_s, exchanges_s, ranks, planned, exchanges, holds)
+        found = cls(passes_s, exchanges_s, ranks, planned, exchanges, holds, _sizes(ranks, num_pipelines))
         return found._filled()
 
     def _filled(self) -> Workers:
@@ -92,17 +93,16 @@ class Workers:
         return middle_of(seen)
 
 
-def slowest(ranks: Sequence[RankPasses]) -> tuple[float, float]:
-    """Seconds of a forward and a backward that several ranks make together."""
-    return max(one.forward_s or 0.0 for one in ranks), max(one.backward_s or 0.0 for one in ranks)
+def seconds_of(one: RankPasses) -> FloatArray:
+    """Seconds of a rank's forward and backward."""
+    return np.array([one.forward_s or 0.0, one.backward_s or 0.0])
 
 
-def _placed(seen: Sequence[RankPasses], grid: Grid | None) -> dict[Place, tuple[RankPasses, ...]]:
-    """The ranks of each pipeline's stages; without a grid, all are in one pipeline if it has several stages."""
-    numbers = [one.rank for one in seen if one.rank is not None]
-    keys = [0] * len(seen) if any(one.stage for one in seen) else list(range(len(seen)))
-    if grid and len(numbers) == len(seen):
-        keys = [grid.pipeline(rank) // (grid.tp * grid.cp) for rank in numbers]
+def _placed(seen: Sequence[RankPasses]) -> dict[Place, tuple[RankPasses, ...]]:
+    """The ranks of each pipeline's stages; if nobody knows those, all are in one of several stages."""
+    keys = [one.pipeline for one in seen if one.pipeline is not None]
+    if len(keys) < len(seen):
+        keys = [0] * len(seen) if any(one.stage for one in seen) else list(range(len(seen)))
     places = {key: place for place, key in enumerate(sorted(set(keys)))}
     ranks: dict[Place, tuple[RankPasses, ...]] = {}
     for key, one in zip(keys, seen, strict=True):
@@ -111,14 +111,20 @@ def _placed(seen: Sequence[RankPasses], grid: Grid | None) -> dict[Place, tuple[
     return ranks
 
 
+def _sizes(ranks: dict[Place, tuple[RankPasses, ...]], num_pipelines: int) -> tuple[tuple[float, ...], ...]:
+    """The mean of what each pipeline's ranks show, of those that show any."""
+    sizes = []
+    for pipeline in range(num_pipelines):
+        own = [one.microbatch_sizes for (p, _), held in ranks.items() if p == pipeline for one in held]
+        shown = [one for one in own if one]
+        alike = len({len(one) for one in shown}) == 1
+        sizes.append(tuple(np.mean(shown, axis=0).tolist()) if alike else ())
+    return tuple(sizes)
+
+
 def middle_of(values: FloatArray) -> FloatArray:
     """Medians over the first axis, nan where nothing is known; of two the less: one of them may be slow."""
     known = ~np.isnan(values).all(axis=0)
     middle = np.full(values.shape[1:], np.nan)
     middle[known] = np.nanquantile(values[:, known], 0.5, axis=0, method="lower")
     return middle
-
-
-def median_of_others(ranks: Sequence[RankPasses]) -> tuple[float, float]:
-    """The middle forward and backward of some ranks."""
-    return median(one.forward_s or 0.0 for one in ranks), median(one.backward_s or 0.0 for one in ranks)

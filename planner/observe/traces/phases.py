@@ -65,7 +65,7 @@ class Phases:
         marks = {phase: _outermost(trace.marks, trace, pattern) for phase, pattern in _PATTERNS}
         ranges = {phase: _range_of(events, at_ns) for phase, events in marks.items()}
         if (ranges["forward"] >= 0).any() and (ranges["backward"] >= 0).any():
-            source, forward = "annotations", ranges["forward"] >= 0
+            source, forward = "operators" if trace.is_timeline else "annotations", ranges["forward"] >= 0
         else:
             marks["backward"] = _outermost(trace.operators, trace, AUTOGRAD)
             ranges["backward"] = _range_of(marks["backward"], at_ns)
@@ -90,7 +90,7 @@ class Phases:
             mine, others = mask & computing, ~mask & computing
             spans = intersect(union(gpu.start_ns[mine], gpu.end_ns[mine]), inside)
             if length_ns(spans):
-                said = self.source == "annotations" or phase == "optimizer"
+                said = self.source != "autograd" or phase == "optimizer"
                 parts = _by_range(mine, self.ranges[phase]) if said else []
                 lengths = self._lengths_ns(parts)
                 taken = subtract(merge(exchanging, union(gpu.start_ns[others], gpu.end_ns[others])), spans)

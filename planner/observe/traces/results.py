@@ -51,7 +51,7 @@ class PhaseTime(Spec):
     """Length of the ranges without exposed exchanges and without what other phases compute in them: computing and what
     the rank itself leaves between; on a GPU a range is from its first kernel to its last. None without ranges."""
     source: str
-    """The evidence for the phase: `annotations` or `autograd`."""
+    """The evidence for the phase: `annotations`, `autograd`, or `operators` of a timeline, with all that is in them."""
 
 
 class TraceStep(Spec):

@@ -21,7 +21,7 @@ def ideal_sections(observed: Observed) -> Iterator[RenderableType]:
         return
     parts: list[RenderableType] = [Text(_says(replayed))]
     if changes:
-        table = headed(("if this were as its peers", "the step", "less", ""), "l", "r", "r", None)
+        table = headed(("made as its peers", "the step", "less", ""), "l", "r", "r", None)
         for one in changes[:_MOST]:
             share = one.recoverable_s / replayed.step_s
             table.add_row(one.name, seconds(one.step_s, replayed.step_s), percent(share), Bar(share, _WIDEST_BAR))
