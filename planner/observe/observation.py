@@ -262,8 +262,8 @@ class Replayed(Spec):
     step_s: float
     measured_s: float
     """The step that the same files show: of a profiled run, the profiled one."""
-    even_s: float
-    """The step if every rank, stage and operation were as its peers."""
+    even_s: float | None
+    """The step if every rank, stage and operation were as its peers; None where none has any."""
     notes: tuple[str, ...] = ()
     """Sentences on what was taken from elsewhere, and on how much the replay leaves open."""
 

@@ -53,15 +53,15 @@ def planned_pass_s(candidate: Candidate, stage: int, holds_exchanges: bool) -> t
     return forward_s - float(exchanges[0]), backward_s - float(exchanges[1])
 
 
-def passes_by_step(case: Case) -> tuple[tuple[RankPasses, ...], ...]:
-    """The passes of each step that all traces show, of up to `MOST_STEPS`; without traces, those of any step."""
+def passes_by_step(case: Case, most: int = MOST_STEPS) -> tuple[tuple[RankPasses, ...], ...]:
+    """The passes of each step that all traces show, of `most` if there are more; without traces, those of any step."""
     traces, grid = case.recorded.traces if case.recorded else None, grid_of(case)
     reports = [report for report in traces.ranks if any(step.phases for step in report.steps)] if traces else []
     of_steps = [{step.number: step for step in report.steps if not step.warm_up} for report in reports]
     shared = set.intersection(*(set(steps) for steps in of_steps)) if of_steps else set()
     numbers = sorted(number for number in shared if number is not None)
     found = []
-    for number in numbers[:: -(-len(numbers) // MOST_STEPS)] if numbers else ():
+    for number in numbers[:: -(-len(numbers) // most)] if numbers else ():
         each = [_of_trace(report, [steps[number]], grid) for report, steps in zip(reports, of_steps, strict=True)]
         found.append(tuple(one for one in each if one is not None))
     return tuple(one for one in found if one) or (passes_of(case),)

@@ -16,7 +16,7 @@ from planner.observe.ideal.passes import INSIDE
 from planner.observe.ideal.workers import BACKWARD, FORWARD
 from planner.observe.traces.families import OPTIMIZER
 from planner.observe.traces.recorded import steady
-from planner.observe.traces.results import RankReport
+from planner.observe.traces.results import RankReport, TraceStep
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, violation
 from planner.schedule.replay import Durations, makespans_s
@@ -142,9 +142,9 @@ def _behind_s(case: Case) -> tuple[float, tuple[str, ...]]:
 
 
 def _behind_in_traces_s(reports: Sequence[RankReport]) -> float:
-    """Exchanges outside of passes on the rank that waits least in them, and the optimizer."""
+    """Exchanges outside of passes on the rank that waits least in them, the optimizer, and the least of host gaps."""
     exchanged: dict[str, list[float]] = {}
-    optimizer = []
+    optimizer, gaps = [], []
     for report in reports:
         steps = steady([report])
         named = {group.group for step in steps for group in step.groups} - {*INSIDE, *BETWEEN}
@@ -154,7 +154,15 @@ def _behind_in_traces_s(reports: Sequence[RankReport]) -> float:
         optimizer += [
             sum(phase.own_s or phase.seconds for phase in step.phases if phase.phase == OPTIMIZER) for step in steps
         ]
-    return sum(min(seconds) for seconds in exchanged.values()) + (median(optimizer) if optimizer else 0.0)
+        gaps.append(median(_gaps_outside_s(step) for step in steps) if steps else 0.0)
+    least_s = sum(min(seconds) for seconds in exchanged.values()) + min(gaps)
+    return least_s + (median(optimizer) if optimizer else 0.0)
+
+
+def _gaps_outside_s(step: TraceStep) -> float:
+    """Host gaps that are not inside of phases, where the phases' own seconds hold them."""
+    inside_s = sum(phase.own_s - phase.seconds for phase in step.phases if phase.own_s is not None)
+    return max(0.0, step.host_gaps_s - inside_s)
 
 
 def _reports(case: Case) -> Sequence[RankReport]:

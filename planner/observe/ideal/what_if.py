@@ -2,8 +2,8 @@
 
 Every pipeline is replayed with its own ranks' seconds, and the step ends when the slowest has ended; of traces every
 step by itself. As it should be is
-a rank what the others of its stage are, and a stage what the plan says of its layers times what other stages take of
-theirs: stages that hold other layers are never held against each other.
+a rank what the others of its stage are, and a stage what the plan, or the earlier run, says of its layers times what
+other stages take of theirs: stages that hold other layers are never held against each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from planner.observe.case import Case
 from planner.observe.ideal.grid import grid_of
-from planner.observe.ideal.passes import passes_by_step
+from planner.observe.ideal.passes import MOST_STEPS, passes_by_step
 from planner.observe.ideal.pipeline import Pipelines, pipelines_of
 from planner.observe.ideal.workers import BACKWARD, FORWARD, Workers, middle_of, seconds_of
 from planner.observe.observation import RankPasses, Replayed, WhatIf
@@ -26,9 +26,9 @@ from planner.observe.traces.recorded import steady
 from planner.shape import FloatArray
 
 LEAST_FRACTION = 0.005
-"""A change that wins less of a step is not told."""
-TOLD_FRACTION, USELESS_FRACTION = 0.05, 0.25
-"""A replay that misses the step by more is said to do so; by more than the second, nothing is made of it."""
+"""A change that wins less of a step is not told, nor one that wins less than the replay misses of the step."""
+TOLD_FRACTION = 0.05
+"""A replay that misses the step by more is said to do so."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,18 @@ class Ideal:
         """
         workers = self.workers
         middle_s = workers.seen_s
-        if workers.planned_s is not None:
-            middle_s = workers.planned_s * middle_of(middle_s / workers.planned_s)
+        if workers.reference is not None:
+            should_s = workers.reference.passes_s
+            middle_s = should_s * middle_of(middle_s / should_s)
         return np.fmin(workers.passes_s, middle_s)
 
     @cached_property
     def even_exchanges_s(self) -> FloatArray:
         """Exchanges inside of passes as the plan has them, where they are known apart."""
-        planned_s = self.workers.planned_exchanges_s
-        if planned_s is None or self.workers.holds_exchanges:
+        should = self.workers.reference
+        if should is None or self.workers.holds_exchanges:
             return self.workers.exchanges_s
-        return np.minimum(self.workers.exchanges_s, planned_s)
+        return np.minimum(self.workers.exchanges_s, should.exchanges_s)
 
     @cached_property
     def all_even_s(self) -> float:
@@ -96,7 +97,7 @@ def what_ifs(case: Case) -> tuple[WhatIf, ...]:
 
 def idealised(case: Case) -> tuple[Replayed | None, tuple[WhatIf, ...]]:
     """The step replayed as it was seen, and with one thing idealised; nothing where the files do not say enough."""
-    steps, measured_s = _steps_of(case), _measured_s(case)
+    steps, measured_s = steps_of(case), _measured_s(case)
     if not steps or not measured_s:
         return None, ()
     step_s, even_s = (median(getattr(one, name) for one in steps) for name in ("step_s", "all_even_s"))
@@ -105,19 +106,20 @@ def idealised(case: Case) -> tuple[Replayed | None, tuple[WhatIf, ...]]:
     if abs(off) > TOLD_FRACTION:
         less = "less" if off < 0 else "more"
         notes.append(f"the replay gives {abs(off):.0%} {less} than was measured: what it misses is not in the passes")
-    useless = abs(off) > USELESS_FRACTION
-    if useless:
-        notes.append("that is too far off to say what one thing alone would win")
-    told = Replayed(step_s=step_s, measured_s=measured_s, even_s=even_s, notes=tuple(notes))
-    return told, () if useless else _ranked(steps, step_s)
+        notes.append("changes that would win less than it misses are not told")
+    known = steps[0].workers.has_peers
+    if not known:
+        notes.append("no rank has a peer: the plan, or a trace of another rank of its stage, would say what is slow")
+    told = Replayed(step_s=step_s, measured_s=measured_s, even_s=even_s if known else None, notes=tuple(notes))
+    return told, _ranked(steps, step_s, max(LEAST_FRACTION, abs(off)))
 
 
-def _steps_of(case: Case) -> list[Ideal]:
-    """The replay of each step that was seen; none where the files do not say enough."""
+def steps_of(case: Case, most: int = MOST_STEPS) -> list[Ideal]:
+    """The replay of each step that was seen, of `most` if there are more; none where the files do not say enough."""
     grid, found = grid_of(case), []
     pipelines = None
-    for passes in passes_by_step(case):
-        workers = Workers.of(passes, grid, case.candidate)
+    for passes in passes_by_step(case, most):
+        workers = Workers.of(passes, grid, case)
         if workers is not None and pipelines is None:
             counts = [one.num_microbatches for one in passes if one.num_microbatches]
             num_microbatches = round(median(counts)) if counts else None
@@ -135,7 +137,7 @@ def _measured_s(case: Case) -> float | None:
     return float(np.median(walls)) if walls else case.observation.step_s
 
 
-def _ranked(steps: Sequence[Ideal], step_s: float) -> tuple[WhatIf, ...]:
+def _ranked(steps: Sequence[Ideal], step_s: float, least_fraction: float) -> tuple[WhatIf, ...]:
     """Changes with what they win of a step, on average; of equal wins ranks come first."""
     won: dict[tuple[str, str], float] = defaultdict(float)
     loads = _loads(steps)
@@ -146,7 +148,7 @@ def _ranked(steps: Sequence[Ideal], step_s: float) -> tuple[WhatIf, ...]:
     return tuple(
         WhatIf.model_validate({"kind": kind, "name": name, "step_s": step_s - win_s, "recoverable_s": win_s})
         for (kind, name), win_s in found
-        if win_s > LEAST_FRACTION * step_s
+        if win_s > least_fraction * step_s
     )
 
 
@@ -187,22 +189,22 @@ def _operations(ideal: Ideal, load: FloatArray) -> Iterator[Change]:
 
 
 def _stages(ideal: Ideal) -> Iterator[Change]:
-    """Each stage that was seen, as the plan has it × what the other stages take of theirs.
+    """Each stage that was seen, as the plan or the earlier run has it × what the other stages take of theirs.
 
-    Without a plan nobody knows what a stage holds; then all stages as long as the middle of them.
+    Without either nobody knows what a stage holds; then all stages as long as the middle of them.
     """
     workers = ideal.workers
-    seen_s, planned_s = workers.seen_s, workers.planned_s
+    seen_s, should = workers.seen_s, workers.reference
     known = np.flatnonzero(~np.isnan(seen_s).any(axis=1))
-    if planned_s is None and 1 < len(known) == len(seen_s):
+    if should is None and 1 < len(known) == len(seen_s):
         yield "stage", "stages of equal length", ideal.of(workers.passes_s * (seen_s.mean(axis=0) / seen_s))
-    if planned_s is None or len(known) < 2:
+    if should is None or len(known) < 2:
         return
     for stage in known.tolist():
         others = known[known != stage]
-        ratio = np.median(seen_s[others] / planned_s[others], axis=0)
+        ratio = np.median(seen_s[others] / should.passes_s[others], axis=0)
         passes_s = workers.passes_s.copy()
-        passes_s[:, stage] = np.minimum(passes_s[:, stage], planned_s[stage] * ratio)
+        passes_s[:, stage] = np.minimum(passes_s[:, stage], should.passes_s[stage] * ratio)
         yield "stage", f"stage {stage}", ideal.of(passes_s)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.layout.candidate import Candidate
+from planner.observe.case import Case
 from planner.observe.ideal.grid import Grid
-from planner.observe.ideal.passes import planned_pass_s
+from planner.observe.ideal.reference import Reference, reference_of
 from planner.observe.observation import RankPasses
 from planner.shape import FloatArray
 
@@ -32,16 +32,15 @@ class Workers:
     """Exchanges inside of passes, beside that; shape (pipelines, stages)."""
     ranks: dict[Place, tuple[RankPasses, ...]]
     """The ranks that were seen."""
-    planned_s: FloatArray | None
-    """The plan's seconds of what the passes hold; shape (stages, 2)."""
-    planned_exchanges_s: FloatArray | None
+    reference: Reference | None
+    """Seconds that stages should take, by the plan or the earlier run."""
     holds_exchanges: bool
     sizes: tuple[tuple[float, ...], ...]
     """Relative sizes of each pipeline's micro-batches; empty where they are alike."""
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, passes: Sequence[RankPasses], grid: Grid | None, candidate: Candidate | None) -> Workers | None:
+    def of(cls, passes: Sequence[RankPasses], grid: Grid | None, case: Case) -> Workers | None:
         """The seconds of all stages of the pipelines that were seen; None where nobody knows the ranks' stages."""
         seen = [one for one in passes if one.stage is not None and one.forward_s is not None and one.backward_s]
         if not seen:
@@ -49,18 +48,15 @@ class Workers:
         ranks = _placed(seen)
         num_stages = grid.pp if grid else 1 + max(stage for _, stage in ranks)
         holds = all(one.holds_exchanges for one in seen)
-        planned = exchanges = None
-        if candidate is not None:
-            planned = np.array([planned_pass_s(candidate, stage, holds) for stage in range(num_stages)])
-            full = np.array([planned_pass_s(candidate, stage, True) for stage in range(num_stages)])
-            exchanges = (full - planned).sum(axis=1)
         num_pipelines = 1 + max(pipeline for pipeline, _ in ranks)
         passes_s = np.full((num_pipelines, num_stages, 2), np.nan)
         exchanges_s = np.full((num_pipelines, num_stages), np.nan)
         for place, own in ranks.items():
             passes_s[place] = np.max([seconds_of(one) for one in own], axis=0)
             exchanges_s[place] = min(one.exchanges_s or 0.0 for one in own)
-        found = cls(passes_s, exchanges_s, ranks, planned, exchanges, holds, _sizes(ranks, num_pipelines))
+        found = cls(
+            passes_s, exchanges_s, ranks, reference_of(case, num_stages, holds), holds, _sizes(ranks, num_pipelines)
+        )
         return found._filled()
 
     def _filled(self) -> Workers:
@@ -68,10 +64,10 @@ class Workers:
         middle, notes = self.seen_s, []
         unseen = np.isnan(middle).any(axis=1)
         missing = ", ".join(str(stage) for stage in np.flatnonzero(unseen))
-        if unseen.any() and self.planned_s is not None:
-            ratio = np.nanmedian(middle / self.planned_s, axis=0)
-            middle = np.where(np.isnan(middle), self.planned_s * ratio, middle)
-            notes.append(f"no file shows stage {missing}: the plan's seconds of it × what the others take of theirs")
+        if unseen.any() and self.reference is not None:
+            should_s, source = self.reference.passes_s, self.reference.source
+            middle = np.where(np.isnan(middle), should_s * np.nanmedian(middle / should_s, axis=0), middle)
+            notes.append(f"no file shows stage {missing}: {source} seconds of it × what the others take of theirs")
         elif unseen.any():
             middle = np.where(np.isnan(middle), np.nanmedian(middle, axis=0), middle)
             notes.append(f"no file shows stage {missing}: taken to be as the others")
@@ -83,6 +79,12 @@ class Workers:
             exchanges_s=np.where(np.isnan(self.exchanges_s), exchanged, self.exchanges_s),
             notes=tuple(notes),
         )
+
+    @property
+    def has_peers(self) -> bool:
+        """True where something says how long the passes of any rank should be."""
+        stages = [stage for (_, stage), own in self.ranks.items() for _ in own[: 1 if self.holds_exchanges else None]]
+        return self.reference is not None or len(stages) > len(set(stages))
 
     @property
     def seen_s(self) -> FloatArray:
