@@ -31,8 +31,8 @@ TERMS = {
         for group, words in GROUPS.items()
         for kind, what in {
             LINK_RATE: "transfers",
-            SKEW: "waits for late ranks",
-            EXCHANGES: "transfers and waits",
+            SKEW: "late ranks",
+            EXCHANGES: "exchanges",
             OVERLAP: "overlap",
         }.items()
     },

@@ -50,6 +50,8 @@ class Traced:
     report: RankReport
     stage: int | None
     steps: tuple[TraceStep, ...]
+    usual_compute_s: float
+    """Median seconds of computing in its steps."""
 
     @property
     def wall_s(self) -> float:
@@ -98,7 +100,7 @@ def traced_ranks(reports: Iterable[RankReport], stage_of: Callable[[int], int] |
             stage = stage_of(report.rank)
         steps = tuple(step for step in steady if step.wall_s <= limit_s)
         if steps:
-            found.append(Traced(report, stage, steps))
+            found.append(Traced(report, stage, steps, float(np.median([step.compute_s for step in steady]))))
     return found
 
 
@@ -110,7 +112,7 @@ def typical(ranks: Sequence[Traced]) -> Traced:
     by_stage: dict[int | None, list[Traced]] = defaultdict(list)
     for rank in ranks:
         by_stage[rank.stage].append(rank)
-    middle = [sorted(own, key=lambda rank: rank.compute_s)[(len(own) - 1) // 2] for own in by_stage.values()]
+    middle = [sorted(own, key=lambda rank: rank.usual_compute_s)[(len(own) - 1) // 2] for own in by_stage.values()]
     return max(middle, key=lambda rank: rank.passes_s)
 
 

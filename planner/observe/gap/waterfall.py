@@ -72,7 +72,7 @@ def _rest(case: Case, terms: Sequence[Term]) -> str:
         like_s = max(ours, theirs)
         steps = f"{seconds(ours, like_s)} a step, {seconds(theirs, like_s)} predicted by {case.prediction.source}"
         return f"{steps}; no file tells more than the step apart"
-    return "the rest: no timer or trace has it, or the prediction has it elsewhere"
+    return "no timer or trace has it, or the prediction has it elsewhere"
 
 
 def _of_timers(case: Case, step_s: float) -> list[Term]:
