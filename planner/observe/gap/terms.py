@@ -18,7 +18,7 @@ PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER = (
     "compute_other",
 )
 BUBBLE, PP_LINK_RATE, PIPELINE = "bubble", "pp_link_rate", "pipeline_waits"
-HOST_GAPS, COPIES, WAITS, PROFILER = "host_gaps", "copies", "waits", "profiler"
+HOST_GAPS, DATA, COPIES, WAITS, PROFILER = "host_gaps", "data_loading", "copies", "waits", "profiler"
 
 TERMS = {
     PASSES: "passes, with exchanges and bubble",
@@ -43,6 +43,7 @@ TERMS = {
     GRADIENTS: "gradients and parameters",
     OPTIMIZER: "optimizer",
     HOST_GAPS: "GPU waits for the host",
+    DATA: "waits for data",
     COPIES: "copies",
     WAITS: "launched work that waits",
     PROFILER: "the profiler",

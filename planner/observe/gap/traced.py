@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from planner.observe.gap.account import Account, Exchanges
 from planner.observe.gap.terms import (
     ATTENTION,
     COPIES,
+    DATA,
     EXCHANGES,
     HOST_GAPS,
     MEMORY_BOUND,
@@ -23,6 +25,7 @@ from planner.observe.gap.terms import (
 )
 from planner.observe.traces.families import OTHER as OTHER_FAMILY
 from planner.observe.traces.results import CollectiveTime, RankReport, TraceStep
+from planner.report.format import seconds
 
 KINDS = {
     "gemm": PRODUCTS,
@@ -39,6 +42,8 @@ INSIDE = ("tp", "cp", "ep")
 """Groups of a plan whose exchanges are inside passes."""
 _OTHERS = ("embedding", "model", "world")
 """Groups that a plan has at the end of a step, or not at all."""
+_DATA = re.compile(r"data_?load|batch.generator|(get|next)_batch", re.IGNORECASE)
+"""Annotations of waiting for a batch: those of torch's loader and of Megatron-LM's timers."""
 SLOW = 1.05
 """A traced step longer than the median of its rank's by this factor is left out, as a log's slow steps are."""
 
@@ -128,8 +133,10 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
     _move_optimizer(rank, kernels)
     # what no family has: kernels that end and begin in one nanosecond
     kernels[OTHER] += rank.compute_s - sum(kernels.values())
+    data_s = rank.mean(_data_s)
     parts = kernels | {
-        HOST_GAPS: rank.mean(lambda step: step.host_gaps_s),
+        HOST_GAPS: rank.mean(lambda step: step.host_gaps_s) - data_s,
+        DATA: data_s,
         COPIES: rank.mean(lambda step: step.copies_s),
         WAITS: rank.mean(lambda step: step.dependencies_s + step.idle_s),
     }
@@ -139,6 +146,11 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
         parts[part] = one.busy_s - one.hidden_s
     number = "" if rank.report.rank is None else f" of rank {rank.report.rank}"
     return Account(f"in the trace{number}", parts, exchanges, _details(rank, families))
+
+
+def _data_s(step: TraceStep) -> float:
+    """Seconds of host gaps in which the host waits for a batch; annotations of it stand inside each other."""
+    return max((value for name, value in step.waits if _DATA.search(name)), default=0.0)
 
 
 def _move_optimizer(rank: Traced, kernels: dict[str, float]) -> None:
@@ -204,7 +216,10 @@ def _details(rank: Traced, families: Mapping[str, float]) -> dict[str, str]:
     details = {}
     if names and families.get(OTHER_FAMILY):
         details[OTHER] = f"the largest is {next(iter(names))}"
-    if waits:
-        name = max(waits, key=lambda one: waits[one])
-        details[HOST_GAPS] = f"in {waits[name] / max(1e-12, rank.mean(lambda s: s.host_gaps_s)):.0%} of them {name}"
+    for part, of_data in ((HOST_GAPS, False), (DATA, True)):
+        longest = max(
+            ((value, name) for name, value in waits.items() if bool(_DATA.search(name)) == of_data), default=None
+        )
+        if longest is not None:
+            details[part] = f"the host was in {longest[1]} for {seconds(longest[0])} of them"
     return details
