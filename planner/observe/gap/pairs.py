@@ -25,7 +25,7 @@ def paired(case: Case, candidate: Candidate | None, where: str) -> Pair | None:
     if not ranks:
         return None
     if case.prediction.kind == "run":
-        pair = _beside_run(case, ranks)
+        pair = _beside_run(case, ranks, where)
     else:
         pair = None if candidate is None else _beside_plan(candidate, where, ranks)
     if pair is None or not unnamed(pair[0]):
@@ -90,7 +90,7 @@ def _one_pipeline(account: Account) -> Account:
     return replace(account, parts={**parts, PIPELINE: both_s + parts.get(PIPELINE, 0.0)})
 
 
-def _beside_run(case: Case, ranks: Sequence[Traced]) -> Pair | None:
+def _beside_run(case: Case, ranks: Sequence[Traced], where: str) -> Pair | None:
     """The typical rank, its account, and that of the earlier run's same rank, or of one of its stage."""
     assert case.prediction is not None
     earlier = case.earlier
@@ -103,7 +103,7 @@ def _beside_run(case: Case, ranks: Sequence[Traced]) -> Pair | None:
         return None
     has_pipeline = case.candidate is None or int(case.candidate.shape.pp) > 1
     measured, expected = (account_of(one, has_pipeline) for one in (rank, typical(same)))
-    return rank, measured, replace(expected, where=f"{expected.where} in {case.prediction.source}")
+    return rank, measured, replace(expected, where=f"{expected.where} {where}")
 
 
 def _merged(measured: Account, expected: Account) -> tuple[Account, Account]:

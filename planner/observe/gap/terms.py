@@ -66,5 +66,6 @@ BESIDE = {
     "steps_made_again": "steps made again",
     "idle": "idle, or not said",
     "counted_twice": "counted twice",
+    "log_clock": "clock of the log",
 }
 """Terms of the wall time: seconds per step beside the steady step."""

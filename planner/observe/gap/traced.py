@@ -44,6 +44,8 @@ _OTHERS = ("embedding", "model", "world")
 """Groups that a plan has at the end of a step, or not at all."""
 _DATA = re.compile(r"data_?load|batch.generator|(get|next)_batch", re.IGNORECASE)
 """Annotations of waiting for a batch: those of torch's loader and of Megatron-LM's timers."""
+_WORTH_SAYING = 0.001
+"""Share of a step that a wait of the host must have to be named."""
 SLOW = 1.05
 """A traced step longer than the median of its rank's by this factor is left out, as a log's slow steps are."""
 
@@ -220,6 +222,6 @@ def _details(rank: Traced, families: Mapping[str, float]) -> dict[str, str]:
         longest = max(
             ((value, name) for name, value in waits.items() if bool(_DATA.search(name)) == of_data), default=None
         )
-        if longest is not None:
+        if longest is not None and longest[0] > _WORTH_SAYING * rank.wall_s:
             details[part] = f"the host was in {longest[1]} for {seconds(longest[0])} of them"
     return details
