@@ -11,6 +11,7 @@ from planner.observe.gap.account import Account
 from planner.observe.gap.planned import planned
 from planner.observe.gap.terms import BUBBLE, EXCHANGES, PIPELINE, PP_LINK_RATE
 from planner.observe.gap.traced import Traced, account_of, traced_ranks, typical, unnamed
+from planner.observe.ideal.grid import grid_of
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.shape import FloatArray
 
@@ -21,7 +22,7 @@ Pair = tuple[Traced, Account, Account]
 def paired(case: Case, candidate: Candidate | None, where: str) -> Pair | None:
     """The typical rank beside the candidate, or the earlier run; None without traces of steps and their stage."""
     assert case.prediction is not None
-    ranks = _ranks(case.recorded, candidate)
+    ranks = _ranks(case, case.recorded)
     if not ranks:
         return None
     if case.prediction.kind == "run":
@@ -33,14 +34,22 @@ def paired(case: Case, candidate: Candidate | None, where: str) -> Pair | None:
     return pair[0], *_merged(*pair[1:])
 
 
-def _ranks(recorded: Recorded | None, candidate: Candidate | None) -> list[Traced]:
-    """The traced ranks of a run; the layout says the stage of those whose traces do not."""
+def _ranks(case: Case, recorded: Recorded | None) -> list[Traced]:
+    """The traced ranks of a run; the layout says the stage and the group of those whose traces do not."""
     if recorded is None or recorded.traces is None:
         return []
-    if candidate is None:
-        return traced_ranks(recorded.traces.ranks)
-    pp, stride = int(candidate.shape.pp), int(candidate.shape.stage_stride)
-    return traced_ranks(recorded.traces.ranks, lambda rank: rank // stride % pp)
+    grid = grid_of(case)
+    return traced_ranks(recorded.traces.ranks, grid.stage if grid else None, only_group(case))
+
+
+def only_group(case: Case) -> str:
+    """The one group of a job's ranks where all exchanges are of one; else empty."""
+    layout, grid = case.plan.parallelism if case.plan else None, grid_of(case)
+    if grid is None:
+        return ""
+    sizes = {"tp": grid.tp, "cp": grid.cp, "dp": grid.dp, "pp": grid.pp, "ep": layout.ep if layout else 1}
+    groups = [group for group, size in sizes.items() if size > 1]
+    return groups[0] if len(groups) == 1 else ""
 
 
 def _beside_plan(candidate: Candidate, source: str, ranks: Sequence[Traced]) -> Pair | None:
@@ -94,14 +103,15 @@ def _beside_run(case: Case, ranks: Sequence[Traced], where: str) -> Pair | None:
     """The typical rank, its account, and that of the earlier run's same rank, or of one of its stage."""
     assert case.prediction is not None
     earlier = case.earlier
-    others = _ranks(earlier.recorded if isinstance(earlier, ObservedFiles) else None, case.candidate)
+    others = _ranks(case, earlier.recorded if isinstance(earlier, ObservedFiles) else None)
     rank = typical(ranks)
     same = [one for one in others if one.report.rank == rank.report.rank] or [
         one for one in others if one.stage == rank.stage and rank.stage is not None
     ]
     if not same:
         return None
-    has_pipeline = case.candidate is None or int(case.candidate.shape.pp) > 1
+    grid = grid_of(case)
+    has_pipeline = grid is None or grid.pp > 1
     measured, expected = (account_of(one, has_pipeline) for one in (rank, typical(same)))
     return rank, measured, replace(expected, where=f"{expected.where} {where}")
 

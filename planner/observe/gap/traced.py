@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,8 +25,10 @@ from planner.observe.gap.terms import (
     WAITS,
 )
 from planner.observe.traces.families import OTHER as OTHER_FAMILY
-from planner.observe.traces.results import CollectiveTime, RankReport, TraceStep
+from planner.observe.traces.results import CollectiveTime, GroupTime, RankReport, TraceStep
 from planner.report.format import seconds
+
+Row = TypeVar("Row", GroupTime, CollectiveTime)
 
 KINDS = {
     "gemm": PRODUCTS,
@@ -96,10 +99,15 @@ class Traced:
         return sum(map(seconds_of, self.steps)) / len(self.steps)
 
 
-def traced_ranks(reports: Iterable[RankReport], stage_of: Callable[[int], int] | None = None) -> list[Traced]:
-    """The ranks whose traces mark steps; `stage_of` gives the stage of a rank whose trace does not say it."""
+def traced_ranks(
+    reports: Iterable[RankReport], stage_of: Callable[[int], int] | None = None, only: str = ""
+) -> list[Traced]:
+    """The ranks whose traces mark steps; `stage_of` gives the stage of a rank whose trace does not say it.
+
+    `only` is the one group of a job that has no other: what a trace does not name is of it.
+    """
     found = []
-    for report in reports:
+    for report in (_named(report, only) for report in reports) if only else reports:
         steady = [step for step in report.steps if not step.warm_up and step.number is not None]
         limit_s = SLOW * float(np.median([step.wall_s for step in steady])) if steady else 0.0
         stage = report.stage
@@ -109,6 +117,20 @@ def traced_ranks(reports: Iterable[RankReport], stage_of: Callable[[int], int] |
         if steps:
             found.append(Traced(report, stage, steps, float(np.median([step.compute_s for step in steady]))))
     return found
+
+
+def _named(report: RankReport, only: str) -> RankReport:
+    """The report with one name for all groups that the trace does not name."""
+
+    def named(rows: Iterable[Row]) -> tuple[Row, ...]:
+        return tuple(row.model_copy(update={"group": only}) if _is_strange(row.group) else row for row in rows)
+
+    steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
+    return report.model_copy(update={"steps": steps, "collectives": named(report.collectives)})
+
+
+def _is_strange(group: str) -> bool:
+    return group not in AXES and group not in _OTHERS
 
 
 def typical(ranks: Sequence[Traced]) -> Traced:
@@ -189,7 +211,7 @@ def axis_of(label: str, has_pipeline: bool) -> str:
 
 def unnamed(rank: Traced) -> bool:
     """True where more than 1% of the rank's step exchanges with groups that its trace does not name."""
-    strange = [group for group in rank.groups if group not in AXES and group not in _OTHERS]
+    strange = [group for group in rank.groups if _is_strange(group)]
     return sum(map(rank.shown_s, strange)) > 0.01 * rank.wall_s
 
 

@@ -102,9 +102,8 @@ def _of_traces(case: Case, candidate: Candidate | None, where: str) -> tuple[lis
     terms, prediction = list(differences(measured, expected)), case.prediction
     assert prediction is not None
     rest = (
-        f"{seconds(step_s)} a step, the traced steps {measured.where.removeprefix('in ')} took "
-        f"{seconds(rank.wall_s)} in the mean, and {seconds(prediction.step_s)} are predicted, of which "
-        f"{seconds(expected.total_s)} are accounted for"
+        f"{seconds(step_s)} a step, {seconds(rank.wall_s)} in the mean of the steps {measured.where}; "
+        f"{seconds(prediction.step_s)} are predicted, terms have {seconds(expected.total_s)} of them"
     )
     logged = {source.path for source in case.observation.sources} - set(case.recorded.kinds if case.recorded else ())
     if not logged:
