@@ -22,7 +22,7 @@ REBALANCE_S = 1.0
 """Seconds in which layers are moved between stages."""
 MOST_FACTOR = 8.0
 """Largest slowness that is looked for."""
-_TRIES = 16
+_TRIES = 12
 LOADERS = {
     "megatron": "--num-workers", "bridge": "dataset.num_workers", "primus-megatron": "num_workers",
     "megatron-deepspeed": "--num-workers", "deepspeed": "num_workers of its DataLoader",
@@ -82,13 +82,15 @@ def of_link(case: Case, cause: Cause) -> Remedy:
     step_s, now = without(case, cause), running(case)
     if now is None or case.plan is None:
         return Remedy(options=(), step_s=step_s, says="measure the links with nccl-tests")
-    cluster = now.pricing.cluster
-    tests = "rccl-tests" if cluster.hardware.is_amd else "nccl-tests"
-    groups = [place for place in price_layout(now, exact=False).placement if not place.is_inside_nvlink]
-    over = groups[0].tier if groups else cluster.tiers[0].name
-    says = f"measure {over} with {tests} (all_reduce_perf -b 64M -e 2G -f 2, on {'pairs of ' if groups else ''}nodes)"
+    cluster, places = now.pricing.cluster, price_layout(now, exact=False).placement
+    slow = next((place for place in places if place.group == cause.where), None)
+    slow = slow or next((place for place in places if not place.is_inside_nvlink), None)
+    crosses = slow is not None and not slow.is_inside_nvlink
+    tests, nodes = "rccl-tests" if cluster.hardware.is_amd else "nccl-tests", "pairs of nodes" if crosses else "a node"
+    over = slow.tier if slow is not None else cluster.tiers[0].name
+    says = f"measure {over} with {tests} (all_reduce_perf -b 64M -e 2G -f 2, on {nodes})"
     full = "" if step_s is None else "; at its full rate"
-    rate = _network_rate(now, cause) if groups and len(cluster.tiers) == 2 else None
+    rate = _network_rate(now, cause) if crosses and len(cluster.tiers) == 2 else None
     if rate is None:
         return Remedy(options=(), step_s=step_s, says=f"{says}{full}")
     says += f"; the options plan for {rate:.3g} GB/s a GPU, which explain the seconds{full}"
@@ -103,7 +105,7 @@ def _network_rate(now: Candidate, cause: Cause) -> float | None:
         slow = pricing.cluster.changed(network_gb_per_s=full / factor)
         return now.priced_as(replace(pricing, cluster=slow)).step_s - now.step_s
 
-    factor = None if cause.seconds is None else _solved(longer_s, cause.seconds, 4 * MOST_FACTOR)
+    factor = None if cause.seconds is None else _solved(longer_s, cause.seconds, MOST_FACTOR)
     return None if factor is None else full / factor
 
 

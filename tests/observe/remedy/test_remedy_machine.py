@@ -69,10 +69,18 @@ def test_a_slow_network_is_priced_at_the_rate_that_explains_the_seconds(capsys: 
 
 
 def test_seconds_that_no_network_explains_have_no_rate() -> None:
-    remedy = remedy_for(case_of("torchtitan"), cause("slow_link", 1.0))
+    remedy = remedy_for(case_of("experts"), cause("slow_link", 100.0, "dp"))
     assert remedy is not None
     assert remedy.options == ()
     assert "nccl-tests" in remedy.says
+
+
+def test_links_inside_a_node_are_measured_there() -> None:
+    remedy = remedy_for(case_of("bridge"), cause("slow_link", 0.01, "tp"))
+    assert remedy is not None
+    assert remedy.options == ()
+    assert "measure nvlink" in remedy.says
+    assert "on a node" in remedy.says
 
 
 @pytest.mark.parametrize("name", ["data_stall", "clocks", "garbage_collection"])
