@@ -59,7 +59,7 @@ def test_a_slow_network_is_priced_at_the_rate_that_explains_the_seconds(capsys: 
     now = running(case)
     assert now is not None
     lost_s = 0.01 * now.step_s
-    remedy = remedy_for(case, cause("slow_link", lost_s, "dp"))
+    remedy = remedy_for(case, cause("slow_link", lost_s, "pp"))
     assert remedy is not None
     assert remedy.options[0] == "--assume"
     assert "infiniband" in remedy.says
