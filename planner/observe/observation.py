@@ -270,7 +270,9 @@ class Remedy(Spec):
     options: tuple[str, ...]
     """Words of `plan`'s command line, or of the trainer's environment; empty where neither helps."""
     step_s: float | None = None
-    """Seconds of the step with it, by the price of this job; None where it is not priced."""
+    """Seconds of the step with it; None where nothing tells."""
+    is_priced: bool = True
+    """True where they are by the price of the changed job; else they are the observed step without the cause."""
     says: str = ""
 
 

@@ -133,7 +133,10 @@ def _lacking(case: Case, now: Candidate, names: tuple[str, ...]) -> Remedy | Non
     worst = max(off, key=lambda other: other.step_s, default=now)
     if worst.step_s < now.step_s * (1 + LEAST_GAIN):
         return None
-    step_s = expected_step_s(case, worst, now)
+    # at most what the run is held against comes back
+    step_s = max(expected_step_s(case, worst, now), now.step_s, case.prediction.step_s if case.prediction else 0.0)
+    if case.observation.step_s is not None and step_s > case.observation.step_s * (1 - LEAST_GAIN):
+        return None
     says = f"the plan has it on, and the log does not say so; {_how(case, worst, now)}"
     return Remedy(options=options_between(worst, now), step_s=step_s, says=says)
 

@@ -36,18 +36,18 @@ def of_straggler(case: Case, cause: Cause) -> Remedy:
     step_s, found = without(case, cause), _RANK.search(cause.where)
     plan, now = case.plan, running(case)
     if found is None or plan is None or now is None:
-        return Remedy(options=(), step_s=step_s, says="put another node in its place")
+        return unpriced((), step_s, "put another node in its place")
     kind, number = found[1], int(found[2])
     if kind == "stage":
-        whole = Remedy(options=(), step_s=step_s, says=f"other nodes in the place of stage {number}'s")
+        whole = unpriced((), step_s, f"other nodes in the place of stage {number}'s")
         return _rebalanced(case, cause, now, number) or whole
     node, gpu = divmod(number, plan.cluster.node_size)
     says = f"another node in the place of rank {number}'s (GPU {gpu} of node {node}, unless ranks are placed otherwise)"
     file, left = _plan_file(case), plan.cluster.num_gpus - plan.cluster.node_size
     if file is None or left < plan.cluster.node_size:
-        return Remedy(options=(), step_s=step_s, says=says)
+        return unpriced((), step_s, says)
     says = f"go on with {left:,} GPUs where no node is spare, or {says}"
-    return Remedy(options=("--from", file, "--gpus", str(left)), step_s=step_s, says=says)
+    return unpriced(("--from", file, "--gpus", str(left)), step_s, says)
 
 
 def _rebalanced(case: Case, cause: Cause, now: Candidate, stage: int) -> Remedy | None:
@@ -81,7 +81,7 @@ def of_link(case: Case, cause: Cause) -> Remedy:
     """The step at the full rate, the test that shows the rate, and a search under the rate that was found."""
     step_s, now = without(case, cause), running(case)
     if now is None or case.plan is None:
-        return Remedy(options=(), step_s=step_s, says="measure the links with nccl-tests")
+        return unpriced((), step_s, "measure the links with nccl-tests")
     cluster, places = now.pricing.cluster, price_layout(now, exact=False).placement
     slow = next((place for place in places if place.group == cause.where), None)
     slow = slow or next((place for place in places if not place.is_inside_nvlink), None)
@@ -92,9 +92,9 @@ def of_link(case: Case, cause: Cause) -> Remedy:
     full = "" if step_s is None else "; at its full rate"
     rate = _network_rate(now, cause) if crosses and len(cluster.tiers) == 2 else None
     if rate is None:
-        return Remedy(options=(), step_s=step_s, says=f"{says}{full}")
+        return unpriced((), step_s, f"{says}{full}")
     says += f"; the options plan for {rate:.3g} GB/s a GPU, which explain the seconds{full}"
-    return Remedy(options=("--assume", f"network_gb_per_s={rate:.3g}"), step_s=step_s, says=says)
+    return unpriced(("--assume", f"network_gb_per_s={rate:.3g}"), step_s, says)
 
 
 def _network_rate(now: Candidate, cause: Cause) -> float | None:
@@ -127,7 +127,7 @@ def uneven(now: Candidate, cause: Cause) -> Candidate | None:
 def of_imbalance(case: Case, cause: Cause) -> Remedy:
     """The step with balanced experts, and what balances them."""
     says = "balance the experts' load, by a larger auxiliary loss or by biases"
-    return Remedy(options=(), step_s=without(case, cause), says=says)
+    return unpriced((), without(case, cause), says)
 
 
 def of_data(case: Case, cause: Cause) -> Remedy:
@@ -135,7 +135,7 @@ def of_data(case: Case, cause: Cause) -> Remedy:
     trainer = case.plan.runtime if case.plan is not None else case.observation.facts.trainer or ""
     setting = LOADERS.get(trainer, "num_workers of the data loader")
     says = f"more processes that load data ({setting}), or data on a local disk"
-    return Remedy(options=(), step_s=without(case, cause), says=says)
+    return unpriced((), without(case, cause), says)
 
 
 def of_clocks(case: Case, cause: Cause) -> Remedy:
@@ -144,7 +144,7 @@ def of_clocks(case: Case, cause: Cause) -> Remedy:
     is_amd = case.plan is not None and case.plan.cluster.hardware.is_amd
     query = "amd-smi metric --clock --power --temperature" if is_amd else "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER"
     says = f"look at clocks and limits while it runs ({query})"
-    return Remedy(options=(), step_s=step_s, says=says if step_s is None else f"{says}; at full clocks")
+    return unpriced((), step_s, says if step_s is None else f"{says}; at full clocks")
 
 
 def of_garbage(case: Case, cause: Cause) -> Remedy:
@@ -161,7 +161,7 @@ def _set(case: Case, step_s: float | None, pattern: str, says: str) -> Remedy:
     """A habit of good runs, by the settings that `plan export` writes for every plan of the trainer."""
     now = running(case)
     lines = settings_about(case.plan, now, pattern) if case.plan is not None and now is not None else ()
-    return Remedy(options=(), step_s=step_s, says=f"{says} ({', '.join(lines)})" if lines else says)
+    return unpriced((), step_s, f"{says} ({', '.join(lines)})" if lines else says)
 
 
 def of_fragments(case: Case, cause: Cause) -> Remedy:
@@ -193,14 +193,17 @@ def _growth_bytes(series: MemorySeries) -> float:
     return (series.num_bytes[-1] - series.num_bytes[0]) / (series.steps[-1] - series.steps[0])
 
 
+def unpriced(options: tuple[str, ...], step_s: float | None, says: str) -> Remedy:
+    """A remedy against what is no choice of the job: the step without the cause."""
+    return Remedy(options=options, step_s=step_s, is_priced=False, says=says)
+
+
 def without(case: Case, cause: Cause) -> float | None:
-    """Seconds of the step less those of the cause, and no less than the lower end of what was predicted."""
+    """Seconds of the step less those of the cause: no remedy brings a run below what it is held against."""
     measured_s, prediction = case.observation.step_s, case.prediction
     if measured_s is None or cause.seconds is None:
         return None
-    least_s = 0.0
-    if prediction is not None:
-        least_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
+    least_s = 0.0 if prediction is None else prediction.step_s
     return max(measured_s - cause.seconds, min(least_s, measured_s))
 
 

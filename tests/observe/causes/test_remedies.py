@@ -98,6 +98,14 @@ def test_a_fast_run_wins_in_proportion() -> None:
     assert fast.step_s == pytest.approx(slow.step_s / 2)
 
 
+def test_a_switch_that_is_planned_brings_back_no_more_than_the_plan() -> None:
+    planned_s = plan_of_job("bridge").step.step_s
+    slow, fine = (remedy_for(case_of("bridge", slower), cause("attention_kernel")) for slower in (1.05, 1.0))
+    assert slow is not None
+    assert slow.step_s == pytest.approx(planned_s)
+    assert fine is None
+
+
 def test_nothing_helps_against_what_is_not_known() -> None:
     assert remedy_for(case_of("megatron"), cause("gremlins")) is None
 

@@ -93,10 +93,10 @@ def test_the_step_without_the_cause(name: str) -> None:
 def test_no_step_below_what_was_predicted() -> None:
     case = case_of("megatron")
     assert case.prediction is not None
-    assert case.prediction.step_s_interval is not None
     remedy = remedy_for(case, cause("data_stall", MEASURED_S["megatron"]))
     assert remedy is not None
-    assert remedy.step_s == case.prediction.step_s_interval[0]
+    assert remedy.step_s == case.prediction.step_s
+    assert not remedy.is_priced
 
 
 def test_trainers_name_their_own_settings() -> None:
