@@ -48,6 +48,8 @@ class JobFacts(Spec):
     """The number of the last step that the run is to make."""
     run: dict[str, Any] = Field(default_factory=dict)
     """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
+    stated_switches: tuple[str, ...] = ()
+    """The features in it that the log names, and `recompute`; the others are what the trainer does unasked."""
 
 
 class StepSeries(Spec):

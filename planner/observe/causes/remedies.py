@@ -7,13 +7,14 @@ and that fits is taken. Others are of a machine, and answered by the step withou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import under
 from planner.observe.case import Case
 from planner.observe.observation import Cause, Remedy
 from planner.observe.remedy import machine
-from planner.observe.remedy.change import options_between, runtime_of
+from planner.observe.remedy.change import options_between, runtime_of, switches_between
 from planner.observe.remedy.estimate import LEAST_GAIN, best_of, expected_step_s
 from planner.observe.remedy.machine import uneven
 from planner.observe.remedy.moves import (
@@ -31,7 +32,8 @@ from planner.observe.remedy.moves import (
     switch,
     where,
 )
-from planner.observe.remedy.running import running, states_switches
+from planner.observe.remedy.recipe_gap import CAUSE_OF
+from planner.observe.remedy.running import restored, running
 from planner.observe.remedy.written import settings_between
 from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES, Value
@@ -94,7 +96,9 @@ def remedy_for(case: Case, cause: Cause) -> Remedy | None:
     if now is not None and cause.name == "expert_imbalance":
         now = uneven(now, cause)
     if now is not None:
-        found = _changed(case, now, (switch(*names), *_LAYOUTS.get(cause.name, ()))) or _lacking(case, now, names)
+        back: Move = partial(restored, case, names)
+        moves = (back, switch(*names), *_LAYOUTS.get(cause.name, ()))
+        found = _changed(case, now, moves) or _lacking(case, now, _own(cause.name, names))
         found = found or _changed(case, now, _CONSENTED.get(cause.name, ()))
         if found is not None:
             return found
@@ -116,35 +120,35 @@ def _changed(case: Case, now: Candidate, moves: tuple[Move, ...]) -> Remedy | No
 
 def _consents(now: Candidate, best: Candidate) -> dict[str, str]:
     """The changed switches that somebody has to agree to, and what each of them changes."""
-    before, after = runtime_of(now), runtime_of(best)
-    values = {name: (row.value_of(before), row.value_of(after)) for name, row in SWITCHES.items() if row.consent}
-    return {
-        name: SWITCHES[name].consent[new]
-        for name, (old, new) in values.items()
-        if new != old and new in SWITCHES[name].consent
-    }
+    changed = switches_between(now, best).items()
+    return {name: SWITCHES[name].consent[value] for name, value in changed if value in SWITCHES[name].consent}
+
+
+def _own(cause: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The switches whose want is the cause itself, without those that merely help against it."""
+    return tuple(name for name in names if CAUSE_OF.get(name, cause) == cause)
 
 
 def _lacking(case: Case, now: Candidate, names: tuple[str, ...]) -> Remedy | None:
-    """The switch that the plan has on and that the run seems to lack, where the log does not state it."""
-    if case.plan is None or states_switches(case):
+    """The switches that the plan has on and that the run seems to lack, where the log does not name them."""
+    if case.plan is None:
         return None
-    off = [under(now, switched(now.pricing.runtime, {name: plain})) for name, plain in _on(now, names)]
-    worst = max(off, key=lambda other: other.step_s, default=now)
-    if worst.step_s < now.step_s * (1 + LEAST_GAIN):
-        return None
+    off = under(now, switched(now.pricing.runtime, _plain(case, now, names)))
     # at most what the run is held against comes back
-    step_s = max(expected_step_s(case, worst, now), now.step_s, case.prediction.step_s if case.prediction else 0.0)
+    step_s = max(expected_step_s(case, off, now), now.step_s, case.prediction.step_s if case.prediction else 0.0)
+    if max(off.step_s, now.step_s) < now.step_s * (1 + LEAST_GAIN):
+        return None
     if case.observation.step_s is not None and step_s > case.observation.step_s * (1 - LEAST_GAIN):
         return None
-    says = f"the plan has it on, and the log does not say so; {_how(case, worst, now)}"
-    return Remedy(options=options_between(worst, now), step_s=step_s, says=says)
+    says = f"the plan has it so, and the log does not say it: {_how(case, off, now)}"
+    return Remedy(options=options_between(off, now), step_s=step_s, says=says)
 
 
-def _on(now: Candidate, names: tuple[str, ...]) -> list[tuple[str, Value]]:
-    """The switches that are not at their plainest value, with that value."""
-    plain = {name: next(iter(SWITCHES[name].values)) for name in names if acts(now, name)}
-    return [(name, value) for name, value in plain.items() if SWITCHES[name].value_of(runtime_of(now)) != value]
+def _plain(case: Case, now: Candidate, names: tuple[str, ...]) -> dict[str, Value]:
+    """The plainest values of switches that act on the layout, have another value, and are not named by the log."""
+    unsaid = [name for name in names if acts(now, name) and name not in case.observation.facts.stated_switches]
+    plain = {name: next(iter(SWITCHES[name].values)) for name in unsaid}
+    return {name: value for name, value in plain.items() if SWITCHES[name].value_of(runtime_of(now)) != value}
 
 
 def _how(case: Case, before: Candidate, after: Candidate) -> str:

@@ -180,7 +180,9 @@ def of_fragments(case: Case, cause: Cause) -> Remedy:
 def of_leak(case: Case, cause: Cause) -> Remedy:
     """The memory that grows, and the recording that names its allocations."""
     series = [s for s in case.observation.memory_series if len(s.steps) > 1 and s.steps[-1] > s.steps[0]]
-    worst = max(series, key=_growth_bytes, default=None)
+    # what is allocated says it; what is reserved grows with it in leaps
+    allocated = [s for s in series if s.kind == "allocated"]
+    worst = max(allocated or series, key=_growth_bytes, default=None)
     says = "record torch.cuda.memory._record_memory_history() for a few steps and plan observe the snapshot; tensors "
     says += "kept from step to step (losses without .item()) are the rule"
     if worst is not None:

@@ -82,7 +82,7 @@ def recipe_gap(case: Case) -> tuple[RecipeRow, ...]:
             rows.append(
                 RecipeRow(
                     name, has, better, gain_s, options_between(now, best), settings_between(case.plan, now, best),
-                    states_switches(case), planned.get(name, has),
+                    name in case.observation.facts.stated_switches, planned.get(name, has),
                 )
             )  # fmt: skip
     return tuple(sorted(rows, key=lambda row: -row.gain_s))

@@ -50,7 +50,7 @@ def test_options_are_typed_and_give_what_they_promise(job: str, capsys: pytest.C
         assert plan.fits
         assert (plan.best.oom_probability or 0.0) <= max(0.1, planned.best.oom_probability or 0.0)
         assert not [warning for warning in plan.warnings if "refuses this layout" in warning]
-        won_s = 0.0 if "the plan has it on" in remedy.says else measured_s - remedy.step_s
+        won_s = 0.0 if "the plan has it so" in remedy.says else measured_s - remedy.step_s
         assert plan.step.step_s == pytest.approx(planned.step.step_s - won_s), options
 
 
