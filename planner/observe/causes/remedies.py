@@ -16,7 +16,6 @@ from planner.observe.observation import Cause, Remedy
 from planner.observe.remedy import machine
 from planner.observe.remedy.change import options_between, runtime_of, switches_between
 from planner.observe.remedy.estimate import LEAST_GAIN, best_of, expected_step_s
-from planner.observe.remedy.machine import uneven
 from planner.observe.remedy.moves import (
     Move,
     acts,
@@ -73,6 +72,13 @@ _CONSENTED: Mapping[str, tuple[Move, ...]] = {
     "expert_imbalance": (dropping,),
 }
 """Changes against each cause of what is trained or checked: offered where nothing else helps."""
+_AS_SEEN: Mapping[str, Callable[[Candidate, Cause], Candidate | None]] = {
+    "expert_imbalance": machine.uneven,
+    "host_bound": lambda now, cause: machine.slow_host(now, cause) or now,
+}
+"""The layout as a cause makes it, under which changes against it are priced."""
+_ALSO = {"expert_imbalance": machine.BALANCE}
+"""What helps beside a change of the layout, and has no price."""
 _OTHERS: Mapping[str, Callable[[Case, Cause], Remedy | None]] = {
     "straggler_rank": machine.of_straggler,
     "slow_link": machine.of_link,
@@ -93,15 +99,16 @@ def remedy_for(case: Case, cause: Cause) -> Remedy | None:
     """
     names = (cause.where,) if cause.name == "recipe" and cause.where in SWITCHES else SWITCHES_OF.get(cause.name, ())
     now = running(case)
-    if now is not None and cause.name == "expert_imbalance":
-        now = uneven(now, cause)
+    if now is not None and cause.name in _AS_SEEN:
+        now = _AS_SEEN[cause.name](now, cause)
     if now is not None:
         back: Move = partial(restored, case, names)
         moves = (back, switch(*names), *_LAYOUTS.get(cause.name, ()))
         found = _changed(case, now, moves) or _lacking(case, now, _own(cause.name, names))
         found = found or _changed(case, now, _CONSENTED.get(cause.name, ()))
         if found is not None:
-            return found
+            also = _ALSO.get(cause.name)
+            return found if also is None else found.model_copy(update={"says": f"{also}, or {found.says}"})
     other = _OTHERS.get(cause.name)
     return None if other is None else other(case, cause)
 

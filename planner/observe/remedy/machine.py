@@ -22,6 +22,9 @@ REBALANCE_S = 1.0
 """Seconds in which layers are moved between stages."""
 MOST_FACTOR = 8.0
 """Largest slowness that is looked for."""
+MOST_HOST = 64.0
+"""The same of a host, whose launches hide until they take as long as the kernels."""
+BALANCE = "balance the experts' load, by a larger auxiliary loss or by biases"
 _TRIES = 12
 LOADERS = {
     "megatron": "--num-workers", "bridge": "dataset.num_workers", "primus-megatron": "num_workers",
@@ -118,16 +121,31 @@ def uneven(now: Candidate, cause: Cause) -> Candidate | None:
         return now.priced_as(replace(pricing, training=training))
 
     most = float(now.shape.ep) / balanced
-    if pricing.model.moe is None or cause.seconds is None or most <= 1:
+    return None if pricing.model.moe is None or most <= 1 else _as_seen(now, cause, with_imbalance, most)
+
+
+def slow_host(now: Candidate, cause: Cause) -> Candidate | None:
+    """The layout with a host that launches as slowly as the seconds of the cause say; None where none explains them."""
+    pricing = now.pricing
+
+    def with_host(factor: float) -> Candidate:
+        runtime = pricing.runtime.model_copy(update={"host_factor": pricing.runtime.host_factor * factor})
+        return now.priced_as(replace(pricing, runtime=runtime))
+
+    return _as_seen(now, cause, with_host, MOST_HOST)
+
+
+def _as_seen(now: Candidate, cause: Cause, made: Callable[[float], Candidate], most: float) -> Candidate | None:
+    """The layout with the factor that makes its step longer by the seconds of the cause."""
+    if cause.seconds is None:
         return None
-    factor = _solved(lambda factor: with_imbalance(factor).step_s - now.step_s, cause.seconds, most)
-    return None if factor is None else with_imbalance(factor)
+    factor = _solved(lambda factor: made(factor).step_s - now.step_s, cause.seconds, most)
+    return None if factor is None else made(factor)
 
 
 def of_imbalance(case: Case, cause: Cause) -> Remedy:
     """The step with balanced experts, and what balances them."""
-    says = "balance the experts' load, by a larger auxiliary loss or by biases"
-    return unpriced((), without(case, cause), says)
+    return unpriced((), without(case, cause), BALANCE)
 
 
 def of_data(case: Case, cause: Cause) -> Remedy:

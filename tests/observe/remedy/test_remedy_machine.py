@@ -12,7 +12,7 @@ from planner.cli import main
 from planner.observe.case import Case
 from planner.observe.causes.remedies import remedy_for
 from planner.observe.observation import JobFacts, MemorySeries, Observation
-from planner.observe.remedy.machine import uneven
+from planner.observe.remedy.machine import slow_host, uneven
 from planner.observe.remedy.running import running
 
 MEASURED_S = {job: plan_of_job(job).step.step_s * SLOWER for job in JOBS}
@@ -167,3 +167,19 @@ def test_no_imbalance_without_experts_or_seconds() -> None:
     remedy = remedy_for(case_of("experts"), cause("expert_imbalance"))
     assert remedy is not None
     assert "auxiliary loss" in remedy.says
+
+
+def test_changes_against_a_slow_host_are_priced_under_it() -> None:
+    case = case_of("experts")
+    now = running(case)
+    assert now is not None
+    lost_s = 0.25 * now.step_s
+    seen = slow_host(now, cause("host_bound", lost_s))
+    assert seen is not None
+    assert seen.step_s == pytest.approx(now.step_s + lost_s, rel=1e-2)
+    plain, slow = (remedy_for(case, cause("host_bound", seconds)) for seconds in (None, lost_s))
+    assert plain is not None
+    assert slow is not None
+    assert plain.step_s is not None
+    assert slow.step_s is not None
+    assert slow.step_s < plain.step_s < MEASURED_S["experts"]
