@@ -32,12 +32,18 @@ class Hypothesis:
 
     name: str
     says: str
-    """The cause in words, as a report names it."""
+    """The cause in words, as a report names it; `one rank` in it stands for the rank or stage, if one is known."""
     source: str
     """The reason for its prior."""
     forms: tuple[Form, ...]
     is_choice: bool = False
     """True for what the job was told to do, so that the plan's own step has it."""
+
+    def at(self, where: str) -> str:
+        """The cause in words, of a rank or stage that is known."""
+        if where.split(" ")[0] in ("rank", "stage"):
+            return self.says.replace("one rank", where) if "one rank" in self.says else f"{where}: {self.says}"
+        return f"{self.says} ({where})" if where else self.says
 
     @property
     def prior(self) -> float:
@@ -53,9 +59,10 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
             "0.3 to 1 slow node per 1,000 GPU-days; BLOOM's one bad GPU took 6% of the job",
             (
                 Form(0.03, {"computes_longer": 0.9, "stage_longer": 0.4, "ranks_apart": 0.8,
-                            "longer_bubble": 0.3, "exposed_tp": 0.2, "exposed_dp": 0.2, "passes_longer": 0.3, "slower": SLOWER}),
-                Form(0.02, {"comes_late": 0.9, "longer_bubble": 0.3, "exposed_dp": 0.2, "exposed_tp": 0.2, "uneven": 0.2,
-                            "slower": SLOWER}),
+                            "longer_bubble": 0.3, "exposed_tp": 0.2, "exposed_dp": 0.2,
+                            "passes_longer": 0.3, "slower": SLOWER}),
+                Form(0.02, {"comes_late": 0.9, "longer_bubble": 0.3, "exposed_dp": 0.2, "exposed_tp": 0.2,
+                            "uneven": 0.2, "slower": SLOWER}),
                 # all ranks of a stage wait for the slow one in their exchanges
                 Form(0.02, {"stage_longer": 0.9, "ranks_apart": 0.8, "longer_bubble": 0.4, "passes_longer": 0.2,
                             "slower": SLOWER}, "pp"),
@@ -100,8 +107,11 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
         Hypothesis(
             "attention_kernel", "attention runs in a slow kernel", "a backend that falls back without an error",
             (
-                Form(0.03, {"attention_slower": 0.9, "softmax_apart": 0.4, "off_attention_kernel": 0.7,
-                            "slower": SLOWER, "passes_longer": 0.6}),
+                Form(0.02, {"attention_slower": 0.95, "off_attention_kernel": 0.5, "slower": SLOWER,
+                            "passes_longer": 0.6}),
+                # in products and a softmax, whose scores are kept
+                Form(0.02, {"softmax_apart": 0.95, "off_attention_kernel": 0.8, "small_slower": 0.5,
+                            "many_small": 0.3, "above_plan": 0.6, "slower": SLOWER, "passes_longer": 0.6}),
             ),
         ),
         Hypothesis(
@@ -114,8 +124,8 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
         Hypothesis(
             "expert_imbalance", "experts get uneven numbers of tokens", "routers balance late in training, never fully",
             (
-                Form(0.04, {"late_changes": 0.9, "exposed_ep": 0.3, "passes_longer": 0.4, "slower": SLOWER,
-                            "ranks_apart": 0.3, "above_plan": 0.3, "uneven": 0.2}, "ep"),
+                Form(0.04, {"late_changes": 0.9, "slow_ep": 0.5, "exposed_ep": 0.5, "passes_longer": 0.4,
+                            "slower": SLOWER, "ranks_apart": 0.3, "above_plan": 0.3, "uneven": 0.2}, "ep"),
                 Form(0.02, {"computes_longer": 0.8, "experts_differ": 0.9, "exposed_ep": 0.3, "passes_longer": 0.4,
                             "ranks_apart": 0.7, "slower": SLOWER, "above_plan": 0.3}, "ep"),
             ),
