@@ -78,7 +78,7 @@ _AS_SEEN: Mapping[str, Callable[[Candidate, Cause], Candidate | None]] = {
 }
 """The layout as a cause makes it, under which changes against it are priced."""
 _ALSO = {"expert_imbalance": machine.BALANCE}
-"""What helps beside a change of the layout, and has no price."""
+"""Advice beside a change of the layout, which has no price."""
 _OTHERS: Mapping[str, Callable[[Case, Cause], Remedy | None]] = {
     "straggler_rank": machine.of_straggler,
     "slow_link": machine.of_link,
