@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from planner.export.common.spelling import spelling_of
+from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import under
 from planner.observe.case import Case
@@ -77,6 +79,16 @@ _AS_SEEN: Mapping[str, Callable[[Candidate, Cause], Candidate | None]] = {
     "host_bound": lambda now, cause: machine.slow_host(now, cause) or now,
 }
 """The layout as a cause makes it, under which changes against it are priced."""
+_ADVICE = {
+    "no_ep_overlap": "exchanges of experts beside another micro-batch's products",
+    "exposed_dp": "exchanges of gradients and weights behind computing",
+    "host_bound": "CUDA graphs, torch.compile, larger micro-batches, or free cores on the hosts",
+    "unfused_kernels": "fused kernels, or torch.compile",
+    "attention_kernel": "a fused kernel for attention",
+    "bubble": "more chunks on a rank, or more micro-batches",
+    "recompute_unneeded": "fewer layers recomputed",
+}
+"""Advice in words, where no plan is known that could be changed."""
 _ALSO = {"expert_imbalance": machine.BALANCE}
 """Advice beside a change of the layout, which has no price."""
 _OTHERS: Mapping[str, Callable[[Case, Cause], Remedy | None]] = {
@@ -110,7 +122,21 @@ def remedy_for(case: Case, cause: Cause) -> Remedy | None:
             also = _ALSO.get(cause.name)
             return found if also is None else found.model_copy(update={"says": f"{also}, or {found.says}"})
     other = _OTHERS.get(cause.name)
-    return None if other is None else other(case, cause)
+    if other is not None:
+        return other(case, cause)
+    if case.candidate is not None or cause.name not in _ADVICE:
+        return None
+    return machine.unpriced((), machine.without(case, cause), _advice(case, cause))
+
+
+def _advice(case: Case, cause: Cause) -> str:
+    """The advice, with the options of Megatron-LM where the log is of it."""
+    words, own = _ADVICE[cause.name], _own(cause.name, SWITCHES_OF.get(cause.name, ()))
+    if not (case.observation.facts.trainer or "").startswith("megatron"):
+        return words
+    spelled = (spelling_of(SWITCH_OPTIONS, name, True, "") or {} for name in own)
+    options = [option for settings in spelled for option in settings]
+    return f"{words} ({' '.join(options)})" if options else words
 
 
 def _changed(case: Case, now: Candidate, moves: tuple[Move, ...]) -> Remedy | None:

@@ -14,7 +14,6 @@ from planner.observe.observation import Cause, MemorySeries, Remedy
 from planner.observe.remedy.running import running
 from planner.observe.remedy.written import settings_about
 from planner.search.rebalance import rebalance
-from planner.specs.units import GIB
 
 _RANK = re.compile(r"\b(rank|stage) (\d+)")
 _NOT_FILES = ("the options", "the log's arguments")
@@ -39,7 +38,7 @@ def of_straggler(case: Case, cause: Cause) -> Remedy:
     step_s, found = without(case, cause), _RANK.search(cause.where)
     plan, now = case.plan, running(case)
     if found is None or plan is None or now is None:
-        return unpriced((), step_s, "put another node in its place")
+        return unpriced((), step_s, "look at what runs on its node, or put another one in its place")
     kind, number = found[1], int(found[2])
     if kind == "stage":
         whole = unpriced((), step_s, f"other nodes in the place of stage {number}'s")
@@ -196,17 +195,18 @@ def of_fragments(case: Case, cause: Cause) -> Remedy:
 
 
 def of_leak(case: Case, cause: Cause) -> Remedy:
-    """The memory that grows, and the recording that names its allocations."""
+    """The recording that names what is kept, and the steps until the memory is full."""
     series = [s for s in case.observation.memory_series if len(s.steps) > 1 and s.steps[-1] > s.steps[0]]
     # what is allocated says it; what is reserved grows with it in leaps
     allocated = [s for s in series if s.kind == "allocated"]
     worst = max(allocated or series, key=_growth_bytes, default=None)
     says = "record torch.cuda.memory._record_memory_history() for a few steps and plan observe the snapshot; tensors "
     says += "kept from step to step (losses without .item()) are the rule"
-    if worst is not None:
-        rank = "" if worst.rank is None else f" of rank {worst.rank}"
-        says = f"{worst.kind} memory{rank} grows by {_growth_bytes(worst) / GIB * 1000:.3g} GiB in 1,000 steps: {says}"
-    return Remedy(options=(), says=says)
+    rate = 0.0 if worst is None else _growth_bytes(worst)
+    if worst is None or case.plan is None or rate <= 0:
+        return Remedy(options=(), says=says)
+    left = case.plan.cluster.hardware.memory_bytes - worst.num_bytes[-1]
+    return Remedy(options=(), says=f"{says}; the GPU is full after {max(0.0, left) / rate:,.0f} more steps")
 
 
 def _growth_bytes(series: MemorySeries) -> float:

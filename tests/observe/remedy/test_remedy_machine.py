@@ -121,15 +121,24 @@ def test_segments_that_grow_are_named_as_the_vendor_does() -> None:
     assert "ROCm 7" in amd.says
 
 
-def test_a_leak_says_what_grows_and_how_fast() -> None:
+def test_a_leak_says_when_the_memory_is_full() -> None:
     gib = 2**30
     series = (
-        MemorySeries(kind="allocated", rank=3, steps=(0, 500), num_bytes=(10 * gib, 11 * gib)),
-        MemorySeries(kind="reserved", rank=3, steps=(0, 500), num_bytes=(10 * gib, 10 * gib)),
+        MemorySeries(kind="allocated", rank=3, steps=(0, 500), num_bytes=(10 * gib, 20 * gib)),
+        MemorySeries(kind="reserved", rank=3, steps=(0, 500), num_bytes=(10 * gib, 60 * gib)),
     )
-    remedy = remedy_for(Case(Observation(sources=(), memory_series=series)), cause("leak"))
+    capacity = plan_of_job("megatron").cluster.hardware.memory_bytes
+    remedy, alone = (
+        remedy_for(case, cause("leak"))
+        for case in (
+            case_of("megatron", memory_series=series), Case(Observation(sources=(), memory_series=series)),
+        )
+    )  # fmt: skip
     assert remedy is not None
-    assert remedy.says.startswith("allocated memory of rank 3 grows by 2 GiB in 1,000 steps")
+    assert alone is not None
+    assert remedy.says.endswith(f"the GPU is full after {(capacity - 20 * gib) / (10 * gib / 500):,.0f} more steps")
+    assert "snapshot" in alone.says
+    assert "more steps" not in alone.says
 
 
 def test_without_a_plan_machines_have_remedies_all_the_same() -> None:
@@ -138,7 +147,11 @@ def test_without_a_plan_machines_have_remedies_all_the_same() -> None:
         remedy = remedy_for(alone, cause(name, 0.5, "rank 3"))
         assert remedy is not None
         assert remedy.step_s in (None, 1.5)
-    assert remedy_for(alone, cause("exposed_dp", 0.5)) is None
+    advice = remedy_for(Case(Observation(sources=(), facts=JobFacts(trainer="megatron"), step_s=2.0)),
+                        cause("exposed_dp", 0.5))  # fmt: skip
+    assert advice is not None
+    assert "--overlap-grad-reduce --overlap-param-gather" in advice.says
+    assert (advice.step_s, advice.is_priced) == (1.5, False)
 
 
 def test_experts_are_priced_as_unbalanced_as_the_seconds_say() -> None:
