@@ -49,7 +49,8 @@ def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | No
     observation = observed.observation
     if plan is None or cluster is None:
         hint = "plan observe train.log --plan plan.json -o observed.json"
-        raise SpecError(f"{where}: does not say the plan that it is a run of", hint)
+        why = observed.says.removeprefix("no verdict: ") if observed.prediction else ""
+        raise SpecError(f"{where}: {why or 'does not say the plan that it is a run of'}", hint)
     if observation.step_s is None:
         raise SpecError(f"{where}: the run in it has no steps", "observe a log that prints the seconds of its steps")
     if differing := differences(observation, plan):

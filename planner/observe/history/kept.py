@@ -14,6 +14,7 @@ from planner.errors import SpecError
 from planner.layout.confidence import hardware_width
 from planner.layout.price import price_layout
 from planner.observe.calibrate.evidence import evidence_of
+from planner.observe.calibrate.from_run import UNDER_PROFILER
 from planner.observe.calibrate.priced import PricedRun
 from planner.observe.history.belongs import belongs_to
 from planner.observe.history.folder import PREFIX, SUFFIX
@@ -41,7 +42,7 @@ class KeptRun(Spec):
     schema_version: Literal[1] = 1
     planner_version: str
     source: str
-    """The logs that it was observed by."""
+    """The names of logs that it was observed by."""
     step_s: PositiveFloat
     """The measured step, less what causes took that are no property of the hardware."""
     own_width: NonNegativeFloat
@@ -57,6 +58,8 @@ def kept_run(observed: Observed, where: str) -> tuple[KeptRun, tuple[str, ...]]:
     nothing about its cluster."""
     cluster = None if observed.plan is None else _as_it_ships(observed.plan, where)
     evidence = evidence_of(observed, observed.plan, cluster, where)
+    if not evidence.has_log:
+        raise SpecError(f"{where}: {UNDER_PROFILER}", "plan observe train.log --plan plan.json -o observed.json")
     assert observed.plan is not None, "evidence_of refuses a run without a plan"
     assert cluster is not None, "a plan has a cluster"
     plan = PricedRun.of(observed.plan, cluster).plan
@@ -67,7 +70,7 @@ def kept_run(observed: Observed, where: str) -> tuple[KeptRun, tuple[str, ...]]:
     }
     run = KeptRun(
         planner_version=__version__,
-        source=", ".join(source.path for source in observed.observation.sources[:3]) or where,
+        source=", ".join(Path(source.path).name for source in observed.observation.sources[:3]) or where,
         step_s=evidence.step_s,
         own_width=evidence.width,
         num_steps=observed.observation.num_steps,
