@@ -105,6 +105,6 @@ def _sentences(folder: Path, name: str, is_new: bool, belongs: str, found: Poste
     path = printable(str(folder / name))
     return [
         f"{belongs}: kernels take × {found.factor:.3f} ({low:.3f} to {high:.3f}) by {runs} of {jobs}{scatter}",
-        f"plan and every other command of such a job take it, intervals are ± {found.step_width:.0%}; --no-history not",
+        f"every later plan of such a job takes it, a dense step within ± {found.step_width:.0%}; --no-history does not",
         f"{'kept as' if is_new else 'was there already:'} {path}; rm forgets it",
     ]

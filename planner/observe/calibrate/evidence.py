@@ -22,11 +22,11 @@ SURE = 0.5
 MOST_LEFT_OUT = 0.3
 """Largest share of a step that a cause may take for the rest to tell something about the hardware."""
 OF_THE_STEP = (
-    "data_stall", "straggler_rank", "expert_imbalance", "host_bound", "slow_link", "no_ep_overlap", "unfused_kernels",
-    "attention_kernel",
+    "data_stall", "straggler_rank", "expert_imbalance", "host_bound", "slow_link", "no_ep_overlap", "exposed_dp",
+    "bubble", "unfused_kernels", "attention_kernel", "garbage_collection",
 )  # fmt: skip
-"""Causes whose seconds say nothing about the GPU's kernels: input, one slow rank, routing, the host, a link, and a
-recipe other than the one that was priced."""
+"""Causes whose seconds say nothing about the GPU's kernels: input, one slow rank, routing, the host, links and waits,
+and a recipe other than the one that was priced. Clocks are the GPUs' own, and what stands beside steps is in none."""
 OF_THE_MEMORY = ("leak",)
 _MEND = "mend that, let the job run on, and observe it again"
 
