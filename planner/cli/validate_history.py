@@ -87,7 +87,7 @@ def _table(kept: Sequence[KeptPrice], added: str) -> Table:
 
     table = columns(None, *"rrr")
     table.add_row("run", "measured", "predicted", "error", style="dim")
-    for run in kept:
+    for run in sorted(kept, key=lambda run: (run.job, run.source, run.file)):
         error = f"{100 * (run.predicted_s / run.measured_s - 1):+.1f}%"
         style = "bold" if run.file == added else None
         name = f"{printable(run.source, 40)}: {printable(run.job)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +35,14 @@ from planner.trainers.switches import read_recipe
 MAX_BYTES = 2**26
 NUM_DIGITS = 16
 """Digits of the hash in a file's name."""
+LEFT_OUT: Mapping[str, object] = {
+    "alternatives": (),
+    "search": None,
+    "rejections": {},
+    "rejection_examples": {},
+    "command": "",
+}
+"""Fields of a plan that say nothing of the run."""
 
 
 class KeptRun(Spec):
@@ -63,7 +72,7 @@ def kept_run(observed: Observed, where: str) -> tuple[KeptRun, tuple[str, ...]]:
     assert observed.plan is not None, "evidence_of refuses a run without a plan"
     assert cluster is not None, "a plan has a cluster"
     plan = PricedRun.of(observed.plan, cluster).plan
-    plan = plan.model_copy(update={"alternatives": (), "search": None, "rejections": {}, "rejection_examples": {}})
+    plan = plan.model_copy(update=LEFT_OUT)
     shipped: dict[Literal["hardware", "runtime"], bool] = {
         "hardware": _ships(cluster),
         "runtime": _renewed(plan.runtime_spec) == plan.runtime_spec,

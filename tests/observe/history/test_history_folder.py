@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -34,6 +35,18 @@ def run(plan: Plan) -> Observed:
 
 def add(folder: Path, run: Observed) -> bool:
     return keep(folder, name_of(run), text_of(kept_run(run, "observed.json")[0]))
+
+
+@pytest.fixture(scope="module")
+def cheap(run: Observed) -> Callable[[Path], KeptPrice]:
+    """Reads a file as pricing does, and gives it a price that was made once."""
+    price = price_of(kept_run(run, "observed.json")[0], "observed.json")
+
+    def of_file(path: Path) -> KeptPrice:
+        read_kept(path)
+        return price.model_copy(update={"file": path.name})
+
+    return of_file
 
 
 def no_price(path: Path) -> KeptPrice:
@@ -68,17 +81,21 @@ def test_a_run_is_one_however_its_plan_was_corrected(plan: Plan, run: Observed, 
 
 
 def test_prices_are_kept_until_a_file_or_the_version_changes(
-    plan: Plan, run: Observed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Plan,
+    run: Observed,
+    cheap: Callable[[Path], KeptPrice],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     add(tmp_path, run)
-    first = prices_of(tmp_path, price_of_file)
+    first = prices_of(tmp_path, cheap)
     assert prices_of(tmp_path, no_price) == first
     add(tmp_path, observed(plan, 1.3 * plan.step.step_s))
     asked: list[str] = []
 
     def price(path: Path) -> KeptPrice:
         asked.append(path.name)
-        return price_of_file(path)
+        return cheap(path)
 
     assert len(prices_of(tmp_path, price).runs) == 2
     assert len(asked) == 1, "the other's price stays"
@@ -115,28 +132,34 @@ def test_files_that_hold_no_run_are_left_out_with_one_sentence(run: Observed, tm
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"planner_version": 3}', '{"runs": [{"file": "x"}]}'])
-def test_prices_that_somebody_edited_are_made_again(run: Observed, tmp_path: Path, text: str) -> None:
+def test_prices_that_somebody_edited_are_made_again(
+    run: Observed, cheap: Callable[[Path], KeptPrice], tmp_path: Path, text: str
+) -> None:
     add(tmp_path, run)
-    first = prices_of(tmp_path, price_of_file)
+    first = prices_of(tmp_path, cheap)
     (tmp_path / PRICES).write_text(text)
-    assert prices_of(tmp_path, price_of_file) == first
+    assert prices_of(tmp_path, cheap) == first
     assert json.loads((tmp_path / PRICES).read_text())["runs"]
 
 
-def test_prices_may_stay_unwritten(run: Observed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prices_may_stay_unwritten(
+    run: Observed, cheap: Callable[[Path], KeptPrice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(tmp_path, run)
 
     def full(*_: object, **__: object) -> None:
         raise PlannerError("no space")
 
     monkeypatch.setattr(stored, "write_text", full)
-    assert len(prices_of(tmp_path, price_of_file).runs) == 1
+    assert len(prices_of(tmp_path, cheap).runs) == 1
     assert not (tmp_path / PRICES).exists()
 
 
-def test_runs_of_other_clusters_and_trainers_correct_nothing(plan: Plan, run: Observed, tmp_path: Path) -> None:
+def test_runs_of_other_clusters_and_trainers_correct_nothing(
+    plan: Plan, run: Observed, cheap: Callable[[Path], KeptPrice], tmp_path: Path
+) -> None:
     add(tmp_path, run)
-    prices, cluster, runtime = prices_of(tmp_path, price_of_file), plan.cluster, plan.runtime_spec
+    prices, cluster, runtime = prices_of(tmp_path, cheap), plan.cluster, plan.runtime_spec
     assert len(runs_of(prices, cluster.changed(num_gpus=64), runtime)) == 1, "more of the same"
     assert runs_of(prices, cluster.changed(gpus_per_node=2), runtime) == ()
     assert runs_of(prices, cluster.changed(network_gb_per_s=25), runtime) == ()
@@ -153,26 +176,27 @@ def test_a_run_that_teaches_nothing_is_not_kept(plan: Plan) -> None:
         price_of(slow, "observed.json")
 
 
-def _keep_together(folder: str, name: str, text: str, barrier: object) -> None:
+def _keep_together(folder: str, name: str, text: str, barrier: object, cheap: Callable[[Path], KeptPrice]) -> None:
     barrier.wait()  # type: ignore[attr-defined]
     keep(Path(folder), name, text)
-    prices_of(Path(folder), price_of_file)
+    prices_of(Path(folder), cheap)
 
 
-def test_two_that_add_at_once_lose_nothing(plan: Plan, tmp_path: Path) -> None:
+def test_two_that_add_at_once_lose_nothing(plan: Plan, cheap: Callable[[Path], KeptPrice], tmp_path: Path) -> None:
     context, folder = get_context("fork"), tmp_path / "deep" / "history"
     runs = [observed(plan, factor * plan.step.step_s) for factor in (1.1, 1.2)]
     texts = {name_of(run): text_of(kept_run(run, "observed.json")[0]) for run in runs}
     barrier = context.Barrier(2)
     both = [
-        context.Process(target=_keep_together, args=(str(folder), name, text, barrier)) for name, text in texts.items()
+        context.Process(target=_keep_together, args=(str(folder), name, text, barrier, cheap))
+        for name, text in texts.items()
     ]
     for process in both:
         process.start()
     for process in both:
         process.join()
     assert [process.exitcode for process in both] == [0, 0]
-    assert {price.file for price in prices_of(folder, price_of_file).runs} == set(texts)
+    assert {price.file for price in prices_of(folder, cheap).runs} == set(texts)
     assert {path.name for path in folder.iterdir()} == {*texts, PRICES}
 
 
