@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 def add_run(path: str, folder: str | None, as_json: bool) -> None:
     """Keep an observed run in the folder of the user's runs, and show those of its cluster and trainer."""
+    from planner.cli.calibration_file import refuse_device
     from planner.cli.output import dumps, show
-    from planner.cli.probe_file import refuse_device
     from planner.observe.history.belongs import belongs_to, calibration_of, runs_of
     from planner.observe.history.folder import keep, prices_of, said_of
     from planner.observe.history.kept import kept_run, name_of, price_of, price_of_file, text_of

@@ -124,6 +124,21 @@ def test_a_calibration_that_is_named_wins(run_file: Path, history: Path, tmp_pat
     assert both.inputs_sha256 == alone.inputs_sha256
 
 
+def test_a_run_of_another_trainer_is_doubted_and_not_kept_for_this_one(
+    run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = [*LAYOUT, "--runtime", "torchtitan", "--json"]
+    assert main([*other, "--calibration", str(run_file)]) == 0
+    says = "is a run of megatron: how far it is from its price may not hold for torchtitan"
+    assert f"warning: {run_file}: {says}" in capsys.readouterr().err
+    assert main(["validate", "--add", str(run_file), "-q"]) == 0
+    capsys.readouterr()
+    assert main(other) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["cluster"]["hardware"]["corrections"] == []
+    assert "of yours" not in shown.err
+
+
 def test_a_sweep_takes_it_and_says_so_once(run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["sweep", "--model", "8b", "--gpus", "8,16", "-s", "8192", "-b", "64", "--dp", "4,8", "--top", "1"]
     sweep += ["--tp", "1", "--pp", "1", "--time-limit", "2"]
