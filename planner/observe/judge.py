@@ -15,7 +15,7 @@ from planner.specs.units import GIB
 
 def judged(observation: Observation, plan: Plan, source: str, recorded: Recorded | None = None) -> Observed:
     """The observation with what was predicted for it, and the verdict by the predicted intervals."""
-    observation, prediction = _with_mfu(observation, plan), predicted(plan, source)
+    observation, prediction = with_mfu(observation, plan), predicted(plan, source)
     plan = plan.model_copy(update={"alternatives": (), "search": None})
     if differing := differences(observation, plan):
         says = f"no verdict: the log is of another job than {source}: {'; '.join(differing)}"
@@ -29,7 +29,7 @@ def judged_beside(
     """The observation beside an earlier run of the same job, which is taken as it should be."""
     plan = earlier.plan
     if plan is not None:
-        observation = _with_mfu(observation, plan)
+        observation = with_mfu(observation, plan)
     return _told(Case(observation, recorded, of_run(earlier, source), plan, earlier))
 
 
@@ -41,7 +41,7 @@ def judged_alone(observation: Observation, recorded: Recorded | None = None) -> 
 def _told(case: Case) -> Observed:
     """All that is said of a case."""
     gap, replayed = waterfall(case), what_ifs(case)
-    verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
+    verdict, says = (None, "") if case.prediction is None else verdict_of(case.observation, case.prediction)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
@@ -126,7 +126,7 @@ def differences(observation: Observation, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _with_mfu(observation: Observation, plan: Plan) -> Observation:
+def with_mfu(observation: Observation, plan: Plan) -> Observation:
     """The observation with the MFU of the planner's definition: the plan's, at the observed tokens per second."""
     facts = observation.facts
     tokens_per_s = observation.tokens_per_s
@@ -144,7 +144,7 @@ _SAID = ("--gpus", "--global-batch-size", "--seq-length")
 """Options whose values a plan has in a log's place."""
 
 
-def _verdict(observation: Observation, prediction: Prediction) -> tuple[Verdict | None, str]:
+def verdict_of(observation: Observation, prediction: Prediction) -> tuple[Verdict | None, str]:
     """`slow` and `fast` by the interval of the step, as far as its digits tell; `memory` by that of the memory."""
     step_s = observation.step_s
     if step_s is None:

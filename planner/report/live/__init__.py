@@ -1,0 +1,1 @@
+"""A followed run on one screen, and in one line."""
