@@ -73,14 +73,18 @@ def follow(options: Followed, expected: Callable[[Observation], Expected]) -> No
     from planner.specs.reading import STDIN, label
 
     path = options.files[0]
-    watch = Watch(options.band_steps or DEFAULT_STEPS, least_s=LEAST_S if options.band_steps is None else 0.0)
+    watch = Watch(
+        allowed_steps=options.band_steps or DEFAULT_STEPS,
+        least_s=LEAST_S if options.band_steps is None else 0.0,
+        only_slow=options.only_slow,
+    )
     tokens = None if options.tokens is None else count_of("tokens", options.tokens)
     limit_s = SILENT_S if options.silent_minutes is None else 60 * options.silent_minutes
     source = source_of(path, _log.info)
     with _views(options, watch.allowed_steps) as views:
         loop = Loop(
             Follower(label(path), watch, expected), source, views, time.monotonic, lambda: time.sleep(POLL_S),
-            is_live=path == STDIN, only_slow=options.only_slow, silent_limit_s=limit_s, total_tokens=tokens,
+            is_live=path == STDIN, silent_limit_s=limit_s, total_tokens=tokens,
         )  # fmt: skip
         try:
             loop.run()

@@ -42,6 +42,14 @@ TERMS = (
     (("optimizer", "step"), "optimizer_s"),
 )
 """Timers that follow each other in a step, and the term that each is; of several names the first found counts."""
+_INSIDE = {
+    "all-grads-sync": ("gradients_s", "forward_backward_s"),
+    "params-all-gather": ("parameters_s", "optimizer_s"),
+}
+"""Timers that Megatron core runs inside of another: its schedules finalise the gradients before `forward-backward` ends
+(schedules.py, since core 0.7), and the distributed optimizer gathers parameters in its step (distrib_optimizer.py)."""
+_BESIDE = {"grads-all-reduce", "grads-reduce-scatter", "backward-params-all-reduce"}
+"""Timers of older versions, which ran all of these one after the other."""
 INTERVALS = {
     "manual_gc_interval": "garbage collection",
     "save_interval": "checkpoints",
@@ -176,6 +184,13 @@ def _breakdown(record: Record, step_s: float) -> dict[str, float]:
     if "forward_backward_s" in found:
         for part in _PARTS_OF_FORWARD_BACKWARD:
             found.pop(part, None)
+    for inner, (term, outer) in _INSIDE.items():
+        if (
+            inner in record.timers
+            and not _BESIDE & record.timers.keys()
+            and found.get(outer, 0.0) > found.get(term, 0.0)
+        ):
+            found[outer] -= found.get(term, 0.0)
     left = step_s - sum(found.values())
     # timers inside each other, or of micro-batches, are no parts of a step
     return {**found, "unattributed_s": left} if left >= 0 else {"unattributed_s": step_s}

@@ -128,13 +128,19 @@ class MemorySeries(Spec):
 
 
 class RankPasses(Spec):
-    """Seconds that one rank computes for one micro-batch, forward and backward: what it alone needs, without waits."""
+    """Seconds that one rank computes for one micro-batch, forward and backward, through all of its chunks."""
 
     rank: int | None
     stage: int | None
     """The pipeline stage; None where neither the layout nor the trace says it."""
     forward_s: float | None
     backward_s: float | None
+    holds_exchanges: bool = False
+    """True where they hold the tp, cp and ep exchanges of the pass, and waits for those groups' other ranks."""
+    exchanges_s: float | None = None
+    """Exposed seconds of such exchanges in a micro-batch, waits among them, where the passes do not hold them."""
+    num_microbatches: int | None = None
+    """Micro-batches of a step, as far as the files show them."""
     source: str
     """The timer or the annotations that say so."""
 
@@ -246,6 +252,18 @@ class WhatIf(Spec):
     """The replayed step as observed, less this one."""
 
 
+class Replayed(Spec):
+    """The step replayed from what its ranks were seen to compute."""
+
+    step_s: float
+    measured_s: float
+    """The step that the same files show: of a profiled run, the profiled one."""
+    even_s: float
+    """The step if every rank, stage and operation were as its peers."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what was taken from elsewhere, and on how much the replay leaves open."""
+
+
 class Remedy(Spec):
     """A change of the job, and the step that it would give."""
 
@@ -283,6 +301,8 @@ class Observed(Spec):
     beside: tuple[Term, ...] = ()
     """Wall time per step less the steady step, the terms adding up to it."""
     what_if: tuple[WhatIf, ...] = ()
+    """Changes of the replayed step, the most winning first."""
+    replayed: Replayed | None = None
     verdict: Verdict | None = None
     """None where nothing was predicted."""
     says: str = ""

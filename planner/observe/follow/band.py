@@ -55,6 +55,8 @@ class Watch:
     """True where the last steps are far beyond the band's end."""
     least_s: float = LEAST_S
     """Seconds that the steps have to take before the alarm, unless they are far out."""
+    only_slow: bool = False
+    """True where a run below its band rings no alarm."""
     _out_rows: int = 0
     _warm_up_left: int = -1
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -129,4 +131,4 @@ class Watch:
     def rings(self) -> bool:
         """True once the run has been out for as many steps as are allowed, and for so long, or far."""
         enough = self.out_steps >= self.allowed_steps and self._out_rows >= _LEAST_ROWS
-        return enough and (self.is_far or self.out_s >= self.least_s)
+        return enough and (self.side > 0 or not self.only_slow) and (self.is_far or self.out_s >= self.least_s)

@@ -43,7 +43,6 @@ class Loop:
     """Called where nothing is new, before the log is asked again."""
     is_live: bool = False
     """False until all that the file held at the begin is read: a run that was out and is not now rings no alarm."""
-    only_slow: bool = False
     silent_limit_s: float = SILENT_S
     """0 where silence rings no alarm."""
     total_tokens: float | None = None
@@ -63,7 +62,7 @@ class Loop:
         while not self.ended:
             lines = self.source.read()
             if lines is None:
-                self.is_live, self.ended = True, "alarm" if self._rings() else "end of input"
+                self.is_live, self.ended = True, "alarm" if self.follower.watch.rings else "end of input"
                 return
             for line in lines:
                 if self._feeds(line):
@@ -80,18 +79,14 @@ class Loop:
         if not self.follower.feed(line):
             return False
         self._step_at_s = self.now()
-        if self.is_live and self._rings():
+        if self.is_live and self.follower.watch.rings:
             self.ended = "alarm"
         elif self.is_live:
             self._show(is_idle=False)
         return bool(self.ended)
 
-    def _rings(self) -> bool:
-        watch = self.follower.watch
-        return watch.rings and (watch.side > 0 or not self.only_slow)
-
     def _ends(self) -> str:
-        if self._rings():
+        if self.follower.watch.rings:
             return "alarm"
         found = self.follower.last_step(self.total_tokens)
         if found is not None and found[0] >= found[1]:

@@ -39,7 +39,7 @@ GAUGES = (
     (
         "planner_data_wait_ratio",
         "data_fraction",
-        "Share of a step in which the slowest rank waits for data, by timers.",
+        "Share of a step in which a rank waits for data, by timers.",
     ),
     ("planner_checkpoint_step", "checkpoint_step", "Last step before the last checkpoint."),
     ("planner_pace_seconds", "pace_s", "Wall seconds per step, with what comes between steps."),
@@ -54,7 +54,7 @@ COUNTERS = (
     (
         "planner_allocator_retries_total",
         "num_alloc_retries",
-        "Times that the allocator freed its cache and tried again.",
+        "Times that the allocator freed its cache.",
     ),
     ("planner_out_of_memory_total", "num_ooms", "Errors of allocations that failed."),
 )
@@ -79,9 +79,7 @@ def metrics(found: Standing) -> Iterator[Metric]:
         )
         inside = found.place in ("in band", "warm-up")
         yield Metric("planner_in_band", "gauge", "1 in the band or warming up, 0 outside.", [(log, float(inside))])
-    yield Metric(
-        "planner_alarm", "gauge", "1 where the run has left its band, or is silent.", [(log, float(found.rings))]
-    )
+    yield Metric("planner_alarm", "gauge", "1 where it left its band, or is silent.", [(log, float(found.rings))])
     if found.causes:
         likely = {(cause.name, cause.where): cause.likelihood for cause in reversed(found.causes)}
         yield Metric(
