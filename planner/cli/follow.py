@@ -17,11 +17,14 @@ from planner.files import STDOUT, write_text
 from planner.observe.follow.loop import SILENT_S, Loop, View
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from planner.observe.follow.follower import Expected
     from planner.observe.follow.state import Standing
-    from planner.observe.observation import Observation, Observed
+    from planner.observe.observation import Observation
 
 _log = logging.getLogger(__name__)
+_HINT = "plan observe FILE without --follow says where the seconds of the whole run went"
 POLL_S, FILE_EVERY_S, SCREEN_EVERY_S = 0.5, 5.0, 1.0
 
 
@@ -90,14 +93,16 @@ def follow(options: Followed, expected: Callable[[Observation], Expected]) -> No
             loop.run()
         except KeyboardInterrupt:
             loop.ended = "interrupted"
-        found, answer = loop.finish()
-    _conclude(options, loop, found, answer)
+        found = loop.finish()
+    _conclude(options, loop, found)
 
 
-def _conclude(options: Followed, loop: Loop, found: Standing, answer: Observed | None) -> None:
+def _conclude(options: Followed, loop: Loop, found: Standing) -> None:
     """The final answer, and the alarm if there is one."""
-    from planner.report.observe import render_observed
+    from planner.report.observe.answer import render_observed
 
+    rings = loop.ended in ("alarm", "silent")
+    answer = loop.answer(last_steps=rings)
     if answer is None:
         if loop.ended == "end of input":
             raise SpecError(f"{found.source}: has no lines of steps that are known", "pipe the output of a trainer")
@@ -105,14 +110,12 @@ def _conclude(options: Followed, loop: Loop, found: Standing, answer: Observed |
     if not options.json and STDOUT not in (options.output, options.prometheus):
         show("", render_observed(answer))
     if options.output is not None:
-        write_text(options.output, dumps(answer.model_dump(mode="json")), options.force)
-    if loop.ended in ("alarm", "silent"):
-        cause = f"; likely: {answer.causes[0].name}" if answer.causes else ""
-        likely = f"; likely: {found.causes[0].name}" if found.causes else cause
-        raise OutOfBand(
-            f"{found.source}: {found.says}{likely}",
-            f"where the seconds go: plan observe {found.source} with the same options",
-        )
+        whole = loop.answer(last_steps=False) if rings else answer
+        assert whole is not None
+        write_text(options.output, dumps(whole.model_dump(mode="json")), options.force)
+    if rings:
+        likely = f"; likely: {found.causes[0].name}" if found.causes else ""
+        raise OutOfBand(f"{found.source}: {found.says}{likely}", _HINT)
 
 
 @contextmanager
@@ -125,16 +128,26 @@ def _views(options: Followed, every_steps: int) -> Iterator[list[View]]:
         yield [*views, JsonView(every_steps)]
     elif STDOUT in (options.prometheus, options.output):
         yield views
-    elif sys.stdout.isatty():
-        from rich.console import Console
+    elif (console := _screen()) is not None:
         from rich.live import Live
 
-        console = Console(highlight=False, markup=False, emoji=False)
-        console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as screen:
             yield [*views, ScreenView(screen)]
     else:
         yield [*views, LineView(every_steps)]
+
+
+def _screen() -> Console | None:
+    """The terminal on stdout; None where there is none whose lines can be written again."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not sys.stdout.isatty() or console.is_dumb_terminal:
+        return None
+    if console.no_color:  # nor bold or dim
+        console = Console(highlight=False, markup=False, emoji=False, color_system=None)
+    console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
+    return console
 
 
 @dataclass(slots=True)
@@ -147,7 +160,7 @@ class ScreenView:
         return seconds >= SCREEN_EVERY_S
 
     def show(self, found: Standing) -> None:
-        from planner.report.live.screen import render_standing
+        from planner.report.observe.live import render_standing
 
         self.screen.update(render_standing(found), refresh=True)
 
@@ -163,7 +176,7 @@ class LineView:
         return steps >= self.every_steps
 
     def show(self, found: Standing) -> None:
-        from planner.report.live.screen import line_of
+        from planner.report.observe.live import line_of
 
         if (line := line_of(found)) != self.last:
             sys.stdout.write(f"{line}\n")

@@ -122,7 +122,7 @@ def observe_command(
 
 
 def _expected(path: str | None, asked: LayoutOptions) -> Callable[[Observation], tuple[Plan | Observed | None, str]]:
-    """What a followed run is held against, found when its first steps are read; a plan's file is read at once."""
+    """The question what a followed run is held against, answered when its first steps are read; a plan's file is read at once."""
     if path is None:
         return lambda observation: _priced(observation, asked)
     planned = _planned(path, replace(asked, tokens=None))

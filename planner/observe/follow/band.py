@@ -120,7 +120,7 @@ class Watch:
 
     @property
     def place(self) -> Place:
-        """Where the run stands to its band."""
+        """The place of the run to its band."""
         if self.band is None:
             return "learning"
         if len(self._recent) == 0:

@@ -30,6 +30,7 @@ LEARNED_STEPS, LEARNED_ROWS = 50, 20
 OWN_FRACTION = 0.05
 """Least distance of a band from the run's own first steps: spells of a minute in which steps take 2 to 4% longer come
 and go in MLPerf's logs (docs/OBSERVE_LIVE.md)."""
+LEAST_WINDOW_STEPS = 100
 EXPLAINED = {"checkpoint", "evaluation", "gc"}
 """Marks of a row that say why it may be long."""
 Expected = tuple[Plan | Observed | None, str]
@@ -38,7 +39,7 @@ Expected = tuple[Plan | Observed | None, str]
 
 @dataclass(slots=True)
 class Totals:
-    """What is counted over the whole run, beyond the rows that are kept."""
+    """Counts over the whole run, beyond the rows that are kept."""
 
     rows: int = 0
     steps: int = 0
@@ -208,12 +209,13 @@ class Follower:
         return record.seconds[-1] * record.covers[-1] if record.numbers else 0.0
 
     def window_rows(self, record: Record) -> int:
-        """Rows of the last steps that are judged: five times as many steps as ring the alarm, a hundred at least."""
-        steps, rows = max(100, 5 * self.watch.allowed_steps), 0
+        """Rows of the last steps that are judged: those out of the band, else five times as many as ring the alarm."""
+        steps, rows = self.watch.out_steps or max(LEAST_WINDOW_STEPS, 5 * self.watch.allowed_steps), 0
         while rows < len(record.numbers) and steps > 0:
             rows += 1
             steps -= record.covers[-rows]
-        return rows
+        # the median of five was out when three of them were
+        return min(rows + 2, len(record.numbers)) if self.watch.out_steps else rows
 
     def window(self, record: Record) -> Observation:
         """The observation of the last steps."""

@@ -135,7 +135,7 @@ class Loop:
         self._causes_took_s = self._causes_at_s - begin_s
 
     def standing(self, final: bool = False) -> Standing:
-        """Where the run stands now."""
+        """The run as it stands now."""
         return standing(
             self.follower,
             total_tokens=self.total_tokens,
@@ -145,13 +145,17 @@ class Loop:
             is_silent=self.ended == "silent",
         )
 
-    def finish(self) -> tuple[Standing, Observed | None]:
-        """The last word: where the run stands, in every view, and the whole answer; None without a step."""
+    def finish(self) -> Standing:
+        """Show where the run stands in every view, for the last time."""
         self._find_causes(at_once=True)
         found = self.standing(final=True)
         for view in self.views:
             view.show(found)
-        record = self.follower.record()
+        return found
+
+    def answer(self, last_steps: bool) -> Observed | None:
+        """The answer of `plan observe` by the last steps, or by all that are kept; None without a step."""
+        follower, record = self.follower, self.follower.record()
         if not record.numbers:
-            return found, None
-        return found, self.follower.judged(self.follower.observation(record))
+            return None
+        return follower.judged(follower.window(record) if last_steps else follower.observation(record))

@@ -27,7 +27,7 @@ def standing(
     final: bool = False,
     is_silent: bool = False,
 ) -> Standing:
-    """Where the run stands. `total_tokens` of the whole run say its last step where the log does not."""
+    """The run as it stands. `total_tokens` of the whole run say its last step where the log does not."""
     watch, totals, prediction = follower.watch, follower.totals, follower.prediction
     record = follower.record()
     common = {"source": follower.where, "final": final, "silent_s": silent_s, "allowed_steps": watch.allowed_steps}
@@ -36,7 +36,7 @@ def standing(
     seen = follower.window(record)
     if follower.plan is not None:
         seen = with_mfu(seen, follower.plan)
-    step, window_s, pace_s = record.numbers[-1], seen.step_s, _pace_s(record)
+    step, window_s, pace_s = record.numbers[-1], seen.step_s, _pace_s(record, seen.step_s)
     last = follower.last_step(total_tokens)
     total = None if last is None else last[1]
     left = None if total is None else max(0, total - step)
@@ -95,17 +95,19 @@ def sentence(found: Standing) -> str:
     return f"{found.place} {band} for {found.out_steps:,} steps"
 
 
-def _pace_s(record: Record) -> float | None:
-    """Wall seconds per step since the last start; the mean of the steps alone where lines have no times."""
+def _pace_s(record: Record, window_s: float | None) -> float | None:
+    """Wall seconds per step: the median of the last steps, and what all since the last start took beyond theirs.
+
+    That is what comes between steps where lines have times, and long steps; None for too few.
+    """
     first = record.backs[-1].row if record.backs else 0
-    steps = sum(record.covers[first + 1 :])
-    if not steps or len(record.numbers) - first < _LEAST_FOR_PACE:
+    seconds, covers = record.seconds[first + 1 :], record.covers[first + 1 :]
+    if window_s is None or len(seconds) < _LEAST_FOR_PACE:
         return None
-    wall_s = record.ends[-1] - record.ends[first]
-    if math.isfinite(wall_s) and wall_s > 0:
-        return wall_s / steps
-    seconds = math.fsum(s * n for s, n in zip(record.seconds[first + 1 :], record.covers[first + 1 :], strict=True))
-    return seconds / steps
+    wall_s, steps = record.ends[-1] - record.ends[first], sum(covers)
+    if not (math.isfinite(wall_s) and wall_s > 0):
+        wall_s = math.fsum(s * n for s, n in zip(seconds, covers, strict=True))
+    return window_s + max(0.0, wall_s / steps - median(seconds))
 
 
 def _growth(follower: Follower, record: Record, step: int) -> dict[str, float | int | None]:

@@ -1,4 +1,4 @@
-"""Where a run stands now: one object for the screen, for JSON lines and for Prometheus."""
+"""A run as it stands now: one object for the screen, for JSON lines and for Prometheus."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ class Standing(Spec):
     causes: tuple[Cause, ...] = ()
     """The likely causes by the last steps, the likeliest first."""
     says: str = ""
-    """Where it stands in one sentence."""
+    """The place of the run in one sentence."""
     notes: tuple[str, ...] = ()

@@ -1,1 +1,0 @@
-"""A followed run on one screen, and in one line."""
