@@ -23,8 +23,8 @@ def watched(seconds: Iterable[float], covers: int = 1, **changes: object) -> tup
 
 
 def noisy(level_s: float, count: int, rng: random.Random) -> Iterator[float]:
-    """Steps as MLPerf's 42 logs of 405B have them: noise of 0.4% whose neighbours are alike, and 3% slow ones, 10% longer
-    in the mean (slowest ÷ median 1.43, CV 3.4% over the runs)."""
+    """Steps as MLPerf's 42 logs of 405B have them: noise of 0.4% whose neighbours are alike, and 3% that take longer,
+    by 10% in the mean (in those logs CV 3.4%, slowest ÷ median 1.43)."""
     deviation = 0.0
     for _ in range(count):
         deviation = 0.5 * deviation + rng.gauss(0, 0.004 * 0.75**0.5)
@@ -34,7 +34,7 @@ def noisy(level_s: float, count: int, rng: random.Random) -> Iterator[float]:
 
 @pytest.mark.parametrize("level", [0.905, 0.95, 0.98, 0.995])
 def test_no_alarm_inside_of_the_band(level: float) -> None:
-    # 40 runs of 2,000 steps, up to half a percent from the band's end
+    # 10 runs of 2,000 steps each, up to half a percent from the band's end
     rung = [watched(noisy(10 * level, 2_000, random.Random(seed)), least_s=0.0)[1] for seed in range(10)]
     assert rung == [None] * 10
 
@@ -54,7 +54,6 @@ def test_a_run_that_is_slow_from_its_begin_has_a_warm_up() -> None:
 
 
 def test_one_in_ten_slow_steps_is_no_alarm() -> None:
-    assert watched([9.5] * 9 + [19.0] for _ in ()) == (Watch(20, BAND), None)
     assert watched(([9.5] * 9 + [19.0]) * 40)[1] is None
     assert watched(([9.5] * 5 + [12.0] * 15) * 20)[1] is None
 
@@ -81,8 +80,8 @@ def test_steps_that_the_log_explains_are_not_counted() -> None:
 
 
 def test_lines_that_are_means_need_three() -> None:
-    assert watched([9.5] * 10 + [12.0] * 10, covers=10)[1] == 140
-    assert watched([9.5] * 10 + [12.0] * 3 + [9.5] * 10, covers=10)[1] is None
+    assert watched([9.5] * 10 + [12.0] * 10, covers=10)[1] == 150
+    assert watched([9.5] * 10 + [12.0] * 2 + [9.5] * 10, covers=10)[1] is None
 
 
 def test_digits_that_are_not_printed_are_no_alarm() -> None:

@@ -12,16 +12,14 @@ from test_observe_signals import report
 from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, iteration, iterations, mlperf, torchtitan
 
 from planner.answer import Plan
+from planner.cli import main
 from planner.errors import SpecError
-from planner.layout.evaluate import evaluate
 from planner.observe.follow.band import Watch
 from planner.observe.follow.follower import Follower
 from planner.observe.follow.loop import BURST, Loop
 from planner.observe.follow.state import Standing
 from planner.observe.follow.window import KEPT_ROWS, keep_last, last_rows
 from planner.observe.reader import Reader
-from planner.shape import Parallelism
-from planner.specs.registry import load_hardware, load_model
 
 
 @dataclass
@@ -30,7 +28,7 @@ class Parts:
 
     parts: list[list[bytes]]
     ends: bool = True
-    seconds_between: float = 1.0
+    seconds_between: float = 60.0
     now_s: float = 0.0
 
     def read(self) -> list[bytes] | None:
@@ -75,15 +73,12 @@ def run(*parts: Any, expected: Any = None, watch: Watch | None = None, **more: A
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    """A small job that takes about 0.14 s."""
-    from planner.specs.cluster import ClusterSpec
-    from planner.specs.training import TrainingSpec
-
-    model, hardware = load_model("llama3-8b"), load_hardware("h100")
-    cluster = ClusterSpec(hardware=hardware, num_gpus=16)
-    training = TrainingSpec(seq_length=8192, global_batch_size=128)
-    return evaluate(model, cluster, training, Parallelism(tp=2, pp=2, dp=4))
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """The job of the dump in `written`: Llama 3 8B on 16 GPUs."""
+    path = tmp_path_factory.mktemp("follow") / "plan.json"
+    job = ["--model", "8b", "--hardware", "h100", "--tp", "2", "--pp", "2", "--gpus", "16", "-b", "128", "-s", "8192"]
+    assert main(["evaluate", *job, "-q", "-o", str(path)]) == 0
+    return Plan.load(path)
 
 
 STEPS = [12.0, *[9.0 + 0.01 * (step % 5) for step in range(80)]]
@@ -134,7 +129,7 @@ def test_a_plan_is_the_band(plan: Plan) -> None:
     loop, _, last = run(fine, expected=plan, is_live=True)
     assert (loop.ended, last.band_s, last.band_source) == ("end of input", (low_s, high_s), "plan.json")
     assert (last.verdict, last.predicted_step_s) == ("expected", plan.step.step_s)
-    assert last.mfu == pytest.approx(plan.step.mfu)
+    assert last.mfu == pytest.approx(plan.step.mfu, rel=1e-4)
     assert last.predicted_bubble_fraction == pytest.approx(plan.step.breakdown.bubble_s / plan.step.step_s)
     loop, _, last = run(iterations([high_s * 1.1] * 60), expected=plan, is_live=True)
     assert (loop.ended, last.verdict, last.step) == ("alarm", "slow", 44)
@@ -143,7 +138,7 @@ def test_a_plan_is_the_band(plan: Plan) -> None:
 
 def test_the_log_of_another_job_is_refused(plan: Plan) -> None:
     other = arguments(**{**LLAMA_8B, "world_size": 8})
-    with pytest.raises(SpecError, match="of another job than plan.json: GPUs 8, not 16"):
+    with pytest.raises(SpecError, match=r"of another job than plan\.json: GPUs 8, not 16"):
         run([*other.splitlines(), *iterations(STEPS)], expected=plan)
 
 
@@ -206,8 +201,6 @@ def test_timers_and_memory_that_grows(plan: Plan) -> None:
     assert last.memory_bytes_per_step == pytest.approx(50 * 2**20, rel=0.05)
     assert last.memory_full_step is not None
     assert last.peak_memory_bytes == 60000 * 2**20
-    level = [line.replace("allocated: 5", "allocated: 5") for line in text if "Rank 3" not in line]
-    assert run(level, expected=plan, watch=Watch(only_slow=True))[2].memory_bytes_per_step is None
 
 
 def test_memory_that_stays_does_not_grow() -> None:
@@ -245,6 +238,7 @@ def test_the_last_rows_of_a_record_are_a_record() -> None:
 
 
 def test_hostile_lines_are_passed_over() -> None:
-    rubbish = ["\x1b[2J\x1b]0;title\x07", "iteration 9/ 9 | elapsed time per iteration (ms): nan |", "\0" * 50, "é" * 90_000]
+    nan = "iteration 9/ 9 | elapsed time per iteration (ms): nan |"
+    rubbish = ["\x1b[2J\x1b]0;title\x07", nan, "\0" * 50, "é" * 90_000]
     _, _, last = run([line for step in iterations(STEPS) for line in (*rubbish, step)], is_live=True)
     assert (last.step, last.place) == (81, "in band")
