@@ -187,7 +187,7 @@ def excess_bytes(observation: Observation, prediction: Prediction) -> float:
     against the upper end of the total.
     """
     peak, interval = observation.peak_memory_bytes, prediction.total_memory_interval
-    if peak is None:
+    if peak is None or not prediction.peak_memory_bytes:  # an earlier run may have printed none
         return 0.0
     if observation.peak_memory_kind != "allocated":
         return max(0.0, peak - interval[1]) if interval else 0.0

@@ -131,6 +131,17 @@ def test_errors_are_one_line_with_a_hint(
         assert out == ""
 
 
+def test_the_example_of_the_docs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = (Path(__file__).parents[2] / "docs" / "OBSERVE_LIVE.md").read_text().split("```\n")
+    shown, error = blocks[1], blocks[3]
+    steps = [15000.0 if n < 3 else 9000.0 + n % 7 * 10 if n <= 70 else 11000.0 for n in range(1, 121)]
+    with piped(log(steps), monkeypatch):
+        assert main(["observe", "--follow", "-"]) == 7
+    out, err = capsys.readouterr()
+    assert out.startswith(shown)
+    assert err.startswith(error)
+
+
 def test_input_without_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with piped("hello\nworld\n", monkeypatch):
         assert main(["observe", "--follow", "-"]) == 2
