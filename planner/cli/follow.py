@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.cli.inputs import count_of
-from planner.cli.output import MAX_WIDTH, MIN_WIDTH, dumps, show
+from planner.cli.output import MAX_WIDTH, dumps, show
 from planner.errors import OutOfBand, SpecError
 from planner.files import STDOUT, write_text
 from planner.observe.follow.loop import SILENT_S, Loop, View
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
     from planner.observe.follow.follower import Expected
     from planner.observe.follow.state import Standing
@@ -131,8 +132,11 @@ def _views(options: Followed, every_steps: int) -> Iterator[list[View]]:
     elif (console := _screen()) is not None:
         from rich.live import Live
 
-        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as screen:
+        screen = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        try:
             yield [*views, ScreenView(screen)]
+        finally:
+            screen.stop()
     else:
         yield [*views, LineView(every_steps)]
 
@@ -146,15 +150,16 @@ def _screen() -> Console | None:
         return None
     if console.no_color:  # nor bold or dim
         console = Console(highlight=False, markup=False, emoji=False, color_system=None)
-    console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
+    if console.width > MAX_WIDTH:
+        console.width = MAX_WIDTH
     return console
 
 
 @dataclass(slots=True)
 class ScreenView:
-    """One screen, refreshed."""
+    """One screen, refreshed; it begins with the first step, so that notes on stderr come before it."""
 
-    screen: Any
+    screen: Live
 
     def is_due(self, steps: int, seconds: float) -> bool:
         return seconds >= SCREEN_EVERY_S
@@ -162,7 +167,9 @@ class ScreenView:
     def show(self, found: Standing) -> None:
         from planner.report.observe.live import render_standing
 
-        self.screen.update(render_standing(found), refresh=True)
+        if found.step is not None:
+            self.screen.start()
+            self.screen.update(render_standing(found), refresh=True)
 
 
 @dataclass(slots=True)

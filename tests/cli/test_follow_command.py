@@ -131,6 +131,28 @@ def test_errors_are_one_line_with_a_hint(
         assert out == ""
 
 
+def test_a_terminal_shows_one_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(log(FINE))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    naps = iter([lambda: path.write_text(log(SLOW))])
+
+    def nap(seconds: float) -> None:
+        next(naps, lambda: None)()
+
+    monkeypatch.setattr(follow.time, "sleep", nap)
+    assert main(["observe", "--follow", str(path), "-q"]) == 7
+    frames = capsys.readouterr().out.split("train.log  step ")
+    assert "In the band of 8.55 to 9.45 s (the run's own first 50 steps)." in frames[1]
+    assert "▁▁▁▁" in frames[1]
+    assert "Above the band" in frames[-1]
+    assert "Slow: a step takes" in frames[-1]
+
+
 def test_the_example_of_the_docs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = (Path(__file__).parents[2] / "docs" / "OBSERVE_LIVE.md").read_text().split("```\n")
     shown, error = blocks[1], blocks[3]

@@ -237,6 +237,12 @@ def test_the_last_rows_of_a_record_are_a_record() -> None:
     assert np.asarray(window.seconds).max() == 20.0
 
 
+def test_memory_printed_once_is_no_series_of_the_last_rows() -> None:
+    text = [iteration(1, 9.0), report(0, 1, 5000, 6000), *(iteration(step, 9.0) for step in range(2, 200))]
+    _, _, last = run(text)
+    assert (last.step, last.peak_memory_bytes) == (199, 6000 * 2**20)
+
+
 def test_hostile_lines_are_passed_over() -> None:
     nan = "iteration 9/ 9 | elapsed time per iteration (ms): nan |"
     rubbish = ["\x1b[2J\x1b]0;title\x07", nan, "\0" * 50, "é" * 90_000]

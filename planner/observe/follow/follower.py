@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.answer import Plan
@@ -20,12 +20,13 @@ from planner.observe.judge import (
     judged_beside,
     of_run,
     predicted,
+    verdict_of,
 )
 from planner.observe.observation import Observation, Observed, Prediction, Source
 from planner.observe.reader import Reader, trainer_of
 from planner.observe.record import Record
 
-LEARNED_STEPS, LEARNED_ROWS = 50, 20
+LEARNED_STEPS, LEARNED_ROWS = 50, 10
 """Steady steps after the warm-up, and lines of them, by which a run without a prediction says its own band."""
 OWN_FRACTION = 0.05
 """Least distance of a band from the run's own first steps: spells of a minute in which steps take 2 to 4% longer come
@@ -77,7 +78,10 @@ class Follower:
 
     def feed(self, line: bytes) -> bool:
         """Take a line; true where it showed a step. Raises SpecError for a log of another job than the plan's."""
+        matched = self._reader.num_matched
         self._reader.feed((line,))
+        if self._reader.num_matched == matched:
+            return False
         record = self._reader.leading()
         if record.grammar != self._grammar:
             self._grammar, self._seen, self._seen_backs = record.grammar, 0, 0
@@ -221,6 +225,13 @@ class Follower:
         """The observation of the last steps."""
         return self.observation(last_rows(record, self.window_rows(record)))
 
+    def is_worth_a_cause(self, window: Observation) -> bool:
+        """True where the last steps are not as expected: what is in order needs no cause."""
+        prediction = self.prediction
+        if prediction is None:
+            return False
+        return self.watch.side != 0 or verdict_of(window, prediction)[0] not in (None, "expected")
+
     def judged(self, observation: Observation) -> Observed:
         """The last steps, or all, beside what the run is held against, with the causes that they show."""
         if self.plan is not None:
@@ -228,8 +239,3 @@ class Follower:
         if self.earlier is not None:
             return judged_beside(observation, self.earlier, self.expected_source)
         return judged_alone(observation)
-
-
-def fed(follower: Follower, lines: Iterable[bytes]) -> int:
-    """Give lines to a follower; the number of them that showed a step."""
-    return sum(follower.feed(line) for line in lines)

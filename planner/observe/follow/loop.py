@@ -129,8 +129,9 @@ class Loop:
         if not at_once and begin_s - self._causes_at_s < max(CAUSES_EVERY_S, self._causes_took_s / CAUSES_SHARE):
             return
         record = self.follower.record()
-        if record.numbers and self.follower.watch.band is not None:
-            self.causes = self.follower.judged(self.follower.window(record)).causes
+        window = self.follower.window(record) if record.numbers else None
+        is_worth = window is not None and self.follower.is_worth_a_cause(window)
+        self.causes = self.follower.judged(window).causes if window is not None and is_worth else ()
         self._causes_at_s = self.now()
         self._causes_took_s = self._causes_at_s - begin_s
 

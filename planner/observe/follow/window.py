@@ -19,7 +19,8 @@ def last_rows(record: Record, rows: int) -> Record:
     window = copy.deepcopy(record)
     keep_last(window, rows)
     first = window.numbers[0] if window.numbers else 0
-    window.memory_series = {key: _since(series, first) for key, series in window.memory_series.items()}
+    later = {key: _since(series, first) for key, series in window.memory_series.items()}
+    window.memory_series = {key: series for key, series in later.items() if series.steps}
     return window
 
 
