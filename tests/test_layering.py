@@ -74,10 +74,11 @@ ALLOWED = {
         "report", "export",
     },
     # a log's argument dump is a configuration that the importer reads; a run that was read is priced, replayed with one
-    # thing idealised, and changed by what would help; what was observed is shown by `report`
+    # thing idealised, and changed by what would help; what was observed is shown by `report`; a run that calibrates is
+    # believed as a probe is, and one that is kept holds its plan
     "observe": {
         "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
-        "search.rebalance", "report.format",
+        "search.rebalance", "report.format", "plan_file", "profile.probed",
     },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},

@@ -76,15 +76,16 @@ def observe_command(
     with progress("reading", _mebibytes(files)) as advance:
         recorded = read_recorded(kinds, _grid(asked), advance) if kinds else None
         observation = observe(logs, advance) if recorded is None or logs else observation_of(recorded)
-    source = plan or "the options"
+    source, doubt = plan or "the options", ""
     if expected is None:
         expected, source = _priced(observation, asked)
+        doubt = _doubt(observation, asked)
     if expected is None:
         answer = judged_alone(observation, recorded)
     elif isinstance(expected, Observed):
         answer = judged_beside(observation, expected, source, recorded)
     else:
-        answer = judged(observation, expected, source, recorded)
+        answer = judged(observation, expected, source, recorded, doubt)
     rendered = render_observed(answer)
     if recorded is not None:
         answer = ObservedFiles(**dict(answer), recorded=recorded)
@@ -128,14 +129,15 @@ def _priced(observation: Observation, asked: LayoutOptions) -> tuple[Plan | None
     stated, given = observation.facts.run, _given(asked)
     says_layout = any(getattr(asked, name) is not None for name in _LAYOUT)
     if asked.model is not None or stated:
-        asked = replace(asked, hardware=_hardware(observation.facts.hardware, asked.hardware))
+        asked = replace(asked, hardware=asked.hardware or _hardware(observation.facts.hardware))
     if says_layout or (asked.model is not None and not stated):
         return _of_options(observation, asked), "the options"
     if not stated:
         if given:
             _log.warning("the log states no model: --%s has no effect without --model", given[0].replace("_", "-"))
         return None, ""
-    return _of_arguments(stated, asked), "the log's arguments"
+    batch = asked.global_batch_size or stated.get("global_batch_size") or observation.facts.global_batch_size
+    return _of_arguments(stated, replace(asked, global_batch_size=batch)), "the log's arguments"
 
 
 def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
@@ -165,7 +167,7 @@ def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
     from planner.layout.evaluate import evaluate
     from planner.layout.runs import parse_run
 
-    imported = ImportedRun("the log", dict(stated), microbatches_per_rank=1)
+    imported = ImportedRun("the log", dict(stated))  # a dump without a batch has one that nobody can guess
     try:
         run_data = imported.complete(
             model=asked.model,
@@ -185,14 +187,24 @@ def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
     return plan
 
 
-def _hardware(device: str | None, given: str | None) -> str:
-    """The GPU that the option or else the log names: of several profiles the one with most words of its name."""
+def _doubt(observation: Observation, asked: LayoutOptions) -> str:
+    """The reason why a prediction may be of another GPU: on a guessed one, a step ten times as long means nothing."""
+    if asked.hardware is not None or _named(observation.facts.hardware):
+        return ""
+    return f"the log names no GPU that is known, and {o.DEFAULT_HARDWARE} is a guess: add --hardware"
+
+
+def _named(device: str | None) -> list[str]:
+    """The profiles of which a device's name speaks."""
     from planner.probe.verdict.same_hardware import is_named
     from planner.specs.registry import hardware_names, load_hardware
 
-    if given is not None:
-        return given
-    named = [name for name in hardware_names() if device and is_named(load_hardware(name), device)]
+    return [name for name in hardware_names() if device and is_named(load_hardware(name), device)]
+
+
+def _hardware(device: str | None) -> str:
+    """The GPU that the log names: of several profiles the one with most words of its name."""
+    named = _named(device)
     if not named or device is None:
         _log.warning("--hardware is not given: predicted for %s", o.DEFAULT_HARDWARE)
         return o.DEFAULT_HARDWARE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -234,7 +235,7 @@ def _spreads(record: Record) -> Iterator[RankSpread]:
     for name, spread in record.spreads.items():
         if spread.lows:
             (low_rank, low_times), (high_rank, high_times) = (
-                ranks.most_common(1)[0] for ranks in (spread.low_ranks, spread.high_ranks)
+                Counter(ranks).most_common(1)[0] for ranks in (spread.low_ranks, spread.high_ranks)
             )
             yield RankSpread(
                 name=name,  # type: ignore[arg-type]

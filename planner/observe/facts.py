@@ -51,6 +51,8 @@ def run_stated(record: Record) -> ImportedRun | None:
 def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
     """Every argument with its default stands in the dump; those that are unset are no options."""
     words: list[str] = []
+    if "micro_batch_size" not in arguments:  # the name until 2021, which Megatron-DeepSpeed kept longer
+        arguments = {"micro_batch_size": arguments.get("batch_size", "None"), **arguments}
     for name, value in arguments.items():
         if name in _NEGATED:
             words += [_NEGATED[name]] if value == "False" else []

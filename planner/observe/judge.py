@@ -12,19 +12,27 @@ from planner.observe.causes.says import conclusion
 from planner.observe.gap.beside import beside_steps
 from planner.observe.gap.waterfall import waterfall
 from planner.observe.ideal.passes import passes_of
-from planner.observe.ideal.what_if import what_ifs
+from planner.observe.ideal.what_if import idealised
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
+from planner.observe.remedy.recipe_gap import recipe_terms
 from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
 
 
-def judged(observation: Observation, plan: Plan, source: str, recorded: Recorded | None = None) -> Observed:
-    """The observation with what was predicted for it, and the verdict by the predicted intervals."""
+def judged(
+    observation: Observation, plan: Plan, source: str, recorded: Recorded | None = None, doubt: str = ""
+) -> Observed:
+    """The observation with what was predicted for it, and the verdict by the predicted intervals.
+
+    A `doubt` whether the prediction is of this run, in words, leaves the verdict open.
+    """
     observation, prediction = _with_mfu(observation, plan), predicted(plan, source)
     plan = plan.model_copy(update={"alternatives": (), "search": None})
     if differing := differences(observation, plan):
-        says = f"no verdict: the log is of another job than {source}: {'; '.join(differing)}"
-        return Observed(observation=observation, prediction=prediction, says=says)
+        doubt = f"the log is of another job than {source}: {'; '.join(differing)}"
+    if doubt:
+        alone = judged_alone(observation, recorded)
+        return alone.model_copy(update={"prediction": prediction, "says": f"no verdict: {doubt}"})
     return _told(Case(observation, recorded, prediction, plan))
 
 
@@ -46,15 +54,16 @@ def judged_alone(observation: Observation, recorded: Recorded | None = None) -> 
 def _told(case: Case) -> Observed:
     """All that is said of a case."""
     case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
-    gap, replayed = waterfall(case), what_ifs(case)
+    gap, (replayed, changed) = waterfall(case, recipe_terms(case)), idealised(case)
     verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
-    causes = causes_of(case, gap, replayed)
+    causes = causes_of(case, gap, changed)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
         waterfall=gap,
         beside=beside_steps(case),
-        what_if=replayed,
+        what_if=changed,
+        replayed=replayed,
         verdict=verdict,
         says=conclusion(verdict, says, case.observation, causes),
         causes=causes,

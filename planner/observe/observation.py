@@ -44,6 +44,8 @@ class JobFacts(Spec):
     seq_length: int | None = None
     global_batch_size: int | None = None
     num_parameters: int | None = None
+    num_steps_asked: int | None = None
+    """The number of the last step that the run is to make."""
     run: dict[str, Any] = Field(default_factory=dict)
     """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
 
@@ -137,6 +139,8 @@ class RankPasses(Spec):
     """True where they hold the tp, cp and ep exchanges of the pass, and waits for those groups' other ranks."""
     exchanges_s: float | None = None
     """Exposed seconds of such exchanges in a micro-batch, waits among them, where the passes do not hold them."""
+    num_microbatches: int | None = None
+    """Micro-batches of a step, as far as the files show them."""
     source: str
     """The timer or the annotations that say so."""
 
@@ -248,6 +252,18 @@ class WhatIf(Spec):
     """The replayed step as observed, less this one."""
 
 
+class Replayed(Spec):
+    """The step replayed from what its ranks were seen to compute."""
+
+    step_s: float
+    measured_s: float
+    """The step that the same files show: of a profiled run, the profiled one."""
+    even_s: float
+    """The step if every rank, stage and operation were as its peers."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what was taken from elsewhere, and on how much the replay leaves open."""
+
+
 class Remedy(Spec):
     """A change of the job, and the step that it would give."""
 
@@ -285,6 +301,8 @@ class Observed(Spec):
     beside: tuple[Term, ...] = ()
     """Wall time per step less the steady step, the terms adding up to it."""
     what_if: tuple[WhatIf, ...] = ()
+    """Changes of the replayed step, the most winning first."""
+    replayed: Replayed | None = None
     verdict: Verdict | None = None
     """None where nothing was predicted."""
     says: str = ""

@@ -41,9 +41,9 @@ class Spread:
 
     lows: array[float] = field(default_factory=lambda: array("d"))
     highs: array[float] = field(default_factory=lambda: array("d"))
-    low_ranks: Counter[int] = field(default_factory=Counter)
-    """How often each rank had the least."""
-    high_ranks: Counter[int] = field(default_factory=Counter)
+    low_ranks: array[int] = field(default_factory=lambda: array("q"))
+    """The rank that had the least."""
+    high_ranks: array[int] = field(default_factory=lambda: array("q"))
     ranks: dict[int, float] = field(default_factory=dict)
     """The last value of single ranks, where a line lists them."""
 
@@ -215,8 +215,8 @@ class Record:
         if math.isfinite(low[0]) and math.isfinite(high[0]) and len(spread.lows) < MAX_TIMER_VALUES:
             spread.lows.append(low[0])
             spread.highs.append(high[0])
-            spread.low_ranks[low[1]] += 1
-            spread.high_ranks[high[1]] += 1
+            spread.low_ranks.append(low[1])
+            spread.high_ranks.append(high[1])
 
     def prints(self, name: str, value: float | None) -> None:
         """Take a number that the trainer works out itself."""

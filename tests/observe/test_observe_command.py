@@ -79,8 +79,7 @@ def test_what_the_log_says_fills_the_options(folder: Path, capsys: pytest.Captur
 def test_the_gpu_is_the_one_that_the_log_names(device: str, hardware: str) -> None:
     from planner.cli.observe_command import _hardware
 
-    assert _hardware(device, None) == hardware
-    assert _hardware(device, "b200") == "b200"
+    assert _hardware(device) == hardware
 
 
 def test_words_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,3 +170,20 @@ def test_an_observation_without_tokens_compares_with_nothing(folder: Path, capsy
     capsys.readouterr()
     assert main(["compare", str(folder / "plan.json"), str(saved)]) == 2
     assert "has not tokens per second" in capsys.readouterr().err
+
+
+def test_a_guessed_gpu_gives_no_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = answer_of(capsys, str(folder / "dump.log"))
+    assert (answer["verdict"], answer["waterfall"]) == (None, [])
+    assert answer["says"].startswith("no verdict: the log names no GPU that is known")
+    assert answer["prediction"]["hardware"] == "h100-sxm-80gb"
+
+
+def test_a_dump_without_a_batch_has_no_guessed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    dump = arguments(**{name: value for name, value in LLAMA_8B.items() if name != "global_batch_size"})
+    lines = [line.replace("global batch size:   128 |", "") for line in iterations([9.0] * 9)]
+    log.write_text("\n".join([dump, *lines]))
+    assert answer_of(capsys, str(log), "--hardware", "h100")["prediction"] is None
+    said = answer_of(capsys, str(log), "--hardware", "h100", "--global-batch-size", "128")
+    assert said["verdict"] is not None

@@ -239,3 +239,13 @@ def test_the_arguments_say_what_comes_as_often(tmp_path: Path) -> None:
     (outlier,) = read(tmp_path, "\n".join([dump, *iterations(seconds)])).outliers
     assert (outlier.kind, outlier.period_steps) == ("periodic", 10)
     assert outlier.likely == "garbage collection, by its manual_gc_interval"
+
+
+def test_a_dump_of_2021_has_its_batch_beside_it(tmp_path: Path) -> None:
+    """bigscience-workshop/bigscience, experiments/gpt2-meg-ds-zero: `batch_size` is a rank's, DeepSpeed says all."""
+    old = {"batch_size": 4, "micro_batch_size": None, "global_batch_size": None, "deepspeed": True}
+    dump = arguments(**{name: value for name, value in {**LLAMA_8B, **old}.items() if name != "micro_batch_size"})
+    said = "[2021-05-25 22:30:04,196] [INFO] [config.py:752:print]   train_batch_size ............. 768"
+    facts = read(tmp_path, "\n".join([dump, said, *iterations([9.0] * 9)])).facts
+    assert facts.run["parallelism"]["micro_batch_size"] == 4
+    assert facts.global_batch_size == 128  # the lines' own, which comes last

@@ -14,8 +14,8 @@ from planner.answer import Plan
 from planner.layout.evaluate import evaluate
 from planner.layout.recipe import setting_of, under
 from planner.observe.case import Case
-from planner.observe.judge import predicted
-from planner.observe.observation import Observation
+from planner.observe.judge import judged, judged_beside, of_run, predicted
+from planner.observe.observation import Observation, Observed
 from planner.observe.remedy.estimate import LEAST_GAIN, expected_step_s
 from planner.observe.remedy.recipe_gap import recipe_gap, recipe_terms
 from planner.observe.remedy.running import differences, running
@@ -153,3 +153,22 @@ def test_memory_above_the_plan_is_no_room() -> None:
     assert plain is not None
     assert less is not None
     assert max(less.excess_bytes) - max(plain.excess_bytes) == pytest.approx(10 * GIB)
+
+
+def test_beside_an_earlier_run_the_recipes_of_both_logs_are_held_together(planned: Plan, tmp_path: Path) -> None:
+    off = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    earlier = Observed(observation=observed(tmp_path, **off), plan=planned)
+    later = observed(tmp_path, **off, cross_entropy_loss_fusion=False)
+    answer = judged_beside(later, earlier, "observed.json")
+    names = [term.term for term in answer.waterfall]
+    assert [name for name in names if name.startswith("recipe")] == ["recipe: cross_entropy_fusion"]
+    assert "the earlier run has native" in answer.waterfall[0].evidence
+    bare = Observed(observation=Observation(sources=(), step_s=9.0), plan=planned)
+    assert recipe_terms(Case(later, None, of_run(bare, "observed.json"), planned, bare)) == ()
+
+
+def test_the_waterfall_has_the_recipes_terms_and_adds_up(planned: Plan, tmp_path: Path) -> None:
+    answer = judged(observed(tmp_path, overlap_grad_reduce=False, overlap_param_gather=False), planned, "plan.json")
+    found = {term.term: term for term in answer.waterfall}
+    assert found["recipe: overlap_grad_reduce"].seconds > 0
+    assert sum(term.seconds for term in answer.waterfall) == pytest.approx(9.0 - planned.step.step_s, abs=1e-9)

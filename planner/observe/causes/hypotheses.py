@@ -53,9 +53,10 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
             "0.3 to 1 slow node per 1,000 GPU-days; BLOOM's one bad GPU took 6% of the job",
             (
                 Form(0.03, {"computes_longer": 0.9, "stage_longer": 0.4, "ranks_apart": 0.8,
-                            "longer_bubble": 0.3, "exposed_tp": 0.2, "exposed_dp": 0.2, "passes_longer": 0.3, "slower": SLOWER}),
-                Form(0.02, {"comes_late": 0.9, "longer_bubble": 0.3, "exposed_dp": 0.2, "exposed_tp": 0.2, "uneven": 0.2,
-                            "slower": SLOWER}),
+                            "longer_bubble": 0.3, "exposed_tp": 0.2, "exposed_dp": 0.2,
+                            "passes_longer": 0.3, "slower": SLOWER}),
+                Form(0.02, {"comes_late": 0.9, "longer_bubble": 0.3, "exposed_dp": 0.2, "exposed_tp": 0.2,
+                            "uneven": 0.2, "slower": SLOWER}),
                 # all ranks of a stage wait for the slow one in their exchanges
                 Form(0.02, {"stage_longer": 0.9, "ranks_apart": 0.8, "longer_bubble": 0.4, "passes_longer": 0.2,
                             "slower": SLOWER}, "pp"),

@@ -1,8 +1,8 @@
 """Probabilities of causes by the signs that were seen: several may be at work at once, each leaves signs by itself.
 
 P(sign | set) = 1 − (1 − P(sign | none)) · Π over the set of (1 − leaves) ÷ (1 − P(sign | none)): a sign is not
-there where nothing leaves it (a noisy or). A sign of strength w counts w · P + (1 − w) · (1 − P). Sets of up to three forms are
-compared.
+there where nothing leaves it (a noisy or). A sign of strength w counts w · P + (1 − w) · (1 − P). Sets of up to three
+forms are compared.
 """
 
 from __future__ import annotations

@@ -15,11 +15,13 @@ from planner.observe.observation import Cause, Remedy
 from planner.observe.remedy import machine
 from planner.observe.remedy.change import options_between, runtime_of
 from planner.observe.remedy.estimate import LEAST_GAIN, best_of, expected_step_s
+from planner.observe.remedy.machine import uneven
 from planner.observe.remedy.moves import (
     Move,
     acts,
     after,
     consented,
+    dropping,
     fewer_expert_ranks,
     fewer_recomputed,
     interleaved,
@@ -63,12 +65,12 @@ _LAYOUTS: Mapping[str, tuple[Move, ...]] = {
     "expert_imbalance": (fewer_expert_ranks,),
 }
 """The layouts against each cause, near the run's own."""
-_CONSENTED: Mapping[str, tuple[str, ...]] = {
-    "host_bound": ("cuda_graph",),
-    "unfused_kernels": ("fused_experts",),
-    "expert_imbalance": ("token_drop",),
+_CONSENTED: Mapping[str, tuple[Move, ...]] = {
+    "host_bound": (consented("cuda_graph"),),
+    "unfused_kernels": (consented("fused_experts"),),
+    "expert_imbalance": (dropping,),
 }
-"""Switches against each cause that change what is trained or checked: offered where nothing else helps."""
+"""Changes against each cause of what is trained or checked: offered where nothing else helps."""
 _OTHERS: Mapping[str, Callable[[Case, Cause], Remedy | None]] = {
     "straggler_rank": machine.of_straggler,
     "slow_link": machine.of_link,
@@ -89,10 +91,11 @@ def remedy_for(case: Case, cause: Cause) -> Remedy | None:
     """
     names = (cause.where,) if cause.name == "recipe" and cause.where in SWITCHES else SWITCHES_OF.get(cause.name, ())
     now = running(case)
+    if now is not None and cause.name == "expert_imbalance":
+        now = uneven(now, cause)
     if now is not None:
-        layouts = _LAYOUTS.get(cause.name, ())
-        found = _changed(case, now, (switch(*names), *layouts)) or _lacking(case, now, names)
-        found = found or _changed(case, now, (consented(*_CONSENTED.get(cause.name, ())),))
+        found = _changed(case, now, (switch(*names), *_LAYOUTS.get(cause.name, ()))) or _lacking(case, now, names)
+        found = found or _changed(case, now, _CONSENTED.get(cause.name, ()))
         if found is not None:
             return found
     other = _OTHERS.get(cause.name)
@@ -107,8 +110,8 @@ def _changed(case: Case, now: Candidate, moves: tuple[Move, ...]) -> Remedy | No
     step_s, options = expected_step_s(case, now, best), options_between(now, best)
     changes = _consents(now, best)
     words = ("--allow", ",".join(changes), *options) if changes else options
-    why = f"; it changes {' and '.join(dict.fromkeys(changes.values()))}" if changes else ""
-    return Remedy(options=words, step_s=step_s, says=f"{_how(case, now, best)}: {_steps(case, now, step_s)}{why}")
+    why = f" (changes {' and '.join(dict.fromkeys(changes.values()))})" if changes else ""
+    return Remedy(options=words, step_s=step_s, says=f"{_how(case, now, best)}{why}")
 
 
 def _consents(now: Candidate, best: Candidate) -> dict[str, str]:
@@ -131,8 +134,7 @@ def _lacking(case: Case, now: Candidate, names: tuple[str, ...]) -> Remedy | Non
     if worst.step_s < now.step_s * (1 + LEAST_GAIN):
         return None
     step_s = expected_step_s(case, worst, now)
-    says = f"the plan has it on, and the log does not say so; {_how(case, worst, now)}: "
-    says += _steps(case, worst, step_s)
+    says = f"the plan has it on, and the log does not say so; {_how(case, worst, now)}"
     return Remedy(options=options_between(worst, now), step_s=step_s, says=says)
 
 
@@ -155,7 +157,3 @@ def _how(case: Case, before: Candidate, after: Candidate) -> str:
 _GONE = "without "
 _MOST_SETTINGS = 4
 """Most lines of a trainer's files in a sentence."""
-
-
-def _steps(case: Case, now: Candidate, step_s: float) -> str:
-    return f"{step_s:.3g} s a step instead of {case.observation.step_s or now.step_s:.3g}"

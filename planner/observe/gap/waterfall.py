@@ -27,8 +27,8 @@ from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.report.format import seconds
 from planner.shape import FloatArray
 
-_NOTHING = 1e-9
-"""Share of a step below which a term is nothing but rounding."""
+_SMALL, _NOTHING = 1e-6, 1e-9
+"""Shares of a step: a smaller term is the rounding of clocks and counts to the rest, a smaller rest is nothing."""
 
 
 def waterfall(case: Case, known: Sequence[Term] = ()) -> tuple[Term, ...]:
@@ -44,11 +44,12 @@ def waterfall(case: Case, known: Sequence[Term] = ()) -> tuple[Term, ...]:
     terms = _of_traces(case, step_s)
     if not terms:
         terms = _without(_of_timers(case, step_s), known)
+    terms = [term for term in terms if abs(term.seconds) > _SMALL * step_s]
     left_s = gap_s - sum(term.seconds for term in terms)
-    terms.append(Term(term=UNATTRIBUTED, seconds=left_s, evidence=_rest(case, terms)))
+    if abs(left_s) > _NOTHING * step_s:
+        terms.append(Term(term=UNATTRIBUTED, seconds=left_s, evidence=_rest(case, terms)))
     order = list(TERMS)
-    terms.sort(key=lambda term: order.index(term.term) if term.term in order else -1)
-    return tuple(term for term in terms if abs(term.seconds) > _NOTHING * step_s)
+    return tuple(sorted(terms, key=lambda term: order.index(term.term) if term.term in order else -1))
 
 
 def _without(terms: list[Term], known: Sequence[Term]) -> list[Term]:

@@ -70,6 +70,7 @@ def _of_trace(report: RankReport, grid: Grid | None) -> RankPasses | None:
     return RankPasses(
         rank=report.rank, stage=stage, forward_s=forward_s, backward_s=backward_s,
         exchanges_s=_median(_exchanges_s(step, grid) for step in steps), source=f"{told} in the trace",
+        num_microbatches=None if (count := _median(_counted(step, grid) for step in steps)) is None else round(count),
     )  # fmt: skip
 
 
@@ -89,8 +90,12 @@ def _num_microbatches(phase: PhaseTime | None, grid: Grid | None) -> float | Non
     return grid.num_microbatches if grid else None
 
 
+def _counted(step: TraceStep, grid: Grid | None) -> float | None:
+    return _num_microbatches(next((phase for phase in step.phases if phase.phase == "forward"), None), grid)
+
+
 def _exchanges_s(step: TraceStep, grid: Grid | None) -> float | None:
-    count = _num_microbatches(next((phase for phase in step.phases if phase.phase == "forward"), None), grid)
+    count = _counted(step, grid)
     return sum(group.exposed_s for group in step.groups if group.group in INSIDE) / count if count else None
 
 
@@ -120,7 +125,7 @@ def _timed(
 ) -> RankPasses:
     return RankPasses(
         rank=rank, stage=stage, forward_s=forward_s / count, backward_s=backward_s / count, holds_exchanges=True,
-        source=f"{told} ÷ {count} micro-batches",
+        source=f"{told} ÷ {count} micro-batches", num_microbatches=count,
     )  # fmt: skip
 
 

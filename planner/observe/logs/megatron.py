@@ -242,6 +242,7 @@ ROWS = (
         "progress", "Job ID: ",
         r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\s+Job ID: .{0,80}?# GPUs: (\d{1,7})\s+(.*)", _progress,
     ),
+    row("batch", "train_batch_size", r":print\] +train_batch_size \.{2,80} (\d{1,9})\s*$", fact("global_batch_size")),
     row("parameters", "total number of parameters", r"total number of parameters:? *(\d+)", fact("num_parameters")),
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from planner.errors import SpecError
@@ -105,9 +105,9 @@ def _first(names: Sequence[str], plain: Sequence[str], pattern: re.Pattern[str])
     return next((name for name, short in zip(names, plain, strict=False) if pattern.fullmatch(short)), None)
 
 
-def recognises(head: bytes) -> bool:
-    """True if a file begins as a table of step times."""
-    line = next((line for line in head.decode("utf-8-sig", errors="replace").splitlines() if line.strip()), "")
+def recognises(first: bytes) -> bool:
+    """True if a file whose first line is this one begins as a table of step times."""
+    line = first.decode("utf-8-sig", errors="replace")
     return bool(_names(line[:_HEAD]) and Columns(_names(line[:_HEAD])).time) or _is_number(line)
 
 
@@ -134,45 +134,61 @@ def _is_number(line: str) -> bool:
     return re.fullmatch(r"\s*\d{1,9}(\.\d{1,12})?\s*", line) is not None
 
 
-def read_table(lines: Iterator[bytes], where: str) -> Record:
-    """The steps of a table. Raises SpecError where no column has step times."""
-    record = Record(NAME)
-    texts = (text for line in lines if (text := line.decode("utf-8-sig", errors="replace").strip()))
-    first = next(texts, "")
-    if _is_number(first):
-        record.note("numbers without a head are taken as seconds of one step after the other")
-        _take_all(record, ({"seconds": text} for text in _again(first, texts)), Columns(["seconds"]))
-        return record
-    columns = Columns(_names(first))
-    if columns.time is None:
-        raise SpecError(f"{where}: no column has step times", "name one step_time_s or step_time_ms")
-    record.state["column"] = text_of(columns.time)
-    if columns.gigabytes:
-        record.note(f"{', '.join(columns.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3")
-    if not columns.says_unit:
-        record.note(f"{text_of(columns.time)} states no unit: taken as seconds")
-    if first.startswith("{"):
-        _take_all(record, (_json(text) for text in _again(first, texts)), columns)
-    else:
-        names, delimiter = _names(first), _delimiter(first)
-        rows = (next(csv.reader([text], delimiter=delimiter), []) for text in texts)
-        _take_all(record, (dict(zip(names, row, strict=False)) for row in rows), columns)
-    return record
+class Table:
+    """The steps of a table so far, of the lines that were given."""
 
+    def __init__(self, where: str) -> None:
+        self.record = Record(NAME)
+        self._where = where
+        self._names: list[str] | None = None
+        """The names of the columns; empty where each line is an object that names its own."""
+        self._columns = Columns(["seconds"])
+        self._delimiter = ","
+        self._untimed = 0
 
-def _again(first: str, texts: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from texts
+    def feed(self, lines: Iterable[bytes]) -> None:
+        """Take lines, of which the first that is not blank is the head. SpecError where it names no step times."""
+        for line in lines:
+            text = line.decode("utf-8-sig", errors="replace").strip()
+            if not text:
+                continue
+            if self._names is None:
+                is_head = self._begin(text)
+                if is_head:
+                    continue
+            self._take(self._row(text))
 
+    def _begin(self, first: str) -> bool:
+        """Find the columns; true if the first line is a head and no row."""
+        if _is_number(first):
+            self.record.note("numbers without a head are taken as seconds of one step after the other")
+            self._names = ["seconds"]
+            return False
+        self._columns = columns = Columns(_names(first))
+        if columns.time is None:
+            raise SpecError(f"{self._where}: no column has step times", "name one step_time_s or step_time_ms")
+        self.record.state["column"] = text_of(columns.time)
+        if columns.gigabytes:
+            self.record.note(f"{', '.join(columns.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3")
+        if not columns.says_unit:
+            self.record.note(f"{text_of(columns.time)} states no unit: taken as seconds")
+        self._delimiter = _delimiter(first)
+        is_head = not first.startswith("{")
+        self._names = _names(first) if is_head else []
+        return is_head
 
-def _take_all(record: Record, rows: Iterator[dict[str, Any]], columns: Columns) -> None:
-    """Take every row; those without a time, as trackers export them, are passed over."""
-    wrong = 0
-    for row in rows:
+    def _row(self, text: str) -> dict[str, Any]:
+        if not self._names:
+            return _json(text)
+        return dict(zip(self._names, next(csv.reader([text], delimiter=self._delimiter), []), strict=False))
+
+    def _take(self, row: dict[str, Any]) -> None:
+        """Take a row; those without a time, as trackers export them, are passed over."""
+        record, columns = self.record, self._columns
         seconds = number(str(row.get(columns.time or "", ""))) * columns.unit
         if not seconds > 0:
-            wrong += 1
-            continue
+            self._untimed += 1
+            return
         count = (record.numbers[-1] if record.numbers else 0) + 1
         step = number(str(row.get(columns.step, ""))) if columns.step else math.nan
         end_s = _moment(str(row.get(columns.moment, ""))) if columns.moment else math.nan
@@ -180,8 +196,12 @@ def _take_all(record: Record, rows: Iterator[dict[str, Any]], columns: Columns) 
         record.step(int(step) if known else count, seconds, end_s=end_s, covers=1)
         record.prints("tokens_per_s", number(str(row.get(columns.tokens, ""))) if columns.tokens else None)
         _take_beside(record, row, columns)
-    if wrong:
-        record.note(f"{wrong:,} rows without a time were left out")
+
+    def finished(self) -> Record:
+        """The record of all rows: no other can be given any more."""
+        if self._untimed:
+            self.record.note(f"{self._untimed:,} rows without a time were left out")
+        return self.record
 
 
 def _take_beside(record: Record, row: dict[str, Any], columns: Columns) -> None:

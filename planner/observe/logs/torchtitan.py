@@ -66,9 +66,14 @@ def _begin(record: Record, match: re.Match[str]) -> None:
     _batch(record, match)
 
 
+_BATCH = {
+    "global batch size": "global_batch_size", "sequence length": "seq_length", "total steps": "num_steps_asked",
+}  # fmt: skip
+
+
 def _batch(record: Record, match: re.Match[str]) -> None:
     """`… with local batch size 1, global batch size 8, …, sequence length 8192`."""
-    for words, name in (("global batch size", "global_batch_size"), ("sequence length", "seq_length")):
+    for words, name in _BATCH.items():
         value = re.search(rf"{words} (\d{{1,12}})", match.string)
         if value is not None and int(value[1]) > 0:
             record.facts[name] = int(value[1])

@@ -39,22 +39,15 @@ def of_straggler(case: Case, cause: Cause) -> Remedy:
         return Remedy(options=(), step_s=step_s, says="put another node in its place")
     kind, number = found[1], int(found[2])
     if kind == "stage":
-        return _rebalanced(case, cause, now, number) or _of_stage(step_s, number)
-    node_size = plan.cluster.node_size
-    node, gpu = divmod(number, node_size)
-    says = f"rank {number} is GPU {gpu} of node {node}, unless ranks were placed otherwise: another node in its place"
-    says += "" if step_s is None else f" gives {step_s:.3g} s a step"
-    left = plan.cluster.num_gpus - node_size
-    file = _plan_file(case)
-    if file is None or left < node_size:
+        whole = Remedy(options=(), step_s=step_s, says=f"other nodes in the place of stage {number}'s")
+        return _rebalanced(case, cause, now, number) or whole
+    node, gpu = divmod(number, plan.cluster.node_size)
+    says = f"another node in the place of rank {number}'s (GPU {gpu} of node {node}, unless ranks are placed otherwise)"
+    file, left = _plan_file(case), plan.cluster.num_gpus - plan.cluster.node_size
+    if file is None or left < plan.cluster.node_size:
         return Remedy(options=(), step_s=step_s, says=says)
-    options = ("--from", file, "--gpus", str(left))
-    return Remedy(options=options, step_s=step_s, says=f"{says}; without a spare one, go on with {left:,} GPUs")
-
-
-def _of_stage(step_s: float | None, stage: int) -> Remedy:
-    gives = "" if step_s is None else f": {step_s:.3g} s a step"
-    return Remedy(options=(), step_s=step_s, says=f"other nodes in the place of stage {stage}'s{gives}")
+    says = f"go on with {left:,} GPUs where no node is spare, or {says}"
+    return Remedy(options=("--from", file, "--gpus", str(left)), step_s=step_s, says=says)
 
 
 def _rebalanced(case: Case, cause: Cause, now: Candidate, stage: int) -> Remedy | None:
@@ -79,8 +72,7 @@ def _rebalanced(case: Case, cause: Cause, now: Candidate, stage: int) -> Remedy 
         return None
     step_s = measured_s - won_s * min(1.0, measured_s / slow.step_s)
     layers = ", ".join(str(part.num_layers) for part in balanced.after.stages)
-    says = f"move layers, so that stages hold {layers}: {step_s:.3g} s a step"
-    says += f"; a stage as fast as the others gives {without(case, cause) or now.step_s:.3g}"
+    says = f"layers moved off stage {stage}, so that stages hold {layers}"
     options = () if file is None else ("rebalance", file, "--slow-stage", f"{stage}:{factor:.3g}")
     return Remedy(options=options, step_s=step_s, says=says)
 
@@ -94,13 +86,12 @@ def of_link(case: Case, cause: Cause) -> Remedy:
     tests = "rccl-tests" if cluster.hardware.is_amd else "nccl-tests"
     groups = [place for place in price_layout(now, exact=False).placement if not place.is_inside_nvlink]
     over = groups[0].tier if groups else cluster.tiers[0].name
-    says = f"measure {over} with {tests}: all_reduce_perf -b 64M -e 2G -f 2, on the job's nodes"
-    says += ", two at a time" if groups else ""
-    says += "" if step_s is None else f"; at its full rate a step takes {step_s:.3g} s"
+    says = f"measure {over} with {tests} (all_reduce_perf -b 64M -e 2G -f 2, on {'pairs of ' if groups else ''}nodes)"
+    full = "" if step_s is None else "; at its full rate"
     rate = _network_rate(now, cause) if groups and len(cluster.tiers) == 2 else None
     if rate is None:
-        return Remedy(options=(), step_s=step_s, says=says)
-    says += f"; with the options, plan lays the job out for a network of {rate:.3g} GB/s a GPU"
+        return Remedy(options=(), step_s=step_s, says=f"{says}{full}")
+    says += f"; the options plan for {rate:.3g} GB/s a GPU, which explain the seconds{full}"
     return Remedy(options=("--assume", f"network_gb_per_s={rate:.3g}"), step_s=step_s, says=says)
 
 
@@ -116,24 +107,33 @@ def _network_rate(now: Candidate, cause: Cause) -> float | None:
     return None if factor is None else full / factor
 
 
+def uneven(now: Candidate, cause: Cause) -> Candidate | None:
+    """The layout with experts as unbalanced as the seconds of the cause say; None where no imbalance explains them."""
+    pricing, balanced = now.pricing, now.pricing.training.moe_imbalance
+
+    def with_imbalance(factor: float) -> Candidate:
+        training = pricing.training.model_copy(update={"moe_imbalance": balanced * factor})
+        return now.priced_as(replace(pricing, training=training))
+
+    most = float(now.shape.ep) / balanced
+    if pricing.model.moe is None or cause.seconds is None or most <= 1:
+        return None
+    factor = _solved(lambda factor: with_imbalance(factor).step_s - now.step_s, cause.seconds, most)
+    return None if factor is None else with_imbalance(factor)
+
+
 def of_imbalance(case: Case, cause: Cause) -> Remedy:
     """The step with balanced experts, and what balances them."""
-    step_s = without(case, cause)
-    gives = "" if step_s is None else f"; balanced, a step takes {step_s:.3g} s"
-    return Remedy(
-        options=(), step_s=step_s, says=f"balance the experts' load: a larger auxiliary loss, or biases{gives}"
-    )
+    says = "balance the experts' load, by a larger auxiliary loss or by biases"
+    return Remedy(options=(), step_s=without(case, cause), says=says)
 
 
 def of_data(case: Case, cause: Cause) -> Remedy:
     """The step without the wait for data, and the loader's setting."""
-    step_s = without(case, cause)
     trainer = case.plan.runtime if case.plan is not None else case.observation.facts.trainer or ""
     setting = LOADERS.get(trainer, "num_workers of the data loader")
-    gives = "" if step_s is None else f": {step_s:.3g} s a step without the wait"
-    return Remedy(
-        options=(), step_s=step_s, says=f"more processes that load data ({setting}), data on a local disk{gives}"
-    )
+    says = f"more processes that load data ({setting}), or data on a local disk"
+    return Remedy(options=(), step_s=without(case, cause), says=says)
 
 
 def of_clocks(case: Case, cause: Cause) -> Remedy:
@@ -141,8 +141,8 @@ def of_clocks(case: Case, cause: Cause) -> Remedy:
     step_s = without(case, cause)
     is_amd = case.plan is not None and case.plan.cluster.hardware.is_amd
     query = "amd-smi metric --clock --power --temperature" if is_amd else "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER"
-    gives = "" if step_s is None else f"; at full clocks a step takes {step_s:.3g} s"
-    return Remedy(options=(), step_s=step_s, says=f"look at clocks and limits while it runs: {query}{gives}")
+    says = f"look at clocks and limits while it runs ({query})"
+    return Remedy(options=(), step_s=step_s, says=says if step_s is None else f"{says}; at full clocks")
 
 
 def of_garbage(case: Case, cause: Cause) -> Remedy:
@@ -156,12 +156,10 @@ def of_checkpoints(case: Case, cause: Cause) -> Remedy:
 
 
 def _set(case: Case, step_s: float | None, pattern: str, says: str) -> Remedy:
-    """What is done by settings that `plan export` writes for every plan of the trainer."""
+    """A habit of good runs, by the settings that `plan export` writes for every plan of the trainer."""
     now = running(case)
     lines = settings_about(case.plan, now, pattern) if case.plan is not None and now is not None else ()
-    how = f": {', '.join(lines)}" if lines else ""
-    gives = "" if step_s is None else f"; {step_s:.3g} s a step"
-    return Remedy(options=(), step_s=step_s, says=f"{says}{how}{gives}")
+    return Remedy(options=(), step_s=step_s, says=f"{says} ({', '.join(lines)})" if lines else says)
 
 
 def of_fragments(case: Case, cause: Cause) -> Remedy:

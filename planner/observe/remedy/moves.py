@@ -6,6 +6,7 @@ A move is a function of the layout that runs; all that it yields obeys the train
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from planner.layout.candidate import Candidate
@@ -165,6 +166,14 @@ def fewer_expert_ranks(candidate: Candidate) -> Iterator[Candidate]:
     ep = int(candidate.shape.ep)
     for parts in (parts for parts in (2, 4) if ep % parts == 0):
         yield from _fitting(candidate, ep=ep // parts)
+
+
+def dropping(candidate: Candidate) -> Iterator[Candidate]:
+    """Experts that take a fixed number of tokens and drop the others, so that they are balanced."""
+    for moved in consented("token_drop")(candidate):
+        pricing = moved.pricing
+        balanced = pricing.training.model_copy(update={"moe_imbalance": 1.0})
+        yield moved.priced_as(replace(pricing, training=balanced))
 
 
 def _fitting(candidate: Candidate, **others: Any) -> Iterator[Candidate]:

@@ -10,7 +10,7 @@ from planner.observe.observation import Term
 from planner.observe.remedy.change import options_between, runtime_of, spoken
 from planner.observe.remedy.estimate import best_of, expected_step_s
 from planner.observe.remedy.moves import switch
-from planner.observe.remedy.running import differences, running, states_switches
+from planner.observe.remedy.running import differences, layout_before, running, states_switches
 from planner.observe.remedy.written import settings_between
 from planner.trainers.switches import SWITCHES, written
 
@@ -86,15 +86,20 @@ def _gain_s(case: Case, now: Candidate, best: Candidate) -> float:
 
 
 def recipe_terms(case: Case) -> tuple[Term, ...]:
-    """The plan's price under the log's recipe less the plan's, one switch at a time in a fixed order.
+    """The price of the layout under the log's recipe less that under the plan's, one switch at a time.
 
-    They add up to the whole difference, whichever way switches act on each other.
+    The order is fixed, and the terms add up to the whole difference, whichever way switches act on each other. Beside
+    an earlier run, the recipe is that of its log; nothing where that says none.
     """
-    before, terms = case.candidate, []
+    before, terms, theirs = layout_before(case), list[Term](), "the plan"
+    if case.earlier is not None:
+        theirs = "the earlier run"
+        if not states_switches(Case(case.earlier.observation)):
+            return ()
     for row in differences(case):
         assert before is not None
         seconds = row.candidate.step_s - before.step_s
-        says = f"the log shows {row.name} {row.has}, the plan has {row.planned}"
+        says = f"the log shows {row.name} {row.has}, {theirs} has {row.planned}"
         terms.append(Term(term=f"recipe: {row.name}", seconds=seconds, evidence=says, recoverable_s=max(0.0, seconds)))
         before = row.candidate
     return tuple(terms)

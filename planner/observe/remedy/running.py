@@ -28,7 +28,7 @@ _RECOMPUTE = ("recompute", "recompute_modules", "recompute_num_layers")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One setting that a log states otherwise than the plan, and the layout with it and with all those before it."""
+    """A setting that a log states otherwise than its plan, and the layout with it and with all those before it."""
 
     name: str
     planned: str
@@ -39,16 +39,26 @@ class Difference:
 def differences(case: Case) -> tuple[Difference, ...]:
     """The settings that the log states otherwise than the plan, one after the other, in the order of `SWITCHES`.
 
-    Only what acts on the layout is one: switches, fused kernels, what is recomputed, what ZeRO shards.
+    Only what acts on the layout is one: switches, fused kernels, what is recomputed, what ZeRO shards. Beside an
+    earlier run they are those that this one's log states, too.
     """
-    if case.candidate is None or not states_switches(case):
+    expected = layout_before(case)
+    if expected is None or not states_switches(case):
         return ()
     with suppress(PlannerError):
-        stated = _stated_runtime(case, case.candidate)
-        recipe = tuple(_of_recipe(case.candidate, stated))
-        last = recipe[-1].candidate if recipe else case.candidate
+        stated = _stated_runtime(case, expected)
+        recipe = tuple(_of_recipe(expected, stated))
+        last = recipe[-1].candidate if recipe else expected
         return (*recipe, *_of_layout(case, last))
     return ()
+
+
+def layout_before(case: Case) -> Candidate | None:
+    """The layout that the run is held against: the plan's, with what the log of an earlier run says otherwise."""
+    if case.earlier is None:
+        return case.candidate
+    known = differences(Case(case.earlier.observation, plan=case.plan))
+    return known[-1].candidate if known else case.candidate
 
 
 def running(case: Case) -> Candidate | None:
@@ -57,7 +67,7 @@ def running(case: Case) -> Candidate | None:
     What was measured above the predicted peak is no room for changes either.
     """
     known = differences(case)
-    candidate = known[-1].candidate if known else case.candidate
+    candidate = known[-1].candidate if known else layout_before(case)
     if candidate is None:
         return None
     pricing = candidate.pricing

@@ -13,6 +13,7 @@ from planner.report.format import digits, gibibytes, large, percent, seconds, si
 from planner.report.labels import BREAKDOWN
 from planner.report.observe.causes import causes_section
 from planner.report.observe.gap import gap_section
+from planner.report.observe.ideal import ideal_sections
 from planner.report.pieces import Bar, bullets, columns, headed, section
 from planner.specs.units import GIB
 
@@ -63,6 +64,7 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
         yield section("Collectives that the log times", _links(observation))
     if prediction is not None and any(observation.breakdown.keys() - {"unattributed_s"}):
         yield section("Predicted seconds by term", _terms(prediction))
+    yield from ideal_sections(observed)
     if left := list(_open(observed)):
         yield section("What the files leave open", bullets(left))
 

@@ -1,4 +1,4 @@
-"""Where the seconds of a run went: predicted step, measured step and wall time per step, and what lies between them."""
+"""The way from the predicted step to the measured one and to the wall time per step, term by term."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _add_terms(table: Table, terms: Sequence[Term], like_s: float, largest_s: fl
             table.add_row(
                 f"  {_label(term)}", signed_seconds(term.seconds, like_s), SignedBar(term.seconds / largest_s), back
             )
-    if small:
-        total_s = sum(term.seconds for term in small)
+    total_s = sum(term.seconds for term in small)
+    if signed_seconds(total_s, like_s) != "0 s":
         words = f"  {len(small)} smaller ones" if len(small) > 1 else f"  {_label(small[0])}"
         table.add_row(words, signed_seconds(total_s, like_s), SignedBar(total_s / largest_s), "")
 

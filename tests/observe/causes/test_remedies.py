@@ -14,7 +14,7 @@ from planner.observe.remedy.running import running
 from planner.trainers.stated import stated_consents, stated_switches
 from planner.trainers.switches import SWITCHES, written
 
-PRICED = (*SWITCHES_OF, "recompute_unneeded", "expert_imbalance")
+PRICED = (*SWITCHES_OF, "recompute_unneeded")
 HELPED = {
     ("megatron", "exposed_dp"), ("megatron", "unfused_kernels"), ("megatron", "bubble"),
     ("megatron", "recompute_unneeded"), ("megatron", "host_bound"), ("bridge", "exposed_tp"),
@@ -114,7 +114,7 @@ def test_a_switch_that_has_no_cause_of_its_own_has_a_remedy() -> None:
     [
         ("megatron", "exposed_dp", "--overlap-grad-reduce"),
         ("megatron", "unfused_kernels", "without --no-bias-swiglu-fusion"),
-        ("bridge", "exposed_tp", "with model.tp_comm_overlap=true: "),
+        ("bridge", "exposed_tp", "with model.tp_comm_overlap=true"),
         ("torchtitan", "unfused_kernels", "CompileConfig(enable=True)"),
         ("deepspeed", "exposed_dp", '"overlap_comm": true'),
         ("primus", "unfused_kernels", "use_turbo_grouped_gemm: true"),

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from statistics import median
 
-from planner.observe.causes.signs.seen import Seen
+from planner.observe.causes.signs.seen import Rank, Seen
 from planner.observe.causes.signs.sign import Sign, sure
 from planner.observe.gap.account import Account, Exchanges
 from planner.observe.gap.terms import BUBBLE, PIPELINE, PP_LINK_RATE
-from planner.observe.traces.results import CollectiveTime
+from planner.observe.traces.groups import UNKNOWN
 from planner.report.format import seconds
 
 GROUPS = ("tp", "cp", "ep", "dp")
 """Groups whose exchanges have prices of their own."""
 SLOWER, _NOISE = 1.25, 0.08
 """Exchanges beside products take up to so much longer, which share the GPU with them; so do prices of links err."""
-_SLOWER_THAN_BEFORE = 1.3
-_LEAST_S = 1e-4
-"""Shorter exchanges are latency, which varies."""
 _LEAST_FRACTION = 0.01
-_EXPOSED_FRACTION = 0.03
+_EXPOSED_FRACTION, _MORE_FRACTION = 0.03, 0.06
+_PAIRS = "point to point"
 _GRADIENTS = (
     "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
     "params-all-gather", "bwd_allreduce",
@@ -54,28 +52,40 @@ def _moved_s(one: Exchanges) -> float:
 
 
 def slower_than_before(seen: Seen) -> Sign | None:
-    """Exchanges that transfer their bytes slower than the same ones of the earlier run."""
-    earlier = {_form(one): one for rank in seen.earlier_ranks for one in rank.report.collectives}
-    rows = []
+    """Exchanges of a group that transfer slower than in the earlier run; waits for late ranks are left out."""
+    before = {rank.report.rank: rank for rank in seen.earlier_ranks}
+    rows: dict[str, list[tuple[float, float]]] = {}
     for rank in seen.ranks:
-        for one in rank.report.collectives:
-            then = earlier.get(_form(one))
-            if then is not None and one.transfer_s and then.transfer_s and then.transfer_s > _LEAST_S:
-                share = one.count * one.transfer_s
-                rows.append((share, one.transfer_s / then.transfer_s, one, len(rank.report.steps)))
-    if not rows:
+        then = before.get(rank.report.rank)
+        if then is None:
+            continue
+        for group in sorted(_groups_of(rank) & _groups_of(then)):
+            rows.setdefault(group, []).append((_transferred_s(rank, group), _transferred_s(then, group)))
+    if not rows or seen.step_s is None:
         return None
-    # the exchange that takes longest in all says it: short ones differ from run to run
-    _, ratio, one, num_steps = max(rows, key=lambda row: row[0])
-    more_s = (1 - 1 / ratio) * (one.transfer_s or 0.0) * one.count / max(1, num_steps)
-    says = (
-        f"transfers of {one.collective} in the {one.group} group take {ratio:.1f} times as long as in the earlier run"
-    )
-    return Sign(sure(ratio, _SLOWER_THAN_BEFORE, 0.1), says, max(0.0, more_s), one.group)
+    told = []
+    for group, pairs in rows.items():
+        # all ranks of a collective transfer together; of a pair, one may only wait
+        chosen = max if group == _PAIRS else min
+        now_s, then_s = chosen(pairs, key=lambda pair: pair[0] - pair[1])
+        told.append((now_s - then_s, now_s / max(then_s, 1e-9), group))
+    more_s, ratio, group = max(told)
+    name = "" if group == UNKNOWN else f" of the {group} group" if group != _PAIRS else " between pairs of ranks"
+    says = f"transfers{name} take {seconds(max(0.0, more_s))} of a step more than in the earlier run"
+    strength = min(sure(ratio, SLOWER, _NOISE), sure(more_s / seen.step_s, _MORE_FRACTION, _MORE_FRACTION / 3))
+    return Sign(strength, says, max(0.0, more_s), group if group in GROUPS else "")
 
 
-def _form(one: CollectiveTime) -> tuple[str, str, int | None, int | None]:
-    return one.group, one.collective, one.num_bytes, one.group_size
+def _groups_of(rank: Rank) -> set[str]:
+    return {one.group for one in rank.report.collectives if one.wait_s is not None}
+
+
+def _transferred_s(rank: Rank, group: str) -> float:
+    """Seconds of a step in which a group's exchanges run, without waits for late ranks."""
+    busy_s = rank.middle(lambda step: sum(one.busy_s for one in step.groups if one.group == group))
+    rows = [one for one in rank.report.collectives if one.group == group and one.wait_s is not None]
+    waited_s = sum((one.wait_s or 0.0) * one.count for one in rows) / max(1, len(rank.report.steps))
+    return max(0.0, busy_s - waited_s)
 
 
 def exposed(seen: Seen, group: str) -> Sign | None:

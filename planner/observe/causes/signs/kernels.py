@@ -43,7 +43,7 @@ def ratios(seen: Seen) -> tuple[Families, float] | None:
     for pair in seen.pairs:
         if pair.expected is not None:
             mine, theirs = _of(pair.found).each, _of(pair.expected).each
-            if min(theirs) > _LEAST_FRACTION * sum(theirs) and sum(mine) > 0:
+            if min(theirs) > _LEAST_FRACTION * sum(theirs) and min(mine) > 0:
                 found.append(tuple(a / b for a, b in zip(mine, theirs, strict=True)))
     if not found:
         return None

@@ -33,7 +33,7 @@ def _growth(row: MemorySeries) -> Sign:
     growth = slope * float(steps[-1] - steps[0])
     # what warms up grows in the first half alone
     steady = min(growth, 2 * min(slopes) * float(steps[-1] - steps[0]))
-    least = max(0.01 * float(np.median(sizes)), 3 * noise, MIB)
+    least = max(0.03 * float(np.median(sizes)), 3 * noise, MIB)
     rank = "" if row.rank is None else f" of rank {row.rank}"
     size = f"{growth / GIB:.2f} GiB" if growth > 0.1 * GIB else f"{growth / MIB:.1f} MiB"
     says = f"{row.kind} memory{rank} grows by {size} over {int(steps[-1] - steps[0]):,} steps, in both halves"
