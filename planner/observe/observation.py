@@ -309,5 +309,7 @@ class Observed(Spec):
     """The verdict in one sentence."""
     causes: tuple[Cause, ...] = ()
     """The likeliest first."""
+    next_test: str = ""
+    """The measurement that would tell most, where a run is slow, or takes more memory, and no file shows why."""
     plan: Plan | None = None
     """The plan that the run is of: inputs and best layout."""

@@ -32,12 +32,18 @@ class Hypothesis:
 
     name: str
     says: str
-    """The cause in words, as a report names it."""
+    """The cause in words, as a report names it; `one rank` in it stands for the rank or stage, if one is known."""
     source: str
     """The reason for its prior."""
     forms: tuple[Form, ...]
     is_choice: bool = False
     """True for what the job was told to do, so that the plan's own step has it."""
+
+    def at(self, where: str) -> str:
+        """The cause in words, of a rank or stage that is known."""
+        if where.split(" ")[0] in ("rank", "stage"):
+            return self.says.replace("one rank", where) if "one rank" in self.says else f"{where}: {self.says}"
+        return f"{self.says} ({where})" if where else self.says
 
     @property
     def prior(self) -> float:
@@ -101,8 +107,11 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
         Hypothesis(
             "attention_kernel", "attention runs in a slow kernel", "a backend that falls back without an error",
             (
-                Form(0.03, {"attention_slower": 0.9, "softmax_apart": 0.4, "off_attention_kernel": 0.7,
-                            "slower": SLOWER, "passes_longer": 0.6}),
+                Form(0.02, {"attention_slower": 0.95, "off_attention_kernel": 0.5, "slower": SLOWER,
+                            "passes_longer": 0.6}),
+                # in products and a softmax, whose scores are kept
+                Form(0.02, {"softmax_apart": 0.95, "off_attention_kernel": 0.8, "small_slower": 0.5,
+                            "many_small": 0.3, "above_plan": 0.6, "slower": SLOWER, "passes_longer": 0.6}),
             ),
         ),
         Hypothesis(

@@ -19,6 +19,7 @@ from planner.observe.causes.kinds import KINDS
 from planner.observe.causes.signs.sign import Sign
 
 MOST_AT_ONCE = 3
+_LEAST_WITHOUT = 1e-3
 Floats = NDArray[np.float64]
 OfForm = tuple[str, int]
 """The name of a cause, and the place of one of its forms."""
@@ -33,6 +34,11 @@ def form_of(key: OfForm) -> Form:
 def leaves(form: Form, sign: str) -> float:
     """Probability of a sign where one form is at work; as without it where the form does not speak of the sign."""
     return max(form.leaves.get(sign, 0.0), KINDS[sign].without)
+
+
+def seldom(name: str, sign: Sign) -> float:
+    """Probability of a sign so large in a run without a fault: it falls with the square, down to one in a thousand."""
+    return max(KINDS[name].without / sign.times**2, _LEAST_WITHOUT)
 
 
 def at_most(name: str, sign: str) -> float:
@@ -55,10 +61,15 @@ class Posterior:
         priors = np.array([form_of(key).prior for key in possible])
         logs = holds @ np.log(priors / (1 - priors))
         names = tuple(signs)
-        none = np.array([1 - KINDS[name].without for name in names])
-        left = np.array([[1 - leaves(form_of(key), name) for name in names] for key in possible]).reshape(
-            -1, len(names)
+        without = [seldom(name, sign) for name, sign in signs.items()]
+        none = 1 - np.array(without)
+        left = np.array(
+            [
+                [1 - max(form_of(key).leaves.get(name, 0.0), least) for name, least in zip(names, without, strict=True)]
+                for key in possible
+            ]
         )
+        left = left.reshape(len(possible), len(names))
         shown = 1 - none * np.exp(holds @ np.log(left / none))
         strength = np.array([signs[name].strength for name in names])
         logs = logs + np.log(strength * shown + (1 - strength) * (1 - shown)).sum(axis=1)

@@ -15,7 +15,6 @@ import numpy as np
 
 from planner.observe.traces.breakdown import NS, Sorted
 from planner.observe.traces.collectives import kind_of
-from planner.observe.traces.gloo import SEND
 from planner.observe.traces.groups import axis_of_description
 from planner.observe.traces.results import RankReport, Straggler
 from planner.observe.traces.trace import RankTrace
@@ -54,8 +53,6 @@ class Peers:
         for (rank, index), start in zip(entries, starts, strict=True):
             gpu = ranks[rank].trace.gpu
             length = int(gpu.end_ns[index] - gpu.start_ns[index])
-            if _only_sends(ranks[rank].trace, index):
-                continue
             wait = min(latest - start, length)
             self.wait_ns[rank][index], self.transfer_ns[rank][index] = wait, length - wait
             self.late_ns[entries[starts.index(latest)][0]] += wait
@@ -93,11 +90,6 @@ def _key(events: Sorted, index: int) -> Key | None:
     if kind == "send_recv" and len(group.ranks) > 2:
         return None  # whose peer is whose is not said
     return (group.ranks, group.description, kind, call.num_elements if kind != "send_recv" else 0)
-
-
-def _only_sends(trace: RankTrace, index: int) -> bool:
-    """True for a send of gloo, which ends when its caller asks for it, before or long after the bytes have arrived."""
-    return trace.names[int(trace.gpu.name[index])] == SEND
 
 
 def _all_in_one(trace: RankTrace) -> bool:

@@ -50,8 +50,8 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
         yield section("The step", _step(observation, prediction))
     if (gap := gap_section(observed)) is not None:
         yield gap
-    if observed.causes:
-        yield causes_section(observed.causes, observation.step_s)
+    if (causes := causes_section(observed)) is not None:
+        yield causes
     if remarks := list(_remarks(observation)):
         yield section("Steps that took longer, and interruptions", bullets(remarks))
     if observation.wall is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from planner.observe.causes.signs.seen import DATA, Rank, Seen
-from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.ideal.passes import passes_of
 from planner.observe.observation import RankPasses
 from planner.observe.traces.results import TraceStep
@@ -40,6 +40,12 @@ class Beside:
         """Probability that it is longer."""
         return sure(self.ratio, self.longer, self.noise)
 
+    def sign(self, won_s: float | None) -> Sign:
+        """The sign that it is."""
+        says = f"{self.name} computes {self.ratio - 1:.0%} longer than its peers"
+        extra_s = won_s or max(0.0, self.more_s)
+        return large(self.ratio - 1, self.longer - 1, self.noise, says, extra_s, self.name)
+
 
 def computes_longer(seen: Seen) -> Sign | None:
     """One rank that computes longer than the others of its stage, by traces, timers or Megatron's straggler line."""
@@ -47,9 +53,7 @@ def computes_longer(seen: Seen) -> Sign | None:
     if not rows:
         return None
     worst = max(rows, key=lambda row: (row.strength, row.ratio))
-    says = f"{worst.name} computes {worst.ratio - 1:.0%} longer than its peers"
-    won_s = seen.recoverable_s("rank", worst.name)
-    return Sign(worst.strength, says, won_s or max(0.0, worst.more_s), worst.name)
+    return worst.sign(seen.recoverable_s("rank", worst.name))
 
 
 def _by_traces(seen: Seen) -> list[Beside]:
@@ -128,7 +132,7 @@ def comes_late(seen: Seen) -> Sign | None:
     late_s, rank = max(rows, key=lambda row: row[0])
     least = _LATE_ON_HOST if rank.on_host else _LATE
     says = f"{rank.name} does nothing for {seconds(max(0.0, late_s))} of a step in which the others wait for it"
-    return Sign(sure(late_s / wall_s, least, least / 3), says, max(0.0, late_s), rank.name)
+    return large(late_s / wall_s, least, least / 3, says, max(0.0, late_s), rank.name)
 
 
 def still(step: TraceStep) -> float:

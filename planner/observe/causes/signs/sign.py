@@ -21,11 +21,20 @@ class Sign:
     """Seconds of a step that the pattern accounts for; None where it tells none."""
     where: str = ""
     """The rank, stage or group that it is about."""
+    times: float = 1.0
+    """How many times as large as what is worth a word, for numbers of the run itself that no price can spoil."""
 
     @property
     def is_seen(self) -> bool:
         """True where the pattern is likelier there than not."""
         return self.strength > 0.5
+
+
+def large(
+    value: float, threshold: float, noise: float, says: str, seconds: float | None = None, where: str = ""
+) -> Sign:
+    """A sign of a number of the run itself: the further above the threshold, the seldomer in a run without a fault."""
+    return Sign(sure(value, threshold, noise), says, seconds, where, max(1.0, value / threshold))
 
 
 def sure(value: float, threshold: float, noise: float) -> float:
