@@ -55,3 +55,5 @@ class Run:
     timers: str = "minmax"
     """`minmax` or `all` ranks as Megatron-LM prints them, or `none`."""
     seed: int = 0
+    num_profiled: int = 4
+    """The last steps, of which the profiler makes the traces."""

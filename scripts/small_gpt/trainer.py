@@ -24,8 +24,6 @@ from small_gpt.log import TIMERS, Log
 from small_gpt.model import Block, Part, Tokens, loss_of
 from small_gpt.wrong import Wrong
 
-PROFILED_STEPS = 4
-
 
 @dataclass(slots=True)
 class Timers:
@@ -66,7 +64,7 @@ class Trainer:
         blocks: list[nn.Module] = [Block(layout.tp, self.groups.of["tp"]) for _ in range(layout.layers_per_stage)]
         is_last = self.stage_index == layout.pp - 1
         self.part = Part(blocks, self.stage_index == 0, is_last, self.wrong.before_forward)
-        self.optimizer = torch.optim.AdamW(self.part.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(self.part.parameters(), lr=1e-4, fused=True)
         tokens = Tokens(layout, run.seed * 1000 + rank // layout.tp % layout.dp << 20, self.wrong.before_data)
         self.batches = iter(torch.utils.data.DataLoader(tokens, batch_size=None))
         self.schedule = None
@@ -176,7 +174,7 @@ def rank_main(rank: int, run: Run) -> None:
     )  # fmt: skip
     trainer = Trainer(run, rank)
     log = Log(run) if rank == layout.num_ranks - 1 else None
-    plan = schedule(wait=run.num_steps - PROFILED_STEPS - 1, warmup=1, active=PROFILED_STEPS)
+    plan = schedule(wait=run.num_steps - run.num_profiled - 1, warmup=1, active=run.num_profiled)
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU], schedule=plan) as profiler:
         last_s = time.perf_counter()
