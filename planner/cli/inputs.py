@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
+from planner.cli.calibration_file import read_calibration
 from planner.cli.history import with_history
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
-from planner.cli.probe_file import read_calibration
 from planner.errors import SpecError
 from planner.months.whole_run import check_spares
 from planner.shape import liked_batch
@@ -95,7 +95,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     if assumed:
         runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
     if asked.calibration is not None:
-        calibration = read_calibration(asked.calibration, cluster)
+        calibration = read_calibration(asked.calibration, cluster, runtime.family)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
@@ -229,7 +229,7 @@ def _training(asked: JobOptions, model: ModelSpec) -> TrainingSpec:
     values: dict[str, Any] = {
         "seq_length": seq_length,
         "global_batch_size": 1,
-        "tokens": None if asked.tokens is None else _count("tokens", asked.tokens),
+        "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
     }
     values["operations"] = _operations(asked)
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
@@ -253,7 +253,7 @@ def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int) -> 
         return sequences
     num_gpus = asked.gpus or 1
     if tokens is not None:
-        return _batch_near("--batch-tokens", tokens, _count("batch_tokens", tokens), seq_length, num_gpus)
+        return _batch_near("--batch-tokens", tokens, count_of("batch_tokens", tokens), seq_length, num_gpus)
     if model.training is None:
         raise SpecError(
             f"--global-batch-size: is missing, and {model.name} states no training",
@@ -288,7 +288,8 @@ def _batch_near(what: str, text: str, num_tokens: int, seq_length: int, num_gpus
     return batch
 
 
-def _count(field: str, text: str) -> int:
+def count_of(field: str, text: str) -> int:
+    """The count in an option's text, such as 16M. Raises SpecError for what is none."""
     try:
         return parse_count(text)
     except (ValueError, OverflowError):

@@ -176,6 +176,10 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
             (Form(0.05, {"recomputes_with_room": 0.95}),), is_choice=True,
         ),
         Hypothesis(
+            "recipe", "a switch has a slower value than it might", "defaults of trainers, which nobody looked at",
+            (Form(0.05, {"off_recipe": 0.95, "slower": 0.4}),), is_choice=True,
+        ),
+        Hypothesis(
             "checkpoint_stall", "training waits for its checkpoints", "written by the ranks, and not behind their work",
             (Form(0.03, {"saving": 0.95}),),
         ),

@@ -86,9 +86,9 @@ KINDS: Mapping[str, Kind] = {
         ),
         *(
             # a price beside what the log states: only the gain can be wrong
-            Kind(f"off_{cause}", "a switch is otherwise than planned", partial(layout.switched_off, cause=cause), 0.005,
+            Kind(f"off_{cause}", "a switch has a slower value", partial(layout.switched_off, cause=cause), 0.005,
                  ARGUMENTS)
-            for cause in ("no_ep_overlap", "exposed_dp", "attention_kernel", "unfused_kernels", "host_bound")
+            for cause in ("no_ep_overlap", "exposed_dp", "attention_kernel", "unfused_kernels", "host_bound", "recipe")
         ),
         Kind("longer_bubble", "stages stand still longer than planned", exchanges.longer_bubble, 0.05, ALL_TRACES),
         Kind("large_bubble", "the order of the passes leaves the step empty", layout.large_bubble, 0.2, PLAN,

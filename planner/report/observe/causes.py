@@ -47,5 +47,6 @@ def _details(cause: Cause, step_s: float | None) -> Table:
 
 def remedy_says(remedy: Remedy) -> str:
     """The remedy in words, with its options and the step that it gives."""
-    given = f"a step of {seconds(remedy.step_s)} by the price of this job" if remedy.step_s is not None else ""
+    by = "by the price of this job" if remedy.is_priced else "without it"
+    given = f"a step of {seconds(remedy.step_s)} {by}" if remedy.step_s is not None else ""
     return "; ".join(part for part in (remedy.says, " ".join(remedy.options), given) if part)
