@@ -45,6 +45,7 @@ KINDS: Mapping[str, Kind] = {
     for kind in (
         # one in ten lies above an 80% interval
         Kind("slower", "the step is longer than predicted", steps.slower, 0.1, PLAN, is_own=False),
+        Kind("slower_run", "the step is longer than in the earlier run", steps.slower_run, 0.1, PLAN, is_own=False),
         Kind("passes_longer", "passes are longer than planned on every stage", kernels.passes_longer, 0.1, TIMERS,
              is_own=False),
         Kind("uneven", "steps differ", steps.uneven, 0.05, LOG, is_own=False),
