@@ -118,11 +118,7 @@ class Truth:
     @property
     def likely_seen(self) -> bool:
         """True where the cause takes enough of a step to be worth a word, or shows in memory."""
-        return self.extra_s > 0.03 * self.healthy.step_s or self.cause in (
-            "leak",
-            "fragmentation",
-            "recompute_unneeded",
-        )
+        return self.extra_s >= LEAST.get(self.cause, 0.05) * self.healthy.step_s
 
 
 def _again(pricing: Pricing, hardware: Mapping[str, Any] | None = None, **runtime: Any) -> Pricing:
@@ -165,7 +161,7 @@ def with_errors(candidate: Candidate, rng: np.random.Generator) -> Candidate:
     return candidate.priced_as(pricing)
 
 
-LEAST = {"leak": 0.0, "fragmentation": 0.0, "recompute_unneeded": 0.0, "clocks": 0.15}
+LEAST = {"leak": -1.0, "fragmentation": -1.0, "recompute_unneeded": -1.0, "clocks": 0.15}
 """Least share of a step that a cause takes in these runs, where it is not 5%: some show in memory, and clocks that all
 kernels share are told only from a model that is off by less."""
 Inject = Callable[[Truth, np.random.Generator], Truth]

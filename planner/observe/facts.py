@@ -59,7 +59,7 @@ def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
         elif value == "True":
             words.append(_option(name))
         elif value not in _UNSET:
-            words += [_option(name), *re.sub(r"[\[\]',]", " ", value).split()]
+            words += [_option(name), *re.sub(r"[\[\]',]|^AttnBackend\.", " ", value).split()]
     options = dict(options_of(words))
     for name in _defaults(arguments):
         options.pop(name, None)
