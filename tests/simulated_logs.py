@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from simulated_ranks import Place, Simulated
+from simulated_pieces import Place
+from simulated_ranks import Simulated
 from simulated_truths import Truth
 from written import BEGIN_S, arguments, clock, iteration
 
@@ -140,6 +141,7 @@ def dump_of(run: Simulated) -> str:
         padded_vocab_size=model.vocab_size, untie_embeddings_and_output_weights=True, bf16=True, log_interval=1,
         overlap_grad_reduce=runtime.gradient_overlap_fraction > 0,
         overlap_param_gather=runtime.parameter_overlap_fraction > 0,
+        tp_comm_overlap=runtime.tp_overlap_fraction > 0,
         overlap_moe_expert_parallel_comm=runtime.ep_overlap_fraction > 0,
         bias_swiglu_fusion=runtime.fused_activation, apply_rope_fusion=runtime.fused_rotary,
         gradient_accumulation_fusion=runtime.fused_grad_accumulation,

@@ -18,6 +18,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
 from planner.physics.pricing import Pricing
+from planner.schedule.replay import makespan_s
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_model
 from planner.specs.training import Parallelism, TrainingSpec
@@ -215,13 +216,13 @@ def _clocks(truth: Truth, rng: np.random.Generator) -> Truth:
 
 
 def _bubble(truth: Truth, rng: np.random.Generator) -> Truth:
-    """Sends and receives that wait for the host, and long: stages stand still between their passes."""
-    durations = truth.candidate.durations
-    hop_s = float(rng.uniform(0.1, 0.25)) * max(durations.forward_s)
-    longer = replace(durations, p2p_s=hop_s, blocking_p2p=True)
+    """Micro-batches of unequal length, as packed documents make them: stages wait, and compute as much."""
     candidate = replace(truth.candidate)
-    vars(candidate)["durations"] = longer
-    return replace(truth, candidate=candidate, strength=hop_s)
+    spread = float(rng.uniform(0.25, 0.6))
+    sizes = np.clip(rng.normal(1.0, spread, candidate.num_microbatches), 0.2, None)
+    durations = replace(candidate.durations, microbatch_sizes=[float(size) for size in sizes / sizes.mean()])
+    vars(candidate).update(durations=durations, pipeline_s=makespan_s(candidate.order, durations))
+    return replace(truth, candidate=candidate, strength=spread)
 
 
 def _stall(truth: Truth, rng: np.random.Generator) -> Truth:
