@@ -150,6 +150,14 @@ def _plan(
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_runs_of_the_users_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests keep runs in a folder of theirs, and take none of those that the user keeps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANNER_HISTORY", str(tmp_path_factory.mktemp("history") / "none"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def ranks_share_what_torch_imports_late() -> Iterator[None]:
     """The server that forks a probe's ranks imports torch's compiler once.
 

@@ -254,8 +254,8 @@ class Simulated:
         moved_bytes = {"F": gathered, "B": gathered + reduced}
         slow, at_s = self.slow, self.truth.stall_s
         for action in actions:
-            whole_s = whole_s(self.candidate, action.stage, action.kind)
-            own_s = whole_s if slow is None or place.rank == slow.rank else whole_s(self.even, 0, action.kind)
+            pass_s = whole_s(self.candidate, action.stage, action.kind)
+            own_s = pass_s if slow is None or place.rank == slow.rank else whole_s(self.even, 0, action.kind)
             yield from self._pass(place, number, action.stage, action.kind, action.microbatch, at_s, at_s + own_s)
             exchange_s, num_bytes = exchanged_s[action.kind], moved_bytes[action.kind]
             hidden_s = min(max(0.0, exchange_s - shown_s), own_s)
@@ -263,12 +263,12 @@ class Simulated:
             phase = f"{action.kind}{action.microbatch}.0"
             if hidden_s > 0:
                 yield Piece(at_s, hidden_s, "comm", "dp", name, num_bytes * hidden_s / exchange_s, False, phase)
-            last_s = shown_s + whole_s - own_s
+            last_s = shown_s + pass_s - own_s
             if last_s > 1e-7:
                 share = shown_s / (hidden_s + shown_s) if hidden_s + shown_s else 0.0
                 name = "reduce_scatter" if action.kind == "B" else "all_gather"
                 yield Piece(at_s + own_s, last_s, "comm", "dp", name, num_bytes * share, False, phase)
-            at_s += whole_s + shown_s
+            at_s += pass_s + shown_s
         yield Piece(at_s, outside.optimizer_s, "optimizer", phase="O")
         if outside.tail_s > 0:
             yield Piece(

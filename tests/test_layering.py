@@ -51,6 +51,8 @@ ALLOWED = {
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "layout.replan", "export.megatron.environment", "decide", "observe.observation", "observe.traces",
+        "observe.causes.hypotheses",
+        "observe.gap.terms",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },
@@ -72,10 +74,11 @@ ALLOWED = {
         "report", "export",
     },
     # a log's argument dump is a configuration that the importer reads; a run that was read is priced, replayed with one
-    # thing idealised, and changed by what would help; what was observed is shown by `report`
+    # thing idealised, and changed by what would help; what was observed is shown by `report`; a run that calibrates is
+    # believed as a probe is, and one that is kept holds its plan
     "observe": {
         "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
-        "search.rebalance",
+        "search.rebalance", "report.format", "plan_file", "profile.probed",
     },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
+from planner.cli.history import with_history
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.cli.probe_file import read_calibration
@@ -67,8 +68,9 @@ class Job:
     """True where an option says what the trainer overlaps or switches on."""
 
 
-def read_job(asked: JobOptions) -> Job:
-    """The job that the options describe; SpecError naming the option."""
+def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
+    """The job that the options describe; SpecError naming the option. `said` holds what was said of the history for
+    another job of the command."""
     if asked.model is None or asked.gpus is None:
         missing = "model" if asked.model is None else "gpus"
         raise SpecError(f"--{missing}: is missing", "for example plan --model 405b --gpus 2048")
@@ -95,6 +97,8 @@ def read_job(asked: JobOptions) -> Job:
     if asked.calibration is not None:
         calibration = read_calibration(asked.calibration, cluster)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
+    elif not asked.no_history:
+        cluster = with_history(cluster, runtime, said)
     training = _training(asked, model)
     check_spares(cluster, training)
     return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))

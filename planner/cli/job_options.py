@@ -46,6 +46,7 @@ class JobOptions:
     straggler_fraction: o.Straggler = None
     assume: o.Assume = None
     calibration: o.Calibration = None
+    no_history: o.NoHistory = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

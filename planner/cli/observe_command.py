@@ -63,8 +63,8 @@ def observe_command(
     from planner.observe.observation import Observed
     from planner.observe.read import observe
     from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
-    from planner.report.observe import render_observed
-    from planner.report.recorded import recorded_sections
+    from planner.report.observe.answer import render_observed
+    from planner.report.observe.recorded import recorded_sections
 
     if len(files) > MOST_FILES or files.count("-") > 1:
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")

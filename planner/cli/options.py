@@ -222,7 +222,12 @@ Assume = Annotated[
 ]
 
 Calibration = Annotated[
-    str | None, text(ASSUMED, "--calibration", "FILE", "What `plan probe -o FILE` measured corrects the hardware.")
+    str | None,
+    text(ASSUMED, "--calibration", "FILE", "What `plan probe -o` or `plan observe -o` saved corrects the hardware."),
+]
+
+NoHistory = Annotated[
+    bool, text(ASSUMED, "--no-history", None, "Leave out the runs of yours that `plan validate --add` keeps.")
 ]
 
 Json = Annotated[bool, text(OUTPUT, "--json", None, "The answer as JSON.")]

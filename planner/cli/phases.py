@@ -42,7 +42,8 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
             "--tokens and --phases: both given", "leave --tokens out: the file says how many each phase has"
         )
     file = read_phases(path)
-    phases = [_phase(asked, spec, path) for spec in file.phases]
+    said = set[str]()
+    phases = [_phase(asked, spec, path, said) for spec in file.phases]
     paths = _paths(output, [phase.name for phase in phases], force)
     with (
         progress("planning phases", 2 * len(phases)) as advance,
@@ -58,7 +59,7 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
         _save(run, output, paths, force)
 
 
-def _phase(asked: PlanOptions, spec: PhaseSpec, path: str) -> Phase:
+def _phase(asked: PlanOptions, spec: PhaseSpec, path: str, said: set[str]) -> Phase:
     """A phase as the command line and the file describe it; SpecError naming the file and the phase."""
     from planner.cli.inputs import read_job, read_limits
     from planner.decide.phases import Phase
@@ -67,7 +68,7 @@ def _phase(asked: PlanOptions, spec: PhaseSpec, path: str) -> Phase:
 
     own = replace(_options(asked, spec), phases=None)
     try:
-        job = read_job(own)
+        job = read_job(own, said)
         limits = read_limits(own, job)
         training, ramp = job.training, spec.rampup
         batches = tuple(_batches(spec, training.global_batch_size, training.seq_length))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 OF_THE_JOB = (
     "model", "hardware", "gpus_per_node", "tier", "seq_length", "batch_tokens", "dtype", "runtime", "assume",
-    "calibration", "allow",
+    "calibration", "no_history", "allow",
 )  # fmt: skip
 """Options that the running job has answered: another answer would be another job."""
 
@@ -52,7 +52,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
 def _check(asked: SearchOptions, path: str) -> None:
     """Raise SpecError for an option that the running job answers, and without a number of GPUs."""
     for name in OF_THE_JOB:
-        if getattr(asked, name) is not None:
+        if getattr(asked, name) not in (None, False):
             option = "--" + name.replace("_", "-")
             ways = {"batch_tokens": "give sequences: -b", "allow": "move a switch: --switch NAME=VALUE"}
             raise SpecError(f"{option}: the running job's comes from {path}", ways.get(name, f"leave {option} out"))

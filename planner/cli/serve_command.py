@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from planner.cli import options as o
@@ -49,7 +50,7 @@ def serve_command(asked: SearchOptions, port: Port = None, open: Open = False) -
     start = start_of(asked)
     listener = listen(8008 if port is None else port)
     defaults = {"hardware": o.DEFAULT_HARDWARE}
-    app = application(read_question, start, defaults)
+    app = application(partial(read_question, said=set()), start, defaults)
     serve(listener, app, lambda address: _ready(address, open))
 
 
@@ -71,7 +72,7 @@ def _text(value: Any) -> str:
     return "" if value is None or value is False else "on" if value is True else str(value)
 
 
-def read_question(options: Mapping[str, str]) -> Question:
+def read_question(options: Mapping[str, str], said: set[str] | None = None) -> Question:
     """The job that texts of options describe, read as the command line reads them."""
     from planner.cli.inputs import read_job, read_limits
     from planner.search.case import Case
@@ -85,7 +86,7 @@ def read_question(options: Mapping[str, str]) -> Question:
         parse = getattr(hints[name].__metadata__[0], "parser", None)
         values[name] = parse(text) if parse else True if hints[name].__origin__ is bool else text
     asked = SearchOptions(**values)
-    job = read_job(asked)
+    job = read_job(asked, said)
     case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked, job))
     return Question(case, command_line(asked))
 

@@ -143,13 +143,13 @@ def _trials(asked: SweepOptions) -> Iterator[Trial]:
     from planner.decide.point import Trial
     from planner.search.case import Case
 
-    axes = _axes(asked)
+    axes, said = _axes(asked), set[str]()
     single = {field.name: getattr(asked, field.name) for field in fields(SearchOptions)}
     for values in product(*axes.values()):
         options = dict(zip(axes, values, strict=True))
         point = SearchOptions(**{**single, **{name: _typed(name, value) for name, value in options.items()}})
         for gpus in _gpus(asked, point):
-            job = read_job(replace(point, gpus=gpus))
+            job = read_job(replace(point, gpus=gpus), said)
             limits = read_limits(point, job)
             case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
             yield Trial({"gpus": gpus, **{name: value for name, value in options.items() if len(axes[name]) > 1}}, case)

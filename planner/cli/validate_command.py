@@ -32,6 +32,12 @@ Regrets = Annotated[
 Bare = Annotated[
     bool, o.text(EVIDENCE, "--unsaid", None, "Runs inside their intervals, with and without the switches they say.")
 ]
+Add = Annotated[
+    str | None, o.text(EVIDENCE, "--add", "FILE", "Keep a run of yours, which corrects plans: plan observe -o FILE.")
+]
+History = Annotated[
+    str | None, o.text(EVIDENCE, "--history", "DIR", "Keep it there. [$PLANNER_HISTORY, else in your data folder]")
+]
 Plot = Annotated[
     str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw predicted against measured as HTML; - is stdout.")
 ]
@@ -43,11 +49,13 @@ def validate_command(
     plans: Plans = False,
     regret: Regrets = False,
     unsaid: Bare = False,
+    add: Add = None,
+    history: History = None,
     json: o.Json = False,
     plot: Plot = None,
     force: Force = False,
 ) -> None:
-    """Hold the planner against published training runs.
+    """Hold the planner against published training runs, or against your own.
 
     \b
     Example:
@@ -58,7 +66,11 @@ def validate_command(
       plan validate --family bloom --plans
       plan validate --regret
       plan validate --unsaid
+      plan validate --add observed.json
     """
+    if add is not None or history is not None:
+        _keep(add, history, json, alone=not (family or plans or regret or unsaid or plot or force))
+        return
     from planner.cli import validate_ablations as ablated
     from planner.cli import validate_plans as chosen
     from planner.cli import validate_regret as lost
@@ -101,6 +113,18 @@ def validate_command(
         chosen.point_out(beside)
     else:
         _show_agreement(scored, family)
+
+
+def _keep(add: str | None, history: str | None, json: bool, alone: bool) -> None:
+    """Keep a run; SpecError where another question is asked beside it, or none is named."""
+    from planner.cli.validate_history import add_run
+    from planner.errors import SpecError
+
+    if add is None:
+        raise SpecError("--history: without --add, no run is kept", "plan validate --add observed.json --history DIR")
+    if not alone:
+        raise SpecError("--add: stands beside other questions", "ask for them without --add")
+    add_run(add, history, json)
 
 
 def _agreement_described(scored: Sequence[Scored], family: str | None) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from planner.decide.compared import Compared
+from planner.decide.compared import OTHERS, REST, Compared
 from planner.specs.base import Spec
 from planner.trainers.switches import Value
 
@@ -59,16 +59,25 @@ def compare(sides: Sequence[Compared]) -> Comparison:
 def waterfall(first: Compared, other: Compared) -> tuple[WaterfallTerm, ...]:
     """The terms that both sides have, the one that differs most first; their differences add up to the steps'.
 
-    Where one side is a probe, whose clocks tell less apart, the terms are as coarse as its. A step that was replayed
-    from stages alone has no terms but the whole.
+    Where one side is a probe or a log, whose clocks tell less apart, the terms are as coarse as its; what only one side
+    has is `others_s`. A step that was replayed from stages alone has no terms but the whole.
     """
-    terms, others = first.terms, other.terms
-    if terms.keys() != others.keys():
-        terms, others = first.coarse_terms, other.coarse_terms
-    if terms.keys() != others.keys():
-        terms, others = {"step_s": first.step_s}, {"step_s": other.step_s}
+    levels = (
+        (first.terms, other.terms),
+        (first.coarse_terms, other.coarse_terms),
+        (first.coarser_terms, other.coarser_terms),
+    )
+    same = next((pair for pair in levels if pair[0].keys() == pair[1].keys()), None)
+    terms, others = same or (_shared(first, other), _shared(other, first))
     rows = [WaterfallTerm(term=name, first_s=terms[name], other_s=others[name]) for name in terms]
     return tuple(sorted(rows, key=lambda row: -abs(row.seconds)))
+
+
+def _shared(side: Compared, beside: Compared) -> dict[str, float]:
+    """The terms that both sides have at their coarsest, and all others as one; the whole step where there are none."""
+    terms = side.coarser_terms
+    shared = {name: terms[name] for name in terms if name in beside.coarser_terms and name != REST}
+    return shared | {OTHERS: side.step_s - sum(shared.values())} if shared else {"step_s": side.step_s}
 
 
 def _differing(sides: Sequence[Compared]) -> dict[str, tuple[Value | None, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from statistics import median
 from typing import Literal
@@ -18,6 +19,7 @@ from planner.specs.base import Spec
 from planner.trainers.switches import Value
 
 PASSES, WAITS, GRADIENTS, OPTIMIZER, REST = "passes_s", "waits_s", "exposed_dp_s", "optimizer_s", "overhead_s"
+PIPELINE, OTHERS, UNATTRIBUTED = "pipeline_s", "others_s", "unattributed_s"
 COARSE = {
     "products_s": PASSES,
     "attention_s": PASSES,
@@ -33,8 +35,19 @@ COARSE = {
     "exposed_dp_s": GRADIENTS,
     "optimizer_s": OPTIMIZER,
     "overhead_s": REST,
+    "compute_s": PASSES,
+    "pp_comm_and_waits_s": WAITS,
+    "other_comm_s": REST,
+    "forward_s": PASSES,
+    "backward_s": PASSES,
+    "forward_backward_s": PIPELINE,
+    "gradients_s": GRADIENTS,
+    "parameters_s": GRADIENTS,
+    UNATTRIBUTED: REST,
 }
-"""The terms of a plan's step, and what a rank's clock tells apart of each."""
+"""The terms of a step that is planned, or observed by traces or timers, and what a rank's clock tells apart of each."""
+COARSER = {PASSES: PIPELINE, WAITS: PIPELINE}
+"""Terms that one timer of a log holds together."""
 
 
 class Compared(Spec):
@@ -60,11 +73,21 @@ class Compared(Spec):
     @property
     def coarse_terms(self) -> dict[str, float]:
         """The terms that both plans and probes have."""
-        terms: dict[str, float] = {}
-        for name, seconds in self.terms.items():
-            coarse = COARSE.get(name, name)
-            terms[coarse] = terms.get(coarse, 0.0) + seconds
-        return terms
+        return _renamed(self.terms, COARSE)
+
+    @property
+    def coarser_terms(self) -> dict[str, float]:
+        """The terms that a log's timers have."""
+        return _renamed(self.coarse_terms, COARSER)
+
+
+def _renamed(terms: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    """The terms under other names; those that come to have one name are added up."""
+    renamed: dict[str, float] = {}
+    for name, seconds in terms.items():
+        name = names.get(name, name)
+        renamed[name] = renamed.get(name, 0.0) + seconds
+    return renamed
 
 
 def of_plan(plan: Plan, name: str, kind: Literal["plan", "run"] = "plan") -> Compared:
@@ -178,8 +201,14 @@ def of_observation(observation: Observation, name: str) -> Compared:
         step_s=step_s,
         step_s_interval=observation.step_s_spread,
         tokens_per_step=round(tokens_per_s * step_s),
-        terms={"step_s": step_s},
+        terms=_observed_terms(observation.breakdown, step_s),
     )
+
+
+def _observed_terms(breakdown: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """The terms of an observed step with what they leave of it; the whole step where nothing is told apart."""
+    told = {name: seconds for name, seconds in breakdown.items() if name in COARSE and name != UNATTRIBUTED}
+    return told | {UNATTRIBUTED: step_s - sum(told.values())} if told else {"step_s": step_s}
 
 
 def _measured_terms(result: ProbeResult, step_s: float) -> dict[str, float]:

@@ -50,7 +50,7 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
     exchanges_s = parts.tp_comm_s + parts.cp_comm_s + parts.ep_comm_s + parts.pp_comm_s + parts.exposed_dp_s
     doublings = math.log2(max(1.0, layout.parallelism.num_gpus_used / SCALE_KNOWN_RANKS))
     terms = [
-        _hardware_width(pricing.cluster.hardware),
+        hardware_width(pricing.cluster.hardware),
         MOE_STEP_WIDTH if pricing.model.moe is not None else 0.0,
         SCAN_STEP_WIDTH if pricing.model.state_kinds else 0.0,
         SPARSE_STEP_WIDTH if pricing.model.indexer is not None else 0.0,
@@ -61,7 +61,7 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
     return math.hypot(*terms)
 
 
-def _hardware_width(hardware: HardwareSpec) -> float:
+def hardware_width(hardware: HardwareSpec) -> float:
     """The part of the width that is due to the speed of kernels.
 
     A probe that corrected or confirmed them decides it. One that found errors and could not explain them widens it.

@@ -39,7 +39,7 @@ def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCos
     exposed = 0.0
     if sharded:
         (first,) = ranks
-        exchanged = float(first.reduce_s) + (2 * float(first.gather_s) if sharded == 3 else 0.0)
+        exchanged = _each_time_s(first, sharded)
         behind_s = first.total_s if sharded == 3 else first.backward_total_s
         hidden = runtime.fsdp_overlap_fraction * float(behind_s)
         exposed = float(shape.num_microbatches) * max(runtime.contention_fraction * exchanged, exchanged - hidden)
@@ -58,6 +58,18 @@ def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCos
             before_s += lead * passing_s
         exposed += shown
     return OutsidePipeline(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
+
+
+def _each_time_s(rank: PartCost, sharded: int) -> float:
+    """Seconds of a rank's exchanges in every micro-batch, hidden or not."""
+    return float(rank.reduce_s) + (2 * float(rank.gather_s) if sharded == 3 else 0.0)
+
+
+def exchanged_dp_s(shape: Shape, rank: PartCost) -> float:
+    """Seconds of all data-parallel exchanges of a rank in a step, hidden or not."""
+    sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
+    once_s = (sharded < 2) * float(rank.reduce_s) + (sharded < 3) * float(rank.gather_s)
+    return once_s + (float(shape.num_microbatches) * _each_time_s(rank, sharded) if sharded else 0.0)
 
 
 def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:

@@ -17,23 +17,33 @@ def placements(shape: Shape, cluster: ClusterSpec) -> tuple[Placement, ...]:
     )
 
 
+def groups_of(shape: Shape) -> list[tuple[str, int, Places]]:
+    """Name, ranks and places of each group; that of data parallelism has the ranks of context parallelism too."""
+    data_parallel, _ = data_parallel_places(shape)
+    return [
+        ("tp", int(shape.tp), 1),
+        ("cp", int(shape.cp), shape.tp),
+        ("ep", int(shape.ep), shape.etp),
+        ("dp", int(shape.dp * shape.cp), data_parallel),
+        ("pp", int(shape.pp), int(shape.stage_stride)),
+    ]
+
+
 def _groups(shape: Shape, cluster: ClusterSpec) -> Iterator[tuple[str, float, int, int]]:
     """Name, ranks, width and tier of each group; the width is the number of ranks from its first to its last."""
-    stage = int(shape.stage_stride)
-    data_parallel, _ = data_parallel_places(shape)
     whole = int(shape.num_ranks)
-    groups: list[tuple[str, int, Places, int]] = [
-        ("tp", int(shape.tp), 1, int(shape.tp)),
-        ("cp", int(shape.cp), shape.tp, int(shape.tp * shape.cp)),
-        ("ep", int(shape.ep), shape.etp, int(shape.ep * shape.etp)),
-        ("dp", int(shape.dp * shape.cp), data_parallel, whole if shape.dp_outermost else int(whole / shape.pp)),
-        ("pp", int(shape.pp), stage, int(shape.pp) * stage),
-    ]
+    widths = {
+        "tp": int(shape.tp),
+        "cp": int(shape.tp * shape.cp),
+        "ep": int(shape.ep * shape.etp),
+        "dp": whole if shape.dp_outermost else int(whole / shape.pp),
+        "pp": int(shape.pp) * int(shape.stage_stride),
+    }
     named = {"dp": int(shape.dp)}
-    for group, size, places, width in groups:
+    for group, size, places in groups_of(shape):
         if named.get(group, size) > 1:
             members = [int(count) for count in members_by_tier(size, places, cluster.tiers)]
-            yield group, named.get(group, size), width, members.index(size)
+            yield group, named.get(group, size), widths[group], members.index(size)
 
 
 def _placed(group: str, size: int, width: int, level: int, cluster: ClusterSpec) -> Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from planner.observe.facts import facts_of
+from planner.observe.measured import RankSpread
 from planner.observe.observation import (
     JobFacts,
     Link,
+    MemorySeries,
     Observation,
     Outlier,
     RankMemory,
@@ -39,6 +42,14 @@ TERMS = (
     (("optimizer", "step"), "optimizer_s"),
 )
 """Timers that follow each other in a step, and the term that each is; of several names the first found counts."""
+_INSIDE = {
+    "all-grads-sync": ("gradients_s", "forward_backward_s"),
+    "params-all-gather": ("parameters_s", "optimizer_s"),
+}
+"""Timers that Megatron core runs inside of another: its schedules finalise the gradients before `forward-backward` ends
+(schedules.py, since core 0.7), and the distributed optimizer gathers parameters in its step (distrib_optimizer.py)."""
+_BESIDE = {"grads-all-reduce", "grads-reduce-scatter", "backward-params-all-reduce"}
+"""Timers of older versions, which ran all of these one after the other."""
 INTERVALS = {
     "manual_gc_interval": "garbage collection",
     "save_interval": "checkpoints",
@@ -46,6 +57,17 @@ INTERVALS = {
     "tensorboard_log_interval": "logging",
 }
 """Arguments of Megatron-LM that say how often something happens."""
+COUNTS = ("num_alloc_retries", "num_ooms", "num_skipped_steps", "num_nan_steps")
+DATA_TIMERS = ("batch-generator", "batch_input", "data_loading", "straggler-get-batch")
+"""Timers of waiting for a batch: Megatron-LM's, DeepSpeed's pipeline engine's, a column of torchtitan's metrics, and
+that of `--log-straggler`; the first found counts."""
+SERIES: dict[str, tuple[str, bool]] = {
+    "allocated_bytes": ("allocated", False),
+    "max_allocated_bytes": ("allocated", True),
+    "max_reserved_bytes": ("reserved", True),
+    "device_bytes": ("device", False),
+}
+"""The kind of each series of memory, and whether it is of peaks."""
 _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
 
 
@@ -58,7 +80,13 @@ def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Obse
         "facts": facts,
         "timers": tuple(_timers(record)),
         "memory": tuple(_memory(record)),
+        "memory_series": tuple(_memory_series(record)),
         "links": tuple(_links(record)),
+        "rank_spreads": tuple(_spreads(record)),
+        "data_s": _data_s(record),
+        "watts_per_gpu": _printed(record, "watts_per_gpu"),
+        "clock_mhz": _printed(record, "clock_mhz"),
+        **{name: record.counts[name] for name in COUNTS if name in record.counts},
         "printed_tflops_per_gpu": _printed(record, "tflops"),
         "printed_mfu": None if (mfu := _printed(record, "mfu_percent")) is None else mfu / 100,
         **_peak(record),
@@ -156,6 +184,13 @@ def _breakdown(record: Record, step_s: float) -> dict[str, float]:
     if "forward_backward_s" in found:
         for part in _PARTS_OF_FORWARD_BACKWARD:
             found.pop(part, None)
+    for inner, (term, outer) in _INSIDE.items():
+        if (
+            inner in record.timers
+            and not _BESIDE & record.timers.keys()
+            and found.get(outer, 0.0) > found.get(term, 0.0)
+        ):
+            found[outer] -= found.get(term, 0.0)
     left = step_s - sum(found.values())
     # timers inside each other, or of micro-batches, are no parts of a step
     return {**found, "unattributed_s": left} if left >= 0 else {"unattributed_s": step_s}
@@ -177,9 +212,8 @@ def _timers(record: Record) -> Iterator[Timer]:
     for name, (lows, highs) in record.timers.items():
         if len(lows):
             low, high = (float(np.median(np.frombuffer(values, dtype=float))) for values in (lows, highs))
-            yield Timer(
-                name=name, min_s=low, max_s=high, num_values=len(lows), per_rank_s=record.rank_timers.get(name, {})
-            )
+            ranks, mean_s = record.rank_timers.get(name, {}), math.fsum(highs) / len(highs)
+            yield Timer(name=name, min_s=low, max_s=high, num_values=len(lows), per_rank_s=ranks, mean_s=mean_s)
     for name, ranks in record.rank_timers.items():
         if name not in record.timers:
             values = list(ranks.values())
@@ -189,6 +223,46 @@ def _timers(record: Record) -> Iterator[Timer]:
 def _memory(record: Record) -> Iterator[RankMemory]:
     for rank, kinds in sorted(record.memory.items(), key=lambda pair: -1 if pair[0] is None else pair[0]):
         yield RankMemory(rank=rank, **kinds)
+
+
+def _data_s(record: Record) -> float | None:
+    """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
+    values = next((record.timers[name][1] for name in DATA_TIMERS if record.timers.get(name, ((), ()))[1]), None)
+    return math.fsum(values) / len(values) if values else None
+
+
+def _spreads(record: Record) -> Iterator[RankSpread]:
+    for name, spread in record.spreads.items():
+        if spread.lows:
+            (low_rank, low_times), (high_rank, high_times) = (
+                Counter(ranks).most_common(1)[0] for ranks in (spread.low_ranks, spread.high_ranks)
+            )
+            yield RankSpread(
+                name=name,  # type: ignore[arg-type]
+                low=median(spread.lows),
+                low_rank=low_rank,
+                low_share=low_times / len(spread.lows),
+                high=median(spread.highs),
+                high_rank=high_rank,
+                high_share=high_times / len(spread.highs),
+                num_values=len(spread.lows),
+                per_rank=spread.ranks,
+            )
+
+
+def _memory_series(record: Record) -> Iterator[MemorySeries]:
+    for name, (kind, is_peak) in SERIES.items():
+        of_kind = {rank: series for (rank, known), series in record.memory_series.items() if known == name}
+        if of_kind:
+            rank = max(of_kind, key=lambda rank: (of_kind[rank].values[-1], -(rank or 0)))
+            steps, values = of_kind[rank].steps, of_kind[rank].values
+            yield MemorySeries(
+                kind=kind,  # type: ignore[arg-type]
+                is_peak=is_peak,
+                rank=rank,
+                steps=tuple(steps),
+                num_bytes=tuple(map(round, values)),
+            )
 
 
 def _peak(record: Record) -> dict[str, Any]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.case import Case
 from planner.observe.causes.rank import causes_of
-from planner.observe.gap.waterfall import beside_steps, waterfall
-from planner.observe.ideal.what_if import what_ifs
+from planner.observe.causes.says import conclusion
+from planner.observe.gap.beside import beside_steps
+from planner.observe.gap.waterfall import waterfall
+from planner.observe.ideal.passes import passes_of
+from planner.observe.ideal.what_if import idealised
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
+from planner.observe.remedy.recipe_gap import recipe_terms
 from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
 
@@ -47,17 +53,20 @@ def judged_alone(observation: Observation, recorded: Recorded | None = None) -> 
 
 def _told(case: Case) -> Observed:
     """All that is said of a case."""
-    gap, replayed = waterfall(case), what_ifs(case)
+    case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
+    gap, (replayed, changed) = waterfall(case, recipe_terms(case)), idealised(case)
     verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
+    causes = causes_of(case, gap, changed)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
         waterfall=gap,
         beside=beside_steps(case),
-        what_if=replayed,
+        what_if=changed,
+        replayed=replayed,
         verdict=verdict,
-        says=says,
-        causes=causes_of(case, gap, replayed),
+        says=conclusion(verdict, says, case.observation, causes),
+        causes=causes,
         plan=case.plan,
     )
 

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from planner.answer import Interval, Plan
+from planner.observe.measured import RankSpread as RankSpread
+from planner.observe.measured import Wall as Wall
 from planner.specs.base import Spec
 
 Verdict = Literal["expected", "slow", "fast", "memory"]
@@ -42,6 +44,8 @@ class JobFacts(Spec):
     seq_length: int | None = None
     global_batch_size: int | None = None
     num_parameters: int | None = None
+    num_steps_asked: int | None = None
+    """The number of the last step that the run is to make."""
     run: dict[str, Any] = Field(default_factory=dict)
     """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
 
@@ -96,6 +100,8 @@ class Timer(Spec):
     """The least and the most over the ranks; equal where one number is printed."""
     num_values: int
     per_rank_s: dict[int, float] = Field(default_factory=dict)
+    mean_s: float | None = None
+    """The mean of the most over the ranks: far above `max_s` where the timer is long now and then."""
 
 
 class RankMemory(Spec):
@@ -113,6 +119,8 @@ class MemorySeries(Spec):
     """Memory of one rank in the order of the log, of one kind; of very many lines, every n-th."""
 
     kind: Literal["allocated", "reserved", "device"]
+    is_peak: bool = False
+    """True for the highest since the begin or since the line before, false for the bytes in use at the line."""
     rank: int | None = None
     steps: tuple[int, ...]
     """The step before each line."""
@@ -120,13 +128,19 @@ class MemorySeries(Spec):
 
 
 class RankPasses(Spec):
-    """Seconds that one rank computes for one micro-batch, forward and backward: what it alone needs, without waits."""
+    """Seconds that one rank computes for one micro-batch, forward and backward, through all of its chunks."""
 
     rank: int | None
     stage: int | None
     """The pipeline stage; None where neither the layout nor the trace says it."""
     forward_s: float | None
     backward_s: float | None
+    holds_exchanges: bool = False
+    """True where they hold the tp, cp and ep exchanges of the pass, and waits for those groups' other ranks."""
+    exchanges_s: float | None = None
+    """Exposed seconds of such exchanges in a micro-batch, waits among them, where the passes do not hold them."""
+    num_microbatches: int | None = None
+    """Micro-batches of a step, as far as the files show them."""
     source: str
     """The timer or the annotations that say so."""
 
@@ -139,28 +153,6 @@ class Link(Spec):
     seconds: float
     bus_bytes_per_s: float
     num_values: int
-
-
-class Wall(Spec):
-    """The wall time from the first to the last thing that has a time, and what took it."""
-
-    wall_s: float
-    startup_s: float
-    """From the first line with a time to the begin of the first step."""
-    steps_s: float
-    evaluation_s: float
-    checkpoint_s: float
-    down_s: float
-    """From an interruption to the first step made after it."""
-    idle_s: float
-    """Between those, where nothing was recorded."""
-    overlap_s: float
-    """Seconds that records claim twice: the items less this are the wall time."""
-
-    @property
-    def error_fraction(self) -> float:
-        """The share of the wall time that the items miss: 0 where they add up."""
-        return self.overlap_s / self.wall_s if self.wall_s else 0.0
 
 
 class Observation(Spec):
@@ -196,8 +188,21 @@ class Observation(Spec):
     timers: tuple[Timer, ...] = ()
     memory: tuple[RankMemory, ...] = ()
     memory_series: tuple[MemorySeries, ...] = ()
+    """One for each kind: that of the rank with the highest last value."""
+    num_alloc_retries: int | None = None
+    """How often the allocator found no memory, freed its cache and tried again, on the rank that says most."""
+    num_ooms: int | None = None
+    """Errors of allocations that failed in the end."""
+    num_skipped_steps: int | None = None
+    """Steps whose update was left out, mostly because the loss scale was too high."""
+    num_nan_steps: int | None = None
     passes: tuple[RankPasses, ...] = ()
     links: tuple[Link, ...] = ()
+    rank_spreads: tuple[RankSpread, ...] = ()
+    data_s: float | None = None
+    """Seconds of a mean step in which the slowest rank waits for its batch, by the timer of that; inside of others."""
+    watts_per_gpu: float | None = None
+    clock_mhz: float | None = None
     wall: Wall | None = None
     notes: tuple[str, ...] = ()
     """Sentences on what the files leave open or show beside."""
@@ -247,6 +252,18 @@ class WhatIf(Spec):
     """The replayed step as observed, less this one."""
 
 
+class Replayed(Spec):
+    """The step replayed from what its ranks were seen to compute."""
+
+    step_s: float
+    measured_s: float
+    """The step that the same files show: of a profiled run, the profiled one."""
+    even_s: float
+    """The step if every rank, stage and operation were as its peers."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what was taken from elsewhere, and on how much the replay leaves open."""
+
+
 class Remedy(Spec):
     """A change of the job, and the step that it would give."""
 
@@ -284,6 +301,8 @@ class Observed(Spec):
     beside: tuple[Term, ...] = ()
     """Wall time per step less the steady step, the terms adding up to it."""
     what_if: tuple[WhatIf, ...] = ()
+    """Changes of the replayed step, the most winning first."""
+    replayed: Replayed | None = None
     verdict: Verdict | None = None
     """None where nothing was predicted."""
     says: str = ""

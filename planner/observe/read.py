@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any
 
 from planner.errors import SpecError
 from planner.observe.describe import described
-from planner.observe.lines import Tally, cleaned, lines
-from planner.observe.logs import table
-from planner.observe.logs.deepspeed import DEEPSPEED
-from planner.observe.logs.megatron import BRIDGE, MEGATRON
-from planner.observe.logs.nanotron import NANOTRON
-from planner.observe.logs.nemo import DLLOGGER, MLPERF, NEMO
-from planner.observe.logs.torchtitan import TORCHTITAN
+from planner.observe.lines import Tally, lines
 from planner.observe.observation import Observation, Source
+from planner.observe.reader import Reader, trainer_of
 from planner.observe.record import Record
 from planner.specs.reading import label
-
-GRAMMARS = (MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED, NANOTRON, MLPERF, DLLOGGER, NEMO)
-"""Every grammar; adding one is a row here and a module in `logs`."""
-_ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in grammar.rows)
-_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS} - {b":", b"rank"})))
-"""Words that lines worth a look hold; those of the timers of all ranks are everywhere, and asked for among them."""
-_LEAST_MIXED = 10
-"""Steps of two trainers, each at least so many, make a file a mixture."""
-_LEAST_MIXED_FRACTION = 0.2
-_KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron"})
-"""Grammars that one program prints side by side."""
-_TIMER_LINES = re.compile(rb"^ {2,4}[A-Za-z][\w/-]*:\s*$")
 
 
 def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) -> Observation:
@@ -50,23 +30,15 @@ def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) ->
     best = max(range(len(read)), key=lambda index: len(read[index][0].numbers))
     grammar = read[best][0].grammar
     record = _joined([record for record, _ in read], best)
-    trainer = next((known.trainer for known in GRAMMARS if known.name == grammar), None)
-    return described(record, trainer or "", tuple(source for _, source in read))
+    return described(record, trainer_of(grammar), tuple(source for _, source in read))
 
 
 def _read(path: str, advance: Callable[[], None]) -> tuple[Record, Source]:
     """The record of one file, and what it is."""
     tally, where = Tally(), label(path)
-    stream = lines(path, tally, advance)
-    head: list[bytes] = []
-    for line in stream:
-        head.append(line)
-        if line.strip():
-            break
-    if table.recognises(b"\n".join(head)):
-        record = table.read_table(chain(head, stream), where)
-    else:
-        record = _chosen(_records(chain(head, stream)), where)
+    reader = Reader(where)
+    reader.feed(lines(path, tally, advance))
+    record = reader.record()
     if not record.numbers and not record.memory and not record.timers:
         raise SpecError(f"{where}: has no lines of steps that are known", _HINT)
     if tally.num_cut:
@@ -85,58 +57,6 @@ _HINT = (
     "name the output of Megatron-LM, Megatron-Bridge, NeMo, MLPerf, torchtitan, DeepSpeed, nanotron or Primus, "
     "or a CSV with a column step_time_s"
 )
-
-
-def _records(stream: Any) -> list[Record]:
-    """One record for each grammar, every line given to the rows whose words it holds."""
-    records = [Record(grammar.name) for grammar in GRAMMARS]
-    search = _NEEDLES.search
-    for line in stream:
-        if search(line) is None and not _in_timers(records[0], line):
-            continue
-        text, rank = cleaned(line)
-        for index, row in _ROWS:
-            if row.needle not in text:
-                continue
-            match = row.pattern.search(text)
-            if match is None:
-                continue
-            record = records[index]
-            if rank is None:
-                record.state.pop("rank", None)
-            else:
-                record.state["rank"] = str(rank)
-            record.words[row.says] += 1
-            row.take(record, match)
-    for grammar, record in zip(GRAMMARS, records, strict=True):
-        grammar.finish(record)
-    return records
-
-
-def _in_timers(record: Record, line: bytes) -> bool:
-    """True for the lines of Megatron-LM's timers of all ranks, whose only words are the timers' own."""
-    return record.state.get("timers") == "all" and (b"rank" in line or _TIMER_LINES.match(line) is not None)
-
-
-def _chosen(records: list[Record], where: str) -> Record:
-    """The record of the grammar that read most; SpecError where two trainers wrote into one file."""
-    order = {grammar.name: grammar.rank for grammar in GRAMMARS}
-    ranked = sorted(records, key=lambda r: (-len(r.numbers), order[r.grammar], -len(r.words)))
-    first, *others = ranked
-    for other in others:
-        steps = len(other.numbers)
-        mixed = steps >= _LEAST_MIXED and steps >= _LEAST_MIXED_FRACTION * len(first.numbers)
-        if mixed and not any({first.grammar, other.grammar} <= kin for kin in _KIN):
-            raise SpecError(
-                f"{where}: holds steps of {first.grammar} ({len(first.numbers):,}) and of {other.grammar} ({steps:,})",
-                "give each run's log by itself",
-            )
-        if first.grammar == "megatron" and other.grammar == "deepspeed" and other.numbers:
-            first.facts.setdefault("trainer", "megatron-deepspeed")
-            first.links |= other.links
-        if not first.numbers and other.memory and not first.memory:
-            first = other
-    return first
 
 
 def _joined(records: list[Record], best: int) -> Record:
@@ -169,7 +89,16 @@ def _add_beside(base: Record, record: Record) -> None:
     """Take what another rank's file has beside the steps: memory, timers of ranks, links, arguments."""
     for rank, kinds in record.memory.items():
         key = rank if rank is not None or None not in base.memory else record.rank
-        base.bytes_of(key, **kinds)
+        base.highest(key, **kinds)
+    for (rank, kind), series in record.memory_series.items():
+        key = rank if rank is not None or not base.numbers or record.rank is None else record.rank
+        if (key, kind) in base.memory_series:
+            base.memory_series[key, kind].extend(series)
+        else:
+            base.memory_series[key, kind] = series
+    base.counts.update(record.counts)
+    for name, spread in record.spreads.items():
+        base.spreads.setdefault(name, spread)
     for name, ranks in record.rank_timers.items():
         for rank, seconds in ranks.items():
             base.rank_timer(name, rank, seconds)

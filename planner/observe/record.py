@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from planner.observe.observation import JobFacts
+from planner.observe.thinned import Thinned
 
 MAX_STEPS = 2_000_000
 """The most rows of steps that are kept: 64 MB. A year of steps of 16 s; later ones are counted and said to be left."""
@@ -15,6 +16,8 @@ MAX_TIMER_VALUES = 20_000
 MAX_NAMES = 2_000
 """The most timers, ranks or arguments: a file with more is no log of one job."""
 MOST_RANKS = 200_000
+MOST_SERIES = 256
+"""The most series of memory, one for each rank and kind: 16 MB."""
 _NEAR_STEPS = 3
 """A number that falls back by no more was printed late by another rank; a restart goes further back, or waits."""
 _LONG_GAP = 8.0
@@ -30,6 +33,19 @@ class Back:
     from_step: int
     lost_rows: tuple[int, int]
     """The rows that were made again: [first, last exclusive)."""
+
+
+@dataclass(slots=True)
+class Spread:
+    """The least and the most of a number over the ranks, line after line."""
+
+    lows: array[float] = field(default_factory=lambda: array("d"))
+    highs: array[float] = field(default_factory=lambda: array("d"))
+    low_ranks: array[int] = field(default_factory=lambda: array("q"))
+    """The rank that had the least."""
+    high_ranks: array[int] = field(default_factory=lambda: array("q"))
+    ranks: dict[int, float] = field(default_factory=dict)
+    """The last value of single ranks, where a line lists them."""
 
 
 @dataclass(slots=True)
@@ -55,6 +71,12 @@ class Record:
     timers: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
     rank_timers: dict[str, dict[int, float]] = field(default_factory=dict)
     memory: dict[int | None, dict[str, int]] = field(default_factory=dict)
+    memory_series: dict[tuple[int | None, str], Thinned] = field(default_factory=dict)
+    """The same over steps, by rank and kind."""
+    spreads: dict[str, Spread] = field(default_factory=dict)
+    """Numbers of single ranks that a line names: clocks, power, seconds."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often something happened: out of memory, retries of the allocator, steps skipped."""
     links: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
     printed: dict[str, array[float]] = field(default_factory=dict)
     """Numbers that the trainer works out itself, such as tflops, mfu and tokens_per_s."""
@@ -168,14 +190,33 @@ class Record:
         if len(of_ranks) < MOST_RANKS and 0 <= seconds < 1e9:
             of_ranks[rank] = seconds
 
-    def bytes_of(self, rank: int | None, **kinds: float | None) -> None:
-        """Take memory of a rank; the highest of each kind is kept."""
+    def bytes_of(self, rank: int | None, step: int | None = None, /, **kinds: float | None) -> None:
+        """Take memory of a rank after a step, the last one where none is said; the highest of each kind is kept."""
+        known = self.highest(rank, **kinds)
+        at = step if step is not None else self.numbers[-1] if self.numbers else 0
+        for kind, value in known.items():
+            key = (rank, kind)
+            if key in self.memory_series or len(self.memory_series) < MOST_SERIES:
+                self.memory_series.setdefault(key, Thinned()).add(at, value)
+
+    def highest(self, rank: int | None, **kinds: float | None) -> dict[str, int]:
+        """Keep the highest of each kind of memory, and return what is a number of bytes."""
         known = {kind: round(value) for kind, value in kinds.items() if value is not None and 0 < value < 2**50}
         if not known or (rank not in self.memory and len(self.memory) >= MOST_RANKS):
-            return
+            return {}
         of_rank = self.memory.setdefault(rank, {})
         for kind, value in known.items():
             of_rank[kind] = max(of_rank.get(kind, 0), value)
+        return known
+
+    def spread(self, name: str, low: tuple[float, int], high: tuple[float, int]) -> None:
+        """Take the least and the most of a number over the ranks, each with its rank."""
+        spread = self.spreads.setdefault(name, Spread())
+        if math.isfinite(low[0]) and math.isfinite(high[0]) and len(spread.lows) < MAX_TIMER_VALUES:
+            spread.lows.append(low[0])
+            spread.highs.append(high[0])
+            spread.low_ranks.append(low[1])
+            spread.high_ranks.append(high[1])
 
     def prints(self, name: str, value: float | None) -> None:
         """Take a number that the trainer works out itself."""

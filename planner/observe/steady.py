@@ -106,15 +106,19 @@ def _limit(middle: float, noise: float, precision_fraction: float) -> float:
 
 
 def _drift(numbers: Ints, seconds: Floats, middle: float) -> float | None:
-    """Theil and Sen's slope, the median of those of all pairs, over the whole run; None of too few rows."""
+    """The slope over the whole run as a share of the step; None of too few rows."""
     if len(numbers) < _LEAST_FOR_DRIFT or numbers[-1] <= numbers[0]:
         return None
-    rows = np.unique(np.linspace(0, len(numbers) - 1, _MOST_FOR_DRIFT).astype(int))
-    x, y = numbers[rows].astype(float), seconds[rows]
+    return slope_of(numbers.astype(float), seconds) * float(numbers.max() - numbers.min()) / middle
+
+
+def slope_of(x: Floats, y: Floats) -> float:
+    """Theil and Sen's slope, the median of those of all pairs of points with growing x; of many, a part is taken."""
+    rows = np.unique(np.linspace(0, len(x) - 1, _MOST_FOR_DRIFT).astype(int))
     first, second = np.triu_indices(len(rows), 1)
-    apart = x[second] - x[first]
-    slopes = (y[second] - y[first])[apart > 0] / apart[apart > 0]
-    return float(np.median(slopes) * (x.max() - x.min()) / middle) if len(slopes) else None
+    apart, risen = x[rows][second] - x[rows][first], y[rows][second] - y[rows][first]
+    slopes = risen[apart > 0] / apart[apart > 0]
+    return float(np.median(slopes)) if len(slopes) else 0.0
 
 
 def _named(numbers: Ints, extra: Floats, slow: NDArray[np.bool_], marks: Mapping[int, set[str]]) -> Iterator[Outlier]:

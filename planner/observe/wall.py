@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from planner.observe.observation import Wall
+from planner.observe.measured import Wall
 from planner.observe.record import Record
 
 _KINDS = ("evaluation", "checkpoint")

@@ -27,6 +27,17 @@ TERMS = {
     "other_compute_s": "waits for the host, casts, accumulation",
     "passes_s": "passes, with their exchanges",
     "waits_s": "waits and bubble of the pipeline",
+    "pipeline_s": "passes, exchanges and bubble",
+    "pp_comm_and_waits_s": "waits and bubble of the pipeline",
+    "other_comm_s": "exchanges of other groups",
+    "forward_s": "forward passes",
+    "backward_s": "backward passes",
+    "forward_backward_s": "passes, exchanges and bubble",
+    "gradients_s": "gradients",
+    "parameters_s": "parameters",
+    "unattributed_s": "not attributed",
+    "others_s": "everything else",
+    "replayed_s": "the replayed step",
     "step_s": "the whole step",
 }
 """The terms of a step in words."""

@@ -11,7 +11,7 @@ from rich.text import Text
 from planner.answer import Layout, PricedLayout
 from planner.report.causes import Difference, matters, memory_differences, step_differences
 from planner.report.format import fits_with, gibibytes, percent, seconds, signed_seconds
-from planner.report.labels import CORRECTIONS, MEMORY, manner, sizes
+from planner.report.labels import MEMORY, corrections_title, manner, sizes
 from planner.report.pieces import bullets, columns, section
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
 from planner.specs.corrections import Correction
@@ -38,7 +38,7 @@ def _sections(answer: Explanation) -> Iterator[RenderableType]:
     yield ""
     yield Text(answer.says)
     if answer.corrections:
-        yield section(CORRECTIONS, _corrections(answer.corrections))
+        yield section(corrections_title(answer.corrections), _corrections(answer.corrections))
     if not answer.asked:
         yield from _why_this(answer)
         return

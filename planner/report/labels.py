@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.answer import Layout, PricedLayout
 from planner.report.format import percent
+from planner.specs.corrections import By, Correction
 from planner.trainers.switches import written
 
 BREAKDOWN = {
@@ -36,8 +39,14 @@ EVIDENCE = {
     "calibrated": "calibrated on measurements of this GPU, or of others of its silicon",
     "probed": "probed: corrected or confirmed by a real run on this kind of GPU",
 }
-CORRECTIONS = "What a probe corrected"
-"""The title of the numbers of the hardware that a probe measured."""
+CORRECTIONS: dict[By, str] = {
+    "probe": "What a probe corrected",
+    "run": "What a run corrected",
+    "history": "What your runs corrected",
+}
+"""The titles of the numbers of the hardware that were measured."""
+CORRECTED: dict[By, str] = {"probe": "probed", "run": "by a run"}
+"""The words before the names of numbers in one line; runs that are kept are named with their folder instead."""
 NINE_OF_TEN_LOSE = 0.02
 """In nine of ten published jobs the layout ranked first took at most this much longer than the fastest, as a fraction
 (`plan validate --regret`)."""
@@ -46,6 +55,22 @@ RANKED_FIRST = (
 )
 LEAST_SHARE = 0.0005
 """A smaller share of a step is not shown: it would read 0.0%."""
+
+
+def corrections_title(corrections: Sequence[Correction]) -> str:
+    """The title of the numbers that were measured."""
+    return CORRECTIONS[corrections[-1].by if corrections else "probe"]
+
+
+def corrected(corrections: Sequence[Correction]) -> tuple[str, ...]:
+    """The measured numbers in brief, the first after the words for the measurement; empty without any."""
+    briefs = [correction.brief for correction in corrections]
+    if not corrections:
+        return ()
+    last = corrections[-1]
+    if last.by == "history":
+        return f"corrected by {last.source}", *briefs
+    return f"{CORRECTED[last.by]}: {briefs[0]}", *briefs[1:]
 
 
 def sizes(layout: Layout) -> str:

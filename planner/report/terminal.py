@@ -86,7 +86,7 @@ def _panel(view: View) -> Panel:
     if view.fit:
         lines.append(Text(view.fit))
     if view.corrected:
-        lines += map(Text, _packed((f"probed: {view.corrected[0]}", *view.corrected[1:])))
+        lines += map(Text, _packed(view.corrected))
     lines += ["", _figures(view.figures)]
     if view.sustained is not None:
         lines.append(Text(f"{view.sustained.name} {view.sustained.text}"))

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from planner.answer import Plan, PricedLayout
 from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
-from planner.report.labels import BREAKDOWN, CORRECTIONS, EVIDENCE, LEAST_SHARE, RANKED_FIRST, manner, says_unsaid
+from planner.report.labels import (
+    BREAKDOWN,
+    EVIDENCE,
+    LEAST_SHARE,
+    RANKED_FIRST,
+    corrected,
+    corrections_title,
+    manner,
+    says_unsaid,
+)
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
@@ -38,7 +47,7 @@ class View:
     fit: str
     """The probability that it fits, in words; empty where it is not known, and where it does not."""
     corrected: tuple[str, ...]
-    """The numbers of the hardware that a probe measured, before and after; empty without a calibration."""
+    """The numbers of the hardware that were measured, before and after; empty without a calibration."""
     figures: tuple[Figure, ...]
     sustained: Figure | None
     """The step over months, where something is known of it."""
@@ -65,8 +74,9 @@ class View:
     """The best few layouts under changed assumptions; None where these move nothing."""
     rejections: tuple[Rejection, ...]
     """The most frequent reason first."""
+    corrections_heading: str
     corrections: tuple[tuple[str, str], ...]
-    """A subject and a sentence each, on what a probe corrected, confirmed, or asked for in vain. Likewise below."""
+    """A subject and a sentence each, on what was corrected, confirmed, or asked for in vain. Likewise below."""
     proof: tuple[tuple[str, str], ...]
     """Evidence, and what the search proved."""
     sources: tuple[tuple[str, str], ...]
@@ -105,7 +115,7 @@ class View:
             "months": "The whole run" if self.tokens else "Over months",
             "robust": "If an assumption turns out otherwise: the step",
             "rejections": "Rejected shapes, by reason",
-            "corrections": CORRECTIONS,
+            "corrections": self.corrections_heading,
             "risk": "Risk",
             "how_sure": "How sure",
             "assumptions": "Assumptions that move the step of this layout",
@@ -127,7 +137,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         batch_offer=_batch_offer(plan),
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
         fit=_fit(best) if best.fits else "",
-        corrected=tuple(correction.brief for correction in hardware.corrections),
+        corrected=corrected(hardware.corrections),
         figures=_figures(plan),
         sustained=sustained_figure(best),
         peak=_peak(best),
@@ -148,6 +158,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
             Rejection(count, reason.replace("_", " "), plan.rejection_examples.get(reason, ""))
             for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
         ),
+        corrections_heading=corrections_title(hardware.corrections),
         corrections=tuple((correction.name, correction.says) for correction in hardware.corrections),
         proof=tuple(_proof(plan)),
         sources=tuple(says_sources(plan)),

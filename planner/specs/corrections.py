@@ -1,4 +1,4 @@
-"""Corrections: the numbers of a profile that a probe measured, before and after, and why some of them stay."""
+"""Corrections: the numbers of a profile that were measured, before and after, and why some of them stay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ Unit = Literal["factor", "fraction", "gib", "s"]
 Verdict = Literal["corrected", "confirmed", "refused"]
 """`confirmed`: the profile's own number is as near to the measured one as that repeats. `refused`: the measured number
 is not to be believed."""
+By = Literal["probe", "run", "history"]
+"""The measurement: a probe, a run that was observed, or the runs that a user keeps (`plan validate --add`)."""
 
 
 class Correction(Spec):
-    """One number that a probe measured."""
+    """One number that a probe or a run measured."""
 
     name: str
     """The thing measured: a kind of kernel, a link's tier, a part of memory, the host."""
@@ -23,7 +25,7 @@ class Correction(Spec):
     before: NonNegativeFloat
     """The number of the profile."""
     measured: NonNegativeFloat
-    """The number that the probe asks for."""
+    """The number that the measurement asks for."""
     after: NonNegativeFloat
     """The number that plans are made with: the measured one where the profile was corrected, else the profile's own."""
     source: str
@@ -31,6 +33,7 @@ class Correction(Spec):
     verdict: Verdict = "corrected"
     reason: str = ""
     """The reason why the profile's number stays; empty where it was corrected."""
+    by: By = "probe"
 
     @property
     def brief(self) -> str:

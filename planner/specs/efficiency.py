@@ -85,7 +85,7 @@ class Efficiency(Spec):
     """Achieved shares of the data sheet, the floor of small kernels, and the correction that whole steps ask for."""
 
     evidence: Literal["probed", "measured", "family", "spec_sheet"] = "spec_sheet"
-    """Corrected or confirmed by a probe of a plan, measured on this GPU, on another of its silicon generation, or on
+    """Corrected or confirmed by a probe or by a run, measured on this GPU, on another of its silicon generation, or on
     neither."""
     source: str = ""
     """Source of the block's numbers."""

@@ -135,7 +135,7 @@ class HardwareSpec(Spec):
     efficiency: Efficiency = Efficiency()
     """Given none, what a GPU commonly reaches of its data sheet."""
     corrections: tuple[Correction, ...] = ()
-    """The numbers above that a probe measured, and what became of each."""
+    """The numbers above that a probe or a run measured, and what became of each."""
     usd_per_gpu_hour: PositiveFloat | None = None
     """Price of one GPU for an hour."""
     watts_per_gpu: PositiveFloat | None = None

@@ -9,13 +9,15 @@ from pydantic import Field
 
 from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, Spec
 from planner.specs.cluster import ClusterSpec
-from planner.specs.corrections import Correction, Unit, Verdict
+from planner.specs.corrections import By, Correction, Unit, Verdict
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.trainers.spec import RuntimeSpec
 
 UNPROBED_MEMORY_WIDTH = 0.04
 """Half-width that a rank's memory keeps where a probe gave kernels their speed and no memory to go by: that of a GPU
 whose kernels were measured (`layout.risk`)."""
+MEASURED_BY: dict[By, str] = {"probe": "Probed", "run": "By an observed run", "history": "By runs that were kept"}
+"""The words that name a measurement in the source of what it corrected."""
 
 
 class Measured(Spec):
@@ -55,6 +57,9 @@ class Calibration(Spec):
 
     source: str
     """Device, software and run."""
+    by: By = "probe"
+    kernels_factor: Factor | None = None
+    """Factor on seconds of all kernels alike, where only whole steps were measured."""
     gemm_factor: Factor | None = None
     """Factor on seconds of products."""
     attention_factor: dict[str, Factor] = Field(default_factory=dict)
@@ -71,17 +76,19 @@ class Calibration(Spec):
     """Host time per micro-batch and stage that no kernel hides."""
     step_width: PositiveFloat | None = None
     """Half-width of a dense model's step, in natural logarithms, by what the kernels' factors leave unexplained."""
+    warnings: tuple[str, ...] = ()
+    """Sentences on what was left out of the measurements, and on how poorly they fit."""
     memory_width: NonNegativeFloat | None = None
-    """Half-width of a rank's memory that its numbers above leave; null where the probe gives none."""
+    """Half-width of a rank's memory that its numbers above leave; null where nothing gives one."""
 
     @property
     def explains_kernels(self) -> bool:
-        """True if plans rest on the probe's seconds of kernels, corrected by them or confirmed."""
-        factors = (self.gemm_factor, self.stream_factor, *self.attention_factor.values())
+        """True if plans rest on measured seconds of kernels, corrected by them or confirmed."""
+        factors = (self.kernels_factor, self.gemm_factor, self.stream_factor, *self.attention_factor.values())
         return any(factor is not None and factor.verdict != "refused" for factor in factors)
 
     def of_cluster(self, cluster: ClusterSpec) -> ClusterSpec:
-        """`cluster` with measured numbers in place of its own; its evidence is then `probed`, unless what the probe
+        """`cluster` with measured numbers in place of its own; its evidence is then `probed`, unless what was
         measured of kernels was refused."""
         return cluster.changed(
             hardware=self._of_hardware(cluster.hardware, cluster.tiers),
@@ -96,11 +103,15 @@ class Calibration(Spec):
         before = hardware.efficiency
         changes: dict[str, Any] = {} if self.step_width is None else {"step_width": self.step_width}
         if self.explains_kernels:
-            changes |= {"evidence": "probed", "source": f"{before.source} Probed: {self.source}".strip()}
-        for name in ("gemm_factor", "stream_factor"):
-            factor: Factor | None = getattr(self, name)
-            if factor is not None and factor.is_applied:
-                changes[name] = getattr(before, name) * factor.value
+            changes |= {
+                "evidence": "probed",
+                "source": f"{before.source} {MEASURED_BY[self.by]}: {self.source}".strip(),
+            }
+        for name in ("gemm_factor", "attention_factor", "stream_factor"):
+            own = None if name == "attention_factor" else getattr(self, name)
+            for factor in (self.kernels_factor, own):
+                if factor is not None and factor.is_applied:
+                    changes[name] = changes.get(name, getattr(before, name)) * factor.value
         for kernel, factor in self.attention_factor.items():
             if factor.is_applied:
                 timed = getattr(before, kernel)
@@ -143,6 +154,7 @@ class Calibration(Spec):
         """Every number measured, with the profile's own beside it. `tiers` are the links of the cluster at hand."""
         own = hardware.efficiency
         rows: list[tuple[str, Unit, float, Factor | Share | Quantity | None]] = [
+            ("all kernels", "factor", 1.0, self.kernels_factor),
             ("products", "factor", own.gemm_factor, self.gemm_factor),
             *(
                 (f"attention ({kernel})", "factor", getattr(own, kernel).seconds_factor, factor)
@@ -163,10 +175,10 @@ class Calibration(Spec):
             ),
             ("host per micro-batch", "s", 0.0, self.microbatch_overhead_s),  # no trainer states one
         ]
-        return tuple(_correction(*row[:3], row[3]) for row in rows if row[3] is not None)
+        return tuple(_correction(*row[:3], row[3], self.by) for row in rows if row[3] is not None)
 
 
-def _correction(name: str, unit: Unit, before: float, number: Factor | Share | Quantity) -> Correction:
+def _correction(name: str, unit: Unit, before: float, number: Factor | Share | Quantity, by: By) -> Correction:
     measured = before * number.value if isinstance(number, Factor) else number.value
     return Correction(
         name=name,
@@ -177,4 +189,5 @@ def _correction(name: str, unit: Unit, before: float, number: Factor | Share | Q
         source=number.source,
         verdict=number.verdict,
         reason=number.reason,
+        by=by,
     )

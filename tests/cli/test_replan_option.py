@@ -95,8 +95,8 @@ def test_refusals_name_the_option_and_a_way_out(
 @pytest.mark.parametrize("name", OF_THE_JOB)
 def test_what_the_running_job_answers_is_refused(name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     option = "--" + name.replace("_", "-")
-    value = "8" if name in ("gpus_per_node", "seq_length") else "x"
-    assert main(answer(saved, option, value)) == 2
+    value = {"gpus_per_node": ["8"], "seq_length": ["8"], "no_history": []}.get(name, ["x"])
+    assert main(answer(saved, option, *value)) == 2
     assert f"{option}: the running job's comes from" in capsys.readouterr().err
 
 

@@ -67,7 +67,7 @@ class _Beat:
 
 def exchanges_of_passes(candidate: Candidate, together: Together = "") -> Passes:
     """The exchanges of each virtual stage's passes; `together` makes one of all those of a group in a part or pass."""
-    beats_of, factors = _Beats(candidate), candidate.rank_factors
+    beats_of, factors = Beats(candidate), candidate.rank_factors
     passes = {}
     for stage, rank in enumerate(candidate.placement):
         parts = list(beats_of.parts(stage))
@@ -106,7 +106,7 @@ def _timed(beats: Iterable[_Beat], factor: float) -> Iterator[PassExchange]:
             time_s += exposed_s
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A part of a virtual stage: a layer, or what stands before or behind all of them."""
 
     name: str
@@ -115,20 +115,20 @@ class _Part(NamedTuple):
     cost: PartCost
 
 
-class _Beats:
+class Beats:
     """The beats of all parts of a candidate's stages; layers of one kind and mode have the same."""
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate, self._pricing, self._shape = candidate, candidate.pricing, candidate.shape
         self._known: dict[tuple[object, ...], list[_Beat]] = {}
 
-    def parts(self, stage: int) -> Iterator[_Part]:
+    def parts(self, stage: int) -> Iterator[Part]:
         """The parts of a virtual stage, front to back."""
         candidate, model = self._candidate, self._pricing.model
         table, split = candidate.table, candidate.split
         held = dict(held_parts(table, split, stage, candidate.placement[0] == candidate.placement[-1]))
         if "embedding" in held:
-            yield _Part("embedding", None, "none", held["embedding"])
+            yield Part("embedding", None, "none", held["embedding"])
         seen = [0] * len(model.kinds)
         for number in range(*split.chunks[stage]):
             layer = model.layers[number]
@@ -136,13 +136,13 @@ class _Beats:
             is_full = bool(split.recomputed) and seen[kind] < split.recomputed[stage][kind]
             seen[kind] += 1
             mode = FULL if is_full else split.base
-            yield _Part(f"layer {number}", layer, mode, table.layers[layer, mode])
+            yield Part(f"layer {number}", layer, mode, table.layers[layer, mode])
         for name in ("mtp", "head"):
             if name in held:
                 mode = split.mtp_mode if name == "mtp" and self._pricing.runtime.recomputes_mtp else "none"
-                yield _Part(name, None, mode, held[name])
+                yield Part(name, None, mode, held[name])
 
-    def of(self, part: _Part, kind: str) -> list[_Beat]:
+    def of(self, part: Part, kind: str) -> list[_Beat]:
         """The beats of a part in one kind of action."""
         key = (part.layer or part.name, part.mode, kind)
         if key not in self._known:
@@ -152,9 +152,9 @@ class _Beats:
             for beat in self._known[key]
         ]
 
-    def _raw(self, part: _Part, kind: str) -> Iterator[_Beat]:
+    def _raw(self, part: Part, kind: str) -> Iterator[_Beat]:
         """Each operator and exchange of a part in an action, as long as if it were alone."""
-        items, replayed = self._items(part)
+        items, replayed = self.items(part)
         if kind == "F":
             yield from self._pass(items, items, "forward", ("forward_s",))
             return
@@ -165,7 +165,7 @@ class _Beats:
         gradients = ("dgrad_s",) if kind == "I" else ("dgrad_s", "wgrad_s")
         yield from self._pass(items, backward, "backward", gradients)
 
-    def _items(self, part: _Part) -> tuple[Sequence[Item], Sequence[Item]]:
+    def items(self, part: Part) -> tuple[Sequence[Item], Sequence[Item]]:
         """The operators and exchanges of a part, and those whose forward runs again in the backward."""
         pricing, shape = self._pricing, self._shape
         model, runtime = pricing.model, pricing.runtime

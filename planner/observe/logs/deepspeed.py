@@ -12,6 +12,7 @@ from planner.specs.units import GB, GIB, KIB, MIB
 _CURRENT = re.compile(r"CurrSamplesPerSec=([\d.eE+-]{1,30})")
 _RUNNING = re.compile(r"SamplesPerSec=([\d.eE+-]{1,30})")
 _ALLOCATED = re.compile(r"MaxMemAllocated=([\d.]{1,12}) ?GB")
+_NOW = re.compile(r"\bMemAllocated=([\d.]{1,12}) ?GB")
 _UNITS = {"B": 1, "KB": KIB, "MB": MIB, "GB": GIB}
 _BITS_PER_BYTE = 8
 
@@ -19,8 +20,9 @@ _BITS_PER_BYTE = 8
 def _throughput(record: Record, match: re.Match[str]) -> None:
     """`0/40, RunningAvgSamplesPerSec=…, CurrSamplesPerSec=…`: samples of the whole job in a second."""
     step, at_s, text = int(match[1] or match[2]), moment(match.string), match.string
-    if (memory := _ALLOCATED.search(text)) is not None:
-        record.bytes_of(None, max_allocated_bytes=number(memory[1]) * GIB)
+    for pattern, kind in ((_ALLOCATED, "max_allocated_bytes"), (_NOW, "allocated_bytes")):
+        if (memory := pattern.search(text)) is not None:
+            record.bytes_of(None, step, **{kind: number(memory[1]) * GIB})
     speed = _CURRENT.search(text)
     samples_per_s = number(speed[1]) if speed else math.nan
     running = _RUNNING.search(text)
@@ -64,7 +66,24 @@ def _configured(record: Record, match: re.Match[str]) -> None:
         record.facts["num_gpus"] = value
 
 
+def _memory(record: Record, match: re.Match[str]) -> None:
+    """`MA 1.75 GB         Max_MA 2.6 GB         CA 3.1 GB         Max_CA 3 GB`, in gigabytes of 1024³ bytes.
+
+    What was reserved at most is rounded to a whole one; what is reserved now is not, and hardly ever shrinks.
+    """
+    record.bytes_of(
+        None,
+        allocated_bytes=number(match[1]) * GIB,
+        max_allocated_bytes=number(match[2]) * GIB,
+        max_reserved_bytes=number(match[3]) * GIB,
+    )
+
+
 ROWS: tuple[Row, ...] = (
+    row(
+        "memory", "Max_MA",
+        r"\bMA ([\d.]{1,12}) GB\s+Max_MA ([\d.]{1,12}) GB\s+CA ([\d.]{1,12}) GB\s+Max_CA", _memory,
+    ),
     row(
         "throughput", "SamplesPerSec=",
         r"(?:\b\d{1,9}/(\d{1,12})|global_step=(\d{1,12})),? .{0,40}?SamplesPerSec=", _throughput,

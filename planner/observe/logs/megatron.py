@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from planner.observe.logs.grammar import MOST, Grammar, fact, fields, mark, moment, number, row, whole
+from planner.observe.logs.straggler import ROWS as STRAGGLER
 from planner.observe.record import Record
 from planner.specs.units import GB, GIB, MIB
 
@@ -42,6 +43,8 @@ FIELDS = (
     Field("power per GPU (W/GPU)", "watts_per_gpu"),
 )
 """Fields that the line may hold; the names are the trainers' own."""
+COUNTED = {"number of skipped iterations": "num_skipped_steps", "number of nan iterations": "num_nan_steps"}
+"""Fields that count steps of the interval."""
 MEMORY = {
     "allocated": "allocated_bytes",
     "max allocated": "max_allocated_bytes",
@@ -54,7 +57,7 @@ MEMORY = {
 """Words of the memory lines, and what they count."""
 _DEVICE_MEMORY = re.compile(r"(?:rocm|hip|cuda) mem usage/free/total/usage_ratio\S*: *([\d.]+) ?Gi?B")
 _RANKS = re.compile(r"\[rank-\d{1,7}/(\d{1,7})\]")
-_MEMORY = re.compile(r"\[Rank (\d{1,7})\] [^|\[]{0,60}memory \(MB\)[^|\[]{0,20}\|([^\[]*)")
+_MEMORY = re.compile(r"\[Rank (\d{1,7})\] (?:\(after (\d{1,15}) iter)?[^|\[]{0,60}memory \(MB\)[^|\[]{0,20}\|([^\[]*)")
 _PROGRESS = re.compile(r"Iteration: *(\d+)")
 
 
@@ -84,6 +87,8 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
         record.facts["global_batch_size"] = int(batch)
     for name in ("tflops", "tokens_per_s_per_gpu", "samples_per_s", "watts_per_gpu"):
         record.prints(name, values.get(name))
+    for name, counted in COUNTED.items():
+        record.counts[counted] += whole(found.get(name)) or 0
     if (used := _DEVICE_MEMORY.search(match[3])) is not None:
         record.bytes_of(None, device_bytes=number(used[1]) * GIB)  # a GB of Primus is a GiB: an MI300X has 191.98
     if (ranks := _RANKS.search(begin)) is not None:
@@ -98,13 +103,13 @@ def _rank(record: Record) -> int | None:
 
 def _memory(record: Record, match: re.Match[str]) -> None:
     """A rank's memory; ranks that print at once leave several on a line."""
-    for rank, text in _MEMORY.findall(match.string):
-        _memory_of(record, int(rank), fields(text), MIB)
+    for rank, step, text in _MEMORY.findall(match.string):
+        _memory_of(record, int(rank), fields(text), MIB, whole(step))
 
 
-def _memory_of(record: Record, rank: int | None, found: dict[str, str], unit: int) -> None:
+def _memory_of(record: Record, rank: int | None, found: dict[str, str], unit: int, step: int | None = None) -> None:
     kinds = {kind: number(found[name]) * unit for name, kind in MEMORY.items() if name in found}
-    record.bytes_of(rank, **kinds)
+    record.bytes_of(rank, step, **kinds)
 
 
 def _old_timers(record: Record, match: re.Match[str]) -> None:
@@ -184,16 +189,6 @@ def _theoretical(record: Record, match: re.Match[str]) -> None:
     record.prints("theoretical_bytes", number(match[1]) * MIB)
 
 
-def _straggler(record: Record, match: re.Match[str]) -> None:
-    slowest, fastest = (re.search(rf"{word}Rtt/Rnk:? *([\d.]+)ms/(\d+)", match.string) for word in ("Mx", "Mn"))
-    if slowest is None or fastest is None:
-        return
-    low, high = number(fastest[1]) * _MS, number(slowest[1]) * _MS
-    record.timer("straggler-round-trip", low, high)
-    for seconds, rank in ((low, fastest[2]), (high, slowest[2])):
-        record.rank_timer("straggler-round-trip", int(rank), seconds)
-
-
 def _bridge_step(record: Record, match: re.Match[str]) -> None:
     record.facts["trainer"] = "megatron-bridge"
     record.prints("bridge_step_s", number(match[1]))
@@ -238,7 +233,7 @@ ROWS = (
     row("moment", "datetime: ", r"datetime: (\d{4}-.{10,40})", _datetime),
     row("grid", "using world size", r"using world size: (\d+)", _sizes),
     row("theory of memory", "Theoretical memory", r"total\s*=\s*([\d.]+) MB", _theoretical),
-    row("straggler", "Rtt/Rnk", r"M[nx]Rtt/Rnk", _straggler),
+    *STRAGGLER,
     row("checkpoint saved", "saving checkpoint", r"saving checkpoint at iteration", mark("checkpoint")),
     row("checkpoint saved", "saved checkpoint", r"successfully saved checkpoint", mark("checkpoint")),
     row("evaluation", "validation loss at", r"validation loss at iteration", mark("evaluation")),

@@ -19,6 +19,7 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
     at_s = moment(match.string[: match.start()])
     if not record.step(int(match[1]), milliseconds / 1e3, end_s=at_s, covers=0):
         return
+    record.facts["num_steps_asked"] = int(match[2])
     record.prints("precision_fraction", half_unit / milliseconds)
     for name, ours in (("tokens_per_sec", "tokens_per_s"), ("model_tflops_per_gpu", "tflops")):
         record.prints(ours, suffixed(found[name])[0] if name in found else None)

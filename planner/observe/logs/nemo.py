@@ -15,6 +15,13 @@ from planner.observe.record import Record
 from planner.specs.units import GIB
 
 _TIMES = ("train_step_time", "train_step_timing in s")
+_MEMORY = {
+    "memory_allocated": "allocated_bytes", "peak_memory_usage": "max_allocated_bytes",
+    "max_memory_allocated": "max_allocated_bytes", "max_memory_reserved": "max_reserved_bytes",
+}  # fmt: skip
+"""Words of NeMo 2's progress, in bytes."""
+_LAST = re.compile(r"\bepoch 0, iteration \d{1,12}/(\d{1,12})\b")
+"""The last step of the first epoch, which mostly is the last of the run."""
 _MOST_ARGUMENTS = 2_000
 
 
@@ -164,7 +171,12 @@ def _progress(record: Record, match: re.Match[str]) -> None:
     flops = re.search(r"TFLOPS_per_GPU[:=] ?([\d.]{1,20})", text)
     count = (record.numbers[-1] if record.numbers else -1) + 1
     if record.step(int(number(step[1])) if step else count, number(match[1])):
+        if (last := _LAST.search(text)) is not None:
+            record.facts["num_steps_asked"] = int(last[1])
         record.prints("tflops", number(flops[1]) if flops else None)
+        for words, size in re.findall(r"\b([a-z_]{1,30})[:=] ?(\d{5,15})\b", text):
+            if words in _MEMORY:
+                record.bytes_of(None, **{_MEMORY[words]: number(size)})
         if batch and int(batch[1]) > 0:
             record.facts["global_batch_size"] = int(batch[1])
 

@@ -6,12 +6,13 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from planner.errors import SpecError
 from planner.observe.logs.grammar import moment, number, text_of
 from planner.observe.record import Record
+from planner.specs.units import GB, GIB, KIB, MIB
 
 NAME = "table"
 _TIME = re.compile(
@@ -20,10 +21,30 @@ _TIME = re.compile(
     r"(?:[_ .-]?(?:in)?[_ .(\[-]*(?P<unit>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)?"
     r"|(?:elapsed|time|duration|seconds|secs|latency)(?:[_ .-]?per[_ .-]?(?:step|iter|iteration))?"
     r"(?:[_ .(\[-]*(?P<other>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)?"
+    r"|(?:time_metrics/)?end_to_end\((?P<titan>s)\)"
 )
 _STEP = re.compile(r"(?:global[_ .-]?|train(?:er)?[/_ .-])?(?:step|iter|iteration)s?|_step|consumed[_ ]steps")
 _MOMENT = re.compile(r"_?timestamp|datetime|date|wall[_ ]?time|time[_ ]?stamp")
 _TOKENS = re.compile(r"tokens[_ /.-]?(?:per[_ .-]?)?(?:s|sec|second)")
+_DATA = re.compile(
+    r"(?:time_metrics/)?(?:data|batch|input)[_ .-]?(?:load(?:er|ing)?|wait|fetch|generator)?(?:[_ .-]?(?:time|wait))?"
+    r"(?:[_ .(\[-]*(?P<unit>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)"
+)
+_MEMORY = re.compile(r".{0,60}mem.{0,60}?[_ .(\[/-]*(?P<unit>bytes|[kmg]i?b|megabytes|gigabytes)[)\]]?")
+_NO_BYTES = re.compile("percent|ratio|free|total|bandwidth|cpu|host|ram\\b|count")
+_BYTES = {
+    "bytes": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "megabytes": 10**6, "gb": GB,
+    "gigabytes": GB,
+}  # fmt: skip
+_DECIMAL = (10**3, 10**6, GB)
+_RETRIES = re.compile(r"(?:memory/)?num_alloc_retries")
+_GAUGES = {
+    "watts_per_gpu": re.compile(
+        r"(?:gpu[_ .-]?)?power(?:[_ .-]?draw)?(?:[_ .-]?per[_ .-]?gpu)?[_ .(\[-]*w(?:atts?)?[)\]]?"
+    ),
+    "clock_mhz": re.compile(r"(?:gpu[_ .-]?|sm[_ .-]?|graphics[_ .-]?)?clock[_ .(\[-]*mhz[)\]]?"),
+}
+"""Columns of what the GPU itself says."""
 _UNITS = {"ms": 1e-3, "msec": 1e-3, "milliseconds": 1e-3, "us": 1e-6}
 _HEAD = 1 << 15
 _MOST_COLUMNS = 2_000
@@ -35,7 +56,9 @@ class Columns:
     def __init__(self, names: Sequence[str]) -> None:
         plain = [_plain(name) for name in names[:_MOST_COLUMNS]]
         matches = [(name, _TIME.fullmatch(short)) for name, short in zip(names, plain, strict=False)]
-        timed = [(name, match["unit"] or match["other"]) for name, match in matches if match is not None]
+        timed = [
+            (name, match["unit"] or match["other"] or match["titan"]) for name, match in matches if match is not None
+        ]
         nothing: tuple[str | None, str | None] = (None, None)
         self.time: str | None
         self.time, unit = max(timed, key=lambda pair: pair[1] is not None, default=nothing)
@@ -44,6 +67,33 @@ class Columns:
         self.step = _first(names, plain, _STEP)
         self.moment = _first(names, plain, _MOMENT)
         self.tokens = _first(names, plain, _TOKENS)
+        self.retries = _first(names, plain, _RETRIES)
+        self.data = self._with_unit(names, plain, _DATA, _UNITS, 1.0)
+        self.memory = {
+            _memory_kind(match): (name, _BYTES[match["unit"]])
+            for name, short in zip(names, plain, strict=False)
+            if (match := _MEMORY.fullmatch(short)) is not None and not _NO_BYTES.search(short)
+        }
+        self.gigabytes = [text_of(name) for name, unit in self.memory.values() if unit in _DECIMAL]
+        self.gauges = {ours: _first(names, plain, pattern) for ours, pattern in _GAUGES.items()}
+
+    @staticmethod
+    def _with_unit(
+        names: Sequence[str], plain: Sequence[str], pattern: re.Pattern[str], units: dict[str, float], default: float
+    ) -> tuple[str, float] | None:
+        """The first column that a pattern matches, and what its unit is in ours."""
+        for name, short in zip(names, plain, strict=False):
+            if (match := pattern.fullmatch(short)) is not None:
+                return name, units.get(match["unit"] or "", default)
+        return None
+
+
+def _memory_kind(match: re.Match[str]) -> str:
+    """The kind of memory that a column's name says: reserved, allocated, or in use on the device."""
+    text, peak = match[0], "max_" if re.search("max|peak", match[0]) else ""
+    if "reserved" in text or "cached" in text:
+        return "max_reserved_bytes"
+    return f"{peak}allocated_bytes" if re.search("alloc|active|peak|max", text) else "device_bytes"
 
 
 def _plain(name: str) -> str:
@@ -55,9 +105,9 @@ def _first(names: Sequence[str], plain: Sequence[str], pattern: re.Pattern[str])
     return next((name for name, short in zip(names, plain, strict=False) if pattern.fullmatch(short)), None)
 
 
-def recognises(head: bytes) -> bool:
-    """True if a file begins as a table of step times."""
-    line = next((line for line in head.decode("utf-8-sig", errors="replace").splitlines() if line.strip()), "")
+def recognises(first: bytes) -> bool:
+    """True if a file whose first line is this one begins as a table of step times."""
+    line = first.decode("utf-8-sig", errors="replace")
     return bool(_names(line[:_HEAD]) and Columns(_names(line[:_HEAD])).time) or _is_number(line)
 
 
@@ -84,51 +134,90 @@ def _is_number(line: str) -> bool:
     return re.fullmatch(r"\s*\d{1,9}(\.\d{1,12})?\s*", line) is not None
 
 
-def read_table(lines: Iterator[bytes], where: str) -> Record:
-    """The steps of a table. Raises SpecError where no column has step times."""
-    record = Record(NAME)
-    texts = (text for line in lines if (text := line.decode("utf-8-sig", errors="replace").strip()))
-    first = next(texts, "")
-    if _is_number(first):
-        record.note("numbers without a head are taken as seconds of one step after the other")
-        _take_all(record, ({"seconds": text} for text in _again(first, texts)), Columns(["seconds"]))
-        return record
-    columns = Columns(_names(first))
-    if columns.time is None:
-        raise SpecError(f"{where}: no column has step times", "name one step_time_s or step_time_ms")
-    record.state["column"] = text_of(columns.time)
-    if not columns.says_unit:
-        record.note(f"{text_of(columns.time)} states no unit: taken as seconds")
-    if first.startswith("{"):
-        _take_all(record, (_json(text) for text in _again(first, texts)), columns)
-    else:
-        names, delimiter = _names(first), _delimiter(first)
-        rows = (next(csv.reader([text], delimiter=delimiter), []) for text in texts)
-        _take_all(record, (dict(zip(names, row, strict=False)) for row in rows), columns)
-    return record
+class Table:
+    """The steps of a table so far, of the lines that were given."""
 
+    def __init__(self, where: str) -> None:
+        self.record = Record(NAME)
+        self._where = where
+        self._names: list[str] | None = None
+        """The names of the columns; empty where each line is an object that names its own."""
+        self._columns = Columns(["seconds"])
+        self._delimiter = ","
+        self._untimed = 0
 
-def _again(first: str, texts: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from texts
+    def feed(self, lines: Iterable[bytes]) -> None:
+        """Take lines, of which the first that is not blank is the head. SpecError where it names no step times."""
+        for line in lines:
+            text = line.decode("utf-8-sig", errors="replace").strip()
+            if not text:
+                continue
+            if self._names is None:
+                is_head = self._begin(text)
+                if is_head:
+                    continue
+            self._take(self._row(text))
 
+    def _begin(self, first: str) -> bool:
+        """Find the columns; true if the first line is a head and no row."""
+        if _is_number(first):
+            self.record.note("numbers without a head are taken as seconds of one step after the other")
+            self._names = ["seconds"]
+            return False
+        self._columns = columns = Columns(_names(first))
+        if columns.time is None:
+            raise SpecError(f"{self._where}: no column has step times", "name one step_time_s or step_time_ms")
+        self.record.state["column"] = text_of(columns.time)
+        if columns.gigabytes:
+            self.record.note(f"{', '.join(columns.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3")
+        if not columns.says_unit:
+            self.record.note(f"{text_of(columns.time)} states no unit: taken as seconds")
+        self._delimiter = _delimiter(first)
+        is_head = not first.startswith("{")
+        self._names = _names(first) if is_head else []
+        return is_head
 
-def _take_all(record: Record, rows: Iterator[dict[str, Any]], columns: Columns) -> None:
-    """Take every row; those without a time, as trackers export them, are passed over."""
-    wrong = 0
-    for row in rows:
+    def _row(self, text: str) -> dict[str, Any]:
+        if not self._names:
+            return _json(text)
+        return dict(zip(self._names, next(csv.reader([text], delimiter=self._delimiter), []), strict=False))
+
+    def _take(self, row: dict[str, Any]) -> None:
+        """Take a row; those without a time, as trackers export them, are passed over."""
+        record, columns = self.record, self._columns
         seconds = number(str(row.get(columns.time or "", ""))) * columns.unit
         if not seconds > 0:
-            wrong += 1
-            continue
+            self._untimed += 1
+            return
         count = (record.numbers[-1] if record.numbers else 0) + 1
         step = number(str(row.get(columns.step, ""))) if columns.step else math.nan
         end_s = _moment(str(row.get(columns.moment, ""))) if columns.moment else math.nan
         known = math.isfinite(step) and 0 <= step < 2**53
         record.step(int(step) if known else count, seconds, end_s=end_s, covers=1)
         record.prints("tokens_per_s", number(str(row.get(columns.tokens, ""))) if columns.tokens else None)
-    if wrong:
-        record.note(f"{wrong:,} rows without a time were left out")
+        _take_beside(record, row, columns)
+
+    def finished(self) -> Record:
+        """The record of all rows: no other can be given any more."""
+        if self._untimed:
+            self.record.note(f"{self._untimed:,} rows without a time were left out")
+        return self.record
+
+
+def _take_beside(record: Record, row: dict[str, Any], columns: Columns) -> None:
+    """Take what a row has beside the step: memory, waits for data, retries, power and clocks."""
+
+    def value(name: str | None) -> float:
+        return number(str(row.get(name, ""))) if name else math.nan
+
+    record.bytes_of(None, **{kind: value(name) * unit for kind, (name, unit) in columns.memory.items()})
+    if columns.data is not None:
+        seconds = value(columns.data[0]) * columns.data[1]
+        record.timer("data_loading", seconds, seconds)
+    if (retries := value(columns.retries)) >= 0:
+        record.counts["num_alloc_retries"] = max(record.counts["num_alloc_retries"], int(retries))
+    for ours, name in columns.gauges.items():
+        record.prints(ours, value(name))
 
 
 def _moment(text: str) -> float:

@@ -14,6 +14,7 @@ from planner.specs.units import GIB
 _CLOCK_S, _SHARP_FRACTION, _LEAST_TO_SHARPEN = 1e-3, 0.002, 5
 """Times are cut to milliseconds, which 0.2% of a step may hide."""
 _SPEED = re.compile(r"(?:tps|wps): *([\d,.]{1,20})")
+_NAN = re.compile(r"loss: *nan\b")
 _MEMORY = re.compile(r"memory: *([\d.]{1,12})GiB\(([\d.]{1,6})%\)")
 
 
@@ -42,6 +43,7 @@ def _step(record: Record, match: re.Match[str]) -> None:
     record.state.setdefault("tokens", str(seconds * tokens_per_s))
     if record.step(step, seconds, end_s=at_s, covers=covers, rank=None if rank is None else int(rank)):
         record.prints("tokens_per_s_per_gpu", tokens_per_s)
+        record.counts["num_nan_steps"] += _NAN.search(text) is not None
         record.prints("tflops", number(text.partition("tflops: ")[2]))
         record.prints("mfu_percent", number(text.partition("mfu: ")[2]))
     if (memory := _MEMORY.search(text)) is not None:
@@ -64,9 +66,14 @@ def _begin(record: Record, match: re.Match[str]) -> None:
     _batch(record, match)
 
 
+_BATCH = {
+    "global batch size": "global_batch_size", "sequence length": "seq_length", "total steps": "num_steps_asked",
+}  # fmt: skip
+
+
 def _batch(record: Record, match: re.Match[str]) -> None:
     """`… with local batch size 1, global batch size 8, …, sequence length 8192`."""
-    for words, name in (("global batch size", "global_batch_size"), ("sequence length", "seq_length")):
+    for words, name in _BATCH.items():
         value = re.search(rf"{words} (\d{{1,12}})", match.string)
         if value is not None and int(value[1]) > 0:
             record.facts[name] = int(value[1])

@@ -37,7 +37,7 @@ from planner.observe.traces.trace import NO_EVENTS, Events, RankTrace
 NS = 1e-9
 MAX_NAMES = 3
 _SYNCHRONISES = re.compile(r"Synchronize$")
-_BUSY = re.compile(r"DataLoader|[Cc]heckpoint|\b(gc|garbage)\b")
+_BUSY = re.compile(r"[Dd]ata_?[Ll]oad|batch.generator|(get|next)_batch|[Cc]heckpoint|\b(gc|garbage)\b")
 _POINT_TO_POINT = "point to point"
 
 
@@ -130,9 +130,10 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
         host_gaps_s=length_ns(gaps) * NS,
         dependencies_s=length_ns(dependencies) * NS,
         idle_s=length_ns(unknown) * NS,
+        first_idle_s=length_ns(idle[:1][idle[:1, 0] == step.start_ns]) * NS,
         families=_families(events, computing, inside),
         groups=groups,
-        phases=events.phases.times(computing, step) if events.phases else (),
+        phases=events.phases.times(computing, communicating, step) if events.phases else (),
         waits=_waits(events, gaps),
     )
 

@@ -168,7 +168,10 @@ class _Reader:
         """Innermost operators, and the annotations that gloo leaves of its collectives."""
         communicates = np.array([bool(_COMMUNICATION_ANNOTATION.match(name)) for name in self.names.texts], bool)
         both = Columns()
+        calls = np.array([name.startswith("c10d::") for name in self.names.texts], bool)
         works = ~np.array([bool(_BOOKKEEPING.match(name)) for name in self.names.texts], bool)
+        if communicates.any():  # the operator that calls an exchange returns before it has run
+            works &= ~calls
         operators = operators.where(works[operators.name])
         for events, kept in ((operators, _innermost(operators)), (marks, communicates[marks.name])):
             chosen = events.where(kept)

@@ -8,12 +8,23 @@ the rest forward. Layers that are recomputed count as backward.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.observe.traces.intervals import Times, intersect, length_ns, union, window
+from planner.observe.traces.intervals import (
+    NONE,
+    Spans,
+    Times,
+    intersect,
+    length_ns,
+    merge,
+    subtract,
+    union,
+    window,
+)
 from planner.observe.traces.results import PhaseTime
 from planner.observe.traces.steps import StepWindow
 from planner.observe.traces.trace import Events, RankTrace
@@ -38,56 +49,77 @@ class Phases:
     source: str
     masks: dict[str, NDArray[np.bool_]]
     ranges: dict[str, NDArray[np.int64]]
+    marks: dict[str, Events]
+    """The ranges themselves, on the host."""
 
     @classmethod
     def of(cls, trace: RankTrace, launch: NDArray[np.int64]) -> Phases | None:
         """Sort a rank's GPU events into phases, or None where nothing tells them apart."""
         at_ns = _launched(trace, launch)
-        ranges = {phase: _range_of(_outermost(trace.marks, trace, pattern), at_ns) for phase, pattern in _PATTERNS}
+        marks = {phase: _outermost(trace.marks, trace, pattern) for phase, pattern in _PATTERNS}
+        ranges = {phase: _range_of(events, at_ns) for phase, events in marks.items()}
         if (ranges["forward"] >= 0).any() and (ranges["backward"] >= 0).any():
             source, forward = "annotations", ranges["forward"] >= 0
         else:
-            ranges["backward"] = _range_of(_outermost(trace.operators, trace, AUTOGRAD), at_ns)
+            marks["backward"] = _outermost(trace.operators, trace, AUTOGRAD)
+            ranges["backward"] = _range_of(marks["backward"], at_ns)
             if not (ranges["backward"] >= 0).any():
                 return None
             source, forward = "autograd", at_ns > _NEVER
         optimizer = ranges["optimizer"] >= 0
         backward = (ranges["backward"] >= 0) & ~optimizer
         masks = {"forward": forward & ~backward & ~optimizer, "backward": backward, "optimizer": optimizer}
-        return cls(trace, source, masks, ranges)
+        return cls(trace, source, masks, ranges, marks)
 
     def part(self, trace: RankTrace, chosen: slice) -> Phases:
         """The phases of a slice of the events, which `trace` holds."""
         masks = {phase: mask[chosen] for phase, mask in self.masks.items()}
-        return Phases(trace, self.source, masks, {phase: of[chosen] for phase, of in self.ranges.items()})
+        ranges = {phase: of[chosen] for phase, of in self.ranges.items()}
+        return Phases(trace, self.source, masks, ranges, self.marks)
 
-    def times(self, computing: NDArray[np.bool_], step: StepWindow) -> tuple[PhaseTime, ...]:
-        """Computing time by phase in one step."""
-        inside, times = window(step.start_ns, step.end_ns), []
+    def times(self, computing: NDArray[np.bool_], exchanging: Spans, step: StepWindow) -> tuple[PhaseTime, ...]:
+        """Computing time by phase in one step; `exchanging` is when the rank communicates."""
+        inside, times, gpu = window(step.start_ns, step.end_ns), [], self.trace.gpu
         for phase, mask in self.masks.items():
-            mine = mask & computing
-            spans = intersect(union(self.trace.gpu.start_ns[mine], self.trace.gpu.end_ns[mine]), inside)
+            mine, others = mask & computing, ~mask & computing
+            spans = intersect(union(gpu.start_ns[mine], gpu.end_ns[mine]), inside)
             if length_ns(spans):
                 said = self.source == "annotations" or phase == "optimizer"
-                lengths = self._lengths_ns(mine, self.ranges[phase]) if said else []
+                parts = _by_range(mine, self.ranges[phase]) if said else []
+                lengths = self._lengths_ns(parts)
+                taken = subtract(merge(exchanging, union(gpu.start_ns[others], gpu.end_ns[others])), spans)
+                ranges = intersect(self._spans(parts, phase), inside) if parts else NONE
                 times.append(
                     PhaseTime(
                         phase=phase,
                         seconds=length_ns(spans) * NS,
                         num_ranges=len(lengths),
                         median_s=float(np.median(lengths)) * NS if lengths else None,
+                        own_s=length_ns(subtract(ranges, taken)) * NS if parts else None,
                         source=self.source if phase != "optimizer" else "annotations",
                     )
                 )
         return tuple(times)
 
-    def _lengths_ns(self, mine: NDArray[np.bool_], range_of: NDArray[np.int64]) -> list[int]:
-        """Computing time of each range."""
-        chosen = np.flatnonzero(mine)
-        chosen = chosen[np.argsort(range_of[chosen], kind="stable")]
-        cuts = np.flatnonzero(np.diff(range_of[chosen])) + 1
+    def _spans(self, parts: Sequence[NDArray[np.int64]], phase: str) -> Spans:
+        """The ranges of a phase: on a host as they are marked, on a GPU from the first kernel of each to its last."""
+        if self.trace.on_host and len(marks := self.marks[phase]):
+            chosen = [self.ranges[phase][part[0]] for part in parts]
+            return union(marks.start_ns[chosen], marks.end_ns[chosen])
         gpu = self.trace.gpu
-        return [length_ns(union(gpu.start_ns[part], gpu.end_ns[part])) for part in np.split(chosen, cuts)]
+        return union(gpu.start_ns[[part[0] for part in parts]], np.array([gpu.end_ns[part].max() for part in parts]))
+
+    def _lengths_ns(self, parts: Sequence[NDArray[np.int64]]) -> list[int]:
+        """Computing time of each range."""
+        gpu = self.trace.gpu
+        return [length_ns(union(gpu.start_ns[part], gpu.end_ns[part])) for part in parts]
+
+
+def _by_range(mine: NDArray[np.bool_], range_of: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The events of each range, by start."""
+    chosen = np.flatnonzero(mine)
+    chosen = chosen[np.argsort(range_of[chosen], kind="stable")]
+    return np.split(chosen, np.flatnonzero(np.diff(range_of[chosen])) + 1)
 
 
 def _launched(trace: RankTrace, launch: NDArray[np.int64]) -> Times:

@@ -45,6 +45,9 @@ class PhaseTime(Spec):
     """How often the phase ran, such as once a micro-batch; 0 where operators and no annotation tell the phase."""
     median_s: float | None = None
     """Median computing time of one range."""
+    own_s: float | None = None
+    """Length of the ranges without exposed exchanges and without what other phases compute in them: computing and what
+    the rank itself leaves between; on a GPU a range is from its first kernel to its last. None without ranges."""
     source: str
     """The evidence for the phase: `annotations` or `autograd`."""
 
@@ -68,6 +71,8 @@ class TraceStep(Spec):
     """Idle, with the next kernel launched: it waited for another stream, a copy or another rank."""
     idle_s: float
     """Idle, and nothing in the trace tells why."""
+    first_idle_s: float = 0.0
+    """The part of the idle time before anything runs in the step."""
     families: tuple[FamilyTime, ...]
     groups: tuple[GroupTime, ...]
     phases: tuple[PhaseTime, ...] = ()

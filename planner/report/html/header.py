@@ -19,7 +19,7 @@ def header(view: View) -> Html:
         tag("p", " · ".join(view.placement), class_="soft"),
         tag("p", view.batch_offer),
         tag("p", view.misfit, class_="alarm"),
-        tag("p", f"probed: {' · '.join(view.corrected)}" if view.corrected else "", class_="soft"),
+        tag("p", " · ".join(view.corrected), class_="soft"),
     ]
     command = (
         tag("pre", tag("code", view.command), aria_label="the command that made this plan") if view.command else ""

@@ -11,6 +11,9 @@ from rich.text import Text
 from planner.observe.observation import Observation, Observed, Outlier, Prediction, Wall
 from planner.report.format import digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN
+from planner.report.observe.causes import causes_section
+from planner.report.observe.gap import gap_section
+from planner.report.observe.ideal import ideal_sections
 from planner.report.pieces import Bar, bullets, columns, headed, section
 from planner.specs.units import GIB
 
@@ -45,6 +48,10 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
     yield Text(_what(observation), style="" if observed.says else "bold")
     if observation.step_s is not None:
         yield section("The step", _step(observation, prediction))
+    if (gap := gap_section(observed)) is not None:
+        yield gap
+    if observed.causes:
+        yield causes_section(observed.causes, observation.step_s)
     if remarks := list(_remarks(observation)):
         yield section("Steps that took longer, and interruptions", bullets(remarks))
     if observation.wall is not None:
@@ -57,6 +64,7 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
         yield section("Collectives that the log times", _links(observation))
     if prediction is not None and any(observation.breakdown.keys() - {"unattributed_s"}):
         yield section("Predicted seconds by term", _terms(prediction))
+    yield from ideal_sections(observed)
     if left := list(_open(observed)):
         yield section("What the files leave open", bullets(left))
 

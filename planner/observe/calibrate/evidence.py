@@ -1,0 +1,109 @@
+"""The step of an observed run as far as its hardware is to blame for it, or the reason why it teaches nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.observe.judge import differences
+from planner.observe.observation import Observation, Observed
+from planner.observe.traces.recorded import ObservedFiles
+from planner.profile.probed.plausible import MOST_SPREAD
+from planner.specs.cluster import ClusterSpec
+
+LEAST_STEPS = 10
+"""Fewest steps of a log behind its warm-up: the median of fewer may be that of a slow minute."""
+MOST_DRIFT = 0.05
+"""Largest change of the step from begin to end: a run that gets slower has more than one speed."""
+SURE = 0.5
+"""Likelihood from which a cause is taken as the one."""
+MOST_LEFT_OUT = 0.3
+"""Largest share of a step that a cause may take for the rest to tell something about the hardware."""
+OF_THE_STEP = (
+    "data_stall", "straggler_rank", "expert_imbalance", "host_bound", "slow_link", "no_ep_overlap", "unfused_kernels",
+    "attention_kernel",
+)  # fmt: skip
+"""Causes whose seconds say nothing about the GPU's kernels: input, one slow rank, routing, the host, a link, and a
+recipe other than the one that was priced."""
+OF_THE_MEMORY = ("leak",)
+_MEND = "mend that, let the job run on, and observe it again"
+
+
+class Evidence(NamedTuple):
+    """The step that the hardware answers for."""
+
+    step_s: float
+    width: float
+    """Half-width that the run itself gives the step: its own spread and the digits that it was printed with."""
+    has_log: bool
+    """True where a log printed the steps, and not a profiler."""
+    left_out: tuple[str, ...] = ()
+    """Sentences on what was left out, and why."""
+    leaks: bool = False
+
+
+def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | None, where: str) -> Evidence:
+    """The step of a run as evidence of the speed of `cluster`; SpecError where it is none."""
+    observation = observed.observation
+    if plan is None or cluster is None:
+        hint = "plan observe train.log --plan plan.json -o observed.json"
+        raise SpecError(f"{where}: does not say the plan that it is a run of", hint)
+    if observation.step_s is None:
+        raise SpecError(f"{where}: the run in it has no steps", "observe a log that prints the seconds of its steps")
+    if differing := differences(observation, plan):
+        hint = "plan observe its log with --plan of that job"
+        raise SpecError(f"{where}: the log is of another job than its plan: {'; '.join(differing)}", hint)
+    ours, theirs = cluster.hardware.name, plan.cluster.hardware.name
+    if ours != theirs:
+        raise SpecError(f"{where}: is of a run on {theirs}, which says nothing about {ours}", f"--hardware {theirs}")
+    has_log = bool(observation.series.seconds) or not isinstance(observed, ObservedFiles)
+    if problem := _unsteady(observation, has_log):
+        raise SpecError(
+            f"{where}: {problem}", "observe a longer stretch of the run, and look at what plan observe says"
+        )
+    return _without_other_causes(observed, observation.step_s, has_log, where)
+
+
+def _unsteady(observation: Observation, has_log: bool) -> str:
+    """The reason why the median of a run's steps is not the step; empty where it is."""
+    num_steady = observation.num_steps - observation.num_warmup_steps
+    if has_log and num_steady < LEAST_STEPS:
+        return f"has {num_steady} steps behind the warm-up, of which {LEAST_STEPS} are the fewest that tell a speed"
+    drift = observation.drift_fraction
+    if drift is not None and abs(drift) > MOST_DRIFT:
+        return f"is not steady: its steps {'grow' if drift > 0 else 'shrink'} by {abs(drift):.0%} from begin to end"
+    if (width := _own_width(observation)) > MOST_SPREAD:
+        return f"is not steady: four in five of its steps differ by {width:.0%} from the median"
+    return ""
+
+
+def _own_width(observation: Observation) -> float:
+    low_s, high_s = observation.step_s_spread or (0.0, 0.0)
+    spread = math.log(high_s / low_s) / 2 if low_s > 0 else 0.0
+    return math.hypot(spread, observation.step_s_precision_fraction)
+
+
+def _without_other_causes(observed: Observed, step_s: float, has_log: bool, where: str) -> Evidence:
+    """The step less what causes take that are no property of the hardware."""
+    left_s, left_out = step_s, []
+    sure = [cause for cause in observed.causes if cause.likelihood >= SURE]
+    for cause in sure:
+        if cause.name not in OF_THE_STEP:
+            continue
+        name = cause.name.replace("_", " ")
+        if cause.seconds is None:
+            raise SpecError(
+                f"{where}: {name}, which is no property of the GPUs, slowed the run by an unknown time", _MEND
+            )
+        left_s -= cause.seconds
+        left_out.append(f"{cause.seconds:.3g} of {step_s:.3g} s are left out: {name}, no property of the GPUs")
+    if left_s < (1 - MOST_LEFT_OUT) * step_s:
+        taken = f"{step_s - left_s:.3g} of {step_s:.3g} s"
+        names = ", ".join(cause.name.replace("_", " ") for cause in sure if cause.name in OF_THE_STEP)
+        raise SpecError(f"{where}: {taken} went to {names}, which is no property of the GPUs", _MEND)
+    leaks = any(cause.name in OF_THE_MEMORY for cause in sure)
+    if leaks:
+        left_out.append("its memory is left out: it leaked")
+    return Evidence(left_s, _own_width(observed.observation), has_log, tuple(left_out), leaks)

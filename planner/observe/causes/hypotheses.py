@@ -1,0 +1,174 @@
+"""The hypotheses as data: what may be wrong with a run, how likely before anything is seen, and the signs it leaves.
+
+A cause has one form or several, each of which leaves its own signs. Probabilities are round numbers: a sign that a
+form nearly always leaves has 0.9, one that the files often hide 0.5. What a form does not speak of is as likely as
+without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SLOWER = 0.6
+"""An 80% interval hides the smaller half of what is worth a word, so that a slow run is no longer than predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way in which a cause shows."""
+
+    prior: float
+    """Probability before anything is seen: of a hundred jobs that somebody looks at, how many have it."""
+    leaves: Mapping[str, float]
+    """Probability of each sign where this alone is at work."""
+    axis: str = ""
+    """The axis of the grid without which it cannot be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One cause that a run may have."""
+
+    name: str
+    says: str
+    """The cause in words, as a report names it."""
+    source: str
+    """The reason for its prior."""
+    forms: tuple[Form, ...]
+    is_choice: bool = False
+    """True for what the job was told to do, so that the plan's own step has it."""
+
+    @property
+    def prior(self) -> float:
+        """Probability of any of its forms, which seldom come together."""
+        return sum(form.prior for form in self.forms)
+
+
+HYPOTHESES: Mapping[str, Hypothesis] = {
+    row.name: row
+    for row in (
+        Hypothesis(
+            "straggler_rank", "one rank is slower than the others",
+            "0.3 to 1 slow node per 1,000 GPU-days; BLOOM's one bad GPU took 6% of the job",
+            (
+                Form(0.03, {"computes_longer": 0.9, "stage_longer": 0.4, "ranks_apart": 0.8,
+                            "longer_bubble": 0.3, "exposed_tp": 0.2, "exposed_dp": 0.2, "passes_longer": 0.3, "slower": SLOWER}),
+                Form(0.02, {"comes_late": 0.9, "longer_bubble": 0.3, "exposed_dp": 0.2, "exposed_tp": 0.2, "uneven": 0.2,
+                            "slower": SLOWER}),
+                # all ranks of a stage wait for the slow one in their exchanges
+                Form(0.02, {"stage_longer": 0.9, "ranks_apart": 0.8, "longer_bubble": 0.4, "passes_longer": 0.2,
+                            "slower": SLOWER}, "pp"),
+            ),
+        ),
+        Hypothesis(
+            "slow_link", "a link is slower than it should be",
+            "cables, ports and routes are what networks have repaired most; the slowest link sets a group's rate",
+            (
+                *(
+                    Form(0.01, {f"slow_{group}": 0.9, f"exposed_{group}": 0.8, "slower_than_before": 0.8,
+                                "slower": SLOWER} | inside, group)
+                    for group, inside in (("tp", {"passes_longer": 0.5}), ("cp", {"passes_longer": 0.5}),
+                                          ("ep", {"passes_longer": 0.5}), ("dp", {}))
+                ),
+                Form(0.01, {"longer_bubble": 0.8, "slower_than_before": 0.8, "slower": SLOWER}, "pp"),
+            ),
+        ),
+        Hypothesis(
+            "no_ep_overlap", "exchanges of experts are not hidden",
+            "off by default; 15 to 24% of a step where it is (Megatron-Bridge, pull requests 5094 and 3862)",
+            (
+                Form(0.05, {"exposed_ep": 0.9, "unhidden_ep": 0.9, "off_no_ep_overlap": 0.8, "slower": SLOWER,
+                            "passes_longer": 0.4}, "ep"),
+            ),
+        ),
+        Hypothesis(
+            "host_bound", "the host launches work too slowly",
+            "usual for mixtures and small micro-batches without CUDA graphs",
+            (
+                Form(0.05, {"host_gaps": 0.95, "short_kernels": 0.4, "off_host_bound": 0.5, "slower": SLOWER,
+                            "passes_longer": 0.5}),
+            ),
+        ),
+        Hypothesis(
+            "unfused_kernels", "kernels are not fused", "a fusion that is off, or an extension that is missing",
+            (
+                Form(0.04, {"small_slower": 0.9, "many_small": 0.3, "off_unfused_kernels": 0.7, "slower": SLOWER,
+                            "passes_longer": 0.6}),
+            ),
+        ),
+        Hypothesis(
+            "attention_kernel", "attention runs in a slow kernel", "a backend that falls back without an error",
+            (
+                Form(0.03, {"attention_slower": 0.9, "softmax_apart": 0.4, "off_attention_kernel": 0.7,
+                            "slower": SLOWER, "passes_longer": 0.6}),
+            ),
+        ),
+        Hypothesis(
+            "exposed_dp", "gradients and parameters are not exchanged behind computing",
+            "off by default in Megatron-LM (--overlap-grad-reduce, --overlap-param-gather)",
+            (
+                Form(0.04, {"exposed_dp": 0.95, "unhidden_dp": 0.8, "off_exposed_dp": 0.8, "slower": SLOWER}, "dp"),
+            ),
+        ),
+        Hypothesis(
+            "expert_imbalance", "experts get uneven numbers of tokens", "routers balance late in training, never fully",
+            (
+                Form(0.04, {"late_changes": 0.9, "exposed_ep": 0.3, "passes_longer": 0.4, "slower": SLOWER,
+                            "ranks_apart": 0.3, "above_plan": 0.3, "uneven": 0.2}, "ep"),
+                Form(0.02, {"computes_longer": 0.8, "experts_differ": 0.9, "exposed_ep": 0.3, "passes_longer": 0.4,
+                            "ranks_apart": 0.7, "slower": SLOWER, "above_plan": 0.3}, "ep"),
+            ),
+        ),
+        Hypothesis(
+            "data_stall", "training waits for data", "loaders with few workers, slow storage",
+            (
+                Form(0.03, {"waits_for_data": 0.7, "data_timer": 0.9, "begins_late": 0.8, "slower": SLOWER,
+                            "longer_bubble": 0.4, "uneven": 0.3, "at_times": 0.3, "regularly": 0.2}),
+                # the loader of one rank
+                Form(0.01, {"waits_for_data": 0.8, "data_timer": 0.8, "comes_late": 0.3, "longer_bubble": 0.3,
+                            "uneven": 0.3, "at_times": 0.3, "regularly": 0.3, "slower": SLOWER}),
+            ),
+        ),
+        Hypothesis(
+            "clocks", "all GPUs run at a lower clock",
+            "1 to 2% between day and night (Llama 3); caps of power and heat take more",
+            (
+                Form(0.03, {"all_slower": 0.9, "passes_longer": 0.8, "slower": SLOWER, "spells": 0.2,
+                            "drifting": 0.15}),
+            ),
+        ),
+        Hypothesis(
+            "bubble", "stages wait for each other longer than their order says",
+            "transfers that block, or another order than was planned",
+            (Form(0.04, {"longer_bubble": 0.95, "large_bubble": 0.4, "slower": SLOWER}, "pp"),),
+        ),
+        Hypothesis(
+            "fragmentation", "the allocator's memory is in fragments",
+            "usual where sizes change, unless segments expand",
+            (
+                Form(0.04, {"reserved": 0.9, "retried": 0.4, "above_plan": 0.3, "at_times": 0.2}),
+                Form(0.01, {"refused": 0.9, "reserved": 0.5, "retried": 0.7}),
+                Form(0.01, {"retried": 0.95, "reserved": 0.5, "at_times": 0.4}),
+            ),
+        ),
+        Hypothesis(
+            "leak", "memory is kept that is not needed any more", "a tensor that is logged with its graph",
+            (Form(0.03, {"grows": 0.95, "above_plan": 0.2, "drifting": 0.15}),),
+        ),
+        Hypothesis(
+            "recompute_unneeded", "layers are recomputed although memory is left",
+            "switched on for another batch or GPU, and kept",
+            (Form(0.05, {"recomputes_with_room": 0.95}),), is_choice=True,
+        ),
+        Hypothesis(
+            "checkpoint_stall", "training waits for its checkpoints", "written by the ranks, and not behind their work",
+            (Form(0.03, {"saving": 0.95}),),
+        ),
+        Hypothesis(
+            "garbage_collection", "Python collects garbage at different times on different ranks",
+            "the reason for --manual-gc in Megatron-LM", (Form(0.03, {"collecting": 0.9, "uneven": 0.2}),),
+        ),
+    )
+}  # fmt: skip
+"""Every hypothesis by its name."""

@@ -1,0 +1,158 @@
+"""Signs in exchanges: slower than their links, more exposed than planned, hidden behind nothing, a longer bubble."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from planner.observe.causes.signs.seen import Seen
+from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.gap.account import Account, Exchanges
+from planner.observe.gap.terms import BUBBLE, PIPELINE, PP_LINK_RATE
+from planner.observe.traces.results import CollectiveTime
+from planner.report.format import seconds
+
+GROUPS = ("tp", "cp", "ep", "dp")
+"""Groups whose exchanges have prices of their own."""
+SLOWER, _NOISE = 1.25, 0.08
+"""Exchanges beside products take up to so much longer, which share the GPU with them; so do prices of links err."""
+_SLOWER_THAN_BEFORE = 1.3
+_LEAST_S = 1e-4
+"""Shorter exchanges are latency, which varies."""
+_LEAST_FRACTION = 0.01
+_EXPOSED_FRACTION = 0.03
+_GRADIENTS = (
+    "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
+    "params-all-gather", "bwd_allreduce",
+)  # fmt: skip
+"""Timers of what of gradients and parameters is not hidden."""
+_PASSES, _BOTH = ("forward-compute", "backward-compute"), "forward-backward"
+
+
+def slow(seen: Seen, group: str) -> Sign | None:
+    """Transfers of a group that take longer than their bytes take over the links; waits for late ranks are left out."""
+    known = [pair for pair in _known(seen, group) if pair[0].late_s is not None]
+    if not known or seen.step_s is None or (seen.earlier_ranks and seen.ranks):
+        return None
+    found_s, due_s = (median(_moved_s(pair[side]) for pair in known) for side in (0, 1))
+    if due_s < _LEAST_FRACTION * seen.step_s:
+        return None
+    says = f"transfers of the {group} group take {found_s / due_s:.1f} times as long as over links as planned"
+    return Sign(sure(found_s / due_s, SLOWER, _NOISE), says, max(0.0, found_s - due_s), group)
+
+
+def _known(seen: Seen, group: str) -> list[tuple[Exchanges, Exchanges]]:
+    """A group's exchanges on each rank, found and expected."""
+    return [
+        (pair.found.exchanges[group], pair.expected.exchanges[group])
+        for pair in seen.pairs
+        if pair.expected and group in pair.found.exchanges and group in pair.expected.exchanges
+    ]
+
+
+def _moved_s(one: Exchanges) -> float:
+    return one.busy_s - (one.late_s or 0.0)
+
+
+def slower_than_before(seen: Seen) -> Sign | None:
+    """Exchanges that transfer their bytes slower than the same ones of the earlier run."""
+    earlier = {_form(one): one for rank in seen.earlier_ranks for one in rank.report.collectives}
+    rows = []
+    for rank in seen.ranks:
+        for one in rank.report.collectives:
+            then = earlier.get(_form(one))
+            if then is not None and one.transfer_s and then.transfer_s and then.transfer_s > _LEAST_S:
+                share = one.count * one.transfer_s
+                rows.append((share, one.transfer_s / then.transfer_s, one, len(rank.report.steps)))
+    if not rows:
+        return None
+    # the exchange that takes longest in all says it: short ones differ from run to run
+    _, ratio, one, num_steps = max(rows, key=lambda row: row[0])
+    more_s = (1 - 1 / ratio) * (one.transfer_s or 0.0) * one.count / max(1, num_steps)
+    says = (
+        f"transfers of {one.collective} in the {one.group} group take {ratio:.1f} times as long as in the earlier run"
+    )
+    return Sign(sure(ratio, _SLOWER_THAN_BEFORE, 0.1), says, max(0.0, more_s), one.group)
+
+
+def _form(one: CollectiveTime) -> tuple[str, str, int | None, int | None]:
+    return one.group, one.collective, one.num_bytes, one.group_size
+
+
+def exposed(seen: Seen, group: str) -> Sign | None:
+    """Communication of a group that nothing hides, beyond what the plan exposes; the rank that waits least says it."""
+    if seen.step_s is None:
+        return None
+    known = [(_shown_s(found), _shown_s(due)) for found, due in _known(seen, group)]
+    if not known and group == "dp":
+        known = _by_timers(seen)
+    if not known:
+        return None
+    found_s, due_s = min(known, key=lambda pair: pair[0] - pair[1])
+    more_s = found_s - due_s
+    noise = 0.01 + 0.08 * due_s / seen.step_s
+    says = f"{seconds(found_s)} of {group} communication show in a step, {seconds(due_s)} expected"
+    return Sign(sure(more_s / seen.step_s, _EXPOSED_FRACTION, noise), says, max(0.0, more_s), group)
+
+
+def _shown_s(one: Exchanges) -> float:
+    """Seconds that show, without waits for late ranks where these are known."""
+    return max(0.0, one.busy_s - one.hidden_s - (one.late_s or 0.0))
+
+
+def _by_timers(seen: Seen) -> list[tuple[float, float]]:
+    """The trainer's timers of gradients and parameters on the rank that waits least."""
+    timers = [timer.min_s for timer in seen.case.observation.timers if timer.name in _GRADIENTS]
+    prediction = seen.case.prediction
+    if not timers or prediction is None or prediction.kind == "run":
+        return []
+    return [(sum(timers), prediction.breakdown.get("exposed_dp_s", 0.0))]
+
+
+def unhidden(seen: Seen, group: str) -> Sign | None:
+    """Communication of a group that runs beside little computing."""
+    found = [pair.found.exchanges[group] for pair in seen.pairs if group in pair.found.exchanges]
+    busy_s, hidden_s = sum(one.busy_s for one in found), sum(one.hidden_s for one in found)
+    if not found or busy_s < _EXPOSED_FRACTION * sum(pair.rank.wall_s for pair in seen.pairs):
+        return None
+    says = f"{hidden_s / busy_s:.0%} of {group} communication runs behind computing"
+    return Sign(sure(0.35, hidden_s / busy_s, 0.1), says, (busy_s - hidden_s) / len(found), group)
+
+
+def late_changes(seen: Seen) -> Sign | None:
+    """Exchanges of experts in which every rank waits, since the rank that comes last changes."""
+    known = [(found.late_s, due.late_s or 0.0) for found, due in _known(seen, "ep") if found.late_s is not None]
+    if len(known) < 2 or seen.step_s is None:
+        return None
+    least_s = min(found_s - due_s for found_s, due_s in known)
+    says = f"each rank waits {seconds(max(0.0, least_s))} more of a step in exchanges of experts: the late one changes"
+    return Sign(sure(least_s / seen.step_s, _EXPOSED_FRACTION, 0.01), says, max(0.0, least_s), "ep")
+
+
+def longer_bubble(seen: Seen) -> Sign | None:
+    """Stages that stand still longer than the order of the passes says."""
+    if seen.step_s is None or seen.size("pp") == 1:
+        return None
+    known = [(_pipeline_s(pair.found), _pipeline_s(pair.expected)) for pair in seen.pairs if pair.expected is not None]
+    known = known or _still_s(seen)
+    if not known:
+        return None
+    found_s, due_s = min(known, key=lambda pair: pair[0] - pair[1])
+    says = f"stages stand still for {seconds(max(0.0, found_s))} of a step, {seconds(due_s)} by their order"
+    share = (found_s - due_s) / seen.step_s
+    return Sign(sure(share, 0.03, 0.01 + 0.1 * due_s / seen.step_s), says, max(0.0, found_s - due_s))
+
+
+def _pipeline_s(account: Account) -> float:
+    return sum(account.parts.get(name, 0.0) for name in (BUBBLE, PP_LINK_RATE, PIPELINE))
+
+
+def _still_s(seen: Seen) -> list[tuple[float, float]]:
+    """Seconds in which the busiest rank waits for other stages, by the timer around all passes."""
+    timers = {timer.name: timer for timer in seen.case.observation.timers}
+    prediction = seen.case.prediction
+    if _BOTH not in timers or not all(name in timers for name in _PASSES):
+        return []
+    if prediction is None or prediction.kind == "run" or not seen.size("pp"):
+        return []
+    due_s = prediction.breakdown.get("bubble_s", 0.0) + prediction.breakdown.get("pp_comm_s", 0.0)
+    return [(timers[_BOTH].max_s - sum(timers[name].max_s for name in _PASSES), due_s)]

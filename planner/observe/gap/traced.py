@@ -1,0 +1,208 @@
+"""The account of a step as a rank's trace shows it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.observe.gap.account import Account, Exchanges
+from planner.observe.gap.terms import (
+    ATTENTION,
+    COPIES,
+    EXCHANGES,
+    HOST_GAPS,
+    MEMORY_BOUND,
+    OPTIMIZER,
+    OTHER,
+    PIPELINE,
+    PRODUCTS,
+    WAITS,
+)
+from planner.observe.traces.families import OTHER as OTHER_FAMILY
+from planner.observe.traces.results import CollectiveTime, RankReport, TraceStep
+
+KINDS = {
+    "gemm": PRODUCTS,
+    "attention": ATTENTION,
+    "softmax": ATTENTION,
+    "optimizer": OPTIMIZER,
+    OTHER_FAMILY: OTHER,
+    "dispatch on the host": OTHER,
+}
+"""The part that each family of kernels counts to; all others are bound by memory."""
+AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "etp": "ep", "dp": "dp", "edp": "dp", "pp": "pp", "point to point": "pp"}
+"""The group of a plan that a group of a trace is."""
+INSIDE = ("tp", "cp", "ep")
+"""Groups of a plan whose exchanges are inside passes."""
+_OTHERS = ("embedding", "model", "world")
+"""Groups that a plan has at the end of a step, or not at all."""
+SLOW = 1.05
+"""A traced step longer than the median of its rank's by this factor is left out, as a log's slow steps are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A rank's steady steps, and the pipeline stage that it is of."""
+
+    report: RankReport
+    stage: int | None
+    steps: tuple[TraceStep, ...]
+
+    @property
+    def wall_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.mean(lambda step: step.wall_s)
+
+    @property
+    def passes_s(self) -> float:
+        """Mean seconds of a step that the rank itself takes for its passes: waits for its pipeline are others'."""
+        own_s = self.compute_s + self.mean(lambda step: step.copies_s + step.host_gaps_s)
+        updated_s = self.mean(lambda step: sum(one.seconds for one in step.families if one.family == OPTIMIZER))
+        inside = [group for group in self.groups if AXES.get(group) in INSIDE]
+        return own_s - updated_s + sum(self.shown_s(group) for group in inside)
+
+    @property
+    def compute_s(self) -> float:
+        """Mean seconds of computing in a step."""
+        return self.mean(lambda step: step.compute_s)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups that it exchanges with."""
+        return tuple(dict.fromkeys(group.group for step in self.steps for group in step.groups))
+
+    def shown_s(self, group: str) -> float:
+        """Mean seconds of a step in which the rank does nothing but a group's exchanges."""
+        return self.mean(lambda step: sum(one.exposed_s for one in step.groups if one.group == group))
+
+    def busy_s(self, group: str) -> float:
+        """Mean seconds of a step in which one of a group's exchanges runs."""
+        return self.mean(lambda step: sum(one.busy_s for one in step.groups if one.group == group))
+
+    def mean(self, seconds_of: Callable[[TraceStep], float]) -> float:
+        """Mean of a number over the steps."""
+        return sum(map(seconds_of, self.steps)) / len(self.steps)
+
+
+def traced_ranks(reports: Iterable[RankReport], stage_of: Callable[[int], int] | None = None) -> list[Traced]:
+    """The ranks whose traces mark steps; `stage_of` gives the stage of a rank whose trace does not say it."""
+    found = []
+    for report in reports:
+        steady = [step for step in report.steps if not step.warm_up and step.number is not None]
+        limit_s = SLOW * float(np.median([step.wall_s for step in steady])) if steady else 0.0
+        stage = report.stage
+        if stage is None and report.rank is not None and stage_of is not None:
+            stage = stage_of(report.rank)
+        steps = tuple(step for step in steady if step.wall_s <= limit_s)
+        if steps:
+            found.append(Traced(report, stage, steps))
+    return found
+
+
+def typical(ranks: Sequence[Traced]) -> Traced:
+    """The rank that speaks for all: of the stage that is busiest, the one that computes neither most nor least.
+
+    A late rank shows as waits of this one, a slow stage as what it does itself. Of an even number the lower middle one.
+    """
+    by_stage: dict[int | None, list[Traced]] = defaultdict(list)
+    for rank in ranks:
+        by_stage[rank.stage].append(rank)
+    middle = [sorted(own, key=lambda rank: rank.compute_s)[(len(own) - 1) // 2] for own in by_stage.values()]
+    return max(middle, key=lambda rank: rank.passes_s)
+
+
+def account_of(rank: Traced, has_pipeline: bool) -> Account:
+    """The account of a traced rank, which adds up to its mean step."""
+    kernels: dict[str, float] = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER, OPTIMIZER), 0.0)
+    families: dict[str, float] = defaultdict(float)
+    for step in rank.steps:
+        for family in step.families:
+            families[family.family] += family.seconds / len(rank.steps)
+    for name, value in families.items():
+        kernels[KINDS.get(name, MEMORY_BOUND)] += value
+    _move_optimizer(rank, kernels)
+    # what no family has: kernels that end and begin in one nanosecond
+    kernels[OTHER] += rank.compute_s - sum(kernels.values())
+    parts = kernels | {
+        HOST_GAPS: rank.mean(lambda step: step.host_gaps_s),
+        COPIES: rank.mean(lambda step: step.copies_s),
+        WAITS: rank.mean(lambda step: step.dependencies_s + step.idle_s),
+    }
+    exchanges = _exchanges(rank, has_pipeline)
+    for name, part in (("pp", PIPELINE), ("", EXCHANGES)):
+        one = exchanges.pop(name, Exchanges(0.0, 0.0))
+        parts[part] = one.busy_s - one.hidden_s
+    number = "" if rank.report.rank is None else f" of rank {rank.report.rank}"
+    return Account(f"in the trace{number}", parts, exchanges, _details(rank, families))
+
+
+def _move_optimizer(rank: Traced, kernels: dict[str, float]) -> None:
+    """Count kernels that the optimizer's own phase launched to it, whatever their names say."""
+    phase_s = rank.mean(lambda step: sum(phase.seconds for phase in step.phases if phase.phase == OPTIMIZER))
+    moved_s = min(max(0.0, phase_s - kernels[OPTIMIZER]), kernels[MEMORY_BOUND])
+    kernels[OPTIMIZER] += moved_s
+    kernels[MEMORY_BOUND] -= moved_s
+
+
+def _exchanges(rank: Traced, has_pipeline: bool) -> dict[str, Exchanges]:
+    """Exchanges by group of the plan; those of no group of its own under the empty name."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for label in rank.groups:
+        total = sums[axis_of(label, has_pipeline)]
+        total[0] += rank.busy_s(label)
+        total[1] += rank.shown_s(label)
+    late = _late(rank.report.collectives, len(rank.report.steps), has_pipeline)
+    return {
+        axis: Exchanges(busy_s, busy_s - shown_s, min(late[axis], busy_s) if axis in late else None)
+        for axis, (busy_s, shown_s) in sums.items()
+    }
+
+
+def axis_of(label: str, has_pipeline: bool) -> str:
+    """The plan's group of a trace's group; empty where it has none of its own.
+
+    Transfers from rank to rank that name no group are the pipeline's, or else those of a ring of context parallelism.
+    """
+    if label == "point to point" and not has_pipeline:
+        return "cp"
+    return AXES.get(label, "")
+
+
+def unnamed(rank: Traced) -> bool:
+    """True where more than 1% of the rank's step exchanges with groups that its trace does not name."""
+    strange = [group for group in rank.groups if group not in AXES and group not in _OTHERS]
+    return sum(map(rank.shown_s, strange)) > 0.01 * rank.wall_s
+
+
+def _late(rows: Iterable[CollectiveTime], num_steps: int, has_pipeline: bool) -> Mapping[str, float]:
+    """Seconds of a step that each group's exchanges wait for late ranks, of groups that several traces tell it of."""
+    late: dict[str, float] = defaultdict(float)
+    for row in rows:
+        if row.wait_s is not None:
+            late[axis_of(row.group, has_pipeline)] += row.wait_s * row.count / max(num_steps, 1)
+    return late
+
+
+def _details(rank: Traced, families: Mapping[str, float]) -> dict[str, str]:
+    """The names of the kernels that no pattern knows, and what the host did while the GPU waited."""
+    names = dict.fromkeys(
+        name
+        for step in rank.steps
+        for family in step.families
+        if family.family == OTHER_FAMILY
+        for name in family.largest
+    )
+    waits: dict[str, float] = defaultdict(float)
+    for step in rank.steps:
+        for name, value in step.waits:
+            waits[name] += value / len(rank.steps)
+    details = {}
+    if names and families.get(OTHER_FAMILY):
+        details[OTHER] = f"the largest is {next(iter(names))}"
+    if waits:
+        name = max(waits, key=lambda one: waits[one])
+        details[HOST_GAPS] = f"in {waits[name] / max(1e-12, rank.mean(lambda s: s.host_gaps_s)):.0%} of them {name}"
+    return details

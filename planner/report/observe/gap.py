@@ -1,0 +1,82 @@
+"""The way from the predicted step to the measured one and to the wall time per step, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from planner.observe.gap.terms import BESIDE, TERMS
+from planner.observe.observation import Observed, Term
+from planner.report.format import bar, seconds, signed_seconds
+from planner.report.labels import LEAST_SHARE
+from planner.report.pieces import bullets, headed, section
+from planner.specs.reading import printable
+
+_LABELS = {**TERMS, **BESIDE}
+_WIDEST_HALF, _LONGEST = 8, 300
+_WORTH_A_SENTENCE = 0.01
+"""Terms of at least this share of the step have their evidence shown; that of all is in --json."""
+
+
+class SignedBar:
+    """A bar to the right of its middle for seconds lost, to the left for seconds won."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(7, 2 * _WIDEST_HALF + 1)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        half = max(1, (min(2 * _WIDEST_HALF + 1, options.max_width) - 1) // 2)
+        cells = bar(abs(self.fraction), half)
+        won, lost = (cells[::-1], " " * half) if self.fraction < 0 else (" " * half, cells)
+        yield Text.assemble((won, "green"), ("│", "dim"), (lost, "red"))
+
+
+def gap_section(observed: Observed) -> RenderableType | None:
+    """The waterfall from the predicted step to the wall time per step; None where there is nothing between them."""
+    step_s = observed.observation.step_s
+    if step_s is None or not (observed.waterfall or observed.beside):
+        return None
+    largest_s = max(abs(term.seconds) for term in (*observed.waterfall, *observed.beside))
+    like_s = min(step_s, observed.prediction.step_s) if observed.prediction else step_s
+    table = headed(("", "", "", "to win back"), "l", "r", "l", "r", style="dim")
+    if observed.prediction is not None and observed.waterfall:
+        table.add_row("predicted step", seconds(observed.prediction.step_s, like_s), "", "", style="bold")
+        _add_terms(table, observed.waterfall, like_s, largest_s, LEAST_SHARE * step_s)
+    table.add_row("measured step", seconds(step_s, like_s), "", "", style="bold")
+    if observed.beside:
+        _add_terms(table, observed.beside, like_s, largest_s, LEAST_SHARE * step_s)
+        wall_s = step_s + sum(term.seconds for term in observed.beside)
+        table.add_row("wall time per step", seconds(wall_s, like_s), "", "", style="bold")
+    largest = sorted((*observed.waterfall, *observed.beside), key=lambda term: -abs(term.seconds))
+    said = [_says(term) for term in largest if abs(term.seconds) >= _WORTH_A_SENTENCE * step_s]
+    return section("Where the seconds go", Group(table, "", bullets(said)) if said else table)
+
+
+def _add_terms(table: Table, terms: Sequence[Term], like_s: float, largest_s: float, least_s: float) -> None:
+    """A row for each term, those that would read as nothing together in one."""
+    small = [term for term in terms if abs(term.seconds) < least_s]
+    for term in terms:
+        if term not in small:
+            back = "" if not term.recoverable_s else seconds(term.recoverable_s, like_s)
+            table.add_row(
+                f"  {_label(term)}", signed_seconds(term.seconds, like_s), SignedBar(term.seconds / largest_s), back
+            )
+    total_s = sum(term.seconds for term in small)
+    if signed_seconds(total_s, like_s) != "0 s":
+        words = f"  {len(small)} smaller ones" if len(small) > 1 else f"  {_label(small[0])}"
+        table.add_row(words, signed_seconds(total_s, like_s), SignedBar(total_s / largest_s), "")
+
+
+def _label(term: Term) -> str:
+    return _LABELS.get(term.term, printable(term.term.replace("_", " "), 40))
+
+
+def _says(term: Term) -> str:
+    return f"{_label(term)}: {printable(term.evidence, _LONGEST)}"

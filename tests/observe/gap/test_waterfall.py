@@ -1,0 +1,313 @@
+"""The waterfall adds up to the difference of the steps, and names the thing that was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from planner.answer import Plan
+from planner.layout.candidate import Candidate
+from planner.layout.evaluate import evaluate
+from planner.layout.replan import reprice
+from planner.observe.case import Case
+from planner.observe.gap.account import Account, Exchanges
+from planner.observe.gap.planned import planned
+from planner.observe.gap.terms import TERMS
+from planner.observe.gap.waterfall import waterfall
+from planner.observe.judge import judged, judged_beside, predicted
+from planner.observe.observation import Observation, Observed, Source, Term
+from planner.observe.traces.recorded import ObservedFiles, Recorded, kinds_of, observation_of, read_recorded
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+from tests.made_steps import trace_of
+
+JOBS: dict[str, dict[str, Any]] = {
+    "pipeline": {"model": "8b", "tp": 4, "pp": 2, "dp": 2},
+    "one stage": {"model": "8b", "tp": 4, "dp": 4},
+    "recomputed": {"model": "8b", "tp": 4, "pp": 2, "dp": 2, "recompute": "full"},
+    "mixture": {"model": "qwen3-30b", "tp": 2, "pp": 2, "dp": 4, "ep": 8},
+    "experts": {"model": "qwen3-30b", "dp": 16, "ep": 16},
+    "sharded": {"model": "8b", "dp": 16, "zero_stage": 3, "runtime": "torchtitan"},
+}
+NUM_GPUS = 16
+
+
+@cache
+def plan_of(job: str) -> Plan:
+    layout = dict(JOBS[job])
+    model, runtime = load_model(layout.pop("model")), layout.pop("runtime", "megatron")
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=NUM_GPUS)
+    training = TrainingSpec(seq_length=4096, global_batch_size=32)
+    return evaluate(model, cluster, training, Parallelism(**layout), runtime=runtime)
+
+
+@cache
+def candidate_of(job: str) -> Candidate:
+    plan = plan_of(job)
+    return reprice(plan, plan.best)
+
+
+def accounts(candidate: Candidate) -> list[Account]:
+    """The account of each stage."""
+    run = candidate.run()
+    return [planned(candidate, run, stage, "") for stage in range(int(candidate.shape.pp))]
+
+
+def recorded(
+    folder: Path, job: str, traced: dict[int, Account], late: dict[int, dict[str, float]] | None = None
+) -> Recorded:
+    """Traces of some ranks, each of which runs an account of its stage."""
+    shape, paths = candidate_of(job).shape, []
+    tp, width = int(shape.tp), int(shape.stage_stride)
+    for rank, account in traced.items():
+        first, stage_first = rank // tp * tp, rank // width * width
+        groups = {
+            "tp": list(range(first, first + tp)),
+            "dp": list(range(rank % tp + stage_first, stage_first + width, tp)),
+            "ep": list(range(stage_first, stage_first + width)),
+            "pp": [rank % width + width * stage for stage in range(int(shape.pp))],
+            "world": list(range(NUM_GPUS)),
+        }
+        trace = trace_of(account, rank, NUM_GPUS, groups, (late or {}).get(rank))
+        paths.append(str(trace.write(folder / f"rank{rank}.json")))
+    return read_recorded(kinds_of(paths))
+
+
+def held(job: str, files: Recorded, step_s: float | None = None) -> Observed:
+    """The answer for traces, with a log whose step is given, or without one."""
+    observation = observation_of(files)
+    if step_s is not None:
+        sources = (*observation.sources, Source(path="a.log", format="megatron"))
+        observation = observation.model_copy(update={"sources": sources, "step_s": step_s})
+    answer = judged(observation, plan_of(job), "plan.json", files)
+    return ObservedFiles(**dict(answer), recorded=files)
+
+
+def adds_up(answer: Observed) -> None:
+    assert answer.prediction is not None
+    assert answer.observation.step_s is not None
+    gap_s = answer.observation.step_s - answer.prediction.step_s
+    assert sum(term.seconds for term in answer.waterfall) == pytest.approx(gap_s, abs=1e-8 * answer.observation.step_s)
+    for term in answer.waterfall:
+        assert term.evidence
+        assert term.term in TERMS
+        assert term.recoverable_s is None or 0 <= term.recoverable_s <= max(0.0, term.seconds)
+
+
+def largest(answer: Observed) -> Term:
+    return max(answer.waterfall, key=lambda term: abs(term.seconds))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_an_account_adds_up_to_the_step_of_every_stage(job: str) -> None:
+    for account in accounts(candidate_of(job)):
+        assert account.total_s == pytest.approx(plan_of(job).step.step_s, rel=1e-9)
+        assert min(account.parts.values()) > -1e-9
+        assert all(0 <= one.hidden_s <= one.busy_s * (1 + 1e-9) for one in account.exchanges.values())
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_run_that_is_as_planned_has_no_gap(job: str, tmp_path: Path) -> None:
+    width = int(candidate_of(job).shape.stage_stride)
+    for stage, account in enumerate(accounts(candidate_of(job))):
+        answer = held(job, recorded(tmp_path, job, {stage * width: account}))
+        assert answer.verdict == "expected"
+        assert sum(abs(term.seconds) for term in answer.waterfall) < 1e-5 * plan_of(job).step.step_s
+
+
+def test_all_stages_together_have_none_either(tmp_path: Path) -> None:
+    every = accounts(candidate_of("pipeline"))
+    answer = held("pipeline", recorded(tmp_path, "pipeline", {0: every[0], 8: every[1]}))
+    assert sum(abs(term.seconds) for term in answer.waterfall) < 0.005 * plan_of("pipeline").step.step_s
+
+
+SCALES = st.floats(0.3, 3.0)
+
+
+@given(
+    job=st.sampled_from(("pipeline", "one stage", "mixture")), factors=st.lists(SCALES, min_size=12, max_size=12),
+    hiding=st.lists(st.floats(0, 1), min_size=4, max_size=4), log=st.none() | SCALES,
+)  # fmt: skip
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_terms_add_up_for_any_trace(
+    job: str, factors: list[float], hiding: list[float], log: float | None, tmp_path: Path
+) -> None:
+    """Every part and every exchange of another length, more or less of it hidden, with a log or without one."""
+    account = accounts(candidate_of(job))[-1]
+    parts = {name: seconds * factor for (name, seconds), factor in zip(account.parts.items(), factors, strict=False)}
+    exchanges, room_s = {}, parts["compute_products"]
+    for (group, one), factor, share in zip(account.exchanges.items(), factors, hiding, strict=False):
+        busy_s = one.busy_s * factor
+        hidden_s = share * min(busy_s, 0.4 * room_s)
+        exchanges[group] = Exchanges(busy_s, hidden_s, None)
+    rank = int(candidate_of(job).shape.stage_stride) * (int(candidate_of(job).shape.pp) - 1)
+    files = recorded(tmp_path, job, {rank: replace(account, parts=parts, exchanges=exchanges)})
+    step_s = None if log is None else log * plan_of(job).step.step_s
+    adds_up(held(job, files, step_s))
+
+
+TIMERS = ("forward_backward_s", "forward_s", "backward_s", "gradients_s", "parameters_s", "optimizer_s")
+
+
+@given(seconds=st.dictionaries(st.sampled_from(TIMERS), st.floats(0, 5)), rest=st.floats(0, 2))
+@settings(max_examples=20, deadline=None)
+def test_terms_add_up_for_any_timers(seconds: dict[str, float], rest: float) -> None:
+    step_s = sum(seconds.values()) + rest + 0.1
+    breakdown = {**seconds, "unattributed_s": rest + 0.1}
+    observation = Observation(sources=(Source(path="a", format="b"),), step_s=step_s, breakdown=breakdown)
+    adds_up(judged(observation, plan_of("pipeline"), "plan.json"))
+    earlier = judged(observation, plan_of("pipeline"), "plan.json")
+    slower = observation.model_copy(update={"step_s": step_s + 1, "breakdown": breakdown | {"optimizer_s": 1.0}})
+    adds_up(judged_beside(slower, earlier, "observed.json"))
+
+
+def test_timers_that_are_as_planned_have_no_gap() -> None:
+    plan = plan_of("pipeline")
+    step, tail_s = plan.step.breakdown, candidate_of("pipeline").outside.tail_s
+    breakdown = {"gradients_s": step.exposed_dp_s, "optimizer_s": step.optimizer_s, "unattributed_s": tail_s}
+    breakdown["forward_backward_s"] = plan.step.step_s - sum(breakdown.values())
+    observation = Observation(sources=(Source(path="a", format="b"),), step_s=plan.step.step_s, breakdown=breakdown)
+    assert judged(observation, plan, "plan.json").waterfall == ()
+    slow = observation.model_copy(
+        update={"step_s": plan.step.step_s + 1, "breakdown": breakdown | {"optimizer_s": step.optimizer_s + 1}}
+    )
+    (term,) = judged(slow, plan, "plan.json").waterfall
+    assert (term.term, term.seconds, term.recoverable_s) == ("optimizer", pytest.approx(1), pytest.approx(1))
+
+
+def test_a_step_alone_is_not_attributed() -> None:
+    plan = plan_of("pipeline")
+    observation = Observation(sources=(Source(path="a", format="b"),), step_s=plan.step.step_s + 1)
+    (term,) = judged(observation, plan, "plan.json").waterfall
+    assert (term.term, term.seconds, term.recoverable_s) == ("unattributed", pytest.approx(1), None)
+    known = Term(term="switch_off", seconds=0.25, evidence="the log says so")
+    cut = waterfall(Case(observation, None, predicted(plan, "plan.json"), plan), (known,))
+    assert [(one.term, one.seconds) for one in cut] == [("switch_off", 0.25), ("unattributed", pytest.approx(0.75))]
+
+
+def with_tiers(candidate: Candidate, change: Callable[[int], float]) -> Candidate:
+    """The layout on links of other rates: `change` has the factor of each tier."""
+    hardware = candidate.pricing.cluster.hardware
+    tiers = tuple(
+        tier.model_copy(update={"gb_per_s": tier.gb_per_s * change(number)})
+        for number, tier in enumerate(hardware.tiers)
+    )
+    cluster = candidate.pricing.cluster.changed(hardware=hardware.model_copy(update={"tiers": tiers}))
+    return candidate.priced_as(replace(candidate.pricing, cluster=cluster))
+
+
+@pytest.mark.parametrize(("job", "tier", "group"), [("one stage", 0, "tp"), ("sharded", 1, "dp"), ("experts", 1, "ep")])
+def test_a_link_of_half_its_rate_is_the_term_of_its_group(job: str, tier: int, group: str, tmp_path: Path) -> None:
+    slow = with_tiers(candidate_of(job), lambda number: 0.5 if number == tier else 1.0)
+    account = accounts(slow)[0]
+    peers = {0: account, 1: account} if group != "dp" else {0: account, 8: account}
+    answer = held(job, recorded(tmp_path, job, peers))
+    adds_up(answer)
+    term = largest(answer)
+    was, became = accounts(candidate_of(job))[0].exchanges[group], account.exchanges[group]
+    shown_s = (became.busy_s - became.hidden_s) - (was.busy_s - was.hidden_s)
+    assert term.term == f"{group}_link_rate"
+    assert shown_s > 0.01 * plan_of(job).step.step_s
+    assert term.seconds == pytest.approx(shown_s, rel=0.01)
+
+
+def test_one_rank_alone_does_not_tell_transfers_from_waits(tmp_path: Path) -> None:
+    slow = with_tiers(candidate_of("one stage"), lambda number: 0.5)
+    answer = held("one stage", recorded(tmp_path, "one stage", {0: accounts(slow)[0]}))
+    assert largest(answer).term == "tp_exchanges"
+
+
+def test_a_rank_that_comes_late_is_skew_of_the_others(tmp_path: Path) -> None:
+    account = accounts(candidate_of("one stage"))[0]
+    wait_s = 0.2
+    one = account.exchanges["tp"]
+    waiting = replace(
+        account, exchanges={**account.exchanges, "tp": Exchanges(one.busy_s + wait_s, one.hidden_s, wait_s)}
+    )
+    parts = {**account.parts, "compute_products": account.parts["compute_products"] + wait_s}
+    late = replace(account, parts=parts)
+    # the late rank computes longer, before its exchange
+    traced = recorded(
+        tmp_path, "one stage", {0: waiting, 1: replace(waiting, parts=dict(waiting.parts))}, {1: {"tp": wait_s}}
+    )
+    answer = held("one stage", traced)
+    adds_up(answer)
+    assert late.total_s == pytest.approx(waiting.total_s)
+    term = largest(answer)
+    assert (term.term, term.seconds) == ("tp_skew", pytest.approx(wait_s, rel=0.01))
+
+
+def test_an_overlap_that_is_gone_is_its_own_term(tmp_path: Path) -> None:
+    account = accounts(candidate_of("sharded"))[0]
+    one = account.exchanges["dp"]
+    shown = replace(account, exchanges={"dp": Exchanges(one.busy_s, 0.0, 0.0)})
+    answer = held("sharded", recorded(tmp_path, "sharded", {0: shown}))
+    term = largest(answer)
+    assert (term.term, term.seconds) == ("dp_overlap", pytest.approx(one.hidden_s, rel=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("part", "factor"), [("compute_products", 1.3), ("compute_attention", 3.0), ("compute_memory_bound", 3.0)]
+)
+def test_slow_kernels_are_the_term_of_their_kind(part: str, factor: float, tmp_path: Path) -> None:
+    account = accounts(candidate_of("one stage"))[0]
+    slow = replace(account, parts={**account.parts, part: factor * account.parts[part]})
+    term = largest(held("one stage", recorded(tmp_path, "one stage", {0: slow})))
+    assert (term.term, term.seconds) == (part, pytest.approx((factor - 1) * account.parts[part], rel=1e-3))
+
+
+def test_a_slow_stage_is_what_it_computes_and_the_bubble_of_others(tmp_path: Path) -> None:
+    candidate = candidate_of("pipeline")
+    slow = replace(candidate, rank_factors=(1.0, 1.2))
+    every = accounts(slow)
+    both = recorded(tmp_path, "pipeline", {0: every[0], 8: every[1]})
+    assert largest(held("pipeline", both)).term == "compute_products"
+    first = held("pipeline", recorded(tmp_path, "pipeline", {0: every[0]}))
+    assert largest(first).term == "pipeline_waits"
+    adds_up(first)
+
+
+def test_the_seconds_of_a_profiler_are_no_host_gaps(tmp_path: Path) -> None:
+    account = accounts(candidate_of("one stage"))[0]
+    slowed = replace(account, parts={**account.parts, "host_gaps": account.parts["host_gaps"] + 0.5})
+    step_s = plan_of("one stage").step.step_s
+    answer = held("one stage", recorded(tmp_path, "one stage", {0: slowed}), step_s)
+    assert sum(abs(term.seconds) for term in answer.waterfall) < 1e-4 * step_s
+    adds_up(answer)
+    partly = held("one stage", recorded(tmp_path, "one stage", {0: slowed}), step_s + 0.2)
+    assert largest(partly).term == "host_gaps"
+    assert largest(partly).seconds == pytest.approx(0.2, rel=0.01)
+
+
+def test_groups_that_a_trace_does_not_name_are_one_term(tmp_path: Path) -> None:
+    account = accounts(candidate_of("one stage"))[0]
+    files = recorded(tmp_path, "one stage", {0: account})
+    assert files.traces is not None
+    rank = files.traces.ranks[0]
+    steps = tuple(
+        step.model_copy(update={"groups": tuple(one.model_copy(update={"group": "unknown"}) for one in step.groups)})
+        for step in rank.steps
+    )
+    traces = files.traces.model_copy(update={"ranks": (rank.model_copy(update={"steps": steps}),)})
+    answer = held("one stage", files.model_copy(update={"traces": traces}))
+    adds_up(answer)
+    assert not any(term.term.startswith(("tp_", "dp_")) for term in answer.waterfall)
+
+
+def test_an_earlier_run_stands_in_the_place_of_a_plan(tmp_path: Path) -> None:
+    account = accounts(candidate_of("one stage"))[0]
+    earlier = held("one stage", recorded(tmp_path, "one stage", {0: account}))
+    slow = replace(account, parts={**account.parts, "compute_attention": account.parts["compute_attention"] + 0.3})
+    files = recorded(tmp_path, "one stage", {0: slow})
+    answer = judged_beside(observation_of(files), earlier, "observed.json", files)
+    adds_up(answer)
+    assert largest(answer).term == "compute_attention"
+    assert "observed.json" in largest(answer).evidence
