@@ -246,7 +246,8 @@ class Simulated:
         """Without a pipeline, and with weights or gradients that are exchanged in every micro-batch."""
         actions = self.candidate.order.ranks[0]
         outside, cost = self.candidate.outside, self.candidate.rank_costs[0]
-        shown_s = outside.exposed_dp_s / len(actions)
+        # ZeRO-2 exchanges gradients alone; its one gather of weights is counted with them
+        shows = {"F": float(sharded == 3), "B": 1.0 if sharded == 3 else 2.0}
         gathers = float(cost.gather_s) if sharded == 3 else 0.0
         exchanged_s = {"F": gathers, "B": gathers + float(cost.reduce_s)}
         gathered = float(cost.parameters) * 2 * (sharded == 3)
@@ -258,6 +259,7 @@ class Simulated:
             own_s = pass_s if slow is None or place.rank == slow.rank else whole_s(self.even, 0, action.kind)
             yield from self._pass(place, number, action.stage, action.kind, action.microbatch, at_s, at_s + own_s)
             exchange_s, num_bytes = exchanged_s[action.kind], moved_bytes[action.kind]
+            shown_s = shows[action.kind] * outside.exposed_dp_s / len(actions)
             hidden_s = min(max(0.0, exchange_s - shown_s), own_s)
             name = "all_gather" if action.kind == "F" or sharded == 3 else "reduce_scatter"
             phase = f"{action.kind}{action.microbatch}.0"
