@@ -80,7 +80,7 @@ def timer_values(run: Simulated, rank: int) -> dict[str, float]:
         elif piece.family == "optimizer":
             outside["optimizer"] += piece.length_s
     found |= _passes_s(run, place)
-    begin_s = found["forward-compute"] + found["backward-compute"] + found["forward-recv"]
+    begin_s = found["forward-compute"] + found["backward-compute"] + found["forward-recv"] + outside["all-grads-sync"]
     return {"forward-backward": begin_s + run.truth.stall_s, **found, **outside}
 
 
