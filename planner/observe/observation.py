@@ -48,6 +48,8 @@ class JobFacts(Spec):
     """The number of the last step that the run is to make."""
     run: dict[str, Any] = Field(default_factory=dict)
     """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
+    stated_switches: tuple[str, ...] = ()
+    """The features in it that the log names, and `recompute`; the others are what the trainer does unasked."""
 
 
 class StepSeries(Spec):
@@ -274,7 +276,9 @@ class Remedy(Spec):
     options: tuple[str, ...]
     """Words of `plan`'s command line, or of the trainer's environment; empty where neither helps."""
     step_s: float | None = None
-    """Seconds of the step with it, by the price of this job; None where it is not priced."""
+    """Seconds of the step with it; None where nothing tells."""
+    is_priced: bool = True
+    """True where they are by the price of the changed job; else they are the observed step without the cause."""
     says: str = ""
 
 
@@ -313,5 +317,7 @@ class Observed(Spec):
     """The verdict in one sentence."""
     causes: tuple[Cause, ...] = ()
     """The likeliest first."""
+    next_test: str = ""
+    """The measurement that would tell most, where a run is slow, or takes more memory, and no file shows why."""
     plan: Plan | None = None
     """The plan that the run is of: inputs and best layout."""

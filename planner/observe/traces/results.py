@@ -75,6 +75,9 @@ class TraceStep(Spec):
     """Idle, and nothing in the trace tells why."""
     first_idle_s: float = 0.0
     """The part of the idle time before anything runs in the step."""
+    long_gaps_s: float = 0.0
+    """The part of the host gaps that are each longer than 1% of the step: a host that stands still, not one that is
+    slow."""
     families: tuple[FamilyTime, ...]
     groups: tuple[GroupTime, ...]
     phases: tuple[PhaseTime, ...] = ()

@@ -48,8 +48,8 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
     yield Text(_what(observation), style="" if observed.says else "bold")
     if observation.step_s is not None:
         yield section("The step", _step(observation, prediction))
-    if observed.causes:
-        yield causes_section(observed.causes, observation.step_s)
+    if (causes := causes_section(observed)) is not None:
+        yield causes
     if (gap := gap_section(observed)) is not None:
         yield gap
     if remarks := list(_remarks(observed)):
