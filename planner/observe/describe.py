@@ -209,12 +209,15 @@ def _series(record: Record) -> StepSeries:
 
 
 def _timers(record: Record) -> Iterator[Timer]:
+    of_ranks = {
+        name: {rank: median(values) for rank, values in ranks.items()} for name, ranks in record.rank_timers.items()
+    }
     for name, (lows, highs) in record.timers.items():
         if len(lows):
             low, high = (float(np.median(np.frombuffer(values, dtype=float))) for values in (lows, highs))
-            ranks, mean_s = record.rank_timers.get(name, {}), math.fsum(highs) / len(highs)
+            ranks, mean_s = of_ranks.get(name, {}), math.fsum(highs) / len(highs)
             yield Timer(name=name, min_s=low, max_s=high, num_values=len(lows), per_rank_s=ranks, mean_s=mean_s)
-    for name, ranks in record.rank_timers.items():
+    for name, ranks in of_ranks.items():
         if name not in record.timers:
             values = list(ranks.values())
             yield Timer(name=name, min_s=min(values), max_s=max(values), num_values=len(values), per_rank_s=ranks)
