@@ -6,6 +6,7 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import median
 
 from planner.observe.observation import JobFacts
 from planner.observe.thinned import Thinned
@@ -194,6 +195,10 @@ class Record:
             values.append(seconds)
             if len(values) > MOST_OF_RANK:
                 values.pop(0)
+
+    def of_ranks(self, name: str) -> dict[int, float]:
+        """The median of what each rank's timer showed last."""
+        return {rank: median(values) for rank, values in self.rank_timers.get(name, {}).items()}
 
     def bytes_of(self, rank: int | None, step: int | None = None, /, **kinds: float | None) -> None:
         """Take memory of a rank after a step, the last one where none is said; the highest of each kind is kept."""
