@@ -135,6 +135,8 @@ class RankPasses(Spec):
     rank: int | None
     stage: int | None
     """The pipeline stage; None where neither the layout nor the trace says it."""
+    pipeline: int | None = None
+    """The number of its pipeline, one for all ranks that wait for each other in its passes and between them."""
     forward_s: float | None
     backward_s: float | None
     holds_exchanges: bool = False
@@ -143,6 +145,8 @@ class RankPasses(Spec):
     """Exposed seconds of such exchanges in a micro-batch, waits among them, where the passes do not hold them."""
     num_microbatches: int | None = None
     """Micro-batches of a step, as far as the files show them."""
+    microbatch_sizes: tuple[float, ...] = ()
+    """Seconds of each micro-batch of one step over their mean; empty where they are alike, or of several steps."""
     source: str
     """The timer or the annotations that say so."""
 
@@ -260,8 +264,8 @@ class Replayed(Spec):
     step_s: float
     measured_s: float
     """The step that the same files show: of a profiled run, the profiled one."""
-    even_s: float
-    """The step if every rank, stage and operation were as its peers."""
+    even_s: float | None
+    """The step if every rank, stage and operation were as its peers; None where none has any."""
     notes: tuple[str, ...] = ()
     """Sentences on what was taken from elsewhere, and on how much the replay leaves open."""
 

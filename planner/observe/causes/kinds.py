@@ -69,6 +69,11 @@ KINDS: Mapping[str, Kind] = {
             for group in exchanges.GROUPS
         ),
         *(
+            Kind(f"long_{group}", f"{group} exchanges run longer than planned", partial(exchanges.long, group=group),
+                 0.05, TRACE)
+            for group in exchanges.GROUPS
+        ),
+        *(
             Kind(f"exposed_{group}", f"more {group} communication shows than planned",
                  partial(exchanges.exposed, group=group), 0.03, TRACE)
             for group in exchanges.GROUPS

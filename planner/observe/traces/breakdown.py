@@ -201,6 +201,8 @@ def _groups(
 def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
     """Idle time as host gaps, dependencies and what cannot be told."""
     gpu, launches = events.trace.gpu, events.trace.launches
+    if events.trace.is_timeline:
+        return NONE, NONE, idle
     if events.trace.on_host:  # between operators the host itself is what works
         return idle, NONE, NONE
     if not len(idle) or not len(gpu):

@@ -7,7 +7,16 @@ from statistics import median
 from planner.observe.causes.signs.seen import Rank, Seen
 from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.gap.account import Account, Exchanges
-from planner.observe.gap.terms import BUBBLE, PIPELINE, PP_LINK_RATE
+from planner.observe.gap.terms import (
+    ATTENTION,
+    BUBBLE,
+    HOST_GAPS,
+    MEMORY_BOUND,
+    OTHER,
+    PIPELINE,
+    PP_LINK_RATE,
+    PRODUCTS,
+)
 from planner.observe.traces.groups import UNKNOWN
 from planner.report.format import seconds
 
@@ -23,6 +32,8 @@ _GRADIENTS = (
     "params-all-gather", "bwd_allreduce",
 )  # fmt: skip
 """Timers of what of gradients and parameters is not hidden."""
+_INSIDE = ("tp", "cp", "ep")
+_COMPUTING = (PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER, HOST_GAPS)
 _PASSES, _BOTH = ("forward-compute", "backward-compute"), "forward-backward"
 
 
@@ -35,6 +46,18 @@ def slow(seen: Seen, group: str) -> Sign | None:
     if due_s < _LEAST_FRACTION * seen.step_s:
         return None
     says = f"transfers of the {group} group take {found_s / due_s:.1f} times as long as over links as planned"
+    return Sign(sure(found_s / due_s, SLOWER, _NOISE), says, max(0.0, found_s - due_s), group)
+
+
+def long(seen: Seen, group: str) -> Sign | None:
+    """Exchanges of a group that run longer than planned, where no trace of a peer tells transfers from waits."""
+    known = _known(seen, group)
+    if not known or seen.step_s is None or any(found.late_s is not None for found, _ in known) or seen.earlier_ranks:
+        return None
+    found_s, due_s = (median(pair[side].busy_s for pair in known) for side in (0, 1))
+    if due_s < _LEAST_FRACTION * seen.step_s:
+        return None
+    says = f"exchanges of the {group} group run {found_s / due_s:.1f} times as long as planned, waits among them"
     return Sign(sure(found_s / due_s, SLOWER, _NOISE), says, max(0.0, found_s - due_s), group)
 
 
@@ -147,10 +170,14 @@ def late_changes(seen: Seen) -> Sign | None:
 
 
 def longer_bubble(seen: Seen) -> Sign | None:
-    """Stages that stand still longer than the order of the passes says."""
+    """Stages that stand still longer than the order of the passes says, where these take as long as they do."""
     if seen.step_s is None or seen.size("pp") == 1:
         return None
-    known = [(_pipeline_s(pair.found), _pipeline_s(pair.expected)) for pair in seen.pairs if pair.expected is not None]
+    known = [
+        (_pipeline_s(pair.found), _pipeline_s(pair.expected) * _longer(_passes_s(pair.found), _passes_s(pair.expected)))
+        for pair in seen.pairs
+        if pair.expected is not None
+    ]
     known = known or _still_s(seen)
     if not known:
         return None
@@ -164,6 +191,17 @@ def _pipeline_s(account: Account) -> float:
     return sum(account.parts.get(name, 0.0) for name in (BUBBLE, PP_LINK_RATE, PIPELINE))
 
 
+def _passes_s(account: Account) -> float:
+    """Seconds of a step that a rank's passes take."""
+    inside = (account.exchanges[group] for group in _INSIDE if group in account.exchanges)
+    return sum(account.parts.get(name, 0.0) for name in _COMPUTING) + sum(one.busy_s - one.hidden_s for one in inside)
+
+
+def _longer(found_s: float, due_s: float) -> float:
+    """How many times as long passes take: the stages that wait for them wait so many times as long."""
+    return max(1.0, found_s / due_s) if due_s > 0 else 1.0
+
+
 def _still_s(seen: Seen) -> list[tuple[float, float]]:
     """Seconds in which the busiest rank waits for other stages, by the timer around all passes."""
     timers = {timer.name: timer for timer in seen.case.observation.timers}
@@ -173,4 +211,6 @@ def _still_s(seen: Seen) -> list[tuple[float, float]]:
     if prediction is None or prediction.kind == "run" or not seen.size("pp"):
         return []
     due_s = prediction.breakdown.get("bubble_s", 0.0) + prediction.breakdown.get("pp_comm_s", 0.0)
-    return [(timers[_BOTH].max_s - sum(timers[name].max_s for name in _PASSES), due_s)]
+    passes_s = sum(timers[name].max_s for name in _PASSES)
+    planned_s = sum(prediction.breakdown.get(name, 0.0) for name in ("compute_s", *(f"{g}_comm_s" for g in _INSIDE)))
+    return [(timers[_BOTH].max_s - passes_s, due_s * _longer(passes_s, planned_s))]

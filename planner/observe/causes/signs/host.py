@@ -7,6 +7,7 @@ from statistics import median
 from planner.observe.causes.signs.accounts import Pair
 from planner.observe.causes.signs.seen import DATA, Rank, Seen
 from planner.observe.causes.signs.sign import Sign, large, sure
+from planner.observe.describe import DATA_TIMERS
 from planner.observe.gap.terms import HOST_GAPS
 from planner.report.format import seconds
 
@@ -75,7 +76,9 @@ def _data_s(rank: Rank) -> float:
 
 def data_timer(seen: Seen) -> Sign | None:
     """The trainer's own timer of its batches."""
-    found_s, step_s = seen.case.observation.data_s, seen.step_s
+    observation, step_s = seen.case.observation, seen.step_s
+    listed = [timer.max_s for timer in observation.timers if timer.name in DATA_TIMERS]
+    found_s = observation.data_s if observation.data_s is not None else max(listed, default=None)
     if found_s is None or step_s is None:
         return None
     says = f"the trainer's timer of batches shows {seconds(found_s)} of a step"

@@ -20,6 +20,7 @@ from planner.report.format import seconds
 LONGER = 1.06
 """Ranks of one stage differ by 1 to 2% in their clocks; half a dozen of them lie within 5%."""
 _LATE, _LATE_ON_HOST = 0.04, 0.08
+_ENOUGH = 3
 _NOISE, _NOISE_ON_HOST, _LONGER_ON_HOST = 0.012, 0.1, 1.2
 """Least noise of a ratio of two ranks: a GPU has its kernels alone, a CPU shares its cores."""
 
@@ -97,8 +98,15 @@ def _by_passes(seen: Seen) -> list[Beside]:
         middle = median(others) if others else 0.0
         if middle > 0:
             more_s = (_pass_s(one) - middle) * seen.num_microbatches
-            rows.append(Beside(f"rank {one.rank}", _pass_s(one) / middle, 2 * _NOISE, more_s))
+            rows.append(Beside(f"rank {one.rank}", _pass_s(one) / middle, _noise(others, middle), more_s))
     return rows
+
+
+def _noise(others: Sequence[float], middle: float) -> float:
+    """The spread of the other ranks, where there are enough to tell it."""
+    if len(others) < _ENOUGH:
+        return 2 * _NOISE
+    return max(_NOISE, 1.4826 * median(abs(other - middle) for other in others) / middle)
 
 
 def _pass_s(one: RankPasses) -> float:
