@@ -187,7 +187,10 @@ def of_fragments(case: Case, cause: Cause) -> Remedy:
     if plan is not None and plan.cluster.hardware.is_amd:
         says = "needs ROCm 7 and a torch of 2026; older ones say that it is not supported, and go on without"
         return Remedy(options=("PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",), says=says)
-    options, says = ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",), "segments grow in place of new ones"
+    options, says = (
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",),
+        "segments grow in place of new ones, from torch 2.1 on",
+    )
     if plan is not None and (plan.runtime_spec.cuda_graphs or plan.runtime_spec.graphed_modules):
         # NCCL would register buffers of graphs, which have no fixed address then
         return Remedy(options=(*options, "NCCL_GRAPH_REGISTER=0"), says=says)
