@@ -28,7 +28,6 @@ _TRIES = 12
 LOADERS = {
     "megatron": "--num-workers", "bridge": "dataset.num_workers", "primus-megatron": "num_workers",
     "megatron-deepspeed": "--num-workers", "deepspeed": "num_workers of its DataLoader",
-    "torchtitan": "dataloader.num_workers",
 }  # fmt: skip
 """The setting for processes that load data, by trainer."""
 
@@ -187,10 +186,7 @@ def of_fragments(case: Case, cause: Cause) -> Remedy:
     if plan is not None and plan.cluster.hardware.is_amd:
         says = "needs ROCm 7 and a torch of 2026; older ones say that it is not supported, and go on without"
         return Remedy(options=("PYTORCH_HIP_ALLOC_CONF=expandable_segments:True",), says=says)
-    options, says = (
-        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",),
-        "segments grow in place of new ones, from torch 2.1 on",
-    )
+    options, says = ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",), "segments grow in place of new ones"
     if plan is not None and (plan.runtime_spec.cuda_graphs or plan.runtime_spec.graphed_modules):
         # NCCL would register buffers of graphs, which have no fixed address then
         return Remedy(options=(*options, "NCCL_GRAPH_REGISTER=0"), says=says)
