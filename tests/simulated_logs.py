@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from simulated_ranks import Place, Simulated
+from simulated_pieces import Place
+from simulated_ranks import Simulated
 from simulated_truths import Truth
 from written import BEGIN_S, arguments, clock, iteration
 
@@ -79,7 +80,7 @@ def timer_values(run: Simulated, rank: int) -> dict[str, float]:
         elif piece.family == "optimizer":
             outside["optimizer"] += piece.length_s
     found |= _passes_s(run, place)
-    begin_s = found["forward-compute"] + found["backward-compute"] + found["forward-recv"]
+    begin_s = found["forward-compute"] + found["backward-compute"] + found["forward-recv"] + outside["all-grads-sync"]
     return {"forward-backward": begin_s + run.truth.stall_s, **found, **outside}
 
 
@@ -134,9 +135,13 @@ def dump_of(run: Simulated) -> str:
         micro_batch_size=int(shape.micro_batch_size), tensor_model_parallel_size=int(shape.tp),
         pipeline_model_parallel_size=int(shape.pp), context_parallel_size=int(shape.cp),
         expert_model_parallel_size=int(shape.ep), num_layers=model.num_hidden_layers, hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads, bf16=True, log_interval=1,
+        num_attention_heads=model.num_attention_heads, num_query_groups=model.num_key_value_heads,
+        group_query_attention=True, swiglu=True, add_bias_linear=False, normalization="RMSNorm",
+        position_embedding_type="rope", ffn_hidden_size=model.intermediate_size, max_position_embeddings=8192,
+        padded_vocab_size=model.vocab_size, untie_embeddings_and_output_weights=True, bf16=True, log_interval=1,
         overlap_grad_reduce=runtime.gradient_overlap_fraction > 0,
         overlap_param_gather=runtime.parameter_overlap_fraction > 0,
+        tp_comm_overlap=runtime.tp_overlap_fraction > 0,
         overlap_moe_expert_parallel_comm=runtime.ep_overlap_fraction > 0,
         bias_swiglu_fusion=runtime.fused_activation, apply_rope_fusion=runtime.fused_rotary,
         gradient_accumulation_fusion=runtime.fused_grad_accumulation,
@@ -152,6 +157,15 @@ def _more(run: Simulated) -> dict[str, object]:
     vpp, layers = int(run.shape.vpp), run.truth.plan.model.spec.num_hidden_layers
     if vpp > 1:
         more["num_layers_per_virtual_pipeline_stage"] = layers // (vpp * int(run.shape.pp))
+    runtime, hardware = run.candidate.pricing.runtime, run.candidate.pricing.cluster.hardware
+    by_deepep = runtime.dispatcher_on(hardware) in ("deepep", "hybridep")
+    if (moe := run.truth.plan.model.spec.moe) is not None:
+        more |= {
+            "num_experts": moe.num_experts, "moe_router_topk": moe.num_experts_per_tok,
+            "moe_ffn_hidden_size": moe.moe_intermediate_size,
+            "moe_token_dispatcher_type": "flex" if by_deepep else "alltoall", "moe_enable_deepep": by_deepep,
+            "moe_grouped_gemm": True, "expert_tensor_parallel_size": int(run.shape.etp),
+        }  # fmt: skip
     if run.truth.cause == "recompute_unneeded":
         more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return more

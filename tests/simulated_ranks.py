@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
+from simulated_pieces import Piece, Place, computed_s, whole_s
 from simulated_truths import Truth, _again
 
 from planner.layout.candidate import Candidate
@@ -14,6 +14,7 @@ from planner.layout.compute_terms import compute_terms
 from planner.layout.outside_pipeline import sharded_each_time
 from planner.layout.step.beside import beside_pipeline
 from planner.layout.step.inside import exchanges_of_passes
+from planner.physics.cost import PartCost
 from planner.physics.memory import sent_bytes
 from planner.physics.operators import collectives_of
 from planner.physics.passes import COMM_GROUPS
@@ -25,41 +26,10 @@ STEP_GAP_S = 4e-6
 HIDES = {"tp": "all_gather", "cp": "all_gather", "ep": "all_to_all"}
 SHOWS = {"tp": "reduce_scatter", "cp": "all_gather", "ep": "all_to_all"}
 """Collectives of each group that run beside computing, and that show behind it."""
+NORM_S = 20e-6
+"""An all-reduce of one number."""
 CHUNKS = 2
 """Times that the families of kernels take turns in a pass; real passes do so once a layer."""
-
-
-class Piece(NamedTuple):
-    """Something that a GPU does, in seconds from the step's begin."""
-
-    start_s: float
-    length_s: float
-    family: str
-    """A family of kernels, or `comm`."""
-    group: str = ""
-    collective: str = ""
-    num_bytes: float = 0.0
-    late: bool = False
-    """True if the GPU waited for its launch."""
-    phase: str = ""
-    """`F3`, `B3`: the pass that launched it."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's place in the grid, in Megatron's order: tp, cp, dp, pp."""
-
-    rank: int
-    tp: int
-    cp: int
-    dp: int
-    stage: int
-
-    @classmethod
-    def of(cls, candidate: Candidate, rank: int) -> Place:
-        shape = candidate.shape
-        tp, cp, dp = int(shape.tp), int(shape.cp), int(shape.dp)
-        return cls(rank, rank % tp, rank // tp % cp, rank // (tp * cp) % dp, rank // (tp * cp * dp))
 
 
 class Simulated:
@@ -153,7 +123,7 @@ class Simulated:
     def gap_fraction(self, stage: int, kind: str, waits: bool) -> float:
         """Share of a pass's computing seconds in which the GPU waits for its host; `waits` for ranks with less work."""
         candidate = self.balanced if waits else self.even
-        with_host, without = (_computed_s(c, stage, kind) for c in (candidate, self._without_host(candidate)))
+        with_host, without = (computed_s(c, stage, kind) for c in (candidate, self._without_host(candidate)))
         return max(0.0, 1 - without / with_host) if with_host else 0.0
 
     def step(self, place: Place, number: int) -> Iterator[Piece]:
@@ -225,11 +195,11 @@ class Simulated:
         if self.truth.cause == "expert_imbalance":
             ep = int(self.shape.ep)
             fullest = (7 * number + 3 * microbatch + stage + (kind == "F")) % ep
-            return compute_s if place.dp % ep == fullest else _computed_s(self.balanced, stage, kind)
+            return compute_s if place.dp % ep == fullest else computed_s(self.balanced, stage, kind)
         slow = self.slow
         if slow is None or not self.works_with_slow(place) or place.stage != slow.stage or place.rank == slow.rank:
             return compute_s
-        return min(compute_s, _computed_s(self.even, stage, kind))
+        return min(compute_s, computed_s(self.even, stage, kind))
 
     def _bytes(self, group: str, stage: int, kind: str) -> float:
         first, last = self.candidate.split.chunks[stage]
@@ -238,71 +208,71 @@ class Simulated:
     def _behind(self, place: Place, candidate: Candidate, timeline: Timeline, idle_from: float) -> Iterator[Piece]:
         """Gradients, gathers, the wait for the slowest replica, the optimizer, the tail."""
         begin_s, cost = self.truth.stall_s, candidate.rank_costs[place.stage]
-        num_bytes = float(cost.parameters) * self.candidate.pricing.runtime.gradient_bytes
         late_s, ended = self.timeline.makespan_s - timeline.makespan_s, idle_from
         spans = list(beside_pipeline(candidate, timeline, place.stage))
         pieces = sum(span.name == "reduce gradients" for span in spans)
         for span in spans:
             start_s, length_s = begin_s + span.start_s, span.end_s - span.start_s
             if span.name == "reduce gradients":
-                yield Piece(start_s, length_s, "comm", "dp", "reduce_scatter", num_bytes / pieces)
+                width = self.candidate.pricing.runtime.gradient_bytes / pieces
+                yield from self._reduced(start_s, length_s, cost, "reduce_scatter", width)
                 ended = max(ended, start_s + length_s)
             elif span.name == "exposed exchanges":
-                yield Piece(ended, length_s, "comm", "dp", "all_gather", num_bytes / 2)
+                width = 2 * min(1.0, length_s / float(cost.gather_s)) if float(cost.gather_s) else 2.0
+                yield from self._reduced(ended, length_s, cost, "all_gather", width)
                 ended += length_s
             elif span.name == "optimizer":
-                if late_s + start_s - ended > 1e-6:
-                    # the norm of all gradients is known when the last rank is there
-                    group = "model" if candidate is self.candidate and int(self.shape.tp * self.shape.pp) > 1 else "dp"
-                    yield Piece(ended, late_s + start_s - ended, "comm", group, "all_reduce", 4.0)
-                yield Piece(start_s + late_s, length_s, "optimizer", phase="O")
+                # the norm of all gradients is known when the last rank is there
+                group = "model" if candidate is self.candidate and int(self.shape.tp * self.shape.pp) > 1 else "dp"
+                norm_s = late_s + start_s - ended + NORM_S
+                yield Piece(ended, norm_s, "comm", group, "all_reduce", 4.0)
+                yield Piece(ended + norm_s, max(0.0, length_s - NORM_S), "optimizer", phase="O")
             else:
                 yield Piece(start_s + late_s + 0.7 * length_s, 0.3 * length_s, "elementwise", late=True)
+
+    def _reduced(
+        self, start_s: float, length_s: float, cost: PartCost, collective: str, width_bytes: float
+    ) -> Iterator[Piece]:
+        """An exchange of gradients or weights: those of experts among the ranks that hold the same ones."""
+        experts = float(cost.expert_parameters) if int(self.shape.ep) < int(self.shape.dp * self.shape.cp) else 0.0
+        share = experts / float(cost.parameters)
+        dense = float(cost.parameters) - float(cost.expert_parameters)
+        yield Piece(start_s, (1 - share) * length_s, "comm", "dp", collective, dense * width_bytes)
+        if share:
+            start_s += (1 - share) * length_s
+            yield Piece(start_s, share * length_s, "comm", "edp", collective, experts * width_bytes)
 
     def _sharded_step(self, place: Place, number: int, sharded: int) -> Iterator[Piece]:
         """Without a pipeline, and with weights or gradients that are exchanged in every micro-batch."""
         actions = self.candidate.order.ranks[0]
         outside, cost = self.candidate.outside, self.candidate.rank_costs[0]
-        shown_s = outside.exposed_dp_s / len(actions)
+        # ZeRO-2 exchanges gradients alone; its one gather of weights is counted with them
+        shows = {"F": float(sharded == 3), "B": 1.0 if sharded == 3 else 2.0}
         gathers = float(cost.gather_s) if sharded == 3 else 0.0
         exchanged_s = {"F": gathers, "B": gathers + float(cost.reduce_s)}
-        num_bytes = float(cost.parameters) * 2
+        gathered = float(cost.parameters) * 2 * (sharded == 3)
+        reduced = float(cost.parameters) * self.candidate.pricing.runtime.gradient_bytes
+        moved_bytes = {"F": gathered, "B": gathered + reduced}
         slow, at_s = self.slow, self.truth.stall_s
         for action in actions:
-            whole_s = _whole_s(self.candidate, action.stage, action.kind)
-            own_s = whole_s if slow is None or place.rank == slow.rank else _whole_s(self.even, 0, action.kind)
+            pass_s = whole_s(self.candidate, action.stage, action.kind)
+            own_s = pass_s if slow is None or place.rank == slow.rank else whole_s(self.even, 0, action.kind)
             yield from self._pass(place, number, action.stage, action.kind, action.microbatch, at_s, at_s + own_s)
-            exchange_s = exchanged_s[action.kind]
+            exchange_s, num_bytes = exchanged_s[action.kind], moved_bytes[action.kind]
+            shown_s = shows[action.kind] * outside.exposed_dp_s / len(actions)
             hidden_s = min(max(0.0, exchange_s - shown_s), own_s)
             name = "all_gather" if action.kind == "F" or sharded == 3 else "reduce_scatter"
             phase = f"{action.kind}{action.microbatch}.0"
             if hidden_s > 0:
                 yield Piece(at_s, hidden_s, "comm", "dp", name, num_bytes * hidden_s / exchange_s, False, phase)
-            last_s = shown_s + whole_s - own_s
+            last_s = shown_s + pass_s - own_s
             if last_s > 1e-7:
                 share = shown_s / (hidden_s + shown_s) if hidden_s + shown_s else 0.0
                 name = "reduce_scatter" if action.kind == "B" else "all_gather"
                 yield Piece(at_s + own_s, last_s, "comm", "dp", name, num_bytes * share, False, phase)
-            at_s += whole_s + shown_s
+            at_s += pass_s + shown_s
         yield Piece(at_s, outside.optimizer_s, "optimizer", phase="O")
         if outside.tail_s > 0:
             yield Piece(
                 at_s + outside.optimizer_s + 0.7 * outside.tail_s, 0.3 * outside.tail_s, "elementwise", late=True
             )
-
-
-def _computed_s(candidate: Candidate, stage: int, kind: str) -> float:
-    """Computing seconds of a pass of one micro-batch."""
-    cost = candidate.costs[stage]
-    return float(
-        {
-            "F": cost.forward_s, "I": cost.input_grad_s, "W": cost.weight_grad_s,
-            "B": cost.input_grad_s + cost.weight_grad_s,
-        }[kind]
-    )  # fmt: skip
-
-
-def _whole_s(candidate: Candidate, stage: int, kind: str) -> float:
-    durations = candidate.durations
-    backward_s = durations.input_grad_s[stage] + durations.weight_grad_s[stage]
-    return float(durations.forward_s[stage] if kind == "F" else backward_s)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 from made_traces import MadeTrace
-from simulated_ranks import STEP_GAP_S, Piece, Place, Simulated
+from simulated_pieces import Piece, Place
+from simulated_ranks import STEP_GAP_S, Simulated
 from simulated_truths import Truth
 
 US = 1e6
@@ -34,6 +35,7 @@ KERNELS = {
 DESCRIPTIONS = {
     "tp": "TENSOR_MODEL_PARALLEL_GROUP", "cp": "CONTEXT_PARALLEL_GROUP", "dp": "DATA_PARALLEL_GROUP_WITH_CP",
     "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP", "model": "MODEL_PARALLEL_GROUP",
+    "edp": "EXPERT_DATA_PARALLEL_GROUP",
 }  # fmt: skip
 LEAD_S = 4e-3
 """Seconds by which the host runs ahead of the GPU where it can."""
@@ -54,6 +56,7 @@ def groups_of(run: Simulated, place: Place) -> dict[str, tuple[str, list[int]]]:
         "dp": data,
         "pp": [inside + per_stage * index for index in range(pp)],
         "ep": data[at : at + ep],
+        "edp": data[data.index(place.rank) % ep :: ep] if ep > 1 else [],
         "model": [
             place.rank - first - place.tp + index + per_stage * stage for stage in range(pp) for index in range(tp)
         ],
@@ -143,12 +146,16 @@ def traced_ranks(run: Simulated, most: int = 8) -> list[int]:
     """Ranks of which several share a stage, and several a group, and the slow one is among them."""
     shape = run.shape
     tp, cp, dp, pp, ep = (int(size) for size in (shape.tp, shape.cp, shape.dp, shape.pp, shape.ep))
-    per_stage = tp * cp * dp
-    slow_stage = run.truth.slow_stage
-    stages = sorted({0, pp - 1, slow_stage if slow_stage is not None else pp // 2, pp // 2})[:4]
-    each = max(2, most // len(stages))
+    per_stage, slow_stage = tp * cp * dp, run.truth.slow_stage
+    whole = slow_stage if slow_stage is not None else pp // 2
     beside = tp if tp > 1 else ep if ep > 1 else per_stage
-    return [stage * per_stage + index for stage in stages for index in range(min(each, beside, per_stage))]
+    others = sorted({0, pp - 1, pp // 2} - {whole})
+    counts = dict.fromkeys(others, 2) | {whole: max(2, most - 2 * len(others) * (ep == 1))}
+    return [
+        stage * per_stage + index
+        for stage, count in sorted(counts.items())
+        for index in range(min(count, beside, per_stage))
+    ]
 
 
 def write_traces(run: Simulated, folder: Path, ranks: Sequence[int], rng: np.random.Generator) -> list[Path]:

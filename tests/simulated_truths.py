@@ -18,6 +18,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
 from planner.physics.pricing import Pricing
+from planner.schedule.replay import makespan_s
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_model
 from planner.specs.training import Parallelism, TrainingSpec
@@ -118,11 +119,7 @@ class Truth:
     @property
     def likely_seen(self) -> bool:
         """True where the cause takes enough of a step to be worth a word, or shows in memory."""
-        return self.extra_s > 0.03 * self.healthy.step_s or self.cause in (
-            "leak",
-            "fragmentation",
-            "recompute_unneeded",
-        )
+        return self.extra_s >= LEAST.get(self.cause, 0.05) * self.healthy.step_s
 
 
 def _again(pricing: Pricing, hardware: Mapping[str, Any] | None = None, **runtime: Any) -> Pricing:
@@ -165,7 +162,7 @@ def with_errors(candidate: Candidate, rng: np.random.Generator) -> Candidate:
     return candidate.priced_as(pricing)
 
 
-LEAST = {"leak": 0.0, "fragmentation": 0.0, "recompute_unneeded": 0.0, "clocks": 0.15}
+LEAST = {"leak": -1.0, "fragmentation": -1.0, "recompute_unneeded": -1.0, "clocks": 0.15}
 """Least share of a step that a cause takes in these runs, where it is not 5%: some show in memory, and clocks that all
 kernels share are told only from a model that is off by less."""
 Inject = Callable[[Truth, np.random.Generator], Truth]
@@ -219,13 +216,13 @@ def _clocks(truth: Truth, rng: np.random.Generator) -> Truth:
 
 
 def _bubble(truth: Truth, rng: np.random.Generator) -> Truth:
-    """Sends and receives that wait for the host, and long: stages stand still between their passes."""
-    durations = truth.candidate.durations
-    hop_s = float(rng.uniform(0.1, 0.25)) * max(durations.forward_s)
-    longer = replace(durations, p2p_s=hop_s, blocking_p2p=True)
+    """Micro-batches of unequal length, as packed documents make them: stages wait, and compute as much."""
     candidate = replace(truth.candidate)
-    vars(candidate)["durations"] = longer
-    return replace(truth, candidate=candidate, strength=hop_s)
+    spread = float(rng.uniform(0.25, 0.6))
+    sizes = np.clip(rng.normal(1.0, spread, candidate.num_microbatches), 0.2, None)
+    durations = replace(candidate.durations, microbatch_sizes=[float(size) for size in sizes / sizes.mean()])
+    vars(candidate).update(durations=durations, pipeline_s=makespan_s(candidate.order, durations))
+    return replace(truth, candidate=candidate, strength=spread)
 
 
 def _stall(truth: Truth, rng: np.random.Generator) -> Truth:

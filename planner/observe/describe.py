@@ -22,34 +22,14 @@ from planner.observe.observation import (
     Restart,
     Source,
     StepSeries,
-    Timer,
 )
 from planner.observe.record import Back, Record
 from planner.observe.steady import Steady, steady
+from planner.observe.timers import breakdown_of, data_s, timers_of
 from planner.observe.wall import restart_gap_s, wall_of
 
 MOST_SHOWN = 4_000
 """The most rows of steps in an answer; of more, every n-th."""
-TERMS = (
-    (("forward-backward", "forward_backward"), "forward_backward_s"),
-    (
-        ("all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads"),
-        "gradients_s",
-    ),
-    (("params-all-gather",), "parameters_s"),
-    (("forward-compute", "forward", "fwd"), "forward_s"),
-    (("backward-compute", "backward", "bwd"), "backward_s"),
-    (("optimizer", "step"), "optimizer_s"),
-)
-"""Timers that follow each other in a step, and the term that each is; of several names the first found counts."""
-_INSIDE = {
-    "all-grads-sync": ("gradients_s", "forward_backward_s"),
-    "params-all-gather": ("parameters_s", "optimizer_s"),
-}
-"""Timers that Megatron core runs inside of another: its schedules finalise the gradients before `forward-backward` ends
-(schedules.py, since core 0.7), and the distributed optimizer gathers parameters in its step (distrib_optimizer.py)."""
-_BESIDE = {"grads-all-reduce", "grads-reduce-scatter", "backward-params-all-reduce"}
-"""Timers of older versions, which ran all of these one after the other."""
 INTERVALS = {
     "manual_gc_interval": "garbage collection",
     "save_interval": "checkpoints",
@@ -58,9 +38,6 @@ INTERVALS = {
 }
 """Arguments of Megatron-LM that say how often something happens."""
 COUNTS = ("num_alloc_retries", "num_ooms", "num_skipped_steps", "num_nan_steps")
-DATA_TIMERS = ("batch-generator", "batch_input", "data_loading", "straggler-get-batch")
-"""Timers of waiting for a batch: Megatron-LM's, DeepSpeed's pipeline engine's, a column of torchtitan's metrics, and
-that of `--log-straggler`; the first found counts."""
 SERIES: dict[str, tuple[str, bool]] = {
     "allocated_bytes": ("allocated", False),
     "max_allocated_bytes": ("allocated", True),
@@ -68,7 +45,6 @@ SERIES: dict[str, tuple[str, bool]] = {
     "device_bytes": ("device", False),
 }
 """The kind of each series of memory, and whether it is of peaks."""
-_PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
 
 
 def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Observation:
@@ -78,12 +54,12 @@ def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Obse
     common: dict[str, Any] = {
         "sources": sources,
         "facts": facts,
-        "timers": tuple(_timers(record)),
+        "timers": tuple(timers_of(record)),
         "memory": tuple(_memory(record)),
         "memory_series": tuple(memory_series(record)),
         "links": tuple(_links(record)),
         "rank_spreads": tuple(_spreads(record)),
-        "data_s": _data_s(record),
+        "data_s": data_s(record),
         "watts_per_gpu": _printed(record, "watts_per_gpu"),
         "clock_mhz": _printed(record, "clock_mhz"),
         **{name: record.counts[name] for name in COUNTS if name in record.counts},
@@ -113,7 +89,7 @@ def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Obse
         warmup_extra_s=found.warmup_extra_s,
         drift_fraction=found.drift_fraction,
         tokens_per_s=tokens_per_s,
-        breakdown=_breakdown(record, found.step_s),
+        breakdown=breakdown_of(record, found.step_s),
         series=_series(record),
         outliers=tuple(_explained(outlier, record.arguments) for outlier in found.outliers),
         restarts=tuple(_restart(record, back) for back in record.backs),
@@ -174,28 +150,6 @@ def _printed(record: Record, name: str) -> float | None:
     return float(np.median(np.frombuffer(values, dtype=float))) if values else None
 
 
-def _breakdown(record: Record, step_s: float) -> dict[str, float]:
-    """The seconds of a step by its timers, and what they leave."""
-    found: dict[str, float] = {}
-    for names, term in TERMS:
-        values = next((record.timers[name][1] for name in names if record.timers.get(name, ((), ()))[1]), None)
-        if values:
-            found[term] = float(np.median(np.frombuffer(values, dtype=float)))
-    if "forward_backward_s" in found:
-        for part in _PARTS_OF_FORWARD_BACKWARD:
-            found.pop(part, None)
-    for inner, (term, outer) in _INSIDE.items():
-        if (
-            inner in record.timers
-            and not _BESIDE & record.timers.keys()
-            and found.get(outer, 0.0) > found.get(term, 0.0)
-        ):
-            found[outer] -= found.get(term, 0.0)
-    left = step_s - sum(found.values())
-    # timers inside each other, or of micro-batches, are no parts of a step
-    return {**found, "unattributed_s": left} if left >= 0 else {"unattributed_s": step_s}
-
-
 def _series(record: Record) -> StepSeries:
     stride = math.ceil(len(record.numbers) / MOST_SHOWN)
     ends = np.frombuffer(record.ends, dtype=float)[::stride]
@@ -208,27 +162,9 @@ def _series(record: Record) -> StepSeries:
     )
 
 
-def _timers(record: Record) -> Iterator[Timer]:
-    for name, (lows, highs) in record.timers.items():
-        if len(lows):
-            low, high = (float(np.median(np.frombuffer(values, dtype=float))) for values in (lows, highs))
-            ranks, mean_s = record.rank_timers.get(name, {}), math.fsum(highs) / len(highs)
-            yield Timer(name=name, min_s=low, max_s=high, num_values=len(lows), per_rank_s=ranks, mean_s=mean_s)
-    for name, ranks in record.rank_timers.items():
-        if name not in record.timers:
-            values = list(ranks.values())
-            yield Timer(name=name, min_s=min(values), max_s=max(values), num_values=len(values), per_rank_s=ranks)
-
-
 def _memory(record: Record) -> Iterator[RankMemory]:
     for rank, kinds in sorted(record.memory.items(), key=lambda pair: -1 if pair[0] is None else pair[0]):
         yield RankMemory(rank=rank, **kinds)
-
-
-def _data_s(record: Record) -> float | None:
-    """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
-    values = next((record.timers[name][1] for name in DATA_TIMERS if record.timers.get(name, ((), ()))[1]), None)
-    return math.fsum(values) / len(values) if values else None
 
 
 def _spreads(record: Record) -> Iterator[RankSpread]:

@@ -114,19 +114,29 @@ def _clocks(ranks: Sequence[Sorted], shared: Sequence[list[tuple[int, int]]]) ->
             continue
         for place, index in entries[1:]:
             ends[first, place].append(int(trace.gpu.end_ns[first_index]) - int(ranks[place].trace.gpu.end_ns[index]))
-    known, errors = {0}, []
-    for _ in ranks:  # every round reaches the ranks that share a group with those known
-        for (a, b), apart in ends.items():
-            middle = int(np.median(apart))
-            if (a in known) != (b in known):
-                other, clock = (b, offsets[a] + middle) if a in known else (a, offsets[b] - middle)
-                scatter = float(np.median(np.abs(np.array(apart) - middle)))
-                if abs(clock - offsets[other]) > scatter:
-                    offsets[other] = clock
-                known |= {a, b}
+    known: set[int] = set()
+    errors: list[int] = []
+    for root in range(len(ranks)):  # one of each part of the ranks that no collective joins to those before
+        if root in known:
+            continue
+        known.add(root)
+        for _ in ranks:  # every round reaches the ranks that share a group with those known
+            _align(ends, offsets, known)
     for (a, b), apart in ends.items():
         errors += [abs(offsets[a] + difference - offsets[b]) for difference in apart]
     return offsets, float(np.median(errors)) * NS if errors else None
+
+
+def _align(ends: Mapping[tuple[int, int], list[int]], offsets: list[int], known: set[int]) -> None:
+    """Set the clocks of ranks that share collectives with those known, beyond the scatter of their ends."""
+    for (a, b), apart in ends.items():
+        middle = int(np.median(apart))
+        if (a in known) != (b in known):
+            other, clock = (b, offsets[a] + middle) if a in known else (a, offsets[b] - middle)
+            scatter = float(np.median(np.abs(np.array(apart) - middle)))
+            if abs(clock - offsets[other]) > scatter:
+                offsets[other] = clock
+            known |= {a, b}
 
 
 def _kind(trace: RankTrace, index: int) -> str:

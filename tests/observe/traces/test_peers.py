@@ -40,6 +40,21 @@ def test_clocks_that_are_apart_are_aligned_by_what_ends_together(tmp_path: Path)
     assert report.clock_error_s == pytest.approx(0)
 
 
+def test_clocks_of_ranks_that_share_nothing_with_the_first_are_aligned_too(tmp_path: Path) -> None:
+    pairs = [training_trace(0), training_trace(1), training_trace(0), training_trace(1, late_us=80)]
+    for rank, trace in enumerate(pairs):
+        trace.header["baseTimeNanoseconds"] += 3_000_000 * rank
+        trace.header["distributedInfo"] |= {"rank": rank, "world_size": 4}
+        for event in trace.events:
+            if rank > 1 and event["args"].get("Process Group Ranks"):
+                event["args"]["Process Group Ranks"] = "[2, 3]"
+        for group in trace.header["distributedInfo"]["pg_config"]:
+            group["ranks"] = [0, 1] if rank < 2 else [2, 3]
+    report = both(tmp_path, *pairs)
+    waits = {rank.rank: rank.collectives[0].wait_s for rank in report.ranks}
+    assert {rank: round((wait or 0) / US) for rank, wait in waits.items()} == {0: 0, 1: 0, 2: 80, 3: 0}
+
+
 def test_one_rank_cannot_tell_wait_from_transfer_and_says_so(tmp_path: Path) -> None:
     report = both(tmp_path, training_trace(0))
     only = report.ranks[0].collectives[0]
