@@ -2,8 +2,8 @@
 
 A group runs its collectives on threads of its own (two, by default), and threads are numbered in the order in which
 groups were made, as `pg_config` lists them. Sends and receives run on the thread that asks for them. Between two ranks
-it is known whom they go to; in a longer pipeline what a stage has just computed goes out and what it computes next comes
-in, activations from the stage before and gradients from the one behind. What does not fit is left without a group.
+it is known whom they go to; in a longer pipeline what a stage has just computed goes out and what it computes next
+comes in, activations from the stage before and gradients from the one behind. What does not fit has no group.
 """
 
 from __future__ import annotations
