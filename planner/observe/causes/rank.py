@@ -78,7 +78,7 @@ def _cause(
 ) -> Cause | None:
     """The cause with its evidence; None where no sign of its own speaks for it."""
     found = speaking(best[name], signs)
-    if not any(KINDS[sign].is_own for sign in found):
+    if not _has_own(best[name], signs):
         return None
     told = [signs[sign] for sign in found]
     known_s = [sign.seconds for sign, kind in zip(told, found, strict=True) if KINDS[kind].is_own and sign.seconds]
@@ -102,6 +102,11 @@ def speaking(form: Form, signs: Mapping[str, Sign]) -> list[str]:
     return sorted(telling, key=lambda sign: (not KINDS[sign].is_own, -telling[sign]))
 
 
+def _has_own(form: Form, signs: Mapping[str, Sign]) -> bool:
+    """True where a sign that speaks of causes by itself speaks for this one."""
+    return any(KINDS[sign].is_own for sign in speaking(form, signs))
+
+
 def _at_most(seen: Seen, name: str, found_s: float) -> float:
     """Seconds that a cause accounts for: no more than the step is above the lower end of what was predicted."""
     prediction = seen.case.prediction
@@ -116,10 +121,15 @@ def _test(
 ) -> str:
     """The measurement of a sign that the files lack and that tells a cause best from its rival.
 
-    The rival is the next likely cause, or none at all; one that is nearly impossible needs no test.
+    The rival is the next likely cause that has evidence of its own, or none at all; one that is nearly impossible needs
+    no test.
     """
     nothing = 1 - likely[name]
-    others = {other: value for other, value in likely.items() if other != name and value >= _RIVAL * likely[name]}
+    others = {
+        other: value
+        for other, value in likely.items()
+        if other != name and value >= _RIVAL * likely[name] and _has_own(best[other], signs)
+    }
     rival = max(others, key=lambda other: others[other], default=None)
     if rival is None and nothing < _RIVAL * likely[name]:
         return ""

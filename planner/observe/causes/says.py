@@ -31,7 +31,7 @@ def _clause(cause: Cause, step_s: float | None) -> str:
     """`the host launches work too slowly, 1.9 s of 6.1; CUDA graphs: 4.7 s`, or what one rank or stage does."""
     where = cause.name == RECIPE or cause.where.split(" ")[0] in ("rank", "stage")
     text = cause.evidence.split("; ")[0] if where else HYPOTHESES[cause.name].says
-    if cause.seconds and step_s:
+    if cause.seconds and step_s and seconds(cause.seconds) not in text:
         text += f", {_of(cause.seconds, step_s)}"
     return text if cause.remedy is None else f"{text}; {_helps(cause.remedy)}"
 
