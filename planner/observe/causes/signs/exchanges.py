@@ -25,7 +25,7 @@ GROUPS = ("tp", "cp", "ep", "dp")
 SLOWER, _NOISE = 1.25, 0.08
 """Exchanges beside products take up to so much longer, which share the GPU with them; so do prices of links err."""
 _LEAST_FRACTION = 0.01
-_EXPOSED_FRACTION, _MORE, _MORE_ON_HOST = 0.03, 0.05, 0.12
+_EXPOSED_FRACTION, _MORE, _MORE_ON_HOST = 0.03, 0.05, 0.09
 _PAIRS = ("point to point", "pp")
 _GRADIENTS = (
     "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
