@@ -146,7 +146,7 @@ class _Reader:
         copies, on_host = np.array(self.copies, bool)[order], not len(gpu)
         if on_host:
             rank, lanes = _rank(header, where)[0], tuple(self.lanes)
-            gpu, calls = with_groups(self._of_host(operators, marks), self.names.texts, lanes, groups, rank)
+            gpu, calls = with_groups(self._of_host(operators, marks), self.names.texts, lanes, groups, rank, marks)
             copies = np.zeros(len(gpu), bool)
         else:
             gpu, calls, lanes = _with_calls(gpu, launches, comms), tuple(self.calls), tuple(self.lanes)

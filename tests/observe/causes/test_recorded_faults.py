@@ -55,6 +55,16 @@ def test_a_slow_link_has_no_name_where_nothing_says_what_it_should_give() -> Non
     assert "slow_link" not in {cause.name for cause in answer("slow_link_dp").causes}
 
 
+def test_an_earlier_run_may_be_longer_in_its_log_than_in_its_traces() -> None:
+    said = answer("healthy_dp").model_dump(mode="json")
+    said["observation"]["step_s"] *= 1.1
+    own = answer("sleeps_dp")
+    told = judged_beside(own.observation, observed_of(said, "observed.json"), "observed.json", own.recorded)
+    assert sum(term.seconds for term in told.waterfall) == pytest.approx(
+        told.observation.step_s - said["observation"]["step_s"]
+    )
+
+
 def test_exchanges_of_gloo_have_groups_waits_and_transfers() -> None:
     healthy, slow = (answer(name).recorded.traces for name in ("healthy_pp", "slow_link_pp"))
     assert healthy is not None

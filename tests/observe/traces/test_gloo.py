@@ -9,7 +9,7 @@ from planner.observe.traces.gloo import with_groups
 from planner.observe.traces.groups import Group
 from planner.observe.traces.trace import Call, Events
 
-NAMES = ("gloo:all_reduce", "gloo:send", "gloo:recv", "aten::mm")
+NAMES = ("gloo:all_reduce", "gloo:send", "gloo:recv", "aten::mm", "forward_step", "backward_step")
 WORLD = Group("0", "default_pg", (0, 1, 2, 3), 4)
 DATA = Group("1", "DATA_PARALLEL_GROUP", (0, 1), 2)
 PIPELINE = Group("3", "PIPELINE_MODEL_PARALLEL_GROUP", (0, 2), 2)
@@ -26,8 +26,11 @@ def made(*rows: tuple[str, int]) -> Events:
     return Events(number * 10, number * 10 + 5, lane, name, none, none)
 
 
-def told(rows: list[tuple[str, int]], groups: list[Group], lanes: object = LANES, rank: int = 0) -> list[Call | None]:
-    events, calls = with_groups(made(*rows), NAMES, lanes, {g.name: g for g in groups}, rank)  # type: ignore[arg-type]
+def told(
+    rows: list[tuple[str, int]], groups: list[Group], lanes: object = LANES, rank: int = 0, marks: Events | None = None
+) -> list[Call | None]:
+    by_name, marks = {group.name: group for group in groups}, marks or made()
+    events, calls = with_groups(made(*rows), NAMES, lanes, by_name, rank, marks)  # type: ignore[arg-type]
     return [calls[number] if number >= 0 else None for number in events.call.tolist()]
 
 
@@ -47,6 +50,23 @@ def test_a_pipeline_of_two_stages_says_whom_a_rank_sends_to() -> None:
         ("3", (2, 0)),
     ]
     assert [call and call.peers for call in told(rows, [WORLD, PIPELINE], rank=2)] == [(2, 0), (0, 2)]
+
+
+def test_passes_say_whom_a_stage_of_a_longer_pipeline_sends_to() -> None:
+    # in turns: what comes in before a pass, the pass, what goes out behind it
+    order = ["gloo:recv", "forward_step", "gloo:send", "gloo:recv", "backward_step", "gloo:send"]
+    every = made(*((name, 2) for name in order))
+    marks = every.where(np.isin(every.name, [NAMES.index("forward_step"), NAMES.index("backward_step")]))
+    four = Group("3", "PIPELINE_MODEL_PARALLEL_GROUP", (0, 2, 4, 6), 4)
+    rows = [(name, 2) for name in order]
+
+    def ends(rank: int) -> list[tuple[int, int] | None]:
+        calls = told(rows, [WORLD, four], rank=rank, marks=marks)
+        return [call.peers if call else None for name, call in zip(order, calls, strict=True) if "gloo" in name]
+
+    assert ends(2) == [(0, 2), (2, 4), (4, 2), (2, 0)]
+    # the first stage receives no activations and sends no gradients
+    assert ends(0) == [None, (0, 2), (2, 0), None]
 
 
 @pytest.mark.parametrize(

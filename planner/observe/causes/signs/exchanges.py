@@ -25,7 +25,7 @@ GROUPS = ("tp", "cp", "ep", "dp")
 SLOWER, _NOISE = 1.25, 0.08
 """Exchanges beside products take up to so much longer, which share the GPU with them; so do prices of links err."""
 _LEAST_FRACTION = 0.01
-_EXPOSED_FRACTION, _MORE, _MORE_ON_HOST = 0.03, 0.05, 0.12
+_EXPOSED_FRACTION, _MORE, _MORE_ON_HOST = 0.03, 0.05, 0.09
 _PAIRS = ("point to point", "pp")
 _GRADIENTS = (
     "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
@@ -123,7 +123,7 @@ def exposed(seen: Seen, group: str) -> Sign | None:
     """Communication of a group that nothing hides, beyond what the plan exposes; the rank that waits least says it."""
     if seen.step_s is None:
         return None
-    known = [(_shown_s(found), _shown_s(due)) for found, due in _known(seen, group)]
+    known = [(_shown_s(found), _shown_s(due) + _slower_s(seen, found, due)) for found, due in _known(seen, group)]
     if not known and group == "dp":
         known = _by_timers(seen)
     if not known:
@@ -133,6 +133,13 @@ def exposed(seen: Seen, group: str) -> Sign | None:
     noise = 0.01 + 0.08 * due_s / seen.step_s
     says = f"{seconds(found_s)} of {group} communication show in a step, {seconds(due_s)} expected"
     return Sign(sure(more_s / seen.step_s, _EXPOSED_FRACTION, noise), says, max(0.0, more_s), group)
+
+
+def _slower_s(seen: Seen, found: Exchanges, due: Exchanges) -> float:
+    """Seconds that show because transfers are slower than in the earlier run: the link's, not those of hiding less."""
+    if not seen.earlier_ranks or found.late_s is None or due.late_s is None:
+        return 0.0
+    return max(0.0, _moved_s(found) - _moved_s(due))
 
 
 def _shown_s(one: Exchanges) -> float:
