@@ -7,6 +7,7 @@ from planner.observe.gap.terms import (
     ATTENTION,
     BUBBLE,
     COPIES,
+    DATA,
     EXCHANGES,
     HOST_GAPS,
     MEMORY_BOUND,
@@ -88,6 +89,9 @@ class _Step:
             self.at += parts[EXCHANGES] * US
         self.at += parts.get(WAITS, 0.0) * US
         self.kernel(GEMM, 1e-9)
+        if parts.get(DATA):
+            self.trace.add("user_annotation", "enumerate(DataLoader)#__next__", self.at, parts[DATA] * US, 1)
+            self.at += parts[DATA] * US
         # the host launches what comes next when the GPU has run dry; it ends the step
         self.at += parts.get(HOST_GAPS, 0.0) * US
         self.kernel(GEMM, 1e-9, launch=self.at - 1e-3)

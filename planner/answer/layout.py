@@ -17,7 +17,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
 
 Evidence = Literal["spec_sheet", "calibrated", "probed"]
-"""The source of the seconds: data sheets, measurements of this kind of GPU, or those corrected by a probe."""
+"""The source of the seconds: data sheets, measurements of this kind of GPU, or those that a probe or runs corrected."""
 
 
 class Layout(Spec):

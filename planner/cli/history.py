@@ -40,7 +40,7 @@ def with_history(cluster: ClusterSpec, runtime: RuntimeSpec, said: set[str] | No
     calibration, found = known
     for correction in calibration.corrections(cluster.hardware, cluster.tiers):
         runs = f"{found.num_runs} {'run' if found.num_runs == 1 else 'runs'} of yours"
-        text = f"{printable(str(folder))}: {runs}: {correction.name}: {correction.says}; --no-history leaves them out"
+        text = f"{printable(str(folder))}: {correction.brief} by {runs}; --no-history leaves them out"
         _say_once(logging.INFO, text, said)
     return calibration.of_cluster(cluster)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
+from planner.cli.calibration_file import read_calibration
 from planner.cli.history import with_history
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
-from planner.cli.probe_file import read_calibration
 from planner.errors import SpecError
 from planner.months.whole_run import check_spares
 from planner.shape import liked_batch
@@ -95,7 +95,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     if assumed:
         runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
     if asked.calibration is not None:
-        calibration = read_calibration(asked.calibration, cluster)
+        calibration = read_calibration(asked.calibration, cluster, runtime.family)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)

@@ -163,6 +163,7 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
 
 def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
     """The price of the run that the log dumps, with what the options add; None where something is missing."""
+    from planner.cli.history import with_history
     from planner.export.common.imported_run import ImportedRun
     from planner.layout.evaluate import evaluate
     from planner.layout.runs import parse_run
@@ -178,8 +179,9 @@ def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
             global_batch_size=asked.global_batch_size,
         )
         run = parse_run({"run": run_data}, "the log's arguments")
+        cluster = run.cluster if asked.no_history else with_history(run.cluster, run.runtime)
         plan = evaluate(
-            run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime, says_switches=run.says_switches
+            run.model, cluster, run.training, run.parallelism, runtime=run.runtime, says_switches=run.says_switches
         )
     except SpecError as error:
         _log.warning("no prediction: %s (%s)", error.message, error.hint)

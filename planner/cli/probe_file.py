@@ -1,4 +1,4 @@
-"""Files that `plan probe -o` and `plan observe -o` saved, read back as results and as calibrations of the hardware."""
+"""Files that `plan probe -o` saved, read back as results."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from planner.errors import SpecError
 from planner.specs.checking import checked
-from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
-from planner.specs.reading import label, load_yaml, printable
+from planner.specs.reading import label, load_yaml
 
 if TYPE_CHECKING:
-    from planner.observe.observation import Observed
     from planner.probe.result import ProbeResult
-    from planner.trainers.calibration import Calibration
 
 _log = logging.getLogger(__name__)
 MAX_BYTES = 2**28
@@ -39,60 +36,6 @@ def probe_of(data: dict[str, Any], where: str) -> ProbeResult:
     from planner.probe.result import ProbeResult
 
     return checked(ProbeResult, data, where)
-
-
-def read_calibration(path: str, cluster: ClusterSpec) -> Calibration:
-    """The calibration of `cluster` by a saved probe or an observed run. What it corrects is logged as notes, what was
-    refused or left out as warnings."""
-    from planner.observe.saved import is_observed, observed_of
-
-    data, where = load_yaml(path, MAX_BYTES), label(path)
-    if is_observed(data):
-        calibration = _by_run(observed_of(data, where), cluster, where)
-    elif is_probe(data):
-        calibration = _by_probe(probe_of(data, where), cluster, where)
-    else:
-        hint = "save one with plan probe plan.json -o probe.json, or plan observe train.log -o observed.json"
-        raise SpecError(f"{where}: is no probe's result, and no observed run", hint)
-    for correction in calibration.corrections(cluster.hardware, cluster.tiers):
-        log = _log.warning if correction.verdict == "refused" else _log.info
-        log("%s: %s: %s", where, correction.name, correction.says)
-    return calibration
-
-
-def _by_probe(result: ProbeResult, cluster: ClusterSpec, where: str) -> Calibration:
-    from planner.profile.probe_calibration import from_probe
-
-    calibration = from_probe(result, cluster, where)
-    doubt_device(result, cluster.hardware, where)
-    for condition in result.conditions:
-        _log.warning("%s: %s", where, condition.text)
-    return calibration
-
-
-def _by_run(observed: Observed, cluster: ClusterSpec, where: str) -> Calibration:
-    """Raises SpecError where the log names another GPU than the hardware's, or the run teaches nothing."""
-    from planner.observe.calibrate.from_run import from_run
-
-    refuse_device(observed, cluster.hardware, where)
-    calibration = from_run(observed, cluster, where)
-    for warning in calibration.warnings:
-        _log.warning("%s: %s", where, warning)
-    return calibration
-
-
-def refuse_device(observed: Observed, hardware: HardwareSpec, where: str) -> None:
-    """Raise SpecError where a run's files name another GPU than `hardware`; warn where they name one nobody knows."""
-    from planner.probe.verdict.same_hardware import is_named, objection_to_device
-
-    device = observed.observation.facts.hardware
-    if device is None or hardware.architecture == "cpu":
-        return
-    if (objection := objection_to_device(device, "", hardware)) is not None:
-        named = objection[1].partition(", or ")[2]
-        raise SpecError(f"{where}: {objection[0]}", named or "observe a run on the GPUs that you plan for")
-    if not is_named(hardware, device):
-        _log.warning("%s: ran on %s; is that %s?", where, printable(device), hardware.name)
 
 
 def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> None:

@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 def add_run(path: str, folder: str | None, as_json: bool) -> None:
     """Keep an observed run in the folder of the user's runs, and show those of its cluster and trainer."""
+    from planner.cli.calibration_file import refuse_device
     from planner.cli.output import dumps, show
-    from planner.cli.probe_file import refuse_device
     from planner.observe.history.belongs import belongs_to, calibration_of, runs_of
     from planner.observe.history.folder import keep, prices_of, said_of
     from planner.observe.history.kept import kept_run, name_of, price_of, price_of_file, text_of
@@ -87,7 +87,7 @@ def _table(kept: Sequence[KeptPrice], added: str) -> Table:
 
     table = columns(None, *"rrr")
     table.add_row("run", "measured", "predicted", "error", style="dim")
-    for run in kept:
+    for run in sorted(kept, key=lambda run: (run.job, run.source, run.file)):
         error = f"{100 * (run.predicted_s / run.measured_s - 1):+.1f}%"
         style = "bold" if run.file == added else None
         name = f"{printable(run.source, 40)}: {printable(run.job)}"
@@ -105,6 +105,6 @@ def _sentences(folder: Path, name: str, is_new: bool, belongs: str, found: Poste
     path = printable(str(folder / name))
     return [
         f"{belongs}: kernels take × {found.factor:.3f} ({low:.3f} to {high:.3f}) by {runs} of {jobs}{scatter}",
-        f"plan and every other command of such a job take it, intervals are ± {found.step_width:.0%}; --no-history not",
+        f"every later plan of such a job takes it, a dense step within ± {found.step_width:.0%}; --no-history does not",
         f"{'kept as' if is_new else 'was there already:'} {path}; rm forgets it",
     ]

@@ -39,8 +39,8 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
 
 
 def evidence_of(pricing: Pricing) -> Evidence:
-    """`probed` where a probe corrected or confirmed the profile, `calibrated` where the GPU or its silicon family was
-    measured."""
+    """`probed` where a probe or a run corrected or confirmed the profile, `calibrated` where the GPU or its silicon
+    family was measured."""
     found: dict[str, Evidence] = {"spec_sheet": "spec_sheet", "probed": "probed"}
     return found.get(pricing.cluster.hardware.efficiency.evidence, "calibrated")
 

@@ -14,6 +14,7 @@ from planner.export.megatron.deepspeed_options import READ as DEEPSPEED_OPTIONS
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read import run_of
+from planner.export.megatron.read_features import options_of_features
 from planner.export.read import read_configuration
 from planner.export.scripts.shell import Script
 from planner.observe.logs.grammar import MOST
@@ -59,7 +60,7 @@ def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
         elif value == "True":
             words.append(_option(name))
         elif value not in _UNSET:
-            words += [_option(name), *re.sub(r"[\[\]',]|^AttnBackend\.", " ", value).split()]
+            words += [_option(name), *re.sub(r"[\[\]',]|\bAttnBackend\.", " ", value).split()]
     options = dict(options_of(words))
     for name in _defaults(arguments):
         options.pop(name, None)
@@ -124,6 +125,17 @@ def _of_nemo(record: Record) -> ImportedRun:
     return read_configuration(yaml.safe_dump({"name": "gpt", "trainer": trainer, "model": tree}), "nemo")
 
 
+def _stated_switches(record: Record, imported: ImportedRun) -> tuple[str, ...]:
+    """The features of a run that its arguments name; a part of a dump, or an old one, names few of them."""
+    features = imported.run.get("features") or {}
+    if "num_layers" not in record.arguments or record.grammar == "dllogger":
+        return tuple(features)
+    known = options_of_features()
+    named = {_NEGATED.get(name) or _option(name) for name in record.arguments}
+    recompute = ("recompute",) if "recompute_granularity" in record.arguments else ()
+    return (*(name for name in features if known.get(name, frozenset()) & named), *recompute)
+
+
 def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and 0 < value < MOST else None
 
@@ -138,6 +150,7 @@ def facts_of(record: Record, trainer: str) -> JobFacts:
     found: dict[str, Any] = {
         "trainer": stated.trainer or (trainer if imported is None or trainer != "megatron" else imported.source),
         "run": run,
+        "stated_switches": () if imported is None else _stated_switches(record, imported),
         **counts,
         "model": stated.model or (model if isinstance(model, str) else None),
     }

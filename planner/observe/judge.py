@@ -7,7 +7,7 @@ from dataclasses import replace
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.case import Case
-from planner.observe.causes.rank import causes_of
+from planner.observe.causes.rank import diagnosed
 from planner.observe.causes.says import conclusion
 from planner.observe.gap.beside import beside_steps
 from planner.observe.gap.waterfall import waterfall
@@ -56,7 +56,7 @@ def _told(case: Case) -> Observed:
     case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
     gap, (replayed, changed) = waterfall(case, recipe_terms(case)), idealised(case)
     verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
-    causes = causes_of(case, gap, changed)
+    found = diagnosed(case, gap, changed, verdict)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
@@ -65,8 +65,9 @@ def _told(case: Case) -> Observed:
         what_if=changed,
         replayed=replayed,
         verdict=verdict,
-        says=conclusion(verdict, says, case.observation, causes),
-        causes=causes,
+        says=conclusion(verdict, says, case.observation, found.causes),
+        causes=found.causes,
+        next_test=found.next_test,
         plan=case.plan,
     )
 

@@ -48,6 +48,8 @@ class JobFacts(Spec):
     """The number of the last step that the run is to make."""
     run: dict[str, Any] = Field(default_factory=dict)
     """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
+    stated_switches: tuple[str, ...] = ()
+    """The features in it that the log names, and `recompute`; the others are what the trainer does unasked."""
 
 
 class StepSeries(Spec):
@@ -133,6 +135,8 @@ class RankPasses(Spec):
     rank: int | None
     stage: int | None
     """The pipeline stage; None where neither the layout nor the trace says it."""
+    pipeline: int | None = None
+    """The number of its pipeline, one for all ranks that wait for each other in its passes and between them."""
     forward_s: float | None
     backward_s: float | None
     holds_exchanges: bool = False
@@ -141,6 +145,8 @@ class RankPasses(Spec):
     """Exposed seconds of such exchanges in a micro-batch, waits among them, where the passes do not hold them."""
     num_microbatches: int | None = None
     """Micro-batches of a step, as far as the files show them."""
+    microbatch_sizes: tuple[float, ...] = ()
+    """Seconds of each micro-batch of one step over their mean; empty where they are alike, or of several steps."""
     source: str
     """The timer or the annotations that say so."""
 
@@ -258,8 +264,8 @@ class Replayed(Spec):
     step_s: float
     measured_s: float
     """The step that the same files show: of a profiled run, the profiled one."""
-    even_s: float
-    """The step if every rank, stage and operation were as its peers."""
+    even_s: float | None
+    """The step if every rank, stage and operation were as its peers; None where none has any."""
     notes: tuple[str, ...] = ()
     """Sentences on what was taken from elsewhere, and on how much the replay leaves open."""
 
@@ -270,7 +276,9 @@ class Remedy(Spec):
     options: tuple[str, ...]
     """Words of `plan`'s command line, or of the trainer's environment; empty where neither helps."""
     step_s: float | None = None
-    """Seconds of the step with it, by the price of this job; None where it is not priced."""
+    """Seconds of the step with it; None where nothing tells."""
+    is_priced: bool = True
+    """True where they are by the price of the changed job; else they are the observed step without the cause."""
     says: str = ""
 
 
@@ -309,5 +317,7 @@ class Observed(Spec):
     """The verdict in one sentence."""
     causes: tuple[Cause, ...] = ()
     """The likeliest first."""
+    next_test: str = ""
+    """The measurement that would tell most, where a run is slow, or takes more memory, and no file shows why."""
     plan: Plan | None = None
     """The plan that the run is of: inputs and best layout."""

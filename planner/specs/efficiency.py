@@ -129,8 +129,9 @@ class Efficiency(Spec):
     launch_factor: PositiveFloat = 1.0
     """Factor on launch_us."""
     step_width: PositiveFloat | None = None
-    """Half-width of a dense model's step, in natural logarithms, by the errors that a probe, or the stages measured by
-    plan profile, left; null where none was run. A profile without a probe is never surer than its evidence says."""
+    """Half-width of a dense model's step, in natural logarithms, by the errors that a probe, a run, or the stages
+    measured by plan profile left; null where there was none. A profile without a probe or a run is never surer than its
+    evidence says."""
 
     @model_validator(mode="before")
     @classmethod

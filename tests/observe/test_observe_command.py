@@ -86,7 +86,7 @@ def test_words_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     capsys.readouterr()
     assert main(["observe", str(folder / "dump.log"), "--plan", str(folder / "plan.json")]) == 0
     text = capsys.readouterr().out
-    for part in ("median step", "predicted", "MFU", "warm-up: 1 step", "wall time", "same definition"):
+    for part in ("median step", "predicted", "MFU", "1 of them to warm up", "wall time", "same definition"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 100
 

@@ -18,7 +18,10 @@ from planner.observe.judge import judged, judged_beside, of_run, predicted
 from planner.observe.observation import Observation, Observed
 from planner.observe.remedy.estimate import LEAST_GAIN, expected_step_s
 from planner.observe.remedy.recipe_gap import recipe_gap, recipe_terms
-from planner.observe.remedy.running import differences, running
+from planner.observe.remedy.running import differences, restored, running
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
@@ -69,14 +72,15 @@ def observed(folder: Path, **changes: Any) -> Observation:
     return read(folder, "\n".join([arguments(**{**DUMP, **changes}), *iterations([9.0] * 30)]))
 
 
+def planned_as(**layout: Any) -> Plan:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
+    training = TrainingSpec(seq_length=8192, global_batch_size=128)
+    return evaluate("8b", cluster, training, Parallelism(tp=2, pp=2, **layout))
+
+
 @pytest.fixture(scope="module")
 def planned() -> Plan:
-    from planner.cli.inputs import read_job, read_parallelism
-    from planner.cli.job_options import LayoutOptions
-
-    asked = LayoutOptions(model="8b", gpus=16, hardware="h100", tp=2, pp=2, seq_length=8192, global_batch_size=128)
-    job = read_job(asked)
-    return evaluate(job.model, job.cluster, job.training, read_parallelism(asked), runtime=job.runtime_spec)
+    return planned_as()
 
 
 def beside(planned: Plan, observation: Observation) -> Case:
@@ -94,7 +98,7 @@ def test_terms_add_up_to_the_price_of_the_logs_recipe(
 ) -> None:
     changes = {
         "overlap_grad_reduce": False, "overlap_param_gather": False, "recompute_granularity": "full",
-        "recompute_method": "uniform", "recompute_num_layers": 1, "bias_swiglu_fusion": False,
+        "tp_comm_overlap": False, "recompute_method": "uniform", "recompute_num_layers": 1, "bias_swiglu_fusion": False,
     }  # fmt: skip
     case = beside(planned, observed(tmp_path, **changes))
     terms = recipe_terms(case)
@@ -128,6 +132,30 @@ def test_what_the_log_shows_off_is_said_with_its_flag(planned: Plan, tmp_path: P
     measured_s = case.observation.step_s
     assert measured_s == 9.0
     assert expected_step_s(case, now, now) == pytest.approx(measured_s)
+
+
+def test_what_a_part_of_a_dump_does_not_name_is_not_said(planned: Plan, tmp_path: Path) -> None:
+    seen = observed(tmp_path, overlap_grad_reduce=False)
+    assert {"overlap_grad_reduce", "cross_entropy_fusion", "recompute"} <= set(seen.facts.stated_switches)
+    assert "tp_comm_overlap" not in seen.facts.stated_switches
+    assert seen.facts.run["features"]["tp_comm_overlap"] is False
+    assert [row.name for row in differences(beside(planned, seen))] == ["overlap_grad_reduce"]
+
+
+def test_recomputing_that_the_log_has_off_is_a_term(tmp_path: Path) -> None:
+    case = beside(planned_as(recompute="full"), observed(tmp_path))
+    (term,) = [term for term in recipe_terms(case) if "recompute" in term.term]
+    assert term.evidence == "the log shows recompute none, the plan has full"
+    assert term.seconds < 0
+
+
+def test_a_switch_at_another_value_than_planned_goes_back(planned: Plan, tmp_path: Path) -> None:
+    case = beside(planned, observed(tmp_path, overlap_grad_reduce=False))
+    now = running(case)
+    assert now is not None
+    (back,) = restored(case, ("overlap_grad_reduce", "compile"), now)
+    assert back.step_s == pytest.approx(planned.step.step_s)
+    assert not list(restored(case, ("compile",), now))
 
 
 def test_without_a_plan_there_is_no_gap(tmp_path: Path) -> None:

@@ -25,6 +25,14 @@ FEATURE_OPTIONS = SWITCHING | frozenset(_OTHERS) | {
 }  # fmt: skip
 
 
+def options_of_features() -> dict[str, frozenset[str]]:
+    """The options that say each feature, in any value."""
+    pairs = [(row.switch, option) for row in SWITCH_OPTIONS for option in row.settings]
+    pairs += [(feature, option) for option, (feature, _) in _OTHERS.items()]
+    pairs.append(("flash_attention", "--attention-backend"))
+    return {name: frozenset(option for other, option in pairs if other == name) for name, _ in pairs}
+
+
 def read_dtype(options: Options) -> str:
     """The dtype that matrix products compute in."""
     if "--fp4-format" in options:

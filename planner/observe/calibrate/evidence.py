@@ -22,11 +22,11 @@ SURE = 0.5
 MOST_LEFT_OUT = 0.3
 """Largest share of a step that a cause may take for the rest to tell something about the hardware."""
 OF_THE_STEP = (
-    "data_stall", "straggler_rank", "expert_imbalance", "host_bound", "slow_link", "no_ep_overlap", "unfused_kernels",
-    "attention_kernel",
+    "data_stall", "straggler_rank", "expert_imbalance", "host_bound", "slow_link", "no_ep_overlap", "exposed_dp",
+    "bubble", "unfused_kernels", "attention_kernel", "garbage_collection",
 )  # fmt: skip
-"""Causes whose seconds say nothing about the GPU's kernels: input, one slow rank, routing, the host, a link, and a
-recipe other than the one that was priced."""
+"""Causes whose seconds say nothing about the GPU's kernels: input, one slow rank, routing, the host, links and waits,
+and a recipe other than the one that was priced. Clocks are the GPUs' own, and what stands beside steps is in none."""
 OF_THE_MEMORY = ("leak",)
 _MEND = "mend that, let the job run on, and observe it again"
 
@@ -49,7 +49,8 @@ def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | No
     observation = observed.observation
     if plan is None or cluster is None:
         hint = "plan observe train.log --plan plan.json -o observed.json"
-        raise SpecError(f"{where}: does not say the plan that it is a run of", hint)
+        why = observed.says.removeprefix("no verdict: ") if observed.prediction else ""
+        raise SpecError(f"{where}: {why or 'does not say the plan that it is a run of'}", hint)
     if observation.step_s is None:
         raise SpecError(f"{where}: the run in it has no steps", "observe a log that prints the seconds of its steps")
     if differing := differences(observation, plan):

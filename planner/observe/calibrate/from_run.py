@@ -26,7 +26,8 @@ from planner.trainers.calibration import Calibration
 ONE_RUN_WIDTH = 0.11
 """Half-width of another layout's step where one run's whole step set the speed of kernels: that run's own error comes
 along. Of pairs of published runs of one source and one kind of GPU, four in five differ by no more, in the median of
-50 sets (docs/CALIBRATION.md)."""
+43 sets (scripts/score_history)."""
+UNDER_PROFILER = "a profiler makes steps longer: observe a log of steps without one"
 POOR = 0.07
 """Error of the calibrated price on the run itself from which the fit is called poor: that between layouts."""
 
@@ -53,6 +54,9 @@ def from_run(observed: Observed, cluster: ClusterSpec, where: str = "the run") -
         error, transfer = math.log(evidence.step_s / run.step_s(calibration)), TRANSFER_WIDTH
     else:
         factor, error = common_factor(run, evidence, calibration, where)
+        if not evidence.has_log and factor.is_applied:
+            error = math.log(evidence.step_s / run.step_s(calibration))
+            factor = factor.model_copy(update={"verdict": "refused", "reason": UNDER_PROFILER})
         calibration = calibration.model_copy(update={"kernels_factor": factor, **calibrated_kernels(families, run)})
         transfer = ONE_RUN_WIDTH if factor.is_applied else min(hardware_width(cluster.hardware), ONE_RUN_WIDTH)
     return calibration.model_copy(

@@ -10,12 +10,12 @@ from typing import Any
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.observe.calibrate.evidence import Evidence
-from planner.observe.calibrate.priced import STEP, PricedRun
+from planner.observe.calibrate.priced import STEP, PricedRun, plausible_factors
 from planner.observe.traces.families import NAMES, OTHER
 from planner.observe.traces.results import RankReport, TraceStep
 from planner.physics.passes import lateness
 from planner.profile.probed.doubt import LEAST_SENSITIVE, REPEATS
-from planner.profile.probed.plausible import MOST_FACTOR, TAKEN, Opinion, kernel_objection
+from planner.profile.probed.plausible import TAKEN, Opinion, kernel_objection
 from planner.specs.hardware import HardwareSpec
 from planner.trainers.calibration import Calibration, Factor
 
@@ -39,15 +39,17 @@ def common_factor(run: PricedRun, evidence: Evidence, calibration: Calibration, 
     source = f"a step of {step_s:.4g} s, priced {planned_s:.4g}"
     if sensitivity < LEAST_SENSITIVE:
         reason = f"kernels twice as slow make the step {2**sensitivity - 1:.0%} longer: host and links hold it up"
-        value = min(MOST_FACTOR, max(1 / MOST_FACTOR, math.exp(error)))
+        least, most = plausible_factors(run.cluster.hardware)
+        value = min(most, max(least, math.exp(error)))
         return Factor(value=value, source=source, verdict="refused", reason=reason), error
     log_factor = run.log_kernels(step_s, calibration)
     if log_factor is None:
-        hardware = run.cluster.hardware.name
+        hardware = run.cluster.hardware
         asked = f"its step of {step_s:.4g} s is {math.exp(error):.2f} of the priced {planned_s:.4g}"
+        least, most = plausible_factors(hardware)
         raise SpecError(
-            f"{where}: {asked}, which no factor on the kernels of {hardware} explains ({1 / MOST_FACTOR:g} to "
-            f"{MOST_FACTOR:g}, and no more than the data sheet's peak)",
+            f"{where}: {asked}, which no factor on the kernels of {hardware.name} explains "
+            f"({least:.2f} to {most:g} is plausible)",
             "check --hardware and that the plan is the run's, and read what plan observe says of it",
         )
     value = math.exp(log_factor)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from planner.layout.placement import groups_of
 from planner.observe.calibrate.priced import PricedRun
 from planner.observe.observation import Link
+from planner.observe.traces.collectives import bus_factor, kind_of
 from planner.observe.traces.results import RankReport
 from planner.physics.communication import Kind, Places, collective_s, members_by_tier
 from planner.profile.probed.plausible import LEAST_LINK_SHARE, MOST_LINK_SHARE, opinion_of_link
@@ -86,14 +87,17 @@ def _of_traces(run: PricedRun, ranks: Sequence[RankReport]) -> Iterator[Timed]:
 
 
 def _of_logs(run: PricedRun, links: Sequence[Link]) -> Iterator[Timed]:
-    """Collectives that a log times; it does not say the group, which is known where there is only one."""
+    """Collectives that a log times; it does not say the group, which is known where there is only one.
+    A message may be one rank's part of the bytes, so that they follow from the rate that the log prints."""
     groups = list(_groups(run))
     if len(groups) != 1:
         return
     group, size, places = groups[0]
     for link in links:
-        if link.op in KINDS and link.seconds > 0:
-            yield Timed(group, KINDS[link.op], link.message_bytes, link.seconds, True, size, places)
+        name = kind_of(link.op)
+        if name in KINDS and link.seconds > 0:
+            num_bytes = link.bus_bytes_per_s * link.seconds / bus_factor(name, size)
+            yield Timed(group, KINDS[name], num_bytes, link.seconds, True, size, places)
 
 
 def _groups(run: PricedRun) -> Iterator[tuple[str, int, Places]]:

@@ -33,7 +33,7 @@ def _held(memory: Sequence[RankMemory]) -> Share | None:
         return None
     fraction = median(ratios)
     opinion = opinion_of_fragmentation(fraction)
-    return Share(value=min(1.0, max(0.0, fraction)), source=f"{len(ratios)} ranks of the run", **opinion)
+    return Share(value=min(1.0, max(0.0, fraction)), source=_ranks(len(ratios)), **opinion)
 
 
 def _context(run: PricedRun, memory: Sequence[RankMemory]) -> Quantity | None:
@@ -47,7 +47,11 @@ def _context(run: PricedRun, memory: Sequence[RankMemory]) -> Quantity | None:
     exchanged = float(communicators(run.candidate().shape)) * hardware.reserved.communicator_bytes
     context_gib = (median(outside) - exchanged) / GIB
     opinion = opinion_of_context(context_gib)
-    return Quantity(value=max(0.0, context_gib), source=f"{len(outside)} ranks of the run", **opinion)
+    return Quantity(value=max(0.0, context_gib), source=_ranks(len(outside)), **opinion)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} {'rank' if count == 1 else 'ranks'} of the run"
 
 
 def width(run: PricedRun, observation: Observation | None) -> float:

@@ -10,6 +10,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice
 from planner.profile.probed.plausible import MOST_FACTOR, least_factor
 from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec
 from planner.trainers.calibration import Calibration, Factor
 
 NO_CALIBRATION = Calibration(source="")
@@ -17,6 +18,14 @@ STEP = 0.02
 """Step of the numerical derivatives, in natural logarithms: far above what the replay rounds."""
 CLOSE = 1e-9
 MOST_ROUNDS = 60
+MOST_FACTOR_OF_CPUS = 50.0
+
+
+def plausible_factors(hardware: HardwareSpec) -> tuple[float, float]:
+    """The least and the largest factor that all kernels of such GPUs can have; one profile stands for all CPUs."""
+    if hardware.architecture == "cpu":
+        return 1 / MOST_FACTOR_OF_CPUS, MOST_FACTOR_OF_CPUS
+    return max(1 / MOST_FACTOR, least_factor("gemm_factor", hardware)), MOST_FACTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +69,7 @@ class PricedRun:
     def log_kernels(self, step_s: float, calibration: Calibration = NO_CALIBRATION) -> float | None:
         """The logarithm of the one factor on all kernels with which a step takes `step_s`; None where no plausible
         factor does. Exchanges keep their price."""
-        hardware = self.cluster.hardware
-        low, high = math.log(max(1 / MOST_FACTOR, least_factor("gemm_factor", hardware))), math.log(MOST_FACTOR)
+        low, high = map(math.log, plausible_factors(self.cluster.hardware))
         below, above = (math.log(self.with_kernels(end, calibration) / step_s) for end in (low, high))
         if below > 0 or above < 0:
             return None

@@ -6,19 +6,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from planner.observe.causes.needs import (
+    ALL_TRACES,
+    ARGUMENTS,
+    BATCH_TIMER,
+    LOG,
+    MEMORY_LOG,
+    PLAN,
+    SNAPSHOT,
+    STAGE_TRACES,
+    TIMERS,
+    TRACE,
+    Need,
+)
 from planner.observe.causes.signs import exchanges, host, kernels, layout, memory, ranks, steps
 from planner.observe.causes.signs.seen import Seen
 from planner.observe.causes.signs.sign import Sign
-
-PLAN = "the plan that the job was launched from: plan observe --plan plan.json, or --model, --gpus and the layout"
-TRACE = "a trace of one rank: torch.profiler for 5 steps with profiler.step(), then plan observe rank0.json.gz"
-STAGE_TRACES = "traces of all ranks of one stage: torch.profiler for 5 steps on each, then plan observe rank*.json.gz"
-ALL_TRACES = "traces of one rank of every stage: torch.profiler for 5 steps on each, then plan observe rank*.json.gz"
-TIMERS = "timers of all ranks: --timing-log-level 2 --timing-log-option all"
-LOG = "the log of a hundred steps or more, a line for each step (--log-interval 1)"
-MEMORY_LOG = "a line of memory every few steps: --log-memory-interval 10, or torch.cuda.memory_stats()"
-SNAPSHOT = "a memory snapshot at the failure: torch.cuda.memory._record_memory_history(), then _dump_snapshot()"
-ARGUMENTS = "the arguments that the trainer prints at its start, in the same log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Kind:
     """Looks for it; None where the files cannot show it."""
     without: float
     """Probability that a run with no fault shows it: thresholds are such that one in 20 to 50 does."""
-    needs: str
+    needs: Need
     """The measurement that would show it."""
     is_own: bool = True
     """False where it says that something is slow, and nothing of what."""
@@ -66,6 +69,11 @@ KINDS: Mapping[str, Kind] = {
             for group in exchanges.GROUPS
         ),
         *(
+            Kind(f"long_{group}", f"{group} exchanges run longer than planned", partial(exchanges.long, group=group),
+                 0.05, TRACE)
+            for group in exchanges.GROUPS
+        ),
+        *(
             Kind(f"exposed_{group}", f"more {group} communication shows than planned",
                  partial(exchanges.exposed, group=group), 0.03, TRACE)
             for group in exchanges.GROUPS
@@ -78,9 +86,9 @@ KINDS: Mapping[str, Kind] = {
         ),
         *(
             # a price beside what the log states: only the gain can be wrong
-            Kind(f"off_{cause}", "a switch is otherwise than planned", partial(layout.switched_off, cause=cause), 0.005,
+            Kind(f"off_{cause}", "a switch has a slower value", partial(layout.switched_off, cause=cause), 0.005,
                  ARGUMENTS)
-            for cause in ("no_ep_overlap", "exposed_dp", "attention_kernel", "unfused_kernels", "host_bound")
+            for cause in ("no_ep_overlap", "exposed_dp", "attention_kernel", "unfused_kernels", "host_bound", "recipe")
         ),
         Kind("longer_bubble", "stages stand still longer than planned", exchanges.longer_bubble, 0.05, ALL_TRACES),
         Kind("large_bubble", "the order of the passes leaves the step empty", layout.large_bubble, 0.2, PLAN,
@@ -88,8 +96,7 @@ KINDS: Mapping[str, Kind] = {
         Kind("host_gaps", "GPUs wait for their hosts", host.host_gaps, 0.03, TRACE),
         Kind("short_kernels", "kernels as short as their launches", host.short_kernels, 0.2, TRACE),
         Kind("waits_for_data", "a loader of data covers gaps", host.waits_for_data, 0.01, TRACE),
-        Kind("data_timer", "the timer of batches takes a share of the step", host.data_timer, 0.02,
-             "the timer of batches: --timing-log-level 2, or a record_function around the loader in a trace"),
+        Kind("data_timer", "the timer of batches takes a share of the step", host.data_timer, 0.02, BATCH_TIMER),
         Kind("begins_late", "nothing runs at the begin of steps", host.begins_late, 0.05, TRACE),
         Kind("all_slower", "products and attention slower by one factor", kernels.all_slower, 0.04, TRACE),
         Kind("attention_slower", "attention slower than the rest", kernels.attention_slower, 0.03, TRACE),

@@ -1,15 +1,16 @@
 """Probabilities of causes by the signs that were seen: several may be at work at once, each leaves signs by itself.
 
 P(sign | set) = 1 − (1 − P(sign | none)) · Π over the set of (1 − leaves) ÷ (1 − P(sign | none)): a sign is not
-there where nothing leaves it (a noisy or). A sign of strength w counts w · P + (1 − w) · (1 − P). Sets of up to three forms are
-compared.
+there where nothing leaves it (a noisy or). A sign of strength w counts w · P + (1 − w) · (1 − P). Sets of up to three
+forms are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from functools import cache
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from planner.observe.causes.kinds import KINDS
 from planner.observe.causes.signs.sign import Sign
 
 MOST_AT_ONCE = 3
+_LEAST_WITHOUT = 1e-3
 Floats = NDArray[np.float64]
 OfForm = tuple[str, int]
 """The name of a cause, and the place of one of its forms."""
@@ -35,6 +37,11 @@ def leaves(form: Form, sign: str) -> float:
     return max(form.leaves.get(sign, 0.0), KINDS[sign].without)
 
 
+def seldom(name: str, sign: Sign) -> float:
+    """Probability of a sign so large in a run without a fault: it falls with the square, down to one in a thousand."""
+    return max(KINDS[name].without / sign.times**2, _LEAST_WITHOUT)
+
+
 def at_most(name: str, sign: str) -> float:
     """Probability of a sign where a cause is at work in the form that leaves it most."""
     return max(leaves(form, sign) for form in HYPOTHESES[name].forms)
@@ -42,41 +49,48 @@ def at_most(name: str, sign: str) -> float:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Sets of forms with the probability of each, the empty one among them; they add up to 1."""
+    """Sets of forms with the probability of each, the empty one first; they add up to 1."""
 
-    sets: tuple[tuple[OfForm, ...], ...]
+    possible: tuple[OfForm, ...]
     weights: Floats
 
     @classmethod
-    def of(cls, signs: Mapping[str, Sign], possible: Sequence[OfForm] = ALL) -> Posterior:
+    def of(cls, signs: Mapping[str, Sign], possible: tuple[OfForm, ...] = ALL) -> Posterior:
         """The posterior of the signs that the files can show."""
-        sets = tuple(chain(*(combinations(possible, count) for count in range(MOST_AT_ONCE + 1))))
-        holds = np.array([[key in chosen for key in possible] for chosen in sets], float)
+        holds = _sets(len(possible))
         priors = np.array([form_of(key).prior for key in possible])
+        without = np.array([seldom(name, sign) for name, sign in signs.items()])
+        left = np.array([[1 - form_of(key).leaves.get(name, 0.0) for name in signs] for key in possible])
+        fewer = np.minimum(left.reshape(len(possible), len(signs)) / (1 - without), 1.0)
+        shown = 1 - (1 - without) * np.exp(holds @ np.log(fewer))
+        strength = np.array([sign.strength for sign in signs.values()])
         logs = holds @ np.log(priors / (1 - priors))
-        names = tuple(signs)
-        none = np.array([1 - KINDS[name].without for name in names])
-        left = np.array([[1 - leaves(form_of(key), name) for name in names] for key in possible]).reshape(
-            -1, len(names)
-        )
-        shown = 1 - none * np.exp(holds @ np.log(left / none))
-        strength = np.array([signs[name].strength for name in names])
         logs = logs + np.log(strength * shown + (1 - strength) * (1 - shown)).sum(axis=1)
         weights = np.exp(logs - logs.max())
-        return cls(sets, weights / weights.sum())
+        return cls(possible, weights / weights.sum())
 
     def likelihood(self, name: str) -> float:
         """Probability that a cause is at work in any of its forms, alone or with others."""
-        of_cause = [any(key[0] == name for key in chosen) for chosen in self.sets]
-        return float(self.weights[np.array(of_cause, bool)].sum())
+        return self._held([index for index, key in enumerate(self.possible) if key[0] == name])
 
     def form(self, name: str) -> OfForm:
         """The likeliest form of a cause."""
-        keys = {key for chosen in self.sets for key in chosen if key[0] == name}
-        return max(sorted(keys), key=self._weight)
+        own = [index for index, key in enumerate(self.possible) if key[0] == name]
+        return self.possible[max(own, key=lambda index: self._held([index]))]
 
-    def _weight(self, key: OfForm) -> float:
-        return float(self.weights[np.array([key in chosen for chosen in self.sets], bool)].sum())
+    def _held(self, chosen: Sequence[int]) -> float:
+        """Weight of the sets that hold one of some forms."""
+        return float(self.weights[_sets(len(self.possible))[:, list(chosen)].any(axis=1)].sum())
+
+
+@cache
+def _sets(num_forms: int) -> Floats:
+    """A row of zeros and ones for each set of so many forms, the smallest first."""
+    sets = [chosen for count in range(MOST_AT_ONCE + 1) for chosen in combinations(range(num_forms), count)]
+    holds = np.zeros((len(sets), num_forms))
+    for row, chosen in enumerate(sets):
+        holds[row, list(chosen)] = 1.0
+    return holds
 
 
 def possible_forms(has_axis: Mapping[str, bool], keys: Collection[OfForm] = ALL) -> tuple[OfForm, ...]:

@@ -7,15 +7,17 @@ and that fits is taken. Others are of a machine, and answered by the step withou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from planner.export.common.spelling import spelling_of
+from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import under
 from planner.observe.case import Case
 from planner.observe.observation import Cause, Remedy
 from planner.observe.remedy import machine
-from planner.observe.remedy.change import options_between, runtime_of
+from planner.observe.remedy.change import options_between, runtime_of, switches_between
 from planner.observe.remedy.estimate import LEAST_GAIN, best_of, expected_step_s
-from planner.observe.remedy.machine import uneven
 from planner.observe.remedy.moves import (
     Move,
     acts,
@@ -31,7 +33,8 @@ from planner.observe.remedy.moves import (
     switch,
     where,
 )
-from planner.observe.remedy.running import running, states_switches
+from planner.observe.remedy.recipe_gap import CAUSE_OF
+from planner.observe.remedy.running import restored, running
 from planner.observe.remedy.written import settings_between
 from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES, Value
@@ -71,6 +74,23 @@ _CONSENTED: Mapping[str, tuple[Move, ...]] = {
     "expert_imbalance": (dropping,),
 }
 """Changes against each cause of what is trained or checked: offered where nothing else helps."""
+_AS_SEEN: Mapping[str, Callable[[Candidate, Cause], Candidate | None]] = {
+    "expert_imbalance": machine.uneven,
+    "host_bound": lambda now, cause: machine.slow_host(now, cause) or now,
+}
+"""The layout as a cause makes it, under which changes against it are priced."""
+_ADVICE = {
+    "no_ep_overlap": "exchanges of experts beside another micro-batch's products",
+    "exposed_dp": "exchanges of gradients and weights behind computing",
+    "host_bound": "CUDA graphs, torch.compile, larger micro-batches, or free cores on the hosts",
+    "unfused_kernels": "fused kernels, or torch.compile",
+    "attention_kernel": "a fused kernel for attention",
+    "bubble": "more chunks on a rank, or more micro-batches",
+    "recompute_unneeded": "fewer layers recomputed",
+}
+"""Advice in words, where no plan is known that could be changed."""
+_ALSO = {"expert_imbalance": machine.BALANCE}
+"""Advice beside a change of the layout, which has no price."""
 _OTHERS: Mapping[str, Callable[[Case, Cause], Remedy | None]] = {
     "straggler_rank": machine.of_straggler,
     "slow_link": machine.of_link,
@@ -91,15 +111,32 @@ def remedy_for(case: Case, cause: Cause) -> Remedy | None:
     """
     names = (cause.where,) if cause.name == "recipe" and cause.where in SWITCHES else SWITCHES_OF.get(cause.name, ())
     now = running(case)
-    if now is not None and cause.name == "expert_imbalance":
-        now = uneven(now, cause)
+    if now is not None and cause.name in _AS_SEEN:
+        now = _AS_SEEN[cause.name](now, cause)
     if now is not None:
-        found = _changed(case, now, (switch(*names), *_LAYOUTS.get(cause.name, ()))) or _lacking(case, now, names)
+        back: Move = partial(restored, case, names)
+        moves = (back, switch(*names), *_LAYOUTS.get(cause.name, ()))
+        found = _changed(case, now, moves) or _lacking(case, now, _own(cause.name, names))
         found = found or _changed(case, now, _CONSENTED.get(cause.name, ()))
         if found is not None:
-            return found
+            also = _ALSO.get(cause.name)
+            return found if also is None else found.model_copy(update={"says": f"{also}, or {found.says}"})
     other = _OTHERS.get(cause.name)
-    return None if other is None else other(case, cause)
+    if other is not None:
+        return other(case, cause)
+    if case.candidate is not None or cause.name not in _ADVICE:
+        return None
+    return machine.unpriced((), machine.without(case, cause), _advice(case, cause))
+
+
+def _advice(case: Case, cause: Cause) -> str:
+    """The advice, with the options of Megatron-LM where the log is of it."""
+    words, own = _ADVICE[cause.name], _own(cause.name, SWITCHES_OF.get(cause.name, ()))
+    if not (case.observation.facts.trainer or "").startswith("megatron"):
+        return words
+    spelled = (spelling_of(SWITCH_OPTIONS, name, True, "") or {} for name in own)
+    options = [option for settings in spelled for option in settings]
+    return f"{words} ({' '.join(options)})" if options else words
 
 
 def _changed(case: Case, now: Candidate, moves: tuple[Move, ...]) -> Remedy | None:
@@ -116,32 +153,35 @@ def _changed(case: Case, now: Candidate, moves: tuple[Move, ...]) -> Remedy | No
 
 def _consents(now: Candidate, best: Candidate) -> dict[str, str]:
     """The changed switches that somebody has to agree to, and what each of them changes."""
-    before, after = runtime_of(now), runtime_of(best)
-    values = {name: (row.value_of(before), row.value_of(after)) for name, row in SWITCHES.items() if row.consent}
-    return {
-        name: SWITCHES[name].consent[new]
-        for name, (old, new) in values.items()
-        if new != old and new in SWITCHES[name].consent
-    }
+    changed = switches_between(now, best).items()
+    return {name: SWITCHES[name].consent[value] for name, value in changed if value in SWITCHES[name].consent}
+
+
+def _own(cause: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The switches whose want is the cause itself, without those that merely help against it."""
+    return tuple(name for name in names if CAUSE_OF.get(name, cause) == cause)
 
 
 def _lacking(case: Case, now: Candidate, names: tuple[str, ...]) -> Remedy | None:
-    """The switch that the plan has on and that the run seems to lack, where the log does not state it."""
-    if case.plan is None or states_switches(case):
+    """The switches that the plan has on and that the run seems to lack, where the log does not name them."""
+    if case.plan is None:
         return None
-    off = [under(now, switched(now.pricing.runtime, {name: plain})) for name, plain in _on(now, names)]
-    worst = max(off, key=lambda other: other.step_s, default=now)
-    if worst.step_s < now.step_s * (1 + LEAST_GAIN):
+    off = under(now, switched(now.pricing.runtime, _plain(case, now, names)))
+    # at most what the run is held against comes back
+    step_s = max(expected_step_s(case, off, now), now.step_s, case.prediction.step_s if case.prediction else 0.0)
+    if max(off.step_s, now.step_s) < now.step_s * (1 + LEAST_GAIN):
         return None
-    step_s = expected_step_s(case, worst, now)
-    says = f"the plan has it on, and the log does not say so; {_how(case, worst, now)}"
-    return Remedy(options=options_between(worst, now), step_s=step_s, says=says)
+    if case.observation.step_s is not None and step_s > case.observation.step_s * (1 - LEAST_GAIN):
+        return None
+    says = f"the plan has it so, and the log does not say it: {_how(case, off, now)}"
+    return Remedy(options=options_between(off, now), step_s=step_s, says=says)
 
 
-def _on(now: Candidate, names: tuple[str, ...]) -> list[tuple[str, Value]]:
-    """The switches that are not at their plainest value, with that value."""
-    plain = {name: next(iter(SWITCHES[name].values)) for name in names if acts(now, name)}
-    return [(name, value) for name, value in plain.items() if SWITCHES[name].value_of(runtime_of(now)) != value]
+def _plain(case: Case, now: Candidate, names: tuple[str, ...]) -> dict[str, Value]:
+    """The plainest values of switches that act on the layout, have another value, and are not named by the log."""
+    unsaid = [name for name in names if acts(now, name) and name not in case.observation.facts.stated_switches]
+    plain = {name: next(iter(SWITCHES[name].values)) for name in unsaid}
+    return {name: value for name, value in plain.items() if SWITCHES[name].value_of(runtime_of(now)) != value}
 
 
 def _how(case: Case, before: Candidate, after: Candidate) -> str:

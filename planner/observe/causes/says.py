@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.observe.causes.hypotheses import HYPOTHESES
+from planner.observe.causes.rank import SURE
 from planner.observe.observation import Cause, Observation, Remedy, Verdict
 from planner.report.format import digits, seconds, unit_for
 
-SURE = 0.5
-"""A cause that is likelier there than not is said with the verdict."""
 _OF_MEMORY = ("fragmentation", "leak")
 
 

@@ -48,7 +48,8 @@ def differences(measured: Account, expected: Account) -> Iterator[Term]:
     """Terms that add up to the total of what was measured less the total of what was expected."""
     for name in dict.fromkeys((*expected.parts, *measured.parts)):
         was_s, is_s = expected.parts.get(name, 0.0), measured.parts.get(name, 0.0)
-        more = "".join(f"; {side.details[name]}" for side in (measured, expected) if name in side.details)
+        details = dict.fromkeys(side.details[name] for side in (measured, expected) if name in side.details)
+        more = "".join(f"; {words}" for words in details)
         said = f"{_both('', is_s, measured, was_s, expected)}{more}"
         yield Term(term=name, seconds=is_s - was_s, evidence=said, recoverable_s=max(0.0, is_s - was_s))
     for group in dict.fromkeys((*expected.exchanges, *measured.exchanges)):

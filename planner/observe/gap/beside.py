@@ -15,6 +15,8 @@ _SLOW = {
     "unexplained": "slow_unexplained",
 }
 """The term of each kind of outlier."""
+_NOISE = 0.1
+"""Share of steps below which what lies between their lines and what two of them claim is the clock of the lines."""
 _NEEDED = ("evaluation", "start_up")
 """Terms of which nothing tells how much is needed."""
 
@@ -76,8 +78,19 @@ def _of_wall(observation: Observation, wall: Wall) -> list[tuple[str, float, str
         ("evaluation", wall.evaluation_s, "training stood still for it"),
         ("start_up", wall.startup_s, "from the first line to the first step"),
         ("interruptions", wall.down_s, downs),
-        ("idle", wall.idle_s, "no line says what happened there"),
-        ("counted_twice", -wall.overlap_s, "two lines claim the same time"),
+        *_of_clock(wall, _NOISE * (observation.step_s or 0.0) * observation.num_steps),
+    ]
+
+
+def _of_clock(wall: Wall, noise_s: float) -> list[tuple[str, float, str]]:
+    """Idle time, and time that two lines claim; a line that is printed late leaves as much of both."""
+    idle_s, overlap_s = wall.idle_s, wall.overlap_s
+    if idle_s and overlap_s and max(idle_s, overlap_s) < noise_s:
+        says = f"{seconds(idle_s)} between lines and {seconds(overlap_s)} claimed twice, as lines come late"
+        return [("log_clock", idle_s - overlap_s, says)]
+    return [
+        ("idle", idle_s, "no line says what happened there"),
+        ("counted_twice", -overlap_s, "two lines claim the same time"),
     ]
 
 

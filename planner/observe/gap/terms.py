@@ -18,7 +18,7 @@ PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER = (
     "compute_other",
 )
 BUBBLE, PP_LINK_RATE, PIPELINE = "bubble", "pp_link_rate", "pipeline_waits"
-HOST_GAPS, COPIES, WAITS, PROFILER = "host_gaps", "copies", "waits", "profiler"
+HOST_GAPS, DATA, COPIES, WAITS, PROFILER = "host_gaps", "data_loading", "copies", "waits", "profiler"
 
 TERMS = {
     PASSES: "passes, with exchanges and bubble",
@@ -31,8 +31,8 @@ TERMS = {
         for group, words in GROUPS.items()
         for kind, what in {
             LINK_RATE: "transfers",
-            SKEW: "waits for late ranks",
-            EXCHANGES: "transfers and waits",
+            SKEW: "late ranks",
+            EXCHANGES: "exchanges",
             OVERLAP: "overlap",
         }.items()
     },
@@ -43,6 +43,7 @@ TERMS = {
     GRADIENTS: "gradients and parameters",
     OPTIMIZER: "optimizer",
     HOST_GAPS: "GPU waits for the host",
+    DATA: "waits for data",
     COPIES: "copies",
     WAITS: "launched work that waits",
     PROFILER: "the profiler",
@@ -65,5 +66,6 @@ BESIDE = {
     "steps_made_again": "steps made again",
     "idle": "idle, or not said",
     "counted_twice": "counted twice",
+    "log_clock": "clock of the log",
 }
 """Terms of the wall time: seconds per step beside the steady step."""

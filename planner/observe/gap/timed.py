@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.observe.gap.account import Account
-from planner.observe.gap.terms import GRADIENTS, OPTIMIZER, PASSES
+from planner.observe.gap.terms import DATA, GRADIENTS, OPTIMIZER, PASSES
+from planner.observe.observation import Observation
 
 _TIMED = {
     PASSES: ("forward_backward_s", "forward_s", "backward_s"),
@@ -15,12 +16,15 @@ _TIMED = {
 """The seconds of an observation's breakdown that each term adds up."""
 _INSIDE = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
 _BETWEEN = ("pp_comm_s", "bubble_s")
+DATA_TIMERS = ("batch-generator", "batch_input")
+"""Timers of waiting for a batch that run inside of passes: Megatron-LM's, and that of DeepSpeed's pipelines."""
 _LEAST_COVERED = 0.5
 """Timers that cover less of a step are of micro-batches, or of parts of it."""
 
 
-def timed(breakdown: Mapping[str, float], step_s: float, where: str) -> Account | None:
-    """The account of a breakdown by timers; None where they do not tell passes apart, or cover too little."""
+def timed(observation: Observation, where: str) -> Account | None:
+    """The account of a run by its timers; None where they do not tell passes apart, or cover too little."""
+    breakdown, step_s = observation.breakdown, observation.step_s or 0.0
     parts = {
         term: sum(breakdown[name] for name in names if name in breakdown)
         for term, names in _TIMED.items()
@@ -28,6 +32,9 @@ def timed(breakdown: Mapping[str, float], step_s: float, where: str) -> Account 
     }
     if PASSES not in parts or sum(parts.values()) < _LEAST_COVERED * step_s:
         return None
+    waited_s = max((timer.max_s for timer in observation.timers if timer.name in DATA_TIMERS), default=0.0)
+    if 0 < waited_s < parts[PASSES]:
+        parts |= {PASSES: parts[PASSES] - waited_s, DATA: waited_s}
     return Account(where, parts)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from planner.observe.gap.account import Account, Exchanges
 from planner.observe.gap.terms import (
     ATTENTION,
     COPIES,
+    DATA,
     EXCHANGES,
     HOST_GAPS,
     MEMORY_BOUND,
@@ -22,7 +25,10 @@ from planner.observe.gap.terms import (
     WAITS,
 )
 from planner.observe.traces.families import OTHER as OTHER_FAMILY
-from planner.observe.traces.results import CollectiveTime, RankReport, TraceStep
+from planner.observe.traces.results import CollectiveTime, GroupTime, RankReport, TraceStep
+from planner.report.format import seconds
+
+Row = TypeVar("Row", GroupTime, CollectiveTime)
 
 KINDS = {
     "gemm": PRODUCTS,
@@ -39,6 +45,10 @@ INSIDE = ("tp", "cp", "ep")
 """Groups of a plan whose exchanges are inside passes."""
 _OTHERS = ("embedding", "model", "world")
 """Groups that a plan has at the end of a step, or not at all."""
+_DATA = re.compile(r"data_?load|batch.generator|(get|next)_batch", re.IGNORECASE)
+"""Annotations of waiting for a batch: those of torch's loader and of Megatron-LM's timers."""
+_WORTH_SAYING = 0.001
+"""Share of a step that a wait of the host must have to be named."""
 SLOW = 1.05
 """A traced step longer than the median of its rank's by this factor is left out, as a log's slow steps are."""
 
@@ -50,6 +60,8 @@ class Traced:
     report: RankReport
     stage: int | None
     steps: tuple[TraceStep, ...]
+    usual_compute_s: float
+    """Median seconds of computing in its steps."""
 
     @property
     def wall_s(self) -> float:
@@ -87,10 +99,15 @@ class Traced:
         return sum(map(seconds_of, self.steps)) / len(self.steps)
 
 
-def traced_ranks(reports: Iterable[RankReport], stage_of: Callable[[int], int] | None = None) -> list[Traced]:
-    """The ranks whose traces mark steps; `stage_of` gives the stage of a rank whose trace does not say it."""
+def traced_ranks(
+    reports: Iterable[RankReport], stage_of: Callable[[int], int] | None = None, only: str = ""
+) -> list[Traced]:
+    """The ranks whose traces mark steps; `stage_of` gives the stage of a rank whose trace does not say it.
+
+    `only` is the one group of a job that has no other: what a trace does not name is of it.
+    """
     found = []
-    for report in reports:
+    for report in (_named(report, only) for report in reports) if only else reports:
         steady = [step for step in report.steps if not step.warm_up and step.number is not None]
         limit_s = SLOW * float(np.median([step.wall_s for step in steady])) if steady else 0.0
         stage = report.stage
@@ -98,8 +115,22 @@ def traced_ranks(reports: Iterable[RankReport], stage_of: Callable[[int], int] |
             stage = stage_of(report.rank)
         steps = tuple(step for step in steady if step.wall_s <= limit_s)
         if steps:
-            found.append(Traced(report, stage, steps))
+            found.append(Traced(report, stage, steps, float(np.median([step.compute_s for step in steady]))))
     return found
+
+
+def _named(report: RankReport, only: str) -> RankReport:
+    """The report with one name for all groups that the trace does not name."""
+
+    def named(rows: Iterable[Row]) -> tuple[Row, ...]:
+        return tuple(row.model_copy(update={"group": only}) if _is_strange(row.group) else row for row in rows)
+
+    steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
+    return report.model_copy(update={"steps": steps, "collectives": named(report.collectives)})
+
+
+def _is_strange(group: str) -> bool:
+    return group not in AXES and group not in _OTHERS
 
 
 def typical(ranks: Sequence[Traced]) -> Traced:
@@ -110,7 +141,7 @@ def typical(ranks: Sequence[Traced]) -> Traced:
     by_stage: dict[int | None, list[Traced]] = defaultdict(list)
     for rank in ranks:
         by_stage[rank.stage].append(rank)
-    middle = [sorted(own, key=lambda rank: rank.compute_s)[(len(own) - 1) // 2] for own in by_stage.values()]
+    middle = [sorted(own, key=lambda rank: rank.usual_compute_s)[(len(own) - 1) // 2] for own in by_stage.values()]
     return max(middle, key=lambda rank: rank.passes_s)
 
 
@@ -126,8 +157,10 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
     _move_optimizer(rank, kernels)
     # what no family has: kernels that end and begin in one nanosecond
     kernels[OTHER] += rank.compute_s - sum(kernels.values())
+    data_s = rank.mean(_data_s)
     parts = kernels | {
-        HOST_GAPS: rank.mean(lambda step: step.host_gaps_s),
+        HOST_GAPS: rank.mean(lambda step: step.host_gaps_s) - data_s,
+        DATA: data_s,
         COPIES: rank.mean(lambda step: step.copies_s),
         WAITS: rank.mean(lambda step: step.dependencies_s + step.idle_s),
     }
@@ -137,6 +170,11 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
         parts[part] = one.busy_s - one.hidden_s
     number = "" if rank.report.rank is None else f" of rank {rank.report.rank}"
     return Account(f"in the trace{number}", parts, exchanges, _details(rank, families))
+
+
+def _data_s(step: TraceStep) -> float:
+    """Seconds of host gaps in which the host waits for a batch; annotations of it stand inside each other."""
+    return max((value for name, value in step.waits if _DATA.search(name)), default=0.0)
 
 
 def _move_optimizer(rank: Traced, kernels: dict[str, float]) -> None:
@@ -173,7 +211,7 @@ def axis_of(label: str, has_pipeline: bool) -> str:
 
 def unnamed(rank: Traced) -> bool:
     """True where more than 1% of the rank's step exchanges with groups that its trace does not name."""
-    strange = [group for group in rank.groups if group not in AXES and group not in _OTHERS]
+    strange = [group for group in rank.groups if _is_strange(group)]
     return sum(map(rank.shown_s, strange)) > 0.01 * rank.wall_s
 
 
@@ -202,7 +240,10 @@ def _details(rank: Traced, families: Mapping[str, float]) -> dict[str, str]:
     details = {}
     if names and families.get(OTHER_FAMILY):
         details[OTHER] = f"the largest is {next(iter(names))}"
-    if waits:
-        name = max(waits, key=lambda one: waits[one])
-        details[HOST_GAPS] = f"in {waits[name] / max(1e-12, rank.mean(lambda s: s.host_gaps_s)):.0%} of them {name}"
+    for part, of_data in ((HOST_GAPS, False), (DATA, True)):
+        longest = max(
+            ((value, name) for name, value in waits.items() if bool(_DATA.search(name)) == of_data), default=None
+        )
+        if longest is not None and longest[0] > _WORTH_SAYING * rank.wall_s:
+            details[part] = f"the host was in {longest[1]} for {seconds(longest[0])} of them"
     return details

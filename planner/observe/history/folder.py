@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -53,6 +54,8 @@ def prices_of(folder: Path, price: Callable[[Path], KeptPrice]) -> Prices:
             runs[name] = price(folder / name)
         except PlannerError as error:
             left_out[name] = error.message
+        except Exception as error:  # an edited file may say anything, and no plan is to end by it
+            left_out[name] = f"is no run that can be priced ({type(error).__name__})"
     made = Prices(
         planner_version=__version__,
         files=files,
@@ -87,7 +90,9 @@ def _files(folder: Path) -> dict[str, tuple[int, int]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.startswith(PREFIX) and entry.name.endswith(SUFFIX) and entry.is_file():
+                if not (entry.name.startswith(PREFIX) and entry.name.endswith(SUFFIX) and entry.is_file()):
+                    continue
+                with suppress(FileNotFoundError):  # removed since
                     state = entry.stat()
                     found[entry.name] = (state.st_size, state.st_mtime_ns)
     except OSError as error:
@@ -110,4 +115,4 @@ def said_of(left_out: Mapping[str, str], folder: Path) -> str:
         return ""
     (name, reason), *others = left_out.items()
     more = f" (and {len(others)} more)" if others else ""
-    return f"{printable(str(folder / name))}: is left out{more}: {printable(reason)}"
+    return f"{printable(str(folder))}: {name} is left out{more}: {printable(reason)}; rm forgets it"

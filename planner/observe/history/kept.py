@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from planner.errors import SpecError
 from planner.layout.confidence import hardware_width
 from planner.layout.price import price_layout
 from planner.observe.calibrate.evidence import evidence_of
+from planner.observe.calibrate.from_run import UNDER_PROFILER
 from planner.observe.calibrate.priced import PricedRun
 from planner.observe.history.belongs import belongs_to
 from planner.observe.history.folder import PREFIX, SUFFIX
@@ -33,6 +35,14 @@ from planner.trainers.switches import read_recipe
 MAX_BYTES = 2**26
 NUM_DIGITS = 16
 """Digits of the hash in a file's name."""
+LEFT_OUT: Mapping[str, object] = {
+    "alternatives": (),
+    "search": None,
+    "rejections": {},
+    "rejection_examples": {},
+    "command": "",
+}
+"""Fields of a plan that say nothing of the run."""
 
 
 class KeptRun(Spec):
@@ -41,7 +51,7 @@ class KeptRun(Spec):
     schema_version: Literal[1] = 1
     planner_version: str
     source: str
-    """The logs that it was observed by."""
+    """The names of logs that it was observed by."""
     step_s: PositiveFloat
     """The measured step, less what causes took that are no property of the hardware."""
     own_width: NonNegativeFloat
@@ -57,17 +67,19 @@ def kept_run(observed: Observed, where: str) -> tuple[KeptRun, tuple[str, ...]]:
     nothing about its cluster."""
     cluster = None if observed.plan is None else _as_it_ships(observed.plan, where)
     evidence = evidence_of(observed, observed.plan, cluster, where)
+    if not evidence.has_log:
+        raise SpecError(f"{where}: {UNDER_PROFILER}", "plan observe train.log --plan plan.json -o observed.json")
     assert observed.plan is not None, "evidence_of refuses a run without a plan"
     assert cluster is not None, "a plan has a cluster"
     plan = PricedRun.of(observed.plan, cluster).plan
-    plan = plan.model_copy(update={"alternatives": (), "search": None, "rejections": {}, "rejection_examples": {}})
+    plan = plan.model_copy(update=LEFT_OUT)
     shipped: dict[Literal["hardware", "runtime"], bool] = {
         "hardware": _ships(cluster),
         "runtime": _renewed(plan.runtime_spec) == plan.runtime_spec,
     }
     run = KeptRun(
         planner_version=__version__,
-        source=", ".join(source.path for source in observed.observation.sources[:3]) or where,
+        source=", ".join(Path(source.path).name for source in observed.observation.sources[:3]) or where,
         step_s=evidence.step_s,
         own_width=evidence.width,
         num_steps=observed.observation.num_steps,

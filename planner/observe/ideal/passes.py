@@ -14,7 +14,7 @@ says of the same seconds is `planned_pass_s(candidate, stage, holds_exchanges)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from planner.layout.candidate import Candidate
@@ -25,6 +25,8 @@ from planner.observe.traces.results import PhaseTime, RankReport, TraceStep
 
 INSIDE = ("tp", "etp", "cp", "ep")
 """Groups whose exchanges are inside of passes."""
+MOST_STEPS = 16
+"""The most steps of a trace that are replayed, evenly spread over it."""
 _TIMERS = (("forward-compute", "backward-compute"), ("fwd", "bwd_inner"))
 """Timers of forward and backward that hold all micro-batches of a step: Megatron-LM's and DeepSpeed's."""
 
@@ -51,27 +53,58 @@ def planned_pass_s(candidate: Candidate, stage: int, holds_exchanges: bool) -> t
     return forward_s - float(exchanges[0]), backward_s - float(exchanges[1])
 
 
+def passes_by_step(case: Case, most: int = MOST_STEPS) -> tuple[tuple[RankPasses, ...], ...]:
+    """The passes of each step that all traces show, of `most` if there are more; without traces, those of any step."""
+    traces, grid = case.recorded.traces if case.recorded else None, grid_of(case)
+    reports = [report for report in traces.ranks if any(step.phases for step in report.steps)] if traces else []
+    of_steps = [{step.number: step for step in report.steps if not step.warm_up} for report in reports]
+    shared = set.intersection(*(set(steps) for steps in of_steps)) if of_steps else set()
+    numbers = sorted(number for number in shared if number is not None)
+    found = []
+    for number in numbers[:: -(-len(numbers) // most)] if numbers else ():
+        each = [_of_trace(report, [steps[number]], grid) for report, steps in zip(reports, of_steps, strict=True)]
+        found.append(tuple(one for one in each if one is not None))
+    return tuple(one for one in found if one) or (passes_of(case),)
+
+
 def _of_traces(case: Case, grid: Grid | None) -> tuple[RankPasses, ...]:
     traces = case.recorded.traces if case.recorded else None
-    found = [_of_trace(report, grid) for report in traces.ranks] if traces else []
+    found = [
+        _of_trace(report, [step for step in report.steps if not step.warm_up], grid)
+        for report in (traces.ranks if traces else ())
+    ]
     return tuple(sorted((one for one in found if one), key=lambda one: -1 if one.rank is None else one.rank))
 
 
-def _of_trace(report: RankReport, grid: Grid | None) -> RankPasses | None:
-    """The passes of one rank's trace: medians over its steady steps; None where nothing tells them apart."""
-    steps = [step for step in report.steps if not step.warm_up]
+def _of_trace(report: RankReport, steps: Sequence[TraceStep], grid: Grid | None) -> RankPasses | None:
+    """The passes of one rank's trace: medians over some steps; None where nothing tells them apart."""
     forward_s, backward_s = (_median(_pass_s(step, name, grid) for step in steps) for name in ("forward", "backward"))
     if forward_s is None and backward_s is None:
         return None
-    stage = report.stage
-    if stage is None and grid and report.rank is not None:
-        stage = grid.stage(report.rank)
+    rank, stage, pipeline = report.rank, report.stage, report.pipeline
+    if grid and rank is not None:
+        stage = grid.stage(rank) if stage is None else stage
+        pipeline = grid.pipeline(rank) // (grid.tp * grid.cp)
     told = next(phase.source for step in steps for phase in step.phases if phase.phase in ("forward", "backward"))
     return RankPasses(
-        rank=report.rank, stage=stage, forward_s=forward_s, backward_s=backward_s,
-        exchanges_s=_median(_exchanges_s(step, grid) for step in steps), source=f"{told} in the trace",
+        rank=rank, stage=stage, pipeline=pipeline, forward_s=forward_s, backward_s=backward_s,
+        holds_exchanges=told == "operators", source=f"{told} in the trace",
+        exchanges_s=None if told == "operators" else _median(_exchanges_s(step, grid) for step in steps),
         num_microbatches=None if (count := _median(_counted(step, grid) for step in steps)) is None else round(count),
+        microbatch_sizes=_sizes(steps[0]) if len(steps) == 1 and not (grid and grid.vpp > 1) else (),
     )  # fmt: skip
+
+
+def _sizes(step: TraceStep) -> tuple[float, ...]:
+    """Seconds of each micro-batch's forward and backward over their mean; empty where they are alike."""
+    phases = [phase for phase in step.phases if phase.phase in ("forward", "backward")]
+    counts = {phase.num_ranges for phase in phases}
+    if len(counts) != 1 or not any(phase.each_s for phase in phases):
+        return ()
+    (count,) = counts
+    each = [phase.each_s or (phase.seconds / count,) * count for phase in phases]
+    totals = [sum(passes) for passes in zip(*each, strict=True)]
+    return tuple(total * count / sum(totals) for total in totals)
 
 
 def _pass_s(step: TraceStep, name: str, grid: Grid | None) -> float | None:
@@ -107,12 +140,17 @@ def _of_timers(case: Case, grid: Grid | None) -> tuple[RankPasses, ...]:
         return ()
     forward, backward = (timers[name] for name in names)
     count, told = grid.num_microbatches, f"timers {names[0]} and {names[1]}"
+    tensor = grid.tp * grid.cp
     if ranks := sorted(forward.per_rank_s.keys() & backward.per_rank_s.keys()):
-        pairs = [(rank, grid.stage(rank), forward.per_rank_s[rank], backward.per_rank_s[rank]) for rank in ranks]
-        return tuple(_timed(*pair, count, f"{told} of the rank") for pair in pairs)
+        return tuple(
+            _timed(forward.per_rank_s[rank], backward.per_rank_s[rank], count, f"{told} of the rank").model_copy(
+                update={"rank": rank, "stage": grid.stage(rank), "pipeline": grid.pipeline(rank) // tensor}
+            )
+            for rank in ranks
+        )
     stage = 0 if grid.pp == 1 else None
-    least = _timed(None, stage, forward.min_s, backward.min_s, count, f"{told}, the least over the ranks")
-    most = _timed(None, stage, forward.max_s, backward.max_s, count, f"{told}, the most over the ranks")
+    least = _timed(forward.min_s, backward.min_s, count, f"{told}, the least over the ranks", stage)
+    most = _timed(forward.max_s, backward.max_s, count, f"{told}, the most over the ranks", stage)
     return (most,) if _is_one(forward) and _is_one(backward) else (least, most)
 
 
@@ -120,11 +158,9 @@ def _is_one(timer: Timer) -> bool:
     return timer.min_s == timer.max_s
 
 
-def _timed(
-    rank: int | None, stage: int | None, forward_s: float, backward_s: float, count: int, told: str
-) -> RankPasses:
+def _timed(forward_s: float, backward_s: float, count: int, told: str, stage: int | None = None) -> RankPasses:
     return RankPasses(
-        rank=rank, stage=stage, forward_s=forward_s / count, backward_s=backward_s / count, holds_exchanges=True,
+        rank=None, stage=stage, forward_s=forward_s / count, backward_s=backward_s / count, holds_exchanges=True,
         source=f"{told} ÷ {count} micro-batches", num_microbatches=count,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from planner.observe.ideal.passes import INSIDE
 from planner.observe.ideal.workers import BACKWARD, FORWARD
 from planner.observe.traces.families import OPTIMIZER
 from planner.observe.traces.recorded import steady
-from planner.observe.traces.results import RankReport
+from planner.observe.traces.results import RankReport, TraceStep
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, violation
 from planner.schedule.replay import Durations, makespans_s
@@ -46,17 +46,22 @@ class Pipelines:
     """Seconds of a step outside of its pipelines."""
     notes: tuple[str, ...] = ()
 
-    def ends_s(self, rows: FloatArray) -> FloatArray:
-        """Seconds of pipelines whose stages take `rows`, of shape (pipelines, stages, 2)."""
-        chunks = rows[:, list(self.order.stage_to_rank[: len(self.shares)])] * self.shares
-        return makespans_s(self.order, [self._durations(chunk) for chunk in chunks])
+    def ends_s(self, rows: FloatArray, sizes: Sequence[Sequence[float]] = ()) -> FloatArray:
+        """Seconds of pipelines whose stages take `rows`, of shape (pipelines, stages, 2).
 
-    def _durations(self, chunks: FloatArray) -> Durations:
+        `sizes` are those of each one's micro-batches, empty where they are alike.
+        """
+        chunks = rows[:, list(self.order.stage_to_rank[: len(self.shares)])] * self.shares
+        each = sizes or [()] * len(rows)
+        return makespans_s(self.order, [self._durations(*pair) for pair in zip(chunks, each, strict=True)])
+
+    def _durations(self, chunks: FloatArray, sizes: Sequence[float]) -> Durations:
         weight_s = chunks[:, BACKWARD] * self.weight_fraction
         hops: float | list[float] = self.transfers_s.tolist() if len(self.transfers_s) else 0.0
         return Durations(
             chunks[:, FORWARD].tolist(), (chunks[:, BACKWARD] - weight_s).tolist(), weight_s.tolist(), hops,
             blocking_p2p=self.blocking,
+            microbatch_sizes=sizes if len(sizes) == self.order.num_microbatches else None,
         )  # fmt: skip
 
     def with_transfers(self, seconds: FloatArray) -> Pipelines:
@@ -137,9 +142,9 @@ def _behind_s(case: Case) -> tuple[float, tuple[str, ...]]:
 
 
 def _behind_in_traces_s(reports: Sequence[RankReport]) -> float:
-    """Exchanges outside of passes on the rank that waits least in them, and the optimizer."""
+    """Exchanges outside of passes on the rank that waits least in them, the optimizer, and the least of host gaps."""
     exchanged: dict[str, list[float]] = {}
-    optimizer = []
+    optimizer, gaps = [], []
     for report in reports:
         steps = steady([report])
         named = {group.group for step in steps for group in step.groups} - {*INSIDE, *BETWEEN}
@@ -149,7 +154,15 @@ def _behind_in_traces_s(reports: Sequence[RankReport]) -> float:
         optimizer += [
             sum(phase.own_s or phase.seconds for phase in step.phases if phase.phase == OPTIMIZER) for step in steps
         ]
-    return sum(min(seconds) for seconds in exchanged.values()) + (median(optimizer) if optimizer else 0.0)
+        gaps.append(median(_gaps_outside_s(step) for step in steps) if steps else 0.0)
+    least_s = sum(min(seconds) for seconds in exchanged.values()) + min(gaps)
+    return least_s + (median(optimizer) if optimizer else 0.0)
+
+
+def _gaps_outside_s(step: TraceStep) -> float:
+    """Host gaps that are not inside of phases, where the phases' own seconds hold them."""
+    inside_s = sum(phase.own_s - phase.seconds for phase in step.phases if phase.own_s is not None)
+    return max(0.0, step.host_gaps_s - inside_s)
 
 
 def _reports(case: Case) -> Sequence[RankReport]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import numpy as np
 
-from planner.layout.candidate import Candidate
+from planner.observe.case import Case
 from planner.observe.ideal.grid import Grid
-from planner.observe.ideal.passes import planned_pass_s
+from planner.observe.ideal.reference import Reference, reference_of
 from planner.observe.observation import RankPasses
 from planner.shape import FloatArray
 
@@ -33,33 +32,31 @@ class Workers:
     """Exchanges inside of passes, beside that; shape (pipelines, stages)."""
     ranks: dict[Place, tuple[RankPasses, ...]]
     """The ranks that were seen."""
-    planned_s: FloatArray | None
-    """The plan's seconds of what the passes hold; shape (stages, 2)."""
-    planned_exchanges_s: FloatArray | None
+    reference: Reference | None
+    """Seconds that stages should take, by the plan or the earlier run."""
     holds_exchanges: bool
+    sizes: tuple[tuple[float, ...], ...]
+    """Relative sizes of each pipeline's micro-batches; empty where they are alike."""
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, passes: Sequence[RankPasses], grid: Grid | None, candidate: Candidate | None) -> Workers | None:
+    def of(cls, passes: Sequence[RankPasses], grid: Grid | None, case: Case) -> Workers | None:
         """The seconds of all stages of the pipelines that were seen; None where nobody knows the ranks' stages."""
         seen = [one for one in passes if one.stage is not None and one.forward_s is not None and one.backward_s]
         if not seen:
             return None
-        ranks = _placed(seen, grid)
+        ranks = _placed(seen)
         num_stages = grid.pp if grid else 1 + max(stage for _, stage in ranks)
         holds = all(one.holds_exchanges for one in seen)
-        planned = exchanges = None
-        if candidate is not None:
-            planned = np.array([planned_pass_s(candidate, stage, holds) for stage in range(num_stages)])
-            full = np.array([planned_pass_s(candidate, stage, True) for stage in range(num_stages)])
-            exchanges = (full - planned).sum(axis=1)
         num_pipelines = 1 + max(pipeline for pipeline, _ in ranks)
         passes_s = np.full((num_pipelines, num_stages, 2), np.nan)
         exchanges_s = np.full((num_pipelines, num_stages), np.nan)
         for place, own in ranks.items():
-            passes_s[place] = slowest(own)
+            passes_s[place] = np.max([seconds_of(one) for one in own], axis=0)
             exchanges_s[place] = min(one.exchanges_s or 0.0 for one in own)
-        found = cls(passes_s, exchanges_s, ranks, planned, exchanges, holds)
+        found = cls(
+            passes_s, exchanges_s, ranks, reference_of(case, num_stages, holds), holds, _sizes(ranks, num_pipelines)
+        )
         return found._filled()
 
     def _filled(self) -> Workers:
@@ -67,10 +64,10 @@ class Workers:
         middle, notes = self.seen_s, []
         unseen = np.isnan(middle).any(axis=1)
         missing = ", ".join(str(stage) for stage in np.flatnonzero(unseen))
-        if unseen.any() and self.planned_s is not None:
-            ratio = np.nanmedian(middle / self.planned_s, axis=0)
-            middle = np.where(np.isnan(middle), self.planned_s * ratio, middle)
-            notes.append(f"no file shows stage {missing}: the plan's seconds of it × what the others take of theirs")
+        if unseen.any() and self.reference is not None:
+            should_s, source = self.reference.passes_s, self.reference.source
+            middle = np.where(np.isnan(middle), should_s * np.nanmedian(middle / should_s, axis=0), middle)
+            notes.append(f"no file shows stage {missing}: {source} seconds of it × what the others take of theirs")
         elif unseen.any():
             middle = np.where(np.isnan(middle), np.nanmedian(middle, axis=0), middle)
             notes.append(f"no file shows stage {missing}: taken to be as the others")
@@ -84,6 +81,12 @@ class Workers:
         )
 
     @property
+    def has_peers(self) -> bool:
+        """True where something says how long the passes of any rank should be."""
+        stages = [stage for (_, stage), own in self.ranks.items() for _ in own[: 1 if self.holds_exchanges else None]]
+        return self.reference is not None or len(stages) > len(set(stages))
+
+    @property
     def seen_s(self) -> FloatArray:
         """The middle pipeline's seconds of each stage, of pipelines whose rank was seen; shape (stages, 2)."""
         seen = np.full(self.passes_s.shape, np.nan)
@@ -92,17 +95,16 @@ class Workers:
         return middle_of(seen)
 
 
-def slowest(ranks: Sequence[RankPasses]) -> tuple[float, float]:
-    """Seconds of a forward and a backward that several ranks make together."""
-    return max(one.forward_s or 0.0 for one in ranks), max(one.backward_s or 0.0 for one in ranks)
+def seconds_of(one: RankPasses) -> FloatArray:
+    """Seconds of a rank's forward and backward."""
+    return np.array([one.forward_s or 0.0, one.backward_s or 0.0])
 
 
-def _placed(seen: Sequence[RankPasses], grid: Grid | None) -> dict[Place, tuple[RankPasses, ...]]:
-    """The ranks of each pipeline's stages; where the grid is not known, all in one pipeline if it has several stages."""
-    numbers = [one.rank for one in seen if one.rank is not None]
-    keys = [0] * len(seen) if any(one.stage for one in seen) else list(range(len(seen)))
-    if grid and len(numbers) == len(seen):
-        keys = [grid.pipeline(rank) // (grid.tp * grid.cp) for rank in numbers]
+def _placed(seen: Sequence[RankPasses]) -> dict[Place, tuple[RankPasses, ...]]:
+    """The ranks of each pipeline's stages; if nobody knows those, all are in one of several stages."""
+    keys = [one.pipeline for one in seen if one.pipeline is not None]
+    if len(keys) < len(seen):
+        keys = [0] * len(seen) if any(one.stage for one in seen) else list(range(len(seen)))
     places = {key: place for place, key in enumerate(sorted(set(keys)))}
     ranks: dict[Place, tuple[RankPasses, ...]] = {}
     for key, one in zip(keys, seen, strict=True):
@@ -111,14 +113,20 @@ def _placed(seen: Sequence[RankPasses], grid: Grid | None) -> dict[Place, tuple[
     return ranks
 
 
+def _sizes(ranks: dict[Place, tuple[RankPasses, ...]], num_pipelines: int) -> tuple[tuple[float, ...], ...]:
+    """The mean of what each pipeline's ranks show, of those that show any."""
+    sizes = []
+    for pipeline in range(num_pipelines):
+        own = [one.microbatch_sizes for (p, _), held in ranks.items() if p == pipeline for one in held]
+        shown = [one for one in own if one]
+        alike = len({len(one) for one in shown}) == 1
+        sizes.append(tuple(np.mean(shown, axis=0).tolist()) if alike else ())
+    return tuple(sizes)
+
+
 def middle_of(values: FloatArray) -> FloatArray:
     """Medians over the first axis, nan where nothing is known; of two the less: one of them may be slow."""
     known = ~np.isnan(values).all(axis=0)
     middle = np.full(values.shape[1:], np.nan)
     middle[known] = np.nanquantile(values[:, known], 0.5, axis=0, method="lower")
     return middle
-
-
-def median_of_others(ranks: Sequence[RankPasses]) -> tuple[float, float]:
-    """The middle forward and backward of some ranks."""
-    return median(one.forward_s or 0.0 for one in ranks), median(one.backward_s or 0.0 for one in ranks)

@@ -14,7 +14,6 @@ from planner.observe.observation import Cause, MemorySeries, Remedy
 from planner.observe.remedy.running import running
 from planner.observe.remedy.written import settings_about
 from planner.search.rebalance import rebalance
-from planner.specs.units import GIB
 
 _RANK = re.compile(r"\b(rank|stage) (\d+)")
 _NOT_FILES = ("the options", "the log's arguments")
@@ -22,7 +21,10 @@ REBALANCE_S = 1.0
 """Seconds in which layers are moved between stages."""
 MOST_FACTOR = 8.0
 """Largest slowness that is looked for."""
-_TRIES = 16
+MOST_HOST = 64.0
+"""The same of a host, whose launches hide until they take as long as the kernels."""
+BALANCE = "balance the experts' load, by a larger auxiliary loss or by biases"
+_TRIES = 12
 LOADERS = {
     "megatron": "--num-workers", "bridge": "dataset.num_workers", "primus-megatron": "num_workers",
     "megatron-deepspeed": "--num-workers", "deepspeed": "num_workers of its DataLoader",
@@ -36,18 +38,18 @@ def of_straggler(case: Case, cause: Cause) -> Remedy:
     step_s, found = without(case, cause), _RANK.search(cause.where)
     plan, now = case.plan, running(case)
     if found is None or plan is None or now is None:
-        return Remedy(options=(), step_s=step_s, says="put another node in its place")
+        return unpriced((), step_s, "look at what runs on its node, or put another one in its place")
     kind, number = found[1], int(found[2])
     if kind == "stage":
-        whole = Remedy(options=(), step_s=step_s, says=f"other nodes in the place of stage {number}'s")
+        whole = unpriced((), step_s, f"other nodes in the place of stage {number}'s")
         return _rebalanced(case, cause, now, number) or whole
     node, gpu = divmod(number, plan.cluster.node_size)
     says = f"another node in the place of rank {number}'s (GPU {gpu} of node {node}, unless ranks are placed otherwise)"
     file, left = _plan_file(case), plan.cluster.num_gpus - plan.cluster.node_size
     if file is None or left < plan.cluster.node_size:
-        return Remedy(options=(), step_s=step_s, says=says)
+        return unpriced((), step_s, says)
     says = f"go on with {left:,} GPUs where no node is spare, or {says}"
-    return Remedy(options=("--from", file, "--gpus", str(left)), step_s=step_s, says=says)
+    return unpriced(("--from", file, "--gpus", str(left)), step_s, says)
 
 
 def _rebalanced(case: Case, cause: Cause, now: Candidate, stage: int) -> Remedy | None:
@@ -81,18 +83,20 @@ def of_link(case: Case, cause: Cause) -> Remedy:
     """The step at the full rate, the test that shows the rate, and a search under the rate that was found."""
     step_s, now = without(case, cause), running(case)
     if now is None or case.plan is None:
-        return Remedy(options=(), step_s=step_s, says="measure the links with nccl-tests")
-    cluster = now.pricing.cluster
-    tests = "rccl-tests" if cluster.hardware.is_amd else "nccl-tests"
-    groups = [place for place in price_layout(now, exact=False).placement if not place.is_inside_nvlink]
-    over = groups[0].tier if groups else cluster.tiers[0].name
-    says = f"measure {over} with {tests} (all_reduce_perf -b 64M -e 2G -f 2, on {'pairs of ' if groups else ''}nodes)"
+        return unpriced((), step_s, "measure the links with nccl-tests")
+    cluster, places = now.pricing.cluster, price_layout(now, exact=False).placement
+    slow = next((place for place in places if place.group == cause.where), None)
+    slow = slow or next((place for place in places if not place.is_inside_nvlink), None)
+    crosses = slow is not None and not slow.is_inside_nvlink
+    tests, nodes = "rccl-tests" if cluster.hardware.is_amd else "nccl-tests", "pairs of nodes" if crosses else "a node"
+    over = slow.tier if slow is not None else cluster.tiers[0].name
+    says = f"measure {over} with {tests} (all_reduce_perf -b 64M -e 2G -f 2, on {nodes})"
     full = "" if step_s is None else "; at its full rate"
-    rate = _network_rate(now, cause) if groups and len(cluster.tiers) == 2 else None
+    rate = _network_rate(now, cause) if crosses and len(cluster.tiers) == 2 else None
     if rate is None:
-        return Remedy(options=(), step_s=step_s, says=f"{says}{full}")
+        return unpriced((), step_s, f"{says}{full}")
     says += f"; the options plan for {rate:.3g} GB/s a GPU, which explain the seconds{full}"
-    return Remedy(options=("--assume", f"network_gb_per_s={rate:.3g}"), step_s=step_s, says=says)
+    return unpriced(("--assume", f"network_gb_per_s={rate:.3g}"), step_s, says)
 
 
 def _network_rate(now: Candidate, cause: Cause) -> float | None:
@@ -103,7 +107,7 @@ def _network_rate(now: Candidate, cause: Cause) -> float | None:
         slow = pricing.cluster.changed(network_gb_per_s=full / factor)
         return now.priced_as(replace(pricing, cluster=slow)).step_s - now.step_s
 
-    factor = None if cause.seconds is None else _solved(longer_s, cause.seconds, 4 * MOST_FACTOR)
+    factor = None if cause.seconds is None else _solved(longer_s, cause.seconds, MOST_FACTOR)
     return None if factor is None else full / factor
 
 
@@ -116,16 +120,31 @@ def uneven(now: Candidate, cause: Cause) -> Candidate | None:
         return now.priced_as(replace(pricing, training=training))
 
     most = float(now.shape.ep) / balanced
-    if pricing.model.moe is None or cause.seconds is None or most <= 1:
+    return None if pricing.model.moe is None or most <= 1 else _as_seen(now, cause, with_imbalance, most)
+
+
+def slow_host(now: Candidate, cause: Cause) -> Candidate | None:
+    """The layout with a host that launches as slowly as the seconds of the cause say; None where none explains them."""
+    pricing = now.pricing
+
+    def with_host(factor: float) -> Candidate:
+        runtime = pricing.runtime.model_copy(update={"host_factor": pricing.runtime.host_factor * factor})
+        return now.priced_as(replace(pricing, runtime=runtime))
+
+    return _as_seen(now, cause, with_host, MOST_HOST)
+
+
+def _as_seen(now: Candidate, cause: Cause, made: Callable[[float], Candidate], most: float) -> Candidate | None:
+    """The layout with the factor that makes its step longer by the seconds of the cause."""
+    if cause.seconds is None:
         return None
-    factor = _solved(lambda factor: with_imbalance(factor).step_s - now.step_s, cause.seconds, most)
-    return None if factor is None else with_imbalance(factor)
+    factor = _solved(lambda factor: made(factor).step_s - now.step_s, cause.seconds, most)
+    return None if factor is None else made(factor)
 
 
 def of_imbalance(case: Case, cause: Cause) -> Remedy:
     """The step with balanced experts, and what balances them."""
-    says = "balance the experts' load, by a larger auxiliary loss or by biases"
-    return Remedy(options=(), step_s=without(case, cause), says=says)
+    return unpriced((), without(case, cause), BALANCE)
 
 
 def of_data(case: Case, cause: Cause) -> Remedy:
@@ -133,7 +152,7 @@ def of_data(case: Case, cause: Cause) -> Remedy:
     trainer = case.plan.runtime if case.plan is not None else case.observation.facts.trainer or ""
     setting = LOADERS.get(trainer, "num_workers of the data loader")
     says = f"more processes that load data ({setting}), or data on a local disk"
-    return Remedy(options=(), step_s=without(case, cause), says=says)
+    return unpriced((), without(case, cause), says)
 
 
 def of_clocks(case: Case, cause: Cause) -> Remedy:
@@ -142,7 +161,7 @@ def of_clocks(case: Case, cause: Cause) -> Remedy:
     is_amd = case.plan is not None and case.plan.cluster.hardware.is_amd
     query = "amd-smi metric --clock --power --temperature" if is_amd else "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER"
     says = f"look at clocks and limits while it runs ({query})"
-    return Remedy(options=(), step_s=step_s, says=says if step_s is None else f"{says}; at full clocks")
+    return unpriced((), step_s, says if step_s is None else f"{says}; at full clocks")
 
 
 def of_garbage(case: Case, cause: Cause) -> Remedy:
@@ -159,7 +178,7 @@ def _set(case: Case, step_s: float | None, pattern: str, says: str) -> Remedy:
     """A habit of good runs, by the settings that `plan export` writes for every plan of the trainer."""
     now = running(case)
     lines = settings_about(case.plan, now, pattern) if case.plan is not None and now is not None else ()
-    return Remedy(options=(), step_s=step_s, says=f"{says} ({', '.join(lines)})" if lines else says)
+    return unpriced((), step_s, f"{says} ({', '.join(lines)})" if lines else says)
 
 
 def of_fragments(case: Case, cause: Cause) -> Remedy:
@@ -176,29 +195,35 @@ def of_fragments(case: Case, cause: Cause) -> Remedy:
 
 
 def of_leak(case: Case, cause: Cause) -> Remedy:
-    """The memory that grows, and the recording that names its allocations."""
+    """The recording that names what is kept, and the steps until the memory is full."""
     series = [s for s in case.observation.memory_series if len(s.steps) > 1 and s.steps[-1] > s.steps[0]]
-    worst = max(series, key=_growth_bytes, default=None)
+    # what is allocated says it; what is reserved grows with it in leaps
+    allocated = [s for s in series if s.kind == "allocated"]
+    worst = max(allocated or series, key=_growth_bytes, default=None)
     says = "record torch.cuda.memory._record_memory_history() for a few steps and plan observe the snapshot; tensors "
     says += "kept from step to step (losses without .item()) are the rule"
-    if worst is not None:
-        rank = "" if worst.rank is None else f" of rank {worst.rank}"
-        says = f"{worst.kind} memory{rank} grows by {_growth_bytes(worst) / GIB * 1000:.3g} GiB in 1,000 steps: {says}"
-    return Remedy(options=(), says=says)
+    rate = 0.0 if worst is None else _growth_bytes(worst)
+    if worst is None or case.plan is None or rate <= 0:
+        return Remedy(options=(), says=says)
+    left = case.plan.cluster.hardware.memory_bytes - worst.num_bytes[-1]
+    return Remedy(options=(), says=f"{says}; the GPU is full after {max(0.0, left) / rate:,.0f} more steps")
 
 
 def _growth_bytes(series: MemorySeries) -> float:
     return (series.num_bytes[-1] - series.num_bytes[0]) / (series.steps[-1] - series.steps[0])
 
 
+def unpriced(options: tuple[str, ...], step_s: float | None, says: str) -> Remedy:
+    """A remedy against what is no choice of the job: the step without the cause."""
+    return Remedy(options=options, step_s=step_s, is_priced=False, says=says)
+
+
 def without(case: Case, cause: Cause) -> float | None:
-    """Seconds of the step less those of the cause, and no less than the lower end of what was predicted."""
+    """Seconds of the step less those of the cause: no remedy brings a run below what it is held against."""
     measured_s, prediction = case.observation.step_s, case.prediction
     if measured_s is None or cause.seconds is None:
         return None
-    least_s = 0.0
-    if prediction is not None:
-        least_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
+    least_s = 0.0 if prediction is None else prediction.step_s
     return max(measured_s - cause.seconds, min(least_s, measured_s))
 
 

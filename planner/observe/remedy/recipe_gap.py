@@ -26,6 +26,13 @@ CAUSE_OF = {
 }
 """The cause that a switch at the wrong value is, where it has a name; others are a `recipe`."""
 
+LEAST_WORD = 0.02
+"""Least share of a step that a better value has to win before a run is told that its recipe is at fault."""
+OF_LOG = "the log's arguments"
+"""The source of a prediction that the log itself states."""
+_OF_LAYOUT = ("recompute", "zero_stage")
+"""Settings that are no switches: what is recomputed is a cause of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecipeRow:
@@ -75,7 +82,7 @@ def recipe_gap(case: Case) -> tuple[RecipeRow, ...]:
             rows.append(
                 RecipeRow(
                     name, has, better, gain_s, options_between(now, best), settings_between(case.plan, now, best),
-                    states_switches(case), planned.get(name, has),
+                    name in case.observation.facts.stated_switches, planned.get(name, has),
                 )
             )  # fmt: skip
     return tuple(sorted(rows, key=lambda row: -row.gain_s))
@@ -91,15 +98,39 @@ def recipe_terms(case: Case) -> tuple[Term, ...]:
     The order is fixed, and the terms add up to the whole difference, whichever way switches act on each other. Beside
     an earlier run, the recipe is that of its log; nothing where that says none.
     """
-    before, terms, theirs = layout_before(case), list[Term](), "the plan"
+    return tuple(term for _, term in _stated_otherwise(case))
+
+
+def slower_settings(case: Case) -> dict[str, tuple[Term, ...]]:
+    """The settings that the log states and that make the step longer, by the cause that each of them is.
+
+    Beside a plan or an earlier run they are those that it has otherwise; where the log's own arguments are the plan,
+    those with a better value that wins `LEAST_WORD` of the step.
+    """
+    found: dict[str, list[Term]] = {}
+    if case.prediction is not None and case.prediction.source == OF_LOG:
+        least_s = LEAST_WORD * case.prediction.step_s
+        rows = [row for row in recipe_gap(case) if row.is_stated and row.gain_s > least_s]
+        terms = [(row.switch, Term(term=row.switch, seconds=row.gain_s, evidence=row.evidence)) for row in rows]
+    else:
+        terms = [(name, term) for name, term in _stated_otherwise(case) if name not in _OF_LAYOUT]
+    for name, term in terms:
+        found.setdefault(CAUSE_OF.get(name, "recipe"), []).append(term)
+    return {cause: tuple(of_cause) for cause, of_cause in found.items()}
+
+
+def _stated_otherwise(case: Case) -> tuple[tuple[str, Term], ...]:
+    """Each setting that the log states otherwise than what it is held against, with what that costs by the price."""
+    before, terms, theirs = layout_before(case), list[tuple[str, Term]](), "the plan"
     if case.earlier is not None:
         theirs = "the earlier run"
         if not states_switches(Case(case.earlier.observation)):
             return ()
     for row in differences(case):
         assert before is not None
-        seconds = row.candidate.step_s - before.step_s
+        cost_s = row.candidate.step_s - before.step_s
         says = f"the log shows {row.name} {row.has}, {theirs} has {row.planned}"
-        terms.append(Term(term=f"recipe: {row.name}", seconds=seconds, evidence=says, recoverable_s=max(0.0, seconds)))
+        more = Term(term=f"recipe: {row.name}", seconds=cost_s, evidence=says, recoverable_s=max(0.0, cost_s))
+        terms.append((row.name, more))
         before = row.candidate
     return tuple(terms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,7 +47,7 @@ def differences(case: Case) -> tuple[Difference, ...]:
         return ()
     with suppress(PlannerError):
         stated = _stated_runtime(case, expected)
-        recipe = tuple(_of_recipe(expected, stated))
+        recipe = tuple(_of_recipe(expected, stated, case.observation.facts.stated_switches))
         last = recipe[-1].candidate if recipe else expected
         return (*recipe, *_of_layout(case, last))
     return ()
@@ -75,9 +75,18 @@ def running(case: Case) -> Candidate | None:
     return candidate.priced_as(replace(pricing, headroom_bytes=free))
 
 
+def restored(case: Case, names: Collection[str], now: Candidate) -> Iterator[Candidate]:
+    """The layout that runs, with some switches at the values that it is held against, whatever else rules say."""
+    before = layout_before(case)
+    changed = {row.name for row in differences(case)} & set(names)
+    if before is not None and changed:
+        recipe = {name: SWITCHES[name].value_of(runtime_of(before)) for name in names if name in changed}
+        yield under(now, switched(now.pricing.runtime, recipe))
+
+
 def states_switches(case: Case) -> bool:
     """True where the log's own arguments say which switches are on."""
-    return bool(case.observation.facts.run.get("features"))
+    return bool(case.observation.facts.stated_switches)
 
 
 def _measured_above(case: Case) -> float:
@@ -101,11 +110,11 @@ def _stated_runtime(case: Case, candidate: Candidate) -> RuntimeSpec:
     return settled(stated.for_schedules(SCHEDULES[candidate.schedule].splits_backward), pricing.cluster, model)
 
 
-def _of_recipe(candidate: Candidate, stated: RuntimeSpec) -> Iterator[Difference]:
-    """Switches, then fused kernels, with another value than the plan's."""
+def _of_recipe(candidate: Candidate, stated: RuntimeSpec, named: Collection[str]) -> Iterator[Difference]:
+    """Switches that the log names, then fused kernels, with another value than the plan's."""
     setting, has = setting_of(candidate), switches_of(candidate.pricing.runtime)
-    there = switches_of(stated)
-    names = [name for name in SWITCHES if name in FUSIONS or (name in has and name in there)]
+    both = {*FUSIONS, *(has.keys() & switches_of(stated).keys())}
+    names = [name for name in SWITCHES if name in both and name in named]
     for name in (name for name in names if has_effect(name, setting)):
         planned, found = (SWITCHES[name].value_of(runtime) for runtime in (runtime_of(candidate), stated))
         if planned != found:
@@ -117,7 +126,8 @@ def _of_layout(case: Case, candidate: Candidate) -> Iterator[Difference]:
     """The log's way to recompute, and what its ZeRO shards, where they are not the plan's."""
     stated = checked(Parallelism, case.observation.facts.run.get("parallelism") or {}, "the log")
     runtime = candidate.pricing.runtime
-    fields = {name: getattr(stated, name) for name in _RECOMPUTE if getattr(stated, name)}
+    says = "recompute" in case.observation.facts.stated_switches or stated.recompute != "none"
+    fields = {name: getattr(stated, name) for name in _RECOMPUTE if getattr(stated, name)} if says else {}
     if stated.recompute == "selective":
         fields["recompute_modules"] = stated.recompute_modules or runtime.selective_default
     zero = {} if stated.zero_stage is None else {"zero_stage": stated.zero_stage}

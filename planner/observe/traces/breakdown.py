@@ -36,6 +36,8 @@ from planner.observe.traces.trace import NO_EVENTS, Events, RankTrace
 
 NS = 1e-9
 MAX_NAMES = 3
+LONG = 0.01
+"""A gap of this share of a step is no launch: of those there are hundreds in a step."""
 _SYNCHRONISES = re.compile(r"Synchronize$")
 _BUSY = re.compile(r"[Dd]ata_?[Ll]oad|batch.generator|(get|next)_batch|[Cc]heckpoint|\b(gc|garbage)\b")
 _POINT_TO_POINT = "point to point"
@@ -130,6 +132,7 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
         host_gaps_s=length_ns(gaps) * NS,
         dependencies_s=length_ns(dependencies) * NS,
         idle_s=length_ns(unknown) * NS,
+        long_gaps_s=length_ns(gaps[gaps[:, 1] - gaps[:, 0] > LONG * (step.end_ns - step.start_ns)]) * NS,
         first_idle_s=length_ns(idle[:1][idle[:1, 0] == step.start_ns]) * NS,
         families=_families(events, computing, inside),
         groups=groups,
@@ -198,6 +201,8 @@ def _groups(
 def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
     """Idle time as host gaps, dependencies and what cannot be told."""
     gpu, launches = events.trace.gpu, events.trace.launches
+    if events.trace.is_timeline:
+        return NONE, NONE, idle
     if events.trace.on_host:  # between operators the host itself is what works
         return idle, NONE, NONE
     if not len(idle) or not len(gpu):

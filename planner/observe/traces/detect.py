@@ -14,6 +14,9 @@ _TRACE = re.compile(rb'"traceEvents"|"deviceProperties"|"schemaVersion"\s*:\s*\d
 _FLIGHT = re.compile(rb'"pg_config"|"pg_status"|"comm_lib_version"|"nccl_version"')
 
 
+_OPERATORS = re.compile(rb'"cat"\s*:\s*"(forward|backward)-(compute|send|recv)"')
+
+
 class Kind(StrEnum):
     """Files that are no text log."""
 
@@ -21,6 +24,7 @@ class Kind(StrEnum):
     SNAPSHOT = "memory snapshot"
     FLIGHT_RECORDER = "flight-recorder dump"
     NSYS = "Nsight Systems export"
+    OP_TIMELINE = "operator timeline"
 
 
 def kind_of(path: str | Path) -> Kind | None:
@@ -37,4 +41,6 @@ def kind_of(path: str | Path) -> Kind | None:
         return None
     if _FLIGHT.search(text) and b'"traceEvents"' not in text and b'"schemaVersion"' not in text:
         return Kind.FLIGHT_RECORDER
+    if _OPERATORS.search(text):
+        return Kind.OP_TIMELINE
     return Kind.KINETO if _TRACE.search(text) else None

@@ -31,11 +31,17 @@ from planner.observe.traces.trace import Events, RankTrace
 
 ANNOTATIONS = (
     ("forward", r"^(forward_step(_func)?|forward-compute|Forward \d+|\d+F\d+|F_\w+|## forward ##|forward)$"),
-    ("backward", r"^(backward_step(_func)?|backward-compute|Backward \d+|\d+[BIW]\d+|B_\w+|## backward ##|backward)$"),
+    (
+        "backward",
+        r"^(backward_step(_func)?|backward(-wgrad)?-compute|Backward \d+|\d+[BIW]\d+|B_\w+|## backward ##|backward)$",
+    ),
     ("optimizer", r"^(Optimizer\.step#.*|optimizer([-_]step)?|## optimizer ##)$"),
 )
 """(phase, pattern of its annotation)."""
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
+ALIKE = 0.05
+"""Ranges whose computing differs by less are alike."""
+MOST_LENGTHS = 1024
 _PATTERNS = tuple((phase, re.compile(pattern)) for phase, pattern in ANNOTATIONS)
 _NEVER = np.iinfo(np.int64).min
 NS = 1e-9
@@ -59,7 +65,7 @@ class Phases:
         marks = {phase: _outermost(trace.marks, trace, pattern) for phase, pattern in _PATTERNS}
         ranges = {phase: _range_of(events, at_ns) for phase, events in marks.items()}
         if (ranges["forward"] >= 0).any() and (ranges["backward"] >= 0).any():
-            source, forward = "annotations", ranges["forward"] >= 0
+            source, forward = "operators" if trace.is_timeline else "annotations", ranges["forward"] >= 0
         else:
             marks["backward"] = _outermost(trace.operators, trace, AUTOGRAD)
             ranges["backward"] = _range_of(marks["backward"], at_ns)
@@ -84,7 +90,7 @@ class Phases:
             mine, others = mask & computing, ~mask & computing
             spans = intersect(union(gpu.start_ns[mine], gpu.end_ns[mine]), inside)
             if length_ns(spans):
-                said = self.source == "annotations" or phase == "optimizer"
+                said = self.source != "autograd" or phase == "optimizer"
                 parts = _by_range(mine, self.ranges[phase]) if said else []
                 lengths = self._lengths_ns(parts)
                 taken = subtract(merge(exchanging, union(gpu.start_ns[others], gpu.end_ns[others])), spans)
@@ -95,6 +101,7 @@ class Phases:
                         seconds=length_ns(spans) * NS,
                         num_ranges=len(lengths),
                         median_s=float(np.median(lengths)) * NS if lengths else None,
+                        each_s=_uneven(lengths),
                         own_s=length_ns(subtract(ranges, taken)) * NS if parts else None,
                         source=self.source if phase != "optimizer" else "annotations",
                     )
@@ -113,6 +120,13 @@ class Phases:
         """Computing time of each range."""
         gpu = self.trace.gpu
         return [length_ns(union(gpu.start_ns[part], gpu.end_ns[part])) for part in parts]
+
+
+def _uneven(lengths_ns: Sequence[int]) -> tuple[float, ...]:
+    """The lengths in seconds; empty where they are alike, or too many to be kept."""
+    if not 1 < len(lengths_ns) <= MOST_LENGTHS or max(lengths_ns) - min(lengths_ns) <= ALIKE * max(lengths_ns):
+        return ()
+    return tuple(length * NS for length in lengths_ns)
 
 
 def _by_range(mine: NDArray[np.bool_], range_of: NDArray[np.int64]) -> list[NDArray[np.int64]]:

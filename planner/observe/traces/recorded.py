@@ -61,7 +61,7 @@ def read_recorded(
 
     `grid` holds sizes of tp, cp, dp and pp, for process groups that the traces do not describe. Raises SpecError.
     """
-    traces = [path for path, kind in kinds.items() if kind in (Kind.KINETO, Kind.NSYS)]
+    traces = [path for path, kind in kinds.items() if kind in (Kind.KINETO, Kind.NSYS, Kind.OP_TIMELINE)]
     snapshots = [path for path, kind in kinds.items() if kind is Kind.SNAPSHOT]
     dumps = [path for path, kind in kinds.items() if kind is Kind.FLIGHT_RECORDER]
     return Recorded(

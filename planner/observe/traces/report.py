@@ -11,7 +11,8 @@ from planner.observe.traces.collectives import collective_times
 from planner.observe.traces.detect import Kind, kind_of
 from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.nsys import read_nsys
-from planner.observe.traces.peers import Peers, stage_of, stragglers
+from planner.observe.traces.op_timeline import read_op_timeline
+from planner.observe.traces.peers import Peers, pipeline_of, stage_of, stragglers
 from planner.observe.traces.results import RankReport, TraceReport, TraceStep
 from planner.observe.traces.source import Progress
 from planner.observe.traces.steps import step_windows
@@ -33,6 +34,7 @@ def read_traces(
     reports = tuple(
         RankReport(
             file=events.trace.where, rank=events.trace.rank, stage=stage_of(events, grid),
+            pipeline=pipeline_of(events),
             world_size=events.trace.world_size, device=events.trace.device, steps=steps[place],
             collectives=collective_times(events, peers.transfer_ns[place], peers.wait_ns[place]),
             warnings=events.trace.warnings,
@@ -56,7 +58,10 @@ def _cut(
 
 
 def _read(path: str | Path, progress: Progress | None) -> tuple[RankTrace, ...]:
-    return read_nsys(path) if kind_of(path) is Kind.NSYS else read_kineto(path, progress)
+    kind = kind_of(path)
+    if kind is Kind.OP_TIMELINE:
+        return read_op_timeline(path, progress)
+    return read_nsys(path) if kind is Kind.NSYS else read_kineto(path, progress)
 
 
 def _refuse_twins(traces: Sequence[RankTrace]) -> None:

@@ -34,7 +34,7 @@ def step_windows(trace: RankTrace) -> tuple[StepWindow, ...]:
         start, end = trace.span_ns
         return (StepWindow(None, start, end),) if end > start else ()
     bounds = _on_gpu(trace, starts, ends)
-    windows = list(zip(numbers, bounds[:-1], bounds[1:], strict=True))
+    windows = list(zip(numbers, bounds[:-1], ends if trace.is_timeline else bounds[1:], strict=True))
     capturing = _captures(trace, starts, ends)
     lengths = [end - start for _, start, end in windows]
     slow_start = len(windows) > 2 and lengths[0] > _SLOW_START * float(np.median(lengths[1:]))

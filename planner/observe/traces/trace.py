@@ -99,6 +99,9 @@ class RankTrace:
     """Ranges that the user, the trainer or the profiler annotated, on the host."""
     on_host: bool = False
     """True if the trace holds no GPU's events and `gpu` are operators of the host."""
+    is_timeline: bool = False
+    """True for operators of a step without what is inside of them: nobody knows what idle time was, and the time from
+    one step's end to the next one's begin is of neither."""
     lanes: tuple[tuple[int | str, int | str], ...] = ()
     """(device or process, stream or thread) of each lane."""
     warnings: tuple[str, ...] = ()

@@ -48,23 +48,23 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
     yield Text(_what(observation), style="" if observed.says else "bold")
     if observation.step_s is not None:
         yield section("The step", _step(observation, prediction))
+    if (causes := causes_section(observed)) is not None:
+        yield causes
     if (gap := gap_section(observed)) is not None:
         yield gap
-    if observed.causes:
-        yield causes_section(observed.causes, observation.step_s)
-    if remarks := list(_remarks(observation)):
+    if remarks := list(_remarks(observed)):
         yield section("Steps that took longer, and interruptions", bullets(remarks))
-    if observation.wall is not None:
+    if observation.wall is not None and not observed.beside:
         yield section("Where the wall time went", _wall(observation.wall))
+    yield from ideal_sections(observed)
     if observation.peak_memory_bytes is not None:
         yield section("Memory", _memory(observation, prediction))
     if observation.timers:
         yield section("Timers, of one step, least and most over the ranks", _timers(observation))
     if observation.links:
         yield section("Collectives that the log times", _links(observation))
-    if prediction is not None and any(observation.breakdown.keys() - {"unattributed_s"}):
+    if prediction is not None and len(observed.waterfall) < 2 and observation.breakdown.keys() - {"unattributed_s"}:
         yield section("Predicted seconds by term", _terms(prediction))
-    yield from ideal_sections(observed)
     if left := list(_open(observed)):
         yield section("What the files leave open", bullets(left))
 
@@ -116,8 +116,9 @@ def _step(observation: Observation, prediction: Prediction | None) -> Table:
     return table
 
 
-def _remarks(observation: Observation) -> Iterator[str]:
-    if observation.num_warmup_steps:
+def _remarks(observed: Observed) -> Iterator[str]:
+    observation = observed.observation
+    if observation.num_warmup_steps and not observed.beside:
         extra = seconds(observation.warmup_extra_s)
         yield f"warm-up: {_steps(observation.num_warmup_steps)}, {extra} longer than as many steady ones"
     for outlier in observation.outliers:

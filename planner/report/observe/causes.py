@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -10,20 +10,23 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.observe.causes.hypotheses import HYPOTHESES
-from planner.observe.observation import Cause, Remedy
+from planner.observe.observation import Cause, Observed, Remedy
 from planner.report.format import percent, seconds
 from planner.report.pieces import columns, section
 
 
-def causes_section(causes: Iterable[Cause], step_s: float | None) -> RenderableType:
-    """Every cause with what speaks for it, the likeliest first."""
-    return section("Likely causes", Group(*(part for cause in causes for part in _cause(cause, step_s))))
+def causes_section(observed: Observed) -> RenderableType | None:
+    """Every cause with what speaks for it, the likeliest first, and what to measure next where none is sure."""
+    parts = [part for cause in observed.causes for part in _cause(cause, observed.observation.step_s)]
+    if observed.next_test:
+        nothing = "No file shows why." if not parts else "None of these is sure."
+        parts.append(Text(f"{nothing} To find out: {observed.next_test}."))
+    return section("Likely causes", Group(*parts)) if parts else None
 
 
 def _cause(cause: Cause, step_s: float | None) -> Iterator[RenderableType]:
     known = HYPOTHESES.get(cause.name)
-    where = f" ({cause.where})" if cause.where else ""
-    head = Text(f"{percent(cause.likelihood, 0):>4}  {known.says if known else cause.name}{where}")
+    head = Text(f"{percent(cause.likelihood, 0):>4}  {known.at(cause.where) if known else cause.name}")
     head.append(f"  {cause.name}", style="dim")
     yield head
     yield Padding(_details(cause, step_s), (0, 0, 0, 6))
@@ -44,5 +47,6 @@ def _details(cause: Cause, step_s: float | None) -> Table:
 
 def remedy_says(remedy: Remedy) -> str:
     """The remedy in words, with its options and the step that it gives."""
-    given = f"a step of {seconds(remedy.step_s)} by the price of this job" if remedy.step_s is not None else ""
+    by = "by the price of this job" if remedy.is_priced else "without it"
+    given = f"a step of {seconds(remedy.step_s)} {by}" if remedy.step_s is not None else ""
     return "; ".join(part for part in (remedy.says, " ".join(remedy.options), given) if part)

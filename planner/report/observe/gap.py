@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -10,16 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.observe.gap.terms import BESIDE, TERMS
-from planner.observe.observation import Observed, Term
-from planner.report.format import bar, seconds, signed_seconds
+from planner.observe.observation import Observation, Observed, Term
+from planner.report.format import bar, percent, seconds, signed_seconds
 from planner.report.labels import LEAST_SHARE
 from planner.report.pieces import bullets, headed, section
 from planner.specs.reading import printable
 
 _LABELS = {**TERMS, **BESIDE}
 _WIDEST_HALF, _LONGEST = 8, 300
+_MOST_LINES, _WIDTH = 6, 76
 _WORTH_A_SENTENCE = 0.01
-"""Terms of at least this share of the step have their evidence shown; that of all is in --json."""
+"""Terms of at least this share of the step have their evidence shown, as many as fit; that of all is in --json."""
 
 
 class SignedBar:
@@ -40,23 +42,46 @@ class SignedBar:
 
 def gap_section(observed: Observed) -> RenderableType | None:
     """The waterfall from the predicted step to the wall time per step; None where there is nothing between them."""
-    step_s = observed.observation.step_s
+    observation, prediction = observed.observation, observed.prediction
+    step_s = observation.step_s
     if step_s is None or not (observed.waterfall or observed.beside):
         return None
-    largest_s = max(abs(term.seconds) for term in (*observed.waterfall, *observed.beside))
-    like_s = min(step_s, observed.prediction.step_s) if observed.prediction else step_s
+    every = (*observed.waterfall, *observed.beside)
+    largest_s = max(abs(term.seconds) for term in every)
+    like_s = min(step_s, prediction.step_s) if prediction else step_s
     table = headed(("", "", "", "to win back"), "l", "r", "l", "r", style="dim")
-    if observed.prediction is not None and observed.waterfall:
-        table.add_row("predicted step", seconds(observed.prediction.step_s, like_s), "", "", style="bold")
+    if prediction is not None and observed.waterfall:
+        table.add_row("predicted step", seconds(prediction.step_s, like_s), "", "", style="bold")
         _add_terms(table, observed.waterfall, like_s, largest_s, LEAST_SHARE * step_s)
     table.add_row("measured step", seconds(step_s, like_s), "", "", style="bold")
+    parts: list[RenderableType] = [table]
     if observed.beside:
         _add_terms(table, observed.beside, like_s, largest_s, LEAST_SHARE * step_s)
         wall_s = step_s + sum(term.seconds for term in observed.beside)
         table.add_row("wall time per step", seconds(wall_s, like_s), "", "", style="bold")
-    largest = sorted((*observed.waterfall, *observed.beside), key=lambda term: -abs(term.seconds))
-    said = [_says(term) for term in largest if abs(term.seconds) >= _WORTH_A_SENTENCE * step_s]
-    return section("Where the seconds go", Group(table, "", bullets(said)) if said else table)
+        parts += [Text(words, style="dim") for words in _whole(observation)]
+    if said := list(_evidence(observed.waterfall, _WORTH_A_SENTENCE * step_s)):
+        parts += ["", bullets(said)]
+    return section("Where the seconds go", Group(*parts))
+
+
+def _whole(observation: Observation) -> Iterator[str]:
+    """One sentence on the wall time of the whole run."""
+    if (wall := observation.wall) is not None:
+        warm_up = f", {observation.num_warmup_steps:,} of them to warm up" if observation.num_warmup_steps else ""
+        share = percent(min(1.0, wall.steps_s / wall.wall_s)) if wall.wall_s else "all"
+        yield f"{seconds(wall.wall_s)} in all, {share} of it {observation.num_steps:,} steps{warm_up}"
+
+
+def _evidence(terms: Sequence[Term], least_s: float) -> Iterator[str]:
+    """The evidence of the largest terms, in a few lines."""
+    lines = 0
+    for term in sorted(terms, key=lambda term: -abs(term.seconds)):
+        words = f"{_label(term)}: {printable(term.evidence, _LONGEST)}"
+        lines += math.ceil(len(words) / _WIDTH)
+        if abs(term.seconds) < least_s or lines > _MOST_LINES:
+            return
+        yield words
 
 
 def _add_terms(table: Table, terms: Sequence[Term], like_s: float, largest_s: float, least_s: float) -> None:
@@ -76,7 +101,3 @@ def _add_terms(table: Table, terms: Sequence[Term], like_s: float, largest_s: fl
 
 def _label(term: Term) -> str:
     return _LABELS.get(term.term, printable(term.term.replace("_", " "), 40))
-
-
-def _says(term: Term) -> str:
-    return f"{_label(term)}: {printable(term.evidence, _LONGEST)}"

@@ -21,7 +21,7 @@ def ideal_sections(observed: Observed) -> Iterator[RenderableType]:
         return
     parts: list[RenderableType] = [Text(_says(replayed))]
     if changes:
-        table = headed(("if this were as its peers", "the step", "less", ""), "l", "r", "r", None)
+        table = headed(("made as its peers", "the step", "less", ""), "l", "r", "r", None)
         for one in changes[:_MOST]:
             share = one.recoverable_s / replayed.step_s
             table.add_row(one.name, seconds(one.step_s, replayed.step_s), percent(share), Bar(share, _WIDEST_BAR))
@@ -36,6 +36,8 @@ def ideal_sections(observed: Observed) -> Iterator[RenderableType]:
 def _says(replayed: Replayed) -> str:
     like_s = replayed.measured_s
     told = f"Replayed from what its ranks take: {seconds(replayed.step_s, like_s)}, measured {seconds(like_s)}"
+    if replayed.even_s is None:
+        return f"{told}."
     if replayed.even_s > 0.995 * replayed.step_s:
         return f"{told}. No rank, stage or operation is slower than its peers."
     return f"{told}; with all of them as their peers {seconds(replayed.even_s, like_s)}."

@@ -50,7 +50,7 @@ def test_options_are_typed_and_give_what_they_promise(job: str, capsys: pytest.C
         assert plan.fits
         assert (plan.best.oom_probability or 0.0) <= max(0.1, planned.best.oom_probability or 0.0)
         assert not [warning for warning in plan.warnings if "refuses this layout" in warning]
-        won_s = 0.0 if "the plan has it on" in remedy.says else measured_s - remedy.step_s
+        won_s = 0.0 if "the plan has it so" in remedy.says else measured_s - remedy.step_s
         assert plan.step.step_s == pytest.approx(planned.step.step_s - won_s), options
 
 
@@ -96,6 +96,14 @@ def test_a_fast_run_wins_in_proportion() -> None:
     assert fast is not None
     assert slow.step_s is not None
     assert fast.step_s == pytest.approx(slow.step_s / 2)
+
+
+def test_a_switch_that_is_planned_brings_back_no_more_than_the_plan() -> None:
+    planned_s = plan_of_job("bridge").step.step_s
+    slow, fine = (remedy_for(case_of("bridge", slower), cause("attention_kernel")) for slower in (1.05, 1.0))
+    assert slow is not None
+    assert slow.step_s == pytest.approx(planned_s)
+    assert fine is None
 
 
 def test_nothing_helps_against_what_is_not_known() -> None:

@@ -8,18 +8,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.observe.judge import judged_alone
-from planner.observe.observation import Observed
+from planner.observe.case import Case
+from planner.observe.gap.beside import beside_steps
+from planner.observe.observation import Observation, Term
 from tests.observe.written import BEGIN_S, iterations, read
 
 
-def adds_up(answer: Observed) -> None:
-    observation, wall = answer.observation, answer.observation.wall
+def adding_up(observation: Observation) -> tuple[Term, ...]:
+    """The terms, which add up."""
+    wall, terms = observation.wall, beside_steps(Case(observation))
     assert wall is not None
     assert observation.step_s is not None
     made = observation.num_steps - sum(restart.lost_steps for restart in observation.restarts)
-    more_s = sum(term.seconds for term in answer.beside)
+    more_s = sum(term.seconds for term in terms)
     assert more_s == pytest.approx(wall.wall_s / made - observation.step_s, abs=1e-6 * observation.step_s)
+    return terms
 
 
 @given(
@@ -31,16 +34,14 @@ def test_terms_add_up_for_any_log(seconds: list[float], again: int, wait: float,
     if again:
         first = max(1, len(seconds) - again)
         lines += iterations(seconds[first - 1 :], first=first, begin_s=BEGIN_S + sum(seconds) + wait)
-    adds_up(judged_alone(read(tmp_path, "\n".join(lines))))
+    adding_up(read(tmp_path, "\n".join(lines)))
 
 
 def test_terms_are_what_happened(tmp_path: Path) -> None:
     seconds = [30.0] + [2.0] * 99
     seconds[50] = 12.0
     lines = [*iterations(seconds), *iterations([2.0] * 40, first=91, begin_s=BEGIN_S + sum(seconds) + 600)]
-    answer = judged_alone(read(tmp_path, "\n".join(lines)))
-    adds_up(answer)
-    terms = {term.term: term for term in answer.beside}
+    terms = {term.term: term for term in adding_up(read(tmp_path, "\n".join(lines)))}
     made = 130
     assert terms["warm_up"].seconds == pytest.approx(28 / made)
     assert terms["slow_unexplained"].seconds == pytest.approx(10 / made)
@@ -50,4 +51,4 @@ def test_terms_are_what_happened(tmp_path: Path) -> None:
 
 
 def test_lines_without_times_have_none(tmp_path: Path) -> None:
-    assert judged_alone(read(tmp_path, "2.0\n2.1\n2.0\n")).beside == ()
+    assert beside_steps(Case(read(tmp_path, "2.0\n2.1\n2.0\n"))) == ()

@@ -12,7 +12,7 @@ from planner.cli import main
 from planner.observe.case import Case
 from planner.observe.causes.remedies import remedy_for
 from planner.observe.observation import JobFacts, MemorySeries, Observation
-from planner.observe.remedy.machine import uneven
+from planner.observe.remedy.machine import slow_host, uneven
 from planner.observe.remedy.running import running
 
 MEASURED_S = {job: plan_of_job(job).step.step_s * SLOWER for job in JOBS}
@@ -59,7 +59,7 @@ def test_a_slow_network_is_priced_at_the_rate_that_explains_the_seconds(capsys: 
     now = running(case)
     assert now is not None
     lost_s = 0.01 * now.step_s
-    remedy = remedy_for(case, cause("slow_link", lost_s, "dp"))
+    remedy = remedy_for(case, cause("slow_link", lost_s, "pp"))
     assert remedy is not None
     assert remedy.options[0] == "--assume"
     assert "infiniband" in remedy.says
@@ -69,10 +69,18 @@ def test_a_slow_network_is_priced_at_the_rate_that_explains_the_seconds(capsys: 
 
 
 def test_seconds_that_no_network_explains_have_no_rate() -> None:
-    remedy = remedy_for(case_of("torchtitan"), cause("slow_link", 1.0))
+    remedy = remedy_for(case_of("experts"), cause("slow_link", 100.0, "dp"))
     assert remedy is not None
     assert remedy.options == ()
     assert "nccl-tests" in remedy.says
+
+
+def test_links_inside_a_node_are_measured_there() -> None:
+    remedy = remedy_for(case_of("bridge"), cause("slow_link", 0.01, "tp"))
+    assert remedy is not None
+    assert remedy.options == ()
+    assert "measure nvlink" in remedy.says
+    assert "on a node" in remedy.says
 
 
 @pytest.mark.parametrize("name", ["data_stall", "clocks", "garbage_collection"])
@@ -85,10 +93,10 @@ def test_the_step_without_the_cause(name: str) -> None:
 def test_no_step_below_what_was_predicted() -> None:
     case = case_of("megatron")
     assert case.prediction is not None
-    assert case.prediction.step_s_interval is not None
     remedy = remedy_for(case, cause("data_stall", MEASURED_S["megatron"]))
     assert remedy is not None
-    assert remedy.step_s == case.prediction.step_s_interval[0]
+    assert remedy.step_s == case.prediction.step_s
+    assert not remedy.is_priced
 
 
 def test_trainers_name_their_own_settings() -> None:
@@ -113,15 +121,24 @@ def test_segments_that_grow_are_named_as_the_vendor_does() -> None:
     assert "ROCm 7" in amd.says
 
 
-def test_a_leak_says_what_grows_and_how_fast() -> None:
+def test_a_leak_says_when_the_memory_is_full() -> None:
     gib = 2**30
     series = (
-        MemorySeries(kind="allocated", rank=3, steps=(0, 500), num_bytes=(10 * gib, 11 * gib)),
-        MemorySeries(kind="reserved", rank=3, steps=(0, 500), num_bytes=(10 * gib, 10 * gib)),
+        MemorySeries(kind="allocated", rank=3, steps=(0, 500), num_bytes=(10 * gib, 20 * gib)),
+        MemorySeries(kind="reserved", rank=3, steps=(0, 500), num_bytes=(10 * gib, 60 * gib)),
     )
-    remedy = remedy_for(Case(Observation(sources=(), memory_series=series)), cause("leak"))
+    capacity = plan_of_job("megatron").cluster.hardware.memory_bytes
+    remedy, alone = (
+        remedy_for(case, cause("leak"))
+        for case in (
+            case_of("megatron", memory_series=series), Case(Observation(sources=(), memory_series=series)),
+        )
+    )  # fmt: skip
     assert remedy is not None
-    assert remedy.says.startswith("allocated memory of rank 3 grows by 2 GiB in 1,000 steps")
+    assert alone is not None
+    assert remedy.says.endswith(f"the GPU is full after {(capacity - 20 * gib) / (10 * gib / 500):,.0f} more steps")
+    assert "snapshot" in alone.says
+    assert "more steps" not in alone.says
 
 
 def test_without_a_plan_machines_have_remedies_all_the_same() -> None:
@@ -130,7 +147,11 @@ def test_without_a_plan_machines_have_remedies_all_the_same() -> None:
         remedy = remedy_for(alone, cause(name, 0.5, "rank 3"))
         assert remedy is not None
         assert remedy.step_s in (None, 1.5)
-    assert remedy_for(alone, cause("exposed_dp", 0.5)) is None
+    advice = remedy_for(Case(Observation(sources=(), facts=JobFacts(trainer="megatron"), step_s=2.0)),
+                        cause("exposed_dp", 0.5))  # fmt: skip
+    assert advice is not None
+    assert "--overlap-grad-reduce --overlap-param-gather" in advice.says
+    assert (advice.step_s, advice.is_priced) == (1.5, False)
 
 
 def test_experts_are_priced_as_unbalanced_as_the_seconds_say() -> None:
@@ -159,3 +180,19 @@ def test_no_imbalance_without_experts_or_seconds() -> None:
     remedy = remedy_for(case_of("experts"), cause("expert_imbalance"))
     assert remedy is not None
     assert "auxiliary loss" in remedy.says
+
+
+def test_changes_against_a_slow_host_are_priced_under_it() -> None:
+    case = case_of("experts")
+    now = running(case)
+    assert now is not None
+    lost_s = 0.25 * now.step_s
+    seen = slow_host(now, cause("host_bound", lost_s))
+    assert seen is not None
+    assert seen.step_s == pytest.approx(now.step_s + lost_s, rel=1e-2)
+    plain, slow = (remedy_for(case, cause("host_bound", seconds)) for seconds in (None, lost_s))
+    assert plain is not None
+    assert slow is not None
+    assert plain.step_s is not None
+    assert slow.step_s is not None
+    assert slow.step_s < plain.step_s < MEASURED_S["experts"]

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from statistics import median
 
-from planner.observe.causes.signs.seen import Seen
-from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.causes.signs.seen import Rank, Seen
+from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.gap.account import Account, Exchanges
-from planner.observe.gap.terms import BUBBLE, PIPELINE, PP_LINK_RATE
-from planner.observe.traces.results import CollectiveTime
+from planner.observe.gap.terms import (
+    ATTENTION,
+    BUBBLE,
+    HOST_GAPS,
+    MEMORY_BOUND,
+    OTHER,
+    PIPELINE,
+    PP_LINK_RATE,
+    PRODUCTS,
+)
+from planner.observe.traces.groups import UNKNOWN
 from planner.report.format import seconds
 
 GROUPS = ("tp", "cp", "ep", "dp")
 """Groups whose exchanges have prices of their own."""
 SLOWER, _NOISE = 1.25, 0.08
 """Exchanges beside products take up to so much longer, which share the GPU with them; so do prices of links err."""
-_SLOWER_THAN_BEFORE = 1.3
-_LEAST_S = 1e-4
-"""Shorter exchanges are latency, which varies."""
 _LEAST_FRACTION = 0.01
-_EXPOSED_FRACTION = 0.03
+_EXPOSED_FRACTION, _MORE, _MORE_ON_HOST = 0.03, 0.05, 0.12
+_PAIRS = "point to point"
 _GRADIENTS = (
     "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
     "params-all-gather", "bwd_allreduce",
 )  # fmt: skip
 """Timers of what of gradients and parameters is not hidden."""
+_INSIDE = ("tp", "cp", "ep")
+_COMPUTING = (PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER, HOST_GAPS)
 _PASSES, _BOTH = ("forward-compute", "backward-compute"), "forward-backward"
 
 
@@ -37,6 +46,18 @@ def slow(seen: Seen, group: str) -> Sign | None:
     if due_s < _LEAST_FRACTION * seen.step_s:
         return None
     says = f"transfers of the {group} group take {found_s / due_s:.1f} times as long as over links as planned"
+    return Sign(sure(found_s / due_s, SLOWER, _NOISE), says, max(0.0, found_s - due_s), group)
+
+
+def long(seen: Seen, group: str) -> Sign | None:
+    """Exchanges of a group that run longer than planned, where no trace of a peer tells transfers from waits."""
+    known = _known(seen, group)
+    if not known or seen.step_s is None or any(found.late_s is not None for found, _ in known) or seen.earlier_ranks:
+        return None
+    found_s, due_s = (median(pair[side].busy_s for pair in known) for side in (0, 1))
+    if due_s < _LEAST_FRACTION * seen.step_s:
+        return None
+    says = f"exchanges of the {group} group run {found_s / due_s:.1f} times as long as planned, waits among them"
     return Sign(sure(found_s / due_s, SLOWER, _NOISE), says, max(0.0, found_s - due_s), group)
 
 
@@ -54,28 +75,48 @@ def _moved_s(one: Exchanges) -> float:
 
 
 def slower_than_before(seen: Seen) -> Sign | None:
-    """Exchanges that transfer their bytes slower than the same ones of the earlier run."""
-    earlier = {_form(one): one for rank in seen.earlier_ranks for one in rank.report.collectives}
-    rows = []
+    """Exchanges of a group that transfer slower than in the earlier run; waits for late ranks are left out."""
+    before = {rank.report.rank: rank for rank in seen.earlier_ranks}
+    rows: dict[str, list[tuple[float, float]]] = {}
     for rank in seen.ranks:
-        for one in rank.report.collectives:
-            then = earlier.get(_form(one))
-            if then is not None and one.transfer_s and then.transfer_s and then.transfer_s > _LEAST_S:
-                share = one.count * one.transfer_s
-                rows.append((share, one.transfer_s / then.transfer_s, one, len(rank.report.steps)))
-    if not rows:
+        then = before.get(rank.report.rank)
+        if then is None:
+            continue
+        for group in sorted(_groups_of(rank) & _groups_of(then)):
+            rows.setdefault(group, []).append((_transferred_s(rank, group), _transferred_s(then, group)))
+    if not rows or seen.step_s is None:
         return None
-    # the exchange that takes longest in all says it: short ones differ from run to run
-    _, ratio, one, num_steps = max(rows, key=lambda row: row[0])
-    more_s = (1 - 1 / ratio) * (one.transfer_s or 0.0) * one.count / max(1, num_steps)
-    says = (
-        f"transfers of {one.collective} in the {one.group} group take {ratio:.1f} times as long as in the earlier run"
-    )
-    return Sign(sure(ratio, _SLOWER_THAN_BEFORE, 0.1), says, max(0.0, more_s), one.group)
+    told = []
+    for group, pairs in rows.items():
+        # all ranks of a collective transfer together; of a pair, one may only wait
+        chosen = max if group == _PAIRS else min
+        now_s, then_s = chosen(pairs, key=lambda pair: pair[0] - pair[1])
+        told.append((now_s - then_s, now_s / max(then_s, 1e-9), group))
+    more_s, ratio, group = max(told)
+    name = "" if group == UNKNOWN else f" of the {group} group" if group != _PAIRS else " between pairs of ranks"
+    says = f"transfers{name} take {seconds(max(0.0, more_s))} of a step more than in the earlier run"
+    least = _MORE_ON_HOST if any(rank.on_host for rank in seen.ranks) else _MORE
+    strength = min(sure(ratio, SLOWER, _NOISE), sure(more_s / seen.step_s, least, least / 3))
+    times = max(1.0, more_s / seen.step_s / least)
+    return Sign(strength, says, max(0.0, more_s), _where(seen, group), times)
 
 
-def _form(one: CollectiveTime) -> tuple[str, str, int | None, int | None]:
-    return one.group, one.collective, one.num_bytes, one.group_size
+def _where(seen: Seen, group: str) -> str:
+    """The group; one without a name is that of the only axis with several ranks."""
+    axes = [axis for axis in (*GROUPS, "pp") if (seen.size(axis) or 1) > 1]
+    return group if group in GROUPS else axes[0] if len(axes) == 1 else ""
+
+
+def _groups_of(rank: Rank) -> set[str]:
+    return {one.group for one in rank.report.collectives if one.wait_s is not None}
+
+
+def _transferred_s(rank: Rank, group: str) -> float:
+    """Seconds of a step in which a group's exchanges run, without waits for late ranks."""
+    busy_s = rank.middle(lambda step: sum(one.busy_s for one in step.groups if one.group == group))
+    rows = [one for one in rank.report.collectives if one.group == group and one.wait_s is not None]
+    waited_s = sum((one.wait_s or 0.0) * one.count for one in rows) / max(1, len(rank.report.steps))
+    return max(0.0, busy_s - waited_s)
 
 
 def exposed(seen: Seen, group: str) -> Sign | None:
@@ -125,14 +166,18 @@ def late_changes(seen: Seen) -> Sign | None:
         return None
     least_s = min(found_s - due_s for found_s, due_s in known)
     says = f"each rank waits {seconds(max(0.0, least_s))} more of a step in exchanges of experts: the late one changes"
-    return Sign(sure(least_s / seen.step_s, _EXPOSED_FRACTION, 0.01), says, max(0.0, least_s), "ep")
+    return large(least_s / seen.step_s, _EXPOSED_FRACTION, 0.01, says, max(0.0, least_s), "ep")
 
 
 def longer_bubble(seen: Seen) -> Sign | None:
-    """Stages that stand still longer than the order of the passes says."""
+    """Stages that stand still longer than the order of the passes says, where these take as long as they do."""
     if seen.step_s is None or seen.size("pp") == 1:
         return None
-    known = [(_pipeline_s(pair.found), _pipeline_s(pair.expected)) for pair in seen.pairs if pair.expected is not None]
+    known = [
+        (_pipeline_s(pair.found), _pipeline_s(pair.expected) * _longer(_passes_s(pair.found), _passes_s(pair.expected)))
+        for pair in seen.pairs
+        if pair.expected is not None
+    ]
     known = known or _still_s(seen)
     if not known:
         return None
@@ -146,6 +191,17 @@ def _pipeline_s(account: Account) -> float:
     return sum(account.parts.get(name, 0.0) for name in (BUBBLE, PP_LINK_RATE, PIPELINE))
 
 
+def _passes_s(account: Account) -> float:
+    """Seconds of a step that a rank's passes take."""
+    inside = (account.exchanges[group] for group in _INSIDE if group in account.exchanges)
+    return sum(account.parts.get(name, 0.0) for name in _COMPUTING) + sum(one.busy_s - one.hidden_s for one in inside)
+
+
+def _longer(found_s: float, due_s: float) -> float:
+    """How many times as long passes take: the stages that wait for them wait so many times as long."""
+    return max(1.0, found_s / due_s) if due_s > 0 else 1.0
+
+
 def _still_s(seen: Seen) -> list[tuple[float, float]]:
     """Seconds in which the busiest rank waits for other stages, by the timer around all passes."""
     timers = {timer.name: timer for timer in seen.case.observation.timers}
@@ -155,4 +211,6 @@ def _still_s(seen: Seen) -> list[tuple[float, float]]:
     if prediction is None or prediction.kind == "run" or not seen.size("pp"):
         return []
     due_s = prediction.breakdown.get("bubble_s", 0.0) + prediction.breakdown.get("pp_comm_s", 0.0)
-    return [(timers[_BOTH].max_s - sum(timers[name].max_s for name in _PASSES), due_s)]
+    passes_s = sum(timers[name].max_s for name in _PASSES)
+    planned_s = sum(prediction.breakdown.get(name, 0.0) for name in ("compute_s", *(f"{g}_comm_s" for g in _INSIDE)))
+    return [(timers[_BOTH].max_s - passes_s, due_s * _longer(passes_s, planned_s))]

@@ -6,8 +6,9 @@ from statistics import median
 
 from planner.observe.causes.signs.accounts import Pair
 from planner.observe.causes.signs.seen import DATA, Rank, Seen
-from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.gap.terms import HOST_GAPS
+from planner.observe.timers import DATA_TIMERS
 from planner.report.format import seconds
 
 _GAP_FRACTION, _GAP_UNPRICED = 0.03, 0.08
@@ -58,7 +59,7 @@ def waits_for_data(seen: Seen) -> Sign | None:
     worst = max(seen.ranks, key=_data_s)
     found_s = _data_s(worst)
     says = f"{worst.name} waits {seconds(found_s)} of a step for data"
-    return Sign(sure(found_s / seen.wall_s, _DATA_FRACTION, _DATA_NOISE), says, found_s, _where(seen, worst))
+    return large(found_s / seen.wall_s, _DATA_FRACTION, _DATA_NOISE, says, found_s, _where(seen, worst))
 
 
 def _where(seen: Seen, worst: Rank) -> str:
@@ -75,11 +76,13 @@ def _data_s(rank: Rank) -> float:
 
 def data_timer(seen: Seen) -> Sign | None:
     """The trainer's own timer of its batches."""
-    found_s, step_s = seen.case.observation.data_s, seen.step_s
+    observation, step_s = seen.case.observation, seen.step_s
+    listed = [timer.max_s for timer in observation.timers if timer.name in DATA_TIMERS]
+    found_s = observation.data_s if observation.data_s is not None else max(listed, default=None)
     if found_s is None or step_s is None:
         return None
     says = f"the trainer's timer of batches shows {seconds(found_s)} of a step"
-    return Sign(sure(found_s / step_s, _DATA_FRACTION, _DATA_NOISE), says, found_s)
+    return large(found_s / step_s, _DATA_FRACTION, _DATA_NOISE, says, found_s)
 
 
 def begins_late(seen: Seen) -> Sign | None:
@@ -90,4 +93,4 @@ def begins_late(seen: Seen) -> Sign | None:
     first_s = min(rank.middle(lambda step: step.first_idle_s) for rank in ranks)
     says = f"nothing runs in the first {seconds(first_s)} of a step"
     noise = 0.03 if any(rank.on_host for rank in ranks) else 0.015
-    return Sign(sure(first_s / seen.wall_s, 0.06, noise), says, first_s)
+    return large(first_s / seen.wall_s, 0.06, noise, says, first_s)

@@ -7,14 +7,16 @@ from statistics import median
 
 from planner.observe.causes.signs.ranks import family_s
 from planner.observe.causes.signs.seen import Seen
-from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.gap.account import Account
 from planner.observe.gap.terms import ATTENTION, MEMORY_BOUND, PRODUCTS
 from planner.observe.ideal.passes import passes_of
 from planner.report.format import seconds
 
-_LEAST_FRACTION = 0.02
+_LEAST_FRACTION = 0.002
 """A family with less of the computing is not compared."""
+_WORTH = 0.02
+"""Share of a step from which what a family takes more is worth a word."""
 _ERROR_OF_PRICES, _ERROR_OF_RUNS, _ERROR_ON_HOST = 0.05, 0.015, 0.1
 """Error of one family's seconds: as priced, from run to run of one job, and on a CPU, whose cores others share."""
 
@@ -43,7 +45,7 @@ def ratios(seen: Seen) -> tuple[Families, float] | None:
     for pair in seen.pairs:
         if pair.expected is not None:
             mine, theirs = _of(pair.found).each, _of(pair.expected).each
-            if min(theirs) > _LEAST_FRACTION * sum(theirs) and sum(mine) > 0:
+            if min(theirs) > _LEAST_FRACTION * sum(theirs) and min(mine) > 0:
                 found.append(tuple(a / b for a, b in zip(mine, theirs, strict=True)))
     if not found:
         return None
@@ -59,8 +61,9 @@ def _found_s(seen: Seen, name: str) -> float:
 def all_slower(seen: Seen) -> Sign | None:
     """Products and attention slower by one factor: nothing but the clock makes both so."""
     known = ratios(seen)
-    if known is None:
-        return None
+    unfused = softmax_apart(seen)
+    if known is None or (unfused is not None and unfused.is_seen):
+        return None  # the products of attention count as products there
     over, error = known
     least = min(over.products, over.attention)
     says = f"products take {over.products:.2f} and attention {over.attention:.2f} times what is expected"
@@ -77,7 +80,11 @@ def attention_slower(seen: Seen) -> Sign | None:
     ratio = over.attention / over.products
     extra_s = (1 - 1 / ratio) * _found_s(seen, ATTENTION)
     says = f"attention takes {over.attention:.2f} times what is expected, products {over.products:.2f} times"
-    return Sign(sure(ratio, 1 + 4 * error, 2 * error), says, max(0.0, extra_s))
+    return Sign(min(sure(ratio, 1 + 4 * error, 2 * error), _worth(seen, extra_s)), says, max(0.0, extra_s))
+
+
+def _worth(seen: Seen, extra_s: float) -> float:
+    return sure(extra_s / (seen.step_s or 1.0), _WORTH, _WORTH / 4)
 
 
 def softmax_apart(seen: Seen) -> Sign | None:
@@ -93,7 +100,7 @@ def softmax_apart(seen: Seen) -> Sign | None:
         )
     )
     says = f"kernels of softmax take {seconds(softmax_s)} of a step, those of fused attention {seconds(fused_s)}"
-    return Sign(sure((softmax_s - fused_s) / (compute_s or 1.0), 0.02, 0.005), says, softmax_s)
+    return large((softmax_s - fused_s) / (compute_s or 1.0), 0.02, 0.005, says, softmax_s)
 
 
 def small_slower(seen: Seen) -> Sign | None:
@@ -104,7 +111,8 @@ def small_slower(seen: Seen) -> Sign | None:
     over, error = known
     ratio = over.memory_bound / over.products
     says = f"norms, activations and copies take {over.memory_bound:.2f} times what is expected"
-    return Sign(sure(ratio, 1 + 5 * error, 2 * error), says, max(0.0, (1 - 1 / ratio) * _found_s(seen, MEMORY_BOUND)))
+    extra_s = (1 - 1 / ratio) * _found_s(seen, MEMORY_BOUND)
+    return Sign(min(sure(ratio, 1 + 5 * error, 2 * error), _worth(seen, extra_s)), says, max(0.0, extra_s))
 
 
 def many_small(seen: Seen) -> Sign | None:

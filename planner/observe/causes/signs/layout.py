@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from planner.layout.candidate import Candidate
 from planner.observe.causes.signs.seen import Seen
 from planner.observe.causes.signs.sign import LEAST, Sign, sure
+from planner.observe.remedy.change import recompute_of
+from planner.observe.remedy.estimate import best_of
+from planner.observe.remedy.moves import fewer_recomputed
+from planner.observe.remedy.running import running, states_switches
 from planner.report.format import seconds
 from planner.specs.units import GIB
 
@@ -15,36 +16,21 @@ _WORTH = 0.04
 
 
 def recomputes_with_room(seen: Seen) -> Sign | None:
-    """Layers recomputed although the run leaves the memory that keeping their activations takes."""
-    candidate = seen.case.candidate
-    if candidate is None:
+    """Layers recomputed although the run leaves the memory that keeping their activations takes, and the risk's share.
+
+    The layout is the plan's, with what the log says otherwise.
+    """
+    now = running(seen.case)
+    if now is None:
         return None
-    split = candidate.split
-    fewer = dict.fromkeys((replace(split, base="none", recomputed=()), replace(split, recomputed=())))
-    fewer.pop(split, None)
-    if not fewer:
+    if recompute_of(now) == {"recompute": "none"}:
         return Sign(LEAST, "nothing is recomputed")
-    above = _above_bytes(seen, candidate)
-    room, gain_s = max(_room_and_gain(candidate, candidate.with_split(other), above) for other in fewer)
-    says = f"keeping what is recomputed leaves {room / GIB:.1f} GiB free and saves {seconds(gain_s)} of a step"
-    if room <= 0 or gain_s <= 0:
+    kept = best_of(now, fewer_recomputed(now))
+    if kept is None:
         return Sign(LEAST, "the memory is needed")
-    return Sign(sure(gain_s / candidate.step_s, _WORTH, _WORTH / 4), says, gain_s)
-
-
-def _above_bytes(seen: Seen, candidate: Candidate) -> float:
-    """Bytes that the run allocates above the predicted peak."""
-    observation = seen.case.observation
-    if observation.peak_memory_kind != "allocated" or observation.peak_memory_bytes is None:
-        return 0.0
-    return max(0.0, observation.peak_memory_bytes - max(stage.peak_allocated_bytes for stage in candidate.memory))
-
-
-def _room_and_gain(candidate: Candidate, kept: Candidate, above_bytes: float) -> tuple[float, float]:
-    """Bytes that are left where less is recomputed, none of them if it does not fit, and the seconds that it saves."""
-    hardware = candidate.pricing.cluster.hardware
-    room = hardware.memory_bytes - max(stage.total_bytes for stage in kept.memory) - above_bytes
-    return (room, candidate.step_s - kept.step_s) if room > 0 else (0.0, 0.0)
+    free, gain_s = -max(kept.excess_bytes) + kept.pricing.headroom_bytes, now.step_s - kept.step_s
+    says = f"recomputing less leaves {max(0.0, free) / GIB:.1f} GiB free and saves {seconds(gain_s)} of a step"
+    return Sign(sure(gain_s / now.step_s, _WORTH, _WORTH / 4), says, gain_s)
 
 
 def large_bubble(seen: Seen) -> Sign | None:
@@ -58,10 +44,11 @@ def large_bubble(seen: Seen) -> Sign | None:
 
 
 def switched_off(seen: Seen, cause: str) -> Sign | None:
-    """Switches that the log shows otherwise than the plan has them, and what that costs by the price."""
-    terms = [term for name, term in seen.switched if name == cause]
-    if not terms or seen.case.prediction is None:
+    """Switches that the log shows at a slower value, and what that costs by the price."""
+    if seen.case.prediction is None or not states_switches(seen.case):
         return None
+    terms = seen.switched.get(cause, ())
     cost_s = sum(term.seconds for term in terms)
     says = "; ".join(term.evidence for term in terms)
-    return Sign(sure(cost_s / seen.case.prediction.step_s, 0.02, 0.007), says, max(0.0, cost_s))
+    where = terms[0].term.removeprefix("recipe: ") if cause == "recipe" and terms else ""
+    return Sign(sure(cost_s / seen.case.prediction.step_s, 0.02, 0.007), says, max(0.0, cost_s), where)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from planner.observe.causes.signs.seen import Seen
-from planner.observe.causes.signs.sign import MOST, Sign, sure
+from planner.observe.causes.signs.sign import LEAST, MOST, Sign, large, sure
 from planner.observe.observation import MemorySeries
 from planner.observe.steady import slope_of
 from planner.specs.units import GIB, MIB
 
 _LEAST_ROWS = 6
+_LEAST_RESERVED_BYTES = 2 * GIB
 _RESERVED_FRACTION = 0.2
 """Torch keeps what it frees: an eighth more than allocated is usual, and a fifth is worth a word."""
 
@@ -33,11 +34,11 @@ def _growth(row: MemorySeries) -> Sign:
     growth = slope * float(steps[-1] - steps[0])
     # what warms up grows in the first half alone
     steady = min(growth, 2 * min(slopes) * float(steps[-1] - steps[0]))
-    least = max(0.01 * float(np.median(sizes)), 3 * noise, MIB)
+    least = max(0.03 * float(np.median(sizes)), 3 * noise, MIB)
     rank = "" if row.rank is None else f" of rank {row.rank}"
     size = f"{growth / GIB:.2f} GiB" if growth > 0.1 * GIB else f"{growth / MIB:.1f} MiB"
     says = f"{row.kind} memory{rank} grows by {size} over {int(steps[-1] - steps[0]):,} steps, in both halves"
-    return Sign(sure(steady, least, least / 4), says, None, "" if row.rank is None else f"rank {row.rank}")
+    return large(steady, least, least / 4, says, None, "" if row.rank is None else f"rank {row.rank}")
 
 
 def reserved(seen: Seen) -> Sign | None:
@@ -52,7 +53,9 @@ def reserved(seen: Seen) -> Sign | None:
     allocated, kept = max(pairs, key=lambda pair: pair[1])
     share = (kept - allocated) / kept
     says = f"{kept / GIB:.1f} GiB reserved, {allocated / GIB:.1f} GiB allocated at the peak"
-    return Sign(sure(share, _RESERVED_FRACTION, 0.03) if kept - allocated > 2 * GIB else 0.1, says)
+    if kept - allocated < _LEAST_RESERVED_BYTES:
+        return Sign(LEAST, says)
+    return large(share, _RESERVED_FRACTION, 0.03, says)
 
 
 def retried(seen: Seen) -> Sign | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from planner.observe.causes.signs.seen import DATA, Rank, Seen
-from planner.observe.causes.signs.sign import Sign, sure
+from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.ideal.passes import passes_of
 from planner.observe.observation import RankPasses
 from planner.observe.traces.results import TraceStep
@@ -19,8 +19,9 @@ from planner.report.format import seconds
 
 LONGER = 1.06
 """Ranks of one stage differ by 1 to 2% in their clocks; half a dozen of them lie within 5%."""
-_LATE_FRACTION = 0.05
-_NOISE, _NOISE_ON_HOST = 0.012, 0.05
+_LATE, _LATE_ON_HOST = 0.04, 0.08
+_ENOUGH = 3
+_NOISE, _NOISE_ON_HOST, _LONGER_ON_HOST = 0.012, 0.1, 1.2
 """Least noise of a ratio of two ranks: a GPU has its kernels alone, a CPU shares its cores."""
 
 
@@ -33,6 +34,18 @@ class Beside:
     noise: float
     more_s: float
     """Seconds of a step that it needs beyond the median of the others."""
+    longer: float = LONGER
+
+    @property
+    def strength(self) -> float:
+        """Probability that it is longer."""
+        return sure(self.ratio, self.longer, self.noise)
+
+    def sign(self, won_s: float | None) -> Sign:
+        """The sign that it is."""
+        says = f"{self.name} computes {self.ratio - 1:.0%} longer than its peers"
+        extra_s = won_s or max(0.0, self.more_s)
+        return large(self.ratio - 1, self.longer - 1, self.noise, says, extra_s, self.name)
 
 
 def computes_longer(seen: Seen) -> Sign | None:
@@ -40,15 +53,17 @@ def computes_longer(seen: Seen) -> Sign | None:
     rows = [*_by_traces(seen), *_by_passes(seen), *_by_spreads(seen)]
     if not rows:
         return None
-    worst = max(rows, key=lambda row: (row.ratio - LONGER) / row.noise if row.ratio > LONGER else row.ratio - LONGER)
-    says = f"{worst.name} computes {worst.ratio - 1:.0%} longer than its peers"
-    won_s = seen.recoverable_s("rank", worst.name)
-    return Sign(sure(worst.ratio, LONGER, worst.noise), says, won_s or max(0.0, worst.more_s), worst.name)
+    worst = max(rows, key=lambda row: (row.strength, row.ratio))
+    return worst.sign(seen.recoverable_s("rank", worst.name))
 
 
 def _by_traces(seen: Seen) -> list[Beside]:
     return [
-        Beside(rank.name, *_ratio(rank, others, lambda step: step.compute_s))
+        Beside(
+            rank.name,
+            *_ratio(rank, others, lambda step: step.compute_s),
+            _LONGER_ON_HOST if rank.on_host else LONGER,
+        )
         for rank, others in beside_stage(seen.ranks)
     ]
 
@@ -83,8 +98,15 @@ def _by_passes(seen: Seen) -> list[Beside]:
         middle = median(others) if others else 0.0
         if middle > 0:
             more_s = (_pass_s(one) - middle) * seen.num_microbatches
-            rows.append(Beside(f"rank {one.rank}", _pass_s(one) / middle, 2 * _NOISE, more_s))
+            rows.append(Beside(f"rank {one.rank}", _pass_s(one) / middle, _noise(others, middle), more_s))
     return rows
+
+
+def _noise(others: Sequence[float], middle: float) -> float:
+    """The spread of the other ranks, where there are enough to tell it."""
+    if len(others) < _ENOUGH:
+        return 2 * _NOISE
+    return max(_NOISE, 1.4826 * median(abs(other - middle) for other in others) / middle)
 
 
 def _pass_s(one: RankPasses) -> float:
@@ -106,24 +128,24 @@ def _by_spreads(seen: Seen) -> list[Beside]:
 
 def comes_late(seen: Seen) -> Sign | None:
     """One rank that stands still by itself, neither computing nor in an exchange, while the others wait for it."""
-    ranks = seen.ranks
-    if len(ranks) < 2 or seen.wall_s is None:
+    ranks, wall_s = seen.ranks, seen.wall_s
+    if len(ranks) < 2 or wall_s is None:
         return None
     rows = []
     for rank in ranks:
         others = [other for other in ranks if other is not rank]
-        idle_s = rank.middle(idle) - median(other.middle(idle) for other in others)
+        more_s = rank.middle(still) - median(other.middle(still) for other in others)
         waited_s = median(other.middle(waits) for other in others) - rank.middle(waits)
-        rows.append((min(idle_s, waited_s), rank))
+        rows.append((min(more_s, waited_s), rank))
     late_s, rank = max(rows, key=lambda row: row[0])
-    noise = _LATE_FRACTION / (2 if rank.on_host else 4)
+    least = _LATE_ON_HOST if rank.on_host else _LATE
     says = f"{rank.name} does nothing for {seconds(max(0.0, late_s))} of a step in which the others wait for it"
-    return Sign(sure(late_s / seen.wall_s, _LATE_FRACTION, noise), says, max(0.0, late_s), rank.name)
+    return large(late_s / wall_s, least, least / 3, says, max(0.0, late_s), rank.name)
 
 
-def idle(step: TraceStep) -> float:
-    """Seconds in which a rank does nothing that another rank or stream explains; not those in which it loads data."""
-    return step.host_gaps_s + step.idle_s - sum(length for name, length in step.waits if DATA.search(name))
+def still(step: TraceStep) -> float:
+    """Seconds in which a rank stands still and neither another rank, a stream nor the loader of data explains it."""
+    return step.long_gaps_s + step.idle_s - sum(length for name, length in step.waits if DATA.search(name))
 
 
 def waits(step: TraceStep) -> float:

@@ -12,8 +12,7 @@ from planner.observe.case import Case
 from planner.observe.causes.signs.accounts import Pair, pairs_of
 from planner.observe.ideal.grid import grid_of
 from planner.observe.observation import Term, WhatIf
-from planner.observe.remedy.recipe_gap import CAUSE_OF, recipe_terms
-from planner.observe.remedy.running import differences
+from planner.observe.remedy.recipe_gap import slower_settings
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.observe.traces.results import HOST, RankReport, TraceStep
 
@@ -75,10 +74,9 @@ class Seen:
         return pairs_of(self.case)
 
     @cached_property
-    def switched(self) -> tuple[tuple[str, Term], ...]:
-        """The cause that each switch is which the log shows otherwise than the plan, and what it costs by the price."""
-        rows = zip(differences(self.case), recipe_terms(self.case), strict=True)
-        return tuple((CAUSE_OF.get(row.name, ""), term) for row, term in rows)
+    def switched(self) -> dict[str, tuple[Term, ...]]:
+        """The settings that the log states and that cost seconds by the price, by the cause that each of them is."""
+        return slower_settings(self.case)
 
     @cached_property
     def num_microbatches(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-LEAST, MOST = 0.01, 0.99
-"""No measurement makes a pattern surer than this, nor less sure: clocks, profilers and logs err, too."""
+LEAST, MOST, MOST_BY_ITSELF = 0.01, 0.99, 0.999
+"""No measurement makes a pattern surer than this, nor less sure: prices and readers err, and one in a thousand times a
+clock, a profiler or a log does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Sign:
     """Seconds of a step that the pattern accounts for; None where it tells none."""
     where: str = ""
     """The rank, stage or group that it is about."""
+    times: float = 1.0
+    """How many times as large as what is worth a word, for numbers of the run itself that no price can spoil."""
 
     @property
     def is_seen(self) -> bool:
@@ -28,8 +31,16 @@ class Sign:
         return self.strength > 0.5
 
 
-def sure(value: float, threshold: float, noise: float) -> float:
+def sure(value: float, threshold: float, noise: float, most: float = MOST) -> float:
     """Φ((value − threshold) ÷ noise), the probability that a number with normal noise is above a threshold."""
     if noise <= 0:
-        return MOST if value > threshold else LEAST
-    return min(MOST, max(LEAST, 0.5 * math.erfc((threshold - value) / (noise * math.sqrt(2)))))
+        return most if value > threshold else 1 - most
+    return min(most, max(1 - most, 0.5 * math.erfc((threshold - value) / (noise * math.sqrt(2)))))
+
+
+def large(
+    value: float, threshold: float, noise: float, says: str, seconds: float | None = None, where: str = ""
+) -> Sign:
+    """A sign of a number of the run itself: the further above the threshold, the seldomer in a run without a fault."""
+    strength = sure(value, threshold, noise, MOST_BY_ITSELF)
+    return Sign(strength, says, seconds, where, max(1.0, value / threshold))
