@@ -229,7 +229,7 @@ def _training(asked: JobOptions, model: ModelSpec) -> TrainingSpec:
     values: dict[str, Any] = {
         "seq_length": seq_length,
         "global_batch_size": 1,
-        "tokens": None if asked.tokens is None else _count("tokens", asked.tokens),
+        "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
     }
     values["operations"] = _operations(asked)
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
@@ -253,7 +253,7 @@ def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int) -> 
         return sequences
     num_gpus = asked.gpus or 1
     if tokens is not None:
-        return _batch_near("--batch-tokens", tokens, _count("batch_tokens", tokens), seq_length, num_gpus)
+        return _batch_near("--batch-tokens", tokens, count_of("batch_tokens", tokens), seq_length, num_gpus)
     if model.training is None:
         raise SpecError(
             f"--global-batch-size: is missing, and {model.name} states no training",
@@ -288,7 +288,8 @@ def _batch_near(what: str, text: str, num_tokens: int, seq_length: int, num_gpus
     return batch
 
 
-def _count(field: str, text: str) -> int:
+def count_of(field: str, text: str) -> int:
+    """The count in an option's text, such as 16M. Raises SpecError for what is none."""
     try:
         return parse_count(text)
     except (ValueError, OverflowError):

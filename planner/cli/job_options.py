@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 
 from planner.cli import options as o
 
-_PANELS = (o.JOB, o.RUN, o.LAYOUT, o.SEARCH, o.ASSUMED, o.OUTPUT)
+_PANELS = (o.JOB, o.RUN, o.LAYOUT, o.SEARCH, o.ASSUMED, o.FOLLOW, o.OUTPUT)
 """The order of a command's headings in its help."""
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,20 @@ PlanFile = Annotated[
     str | None, o.text(o.JOB, "--plan", "FILE", "Hold the run against this plan, or against an earlier observation.")
 ]
 Output = Annotated[str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the observation; - is stdout.")]
+Follow = Annotated[
+    bool, o.text(o.FOLLOW, "--follow", None, "Go on as the log grows; exit code 7 when the run leaves its band.")
+]
+BandSteps = Annotated[
+    int | None, o.number(o.FOLLOW, "--band-steps", "Steps in a row out of the band that end it. [20, of two minutes]")
+]
+OnlySlow = Annotated[bool, o.text(o.FOLLOW, "--only-slow", None, "Only steps above the band end it.")]
+SilentMinutes = Annotated[
+    float | None,
+    o.number(o.FOLLOW, "--silent-minutes", "Minutes without a step that end it, 0 for never. [30]", "X", float),
+]
+Prometheus = Annotated[
+    str | None, o.text(o.FOLLOW, "--prometheus", "FILE", "Rewrite this file with metrics as text; - is stdout.")
+]
 
 
 @job_options
@@ -41,6 +56,11 @@ def observe_command(
     files: Files,
     asked: LayoutOptions,
     plan: PlanFile = None,
+    follow: Follow = False,
+    band_steps: BandSteps = None,
+    only_slow: OnlySlow = False,
+    silent_minutes: SilentMinutes = None,
+    prometheus: Prometheus = None,
     json: o.Json = False,
     output: Output = None,
     force: o.Force = False,
@@ -54,9 +74,12 @@ def observe_command(
       plan observe train.log --plan plan.json
       plan observe train.log --model llama3-8b --gpus 8 --tp 2 --hardware h100
       plan observe train.log --json
+      plan observe --follow train.log --plan plan.json --prometheus planner.prom
     """
     from rich.console import Group
 
+    from planner.cli.follow import Followed
+    from planner.cli.follow import follow as follow_run
     from planner.cli.output import progress, show_and_save
     from planner.files import STDOUT, refuse_to_overwrite
     from planner.observe.judge import judged, judged_alone, judged_beside
@@ -70,6 +93,12 @@ def observe_command(
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
     if output is not None and output != STDOUT:
         refuse_to_overwrite(output, force)
+    options = Followed(files, band_steps, only_slow, silent_minutes, prometheus, asked.tokens, json, output, force)
+    if not follow and options.only_here:
+        raise SpecError(f"{options.only_here[0]}: given without --follow", "add --follow, or leave it out")
+    if follow:
+        follow_run(options.checked(), _expected(plan, asked))
+        return
     expected = None if plan is None else _planned(plan, asked)
     kinds = kinds_of(files)
     logs = [path for path in files if path not in kinds]
@@ -91,6 +120,23 @@ def observe_command(
         answer = ObservedFiles(**dict(answer), recorded=recorded)
         rendered = Group(rendered, *recorded_sections(recorded))
     show_and_save(answer.model_dump(mode="json"), rendered, json, output, force)
+
+
+def _expected(path: str | None, asked: LayoutOptions) -> Callable[[Observation], tuple[Plan | Observed | None, str]]:
+    """The question what a followed run is held against, answered by its first steps; a plan's file is read at once."""
+    if path is not None:
+        planned = _planned(path, replace(asked, tokens=None))  # the end of the run may be said beside a plan
+        return lambda observation: (planned, path)
+    asked = asked if asked.model else replace(asked, tokens=None)
+
+    def priced(observation: Observation) -> tuple[Plan | None, str]:
+        if doubt := _doubt(observation, asked):
+            if asked.model or observation.facts.run:
+                _log.warning("nothing is predicted: %s", doubt)
+            return None, ""
+        return _priced(observation, asked)
+
+    return priced
 
 
 def _grid(asked: LayoutOptions) -> dict[str, int] | None:

@@ -19,6 +19,7 @@ from planner.trainers.load import RUNTIMES
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
 JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"
 RUN = "The whole run, with --tokens"
+FOLLOW = "A log that grows, with --follow"
 
 
 def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

@@ -56,7 +56,7 @@ def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Obse
         "facts": facts,
         "timers": tuple(timers_of(record)),
         "memory": tuple(_memory(record)),
-        "memory_series": tuple(_memory_series(record)),
+        "memory_series": tuple(memory_series(record)),
         "links": tuple(_links(record)),
         "rank_spreads": tuple(_spreads(record)),
         "data_s": data_s(record),
@@ -186,7 +186,8 @@ def _spreads(record: Record) -> Iterator[RankSpread]:
             )
 
 
-def _memory_series(record: Record) -> Iterator[MemorySeries]:
+def memory_series(record: Record) -> Iterator[MemorySeries]:
+    """For each kind of memory its bytes over the steps, on the rank that has most at the end."""
     for name, (kind, is_peak) in SERIES.items():
         of_kind = {rank: series for (rank, known), series in record.memory_series.items() if known == name}
         if of_kind:

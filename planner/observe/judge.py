@@ -26,7 +26,7 @@ def judged(
 
     A `doubt` whether the prediction is of this run, in words, leaves the verdict open.
     """
-    observation, prediction = _with_mfu(observation, plan), predicted(plan, source)
+    observation, prediction = with_mfu(observation, plan), predicted(plan, source)
     plan = plan.model_copy(update={"alternatives": (), "search": None})
     if differing := differences(observation, plan):
         doubt = f"the log is of another job than {source}: {'; '.join(differing)}"
@@ -42,7 +42,7 @@ def judged_beside(
     """The observation beside an earlier run of the same job, which is taken as it should be."""
     plan = earlier.plan
     if plan is not None:
-        observation = _with_mfu(observation, plan)
+        observation = with_mfu(observation, plan)
     return _told(Case(observation, recorded, of_run(earlier, source), plan, earlier))
 
 
@@ -55,7 +55,7 @@ def _told(case: Case) -> Observed:
     """All that is said of a case."""
     case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
     gap, (replayed, changed) = waterfall(case, recipe_terms(case)), idealised(case)
-    verdict, says = (None, "") if case.prediction is None else _verdict(case.observation, case.prediction)
+    verdict, says = (None, "") if case.prediction is None else verdict_of(case.observation, case.prediction)
     found = diagnosed(case, gap, changed, verdict)
     return Observed(
         observation=case.observation,
@@ -143,7 +143,7 @@ def differences(observation: Observation, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _with_mfu(observation: Observation, plan: Plan) -> Observation:
+def with_mfu(observation: Observation, plan: Plan) -> Observation:
     """The observation with the MFU of the planner's definition: the plan's, at the observed tokens per second."""
     facts = observation.facts
     tokens_per_s = observation.tokens_per_s
@@ -161,7 +161,7 @@ _SAID = ("--gpus", "--global-batch-size", "--seq-length")
 """Options whose values a plan has in a log's place."""
 
 
-def _verdict(observation: Observation, prediction: Prediction) -> tuple[Verdict | None, str]:
+def verdict_of(observation: Observation, prediction: Prediction) -> tuple[Verdict | None, str]:
     """`slow` and `fast` by the interval of the step, as far as its digits tell; `memory` by that of the memory."""
     step_s = observation.step_s
     if step_s is None:
@@ -188,7 +188,7 @@ def excess_bytes(observation: Observation, prediction: Prediction) -> float:
     against the upper end of the total.
     """
     peak, interval = observation.peak_memory_bytes, prediction.total_memory_interval
-    if peak is None:
+    if peak is None or not prediction.peak_memory_bytes:  # an earlier run may have printed none
         return 0.0
     if observation.peak_memory_kind != "allocated":
         return max(0.0, peak - interval[1]) if interval else 0.0

@@ -76,7 +76,7 @@ def lines(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -
     where, rest = label(path), b""
     with opened(path) as file:
         for block in _blocks(file, tally, where, advance):
-            first, *others = _BREAKS.split(block)
+            first, *others = split(block)
             rest = (rest + first)[: MAX_LINE_BYTES + 1]
             for part in others:
                 yield _counted(rest, tally)
@@ -85,6 +85,11 @@ def lines(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -
         yield _counted(rest, tally)
     if not tally.num_bytes:
         raise SpecError(f"{where}: is empty", "name a log with steps in it")
+
+
+def split(block: bytes) -> list[bytes]:
+    """The parts of a block between the ends of lines: the first ends a line, the last begins one."""
+    return _BREAKS.split(block)
 
 
 def _counted(line: bytes, tally: Tally) -> bytes:
@@ -104,7 +109,7 @@ def _blocks(file: BufferedReader, tally: Tally, where: str, advance: Callable[[]
             return
         if not block:
             return
-        if not tally.num_bytes and _is_binary(block[:4096]):
+        if not tally.num_bytes and is_binary(block[:4096]):
             raise SpecError(f"{where}: is a binary file", "name a text log, a trace or a snapshot")
         for _ in range(tally.num_bytes // 2**20, (tally.num_bytes + len(block)) // 2**20):
             advance()
@@ -113,7 +118,7 @@ def _blocks(file: BufferedReader, tally: Tally, where: str, advance: Callable[[]
     tally.partial = f"longer than {MAX_BYTES:,} bytes: the rest was not read"
 
 
-def _is_binary(head: bytes) -> bool:
+def is_binary(head: bytes) -> bool:
     """True if every tenth byte or more is one that no text has; NCCL may leave a few in a log."""
     return sum(head.count(byte) for byte in (b"\0", b"\x01", b"\x02", b"\x03", b"\x04")) * 10 > len(head)
 

@@ -47,6 +47,8 @@ class Reader:
         """The file as messages name it."""
         self.records = [Record(grammar.name) for grammar in GRAMMARS]
         """One for each grammar, every line given to the rows whose words it holds."""
+        self.num_matched = 0
+        """Lines that said something, each counted once for every row that it is of."""
         self._table: table.Table | None = None
         self._begun = False
 
@@ -62,6 +64,7 @@ class Reader:
             stream = chain((first,), stream)
         if self._table is not None:
             self._table.feed(stream)
+            self.num_matched += 1
         else:
             self._take(stream)
 
@@ -83,6 +86,7 @@ class Reader:
                 else:
                     record.state["rank"] = str(rank)
                 record.words[row.says] += 1
+                self.num_matched += 1
                 row.take(record, match)
 
     def leading(self) -> Record:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.observe.judge import judged, predicted
-from planner.observe.observation import JobFacts, Observation, Source
+from planner.observe.judge import judged, judged_beside, predicted
+from planner.observe.observation import JobFacts, Observation, Observed, Source
 from planner.specs.units import GIB
 
 
@@ -89,6 +89,12 @@ def test_mfu_goes_with_tokens_per_second(priced: Plan) -> None:
     assert answer.asks == ()
     half = observed(priced, 1.0, tokens_per_s=priced.step.tokens_per_s / 4)
     assert judged(half, priced, "plan.json").observation.mfu == pytest.approx(priced.step.mfu / 4)
+
+
+def test_an_earlier_run_without_memory_predicts_none(priced: Plan) -> None:
+    earlier = Observed(observation=observed(priced, 1.0))
+    later = observed(priced, 1.0, peak_memory_bytes=90 * GIB, peak_memory_kind="allocated")
+    assert judged_beside(later, earlier, "observed.json").verdict == "expected"
 
 
 def test_no_step_has_no_verdict(priced: Plan) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.observe.traces.breakdown import NS, Sorted
+from planner.observe.traces.gloo import SEND
 from planner.observe.traces.results import CollectiveTime
 
 DTYPE_BYTES = {
@@ -106,6 +107,7 @@ def _form(events: Sorted, index: int) -> tuple[str, str, int | None, int | None]
     group = trace.groups.get(said.group)
     kind = kind_of(said.collective)
     kind = kind if kind != OTHER_KIND else kind_of(name)
+    kind = "send" if name == SEND else kind  # of gloo: it may end before its bytes arrive
     return (
         label,
         kind,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.observe.traces.gloo import with_groups
 from planner.observe.traces.groups import Group, ranks_by_stride, ranks_of
 from planner.observe.traces.json_events import EventScanner
 from planner.observe.traces.results import HOST
@@ -144,11 +145,11 @@ class _Reader:
         )
         copies, on_host = np.array(self.copies, bool)[order], not len(gpu)
         if on_host:
-            gpu = self._of_host(operators, marks)
+            rank, lanes = _rank(header, where)[0], tuple(self.lanes)
+            gpu, calls = with_groups(self._of_host(operators, marks), self.names.texts, lanes, groups, rank)
             copies = np.zeros(len(gpu), bool)
         else:
-            gpu = _with_calls(gpu, launches, comms)
-        lanes = tuple(self.lanes)
+            gpu, calls, lanes = _with_calls(gpu, launches, comms), tuple(self.calls), tuple(self.lanes)
         devices = [0] if on_host else sorted({lanes[lane][0] for lane in np.unique(gpu.lane)}, key=str)
         of_lane = np.array([0 if on_host else devices.index(d) if d in devices else -1 for d, _ in lanes] or [0])
         rank, world_size = _rank(header, where)
@@ -157,7 +158,7 @@ class _Reader:
                 where=where, rank=rank if len(devices) == 1 else None, world_size=world_size,
                 device=HOST if on_host else _device_name(header, device),
                 origin_ns=_whole(header.get("baseTimeNanoseconds")) + round((self.origin_us or 0.0) * 1e3),
-                names=tuple(self.names.texts), groups=groups, calls=tuple(self.calls),
+                names=tuple(self.names.texts), groups=groups, calls=calls,
                 gpu=gpu.where(mine := of_lane[gpu.lane] == number), copies=copies[mine], launches=launches,
                 operators=operators, marks=marks, on_host=on_host, lanes=lanes, warnings=self._warnings(on_host),
             )

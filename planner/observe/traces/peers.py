@@ -7,7 +7,6 @@ differ by more than a collective takes, so they are aligned first, by the ends o
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from planner.observe.traces.trace import RankTrace
 
 SLOW_RATIO = 1.05
 """A rank that computes this much longer than the median of its stage is a straggler: clocks differ by 1 to 2%."""
-_WAY = re.compile(r":(send|recv)\b", re.IGNORECASE)
 _ENDS_TOGETHER = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
 Key = tuple[object, ...]
@@ -55,8 +53,6 @@ class Peers:
         for (rank, index), start in zip(entries, starts, strict=True):
             gpu = ranks[rank].trace.gpu
             length = int(gpu.end_ns[index] - gpu.start_ns[index])
-            if _only_sends(ranks[rank].trace, index):
-                continue
             wait = min(latest - start, length)
             self.wait_ns[rank][index], self.transfer_ns[rank][index] = wait, length - wait
             self.late_ns[entries[starts.index(latest)][0]] += wait
@@ -83,7 +79,7 @@ def _key(events: Sorted, index: int) -> Key | None:
     """The key that ranks share of one exchange; None where the trace does not say its ranks."""
     trace = events.trace
     if trace.gpu.call[index] < 0:
-        return _key_by_name(trace, trace.names[trace.gpu.name[index]])
+        return ("world", kind_of(trace.names[trace.gpu.name[index]])) if _all_in_one(trace) else None
     call = trace.calls[trace.gpu.call[index]]
     group = trace.groups.get(call.group)
     if group is None or len(group.ranks) < 2:
@@ -94,33 +90,6 @@ def _key(events: Sorted, index: int) -> Key | None:
     if kind == "send_recv" and len(group.ranks) > 2:
         return None  # whose peer is whose is not said
     return (group.ranks, group.description, kind, call.num_elements if kind != "send_recv" else 0)
-
-
-def _key_by_name(trace: RankTrace, name: str) -> Key | None:
-    """The key of an exchange that says nothing but its name, as those of gloo: what ranks it has is known where there
-    is one answer. What one of two ranks sends is what the other one receives."""
-    kind = kind_of(name)
-    if kind == "send_recv" and (way := _WAY.search(name)) is not None:
-        pair, rank = _pair(trace), trace.rank
-        if pair is None or rank not in pair:
-            return None
-        peer = pair[1 - pair.index(rank)]
-        return ("pair", (rank, peer) if way[1].lower() == "send" else (peer, rank))
-    return ("world", kind) if _all_in_one(trace) else None
-
-
-def _only_sends(trace: RankTrace, index: int) -> bool:
-    """True for a send of gloo, which ends when its caller asks for it, before or long after the bytes have arrived."""
-    way = _WAY.search(trace.names[trace.gpu.name[index]]) if trace.gpu.call[index] < 0 else None
-    return way is not None and way[1].lower() == "send"
-
-
-def _pair(trace: RankTrace) -> tuple[int, ...] | None:
-    """The two ranks between which a rank's transfers are: a world of two, or a pipeline of two stages."""
-    if trace.world_size == 2:
-        return (0, 1)
-    pipelines = {group.ranks for group in trace.groups.values() if group.label == "pp"}
-    return pipelines.pop() if len(pipelines) == 1 and all(len(ranks) == 2 for ranks in pipelines) else None
 
 
 def _all_in_one(trace: RankTrace) -> bool:

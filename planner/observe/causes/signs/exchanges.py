@@ -26,7 +26,7 @@ SLOWER, _NOISE = 1.25, 0.08
 """Exchanges beside products take up to so much longer, which share the GPU with them; so do prices of links err."""
 _LEAST_FRACTION = 0.01
 _EXPOSED_FRACTION, _MORE, _MORE_ON_HOST = 0.03, 0.05, 0.12
-_PAIRS = "point to point"
+_PAIRS = ("point to point", "pp")
 _GRADIENTS = (
     "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
     "params-all-gather", "bwd_allreduce",
@@ -89,11 +89,11 @@ def slower_than_before(seen: Seen) -> Sign | None:
     told = []
     for group, pairs in rows.items():
         # all ranks of a collective transfer together; of a pair, one may only wait
-        chosen = max if group == _PAIRS else min
+        chosen = max if group in _PAIRS else min
         now_s, then_s = chosen(pairs, key=lambda pair: pair[0] - pair[1])
         told.append((now_s - then_s, now_s / max(then_s, 1e-9), group))
     more_s, ratio, group = max(told)
-    name = "" if group == UNKNOWN else f" of the {group} group" if group != _PAIRS else " between pairs of ranks"
+    name = "" if group == UNKNOWN else f" of the {group} group" if group not in _PAIRS else " between pairs of ranks"
     says = f"transfers{name} take {seconds(max(0.0, more_s))} of a step more than in the earlier run"
     least = _MORE_ON_HOST if any(rank.on_host for rank in seen.ranks) else _MORE
     strength = min(sure(ratio, SLOWER, _NOISE), sure(more_s / seen.step_s, least, least / 3))

@@ -1,0 +1,170 @@
+"""`plan observe --follow`: exit code 7, lines, JSON lines, metrics, and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from planner.cli import follow, main
+
+LINE = (
+    " iteration {number:8d}/     500 | consumed samples: 1 | elapsed time per iteration (ms): {ms:.1f} | "
+    "global batch size:   128 | lm loss: 2.0E+00 | number of skipped iterations:   0 |"
+)
+FINE, SLOW = [9000.0] * 60, [9000.0] * 60 + [12000.0] * 40
+
+
+def log(milliseconds: list[float]) -> str:
+    return "".join(f"{LINE.format(number=number, ms=ms)}\n" for number, ms in enumerate(milliseconds, start=1))
+
+
+@contextmanager
+def piped(text: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Standard input that gives this text and ends."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        feeder = threading.Thread(target=lambda: (os.write(writer, text.encode()), os.close(writer)))
+        feeder.start()
+        yield
+        feeder.join()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "POLL_S", 0.001)
+
+
+def test_a_run_that_leaves_its_band_is_exit_code_7(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with piped(log(SLOW), monkeypatch):
+        assert main(["observe", "--follow", "-"]) == 7
+    out, err = capsys.readouterr()
+    assert "step 60 of 500  9.000 s a step  in band 8.550–9.450 s" in out
+    assert "Slow: a step takes 33% longer than predicted" in out
+    assert err.startswith("error: stdin: above the band of 8.55 to 9.45 s (the run's own first 50 steps) for 20 steps")
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_run_in_its_band_ends_with_its_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with piped(log(FINE), monkeypatch):
+        assert main(["observe", "--follow", "-", "-o", str(tmp_path / "observed.json")]) == 0
+    assert "median step" in capsys.readouterr().out
+    assert json.loads((tmp_path / "observed.json").read_text())["observation"]["num_steps"] == 60
+
+
+def test_json_lines_and_metrics(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "planner.prom"
+    with piped(log(SLOW), monkeypatch):
+        assert main(["observe", "--follow", "-", "--json", "--prometheus", str(metrics), "--band-steps", "10"]) == 7
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["step"] for one in found] == [10, 20, 30, 40, 50, 60, 70, 72]
+    assert [one["final"] for one in found] == [False] * 7 + [True]
+    last = found[-1]
+    assert (last["schema_version"], last["rings"], last["place"], last["out_steps"]) == (1, True, "above", 10)
+    assert 'planner_alarm{log="stdin"} 1.0\n' in metrics.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["planner.prom"]
+
+
+def test_metrics_on_standard_output_are_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with piped(log(FINE), monkeypatch):
+        assert main(["observe", "--follow", "-", "--prometheus", "-"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert all(line.startswith(("# HELP planner_", "# TYPE planner_", "planner_")) for line in lines)
+
+
+def test_interrupted_is_the_final_answer_and_no_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(log(FINE))
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow.time, "sleep", interrupt)
+    assert main(["observe", "--follow", str(path)]) == 0
+    assert "median step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["a.log", "b.log", "--follow"], "2 files"),
+        (["a.log.gz", "--follow"], "is packed"),
+        (["a.log", "--band-steps", "5"], "--band-steps: given without --follow"),
+        (["a.log", "--prometheus", "x.prom"], "--prometheus: given without --follow"),
+        (["a.log", "--follow", "--band-steps", "0"], "--band-steps: 0"),
+        (["a.log", "--follow", "--silent-minutes", "-1"], "--silent-minutes: -1"),
+        (["a.log", "--follow", "--prometheus", "-", "--json"], "--prometheus - and --json"),
+        (["a.log", "--follow", "--json", "-o", "-"], "--json and -o -"),
+        (["a.log", "--follow", "--tokens", "many"], "--tokens"),
+        (["a.log", "--follow", "--prometheus", "nowhere/x.prom"], "there is no folder"),
+        (["a.log", "--follow", "--plan", "a.log"], "a.log"),
+    ],
+)
+def test_errors_are_one_line_with_a_hint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.log").write_text(log(FINE[:5]))
+    assert main(["observe", *words]) == 2
+    out, err = capsys.readouterr()
+    assert says in err
+    assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
+    if "--json" not in words:
+        assert out == ""
+
+
+def test_a_terminal_shows_one_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(log(FINE))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    naps = iter([lambda: path.write_text(log(SLOW))])
+
+    def nap(seconds: float) -> None:
+        next(naps, lambda: None)()
+
+    monkeypatch.setattr(follow.time, "sleep", nap)
+    assert main(["observe", "--follow", str(path), "-q"]) == 7
+    frames = capsys.readouterr().out.split("train.log  step ")
+    assert "In the band of 8.55 to 9.45 s (the run's own first 50 steps)." in frames[1]
+    assert "▁▁▁▁" in frames[1]
+    assert "Above the band" in frames[-1]
+    assert "Slow: a step takes" in frames[-1]
+
+
+def test_the_example_of_the_docs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = (Path(__file__).parents[2] / "docs" / "OBSERVE_LIVE.md").read_text().split("```\n")
+    shown, error = blocks[1], blocks[3]
+    steps = [15000.0 if n < 3 else 9000.0 + n % 7 * 10 if n <= 70 else 11000.0 for n in range(1, 121)]
+    with piped(log(steps), monkeypatch):
+        assert main(["observe", "--follow", "-"]) == 7
+    out, err = capsys.readouterr()
+    assert out.startswith(shown)
+    assert err.startswith(error)
+
+
+def test_input_without_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with piped("hello\nworld\n", monkeypatch):
+        assert main(["observe", "--follow", "-"]) == 2
+    assert "has no lines of steps" in capsys.readouterr().err
