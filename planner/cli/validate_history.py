@@ -96,6 +96,7 @@ def _table(kept: Sequence[KeptPrice], added: str) -> Table:
 
 
 def _sentences(folder: Path, name: str, is_new: bool, belongs: str, found: Posterior) -> list[str]:
+    from planner.observe.history.place import VARIABLE, default_folder
     from planner.specs.reading import printable
 
     low, high = found.factor_interval
@@ -105,6 +106,8 @@ def _sentences(folder: Path, name: str, is_new: bool, belongs: str, found: Poste
     path = printable(str(folder / name))
     return [
         f"{belongs}: kernels take × {found.factor:.3f} ({low:.3f} to {high:.3f}) by {runs} of {jobs}{scatter}",
-        f"every later plan of such a job takes it, a dense step within ± {found.step_width:.0%}; --no-history does not",
+        f"every later plan of such a job takes it, a dense step within ± {found.step_width:.0%}; --no-history does not"
+        if folder == default_folder()
+        else f"plans of such a job take it where {VARIABLE}={printable(str(folder))}",
         f"{'kept as' if is_new else 'was there already:'} {path}; rm forgets it",
     ]

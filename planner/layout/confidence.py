@@ -21,8 +21,8 @@ STEP_WIDTH = {"probed": 0.09, "measured": 0.09, "family": 0.095, "spec_sheet": 0
 sheet was known, were predicted 27 to 36% too fast. They set its speed since then, and the width for GPUs like it. A
 probe's own residuals say how wide it is (`Efficiency.step_width`); one that does not say is worth a measurement."""
 AMD_STEP_WIDTH = 0.22
-"""Half-width for a dense model's step on AMD's GPUs, however well their kernels are known, unless a probe or a run timed
-the software too: its generations span more than kernels do. 54 of 59 published runs lie inside theirs (docs/AMD.md)."""
+"""Half-width for a dense model's step on AMD's GPUs, however well kernels are known, unless a probe or a run timed the
+software too: its generations span more than kernels do. 54 of 59 published runs lie inside theirs (docs/AMD.md)."""
 MOE_STEP_WIDTH = 0.09
 """Half-width that mixtures of experts add to a step: routing, grouped products of small experts, the host's time."""
 SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35

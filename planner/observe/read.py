@@ -100,8 +100,9 @@ def _add_beside(base: Record, record: Record) -> None:
     for name, spread in record.spreads.items():
         base.spreads.setdefault(name, spread)
     for name, ranks in record.rank_timers.items():
-        for rank, seconds in ranks.items():
-            base.rank_timer(name, rank, seconds)
+        for rank, values in ranks.items():
+            for seconds in values:
+                base.rank_timer(name, rank, seconds)
     for name, value in record.arguments.items():
         base.arguments.setdefault(name, value)
     for name, fact in record.facts.items():

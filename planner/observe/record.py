@@ -6,6 +6,7 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import median
 
 from planner.observe.observation import JobFacts
 from planner.observe.thinned import Thinned
@@ -16,6 +17,8 @@ MAX_TIMER_VALUES = 20_000
 MAX_NAMES = 2_000
 """The most timers, ranks or arguments: a file with more is no log of one job."""
 MOST_RANKS = 200_000
+MOST_OF_RANK = 15
+"""Values of one rank's timer of which the median is told: one step says little of a rank."""
 MOST_SERIES = 256
 """The most series of memory, one for each rank and kind: 16 MB."""
 _NEAR_STEPS = 3
@@ -69,7 +72,7 @@ class Record:
     mark_s: dict[str, dict[int, float]] = field(default_factory=dict)
     """Seconds that a mark is said to have taken, by kind and row."""
     timers: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
-    rank_timers: dict[str, dict[int, float]] = field(default_factory=dict)
+    rank_timers: dict[str, dict[int, array[float]]] = field(default_factory=dict)
     memory: dict[int | None, dict[str, int]] = field(default_factory=dict)
     memory_series: dict[tuple[int | None, str], Thinned] = field(default_factory=dict)
     """The same over steps, by rank and kind."""
@@ -185,10 +188,17 @@ class Record:
             highs.append(high_s)
 
     def rank_timer(self, name: str, rank: int, seconds: float) -> None:
-        """Take what a timer of one rank shows; of several, the last."""
+        """Take what a timer of one rank shows; of many, the last `MOST_OF_RANK`."""
         of_ranks = self.rank_timers.setdefault(name, {})
-        if len(of_ranks) < MOST_RANKS and 0 <= seconds < 1e9:
-            of_ranks[rank] = seconds
+        if (rank in of_ranks or len(of_ranks) < MOST_RANKS) and 0 <= seconds < 1e9:
+            values = of_ranks.setdefault(rank, array("d"))
+            values.append(seconds)
+            if len(values) > MOST_OF_RANK:
+                values.pop(0)
+
+    def of_ranks(self, name: str) -> dict[int, float]:
+        """The median of what each rank's timer showed last."""
+        return {rank: median(values) for rank, values in self.rank_timers.get(name, {}).items()}
 
     def bytes_of(self, rank: int | None, step: int | None = None, /, **kinds: float | None) -> None:
         """Take memory of a rank after a step, the last one where none is said; the highest of each kind is kept."""

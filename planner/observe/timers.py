@@ -72,17 +72,18 @@ def _most_s(record: Record, name: str) -> float | None:
     highs = record.timers.get(name, ((), ()))[1]
     if highs:
         return float(np.median(np.frombuffer(highs, dtype=float)))
-    return max(record.rank_timers[name].values()) if record.rank_timers.get(name) else None
+    return max(record.of_ranks(name).values(), default=None)
 
 
 def timers_of(record: Record) -> Iterator[Timer]:
     for name, (lows, highs) in record.timers.items():
         if len(lows) and name not in _SET_UP:
             low, high = (float(np.median(np.frombuffer(values, dtype=float))) for values in (lows, highs))
-            ranks, mean_s = record.rank_timers.get(name, {}), math.fsum(highs) / len(highs)
+            ranks, mean_s = record.of_ranks(name), math.fsum(highs) / len(highs)
             yield Timer(name=name, min_s=low, max_s=high, num_values=len(lows), per_rank_s=ranks, mean_s=mean_s)
-    for name, ranks in record.rank_timers.items():
+    for name in record.rank_timers:
         if name not in record.timers:
+            ranks = record.of_ranks(name)
             values = list(ranks.values())
             yield Timer(name=name, min_s=min(values), max_s=max(values), num_values=len(values), per_rank_s=ranks)
 

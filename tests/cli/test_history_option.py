@@ -169,6 +169,7 @@ def test_another_folder_may_be_named(run_file: Path, history: Path, capsys: pyte
     assert main(["validate", "--add", str(run_file), "--history", str(other)]) == 0
     shown = capsys.readouterr().out
     assert "steps.csv: llama-3.1-8b on 16 GPUs" in " ".join(shown.split())
+    assert f"where PLANNER_HISTORY={other}".replace(" ", "") in "".join(shown.split())
     assert "by 1 run of 1 job" in " ".join(shown.split())
     assert len(list(other.glob("run-*.json"))) == 1
     assert not history.exists()

@@ -14,7 +14,8 @@ from planner.layout.evaluate import evaluate
 from planner.observe.case import Case
 from planner.observe.ideal.passes import planned_pass_s
 from planner.observe.ideal.what_if import idealised, what_ifs
-from planner.observe.observation import JobFacts, Observation, Observed, RankPasses, Source, WhatIf
+from planner.observe.ideal.workers import spans
+from planner.observe.observation import JobFacts, Observation, Observed, RankPasses, Source, Timer, WhatIf
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, makespan_s, makespans_s
 from planner.specs.cluster import ClusterSpec
@@ -225,3 +226,19 @@ def test_many_replays_at_once_are_those_alone(rows: list[list[float]], blocks: b
     order = build_schedule("1f1b", 3, 1, 5)
     many = [Durations(row, row, row, 0.1, blocking_p2p=blocks) for row in rows]
     assert makespans_s(order, many).tolist() == [makespan_s(order, one) for one in many]
+
+
+def test_numbers_are_told_with_their_neighbours() -> None:
+    assert spans([7, 1, 2, 3, 5, 6]) == "1 to 3, 5 to 7"
+    assert spans([4, 5]) == "4, 5"
+
+
+def test_the_least_and_the_most_of_one_stage_are_two_ranks_without_names() -> None:
+    facts = JobFacts(num_gpus=4, global_batch_size=16, run={"parallelism": {"tp": 1, "pp": 1, "cp": 1}})
+    timers = tuple(
+        Timer(name=name, min_s=least, max_s=most, num_values=4)
+        for name, least, most in (("forward-compute", 0.4, 0.6), ("backward-compute", 0.8, 0.8))
+    )
+    seen = Observation(sources=SOURCE, facts=facts, timers=timers, step_s=1.4)
+    (first, *_) = what_ifs(Case(seen))
+    assert (first.kind, first.name, first.step_s) == ("rank", "the slowest rank", pytest.approx(1.2))

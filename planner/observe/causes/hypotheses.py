@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SLOWER = 0.6
-"""An 80% interval hides the smaller half of what is worth a word, so that a slow run is no longer than predicted."""
+SLOW = {"slower": 0.6, "slower_run": 0.95}
+"""An 80% interval of a price hides the smaller half of what is worth a word; the spread of an earlier run does not."""
 PASSES = 0.4
 """Passes are told to be longer from 8% on, as prices of them err: that hides as much."""
 
@@ -62,12 +62,12 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
             (
                 Form(0.03, {"computes_longer": 0.9, "stage_longer": 0.4, "ranks_apart": 0.8,
                             "longer_bubble": 0.3, "exposed_tp": 0.2, "exposed_dp": 0.2,
-                            "passes_longer": 0.3, "slower": SLOWER}),
+                            "passes_longer": 0.3, **SLOW}),
                 Form(0.02, {"comes_late": 0.9, "long_tp": 0.2, "long_dp": 0.2, "longer_bubble": 0.3,
-                            "exposed_dp": 0.2, "exposed_tp": 0.2, "uneven": 0.2, "slower": SLOWER}),
+                            "exposed_dp": 0.2, "exposed_tp": 0.2, "uneven": 0.2, **SLOW}),
                 # all ranks of a stage wait for the slow one in their exchanges
                 Form(0.02, {"stage_longer": 0.9, "ranks_apart": 0.8, "longer_bubble": 0.4, "passes_longer": 0.2,
-                            "slower": SLOWER}, "pp"),
+                            **SLOW}, "pp"),
             ),
         ),
         Hypothesis(
@@ -76,20 +76,20 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
             (
                 *(
                     Form(0.01, {f"slow_{group}": 0.9, f"long_{group}": 0.9, f"exposed_{group}": 0.8,
-                                "slower_than_before": 0.8, "slower": SLOWER} | inside, group)
+                                "slower_than_before": 0.8, **SLOW} | inside, group)
                     for group, inside in (
                         ("tp", {"passes_longer": PASSES}), ("cp", {"passes_longer": PASSES}),
                         ("ep", {"passes_longer": PASSES, "unhidden_ep": 0.7}), ("dp", {"unhidden_dp": 0.7}),
                     )
                 ),
-                Form(0.01, {"longer_bubble": 0.8, "slower_than_before": 0.8, "slower": SLOWER}, "pp"),
+                Form(0.01, {"longer_bubble": 0.8, "slower_than_before": 0.8, **SLOW}, "pp"),
             ),
         ),
         Hypothesis(
             "no_ep_overlap", "exchanges of experts are not hidden",
             "off by default; 15 to 24% of a step where it is (Megatron-Bridge, pull requests 5094 and 3862)",
             (
-                Form(0.05, {"exposed_ep": 0.9, "unhidden_ep": 0.9, "off_no_ep_overlap": 0.8, "slower": SLOWER,
+                Form(0.05, {"exposed_ep": 0.9, "unhidden_ep": 0.9, "off_no_ep_overlap": 0.8, **SLOW,
                             "passes_longer": PASSES}, "ep"),
             ),
         ),
@@ -97,65 +97,65 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
             "host_bound", "the host launches work too slowly",
             "usual for mixtures and small micro-batches without CUDA graphs",
             (
-                Form(0.05, {"host_gaps": 0.95, "short_kernels": 0.4, "off_host_bound": 0.5, "slower": SLOWER,
+                Form(0.05, {"host_gaps": 0.95, "short_kernels": 0.4, "off_host_bound": 0.5, **SLOW,
                             "passes_longer": PASSES}),
             ),
         ),
         Hypothesis(
             "unfused_kernels", "kernels are not fused", "a fusion that is off, or an extension that is missing",
             (
-                Form(0.04, {"small_slower": 0.9, "many_small": 0.3, "off_unfused_kernels": 0.7, "slower": SLOWER,
+                Form(0.04, {"small_slower": 0.9, "many_small": 0.3, "off_unfused_kernels": 0.7, **SLOW,
                             "passes_longer": PASSES}),
             ),
         ),
         Hypothesis(
             "attention_kernel", "attention runs in a slow kernel", "a backend that falls back without an error",
             (
-                Form(0.02, {"attention_slower": 0.95, "off_attention_kernel": 0.5, "slower": SLOWER,
+                Form(0.02, {"attention_slower": 0.95, "off_attention_kernel": 0.5, **SLOW,
                             "passes_longer": PASSES}),
                 # in products and a softmax, whose scores are kept
                 Form(0.02, {"softmax_apart": 0.95, "off_attention_kernel": 0.8, "small_slower": 0.3,
-                            "many_small": 0.2, "above_plan": 0.4, "slower": SLOWER, "passes_longer": PASSES}),
+                            "many_small": 0.2, "above_plan": 0.4, **SLOW, "passes_longer": PASSES}),
             ),
         ),
         Hypothesis(
             "exposed_dp", "gradients and parameters are not exchanged behind computing",
             "off by default in Megatron-LM (--overlap-grad-reduce, --overlap-param-gather)",
             (
-                Form(0.04, {"exposed_dp": 0.95, "unhidden_dp": 0.8, "off_exposed_dp": 0.8, "slower": SLOWER}, "dp"),
+                Form(0.04, {"exposed_dp": 0.95, "unhidden_dp": 0.8, "off_exposed_dp": 0.8, **SLOW}, "dp"),
             ),
         ),
         Hypothesis(
             "expert_imbalance", "experts get uneven numbers of tokens", "routers balance late in training, never fully",
             (
                 Form(0.04, {"late_changes": 0.9, "slow_ep": 0.5, "exposed_ep": 0.5, "passes_longer": PASSES,
-                            "slower": SLOWER, "ranks_apart": 0.3, "above_plan": 0.3, "uneven": 0.2}, "ep"),
+                            **SLOW, "ranks_apart": 0.3, "above_plan": 0.3, "uneven": 0.2}, "ep"),
                 Form(0.02, {"computes_longer": 0.8, "experts_differ": 0.9, "exposed_ep": 0.3, "passes_longer": PASSES,
-                            "ranks_apart": 0.7, "slower": SLOWER, "above_plan": 0.3}, "ep"),
+                            "ranks_apart": 0.7, **SLOW, "above_plan": 0.3}, "ep"),
             ),
         ),
         Hypothesis(
             "data_stall", "training waits for data", "loaders with few workers, slow storage",
             (
-                Form(0.03, {"waits_for_data": 0.7, "data_timer": 0.9, "begins_late": 0.8, "slower": SLOWER,
+                Form(0.03, {"waits_for_data": 0.7, "data_timer": 0.9, "begins_late": 0.8, **SLOW,
                             "longer_bubble": 0.4, "uneven": 0.3, "at_times": 0.3, "regularly": 0.2}),
                 # the loader of one rank
                 Form(0.01, {"waits_for_data": 0.8, "data_timer": 0.8, "comes_late": 0.3, "longer_bubble": 0.3,
-                            "uneven": 0.3, "at_times": 0.3, "regularly": 0.3, "slower": SLOWER}),
+                            "uneven": 0.3, "at_times": 0.3, "regularly": 0.3, **SLOW}),
             ),
         ),
         Hypothesis(
             "clocks", "all GPUs run at a lower clock",
             "1 to 2% between day and night (Llama 3); caps of power and heat take more",
             (
-                Form(0.03, {"all_slower": 0.9, "passes_longer": 0.6, "slower": SLOWER, "spells": 0.2,
+                Form(0.03, {"all_slower": 0.9, "passes_longer": 0.6, **SLOW, "spells": 0.2,
                             "drifting": 0.15}),
             ),
         ),
         Hypothesis(
             "bubble", "stages wait for each other longer than their order says",
             "transfers that block, or another order than was planned",
-            (Form(0.04, {"longer_bubble": 0.95, "large_bubble": 0.4, "slower": SLOWER}, "pp"),),
+            (Form(0.04, {"longer_bubble": 0.95, "large_bubble": 0.4, **SLOW}, "pp"),),
         ),
         Hypothesis(
             "fragmentation", "the allocator's memory is in fragments",
@@ -177,7 +177,7 @@ HYPOTHESES: Mapping[str, Hypothesis] = {
         ),
         Hypothesis(
             "recipe", "a switch has a slower value than it might", "defaults of trainers, which nobody looked at",
-            (Form(0.05, {"off_recipe": 0.95, "slower": 0.4}),), is_choice=True,
+            (Form(0.05, {"off_recipe": 0.95, **SLOW}),), is_choice=True,
         ),
         Hypothesis(
             "checkpoint_stall", "training waits for its checkpoints", "written by the ranks, and not behind their work",

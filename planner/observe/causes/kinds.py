@@ -45,6 +45,7 @@ KINDS: Mapping[str, Kind] = {
     for kind in (
         # one in ten lies above an 80% interval
         Kind("slower", "the step is longer than predicted", steps.slower, 0.1, PLAN, is_own=False),
+        Kind("slower_run", "the step is longer than in the earlier run", steps.slower_run, 0.1, PLAN, is_own=False),
         Kind("passes_longer", "passes are longer than planned on every stage", kernels.passes_longer, 0.1, TIMERS,
              is_own=False),
         Kind("uneven", "steps differ", steps.uneven, 0.05, LOG, is_own=False),
@@ -104,7 +105,8 @@ KINDS: Mapping[str, Kind] = {
         Kind("small_slower", "memory-bound kernels slower than the rest", kernels.small_slower, 0.04, TRACE),
         Kind("many_small", "memory-bound kernels take most of computing", kernels.many_small, 0.05, TRACE),
         Kind("grows", "memory grows with the steps", memory.grows, 0.02, MEMORY_LOG),
-        Kind("reserved", "far more reserved than allocated", memory.reserved, 0.02, MEMORY_LOG),
+        # 5 of 24 public logs keep a third more than they allocate (docs/OBSERVE.md), and work
+        Kind("reserved", "far more reserved than allocated", memory.reserved, 0.05, MEMORY_LOG),
         Kind("retried", "the allocator had to try again", memory.retried, 0.02, MEMORY_LOG),
         Kind("refused", "an allocation failed although enough was free", memory.refused, 0.01, SNAPSHOT),
         Kind("above_plan", "more memory than planned", memory.above_plan, 0.05, PLAN, is_own=False),

@@ -20,6 +20,8 @@ from planner.observe.causes.kinds import KINDS
 from planner.observe.causes.signs.sign import Sign
 
 MOST_AT_ONCE = 3
+LONGER_STEPS = ("slower", "slower_run")
+"""Signs that a step is longer than it should be, whose seconds are the whole difference."""
 _LEAST_WITHOUT = 1e-3
 Floats = NDArray[np.float64]
 OfForm = tuple[str, int]
@@ -35,6 +37,22 @@ def form_of(key: OfForm) -> Form:
 def leaves(form: Form, sign: str) -> float:
     """Probability of a sign where one form is at work; as without it where the form does not speak of the sign."""
     return max(form.leaves.get(sign, 0.0), KINDS[sign].without)
+
+
+def _leaves_of(form: Form, name: str, signs: Mapping[str, Sign]) -> float:
+    """Probability of a sign, as far as the form's own seconds can make a step so much longer.
+
+    A form whose signs show less than half of what the step takes longer makes it so much less likely.
+    """
+    chance, gap_s = form.leaves.get(name, 0.0), signs[name].seconds
+    if name not in LONGER_STEPS or not gap_s:
+        return chance
+    known_s = [
+        sign.seconds
+        for other, sign in signs.items()
+        if sign.seconds is not None and sign.is_seen and KINDS[other].is_own and other in form.leaves
+    ]
+    return chance * min(1.0, max(known_s) / (gap_s / 2)) if known_s else chance
 
 
 def seldom(name: str, sign: Sign) -> float:
@@ -60,7 +78,7 @@ class Posterior:
         holds = _sets(len(possible))
         priors = np.array([form_of(key).prior for key in possible])
         without = np.array([seldom(name, sign) for name, sign in signs.items()])
-        left = np.array([[1 - form_of(key).leaves.get(name, 0.0) for name in signs] for key in possible])
+        left = np.array([[1 - _leaves_of(form_of(key), name, signs) for name in signs] for key in possible])
         fewer = np.minimum(left.reshape(len(possible), len(signs)) / (1 - without), 1.0)
         shown = 1 - (1 - without) * np.exp(holds @ np.log(fewer))
         strength = np.array([sign.strength for sign in signs.values()])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from planner.observe.causes.hypotheses import HYPOTHESES
 from planner.observe.causes.rank import SURE
 from planner.observe.observation import Cause, Observation, Remedy, Verdict
+from planner.observe.remedy.against import RECIPE
 from planner.report.format import digits, seconds, unit_for
 
 _OF_MEMORY = ("fragmentation", "leak")
@@ -28,7 +29,7 @@ def conclusion(verdict: Verdict | None, says: str, observation: Observation, cau
 
 def _clause(cause: Cause, step_s: float | None) -> str:
     """`the host launches work too slowly, 1.9 s of 6.1; CUDA graphs: 4.7 s`, or what one rank or stage does."""
-    where = cause.where.split(" ")[0] in ("rank", "stage")
+    where = cause.name == RECIPE or cause.where.split(" ")[0] in ("rank", "stage")
     text = cause.evidence.split("; ")[0] if where else HYPOTHESES[cause.name].says
     if cause.seconds and step_s:
         text += f", {_of(cause.seconds, step_s)}"

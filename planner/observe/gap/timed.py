@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from planner.observe.gap.account import Account
 from planner.observe.gap.terms import DATA, GRADIENTS, OPTIMIZER, PASSES
 from planner.observe.observation import Observation
+from planner.observe.timers import DATA_TIMERS
 
 _TIMED = {
     PASSES: ("forward_backward_s", "forward_s", "backward_s"),
@@ -16,8 +17,6 @@ _TIMED = {
 """The seconds of an observation's breakdown that each term adds up."""
 _INSIDE = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
 _BETWEEN = ("pp_comm_s", "bubble_s")
-DATA_TIMERS = ("batch-generator", "batch_input")
-"""Timers of waiting for a batch that run inside of passes: Megatron-LM's, and that of DeepSpeed's pipelines."""
 _LEAST_COVERED = 0.5
 """Timers that cover less of a step are of micro-batches, or of parts of it."""
 

@@ -24,8 +24,8 @@ from planner.shape import FloatArray
 
 BETWEEN = ("pp", "point to point")
 """Groups whose exchanges are between stages."""
-_BEHIND = ("all-grads-sync", "grads-all-reduce", "params-all-gather", "optimizer")
-"""Timers of what comes behind the pipelines, one after the other (Megatron-LM)."""
+_SYNCED_INSIDE, _SYNCED_BEHIND = "all-grads-sync", "grads-all-reduce"
+"""Megatron-LM's timers of the gradients' exchange: inside of `forward-backward` since core 0.7, behind it before."""
 MOST_ACTIONS = 1 << 17
 """Longer steps are not replayed here: dozens of replays of 131,072 actions take a second."""
 
@@ -132,9 +132,10 @@ def _behind_s(case: Case) -> tuple[float, tuple[str, ...]]:
         return _behind_in_traces_s(reports), ()
     timers = {timer.name: timer for timer in case.observation.timers}
     step_s = case.observation.step_s or 0.0
+    inside_s = 0.0 if (sync := timers.get(_SYNCED_INSIDE)) is None else sync.min_s
     if (whole := timers.get("forward-backward")) is not None and whole.max_s < step_s:
-        return step_s - whole.max_s, ()
-    if found := [timers[name].min_s for name in _BEHIND if name in timers]:
+        return step_s - whole.max_s + inside_s, ()
+    if found := [timers[name].min_s for name in (_SYNCED_INSIDE, _SYNCED_BEHIND, "optimizer") if name in timers]:
         return sum(found), ()
     if case.candidate is not None:
         return sum(case.candidate.outside), ("what comes behind the pipelines is as the plan has it",)

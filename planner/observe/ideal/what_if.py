@@ -20,7 +20,7 @@ from planner.observe.case import Case
 from planner.observe.ideal.grid import grid_of
 from planner.observe.ideal.passes import MOST_STEPS, passes_by_step
 from planner.observe.ideal.pipeline import Pipelines, pipelines_of
-from planner.observe.ideal.workers import BACKWARD, FORWARD, Workers, middle_of, seconds_of
+from planner.observe.ideal.workers import BACKWARD, FORWARD, Workers, middle_of, seconds_of, spans
 from planner.observe.observation import RankPasses, Replayed, WhatIf
 from planner.observe.traces.recorded import steady
 from planner.shape import FloatArray
@@ -246,8 +246,10 @@ def _faster_ranks(workers: Workers, pipeline: int, load: FloatArray) -> Iterator
 
 
 def _name(unit: tuple[RankPasses, ...]) -> str:
-    numbers = sorted(one.rank for one in unit if one.rank is not None)
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}, which share passes"
+    numbers = [one.rank for one in unit if one.rank is not None]
+    if not numbers:
+        return "the slowest rank"
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {spans(numbers)}, which share passes"
 
 
 def with_exchanges(passes_s: FloatArray, exchanges_s: FloatArray) -> FloatArray:

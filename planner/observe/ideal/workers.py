@@ -63,7 +63,7 @@ class Workers:
         """The same with the stages that nobody saw: as in other pipelines, or as the plan has them beside others."""
         middle, notes = self.seen_s, []
         unseen = np.isnan(middle).any(axis=1)
-        missing = ", ".join(str(stage) for stage in np.flatnonzero(unseen))
+        missing = spans(np.flatnonzero(unseen).tolist())
         if unseen.any() and self.reference is not None:
             should_s, source = self.reference.passes_s, self.reference.source
             middle = np.where(np.isnan(middle), should_s * np.nanmedian(middle / should_s, axis=0), middle)
@@ -130,3 +130,14 @@ def middle_of(values: FloatArray) -> FloatArray:
     middle = np.full(values.shape[1:], np.nan)
     middle[known] = np.nanquantile(values[:, known], 0.5, axis=0, method="lower")
     return middle
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Whole numbers as text, neighbours together: `1 to 7, 9`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

@@ -14,7 +14,7 @@ from planner.layout.recipe import setting_of, settled
 from planner.schedule.orders import SCHEDULES
 from planner.specs.training import Parallelism
 from planner.trainers.load import switches_of
-from planner.trainers.rules.recipe import broken_recipe_rules
+from planner.trainers.rules.recipe import RecipeRule, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, written
 
@@ -73,7 +73,14 @@ def recompute_of(candidate: Candidate) -> dict[str, Any]:
 def takes(candidate: Candidate, now: Candidate) -> bool:
     """True where no rule of recipes refuses the change, and where it fits, or needs no more memory than now."""
     room = max(0.0, *now.excess_bytes)
-    return max(candidate.excess_bytes) <= room and not any(broken_recipe_rules(setting_of(candidate)))
+    return max(candidate.excess_bytes) <= room and broken_rule(candidate, now) is None
+
+
+def broken_rule(candidate: Candidate, now: Candidate) -> RecipeRule | None:
+    """A rule of recipes that the change breaks; a run that breaks one already goes on to."""
+    already = {(rule.switch, rule.says) for rule in broken_recipe_rules(setting_of(now))}
+    broken = broken_recipe_rules(setting_of(candidate))
+    return next((rule for rule in broken if (rule.switch, rule.says) not in already), None)
 
 
 def runtime_of(candidate: Candidate) -> RuntimeSpec:

@@ -28,7 +28,6 @@ _TRIES = 12
 LOADERS = {
     "megatron": "--num-workers", "bridge": "dataset.num_workers", "primus-megatron": "num_workers",
     "megatron-deepspeed": "--num-workers", "deepspeed": "num_workers of its DataLoader",
-    "torchtitan": "dataloader.num_workers",
 }  # fmt: skip
 """The setting for processes that load data, by trainer."""
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of, under
-from planner.observe.remedy.change import FUSIONS, near, options_between, runtime_of, spoken, takes
+from planner.observe.remedy.change import FUSIONS, broken_rule, near, options_between, runtime_of, spoken, takes
 from planner.schedule.orders import SCHEDULES
 from planner.shape import divisors
 from planner.trainers.load import switches_of
-from planner.trainers.rules.recipe import RecipeRule, broken_recipe_rules, has_effect
+from planner.trainers.rules.recipe import RecipeRule, has_effect
 from planner.trainers.stated import own_runtime, partners, switched
 from planner.trainers.switches import SWITCHES, Value
 
@@ -44,7 +44,7 @@ def with_switch(candidate: Candidate, name: str, value: Value, consented: bool =
     recipe: dict[str, Value] = {name: value}
     for _ in range(MOST_MENDED + 1):
         moved = under(candidate, switched(candidate.pricing.runtime, recipe))
-        broken = next(broken_recipe_rules(setting_of(moved)), None)
+        broken = broken_rule(moved, candidate)
         if broken is None:
             return moved if takes(moved, candidate) else None
         mended = _mended(moved, broken, recipe, consented)

@@ -7,24 +7,13 @@ from dataclasses import dataclass
 from planner.layout.candidate import Candidate
 from planner.observe.case import Case
 from planner.observe.observation import Term
+from planner.observe.remedy.against import CAUSE_OF, RECIPE
 from planner.observe.remedy.change import options_between, runtime_of, spoken
 from planner.observe.remedy.estimate import best_of, expected_step_s
 from planner.observe.remedy.moves import switch
 from planner.observe.remedy.running import differences, layout_before, running, states_switches
 from planner.observe.remedy.written import settings_between
 from planner.trainers.switches import SWITCHES, written
-
-CAUSE_OF = {
-    "ep_overlap": "no_ep_overlap",
-    **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), "exposed_dp"),
-    **dict.fromkeys(("attention_kernel", "flash_attention"), "attention_kernel"),
-    **dict.fromkeys(
-        ("compile", "cross_entropy_fusion", "activation_fusion", "gradient_accumulation_fusion", "grouped_gemm"),
-        "unfused_kernels",
-    ),
-    **dict.fromkeys(("cuda_graph", "sync_free_moe"), "host_bound"),
-}
-"""The cause that a switch at the wrong value is, where it has a name; others are a `recipe`."""
 
 LEAST_WORD = 0.02
 """Least share of a step that a better value has to win before a run is told that its recipe is at fault."""
@@ -55,7 +44,7 @@ class RecipeRow:
     @property
     def cause(self) -> str:
         """The name of the cause that this is, for which `remedy_for` has the remedy."""
-        return CAUSE_OF.get(self.switch, "recipe")
+        return CAUSE_OF.get(self.switch, RECIPE)
 
     @property
     def evidence(self) -> str:
@@ -115,7 +104,7 @@ def slower_settings(case: Case) -> dict[str, tuple[Term, ...]]:
     else:
         terms = [(name, term) for name, term in _stated_otherwise(case) if name not in _OF_LAYOUT]
     for name, term in terms:
-        found.setdefault(CAUSE_OF.get(name, "recipe"), []).append(term)
+        found.setdefault(CAUSE_OF.get(name, RECIPE), []).append(term)
     return {cause: tuple(of_cause) for cause, of_cause in found.items()}
 
 

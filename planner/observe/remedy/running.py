@@ -64,14 +64,14 @@ def layout_before(case: Case) -> Candidate | None:
 def running(case: Case) -> Candidate | None:
     """The layout that the run has, as far as plan and log tell; it keeps free what a search keeps free.
 
-    What was measured above the predicted peak is no room for changes either.
+    What was measured above the price of its layout is no room for changes either.
     """
     known = differences(case)
     candidate = known[-1].candidate if known else layout_before(case)
     if candidate is None:
         return None
     pricing = candidate.pricing
-    free = headroom_bytes(pricing, SearchLimits()) + _measured_above(case)
+    free = headroom_bytes(pricing, SearchLimits()) + _measured_above(case, candidate)
     return candidate.priced_as(replace(pricing, headroom_bytes=free))
 
 
@@ -89,12 +89,12 @@ def states_switches(case: Case) -> bool:
     return bool(case.observation.facts.stated_switches)
 
 
-def _measured_above(case: Case) -> float:
-    """Bytes that the run allocates above the predicted peak."""
-    observation, prediction = case.observation, case.prediction
-    if prediction is None or observation.peak_memory_bytes is None or observation.peak_memory_kind != "allocated":
+def _measured_above(case: Case, candidate: Candidate) -> float:
+    """Bytes that the run allocates above the price of its layout."""
+    observation = case.observation
+    if observation.peak_memory_bytes is None or observation.peak_memory_kind != "allocated":
         return 0.0
-    return max(0.0, observation.peak_memory_bytes - prediction.peak_memory_bytes)
+    return max(0.0, observation.peak_memory_bytes - max(stage.peak_allocated_bytes for stage in candidate.memory))
 
 
 def _stated_runtime(case: Case, candidate: Candidate) -> RuntimeSpec:

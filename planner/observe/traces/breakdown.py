@@ -147,7 +147,7 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
         families=_families(events, computing, inside),
         groups=groups,
         phases=events.phases.times(computing, communicating, step) if events.phases else (),
-        waits=_waits(events, gaps),
+        waits=_waits(events, merge(gaps, unknown)),
     )
 
 
@@ -236,6 +236,6 @@ def _waits_of(trace: RankTrace) -> tuple[tuple[str, Spans], ...]:
 
 
 def _waits(events: Sorted, gaps: Spans) -> tuple[tuple[str, float], ...]:
-    """Seconds of host gaps that each of the waits covers, the longest first."""
+    """Seconds of idle time that each of the waits covers, the longest first."""
     covered = ((name, length_ns(intersect(gaps, spans)) * NS) for name, spans in events.waits)
     return tuple(sorted((item for item in covered if item[1] > 0), key=lambda item: -item[1])[:MAX_NAMES])

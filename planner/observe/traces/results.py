@@ -82,7 +82,7 @@ class TraceStep(Spec):
     groups: tuple[GroupTime, ...]
     phases: tuple[PhaseTime, ...] = ()
     waits: tuple[tuple[str, float], ...] = ()
-    """(what the host did in the gaps, seconds), the longest first."""
+    """(what the host did while nothing ran, seconds), the longest first."""
 
 
 class CollectiveTime(Spec):

@@ -7,14 +7,18 @@ from functools import cache
 import pytest
 from remedy_jobs import JOBS, SLOWER, case_of, cause, plan_of_job, typed
 
-from planner.observe.causes.remedies import SWITCHES_OF, remedy_for
+from planner.observe.causes.hypotheses import HYPOTHESES
+from planner.observe.causes.remedies import remedy_for
 from planner.observe.observation import Remedy
+from planner.observe.remedy.against import AGAINST, RECIPE
 from planner.observe.remedy.change import runtime_of
 from planner.observe.remedy.running import running
 from planner.trainers.stated import stated_consents, stated_switches
 from planner.trainers.switches import SWITCHES, written
 
-PRICED = (*SWITCHES_OF, "recompute_unneeded")
+PRICED = tuple(
+    name for name, row in AGAINST.items() if name != "expert_imbalance" and (row.layouts or row.helpers or row.switches)
+)
 HELPED = {
     ("megatron", "exposed_dp"), ("megatron", "unfused_kernels"), ("megatron", "bubble"),
     ("megatron", "recompute_unneeded"), ("megatron", "host_bound"), ("bridge", "exposed_tp"),
@@ -104,6 +108,11 @@ def test_a_switch_that_is_planned_brings_back_no_more_than_the_plan() -> None:
     assert slow is not None
     assert slow.step_s == pytest.approx(planned_s)
     assert fine is None
+
+
+def test_every_hypothesis_has_a_row_and_every_row_is_of_switches_that_exist() -> None:
+    assert set(HYPOTHESES) <= {*AGAINST, RECIPE}
+    assert {name for row in AGAINST.values() for name in (*row.switches, *row.helpers)} <= set(SWITCHES)
 
 
 def test_nothing_helps_against_what_is_not_known() -> None:

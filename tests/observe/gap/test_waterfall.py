@@ -287,8 +287,8 @@ def test_waiting_for_a_batch_is_no_other_host_gap(tmp_path: Path) -> None:
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_switch_that_the_log_shows_off_is_a_term_and_no_other(traced: bool, tmp_path: Path) -> None:
     plan = plan_of("pipeline")
-    features = {"overlap_grad_reduce": False, "overlap_param_gather": False, "bias_swiglu_fusion": False}
-    facts = JobFacts(run={"features": features})
+    features = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    facts = JobFacts(run={"features": features}, stated_switches=tuple(features))
     stated = stated_otherwise(Case(Observation(sources=(), facts=facts), None, predicted(plan, "plan.json"), plan))
     run = stated[-1].candidate
     files, rest_s = recorded(tmp_path, "pipeline", {0: accounts(run)[0]}), run.outside.tail_s

@@ -12,6 +12,8 @@ from planner.specs.units import GIB, MIB
 
 _LEAST_ROWS = 6
 _LEAST_RESERVED_BYTES = 2 * GIB
+_FULL_FRACTION = 0.85
+"""Share of a GPU's memory from which what the allocator keeps is missing elsewhere."""
 _RESERVED_FRACTION = 0.2
 """Torch keeps what it frees: an eighth more than allocated is usual, and a fifth is worth a word."""
 
@@ -42,7 +44,7 @@ def _growth(row: MemorySeries) -> Sign:
 
 
 def reserved(seen: Seen) -> Sign | None:
-    """Far more reserved by the allocator than allocated at the peak."""
+    """Far more reserved by the allocator than allocated at the peak; the more so where it fills the GPU."""
     pairs = [
         (row.max_allocated_bytes, row.max_reserved_bytes)
         for row in seen.case.observation.memory
@@ -55,6 +57,8 @@ def reserved(seen: Seen) -> Sign | None:
     says = f"{kept / GIB:.1f} GiB reserved, {allocated / GIB:.1f} GiB allocated at the peak"
     if kept - allocated < _LEAST_RESERVED_BYTES:
         return Sign(LEAST, says)
+    if seen.case.plan is None or kept < _FULL_FRACTION * seen.case.plan.cluster.hardware.memory_bytes:
+        return Sign(sure(share, _RESERVED_FRACTION, 0.03), says)
     return large(share, _RESERVED_FRACTION, 0.03, says)
 
 

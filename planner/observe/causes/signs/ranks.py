@@ -35,6 +35,7 @@ class Beside:
     more_s: float
     """Seconds of a step that it needs beyond the median of the others."""
     longer: float = LONGER
+    than: str = "its peers"
 
     @property
     def strength(self) -> float:
@@ -43,14 +44,14 @@ class Beside:
 
     def sign(self, won_s: float | None) -> Sign:
         """The sign that it is."""
-        says = f"{self.name} computes {self.ratio - 1:.0%} longer than its peers"
+        says = f"{self.name} computes {self.ratio - 1:.0%} longer than {self.than}"
         extra_s = won_s or max(0.0, self.more_s)
         return large(self.ratio - 1, self.longer - 1, self.noise, says, extra_s, self.name)
 
 
 def computes_longer(seen: Seen) -> Sign | None:
     """One rank that computes longer than the others of its stage, by traces, timers or Megatron's straggler line."""
-    rows = [*_by_traces(seen), *_by_passes(seen), *_by_spreads(seen)]
+    rows = [*_by_traces(seen), *_by_itself(seen), *_by_passes(seen), *_by_spreads(seen)]
     if not rows:
         return None
     worst = max(rows, key=lambda row: (row.strength, row.ratio))
@@ -66,6 +67,43 @@ def _by_traces(seen: Seen) -> list[Beside]:
         )
         for rank, others in beside_stage(seen.ranks)
     ]
+
+
+def _by_itself(seen: Seen) -> list[Beside]:
+    """Ranks beside themselves in the earlier run, as far as the others have not become slower: for one alone in its
+    stage."""
+    before = {rank.report.rank: rank for rank in seen.earlier_ranks}
+    pairs = [(rank, before[rank.report.rank]) for rank in seen.ranks if rank.report.rank in before]
+    prediction = seen.case.prediction
+    if prediction is None or seen.step_s is None or seen.step_s <= prediction.step_s:
+        return []
+    if len(pairs) < 2 or len(pairs) < len(seen.ranks) or min(then.middle(computing) for _, then in pairs) <= 0:
+        return []
+    ratios = [rank.middle(computing) / then.middle(computing) for rank, then in pairs]
+    rows = []
+    for place, (rank, then) in enumerate(pairs):
+        others = ratios[:place] + ratios[place + 1 :]
+        usual = median(others)
+        apart = 1.4826 * median(abs(other - usual) for other in others) / usual
+        floor = _NOISE_ON_HOST if rank.on_host else _NOISE
+        noise = max(2**0.5 * floor, apart, 1.25 * (_spread(rank) + _spread(then)))
+        more_s = rank.middle(computing) - usual * then.middle(computing)
+        longer = _LONGER_ON_HOST if rank.on_host else LONGER
+        than = "in the earlier run, beside the other ranks"
+        rows.append(Beside(rank.name, ratios[place] / usual, noise, more_s, longer, than))
+    return rows
+
+
+def _spread(rank: Rank) -> float:
+    """The error of a rank's median seconds of computing, as a share of it."""
+    middle = rank.middle(computing)
+    apart = rank.middle(lambda step: abs(step.compute_s - middle))
+    return 1.4826 * apart / len(rank.steps) ** 0.5 / middle if middle else 1.0
+
+
+def computing(step: TraceStep) -> float:
+    """Seconds in which a rank computes."""
+    return step.compute_s
 
 
 def beside_stage(ranks: Sequence[Rank]) -> list[tuple[Rank, list[Rank]]]:

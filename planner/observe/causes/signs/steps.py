@@ -17,13 +17,25 @@ _LEAST_STEPS = 20
 
 def slower(seen: Seen) -> Sign | None:
     """The step beyond the upper end of its predicted interval."""
+    return _beyond(seen, "was predicted") if _kind(seen) == "plan" else None
+
+
+def slower_run(seen: Seen) -> Sign | None:
+    """The step beyond what steps of the earlier run took."""
+    return _beyond(seen, "in the earlier run") if _kind(seen) == "run" else None
+
+
+def _kind(seen: Seen) -> str:
+    return "" if seen.case.prediction is None else seen.case.prediction.kind
+
+
+def _beyond(seen: Seen, held: str) -> Sign | None:
     prediction, step_s = seen.case.prediction, seen.step_s
     if prediction is None or step_s is None:
         return None
     high_s = (prediction.step_s_interval or (0.0, prediction.step_s))[1]
     noise_s = step_s * (0.01 + seen.case.observation.step_s_precision_fraction)
     gap_s = step_s - prediction.step_s
-    held = "was predicted" if prediction.kind == "plan" else "in the earlier run"
     more = f"{abs(gap_s) / prediction.step_s:.0%} {'more' if gap_s > 0 else 'less'} than {held}"
     return Sign(sure(step_s, high_s, noise_s), f"a step takes {seconds(step_s)}, {more}", max(0.0, gap_s))
 
