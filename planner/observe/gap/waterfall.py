@@ -121,7 +121,7 @@ def _with_profiler(terms: list[Term], step_s: float, traced_s: float, then_s: fl
     seconds_s = step_s - traced_s - then_s
     if seconds_s >= 0:
         return terms
-    before = f", {seconds(-then_s)} more in the earlier run's" if then_s else ""
+    before = f", {seconds(-then_s)} more in the earlier run's" if then_s < 0 else ""
     says = f"{seconds(step_s)} a step in the log, {seconds(traced_s)} in the trace, which a profiler slows down{before}"
     more = Term(term=PROFILER, seconds=seconds_s, evidence=says, recoverable_s=0.0)
     by_name = {term.term: term for term in [*terms, more]}

@@ -76,9 +76,7 @@ def _data_s(rank: Rank) -> float:
 
 def data_timer(seen: Seen) -> Sign | None:
     """The trainer's own timer of its batches."""
-    observation, step_s = seen.case.observation, seen.step_s
-    listed = [timer.max_s for timer in observation.timers if timer.name in DATA_TIMERS]
-    found_s = observation.data_s if observation.data_s is not None else max(listed, default=None)
+    found_s, step_s = seen.case.observation.data_s, seen.step_s
     if found_s is None or step_s is None:
         return None
     says = f"the trainer's timer of batches shows {seconds(found_s)} of a step"
