@@ -8,7 +8,6 @@ from planner.observe.causes.signs.accounts import Pair
 from planner.observe.causes.signs.seen import DATA, Rank, Seen
 from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.gap.terms import HOST_GAPS
-from planner.observe.timers import DATA_TIMERS
 from planner.report.format import seconds
 
 _GAP_FRACTION, _GAP_UNPRICED = 0.03, 0.08
