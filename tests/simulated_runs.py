@@ -40,7 +40,7 @@ CAN_TELL: dict[str, tuple[str, ...]] = {
     "data_stall": ("timers", "trace", "traces", "traces and log"),
     "leak": ("log", "timers", "traces and log"),
     "fragmentation": ("log", "timers", "traces and log"),
-    "recompute_unneeded": ("log", "timers", "traces and log"),
+    "recompute_unneeded": LEVELS,  # the plan shows it by itself
 }
 """Levels of evidence at which a cause can be told; elsewhere an honest answer has it as one of several, unlikely."""
 SAID_BY_DUMP = (
@@ -49,7 +49,6 @@ SAID_BY_DUMP = (
     "attention_kernel",
     "unfused_kernels",
     "fragmentation",
-    "recompute_unneeded",
 )
 """Causes that a log shows only where it dumps its arguments, or tells allocated memory from reserved."""
 _ATTEMPTS = 100

@@ -249,3 +249,12 @@ def test_a_dump_of_2021_has_its_batch_beside_it(tmp_path: Path) -> None:
     facts = read(tmp_path, "\n".join([dump, said, *iterations([9.0] * 9)])).facts
     assert facts.run["parallelism"]["micro_batch_size"] == 4
     assert facts.global_batch_size == 128  # the lines' own, which comes last
+
+
+def test_the_memory_of_ms_swift_is_what_was_reserved(tmp_path: Path) -> None:
+    """The fields of modelscope/ms-swift's lines, as in its issue 7832."""
+    lines = [line.replace("| learning rate", "| memory(GiB): 21.56 | elapsed time: 18m 23s | learning rate")
+             for line in iterations([99.0] * 5)]  # fmt: skip
+    seen = read(tmp_path, "\n".join(lines))
+    assert (seen.step_s, seen.peak_memory_kind) == (99.0, "reserved")
+    assert seen.peak_memory_bytes == round(21.56 * 2**30)

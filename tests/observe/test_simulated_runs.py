@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_traces import GEMM, MadeTrace
 from simulated_pieces import Place
 from simulated_ranks import Simulated
 from simulated_runs import drawn, files_of, observed_of
 from simulated_truths import HEALTHY, JOBS, truth_of
 
-from planner.observe.traces.recorded import kinds_of, read_recorded
+from planner.observe.judge import judged_alone
+from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 
 SMALL = ("8b-8", "8b-fsdp", "v2-lite-16", "70b-cp")
 """Jobs of few micro-batches, whose files are small."""
@@ -73,3 +75,13 @@ def test_a_slow_gpu_computes_and_the_others_of_its_group_wait(tmp_path: Path) ->
     assert slow.compute_ratio == pytest.approx(case.truth.strength, rel=0.03)
     walls = [step.wall_s for rank in traces.ranks for step in rank.steps]
     assert np.median(walls) == pytest.approx(case.truth.step_s, rel=0.02)
+
+
+def test_a_recording_that_begins_before_the_work_is_no_wait_for_data(tmp_path: Path) -> None:
+    """As in traces of HolisticTraceAnalysis' tests: 25 s of set-up, no step marked."""
+    trace = MadeTrace(world_size=1)
+    trace.add("cpu_op", "aten::set_up", 0, 10)
+    for number in range(3):
+        trace.kernel(GEMM, 25e6 + 1000 * number, 900, 25e6 + 1000 * number - 500)
+    recorded = read_recorded(kinds_of([str(trace.write(tmp_path / "rank0.json"))]))
+    assert [found.name for found in judged_alone(observation_of(recorded), recorded).causes] == []

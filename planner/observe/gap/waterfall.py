@@ -89,7 +89,8 @@ def _of_timers(case: Case, changed: Candidate | None, where: str) -> tuple[list[
     if found is None or expected is None:
         return [], ""
     left = (observation.step_s or 0.0) - found.total_s, whole_s - expected.total_s
-    rest = f"{seconds(left[0])} of the step that no such timer has, {seconds(left[1])} {where} beside them"
+    here, there = (seconds(max(0.0, one)) for one in left)
+    rest = f"{here} of the step that no such timer has, {there} {where} beside them"
     return list(differences(found, expected)), rest
 
 

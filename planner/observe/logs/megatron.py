@@ -89,6 +89,8 @@ def _iteration(record: Record, match: re.Match[str]) -> None:
         record.prints(name, values.get(name))
     for name, counted in COUNTED.items():
         record.counts[counted] += whole(found.get(name)) or 0
+    if "memory(GiB)" in found:  # ms-swift's: max_memory_reserved (swift/megatron/trainers)
+        record.bytes_of(None, max_reserved_bytes=number(found["memory(GiB)"]) * GIB)
     if (used := _DEVICE_MEMORY.search(match[3])) is not None:
         record.bytes_of(None, device_bytes=number(used[1]) * GIB)  # a GB of Primus is a GiB: an MI300X has 191.98
     if (ranks := _RANKS.search(begin)) is not None:

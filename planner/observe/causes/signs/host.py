@@ -83,8 +83,9 @@ def data_timer(seen: Seen) -> Sign | None:
 
 
 def begins_late(seen: Seen) -> Sign | None:
-    """Steps at whose begin no rank works: the next batch is not there."""
-    ranks = [rank for rank in seen.ranks if rank.stage in (None, 0)]
+    """Steps at whose begin no rank works: the next batch is not there. Where no step is marked, a recording begins."""
+    marked = [rank for rank in seen.ranks if all(step.number is not None for step in rank.steps)]
+    ranks = [rank for rank in marked if rank.stage in (None, 0)]
     if not ranks or seen.wall_s is None:
         return None
     first_s = min(rank.middle(lambda step: step.first_idle_s) for rank in ranks)
