@@ -25,8 +25,8 @@ def unit_for(like_s: float) -> tuple[float, str]:
 
 
 def seconds(value_s: float, like_s: float | None = None) -> str:
-    """`22.08 s`, `812 ms`, `0 s`; in the unit that suits `like_s` where columns are to be compared."""
-    factor, unit = unit_for(abs(like_s or value_s))
+    """`22.08 s`, `812 ms`, `-3.120 s`, `0 s`; in the unit that suits `like_s` where columns are to be compared."""
+    factor, unit = unit_for(like_s or abs(value_s))
     return f"{digits(value_s * factor) if like_s is None else f'{value_s * factor:,.2f}'} {unit}" if value_s else "0 s"
 
 
