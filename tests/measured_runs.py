@@ -9,7 +9,8 @@ from toys import toy_cluster, toy_model, toy_training
 from planner.answer import Plan
 from planner.layout.evaluate import evaluate
 from planner.observe.judge import judged
-from planner.observe.observation import Cause, Observation, Observed, Source, StepSeries
+from planner.observe.measured import Source, StepSeries
+from planner.observe.observation import Cause, Observation, Observed
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import Parallelism
 from planner.trainers.calibration import Calibration, Factor

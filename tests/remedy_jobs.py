@@ -16,7 +16,8 @@ from planner.cli import main
 from planner.layout.evaluate import evaluate
 from planner.observe.case import Case
 from planner.observe.judge import predicted
-from planner.observe.observation import Cause, JobFacts, Observation
+from planner.observe.measured import JobFacts
+from planner.observe.observation import Cause, Observation
 from planner.plan_file import plan_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

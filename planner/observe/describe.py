@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from planner.observe.facts import facts_of
-from planner.observe.measured import RankSpread
-from planner.observe.observation import (
+from planner.observe.measured import (
     JobFacts,
     Link,
     MemorySeries,
-    Observation,
     Outlier,
     RankMemory,
+    RankSpread,
     Restart,
     Source,
     StepSeries,
 )
+from planner.observe.observation import Observation
 from planner.observe.record import Back, Record
 from planner.observe.steady import Steady, steady
 from planner.observe.timers import breakdown_of, data_s, timers_of

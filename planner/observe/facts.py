@@ -18,7 +18,7 @@ from planner.export.megatron.read_features import options_of_features
 from planner.export.read import read_configuration
 from planner.export.scripts.shell import Script
 from planner.observe.logs.grammar import MOST
-from planner.observe.observation import JobFacts
+from planner.observe.measured import JobFacts
 from planner.observe.record import Record
 
 _NEGATED = {

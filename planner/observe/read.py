@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from planner.errors import SpecError
 from planner.observe.describe import described
 from planner.observe.lines import Tally, lines
-from planner.observe.observation import Observation, Source
+from planner.observe.measured import Source
+from planner.observe.observation import Observation
 from planner.observe.reader import Reader, trainer_of
 from planner.observe.record import Record
 from planner.specs.reading import label

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import median
 
-from planner.observe.observation import JobFacts
+from planner.observe.measured import JobFacts
 from planner.observe.thinned import Thinned
 
 MAX_STEPS = 2_000_000

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.observe.observation import Outlier, OutlierKind
+from planner.observe.measured import Outlier, OutlierKind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.observe.observation import Timer
+from planner.observe.measured import Timer
 from planner.observe.record import Record
 
 TERMS = (

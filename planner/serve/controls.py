@@ -115,6 +115,7 @@ GROUPS = (
             Control("moe_imbalance", "Fullest expert rank", "tokens over the mean", "number"),
             Control("straggler_fraction", "Slowest rank slower by", "fraction", "number"),
             Control("assume", "Assume", "NAME=X,…"),
+            Control("no_history", "Without your own runs", kind="flag"),
             Control("top", "Alternatives", kind="number"),
             Control("time_limit", "Seconds to search", kind="number"),
         ),

@@ -37,8 +37,6 @@ def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--ep 2", "experts_not_divisible_by_ep", "ep 2 needs experts"),
         ("--micro-batch-size 3", "global_batch_not_divisible", "64 is no multiple of micro_batch_size 3"),
         ("--tp 8 --pp 4", "more_ranks_than_gpus", "tp 8 · cp 1 · pp 4 exceeds 16 GPUs"),
-        ("--tp 8 --cp 4", "more_ranks_than_gpus", "tp 8 · cp 4 · pp 1 exceeds 16 GPUs"),
-        ("--pp 4 --vpp 5", "no_schedule", "32 layers cannot be cut into pp 4 · vpp 5 = 20 chunks"),
         ("--schedule 1f1b --pp 2 --vpp 2", "no_schedule", "schedule 1f1b needs vpp exactly 1, not 2"),
         ("--schedule zb-v", "schedule_not_in_trainer", "megatron cannot run the schedule zb-v"),
     ],

@@ -11,7 +11,8 @@ from planner.answer import Plan
 from planner.decide.compare import compare
 from planner.decide.compared import Compared, of_observation, of_plan
 from planner.layout.evaluate import evaluate
-from planner.observe.observation import Observation, Source
+from planner.observe.measured import Source
+from planner.observe.observation import Observation
 from planner.report.comparison import render_comparison
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

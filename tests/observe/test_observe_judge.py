@@ -9,7 +9,8 @@ import pytest
 
 from planner.answer import Plan
 from planner.observe.judge import judged, judged_beside, predicted
-from planner.observe.observation import JobFacts, Observation, Observed, Source
+from planner.observe.measured import JobFacts, Source
+from planner.observe.observation import Observation, Observed
 from planner.specs.units import GIB
 
 

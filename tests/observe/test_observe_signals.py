@@ -9,7 +9,8 @@ from test_observe_deepspeed import BATCH, OLD
 from test_observe_torchtitan import LINE
 from written import iteration, read
 
-from planner.observe.observation import MemorySeries, Observation
+from planner.observe.measured import MemorySeries
+from planner.observe.observation import Observation
 from planner.observe.thinned import MOST_VALUES, Thinned
 from planner.specs.units import GB, GIB, MIB
 

@@ -15,7 +15,8 @@ from planner.observe.case import Case
 from planner.observe.ideal.passes import planned_pass_s
 from planner.observe.ideal.what_if import idealised, what_ifs
 from planner.observe.ideal.workers import spans
-from planner.observe.observation import JobFacts, Observation, Observed, RankPasses, Source, Timer, WhatIf
+from planner.observe.measured import JobFacts, RankPasses, Source, Timer
+from planner.observe.observation import Observation, Observed, WhatIf
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, makespan_s, makespans_s
 from planner.specs.cluster import ClusterSpec

@@ -11,7 +11,8 @@ from made_traces import GEMM, MadeTrace
 from planner.observe.case import Case
 from planner.observe.ideal.grid import grid_of
 from planner.observe.ideal.passes import passes_of, planned_pass_s
-from planner.observe.observation import JobFacts, Observation, Source, Timer
+from planner.observe.measured import JobFacts, Source, Timer
+from planner.observe.observation import Observation
 from planner.observe.traces.detect import Kind
 from planner.observe.traces.recorded import read_recorded
 

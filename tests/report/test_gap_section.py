@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from planner.observe.gap.terms import BESIDE, GROUPS, TERMS
-from planner.observe.observation import Observation, Observed, Prediction, Source, Term
+from planner.observe.measured import Source
+from planner.observe.observation import Observation, Observed, Prediction, Term
 from planner.report.observe.gap import SignedBar, gap_section
 
 SOURCE = Source(path="a.log", format="megatron")

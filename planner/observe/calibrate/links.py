@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from planner.layout.placement import groups_of
 from planner.observe.calibrate.priced import PricedRun
-from planner.observe.observation import Link
+from planner.observe.measured import Link
 from planner.observe.traces.collectives import bus_factor, kind_of
 from planner.observe.traces.results import RankReport
 from planner.physics.communication import Kind, Places, collective_s, members_by_tier

@@ -9,7 +9,8 @@ from typing import Any
 
 from planner.layout.risk import MEMORY_WIDTH
 from planner.observe.calibrate.priced import PricedRun
-from planner.observe.observation import Observation, RankMemory
+from planner.observe.measured import RankMemory
+from planner.observe.observation import Observation
 from planner.physics.memory import communicators
 from planner.profile.probed.plausible import opinion_of_context, opinion_of_fragmentation
 from planner.specs.hardware import HardwareSpec

@@ -22,7 +22,8 @@ from planner.observe.judge import (
     predicted,
     verdict_of,
 )
-from planner.observe.observation import Observation, Observed, Prediction, Source
+from planner.observe.measured import Source
+from planner.observe.observation import Observation, Observed, Prediction
 from planner.observe.reader import Reader, trainer_of
 from planner.observe.record import Record
 

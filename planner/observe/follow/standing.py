@@ -9,7 +9,8 @@ from planner.observe.describe import memory_series
 from planner.observe.follow.follower import Follower
 from planner.observe.follow.state import Standing
 from planner.observe.judge import verdict_of, with_mfu
-from planner.observe.observation import Cause, MemorySeries, Observation, Prediction, Timer
+from planner.observe.measured import MemorySeries, Timer
+from planner.observe.observation import Cause, Observation, Prediction
 from planner.observe.record import Record
 
 SHOWN_ROWS = 60

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from planner.observe.case import Case
 from planner.observe.gap.terms import BESIDE
-from planner.observe.observation import Observation, Term, Wall
+from planner.observe.measured import Wall
+from planner.observe.observation import Observation, Term
 from planner.report.format import seconds
 
 _SLOW = {

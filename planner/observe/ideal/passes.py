@@ -20,7 +20,7 @@ from statistics import median
 from planner.layout.candidate import Candidate
 from planner.observe.case import Case
 from planner.observe.ideal.grid import Grid, grid_of
-from planner.observe.observation import RankPasses, Timer
+from planner.observe.measured import RankPasses, Timer
 from planner.observe.traces.results import PhaseTime, RankReport, TraceStep
 
 INSIDE = ("tp", "etp", "cp", "ep")

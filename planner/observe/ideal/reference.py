@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.observe.case import Case
 from planner.observe.ideal.passes import planned_pass_s
-from planner.observe.observation import RankPasses
+from planner.observe.measured import RankPasses
 from planner.shape import FloatArray
 
 

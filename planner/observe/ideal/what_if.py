@@ -21,7 +21,8 @@ from planner.observe.ideal.grid import grid_of
 from planner.observe.ideal.passes import MOST_STEPS, passes_by_step
 from planner.observe.ideal.pipeline import Pipelines, pipelines_of
 from planner.observe.ideal.workers import BACKWARD, FORWARD, Workers, middle_of, seconds_of, spans
-from planner.observe.observation import RankPasses, Replayed, WhatIf
+from planner.observe.measured import RankPasses
+from planner.observe.observation import Replayed, WhatIf
 from planner.observe.traces.recorded import steady
 from planner.shape import FloatArray
 

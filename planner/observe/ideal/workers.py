@@ -10,7 +10,7 @@ import numpy as np
 from planner.observe.case import Case
 from planner.observe.ideal.grid import Grid
 from planner.observe.ideal.reference import Reference, reference_of
-from planner.observe.observation import RankPasses
+from planner.observe.measured import RankPasses
 from planner.shape import FloatArray
 
 FORWARD, BACKWARD = 0, 1

@@ -10,7 +10,8 @@ from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
 from planner.layout.replan import layout_again
 from planner.observe.case import Case
-from planner.observe.observation import Cause, MemorySeries, Remedy
+from planner.observe.measured import MemorySeries
+from planner.observe.observation import Cause, Remedy
 from planner.observe.remedy.running import running
 from planner.observe.remedy.written import settings_about
 from planner.search.rebalance import rebalance

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from pydantic import Field
 
-from planner.observe.observation import JobFacts, Observation, Observed, RankMemory, Source
+from planner.observe.measured import JobFacts, RankMemory, Source
+from planner.observe.observation import Observation, Observed
 from planner.observe.traces.detect import Kind, kind_of
 from planner.observe.traces.families import OPTIMIZER
 from planner.observe.traces.flight.recorder import FlightReport, read_flight_recorder

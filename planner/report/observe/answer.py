@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.observation import Observation, Observed, Outlier, Prediction, Wall
+from planner.observe.measured import Outlier, Wall
+from planner.observe.observation import Observation, Observed, Prediction
 from planner.report.format import digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN
 from planner.report.observe.causes import causes_section

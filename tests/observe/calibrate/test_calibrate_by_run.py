@@ -15,7 +15,8 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.confidence import hardware_width
 from planner.observe.calibrate.from_run import ONE_RUN_WIDTH, from_run
-from planner.observe.observation import Cause, JobFacts, RankMemory
+from planner.observe.measured import JobFacts, RankMemory
+from planner.observe.observation import Cause
 from planner.specs.units import GIB
 
 

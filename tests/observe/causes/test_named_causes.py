@@ -9,18 +9,8 @@ import pytest
 from planner.observe.case import Case
 from planner.observe.causes.rank import SURE, causes_of, diagnosed
 from planner.observe.judge import judged_alone, judged_beside
-from planner.observe.observation import (
-    Cause,
-    JobFacts,
-    MemorySeries,
-    Observation,
-    Observed,
-    Outlier,
-    RankMemory,
-    Source,
-    StepSeries,
-    Timer,
-)
+from planner.observe.measured import JobFacts, MemorySeries, Outlier, RankMemory, Source, StepSeries, Timer
+from planner.observe.observation import Cause, Observation, Observed
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.observe.traces.results import CollectiveTime, FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
 from planner.specs.units import GIB

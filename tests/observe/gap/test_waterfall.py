@@ -22,7 +22,8 @@ from planner.observe.gap.planned import planned
 from planner.observe.gap.terms import TERMS
 from planner.observe.gap.waterfall import waterfall
 from planner.observe.judge import of_run, predicted
-from planner.observe.observation import JobFacts, Observation, Observed, Source, Term, Timer
+from planner.observe.measured import JobFacts, Source, Timer
+from planner.observe.observation import Observation, Observed, Term
 from planner.observe.remedy.recipe_gap import recipe_terms
 from planner.observe.remedy.running import differences as stated_otherwise
 from planner.observe.traces.recorded import ObservedFiles, Recorded, kinds_of, observation_of, read_recorded

@@ -11,7 +11,8 @@ from remedy_jobs import JOBS, SLOWER, case_of, cause, plan_of_job, saved, typed
 from planner.cli import main
 from planner.observe.case import Case
 from planner.observe.causes.remedies import remedy_for
-from planner.observe.observation import JobFacts, MemorySeries, Observation
+from planner.observe.measured import JobFacts, MemorySeries
+from planner.observe.observation import Observation
 from planner.observe.remedy.machine import slow_host, uneven
 from planner.observe.remedy.running import running
 

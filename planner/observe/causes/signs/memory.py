@@ -6,7 +6,7 @@ import numpy as np
 
 from planner.observe.causes.signs.seen import Seen
 from planner.observe.causes.signs.sign import LEAST, MOST, Sign, large, sure
-from planner.observe.observation import MemorySeries
+from planner.observe.measured import MemorySeries
 from planner.observe.steady import slope_of
 from planner.specs.units import GIB, MIB
 

@@ -13,7 +13,7 @@ from statistics import median
 from planner.observe.causes.signs.seen import DATA, Rank, Seen
 from planner.observe.causes.signs.sign import Sign, large, sure
 from planner.observe.ideal.passes import passes_of
-from planner.observe.observation import RankPasses
+from planner.observe.measured import RankPasses
 from planner.observe.traces.results import TraceStep
 from planner.report.format import seconds
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from planner.observe.causes.signs.seen import Seen
 from planner.observe.causes.signs.sign import Sign, sure
-from planner.observe.observation import Outlier
+from planner.observe.measured import Outlier
 from planner.report.format import seconds
 
 _LEAST_STEPS = 20
