@@ -25,7 +25,9 @@ from planner.observe.gap.terms import (
     WAITS,
 )
 from planner.observe.traces.families import OTHER as OTHER_FAMILY
+from planner.observe.traces.groups import PLANNED, POINT_TO_POINT
 from planner.observe.traces.results import CollectiveTime, GroupTime, RankReport, TraceStep
+from planner.physics.passes import COMM_GROUPS
 from planner.report.format import seconds
 
 Row = TypeVar("Row", GroupTime, CollectiveTime)
@@ -39,10 +41,6 @@ KINDS = {
     "dispatch on the host": OTHER,
 }
 """The part that each family of kernels counts to; all others are bound by memory."""
-AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "etp": "ep", "dp": "dp", "edp": "dp", "pp": "pp", "point to point": "pp"}
-"""The group of a plan that a group of a trace is."""
-INSIDE = ("tp", "cp", "ep")
-"""Groups of a plan whose exchanges are inside passes."""
 _OTHERS = ("embedding", "model", "world")
 """Groups that a plan has at the end of a step, or not at all."""
 _DATA = re.compile(r"data_?load|batch.generator|(get|next)_batch", re.IGNORECASE)
@@ -73,7 +71,7 @@ class Traced:
         """Mean seconds of a step that the rank itself takes for its passes: waits for its pipeline are others'."""
         own_s = self.compute_s + self.mean(lambda step: step.copies_s + step.host_gaps_s)
         updated_s = self.mean(lambda step: sum(one.seconds for one in step.families if one.family == OPTIMIZER))
-        inside = [group for group in self.groups if AXES.get(group) in INSIDE]
+        inside = [group for group in self.groups if PLANNED.get(group) in COMM_GROUPS]
         return own_s - updated_s + sum(self.shown_s(group) for group in inside)
 
     @property
@@ -130,7 +128,7 @@ def _named(report: RankReport, only: str) -> RankReport:
 
 
 def _is_strange(group: str) -> bool:
-    return group not in AXES and group not in _OTHERS
+    return group not in PLANNED and group not in _OTHERS
 
 
 def typical(ranks: Sequence[Traced]) -> Traced:
@@ -204,9 +202,9 @@ def axis_of(label: str, has_pipeline: bool) -> str:
 
     Transfers from rank to rank that name no group are the pipeline's, or else those of a ring of context parallelism.
     """
-    if label == "point to point" and not has_pipeline:
+    if label == POINT_TO_POINT and not has_pipeline:
         return "cp"
-    return AXES.get(label, "")
+    return PLANNED.get(label, "")
 
 
 def unnamed(rank: Traced) -> bool:

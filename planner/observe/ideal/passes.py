@@ -21,9 +21,11 @@ from planner.layout.candidate import Candidate
 from planner.observe.case import Case
 from planner.observe.ideal.grid import Grid, grid_of
 from planner.observe.measured import RankPasses, Timer
+from planner.observe.traces.groups import PLANNED
 from planner.observe.traces.results import PhaseTime, RankReport, TraceStep
+from planner.physics.passes import COMM_GROUPS
 
-INSIDE = ("tp", "etp", "cp", "ep")
+INSIDE = tuple(group for group, planned in PLANNED.items() if planned in COMM_GROUPS)
 """Groups whose exchanges are inside of passes."""
 MOST_STEPS = 16
 """The most steps of a trace that are replayed, evenly spread over it."""

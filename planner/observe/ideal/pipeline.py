@@ -15,6 +15,7 @@ from planner.observe.ideal.grid import Grid
 from planner.observe.ideal.passes import INSIDE
 from planner.observe.ideal.workers import BACKWARD, FORWARD
 from planner.observe.traces.families import OPTIMIZER
+from planner.observe.traces.groups import POINT_TO_POINT
 from planner.observe.traces.recorded import steady
 from planner.observe.traces.results import RankReport, TraceStep
 from planner.schedule.actions import Schedule
@@ -22,7 +23,7 @@ from planner.schedule.orders import build_schedule, violation
 from planner.schedule.replay import Durations, makespans_s
 from planner.shape import FloatArray
 
-BETWEEN = ("pp", "point to point")
+BETWEEN = ("pp", POINT_TO_POINT)
 """Groups whose exchanges are between stages."""
 _SYNCED_INSIDE, _SYNCED_BEHIND = "all-grads-sync", "grads-all-reduce"
 """Megatron-LM's timers of the gradients' exchange: inside of `forward-backward` since core 0.7, behind it before."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.observe.traces.families import COMMUNICATION, FAMILIES, NAMES, OTHER, families_of
-from planner.observe.traces.groups import UNKNOWN, axis_of
+from planner.observe.traces.groups import POINT_TO_POINT, UNKNOWN, axis_of
 from planner.observe.traces.intervals import (
     NONE,
     Spans,
@@ -40,7 +40,6 @@ LONG = 0.01
 """A gap of this share of a step is no launch: of those there are hundreds in a step."""
 _SYNCHRONISES = re.compile(r"Synchronize$")
 _BUSY = re.compile(r"[Dd]ata_?[Ll]oad|batch.generator|(get|next)_batch|[Cc]heckpoint|\b(gc|garbage)\b")
-_POINT_TO_POINT = "point to point"
 _ONLY, _WORLD = ("tp", "cp", "dp"), "world"
 """Axes whose ranks meet in collectives, and the group that every job has."""
 
@@ -114,7 +113,7 @@ def _label_of_name(name: str, unnamed: str) -> str:
     lowered = name.lower()
     if any(word in lowered for word in ("deepep", "deep_ep", "hybridep", "hybrid_ep", "internode::", "intranode::")):
         return "ep"
-    return _POINT_TO_POINT if any(word in lowered for word in ("sendrecv", ":send", ":recv")) else unnamed
+    return POINT_TO_POINT if any(word in lowered for word in ("sendrecv", ":send", ":recv")) else unnamed
 
 
 def break_down(events: Sorted, step: StepWindow) -> TraceStep:

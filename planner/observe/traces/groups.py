@@ -30,6 +30,11 @@ _PATTERNS = tuple((axis, re.compile(pattern)) for axis, pattern in AXES)
 GRID_ORDER = ("tp", "cp", "dp", "pp")
 """From ranks beside each other to ranks far apart, as Megatron and torchtitan lay them out."""
 UNKNOWN = "unknown"
+POINT_TO_POINT = "point to point"
+PLANNED = {
+    "tp": "tp", "cp": "cp", "ep": "ep", "etp": "ep", "dp": "dp", "edp": "dp", "pp": "pp", POINT_TO_POINT: "pp",
+}  # fmt: skip
+"""The group of a plan's step that a group of a trace counts to: a plan has expert tensor parallelism with ep."""
 
 
 @dataclass(frozen=True, slots=True)

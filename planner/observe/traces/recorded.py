@@ -13,6 +13,7 @@ from planner.observe.observation import Observation, Observed
 from planner.observe.traces.detect import Kind, kind_of
 from planner.observe.traces.families import OPTIMIZER
 from planner.observe.traces.flight.recorder import FlightReport, read_flight_recorder
+from planner.observe.traces.groups import PLANNED
 from planner.observe.traces.memory.snapshot import SnapshotReport, read_snapshot
 from planner.observe.traces.report import read_traces
 from planner.observe.traces.results import HOST, RankReport, TraceReport, TraceStep
@@ -20,11 +21,10 @@ from planner.observe.traces.source import Progress
 from planner.specs.base import Spec
 from planner.specs.reading import STDIN
 
-TERM_OF_GROUP = {
-    "tp": "tp_comm_s", "etp": "tp_comm_s", "cp": "cp_comm_s", "ep": "ep_comm_s", "dp": "exposed_dp_s",
-    "edp": "exposed_dp_s", "pp": "pp_comm_and_waits_s", "point to point": "pp_comm_and_waits_s",
+_TERMS = {
+    "tp": "tp_comm_s", "cp": "cp_comm_s", "ep": "ep_comm_s", "dp": "exposed_dp_s", "pp": "pp_comm_and_waits_s",
 }  # fmt: skip
-"""The term of a plan's step that a group's exposed communication is; waits of a pipeline are its bubble."""
+"""The term of a step that the exposed communication of a plan's group is; waits of a pipeline are its bubble."""
 OTHER_COMMUNICATION, UNATTRIBUTED = "other_comm_s", "unattributed_s"
 
 
@@ -113,7 +113,7 @@ def terms(steps: Sequence[TraceStep], step_s: float) -> dict[str, float]:
         total["optimizer_s"] += optimizer
         total["overhead_s"] += step.host_gaps_s + step.copies_s
         for group in step.groups:
-            total[TERM_OF_GROUP.get(group.group, OTHER_COMMUNICATION)] += group.exposed_s
+            total[_TERMS.get(PLANNED.get(group.group, ""), OTHER_COMMUNICATION)] += group.exposed_s
     mean = {term: seconds / len(steps) for term, seconds in total.items() if seconds}
     return {**mean, UNATTRIBUTED: step_s - sum(mean.values())}
 

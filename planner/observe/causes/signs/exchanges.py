@@ -17,7 +17,8 @@ from planner.observe.gap.terms import (
     PP_LINK_RATE,
     PRODUCTS,
 )
-from planner.observe.traces.groups import UNKNOWN
+from planner.observe.traces.groups import POINT_TO_POINT, UNKNOWN
+from planner.physics.passes import COMM_GROUPS
 from planner.report.format import seconds
 
 GROUPS = ("tp", "cp", "ep", "dp")
@@ -26,13 +27,12 @@ SLOWER, _NOISE = 1.25, 0.08
 """Exchanges beside products take up to so much longer, which share the GPU with them; so do prices of links err."""
 _LEAST_FRACTION = 0.01
 _EXPOSED_FRACTION, _MORE, _MORE_ON_HOST = 0.03, 0.05, 0.09
-_PAIRS = ("point to point", "pp")
+_PAIRS = (POINT_TO_POINT, "pp")
 _GRADIENTS = (
     "all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads",
     "params-all-gather", "bwd_allreduce",
 )  # fmt: skip
 """Timers of what of gradients and parameters is not hidden."""
-_INSIDE = ("tp", "cp", "ep")
 _COMPUTING = (PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER, HOST_GAPS)
 _PASSES, _BOTH = ("forward-compute", "backward-compute"), "forward-backward"
 
@@ -200,7 +200,7 @@ def _pipeline_s(account: Account) -> float:
 
 def _passes_s(account: Account) -> float:
     """Seconds of a step that a rank's passes take."""
-    inside = (account.exchanges[group] for group in _INSIDE if group in account.exchanges)
+    inside = (account.exchanges[group] for group in COMM_GROUPS if group in account.exchanges)
     return sum(account.parts.get(name, 0.0) for name in _COMPUTING) + sum(one.busy_s - one.hidden_s for one in inside)
 
 
@@ -219,5 +219,6 @@ def _still_s(seen: Seen) -> list[tuple[float, float]]:
         return []
     due_s = prediction.breakdown.get("bubble_s", 0.0) + prediction.breakdown.get("pp_comm_s", 0.0)
     passes_s = sum(timers[name].max_s for name in _PASSES)
-    planned_s = sum(prediction.breakdown.get(name, 0.0) for name in ("compute_s", *(f"{g}_comm_s" for g in _INSIDE)))
+    inside = ("compute_s", *(f"{group}_comm_s" for group in COMM_GROUPS))
+    planned_s = sum(prediction.breakdown.get(name, 0.0) for name in inside)
     return [(timers[_BOTH].max_s - passes_s, due_s * _longer(passes_s, planned_s))]
