@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
+from planner.cli import finetuning
 from planner.cli.calibration_file import read_calibration
+from planner.cli.finetuning import read_adapters
 from planner.cli.history import with_history
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
@@ -18,6 +20,7 @@ from planner.shape import liked_batch
 from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
+from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.model import ModelSpec
 from planner.specs.operations import OperationsSpec
@@ -78,7 +81,9 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
     model = load_model(asked.model)
     hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
-    name = asked.runtime or todays(DEFAULT_RUNTIME, hardware.architecture)
+    adapters = read_adapters(asked)
+    default = todays(DEFAULT_RUNTIME, hardware.architecture) if adapters is None else finetuning.RUNTIME
+    name = asked.runtime or default
     runtime = load_runtime(name)
     if (objection := objection_to_silicon(runtime, hardware)) is not None:
         raise SpecError(f"--runtime: {objection}", f"--runtime {runtime.family}")
@@ -99,7 +104,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
-    training = _training(asked, model)
+    training = _training(asked, model, adapters)
     check_spares(cluster, training)
     return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
 
@@ -220,8 +225,10 @@ def listed(field: str, text: str, convert: Callable[[str], V]) -> tuple[V, ...]:
     return values
 
 
-def _training(asked: JobOptions, model: ModelSpec) -> TrainingSpec:
+def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None) -> TrainingSpec:
     published, seq_length = model.training, asked.seq_length
+    if seq_length is None and adapters is not None:
+        seq_length = finetuning.SEQ_LENGTH
     if seq_length is None:
         if published is None:
             raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
@@ -229,6 +236,7 @@ def _training(asked: JobOptions, model: ModelSpec) -> TrainingSpec:
     values: dict[str, Any] = {
         "seq_length": seq_length,
         "global_batch_size": 1,
+        "adapters": adapters,
         "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
     }
     values["operations"] = _operations(asked)
@@ -252,6 +260,8 @@ def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int) -> 
     if sequences is not None:
         return sequences
     num_gpus = asked.gpus or 1
+    if tokens is None and read_adapters(asked) is not None:
+        return max(finetuning.GLOBAL_BATCH_SIZE, num_gpus)
     if tokens is not None:
         return _batch_near("--batch-tokens", tokens, count_of("batch_tokens", tokens), seq_length, num_gpus)
     if model.training is None:

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 
 from planner.cli import options as o
 
-_PANELS = (o.JOB, o.RUN, o.LAYOUT, o.SEARCH, o.ASSUMED, o.FOLLOW, o.OUTPUT)
+_PANELS = (o.JOB, o.FINETUNE, o.RUN, o.LAYOUT, o.SEARCH, o.ASSUMED, o.FOLLOW, o.OUTPUT)
 """The order of a command's headings in its help."""
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
@@ -37,6 +37,12 @@ class JobOptions:
     batch_tokens: o.BatchTokens = None
     dtype: o.Dtype = None
     runtime: o.Runtime = None
+    lora: o.Lora = False
+    qlora: o.Qlora = False
+    lora_rank: o.LoraRank = None
+    lora_targets: o.LoraTargets = None
+    lora_dropout: o.LoraDropout = None
+    base_bits: o.BaseBits = None
     tokens: o.Tokens = None
     storage_gb_per_s: o.Storage = None
     failures_per_1000_gpu_days: o.Failures = None

@@ -18,6 +18,7 @@ from planner.trainers.load import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
 JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"
+FINETUNE = "Fine-tuning"
 RUN = "The whole run, with --tokens"
 FOLLOW = "A log that grows, with --follow"
 
@@ -111,6 +112,20 @@ Runtime = Annotated[
 Tokens = Annotated[
     str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
 ]
+
+Lora = Annotated[bool, typer.Option("--lora", help="Train adapters beside frozen weights.", rich_help_panel=FINETUNE)]
+Qlora = Annotated[
+    bool, typer.Option("--qlora", help="Train adapters beside frozen weights of 4 bits.", rich_help_panel=FINETUNE)
+]
+LoraRank = Annotated[int | None, number(FINETUNE, "--lora-rank", "Rank of the adapters. [16]")]
+LoraTargets = Annotated[
+    str | None,
+    text(FINETUNE, "--lora-targets", "NAME,…", "Products with one: all-linear, attention, q_proj, … [all-linear]"),
+]
+LoraDropout = Annotated[
+    float | None, number(FINETUNE, "--lora-dropout", "Share of an adapter's inputs dropped. [0]", "X", float)
+]
+BaseBits = Annotated[int | None, number(FINETUNE, "--base-bits", "Bits of a frozen weight: 4, 8 or 16. [16]")]
 
 Phases = Annotated[
     str | None, text(JOB, "--phases", "FILE", "Phases of a run, one after the other, with a plan of each.")

@@ -104,8 +104,16 @@ def groups_pay(pricing: Pricing, of_all: Shape, grouped: Shape) -> npt.NDArray[n
     windows = reduce_overlap_fraction(runtime, of_all) * 2 * forward_s, runtime.parameter_overlap_fraction * forward_s
 
     def shown_s(shape: Shape) -> Number:
-        held = (totals.num_parameters - expert) / (shape.tp * shape.pp), expert / (shape.ep * shape.etp * shape.pp)
-        exchanges_s = pricing.reduce_s(*held, shape), pricing.gather_s(*held, shape)
+        held, held_expert = totals.num_parameters - expert, expert / (shape.ep * shape.etp * shape.pp)
+        is_frozen = totals.num_trained_parameters < totals.num_parameters
+        trained = totals.num_trained_parameters / (shape.tp * shape.pp)
+        whole = PartCost(
+            parameters=held / (shape.tp * shape.pp) + held_expert + is_frozen * trained,
+            expert_parameters=held_expert,
+            frozen_parameters=is_frozen * (held / (shape.tp * shape.pp) + held_expert),
+            frozen_expert_parameters=is_frozen * held_expert,
+        )
+        exchanges_s = pricing.exchanges_s(whole, shape)
         return sum(
             np.maximum(runtime.contention_fraction * exchange_s, exchange_s - hidden_s)
             for exchange_s, hidden_s in zip(exchanges_s, windows, strict=True)

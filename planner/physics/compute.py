@@ -132,7 +132,7 @@ def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> 
     """Host seconds to issue the kernels of `op`, which bound small operators unless a CUDA graph replays them."""
     each_s = issue_s(hardware, runtime)
     if op.kind == "gemm":
-        return PassSeconds(each_s, each_s, each_s)
+        return PassSeconds(each_s, each_s, each_s if op.trained else 0.0)
     if op.kind == "attention":
         return PassSeconds(op.count * each_s, op.count * ATTENTION_BACKWARD_KERNELS * each_s, 0.0)
     forward, backward = op.forward_kernels * each_s, op.backward_kernels * each_s

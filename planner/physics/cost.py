@@ -45,7 +45,13 @@ class PartCost:
     expert_parameters: Number = 0.0
     """Parameters of routed experts; `parameters` includes them."""
     wide_parameters: Number = 0.0
-    """Parameters that stay in 16 bits under any recipe; `parameters` includes them."""
+    """Trained parameters that stay in 16 bits under any recipe; `parameters` includes them."""
+    frozen_parameters: Number = 0.0
+    """Parameters without gradient or state; `parameters` includes them."""
+    frozen_expert_parameters: Number = 0.0
+    """Frozen parameters of routed experts; `expert_parameters` and `frozen_parameters` include them."""
+    frozen_wide_parameters: Number = 0.0
+    """Frozen parameters that stay in 16 bits; `frozen_parameters` includes them."""
     reduce_s: Number = 0.0
     """Seconds of the gradient reduction over data-parallel ranks, once per step (ZeRO-3: per micro-batch)."""
     gather_s: Number = 0.0
@@ -69,6 +75,16 @@ class PartCost:
     def total_s(self) -> Number:
         """Seconds of the forward and backward of one micro-batch, exchanges included."""
         return self.forward_total_s + self.backward_total_s
+
+    @property
+    def trained_expert_parameters(self) -> Number:
+        """Parameters of routed experts that have a gradient and a state."""
+        return self.expert_parameters - self.frozen_expert_parameters
+
+    @property
+    def trained_dense_parameters(self) -> Number:
+        """All other parameters that have a gradient and a state."""
+        return self.parameters - self.frozen_parameters - self.trained_expert_parameters
 
     @property
     def static_bytes(self) -> Number:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.physics.adapters import adapted
 from planner.physics.layer.blocks import enter_tp, leave_tp, norm
 from planner.physics.layer.mixers import mixer_block
 from planner.physics.layer.mlp import mlp_block
@@ -21,6 +22,7 @@ from planner.physics.operators import (
     within_documents,
 )
 from planner.shape import Number, Shape
+from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.documents import Documents
 from planner.trainers.spec import RuntimeSpec
@@ -182,10 +184,19 @@ class ModelTotals(NamedTuple):
     """Parameters that one token visits: all but those of the experts it is not routed to."""
     model_flops_per_token: float
     """FLOPs per token, 3 × those of the forward: 6·(matmul parameters that a token meets, with the head but without the
-    lookup) + 6·L·s·a·d for causal attention, of which what stays within documents counts."""
+    lookup) + 6·L·s·a·d for causal attention, of which what stays within documents counts. Frozen products count 2 ×,
+    since they have no weight gradient, and adapters are computed too."""
+    num_trained_parameters: int
+    """Parameters that are trained: all of them, or those of adapters alone, which `num_parameters` leaves out."""
 
 
-def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int, documents: Documents = ()) -> ModelTotals:
+def model_totals(
+    model: ModelSpec,
+    runtime: RuntimeSpec,
+    seq_length: int,
+    documents: Documents = (),
+    adapters: AdapterSpec | None = None,
+) -> ModelTotals:
     """Parameters and model FLOPs per token of a sequence of `seq_length`, summed over the unsharded operators.
 
     Of attention, FLOPs count that stay within `documents`.
@@ -199,8 +210,17 @@ def model_totals(model: ModelSpec, runtime: RuntimeSpec, seq_length: int, docume
     idle = sum(num_parameters(items, expert=True) * times for items, times in parts)
     if model.moe is not None:
         idle *= 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
+    trained = float(total)
+    if adapters is not None:
+        trained = sum(
+            float(num_parameters(adapted(items, adapters, plain), trained=True) * times) for items, times in parts
+        )
     if model.num_nextn_predict_layers:
         parts.append((mtp_block(model, shape, plain), model.num_nextn_predict_layers))
-    masked = [(within_documents(items, shape, documents), times) for items, times in parts]
-    flops = sum(float(op.forward_flops) * times for items, times in masked for op in operators_of(items))
-    return ModelTotals(round(float(total)), round(float(total - idle)), 3 * flops / seq_length)
+    masked = [(adapted(within_documents(items, shape, documents), adapters, plain), times) for items, times in parts]
+    flops = sum(
+        (2 if op.kind == "gemm" and not op.trained else 3) * float(op.forward_flops) * times
+        for items, times in masked
+        for op in operators_of(items)
+    )
+    return ModelTotals(round(float(total)), round(float(total - idle)), flops / seq_length, round(trained))

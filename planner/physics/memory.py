@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from planner.physics.cost import PartCost
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, Saved, operators_of
 from planner.shape import Number, Shape
 from planner.specs.hardware import HardwareSpec
@@ -35,6 +36,28 @@ def weights_bytes(
     kept = cast * _sharded(dense - wide, expert, shape, runtime, from_stage)
     kept = kept + runtime.weight_bytes * _sharded(wide, 0.0, shape, runtime, from_stage)
     return kept + gathered_weights_bytes(dense + expert, shape, runtime)
+
+
+def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of frozen weights: `wide` of the dense ones take 16 bits or more, all others as few as they are kept in.
+
+    ZeRO-3 shards them as others; there are no masters of them.
+    """
+    packed = runtime.frozen_weight_bytes * _sharded(dense - wide, expert, shape, runtime, 3)
+    return packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)
+
+
+def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str) -> tuple[Number, Number, Number]:
+    """Bytes of weights, gradients and optimizer of a part whose parameters are counted."""
+    dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
+    frozen_expert = part.frozen_expert_parameters
+    frozen_dense = part.frozen_parameters - frozen_expert
+    frozen = frozen_bytes(frozen_dense, frozen_expert, part.frozen_wide_parameters, shape, runtime)
+    return (
+        weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters) + frozen,
+        gradients_bytes(dense, expert, shape, runtime),
+        optimizer_bytes(dense, expert, shape, runtime),
+    )
 
 
 def gathered_weights_bytes(parameters: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
@@ -177,7 +200,7 @@ def unused_gradients(items: Sequence[Item], runtime: RuntimeSpec) -> tuple[Saved
     """
     if not runtime.hands_unused_gradients:
         return ()
-    products = (op for op in operators_of(items) if op.kind == "gemm" and op.weight)
+    products = (op for op in operators_of(items) if op.has_weight_gradient)
     return tuple(Saved(f"unused gradient: {op.name}", (op.n, op.k)) for op in products)
 
 
@@ -196,6 +219,9 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
     if op.kind == "gemm":
         rows = op.count * op.m
         gradients = (Saved("gradient of the output", (rows, op.n)), Saved("gradient of the input", (rows, op.k)))
+        if op.weight and not op.trained:
+            unpacked = Saved("weight in 16 bits", (op.n, op.k))
+            return (*gradients, unpacked) if op.is_cast and runtime.frozen_weight_bytes < BF16 else gradients
         if runtime.fused_grad_accumulation or not op.weight:
             return gradients
         return (*gradients, Saved("gradient of the weight", (op.parameters,)))

@@ -42,6 +42,8 @@ class Saved(NamedTuple):
     dtype: str = "bf16"
     gemm_input: bool = False
     """True for a tensor that is kept only as the input of a GEMM: a narrow recipe keeps its cast copy instead."""
+    for_weight: bool = False
+    """True for a tensor that is kept only for the gradient of a weight that is no product's: a norm's."""
     cast_copy: bool = False
     """True for a tensor that only a narrow recipe keeps: the cast copy of a GEMM's input, which other recipes keep
     without a cast."""
@@ -87,6 +89,8 @@ class Operator:
     k: Number = 0
     weight: bool = True
     """True for a GEMM that multiplies by a weight: only such a GEMM has a weight gradient and can be narrow."""
+    trained: bool = True
+    """False where the parameters are frozen: they have no gradient and no optimizer state."""
     wide: bool = False
     """True for a GEMM that stays in 16 bits under an 8- or 4-bit recipe: the head, routers."""
     input_shards: Number = 1
@@ -136,6 +140,11 @@ class Operator:
         return self.kind == "gemm" and self.weight and not self.wide
 
     @property
+    def has_weight_gradient(self) -> bool:
+        """True for a product by a weight that is trained."""
+        return self.kind == "gemm" and self.weight and self.trained
+
+    @property
     def gemm_flops(self) -> Number:
         """FLOPs of the products in the forward: 2·count·m·n·k."""
         return 2 * self.count * self.m * self.n * self.k
@@ -172,13 +181,13 @@ class Operator:
 
     @property
     def backward_flops(self) -> Number:
-        """FLOPs of the backward: for a product twice its forward (dgrad and wgrad).
+        """FLOPs of the backward: for a product twice its forward (dgrad and wgrad), once if its weight is frozen.
 
         Attention computes QKᵀ again, dQ and dK (d_qk each), dP and dV (d_v each): 2.5 times the forward where the
         dimensions are equal.
         """
         if self.kind == "gemm":
-            return 2 * self.gemm_flops
+            return (2 if self.has_weight_gradient else 1 + (not self.weight)) * self.gemm_flops
         if self.kind == "attention":
             return self._square * (3 * self.qk_dim + 2 * self.v_dim)
         return self.backward_factor * self.scan_flops
@@ -243,20 +252,28 @@ def _within(item: Item, shape: Shape, documents: Documents) -> Item:
     return replace(item, documents=documents, imbalance=uneven)
 
 
-def num_parameters(items: Iterable[Item], expert: bool | None = None) -> Number:
-    """Parameters that the rank holds: those of routed experts (True), all others (False), or both (None)."""
-    return sum(op.parameters for op in operators_of(items) if expert is None or op.expert == expert)
+def num_parameters(items: Iterable[Item], expert: bool | None = None, trained: bool | None = None) -> Number:
+    """Parameters that the rank holds: those of routed experts (True), all others (False), or both (None).
+
+    `trained` chooses likewise between those that are trained and those that are frozen.
+    """
+    return sum(
+        op.parameters
+        for op in operators_of(items)
+        if (expert is None or op.expert == expert) and (trained is None or op.trained == trained)
+    )
 
 
 def num_tensors(items: Iterable[Item]) -> Number:
-    """Parameters of a rank as trainers hold them: one tensor for each product, each expert's, and each norm."""
-    tensors = ((op.count if op.kind == "gemm" else 1) * (op.parameters > 0) for op in operators_of(items))
+    """Trained parameters of a rank as trainers hold them: a tensor for each product, each expert's, and each norm."""
+    trained = (op for op in operators_of(items) if op.trained)
+    tensors = ((op.count if op.kind == "gemm" else 1) * (op.parameters > 0) for op in trained)
     return sum(tensors)
 
 
-def wide_parameters(items: Iterable[Item]) -> Number:
-    """Parameters the rank holds in 16 bits under any recipe: embedding, head, norms, routers."""
-    return sum(op.parameters for op in operators_of(items) if not op.is_cast)
+def wide_parameters(items: Iterable[Item], trained: bool = True) -> Number:
+    """Parameters the rank holds in 16 bits under any recipe: embedding, head, norms, routers; trained or frozen."""
+    return sum(op.parameters for op in operators_of(items) if not op.is_cast and op.trained == trained)
 
 
 def saved_bytes(items: Iterable[Item], recomputed: frozenset[str] = frozenset(), dtype: str = "bf16") -> Number:

@@ -28,6 +28,7 @@ from typing import Literal
 import numpy as np
 
 from planner.physics import compute, memory
+from planner.physics.adapters import adapted
 from planner.physics.communication import Blocks, collective_s, data_parallel_places, p2p_s
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.kernels import streams, updates
@@ -68,8 +69,9 @@ class Pricing:
     headroom_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        # what a dtype means for the trainer is settled once, for all that reads its fields
+        # what a dtype and adapters mean for the trainer is settled once, for all that reads its fields
         runtime = self.runtime.in_dtype(self.training.dtype, self.cluster.hardware.architecture)
+        runtime = runtime.for_adapters(self.training.adapters)
         object.__setattr__(self, "runtime", runtime)
 
     @property
@@ -80,7 +82,8 @@ class Pricing:
     @property
     def totals(self) -> ModelTotals:
         """Parameters and FLOPs of the model, a token of this training each."""
-        return model_totals(self.model, self.runtime, self.training.seq_length, self._documents)
+        training = self.training
+        return model_totals(self.model, self.runtime, training.seq_length, self._documents, training.adapters)
 
     def usable_bytes(self, shape: Shape) -> Number:
         """The most bytes that tensors may take on a GPU: memory less headroom, driver's and trainer's reserve."""
@@ -112,12 +115,23 @@ class Pricing:
     def layer(self, kind: LayerKind, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a decoder layer of `kind`, as this training runs it."""
         items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
-        return within_documents(items, shape, self._documents)
+        return self.as_trained(items, shape)
 
     def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
-        items = mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance)
-        return within_documents(items, shape, self._documents)
+        return self.as_trained(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
+
+    def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
+        """The operators and exchanges of the embedding."""
+        return self.as_trained(embedding(self.model, shape, self.runtime), shape)
+
+    def head_items(self, shape: Shape, shares_embedding: bool) -> tuple[Item, ...]:
+        """The operators and exchanges of final norm, head and loss."""
+        return self.as_trained(head(self.model, shape, self.runtime, shares_embedding), shape)
+
+    def as_trained(self, items: Sequence[Item], shape: Shape) -> tuple[Item, ...]:
+        """Items of the model as this training runs them: within its documents, beside its adapters."""
+        return adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime)
 
     @property
     def _documents(self) -> Documents:
@@ -208,22 +222,32 @@ class Pricing:
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
         """Cost of a part of which nothing is recomputed."""
-        dense, expert = num_parameters(items, expert=False), num_parameters(items, expert=True)
-        wide = wide_parameters(items)
+        counted = PartCost(
+            parameters=num_parameters(items),
+            expert_parameters=num_parameters(items, expert=True),
+            wide_parameters=wide_parameters(items),
+            frozen_parameters=num_parameters(items, trained=False),
+            frozen_expert_parameters=num_parameters(items, expert=True, trained=False),
+            frozen_wide_parameters=wide_parameters(items, trained=False),
+        )
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self.passes.seconds(items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
-        gathered = (dense + expert) * (zero == 3) * alone * (shape.shard_size > 1)
+        trained = counted.parameters - counted.frozen_parameters
+        is_gathered = (zero == 3) * alone * (shape.shard_size > 1)
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
         # pipeline stage does so once a step
-        seconds["forward_s"] = seconds["forward_s"] + streams.stream_s(hardware, 2 * BF16 * gathered, 1)
+        frozen_moved = 2 * runtime.frozen_weight_bytes * counted.frozen_parameters
+        seconds["forward_s"] = seconds["forward_s"] + streams.stream_s(
+            hardware, (2 * BF16 * trained + frozen_moved) * is_gathered, 1
+        )
         seconds["input_grad_s"] = seconds["input_grad_s"] + streams.stream_s(
-            hardware, (3 * BF16 + runtime.gradient_bytes) * gathered, 2
+            hardware, ((3 * BF16 + runtime.gradient_bytes) * trained + frozen_moved) * is_gathered, 2
         )
         if not runtime.fused_grad_accumulation:
             # ZeRO-2 and 3 sum the shards alone, but for a pipeline's
             shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
-            accumulated = updates.accumulate_s(hardware, (dense + expert) / shards, runtime.gradient_bytes)
+            accumulated = updates.accumulate_s(hardware, trained / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
         left = self.offloaded_bytes_of(items)
         if runtime.offload_modules or runtime.offloaded_layers:
@@ -231,34 +255,35 @@ class Pricing:
             seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
             seconds["input_grad_s"] = seconds["input_grad_s"] + shown_s(left, hardware, part.backward_total_s)
         own = memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime)
-        return PartCost(
+        weights_bytes, gradients_bytes, optimizer_bytes = memory.static_bytes(counted, shape, runtime, dtype)
+        reduce_s, gather_s = self.exchanges_s(counted, shape)
+        return replace(
+            counted,
             **seconds,
             live_bytes=self._kept_bytes(items),
             # what was sent away is back while the part's backward runs
             transient_bytes=own + left,
-            weights_bytes=memory.weights_bytes(dense, expert, shape, runtime, dtype, wide),
-            gradients_bytes=memory.gradients_bytes(dense, expert, shape, runtime),
-            optimizer_bytes=memory.optimizer_bytes(dense, expert, shape, runtime),
-            parameters=dense + expert,
-            expert_parameters=expert,
-            wide_parameters=wide,
-            reduce_s=self.reduce_s(dense, expert, shape),
-            gather_s=self.gather_s(dense, expert, shape),
-            optimizer_s=self.update_s(dense, expert, shape) + self._tensors_s(items),
+            weights_bytes=weights_bytes,
+            gradients_bytes=gradients_bytes,
+            optimizer_bytes=optimizer_bytes,
+            reduce_s=reduce_s,
+            gather_s=gather_s,
+            optimizer_s=self.update_s(counted, shape) + self._tensors_s(items),
         )
 
     def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
         """Cost of the embedding, whose table slows down the optimizer of the first shards of its stage."""
-        part = self._plain(embedding(self.model, shape, self.runtime), shape)
-        counts = self.kind_counts
-        stage = part.parameters + sum(layers[kind, "none"].parameters * n for kind, n in counts.items()) / shape.pp
-        table = np.minimum(part.parameters, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
+        part = self._plain(self.embedding_items(shape), shape)
+        trained = part.parameters - part.frozen_parameters
+        plain = [(layers[kind, "none"], count) for kind, count in self.kind_counts.items()]
+        stage = trained + sum((one.parameters - one.frozen_parameters) * count for one, count in plain) / shape.pp
+        table = np.minimum(trained, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
         slower_s = updates.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
     def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
         """Cost of final norm, head and loss, with the memory that the logits take while the loss runs."""
-        items = head(self.model, shape, self.runtime, shares_embedding)
+        items = self.head_items(shape, shares_embedding)
         part = self._plain(items, shape)
         loss_bytes = sum(tensor.num_bytes for tensor in self.loss_tensors(items, shape))
         if not self.runtime.fused_cross_entropy:
@@ -281,7 +306,7 @@ class Pricing:
             return memory.working_set(loss, self.runtime)
         logits = next(op for op in operators_of(items) if op.name == "head")
         # beside the logits' gradient, the gathered input and its gradient, and gradients that are never filled
-        layer = decoder_layer(self.model, self.model.layers[-1], shape, self.runtime)
+        layer = self.layer(self.model.layers[-1], shape)
         beside = (
             Saved("gathered input of the head, and its gradient", (2, logits.m, logits.k)),
             *memory.unused_gradients((*items, *layer), self.runtime),
@@ -298,16 +323,20 @@ class Pricing:
         """
         model, runtime, last = self.model, self.runtime, self.model.layers[-1]
         block = self._plain(self.mtp_block(shape), shape)
-        copy = self._plain(embedding(model, shape, runtime), shape).times(np.where(shape.pp > 1, 1, 0))
+        copy = self._plain(self.embedding_items(shape), shape).times(np.where(shape.pp > 1, 1, 0))
         parts: dict[Recompute, PartCost] = {"none": block}
         for mode in modes if runtime.recomputes_mtp else ():
             if mode != "none":
                 parts[mode] = block.changed_by(layers[last, "none"], layers[last, mode])
         return {mode: part.times(model.num_nextn_predict_layers) + copy for mode, part in parts.items()}
 
-    def update_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
-        """Seconds of an optimizer step on this rank's shard, in which gradients are measured, scaled and zeroed too."""
+    def update_s(self, part: PartCost, shape: Shape) -> Number:
+        """Seconds of an optimizer step on this rank's shard of a part whose parameters are counted.
+
+        Gradients are measured, scaled and zeroed in it too.
+        """
         hardware, runtime = self.cluster.hardware, self.runtime
+        dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
         shard = memory.sharded_parameters(dense, expert, shape, runtime)
         offloaded = runtime.optimizer_offload_fraction * shard
         clip_s = updates.clip_s(hardware, shard, dense + expert, runtime)
@@ -318,6 +347,20 @@ class Pricing:
         """Host seconds of an optimizer step on a part: Python copies, sums and hooks go tensor by tensor."""
         kernels = self.runtime.tensor_kernels * num_tensors(items)
         return kernels * compute.issue_s(self.cluster.hardware, self.runtime)
+
+    def exchanges_s(self, part: PartCost, shape: Shape) -> tuple[Number, Number]:
+        """Seconds to reduce the gradients of a part whose parameters are counted, and to gather its weights.
+
+        Frozen weights are gathered where they are sharded, in ZeRO-3, as they are kept.
+        """
+        trained = part.trained_dense_parameters, part.trained_expert_parameters
+        gather_s = self.gather_s(*trained, shape)
+        if np.any(part.frozen_parameters):
+            expert = part.frozen_expert_parameters
+            packed, dense = min(self.runtime.frozen_weight_bytes, BF16), part.frozen_parameters - expert
+            frozen_s = self._data_parallel_s(dense, expert, shape, packed, reduces=False)
+            gather_s = gather_s + frozen_s * (shape.zero_stage == 3)
+        return self.reduce_s(*trained, shape), gather_s
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to reduce-scatter gradients over the shard group and all-reduce them over its replicas.
@@ -337,7 +380,7 @@ class Pricing:
         return self._data_parallel_s(dense, expert, shape, 1 if in_fp8 else BF16, reduces=False) * sharded
 
     def _data_parallel_s(
-        self, dense: Number, expert: Number, shape: Shape, num_bytes: int, reduces: Literal[True, False]
+        self, dense: Number, expert: Number, shape: Shape, num_bytes: float, reduces: Literal[True, False]
     ) -> Number:
         seconds: Number = 0.0
         tensors = self.runtime.gathers_tensors and not reduces

@@ -20,7 +20,7 @@ from typing import Any
 from planner.physics import memory
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.memory import constant_bytes, reserved_bytes, sharded_parameters
-from planner.physics.operators import FP32, Saved
+from planner.physics.operators import BF16, FP32, Saved
 from planner.physics.pricing import Pricing
 from planner.shape import Number, Shape
 from planner.specs.units import GIB
@@ -102,13 +102,7 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     A part that was priced for one of several shapes with the same kernels has the parameters of all of them, but the
     sharding of that one.
     """
-    expert, wide = part.expert_parameters, part.wide_parameters
-    dense = part.parameters - expert
-    return (
-        memory.weights_bytes(dense, expert, shape, runtime, dtype, wide)
-        + memory.gradients_bytes(dense, expert, shape, runtime)
-        + memory.optimizer_bytes(dense, expert, shape, runtime)
-    )
+    return sum(memory.static_bytes(part, shape, runtime, dtype))
 
 
 def fixed_bytes(pricing: Pricing, table: CostTable) -> float:
@@ -140,12 +134,19 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
     if int(shape.zero_stage) < 3:
         return beside
     # beside them, the gradients of the layer before, on their way to be scattered
-    layer = max(float(part.parameters) for part in table.layers.values())
+    layer = max(_gathered_elements(part, runtime) for part in table.layers.values())
+    trained = max(float(part.parameters - part.frozen_parameters) for part in (*table.layers.values(), table.head))
     before = Saved(
-        "gradients of the layer before", (max(layer, float(table.head.parameters)),),
+        "gradients of the layer before", (trained,),
         dtype="fp32" if runtime.gradient_bytes == FP32 else "bf16",
     )  # fmt: skip
     return (Saved("two gathered layers", (2, layer)), before, *beside)
+
+
+def _gathered_elements(part: PartCost, runtime: RuntimeSpec) -> float:
+    """Elements of 16 bits that the gathered weights of a layer take; frozen ones are gathered as they are kept."""
+    frozen = float(part.frozen_parameters)
+    return float(part.parameters) - frozen + frozen * min(runtime.frozen_weight_bytes / BF16, 1.0)
 
 
 def _overlapped(pricing: Pricing, shape: Shape) -> tuple[Saved, ...]:
@@ -166,5 +167,5 @@ def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -
     runtime = pricing.runtime
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0
-    expert = cost.expert_parameters
-    return FP32 * float(sharded_parameters(cost.parameters - expert, expert, table.shape, runtime))
+    dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters
+    return FP32 * float(sharded_parameters(dense, expert, table.shape, runtime))

@@ -28,7 +28,10 @@ _PRICES = (
     "transient_bytes", "weights_bytes", "gradients_bytes", "optimizer_bytes",
 )  # fmt: skip
 """All that a step and its memory are made of."""
-_COUNTED = ("parameters", "expert_parameters", "wide_parameters")
+_COUNTED = (
+    "parameters", "expert_parameters", "wide_parameters", "frozen_parameters", "frozen_expert_parameters",
+    "frozen_wide_parameters",
+)  # fmt: skip
 """Fields of a part from which the bytes of its weights, gradients and optimizer are counted."""
 
 
@@ -79,19 +82,20 @@ class PricedShapes:
         column = np.asarray(value, dtype=float)
         return column[self.kernel] if column.ndim else np.full(len(self.kernel), float(column))
 
+    def counted(self, part: PartCost) -> PartCost:
+        """The parameters of a part for every shape, as a part of its own."""
+        return PartCost(**{name: self.part(part, name) for name in _COUNTED})
+
     def static_bytes(self, part: PartCost) -> FloatArray:
         """Bytes of a part's weights, gradients and optimizer under each shape's sharding."""
-        counted = PartCost(**{name: self.part(part, name) for name in _COUNTED})
         return np.asarray(
-            static_bytes(counted, self.shape, self.pricing.runtime, self.pricing.training.dtype), dtype=float
+            static_bytes(self.counted(part), self.shape, self.pricing.runtime, self.pricing.training.dtype), dtype=float
         )
 
     def exchanges_s(self, name: PartName, part: PartCost) -> tuple[FloatArray, FloatArray]:
         """Seconds to reduce the gradients of a part, and to gather its weights; asked for once under each name."""
         if name not in self.exchanged_s:
-            expert = self.part(part, "expert_parameters")
-            dense = self.part(part, "parameters") - expert
-            each = (self.pricing.reduce_s(dense, expert, self.shape), self.pricing.gather_s(dense, expert, self.shape))
+            each = self.pricing.exchanges_s(self.counted(part), self.shape)
             reduce_s, gather_s = (np.broadcast_to(np.asarray(seconds), self.kernel.shape) for seconds in each)
             self.exchanged_s[name] = reduce_s, gather_s
         return self.exchanged_s[name]

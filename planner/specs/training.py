@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.operations import OperationsSpec
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
@@ -49,6 +50,8 @@ class TrainingSpec(Spec):
     document_lengths: tuple[DocumentLength, ...] | None = Field(default=None, min_length=1, max_length=1000)
     """Lengths of the documents that are packed into a sequence, to which attention is confined where the trainer masks
     them; null: a sequence is one document."""
+    adapters: AdapterSpec | None = None
+    """Adapters that are trained in the place of the weights (LoRA, QLoRA); null: all weights are trained."""
     operations: OperationsSpec = OperationsSpec()
     """How a long run is operated: storage, failures, spare nodes, price."""
 

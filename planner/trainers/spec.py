@@ -21,12 +21,17 @@ from planner.specs.base import (
     Spec,
     without,
 )
+from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import RankOrder
 from planner.trainers.switches import changes
 
 CHUNK_PARAMETERS = 2**18
 """The fewest parameters that a rank has in a bucket: 512 KiB in bf16, which NCCL's rings hand on at a time."""
+
+PACKED_BYTES = {4: 1 / 2 + 1 / 64 + 4 / (64 * 256), 8: 1.0, 16: 2.0}
+"""Bytes of a frozen weight by its bits. In 4 bits 64 weights share a scale of 8 bits, and 256 scales one of fp32
+(Dettmers et al. 2023, double quantization); in 8 bits a row shares one (LLM.int8)."""
 
 _RETIRED = ("interleaved_microbatch_multiple", "min_microbatches_is_pp", "tuned_products", "stands_for")
 
@@ -146,6 +151,15 @@ class RuntimeSpec(Spec):
     # bytes per parameter
     weight_bytes: PositiveInt = 2
     """Bytes per parameter of the weights; 4 where the sharded weights are the fp32 masters themselves (FSDP2)."""
+    frozen_weight_bytes: PositiveFloat = 2.0
+    """Bytes per frozen weight of a linear layer (`for_adapters`)."""
+    frozen_wide_bytes: PositiveFloat = 2.0
+    """Bytes per frozen weight of all others: embedding, head, norms, routers."""
+    adapters_in_fp32: bool = False
+    """Adapters, their gradients and their moments are in fp32 (peft); without: as this trainer keeps other weights."""
+    adapter_copies_input: bool = False
+    """Each adapter keeps a copy of its input for itself: peft casts it to the adapter's dtype, and torch.autocast back;
+    without: adapters and other readers of an input keep it once."""
     gradient_bytes: PositiveInt = 4
     """Bytes per parameter of the gradients that micro-batches add to."""
     fp16_gradient_bytes: PositiveInt | None = None
@@ -411,6 +425,15 @@ class RuntimeSpec(Spec):
         if architecture == "blackwell":
             update["fp8_copies"] = 1
         return self.model_copy(update=update) if update else self
+
+    def for_adapters(self, adapters: AdapterSpec | None) -> RuntimeSpec:
+        """This runtime with what adapters mean for its bytes; the same if asked again."""
+        if adapters is None:
+            return self
+        update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits]}
+        if self.adapters_in_fp32:
+            update |= {"weight_bytes": 4, "gradient_bytes": 4, "kept_gradient_bytes": 0, "optimizer_bytes": 8}
+        return self.model_copy(update=update)
 
     @property
     def overlaps_experts(self) -> bool:

@@ -16,7 +16,6 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import FULL, held_parts
 from planner.physics.compute import operator_seconds
 from planner.physics.cost import PartCost
-from planner.physics.layers import embedding, head
 from planner.physics.operators import Collective, Item, Operator
 from planner.physics.passes import COMM_GROUPS
 from planner.specs.model import LayerKind
@@ -168,17 +167,17 @@ class Beats:
     def items(self, part: Part) -> tuple[Sequence[Item], Sequence[Item]]:
         """The operators and exchanges of a part, and those whose forward runs again in the backward."""
         pricing, shape = self._pricing, self._shape
-        model, runtime = pricing.model, pricing.runtime
+        model = pricing.model
         if part.name == "embedding":
-            return embedding(model, shape, runtime), ()
+            return pricing.embedding_items(shape), ()
         if part.name == "head":
-            return head(model, shape, runtime, model.tie_word_embeddings), ()
+            return pricing.head_items(shape, model.tie_word_embeddings), ()
         layer = pricing.layer(part.layer or model.layers[-1], shape)
         replayed = pricing.replayed_items(layer, part.mode)
         if part.layer is not None:
             return layer, replayed
         blocks = model.num_nextn_predict_layers
-        own = embedding(model, shape, runtime) if int(shape.pp) > 1 else ()
+        own = pricing.embedding_items(shape) if int(shape.pp) > 1 else ()
         return (*own, *pricing.mtp_block(shape) * blocks), [*replayed] * blocks
 
     def _pass(

@@ -9,7 +9,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import FULL, Split, held_parts
 from planner.layout.tensors.kept import Held, held, kept_tensors
 from planner.physics.cost import PartCost
-from planner.physics.layers import around_mtp_layer, decoder_layer, embedding, head
+from planner.physics.layers import around_mtp_layer
 from planner.physics.operators import Item
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
@@ -76,28 +76,28 @@ def layer_modes(split: Split, model: ModelSpec, stage: int) -> Iterator[tuple[in
 
 def parts_of(candidate: Candidate, rank: int) -> list[Part]:
     """All parts of a rank, in the order in which a micro-batch meets them."""
-    model, pricing = candidate.pricing.model, candidate.pricing
-    imbalance = pricing.training.moe_imbalance
-    layers = {kind: decoder_layer(model, kind, candidate.shape, pricing.runtime, imbalance) for kind in model.kinds}
+    pricing = candidate.pricing
+    layers = {kind: pricing.layer(kind, candidate.shape) for kind in pricing.model.kinds}
     stages = (stage for stage, at in enumerate(candidate.placement) if at == rank)
     return [part for stage in stages for part in _parts(candidate, stage, layers)]
 
 
 def _parts(candidate: Candidate, stage: int, layers: dict[LayerKind, tuple[Item, ...]]) -> Iterator[Part]:
-    table, split, model = candidate.table, candidate.split, candidate.pricing.model
-    sized = model, candidate.shape, candidate.pricing.runtime
+    table, split, pricing, shape = candidate.table, candidate.split, candidate.pricing, candidate.shape
+    model = pricing.model
     is_folded = candidate.placement[0] == candidate.placement[-1]
     others = dict(held_parts(table, split, stage, is_folded))
     if "embedding" in others:
-        yield Part("embedding", stage, others["embedding"], embedding(*sized))
+        yield Part("embedding", stage, others["embedding"], pricing.embedding_items(shape))
     for layer, kind, mode in layer_modes(split, model, stage):
         yield Part("layer", stage, table.layers[kind, mode], (), layers[kind], (), layer, mode)
     if "mtp" in others:
         mode = split.mtp_mode if split.mtp_mode in table.mtp_recomputed else "none"
-        before, behind = around_mtp_layer(*sized)
+        around = around_mtp_layer(model, shape, pricing.runtime)
+        before, behind = (pricing.as_trained(items, shape) for items in around)
         block = Part("mtp", stage, others["mtp"], before, layers[model.layers[-1]], behind, mode=mode)
         yield from [block] * model.num_nextn_predict_layers
         if int(candidate.shape.pp) > 1:
-            yield Part("mtp embedding", stage, PartCost(), embedding(*sized))
+            yield Part("mtp embedding", stage, PartCost(), pricing.embedding_items(shape))
     if "head" in others:
-        yield Part("head", stage, others["head"], head(*sized, is_folded and model.tie_word_embeddings))
+        yield Part("head", stage, others["head"], pricing.head_items(shape, is_folded and model.tie_word_embeddings))

@@ -42,9 +42,9 @@ def gemm_s(
 ) -> PassSeconds:
     """Seconds of y = x·wᵀ, dx = dy·w and dw = dyᵀ·x, each timed alone.
 
-    Without a weight both gradients are input gradients. Where `grouped`, one kernel computes the products of all
-    experts; else a few are computed at a time, on streams beside each other. `gradient_bytes` are moved per weight for
-    dw: it is written, and where it is added to a main gradient, that gradient is read as well.
+    Without a weight both gradients are input gradients; a frozen weight has none. Where `grouped`, one kernel computes
+    the products of all experts; else a few are computed at a time, on streams beside each other. `gradient_bytes` are
+    moved per weight for dw: it is written, and where it is added to a main gradient, that gradient is read as well.
     """
     gemm = hardware.efficiency.gemm
     count: Number = op.count if grouped or not op.weight else np.minimum(op.count, EXPERT_STREAMS)
@@ -56,7 +56,7 @@ def gemm_s(
         # heads lie in memory one after the other: rows of 16 bytes, or a fallback without tensor cores
         slow = np.where((op.n % ALIGNED) + (op.k % ALIGNED) == 0, 1.0, 1 / gemm.unaligned_factor)
         return PassSeconds(slow * forward_s, slow * (dgrad_s + wgrad_s), 0.0)
-    return PassSeconds(forward_s, dgrad_s, wgrad_s)
+    return PassSeconds(forward_s, dgrad_s, wgrad_s if op.trained else 0.0)
 
 
 def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:

@@ -115,6 +115,5 @@ def all_optimizers_s(shapes: PricedShapes) -> FloatArray:
     counted = [(table.layers[kind, "none"], count) for kind, count in pricing.kind_counts.items()] + [(table.head, 1)]
     total = np.zeros(len(shapes.kernel))
     for part, count in counted:
-        expert = shapes.part(part, "expert_parameters")
-        total = total + count * pricing.update_s(shapes.part(part, "parameters") - expert, expert, shapes.shape)
+        total = total + count * pricing.update_s(shapes.counted(part), shapes.shape)
     return np.asarray(total)

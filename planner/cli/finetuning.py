@@ -1,0 +1,27 @@
+"""The options of a fine-tuning: adapters, and what stands in for what such a job does not say."""
+
+from __future__ import annotations
+
+from planner.cli.job_options import JobOptions
+from planner.errors import SpecError
+from planner.specs.checking import checked
+from planner.specs.finetuning.adapters import AdapterSpec
+
+RUNTIME, SEQ_LENGTH, GLOBAL_BATCH_SIZE = "hf", 2048, 16
+"""Trainer, tokens of a sequence and sequences of a step where a job with adapters does not say them."""
+_FIELDS = {"rank": "lora_rank", "dropout": "lora_dropout", "base_bits": "base_bits"}
+
+
+def read_adapters(asked: JobOptions) -> AdapterSpec | None:
+    """The adapters that the options ask for; None where all weights are trained. SpecError names the option."""
+    given = {field: value for field, name in _FIELDS.items() if (value := getattr(asked, name)) is not None}
+    if asked.lora_targets is not None:
+        given["targets"] = tuple(part.strip() for part in asked.lora_targets.split(",", 100))
+    if asked.qlora:
+        if given.get("base_bits", 4) != 4:
+            raise SpecError(f"--qlora and --base-bits {given['base_bits']}: weights of 4 bits", "--lora")
+        given["base_bits"] = 4
+    if not (asked.lora or asked.qlora or given):
+        return None
+    spelling = {field: f"--{name.replace('_', '-')}" for field, name in (*_FIELDS.items(), ("targets", "lora_targets"))}
+    return checked(AdapterSpec, given, spelling=spelling)
