@@ -12,12 +12,11 @@ from planner.specs.corrections import Correction
 from planner.specs.efficiency import Efficiency
 from planner.specs.units import GB, GIB, MICRO, TERA
 
-
 FABRICS = {"nvlink": "NVLink", "infinity-fabric": "xGMI", "pcie": "PCIe"}
 """The vendors' names of the links inside a node, by the name of the innermost tier."""
 HOST_USABLE_FRACTION = 0.85
 """Share of the host's memory that a trainer may fill; the rest is for the operating system, loaders of data and the
-page cache. DeepSpeed's estimates of memory add half as much again to what they count (estimate_zero3_model_states)."""
+page cache. Estimated."""
 
 
 class LinkTier(Spec):
@@ -37,6 +36,9 @@ class LinkTier(Spec):
     """Uplink contention: bandwidth per GPU is divided by this."""
     link_gb_per_s: PositiveFloat | None = None
     """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""
+    through_host: bool = False
+    """GPUs do not reach each other's memory over this tier: drivers give them no peer-to-peer, and bytes pass through
+    host memory."""
     start_us: NonNegativeFloat = 0.0
     """Microseconds by which a collective that uses this tier is longer than its hops and its bytes, however many."""
     pipelined: bool = False
@@ -177,6 +179,11 @@ class HardwareSpec(Spec):
     @property
     def is_amd(self) -> bool:
         return self.architecture.lower().startswith("cdna")
+
+    @property
+    def is_through_host(self) -> bool:
+        """True where not even the innermost tier lets a GPU reach another one's memory."""
+        return self.tiers[0].through_host
 
     @property
     def fabric(self) -> str:
