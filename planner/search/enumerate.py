@@ -299,7 +299,7 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
             lambda m, t, s: f"pp {s.pp} · vpp {s.vpp} stages for {m.num_hidden_layers} layers",
         ),
         Rule(
-            "tp_across_nvlink_domains",
+            "tp_across_domains",
             lambda m, t, s: (s.tp <= domain) | limits.tp_across_nodes,
             lambda m, t, s: f"tp {s.tp} leaves the {fabric} domain of {domain} GPUs (allow it with --tp-across-nodes)",
         ),

@@ -29,7 +29,7 @@ _HINTS = {
     "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",
     "sliding_window_with_ring_cp": _NO_CP,
     "too_few_microbatches": _MORE_MICROBATCHES,
-    "tp_across_nvlink_domains": "add --tp-across-nodes, or lower tp",
+    "tp_across_domains": "add --tp-across-nodes, or lower tp",
     "zero_stage_not_expressible": "free zero-stage, or use another --runtime",
 }
 
