@@ -31,7 +31,7 @@ def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("pins", "reason", "numbers"),
     [
-        ("--tp 16", "tp_across_nvlink_domains", "tp 16 leaves the NVLink domain of 8"),
+        ("--tp 16", "tp_across_domains", "tp 16 leaves the NVLink domain of 8"),
         ("--tp 3", "heads_not_divisible_by_tp", "num_attention_heads 32 is no multiple of tp 3"),
         ("--dp 3", "no_data_parallel_size", "global_batch_size 64 is no multiple of dp 3"),
         ("--ep 2", "experts_not_divisible_by_ep", "ep 2 needs experts"),

@@ -137,7 +137,7 @@ def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Remedy]:
 
 def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
     """Changes that lift the rule named `reason`, before anything was tried with them."""
-    if reason == "tp_across_nvlink_domains":
+    if reason == "tp_across_domains":
         allowed = case.limited(tp_across_nodes=True)
         yield Remedy(
             ("--tp-across-nodes",),

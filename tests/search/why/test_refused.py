@@ -61,7 +61,7 @@ def test_the_hint_is_of_the_rule_and_following_it_helps(changes: Any, hint: str,
     ("changes", "reason"),
     [
         ({"tp": (3,)}, "heads_not_divisible_by_tp"),
-        ({"tp": (8,)}, "tp_across_nvlink_domains"),
+        ({"tp": (8,)}, "tp_across_domains"),
         ({"pp": (8,), "tp": (1,)}, "more_stages_than_layers"),
         ({"micro_batch_size": (3,)}, "global_batch_not_divisible"),
         ({"pp": (2,), "vpp": (9,), "schedule": ("interleaved-1f1b",)}, "no_schedule"),
