@@ -9,6 +9,7 @@ from multiprocessing.forkserver import set_forkserver_preload
 from typing import Any
 
 import pytest
+from remembered import Prices, Searches
 
 from planner.answer import (
     Layout,
@@ -170,6 +171,22 @@ def ranks_share_what_torch_imports_late() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseContext, "set_forkserver_preload", preload)
         yield
+
+
+_SEARCHES, _PRICES = Searches(), Prices()
+
+
+@pytest.fixture
+def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests of commands search for again is not searched again."""
+    for module in ("planner.search.search", "planner.search.why.explain"):
+        monkeypatch.setattr(f"{module}.search_within_risk", _SEARCHES)
+
+
+@pytest.fixture
+def priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published runs, which half of tests/validate asks for, are priced once."""
+    monkeypatch.setattr("planner.layout.runs.price_given", _PRICES)
 
 
 @pytest.fixture(scope="session")
