@@ -176,6 +176,14 @@ def ranks_share_what_torch_imports_late() -> Iterator[None]:
 _SEARCHES, _PRICES = Searches(), Prices()
 
 
+FIRST = ("tests/validate/test_published.py", "tests/test_public_api.py", "tests/export/test_torch_write.py")
+"""Files of the longest tests. Two workers that end together take least time, and one of these last is half a minute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+
 @pytest.fixture
 def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tests of commands search for again is not searched again."""
