@@ -43,9 +43,9 @@ def layers_built(arguments: dict[str, Any], model: ModelSpec) -> list[list[tuple
 
 
 def parse_stages(layout: str) -> list[str]:
-    from planner.layout.split import _expand
+    from planner.trainers.layout_string import expanded
 
-    return _expand(layout).split("|")
+    return expanded(layout).split("|")
 
 
 @pytest.mark.parametrize("gpus", SIZES[::2])
