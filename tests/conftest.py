@@ -191,6 +191,12 @@ def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.search_within_risk", _SEARCHES)
 
 
+@pytest.fixture(scope="session")
+def prices() -> Prices:
+    """The prices of published runs that tests have asked for."""
+    return _PRICES
+
+
 @pytest.fixture
 def priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Published runs, which half of tests/validate asks for, are priced once."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from remembered import Prices
 
 
-@pytest.fixture(autouse=True)
-def asked_once(priced_once: None) -> None:
-    """Each run is priced once."""
+@pytest.fixture(scope="module", autouse=True)
+def asked_once(prices: Prices) -> Iterator[None]:
+    """Each run is priced once, for what a module sets up too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.layout.runs.price_given", prices)
+        yield
