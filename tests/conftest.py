@@ -9,6 +9,7 @@ from multiprocessing.forkserver import set_forkserver_preload
 from typing import Any
 
 import pytest
+from remembered import Prices, Searches
 
 from planner.answer import (
     Layout,
@@ -170,6 +171,36 @@ def ranks_share_what_torch_imports_late() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseContext, "set_forkserver_preload", preload)
         yield
+
+
+_SEARCHES, _PRICES = Searches(), Prices()
+
+
+FIRST = ("tests/validate/test_published.py", "tests/test_public_api.py", "tests/export/test_torch_write.py")
+"""Files of the longest tests. Two workers that end together take least time, and one of these last is half a minute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
+
+@pytest.fixture
+def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests of commands search for again is not searched again."""
+    for module in ("planner.search.search", "planner.search.why.explain"):
+        monkeypatch.setattr(f"{module}.search_within_risk", _SEARCHES)
+
+
+@pytest.fixture(scope="session")
+def prices() -> Prices:
+    """The prices of published runs that tests have asked for."""
+    return _PRICES
+
+
+@pytest.fixture
+def priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published runs, which half of tests/validate asks for, are priced once."""
+    monkeypatch.setattr("planner.layout.runs.price_given", _PRICES)
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ def without_seconds(text: str) -> str:
     return re.sub(r"solved as ILP in [0-9.]+ m?s", "solved as ILP in …", text)
 
 
+@pytest.mark.usefixtures("searched_once", "priced_once")
 @pytest.mark.parametrize("line", [line for line in LINES if line not in SHOWN and line not in ENDLESS])
 def test_every_command_of_the_readme_works(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -61,14 +62,20 @@ def test_every_command_of_the_readme_works(
     assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 
 
-def test_the_outputs_in_the_readme_are_what_the_commands_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = script("readme")
-    blocks = readme.BLOCK.findall(README)
+@pytest.mark.usefixtures("searched_once", "priced_once")
+def test_the_outputs_in_the_readme_are_what_the_commands_print(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    blocks = script("readme").BLOCK.findall(README)
     assert blocks
     for _, arguments, shown, _ in blocks:
         if arguments == "validate":  # tests/validate/test_published.py has priced the runs
             continue
-        assert without_seconds(shown) == without_seconds(readme.output_of(arguments)), "run scripts/readme"
+        assert main(shlex.split(arguments)) == 0
+        assert without_seconds(shown) == without_seconds(capsys.readouterr().out), "run scripts/readme"
 
 
 @pytest.mark.parametrize("code", PYTHON)

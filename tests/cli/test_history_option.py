@@ -103,6 +103,7 @@ def test_a_kept_run_corrects_the_job_and_is_named(
     assert f"note: {history}: all kernels × 1.000 → × 1.0" in capsys.readouterr().err
 
 
+@pytest.mark.anew
 def test_without_history_the_plan_is_the_same_to_the_byte(
     plan_file: Path, run_file: Path, history: Path, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_json_is_the_plan_of_the_contract(capsys: pytest.CaptureFixture[str]) ->
     assert err == ""
 
 
+@pytest.mark.anew
 def test_saved_plans_are_the_same_for_the_same_inputs(small: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     assert main([*SMALL, "-q", "-o", str(again)]) == 0

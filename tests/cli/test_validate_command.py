@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from planner.answer import Plan
 from planner.cli import main
+from planner.search.search import plan
+from planner.specs.training import SearchLimits
 from planner.validate import plans
 from planner.validate.rows import Row, load_rows
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches for plans beside runs end by themselves: a busy machine chooses the same in more time."""
+
+    def chosen(*job: Any, limits: SearchLimits, **more: Any) -> Plan:
+        return plan(*job, limits=limits.model_copy(update={"time_limit_s": 3600.0}), **more)
+
+    monkeypatch.setattr(plans, "plan", chosen)
 
 
 def test_a_family_is_listed_run_by_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,8 @@ SIZES = (8, 512, 16384)
 def expressible(rules: Iterable[Rule]) -> list[str]:
     """Models that break none of a target's rules about models, which read no shape, on short sequences."""
     training = TrainingSpec(seq_length=2048, global_batch_size=1)
-    return [
-        name for name in model_names() if all(rule.holds(load_model(name), training, Shape()) for rule in tuple(rules))
-    ]
+    asked, models = tuple(rules), {name: load_model(name) for name in model_names()}
+    return [name for name, model in models.items() if all(rule.holds(model, training, Shape()) for rule in asked)]
 
 
 def some_layout(model: ModelSpec, gpus: int, seed: str) -> dict[str, Any]:

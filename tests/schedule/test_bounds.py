@@ -24,7 +24,7 @@ def random_durations(rng: random.Random, num_stages: int, spread: float, p2p_s: 
 
 def test_no_1f1b_replay_goes_below_the_bounds() -> None:
     rng = random.Random(20)
-    for _ in range(1500):
+    for _ in range(600):
         pp, vpp = rng.randint(1, 8), rng.choice([1, 1, 2, 3])
         name = "1f1b" if vpp == 1 or pp == 1 else "interleaved-1f1b"
         vpp = vpp if name == "interleaved-1f1b" else 1
@@ -44,7 +44,7 @@ def test_no_1f1b_replay_goes_below_the_bounds() -> None:
 @pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"dualpipe", "chimera", "forward-only"}))
 def test_no_replay_of_any_schedule_goes_below_the_bounds(random_shape: RandomShape, name: str) -> None:
     rng = random.Random(name)
-    for _ in range(120):
+    for _ in range(60):
         pp, vpp, num_microbatches = random_shape(name, rng)
         schedule = build_schedule(name, pp, vpp, num_microbatches)
         durations = replace(

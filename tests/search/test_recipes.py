@@ -154,7 +154,8 @@ def test_pins_that_cannot_be_are_refused(switches: dict[str, Any], says: str) ->
 
 
 def test_switches_that_a_runtime_has_by_hand_stay() -> None:
-    problem = toy_problem(**SLOW, runtime=load_runtime("megatron").model_copy(update={"ep_overlap_fraction": 0.3}))
+    by_hand = load_runtime("megatron").model_copy(update={"ep_overlap_fraction": 0.3})
+    problem = toy_problem(**SLOW, runtime=by_hand, tp=(1,), pp=(2,), ep=(4,), top=1)
     assert "ep_overlap" not in recipes_of(problem).free
     assert solved(problem).runtime_spec.ep_overlap_fraction == 0.3
 

@@ -38,9 +38,9 @@ EXHAUSTIVE: dict[str, dict[str, Any]] = {
         "schedule": ("1f1b",),
     },
     "experts": {"model": toy_model(5, moe=MOE), "ep": (1, 4), "tp": (1, 2), "schedule": ("1f1b",)},
-    "sliding": {"model": toy_model(6, sliding_window=256, sliding_window_pattern=3), "tp": (1, 2)},
+    "sliding": {"model": toy_model(6, sliding_window=256, sliding_window_pattern=3), "tp": (2,), "pp": (2, 4)},
     "tied and large vocabulary": {"model": toy_model(5, tie_word_embeddings=True, vocab_size=160_000), "tp": (1, 2)},
-    "odd number of GPUs": {"cluster": toy_cluster(11), "training": toy_training(30)},
+    "odd number of GPUs": {"cluster": toy_cluster(7), "training": toy_training(30), "micro_batch_size": (1,)},
 }  # fmt: skip
 
 
@@ -123,6 +123,7 @@ def test_every_shipped_model_gets_a_plan_with_all_its_layers(name: str) -> None:
     num_gpus = 8 if billions < 10 else 64 if billions < 150 else 512
     limits = SearchLimits(
         top=1, time_limit_s=NO_LIMIT_S, gap_fraction=0.1, tp=(1, 8), cp=(1,), micro_batch_size=(1,),
+        zero_stage=(1,), schedule=("1f1b",), recompute=("none", "full"),
         switches="default",  # recipes are chosen in test_recipes.py
     )  # fmt: skip
     training = TrainingSpec(seq_length=2048, global_batch_size=512)
@@ -131,7 +132,7 @@ def test_every_shipped_model_gets_a_plan_with_all_its_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_layers", [61, 126])
-@pytest.mark.parametrize("pp", [1, 2, 5, 8, 16, 24])
+@pytest.mark.parametrize("pp", [1, 5, 8, 24])
 def test_any_number_of_layers_is_split_over_any_number_of_stages(num_layers: int, pp: int) -> None:
     limits = SearchLimits(pp=(pp,), top=1, time_limit_s=NO_LIMIT_S, tp=(1,), cp=(1,), micro_batch_size=(1,))
     model, training = toy_model(num_layers), toy_training(240)
@@ -159,8 +160,10 @@ def test_ranks_that_no_batch_can_use_stay_spare() -> None:
     check_plan(answer, problem.limits)
 
 
-@pytest.mark.parametrize("runtime", ["megatron", "torchtitan", "torch-eager"])
-@pytest.mark.parametrize(("memory_gib", "network_gb_per_s"), [(2.0, 50.0), (6.0, 5.0)])
+@pytest.mark.parametrize(
+    ("runtime", "memory_gib", "network_gb_per_s"),
+    [("megatron", 2.0, 50.0), ("torchtitan", 6.0, 5.0), ("torch-eager", 2.0, 50.0)],
+)
 def test_more_memory_or_bandwidth_is_never_slower(runtime: str, memory_gib: float, network_gb_per_s: float) -> None:
     def step_s(**better: float) -> tuple[float, float]:
         given = {"memory_gib": memory_gib, "network_gb_per_s": network_gb_per_s, "nvlink_gb_per_s": 200.0}
