@@ -12,6 +12,7 @@ from planner.shape import RANK_ORDERS
 from planner.specs.problems import nearest
 from planner.specs.registry import hardware_names, model_names
 from planner.trainers.load import RUNTIMES
+from planner.trainers.optimizers import OPTIMIZERS
 
 Form = Mapping[str, str]
 """The texts of the page's controls by name; empty ones were not given."""
@@ -99,6 +100,10 @@ GROUPS = (
             Control("rank_order", "Rank order", kind="select", choices=(_ANY, *RANK_ORDERS)),
             Control("tp_across_nodes", "TP may leave a node", kind="flag"),
         ),
+    ),
+    Group(
+        "Fine-tuning",
+        (Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),),
     ),
     Group(
         "The whole run",
