@@ -234,17 +234,25 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
         if published is None:
             raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
         seq_length = published.seq_length
+    objective = finetuning.read_objective(asked, adapters)
     values: dict[str, Any] = {
         "seq_length": seq_length,
-        "global_batch_size": 1,
+        "global_batch_size": objective.row.num_sequences,
         "adapters": adapters,
+        "objective": objective,
         "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
     }
     values["operations"] = _operations(asked)
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
     values |= {name: value for name, value in others.items() if value is not None}
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
-    return _checked(TrainingSpec, {**values, "global_batch_size": _global_batch_size(asked, model, seq_length)})
+    batch = _global_batch_size(asked, model, seq_length)
+    if objective.has_pairs and batch % 2:
+        raise SpecError(
+            f"--global-batch-size: {batch:,} is odd, and {objective.name} takes pairs of sequences",
+            f"--global-batch-size {batch + 1}",
+        )
+    return _checked(TrainingSpec, {**values, "global_batch_size": batch})
 
 
 def _operations(asked: JobOptions) -> OperationsSpec:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.errors import SpecError
 from planner.serve.question import Options
 from planner.shape import RANK_ORDERS
+from planner.specs.finetuning.objective import OBJECTIVES, Reference
 from planner.specs.problems import nearest
 from planner.specs.registry import hardware_names, model_names
 from planner.trainers.load import RUNTIMES
@@ -103,7 +104,11 @@ GROUPS = (
     ),
     Group(
         "Fine-tuning",
-        (Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),),
+        (
+            Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
+            Control("objective", "Objective", kind="select", choices=(_ANY, *OBJECTIVES)),
+            Control("reference", "Reference model", "of dpo, kto", "select", (_ANY, *get_args(Reference))),
+        ),
     ),
     Group(
         "The whole run",

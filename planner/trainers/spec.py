@@ -22,6 +22,7 @@ from planner.specs.base import (
     without,
 )
 from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import RankOrder
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName
@@ -177,6 +178,10 @@ class RuntimeSpec(Spec):
     host_adam_bytes: PositiveFloat = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
+    plain_forwards: NonNegativeInt = 0
+    """Forwards without a gradient for each micro-batch, of a reference model or the trained one (`for_objective`)."""
+    copies_weights: bool = False
+    """A reference model's weights stand beside those that are trained, frozen and sharded as these are."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
@@ -460,6 +465,13 @@ class RuntimeSpec(Spec):
         update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits]}
         if self.adapters_in_fp32:
             update |= {"weight_bytes": 4, "gradient_bytes": 4, "kept_gradient_bytes": 0, "optimizer_bytes": 8}
+        return self.model_copy(update=update)
+
+    def for_objective(self, objective: ObjectiveSpec) -> RuntimeSpec:
+        """This runtime with what an objective means for its passes and its weights; the same if asked again."""
+        if not objective.plain_forwards:
+            return self
+        update = {"plain_forwards": objective.plain_forwards, "copies_weights": objective.copies_weights}
         return self.model_copy(update=update)
 
     @property
