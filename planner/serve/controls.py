@@ -108,6 +108,10 @@ GROUPS = (
             Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
             Control("objective", "Objective", kind="select", choices=(_ANY, *OBJECTIVES)),
             Control("reference", "Reference model", "of dpo, kto", "select", (_ANY, *get_args(Reference))),
+            Control("examples", "Examples", "such as 50k: adds time and cost"),
+            Control("epochs", "Epochs", kind="number"),
+            Control("example_lengths", "Tokens of an example", "MEAN or MEAN:MAX"),
+            Control("batching", "Batches", kind="select", choices=(_ANY, "packed", "padded")),
         ),
     ),
     Group(

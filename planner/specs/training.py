@@ -51,6 +51,13 @@ class TrainingSpec(Spec):
     document_lengths: tuple[DocumentLength, ...] | None = Field(default=None, min_length=1, max_length=1000)
     """Lengths of the documents that are packed into a sequence, to which attention is confined where the trainer masks
     them; null: a sequence is one document."""
+    batching: Literal["packed", "padded"] = "packed"
+    """Examples are packed into whole sequences, or a micro-batch is padded to the longest of its examples, whose
+    lengths `document_lengths` has."""
+    examples: PositiveInt | None = Field(default=None, le=2**50)
+    """Examples of an epoch; a pair of answers is one."""
+    epochs: PositiveFloat = Field(default=1.0, le=1e6)
+    """Times that each example is seen."""
     adapters: AdapterSpec | None = None
     """Adapters that are trained in the place of the weights (LoRA, QLoRA); null: all weights are trained."""
     objective: ObjectiveSpec = ObjectiveSpec()
