@@ -140,7 +140,7 @@ Reference = Annotated[
 
 ExampleLengths = Annotated[
     str | None,
-    text(FINETUNE, "--example-lengths", "FILE|MEAN[:MAX]", "Tokens of an example: a distribution. [a whole sequence]"),
+    text(FINETUNE, "--example-lengths", "LENGTHS", "Tokens of an example: FILE, MEAN or MEAN:MAX. [a sequence]"),
 ]
 Batching = Annotated[
     str | None, text(FINETUNE, "--batching", "KIND", "packed, or padded to the longest of a micro-batch. [padded]")
