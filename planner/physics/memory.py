@@ -38,12 +38,18 @@ def weights_bytes(
     return kept + gathered_weights_bytes(dense + expert, shape, runtime)
 
 
-def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
     """Bytes of frozen weights: `wide` of the dense ones take 16 bits or more, all others as few as they are kept in.
 
-    ZeRO-3 shards them as others; there are no masters of them.
+    ZeRO-3 shards them as others; there are no masters of them. Weights that products read in 8 or 4 bits are cast once,
+    and replace the others where the trainer has such parameters.
     """
-    packed = runtime.frozen_weight_bytes * _sharded(dense - wide, expert, shape, runtime, 3)
+    each = runtime.frozen_weight_bytes
+    copies = 0 if runtime.unpacks_frozen else cast_copies(runtime, dtype)
+    if copies:
+        kept = 1 if runtime.transposes_frozen else copies
+        each = kept * NARROW_BYTES[dtype] + (0.0 if runtime.narrow_parameters else each)
+    packed = each * _sharded(dense - wide, expert, shape, runtime, 3)
     return packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)
 
 
@@ -52,7 +58,7 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
     frozen_expert = part.frozen_expert_parameters
     frozen_dense = part.frozen_parameters - frozen_expert
-    frozen = frozen_bytes(frozen_dense, frozen_expert, part.frozen_wide_parameters, shape, runtime)
+    frozen = frozen_bytes(frozen_dense, frozen_expert, part.frozen_wide_parameters, shape, runtime, dtype)
     return (
         weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters) + frozen,
         gradients_bytes(dense, expert, shape, runtime),
@@ -221,7 +227,7 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
         gradients = (Saved("gradient of the output", (rows, op.n)), Saved("gradient of the input", (rows, op.k)))
         if op.weight and not op.trained:
             unpacked = Saved("weight in 16 bits", (op.n, op.k))
-            return (*gradients, unpacked) if op.is_cast and runtime.frozen_weight_bytes < BF16 else gradients
+            return (*gradients, unpacked) if op.is_cast and runtime.unpacks_frozen else gradients
         if runtime.fused_grad_accumulation or not op.weight:
             return gradients
         return (*gradients, Saved("gradient of the weight", (op.parameters,)))

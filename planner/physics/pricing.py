@@ -131,7 +131,7 @@ class Pricing:
 
     def as_trained(self, items: Sequence[Item], shape: Shape) -> tuple[Item, ...]:
         """Items of the model as this training runs them: within its documents, beside its adapters."""
-        return adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime)
+        return adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime, shape)
 
     @property
     def _documents(self) -> Documents:

@@ -160,6 +160,17 @@ class RuntimeSpec(Spec):
     adapter_copies_input: bool = False
     """Each adapter keeps a copy of its input for itself: peft casts it to the adapter's dtype, and torch.autocast back;
     without: adapters and other readers of an input keep it once."""
+    splits_adapters: bool = False
+    """Adapters are split over tensor-parallel ranks, A and B both, with exchanges of their own (Megatron); without:
+    each rank has the whole A of a product whose columns are split, and the whole B of one whose rows are."""
+    adapters_all_to_all: bool = False
+    """Beside a row-parallel product, split adapters exchange columns for tokens (a2a_experimental); without: their
+    output is gathered, and each rank cuts its tokens out."""
+    transposes_frozen: bool = False
+    """Frozen 8-bit weights are transposed for each of their input gradients on GPUs that multiply by rows alone
+    (disable_parameter_transpose_cache); without: the transposed copy stays."""
+    unpacks_frozen: bool = False
+    """Frozen weights are in 8 or 4 bits that products do not read, and are turned into 16 bits before each."""
     gradient_bytes: PositiveInt = 4
     """Bytes per parameter of the gradients that micro-batches add to."""
     fp16_gradient_bytes: PositiveInt | None = None
@@ -169,6 +180,11 @@ class RuntimeSpec(Spec):
     fuses_experts: bool = False
     """One kernel computes products, activations and casts of all experts of a rank, with token counts that the host
     does not know (Transformer Engine's operation fuser)."""
+    fuses_mlp: bool = False
+    """The activation of a dense MLP writes its output, and the gradient of its input, in the dtype that the products
+    beside it read (Transformer Engine's operation fuser); without: both are cast in passes of their own."""
+    narrow_activations: bool = False
+    """Dense MLPs keep the input of their activation in 8 bits (activation_func_fp8_input_store)."""
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offload_modules: tuple[str, ...] = ()
@@ -430,7 +446,8 @@ class RuntimeSpec(Spec):
         """This runtime with what adapters mean for its bytes; the same if asked again."""
         if adapters is None:
             return self
-        update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits]}
+        bits = adapters.base_bits
+        update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[bits], "unpacks_frozen": bits < 16}
         if self.adapters_in_fp32:
             update |= {"weight_bytes": 4, "gradient_bytes": 4, "kept_gradient_bytes": 0, "optimizer_bytes": 8}
         return self.model_copy(update=update)

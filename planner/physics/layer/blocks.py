@@ -44,8 +44,9 @@ def enter_tp(
         yield Operator(name=f"{name} gathered", kind="elementwise", modules=again, saved=(kept,))
     else:
         yield replace(
-            gather, name=f"{name} gather again", backward=True, modules=(), overlap="tp_async", beside_pass="dgrad_s"
-        )
+            gather, name=f"{name} gather again", backward=True, modules=(), overlap="tp_async", beside_pass="dgrad_s",
+            for_weight=True,
+        )  # fmt: skip
     scatter = Collective(
         name=f"{name} dgrad scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, backward=True,
         overlap="tp_async", beside=beside, beside_pass="wgrad_s",
