@@ -209,6 +209,9 @@ class RuntimeSpec(Spec):
     memory_width: NonNegativeFloat = 0.0
     """Half-width that this trainer adds to the 80% interval of a rank's memory, in natural logarithms; 0 where what its
     allocator takes beside counted tensors has been found to be as in Megatron."""
+    step_width: NonNegativeFloat = 0.0
+    """Half-width that this trainer adds to the 80% interval of a step, in natural logarithms; 0 where published runs
+    lie in their intervals without it."""
     head_backward_factor: PositiveFloat = 1.0
     """Seconds of the head's two gradient products over those of others of their size. Below 1 where weights are
     untrained and data made up: presumably the loss's gradient is then so nearly one value that its products take less
