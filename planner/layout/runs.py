@@ -21,7 +21,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
-from planner.specs.reading import kind_of
+from planner.specs.reading import kind_of, whole_number
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
 from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
@@ -45,9 +45,9 @@ class RunSpec(Spec):
     seq_length: PositiveInt
     global_batch_size: PositiveInt
     dtype: Dtype = "bf16"
-    parallelism: Parallelism = Parallelism()
     adapters: AdapterSpec | None = None
-    """Low-rank adapters that are trained in place of the weights; given none, all weights are."""
+    """Adapters that are trained in the place of the weights."""
+    parallelism: Parallelism = Parallelism()
     features: dict[str, Any] = Field(default_factory=dict)
     """Features that the run switched on; names that the runtime does not know are ignored with a warning. A run that
     names any says all: those that it leaves out are as the trainer has them. A run that names none says nothing."""
@@ -189,7 +189,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
         return result
 
     try:
-        data = json.loads(line, object_pairs_hook=unique)
+        data = json.loads(line, object_pairs_hook=unique, parse_int=whole_number)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{where}: not JSON: {error}", "write one JSON object a line") from None
     if not isinstance(data, dict):

@@ -118,7 +118,7 @@ def _adapter(product: Operator, adapters: AdapterSpec, runtime: RuntimeSpec, par
     if parts.inputs is not None and not kept:
         # beside the shard, which whatever made it keeps
         kept.append(Saved("adapter input", (rows * (1 - 1 / parts.inputs), product.k), modules))
-    if drops:
+    if drops and not runtime.recomputes_adapter_masks:
         kept.append(Saved("adapter dropout mask", (rows, product.k), modules, dtype="uint8"))
     yield Operator(
         name=f"{product.name} adapter", kind="elementwise", family="copy", modules=modules, trained=False,
@@ -130,8 +130,10 @@ def _adapter(product: Operator, adapters: AdapterSpec, runtime: RuntimeSpec, par
         saved=tuple(kept), working_bytes=BF16 * (inputs + outputs),
     )  # fmt: skip
     for name, n, k in (("lora_A", rank / parts.down, product.k), ("lora_B", product.n / parts.up, rank)):
+        hidden = [Saved("adapter hidden", (rows, rank), modules)] if name == "lora_B" else []
+        cast = [Saved("weight in 16 bits", (product.count * n, k), modules)] if runtime.adapter_weights_cast else []
         yield Operator(
             name=f"{product.name} {name}", kind="gemm", modules=modules, wide=True, count=product.count, m=product.m,
             n=n, k=k, parameters=product.count * n * k, expert=product.expert,
-            saved=(Saved("adapter hidden", (rows, rank), modules),) if name == "lora_B" else (),
+            saved=(*hidden, *cast),
         )  # fmt: skip

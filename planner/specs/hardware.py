@@ -13,6 +13,13 @@ from planner.specs.efficiency import Efficiency
 from planner.specs.units import GB, GIB, MICRO, TERA
 
 
+FABRICS = {"nvlink": "NVLink", "infinity-fabric": "xGMI", "pcie": "PCIe"}
+"""The vendors' names of the links inside a node, by the name of the innermost tier."""
+HOST_USABLE_FRACTION = 0.85
+"""Share of the host's memory that a trainer may fill; the rest is for the operating system, loaders of data and the
+page cache. DeepSpeed's estimates of memory add half as much again to what they count (estimate_zero3_model_states)."""
+
+
 class LinkTier(Spec):
     """One level of the network: the fastest link between any two GPUs whose ranks lie within `num_gpus`."""
 
@@ -92,6 +99,10 @@ class HostSpec(Spec):
     """Share of link_gb_per_s that large copies reach: 50 to 53 GB/s over PCIe 5.0 x16."""
     memory_gb_per_s: PositiveFloat = 76.8
     """Bandwidth of the host's memory over the number of its GPUs."""
+    memory_gib: PositiveFloat = 256.0
+    """The host's memory over the number of its GPUs: 256 on DGX H100."""
+    is_shared: bool = False
+    """GPU and host have one memory: what goes to the host stays where it was, and frees nothing."""
     source: str = ""
     """Source of these numbers."""
 
@@ -104,6 +115,11 @@ class HostSpec(Spec):
     def memory_bytes_per_s(self) -> float:
         return self.memory_gb_per_s * GB
 
+    @property
+    def usable_bytes(self) -> float:
+        """A GPU's share of the host's memory that a trainer may fill."""
+        return HOST_USABLE_FRACTION * self.memory_gib * GIB
+
 
 class HardwareSpec(Spec):
     """One kind of GPU in one kind of node, as `hardware_profiles/*.yaml` describes it."""
@@ -115,7 +131,7 @@ class HardwareSpec(Spec):
     source: str
     """The data sheet."""
     architecture: str
-    """Silicon generation (volta, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
+    """Silicon generation (volta, turing, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
     memory_gib: PositiveFloat
     """Total memory as the driver reports it."""
     hbm_gb_per_s: PositiveFloat
@@ -164,8 +180,13 @@ class HardwareSpec(Spec):
 
     @property
     def fabric(self) -> str:
-        """The vendor's name of the links inside a node, for messages."""
-        return "xGMI" if self.is_amd else "NVLink"
+        """The vendor's name of the innermost links, for messages; the tier's own name where it has none."""
+        return FABRICS.get(self.tiers[0].name, self.tiers[0].name)
+
+    @property
+    def a_domain(self) -> str:
+        """The innermost tier with its article: an NVLink domain, a PCIe domain."""
+        return f"{'an' if self.fabric[0] in 'AEINOxaeio' else 'a'} {self.fabric} domain"
 
     @property
     def memory_bytes(self) -> int:

@@ -81,6 +81,9 @@ class RuntimeSpec(Spec):
     """Kernels add up in a fixed order, so that two runs give the same bits."""
     fused_norm: bool = True
     """Without: a norm is several kernels in fp32, each of which passes over its input again."""
+    copies_norm_input: bool = False
+    """An unfused RMSNorm casts its input to fp32 and keeps the copy, and the normalized rows for its weight's gradient
+    (modules of transformers; torch's own before 2.9)."""
     fused_rotary: bool = True
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
@@ -157,9 +160,15 @@ class RuntimeSpec(Spec):
     """Bytes per frozen weight of all others: embedding, head, norms, routers."""
     adapters_in_fp32: bool = False
     """Adapters, their gradients and their moments are in fp32 (peft); without: as this trainer keeps other weights."""
+    packed_adapters_in_fp32: bool = False
+    """`adapters_in_fp32` beside frozen weights of 8 and 4 bits; without: they are in 16 bits (trl's SFTTrainer)."""
     adapter_copies_input: bool = False
-    """Each adapter keeps a copy of its input for itself: peft casts it to the adapter's dtype, and torch.autocast back;
-    without: adapters and other readers of an input keep it once."""
+    """Each adapter of 16-bit weights keeps a copy of its input for itself: peft casts it to the adapter's dtype, and
+    torch.autocast back; without: adapters and other readers of an input keep it once, as beside narrower weights."""
+    adapter_weights_cast: bool = False
+    """Adapters in fp32 are cast to 16 bits in every forward, and the copies kept for the backward (torch.autocast)."""
+    recomputes_adapter_masks: bool = False
+    """The masks of adapters' dropout are drawn again in the backward, and not kept (NeMo's dropout_recompute)."""
     splits_adapters: bool = False
     """Adapters are split over tensor-parallel ranks, A and B both, with exchanges of their own (Megatron); without:
     each rank has the whole A of a product whose columns are split, and the whole B of one whose rows are."""
@@ -225,6 +234,9 @@ class RuntimeSpec(Spec):
     memory_width: NonNegativeFloat = 0.0
     """Half-width that this trainer adds to the 80% interval of a rank's memory, in natural logarithms; 0 where what its
     allocator takes beside counted tensors has been found to be as in Megatron."""
+    step_width: NonNegativeFloat = 0.0
+    """Half-width that this trainer adds to the 80% interval of a step, in natural logarithms; 0 where published runs
+    lie in their intervals without it."""
     head_backward_factor: PositiveFloat = 1.0
     """Seconds of the head's two gradient products over those of others of their size. Below 1 where weights are
     untrained and data made up: presumably the loss's gradient is then so nearly one value that its products take less
@@ -446,10 +458,14 @@ class RuntimeSpec(Spec):
         """This runtime with what adapters mean for its bytes; the same if asked again."""
         if adapters is None:
             return self
-        bits = adapters.base_bits
-        update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[bits], "unpacks_frozen": bits < 16}
-        if self.adapters_in_fp32:
+        packed = adapters.base_bits < 16
+        update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits], "unpacks_frozen": packed}
+        if self.packed_adapters_in_fp32 if packed else self.adapters_in_fp32:
             update |= {"weight_bytes": 4, "gradient_bytes": 4, "kept_gradient_bytes": 0, "optimizer_bytes": 8}
+        elif self.adapter_weights_cast:
+            update["adapter_weights_cast"] = False
+        if packed:
+            update["adapter_copies_input"] = False
         return self.model_copy(update=update)
 
     @property
