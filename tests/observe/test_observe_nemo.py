@@ -65,7 +65,7 @@ def test_blocks_stand_in_for_steps_that_are_not_recorded(tmp_path: Path) -> None
 def lora(block_start: int | None = None, samples: tuple[int, ...] = (1536, 1920, 2304)) -> str:
     """A log of llama2_70b_lora in the form of 4.0 to 5.1, whose blocks' own counts differ from round to round."""
     lines = [mllog("global_batch_size", 8, BEGIN_S), mllog("lora_rank", 16, BEGIN_S)]
-    at_s, before = BEGIN_S, 0
+    at_s, before = float(BEGIN_S), 0
     for trained in samples:
         lines.append(mllog("block_start", None, at_s, samples_count=before if block_start is None else block_start))
         at_s += 2.0 * (trained - before) / 8

@@ -21,13 +21,14 @@ from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import TrainingSpec
+from planner.specs.training import Dtype, TrainingSpec
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
 
 MODEL = load_model("llama-2-70b")
 ATTENTION = AdapterSpec(rank=16, targets=("attention",), dropout=0.1)
 TP, TOKENS, HIDDEN = 4, 8192, 8192
+DTYPES: tuple[Dtype, ...] = ("bf16", "fp8")
 
 
 def _runtime(**fields: object) -> RuntimeSpec:
@@ -44,7 +45,7 @@ def _exchange(items: tuple[Item, ...], name: str) -> Collective:
     return next(each for each in collectives_of(items) if each.name == name)
 
 
-def _pricing(dtype: str, hardware: str, adapters: AdapterSpec | None, **fields: object) -> Pricing:
+def _pricing(dtype: Dtype, hardware: str, adapters: AdapterSpec | None, **fields: object) -> Pricing:
     return Pricing(
         model=MODEL,
         training=TrainingSpec(seq_length=TOKENS, global_batch_size=8, dtype=dtype, adapters=adapters),
@@ -104,7 +105,7 @@ def test_ranks_do_not_wait_for_each_other_again_for_an_adapter() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "each_bytes"), [("bf16", 2.0), ("fp8", 1.0), ("mxfp8", 1 + 1 / 32)])
-def test_frozen_weights_are_kept_in_the_dtype_that_products_read(dtype: str, each_bytes: float) -> None:
+def test_frozen_weights_are_kept_in_the_dtype_that_products_read(dtype: Dtype, each_bytes: float) -> None:
     pricing = _pricing(dtype, "b200", ATTENTION)
     layer = pricing.table(Shape.of(tp=1, seq_length=TOKENS, zero_stage=1)).layers[MODEL.kinds[0], "none"]
     frozen = float(layer.frozen_parameters)
@@ -115,7 +116,7 @@ def test_weights_in_4_bits_stay_so_under_an_8_bit_recipe() -> None:
     packed = AdapterSpec(rank=16, base_bits=4)
     layers = [
         _pricing(dtype, "h100", packed).table(Shape.of(tp=1, seq_length=TOKENS)).layers[MODEL.kinds[0], "none"]
-        for dtype in ("bf16", "fp8")
+        for dtype in DTYPES
     ]
     assert float(layers[0].weights_bytes) == pytest.approx(float(layers[1].weights_bytes), rel=0.01)
 
