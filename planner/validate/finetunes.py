@@ -29,8 +29,13 @@ from planner.validate.rows import MemoryKind, data_lines
 NAME = "finetune"
 """The name of this family."""
 READ, HELD = "sources read", "sources held out"
-"""Names of the two halves of the sources: every other one by name, from which the widths of `hf` and its host's time
-are read, and the rest, to which nothing is fitted."""
+"""Names of the two halves of the sources."""
+SOURCES_READ = frozenset({
+    "answer-ai", "hf-4bit-blog", "hf-fsdp-70b-blog", "litgpt-issues", "llama-factory", "peft-docs", "qwen-readme",
+    "torchtune", "unsloth-benchmarks",
+})  # fmt: skip
+"""The sources from which the widths of `hf` and its host's time are read: every other one by name; nothing is
+fitted to the rest."""
 LIKELY = 0.5
 """Probability above which a run is expected to run out of memory."""
 
@@ -192,20 +197,14 @@ def price_finetunes(rows: Iterable[Finetune]) -> list[Tuned]:
     return [_tuned(row) for row in rows]
 
 
-def sources_read() -> frozenset[str]:
-    """Every other source by name: those from which widths are read."""
-    return frozenset(sorted({row.origin for row in load_finetunes()})[::2])
-
-
 def score_finetunes(tuned: Sequence[Tuned]) -> list[TunedScore]:
     """The agreement of each source, by name, of both halves of them, and of all; rows of trust C are not counted."""
     counted = [one for one in tuned if one.row.counts]
-    read = sources_read()
     names = sorted({one.row.origin for one in counted})
     groups = [
         *((name, [one for one in counted if one.row.origin == name]) for name in names),
-        (READ, [one for one in counted if one.row.origin in read]),
-        (HELD, [one for one in counted if one.row.origin not in read]),
+        (READ, [one for one in counted if one.row.origin in SOURCES_READ]),
+        (HELD, [one for one in counted if one.row.origin not in SOURCES_READ]),
         ("all", counted),
     ]
     return [_score(name, members) for name, members in groups if members]
