@@ -41,7 +41,7 @@ LIKELY = 0.5
 
 
 class Fact(Spec):
-    """What the source reports of a run; at least one of its fields."""
+    """The numbers and the outcome that the source reports of a run; at least one of them."""
 
     step_s: PositiveFloat | None = None
     """Seconds of an optimizer step, worked out from throughput by the source's own convention."""
@@ -86,9 +86,9 @@ class Finetune(Spec):
     """Fields of the runtime in which the run's software differs from today's Hugging Face stack."""
     unsaid: tuple[Other, ...] = ()
     lacks: str = ""
-    """What the run did that is not modelled; empty where all is."""
+    """The thing that the run did and that is not modelled; empty where all is."""
     note: str = ""
-    """What was inferred, and what the source does not say."""
+    """The things that were inferred, and those that the source does not say."""
 
     @property
     def counts(self) -> bool:
