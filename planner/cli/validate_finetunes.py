@@ -115,7 +115,7 @@ def _row(one: Tuned) -> dict[str, object]:
 
 
 def _left_out(tuned: Sequence[Tuned]) -> Iterator[str]:
-    """What the columns count, and why some runs were not priced."""
+    """Lines on two columns, and on why some runs were not priced."""
     yield "fitted, ran out: runs that did, those of which it was expected first"
     reasons = dict.fromkeys(str(one.error) for one in tuned if one.error is not None)
     for reason in reasons:

@@ -201,7 +201,7 @@ def _model(model: str | dict[str, Any], where: str) -> ModelSpec:
     if isinstance(model, str):
         return _named_model(model)
     try:
-        return as_known(_inline_model(json.dumps(model, sort_keys=True)))
+        return as_known(_inline_model(json.dumps(model)))
     except ValidationError as error:
         raise spec_error(error, where, ModelSpec) from None
 

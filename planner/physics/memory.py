@@ -97,10 +97,31 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     """Bytes of the main gradients, and of 16-bit gradients beside them that are never freed; sharded from ZeRO-2 on.
 
     A pipeline stage sums unsharded gradients until its last micro-batch, and shards them then (torch 2.13,
-    distributed/pipelining/stage.py: set_requires_gradient_sync(False)).
+    distributed/pipelining/stage.py: set_requires_gradient_sync(False)). Those of a step's only micro-batch that are
+    made while activations go are counted at the peak (`stage_memory`).
     """
+    is_late = runtime.counts_moments * (shape.num_microbatches == 1)
+    return np.where(is_late, 0.0, whole_gradients_bytes(dense, expert, shape, runtime))
+
+
+def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """`gradients_bytes` when the backward is done."""
     bytes_per_parameter, is_piped = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
     return bytes_per_parameter * np.where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
+
+
+def embedding_moment_bytes(part: PartCost, shape: Shape, model: ModelSpec, runtime: RuntimeSpec) -> Number:
+    """Bytes that the backward of a trained embedding takes beside gradients that are kept.
+
+    These are the gradient of its output; sums of up to ten rows of one token in fp32, where there are more than 3,072
+    tokens (torch 2.13, aten/src/ATen/native/cuda/Embedding.cu); and another gradient of the table, where there is one
+    to add it to: of an earlier micro-batch, or of the head that it is tied to, whose gradient waits for it.
+    """
+    trained = part.parameters - part.frozen_parameters
+    tokens, hidden = shape.tokens, model.hidden_size
+    sums = FP32 * hidden * (tokens / 10 + np.minimum(tokens, model.vocab_size)) * (tokens > 3072)
+    tables = 1.0 * (shape.num_microbatches > 1) + model.tie_word_embeddings
+    return (trained > 0) * (BF16 * tokens * hidden + sums + tables * runtime.gradient_bytes * trained)
 
 
 def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

@@ -184,6 +184,9 @@ class RuntimeSpec(Spec):
     """Bytes per parameter of the gradients that micro-batches add to."""
     fp16_gradient_bytes: PositiveInt | None = None
     """`gradient_bytes` in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
+    counts_moments: bool = False
+    """Memory follows the step: gradients are set to None after each, so that those of a single micro-batch are made while
+    the backward frees activations, and what the head keeps is gone when layers need most; without: all of it at once."""
     checks_nan: bool = True
     """The loss and the gradients are looked at for NaN in every step."""
     fuses_experts: bool = False

@@ -30,8 +30,13 @@ from planner.validate.rows import MemoryKind, data_lines
 NAME = "finetune"
 """The name of this family."""
 READ, HELD = "sources read", "sources held out"
-"""Names of the two halves of the sources: every other one by name, from which the widths of `hf` and its host's time
-are read, and the rest, to which nothing is fitted."""
+"""Names of the two halves of the sources."""
+SOURCES_READ = frozenset({
+    "answer-ai", "hf-4bit-blog", "hf-fsdp-70b-blog", "litgpt-issues", "llama-factory", "peft-docs", "qwen-readme",
+    "torchtune", "unsloth-benchmarks",
+})  # fmt: skip
+"""The sources from which the widths of `hf` and its host's time are read: every other one by name; nothing is
+fitted to the rest."""
 MEGATRON = "Megatron's"
 """Name of all sources of Megatron's runs, to which nothing is fitted either."""
 LIKELY = 0.5
@@ -39,7 +44,7 @@ LIKELY = 0.5
 
 
 class Fact(Spec):
-    """What the source reports of a run; at least one of its fields."""
+    """The numbers and the outcome that the source reports of a run; at least one of them."""
 
     step_s: PositiveFloat | None = None
     """Seconds of an optimizer step, worked out from throughput by the source's own convention."""
@@ -84,9 +89,9 @@ class Finetune(Spec):
     """Fields of the runtime in which the run's software differs from today's Hugging Face stack."""
     unsaid: tuple[Other, ...] = ()
     lacks: str = ""
-    """What the run did that is not modelled; empty where all is."""
+    """The thing that the run did and that is not modelled; empty where all is."""
     note: str = ""
-    """What was inferred, and what the source does not say."""
+    """The things that were inferred, and those that the source does not say."""
 
     @property
     def counts(self) -> bool:
@@ -208,20 +213,14 @@ def price_finetunes(rows: Iterable[Finetune]) -> list[Tuned]:
     return [replace(priced[row.priced_as], row=row) for row in every]
 
 
-def sources_read() -> frozenset[str]:
-    """Every other source of runs of `hf` by name: those from which its widths are read."""
-    return frozenset(sorted({row.origin for row in load_finetunes() if not row.is_megatron})[::2])
-
-
 def score_finetunes(tuned: Sequence[Tuned]) -> list[TunedScore]:
     """The agreement of each source, by name, of both halves of them, and of all; rows of trust C are not counted."""
     counted = [one for one in tuned if one.row.counts]
-    read = sources_read()
     names = sorted({one.row.origin for one in counted})
     groups = [
         *((name, [one for one in counted if one.row.origin == name]) for name in names),
-        (READ, [one for one in counted if one.row.origin in read]),
-        (HELD, [one for one in counted if one.row.origin not in read and not one.row.is_megatron]),
+        (READ, [one for one in counted if one.row.origin in SOURCES_READ]),
+        (HELD, [one for one in counted if one.row.origin not in SOURCES_READ and not one.row.is_megatron]),
         (MEGATRON, [one for one in counted if one.row.is_megatron]),
         ("all", counted),
     ]

@@ -13,6 +13,7 @@ from planner.validate import finetunes
 from planner.validate.finetunes import (
     HELD,
     READ,
+    SOURCES_READ,
     Finetune,
     Other,
     Tuned,
@@ -20,7 +21,6 @@ from planner.validate.finetunes import (
     load_finetunes,
     price_finetunes,
     score_finetunes,
-    sources_read,
 )
 
 
@@ -83,7 +83,7 @@ def test_widths_cover_four_in_five_of_the_sources_that_they_are_read_from(scores
     for share in (read.step_coverage, read.memory_coverage):
         assert share is not None
         assert 0.7 <= share <= 0.92
-    assert {row.origin for row in load_finetunes()} >= sources_read()
+    assert {row.origin for row in load_finetunes()} >= SOURCES_READ
 
 
 def test_runs_that_fitted_are_expected_to_and_most_that_ran_out_too(scores: dict[str, TunedScore]) -> None:
