@@ -62,6 +62,7 @@ def validate_command(
       plan validate
       plan validate --family korthikanti
       plan validate --family ablations
+      plan validate --family finetune
       plan validate --plot predicted.html
       plan validate --family bloom --plans
       plan validate --regret
@@ -72,6 +73,7 @@ def validate_command(
         _keep(add, history, json, alone=not (family or plans or regret or unsaid or plot or force))
         return
     from planner.cli import validate_ablations as ablated
+    from planner.cli import validate_finetunes as tuned
     from planner.cli import validate_plans as chosen
     from planner.cli import validate_regret as lost
     from planner.cli import validate_unsaid as bare
@@ -85,10 +87,11 @@ def validate_command(
         refuse_to_overwrite(plot, force)
     rows = load_rows()
     families = list(dict.fromkeys(row.family for row in rows))
-    if family is not None and family not in (*families, ablated.NAME, "all"):
-        raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, {ablated.NAME}, all")
-    if family == ablated.NAME:
-        ablated.show_pairs(json, alone=plot is None and not (plans or regret or unsaid))
+    shows_rows = {ablated.NAME: ablated.show_pairs, tuned.NAME: tuned.show_runs}
+    if family is not None and family not in (*families, *shows_rows, "all"):
+        raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join((*families, *shows_rows))}, all")
+    if family in shows_rows:
+        shows_rows[family](json, alone=plot is None and not (plans or regret or unsaid))
         return
     for name, asked, other in (("regret", regret, unsaid), ("unsaid", unsaid, False)):
         if asked and (plans or other or plot is not None):

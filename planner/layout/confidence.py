@@ -51,6 +51,7 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
     doublings = math.log2(max(1.0, layout.parallelism.num_gpus_used / SCALE_KNOWN_RANKS))
     terms = [
         hardware_width(pricing.cluster.hardware),
+        pricing.runtime.step_width,
         MOE_STEP_WIDTH if pricing.model.moe is not None else 0.0,
         SCAN_STEP_WIDTH if pricing.model.state_kinds else 0.0,
         SPARSE_STEP_WIDTH if pricing.model.indexer is not None else 0.0,

@@ -135,6 +135,7 @@ def differences(observation: Observation, plan: Plan) -> tuple[str, ...]:
         "GPUs": (facts.num_gpus, plan.cluster.num_gpus),
         "global batch size": (facts.global_batch_size, plan.training.global_batch_size),
         "sequence length": (facts.seq_length, plan.training.seq_length),
+        "rank of adapters": (facts.lora_rank, plan.training.adapters.rank if plan.training.adapters else 0),
     }
     stated = facts.run.get("parallelism") or {}
     pairs |= {name: (stated.get(name), getattr(layout, name)) for name in _AXES}

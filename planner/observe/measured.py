@@ -76,6 +76,8 @@ class JobFacts(Spec):
     seq_length: int | None = None
     global_batch_size: int | None = None
     num_parameters: int | None = None
+    lora_rank: int | None = None
+    """Rank of the adapters that are trained in the place of the weights; None where no line says so."""
     num_steps_asked: int | None = None
     """The number of the last step that the run is to make."""
     run: dict[str, Any] = Field(default_factory=dict)

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from planner.physics.adapter_split import Split, frozen_exchange
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
+from planner.shape import Shape
 from planner.specs.finetuning.adapters import AdapterSpec
 from planner.trainers.spec import RuntimeSpec
 
@@ -30,14 +32,25 @@ OF_ADAPTERS = (" adapter", " lora_A", " lora_B")
 _FUSED = {"gate_proj": ("mlp up", "shared_experts up")}
 
 
-def adapted(items: Sequence[Item], adapters: AdapterSpec | None, runtime: RuntimeSpec) -> tuple[Item, ...]:
-    """The items of a part with frozen weights, and adapters beside the targets; the items themselves without any."""
+def adapted(
+    items: Sequence[Item], adapters: AdapterSpec | None, runtime: RuntimeSpec, shape: Shape | None = None
+) -> tuple[Item, ...]:
+    """The items of a part with frozen weights, and adapters beside the targets; the items themselves without any.
+
+    `shape` says over how many ranks adapters are split; given none, they are whole.
+    """
     if adapters is None:
         return tuple(items)
     targets = _targets(adapters, runtime)
     copied = runtime.adapter_copies_input or adapters.dropout > 0
     read = frozenset[int]() if copied else _read_by_adapters(items, targets)
-    each = (_adapted(item, index in read, targets, adapters, runtime) for index, item in enumerate(items))
+    split = runtime.splits_adapters
+    each = (
+        frozen_exchange(item, targets, split)
+        if isinstance(item, Collective)
+        else _adapted(item, index in read, targets, adapters, runtime, shape if split else None)
+        for index, item in enumerate(items)
+    )
     return tuple(chain.from_iterable(each))
 
 
@@ -71,21 +84,25 @@ def _read_by_adapters(items: Sequence[Item], targets: frozenset[str]) -> frozens
 
 
 def _adapted(
-    item: Item, is_read: bool, targets: frozenset[str], adapters: AdapterSpec, runtime: RuntimeSpec
-) -> Iterator[Item]:
-    if isinstance(item, Collective):
-        yield replace(item, beside=tuple(replace(product, trained=False) for product in item.beside))
-        return
-    kept = tuple(tensor for tensor in item.saved if not tensor.for_weight and (is_read or not tensor.is_cast))
-    frozen = replace(item, trained=False, saved=kept)
+    item: Operator, is_read: bool, targets: frozenset[str], adapters: AdapterSpec, runtime: RuntimeSpec,
+    shape: Shape | None,
+) -> Iterator[Item]:  # fmt: skip
+    kept = [tensor for tensor in item.saved if not tensor.for_weight and (is_read or not tensor.is_cast)]
+    # an adapter reads its input in 16 bits, and what keeps the input keeps it so
+    kept = [tensor._replace(gemm_input=False) for tensor in kept if not tensor.cast_copy]
+    frozen = replace(item, trained=False, saved=tuple(kept))
     if item.family in ("embedding", "bias"):
         frozen = replace(frozen, backward_bytes=0)
     is_packed = item.is_cast and adapters.base_bits < 16
     if is_packed:
         yield _unpacked(item, runtime)
-    yield frozen
-    if item.kind == "gemm" and item.name in targets:
-        yield from _adapter(item, adapters, runtime)
+    if item.kind != "gemm" or item.name not in targets:
+        yield frozen
+        return
+    yield frozen if shape is None else replace(frozen, input_shards=1)
+    parts = Split.of(item, adapters, shape)
+    yield from _adapter(item, adapters, runtime, parts)
+    yield from parts.exchanges(item, runtime)
 
 
 def _unpacked(product: Operator, runtime: RuntimeSpec) -> Operator:
@@ -97,15 +114,18 @@ def _unpacked(product: Operator, runtime: RuntimeSpec) -> Operator:
     )  # fmt: skip
 
 
-def _adapter(product: Operator, adapters: AdapterSpec, runtime: RuntimeSpec) -> Iterator[Operator]:
+def _adapter(product: Operator, adapters: AdapterSpec, runtime: RuntimeSpec, parts: Split) -> Iterator[Operator]:
     """The two products of an adapter, and what goes around them: casts of the input, dropout, scale and sum."""
     rank, rows, modules = adapters.rank, product.count * product.m, product.modules
-    inputs, outputs = rows * product.k, rows * product.n
+    inputs, outputs = rows * product.k, rows * product.n / parts.outputs
     copies, drops = runtime.adapter_copies_input, adapters.dropout > 0
     # copied: to the adapter's fp32, and back to 16 bits where the product is cast (torch.autocast)
     copied = 2 * (BF16 + FP32) * inputs * copies
     kept = [Saved("adapter input", (rows, product.k), modules)] if copies or drops else []
-    if drops:
+    if parts.inputs is not None and not kept:
+        # beside the shard, which whatever made it keeps
+        kept.append(Saved("adapter input", (rows * (1 - 1 / parts.inputs), product.k), modules))
+    if drops and not runtime.recomputes_adapter_masks:
         kept.append(Saved("adapter dropout mask", (rows, product.k), modules, dtype="uint8"))
     yield Operator(
         name=f"{product.name} adapter", kind="elementwise", family="copy", modules=modules, trained=False,
@@ -116,9 +136,11 @@ def _adapter(product: Operator, adapters: AdapterSpec, runtime: RuntimeSpec) -> 
         forward_kernels=2 + 2 * copies + drops, backward_kernels=2 + 2 * copies + drops,
         saved=tuple(kept), working_bytes=BF16 * (inputs + outputs),
     )  # fmt: skip
-    for name, n, k in (("lora_A", rank, product.k), ("lora_B", product.n, rank)):
+    for name, n, k in (("lora_A", rank / parts.down, product.k), ("lora_B", product.n / parts.up, rank)):
+        hidden = [Saved("adapter hidden", (rows, rank), modules)] if name == "lora_B" else []
+        cast = [Saved("weight in 16 bits", (product.count * n, k), modules)] if runtime.adapter_weights_cast else []
         yield Operator(
             name=f"{product.name} {name}", kind="gemm", modules=modules, wide=True, count=product.count, m=product.m,
             n=n, k=k, parameters=product.count * n * k, expert=product.expert,
-            saved=(Saved("adapter hidden", (rows, rank), modules),) if name == "lora_B" else (),
+            saved=(*hidden, *cast),
         )  # fmt: skip

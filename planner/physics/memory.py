@@ -38,12 +38,18 @@ def weights_bytes(
     return kept + gathered_weights_bytes(dense + expert, shape, runtime)
 
 
-def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
     """Bytes of frozen weights: `wide` of the dense ones take 16 bits or more, all others as few as they are kept in.
 
-    ZeRO-3 shards them as others; there are no masters of them.
+    ZeRO-3 shards them as others; there are no masters of them. Weights that products read in 8 or 4 bits are cast once,
+    and replace the others where the trainer has such parameters.
     """
-    packed = runtime.frozen_weight_bytes * _sharded(dense - wide, expert, shape, runtime, 3)
+    each = runtime.frozen_weight_bytes
+    copies = 0 if runtime.unpacks_frozen else cast_copies(runtime, dtype)
+    if copies:
+        kept = 1 if runtime.transposes_frozen else copies
+        each = kept * NARROW_BYTES[dtype] + (0.0 if runtime.narrow_parameters else each)
+    packed = each * _sharded(dense - wide, expert, shape, runtime, 3)
     return packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)
 
 
@@ -52,7 +58,7 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
     frozen_expert = part.frozen_expert_parameters
     frozen_dense = part.frozen_parameters - frozen_expert
-    frozen = frozen_bytes(frozen_dense, frozen_expert, part.frozen_wide_parameters, shape, runtime)
+    frozen = frozen_bytes(frozen_dense, frozen_expert, part.frozen_wide_parameters, shape, runtime, dtype)
     return (
         weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
         + frozen
@@ -101,10 +107,31 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     """Bytes of the main gradients, and of 16-bit gradients beside them that are never freed; sharded from ZeRO-2 on.
 
     A pipeline stage sums unsharded gradients until its last micro-batch, and shards them then (torch 2.13,
-    distributed/pipelining/stage.py: set_requires_gradient_sync(False)).
+    distributed/pipelining/stage.py: set_requires_gradient_sync(False)). Those of a step's only micro-batch that are
+    made while activations go are counted at the peak (`stage_memory`).
     """
+    is_late = runtime.counts_moments * (shape.num_microbatches == 1)
+    return np.where(is_late, 0.0, whole_gradients_bytes(dense, expert, shape, runtime))
+
+
+def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """`gradients_bytes` when the backward is done."""
     bytes_per_parameter, is_piped = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
     return bytes_per_parameter * np.where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
+
+
+def embedding_moment_bytes(part: PartCost, shape: Shape, model: ModelSpec, runtime: RuntimeSpec) -> Number:
+    """Bytes that the backward of a trained embedding takes beside gradients that are kept.
+
+    These are the gradient of its output; sums of up to ten rows of one token in fp32, where there are more than 3,072
+    tokens (torch 2.13, aten/src/ATen/native/cuda/Embedding.cu); and another gradient of the table, where there is one
+    to add it to: of an earlier micro-batch, or of the head that it is tied to, whose gradient waits for it.
+    """
+    trained = part.parameters - part.frozen_parameters
+    tokens, hidden = shape.tokens, model.hidden_size
+    sums = FP32 * hidden * (tokens / 10 + np.minimum(tokens, model.vocab_size)) * (tokens > 3072)
+    tables = 1.0 * (shape.num_microbatches > 1) + model.tie_word_embeddings
+    return (trained > 0) * (BF16 * tokens * hidden + sums + tables * runtime.gradient_bytes * trained)
 
 
 def optimizer_bytes(
@@ -244,7 +271,7 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
         gradients = (Saved("gradient of the output", (rows, op.n)), Saved("gradient of the input", (rows, op.k)))
         if op.weight and not op.trained:
             unpacked = Saved("weight in 16 bits", (op.n, op.k))
-            return (*gradients, unpacked) if op.is_cast and runtime.frozen_weight_bytes < BF16 else gradients
+            return (*gradients, unpacked) if op.is_cast and runtime.unpacks_frozen else gradients
         if runtime.fused_grad_accumulation or not op.weight:
             return gradients
         return (*gradients, Saved("gradient of the weight", (op.parameters,)))

@@ -217,6 +217,10 @@ class Collective:
     backward: bool = False
     modules: tuple[str, ...] = ()
     """Recompute modules that repeat the exchange; only forward exchanges have any."""
+    for_weight: bool = False
+    """True for an exchange that only the gradient of a weight needs."""
+    waits: bool = True
+    """False where another exchange just before made the ranks wait for the last of them."""
     cast: bool = False
     """True where the exchange carries an operand of a product: a narrow recipe casts it before it is sent."""
     choices: int = 0

@@ -167,7 +167,7 @@ class Passes:
     def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
         """Seconds of an exchange on each tier; on the first, also those that ranks wait for the last of them."""
         runtime, dtype = self.runtime, self.training.dtype
-        sync_us = 0.0 if exchange.choices else runtime.collective_sync_us
+        sync_us = runtime.collective_sync_us if exchange.waits and not exchange.choices else 0.0
         waits = (REPLAYED if runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
         sent = dtype if runtime.narrow_exchanges else "bf16"
         inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)

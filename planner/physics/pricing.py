@@ -99,6 +99,12 @@ class Pricing:
             items = self.layer(kind, shape)
             layers.update({(kind, mode): part for mode, part in self._modes(items, shape, modes).items()})
         own_head = self._head(shape, shares_embedding=False)
+        if self.runtime.counts_moments:
+            # a layer's backward comes when all that the head kept is gone
+            layers = {
+                key: replace(part, transient_bytes=part.transient_bytes - own_head.live_bytes)
+                for key, part in layers.items()
+            }
         mtp = self._mtp(shape, layers, modes) if model.num_nextn_predict_layers else {}
         return CostTable(
             shape=shape,
@@ -132,7 +138,7 @@ class Pricing:
 
     def as_trained(self, items: Sequence[Item], shape: Shape) -> tuple[Item, ...]:
         """Items of the model as this training runs them: within its documents, beside its adapters."""
-        return adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime)
+        return adapted(within_documents(items, shape, self._documents), self.training.adapters, self.runtime, shape)
 
     @property
     def _documents(self) -> Documents:

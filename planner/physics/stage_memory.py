@@ -57,16 +57,18 @@ def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations
 
     The peak is either the loss, with all activations held and the logits on top, or a layer's backward after it, when
     the logits are gone and the layer's transient bytes are needed. The optimizer runs when all of these are gone; it
-    may copy gradients, which counts where the copies are larger than what has gone.
+    may copy gradients, which counts where the copies are larger than what has gone. So do gradients that the backward
+    makes while activations go, where a trainer has none before.
     """
     constant = float(constant_bytes(pricing.model, table.shape, pricing.runtime))
     logits, transient = moment_bytes(cost)
     workspace = transient + fixed_workspace_bytes(pricing, table)
     copies = copied_gradients_bytes(pricing, table, cost)
     workspace += max(0.0, copies - activations_bytes - logits - workspace)
+    late = late_gradients_bytes(pricing, table, cost) - activations_bytes - logits - workspace
     allocated = StageBytes(
         weights_bytes=round(float(cost.weights_bytes + constant)),
-        gradients_bytes=round(float(cost.gradients_bytes)),
+        gradients_bytes=round(float(cost.gradients_bytes) + max(0.0, late)),
         optimizer_bytes=round(float(cost.optimizer_bytes)),
         activations_bytes=round(activations_bytes),
         logits_bytes=round(logits),
@@ -160,6 +162,28 @@ def _overlapped(pricing: Pricing, shape: Shape) -> tuple[Saved, ...]:
         return ()
     rows = shape.shard_tokens * moe.num_experts_per_tok
     return (Saved("rows sent and received beside a backward", (2, rows, pricing.model.hidden_size)),)
+
+
+def late_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
+    """Bytes at the end of a step's backward that were not there at its begin, when activations are gone.
+
+    They are gradients of the only micro-batch with what the embedding's backward takes, or, before that, those of all
+    but the first layer with what its backward takes.
+    """
+    runtime, shape = pricing.runtime, table.shape
+    if not runtime.counts_moments:
+        return 0.0
+
+    def whole(part: PartCost) -> float:
+        dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
+        return float(memory.whole_gradients_bytes(dense, expert, shape, runtime))
+
+    made = whole(cost) if int(shape.num_microbatches) == 1 else 0.0
+    first = table.layers[pricing.model.layers[0], next(iter(table.layers))[1]]
+    before = made - min(made, whole(table.embedding) + whole(first))
+    before += float(first.transient_bytes + first.live_bytes + table.head.live_bytes)
+    moment = float(memory.embedding_moment_bytes(table.embedding, shape, pricing.model, runtime))
+    return max(made + moment, before)
 
 
 def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:

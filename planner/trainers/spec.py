@@ -83,6 +83,9 @@ class RuntimeSpec(Spec):
     """Kernels add up in a fixed order, so that two runs give the same bits."""
     fused_norm: bool = True
     """Without: a norm is several kernels in fp32, each of which passes over its input again."""
+    copies_norm_input: bool = False
+    """An unfused RMSNorm casts its input to fp32 and keeps the copy, and the normalized rows for its weight's gradient
+    (modules of transformers; torch's own before 2.9)."""
     fused_rotary: bool = True
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
@@ -159,18 +162,43 @@ class RuntimeSpec(Spec):
     """Bytes per frozen weight of all others: embedding, head, norms, routers."""
     adapters_in_fp32: bool = False
     """Adapters, their gradients and their moments are in fp32 (peft); without: as this trainer keeps other weights."""
+    packed_adapters_in_fp32: bool = False
+    """`adapters_in_fp32` beside frozen weights of 8 and 4 bits; without: they are in 16 bits (trl's SFTTrainer)."""
     adapter_copies_input: bool = False
-    """Each adapter keeps a copy of its input for itself: peft casts it to the adapter's dtype, and torch.autocast back;
-    without: adapters and other readers of an input keep it once."""
+    """Each adapter of 16-bit weights keeps a copy of its input for itself: peft casts it to the adapter's dtype, and
+    torch.autocast back; without: adapters and other readers of an input keep it once, as beside narrower weights."""
+    adapter_weights_cast: bool = False
+    """Adapters in fp32 are cast to 16 bits in every forward, and the copies kept for the backward (torch.autocast)."""
+    recomputes_adapter_masks: bool = False
+    """The masks of adapters' dropout are drawn again in the backward, and not kept (NeMo's dropout_recompute)."""
+    splits_adapters: bool = False
+    """Adapters are split over tensor-parallel ranks, A and B both, with exchanges of their own (Megatron); without:
+    each rank has the whole A of a product whose columns are split, and the whole B of one whose rows are."""
+    adapters_all_to_all: bool = False
+    """Beside a row-parallel product, split adapters exchange columns for tokens (a2a_experimental); without: their
+    output is gathered, and each rank cuts its tokens out."""
+    transposes_frozen: bool = False
+    """Frozen 8-bit weights are transposed for each of their input gradients on GPUs that multiply by rows alone
+    (disable_parameter_transpose_cache); without: the transposed copy stays."""
+    unpacks_frozen: bool = False
+    """Frozen weights are in 8 or 4 bits that products do not read, and are turned into 16 bits before each."""
     gradient_bytes: PositiveInt = 4
     """Bytes per parameter of the gradients that micro-batches add to."""
     fp16_gradient_bytes: PositiveInt | None = None
     """`gradient_bytes` in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
+    counts_moments: bool = False
+    """Memory follows the step: gradients are set to None after each, so that those of a single micro-batch are made while
+    the backward frees activations, and what the head keeps is gone when layers need most; without: all of it at once."""
     checks_nan: bool = True
     """The loss and the gradients are looked at for NaN in every step."""
     fuses_experts: bool = False
     """One kernel computes products, activations and casts of all experts of a rank, with token counts that the host
     does not know (Transformer Engine's operation fuser)."""
+    fuses_mlp: bool = False
+    """The activation of a dense MLP writes its output, and the gradient of its input, in the dtype that the products
+    beside it read (Transformer Engine's operation fuser); without: both are cast in passes of their own."""
+    narrow_activations: bool = False
+    """Dense MLPs keep the input of their activation in 8 bits (activation_func_fp8_input_store)."""
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offloads_masters: bool = False
@@ -222,6 +250,9 @@ class RuntimeSpec(Spec):
     memory_width: NonNegativeFloat = 0.0
     """Half-width that this trainer adds to the 80% interval of a rank's memory, in natural logarithms; 0 where what its
     allocator takes beside counted tensors has been found to be as in Megatron."""
+    step_width: NonNegativeFloat = 0.0
+    """Half-width that this trainer adds to the 80% interval of a step, in natural logarithms; 0 where published runs
+    lie in their intervals without it."""
     head_backward_factor: PositiveFloat = 1.0
     """Seconds of the head's two gradient products over those of others of their size. Below 1 where weights are
     untrained and data made up: presumably the loss's gradient is then so nearly one value that its products take less
@@ -462,9 +493,14 @@ class RuntimeSpec(Spec):
         """This runtime with what adapters mean for its bytes; the same if asked again."""
         if adapters is None:
             return self
-        update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits]}
-        if self.adapters_in_fp32:
+        packed = adapters.base_bits < 16
+        update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits], "unpacks_frozen": packed}
+        if self.packed_adapters_in_fp32 if packed else self.adapters_in_fp32:
             update |= {"weight_bytes": 4, "gradient_bytes": 4, "kept_gradient_bytes": 0, "optimizer_bytes": 8}
+        elif self.adapter_weights_cast:
+            update["adapter_weights_cast"] = False
+        if packed:
+            update["adapter_copies_input"] = False
         return self.model_copy(update=update)
 
     def for_objective(self, objective: ObjectiveSpec) -> RuntimeSpec:

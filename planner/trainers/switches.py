@@ -385,6 +385,14 @@ _ROWS = (
         also=lambda value: {}, is_described=True,
     ),
     _described("precision_recipe", lambda value: _RECIPES.get(str(value), {})),
+    _flag("te_op_fuser", "activations of dense MLPs write what products read", "fuses_mlp", described=True),
+    _flag(
+        "activation_func_fp8_input_store", "dense MLPs keep 8 bits for their activation's gradient",
+        "narrow_activations", described=True,
+    ),
+    _flag("lora_dropout_recompute", "adapters keep no masks", "recomputes_adapter_masks", described=True),
+    _flag("lora_a2a", "split adapters exchange columns for tokens", "adapters_all_to_all", described=True),
+    _flag("fp8_params", "weights are kept in the recipe's dtype", "narrow_parameters", described=True),
     _described("reentrant_checkpoint", lambda value: {"stops_recompute_early": not value}),
     # what published rows describe and changes nothing
     *(

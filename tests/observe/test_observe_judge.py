@@ -62,6 +62,7 @@ def test_memory_beyond_the_interval_is_said_where_the_step_is_right(priced: Plan
     [
         ({"num_gpus": 16}, "GPUs 16, not 2,048"),
         ({"global_batch_size": 7}, "global batch size 7"),
+        ({"lora_rank": 16}, "rank of adapters 16, not 0"),
         ({"seq_length": 4096}, "sequence length 4,096"),
         ({"run": {"parallelism": {"tp": 3}}}, "tp 3"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from written import BEGIN_S, mllog, mlperf, read
 
+from planner.errors import SpecError
 from planner.specs.units import GIB
 
 
@@ -59,6 +60,35 @@ def test_blocks_stand_in_for_steps_that_are_not_recorded(tmp_path: Path) -> None
     lines += [block("block_start", 0), block("block_stop", 18), block("block_start", 20), block("block_stop", 38)]
     seen = read(tmp_path, "\n".join(lines))
     assert (seen.step_s, seen.num_steps) == (2.0, 18)
+
+
+def lora(block_start: int | None = None, samples: tuple[int, ...] = (1536, 1920, 2304)) -> str:
+    """A log of llama2_70b_lora in the form of 4.0 to 5.1, whose blocks' own counts differ from round to round."""
+    lines = [mllog("global_batch_size", 8, BEGIN_S), mllog("lora_rank", 16, BEGIN_S)]
+    at_s, before = float(BEGIN_S), 0
+    for trained in samples:
+        lines.append(mllog("block_start", None, at_s, samples_count=before if block_start is None else block_start))
+        at_s += 2.0 * (trained - before) / 8
+        lines.append(mllog("tracked_stats", {"throughput": 4.0}, at_s, step=trained))
+        lines.append(mllog("block_stop", None, at_s, samples_count=before))
+        lines.append(mllog("eval_start", None, at_s, samples_count=trained))
+        at_s += 30.0
+        lines.append(mllog("eval_stop", None, at_s, samples_count=trained))
+        before = trained
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("block_start", [None, 4224])
+def test_blocks_of_samples_are_told_by_the_evaluations_between_them(tmp_path: Path, block_start: int | None) -> None:
+    seen = read(tmp_path, lora(block_start))
+    assert (seen.step_s, seen.num_steps) == (2.0, 288)
+    assert seen.series.steps == (192, 240, 288)
+    assert seen.facts.lora_rank == 16
+
+
+def test_samples_that_are_no_whole_steps_are_no_blocks(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no lines of steps"):
+        read(tmp_path, lora(samples=(1537, 1920)))
 
 
 def test_lines_cut_off_are_left_out_and_said(tmp_path: Path) -> None:

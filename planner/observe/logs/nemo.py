@@ -51,6 +51,9 @@ def _mllog(record: Record, match: re.Match[str]) -> None:
     elif key in ("eval_start", "run_start", "block_start"):
         record.state[key] = str(at_s)
         record.state["block"] = str(metadata.get("epoch_count", record.state.get("block", "")))
+        if key == "eval_start" and "samples_count" in metadata:
+            # all of 4.0 to 5.1 count here what was trained until then; at a block's ends they count different things
+            record.state["samples"] = f"{record.state.get('samples', '')} {_value(metadata['samples_count']):.0f}"
     elif key == "block_stop" and "block_start" in record.state:
         record.activity("block", float(record.state.pop("block_start")), at_s)
     elif key == "eval_stop" and "eval_start" in record.state:
@@ -70,6 +73,7 @@ def _mllog(record: Record, match: re.Match[str]) -> None:
 _MLPERF_FACTS: dict[str, Any] = {
     "global_batch_size": ("global_batch_size", whole),
     "max_sequence_length": ("seq_length", whole),
+    "lora_rank": ("lora_rank", whole),
     "submission_benchmark": ("model", text_of),
     "submission_platform": ("hardware", text_of),
 }
@@ -109,16 +113,27 @@ def _finish_mlperf(record: Record) -> None:
 
 
 def _blocks_as_steps(record: Record) -> None:
-    """Take the means of the blocks between evaluations, whose tokens are stated, in place of steps."""
-    per_step = int(record.facts.get("global_batch_size", 0)) * int(record.facts.get("seq_length", 0))
-    tokens = number(record.state.get("block"))
-    if not per_step or not tokens >= per_step or tokens % per_step:
-        return
-    covers = round(tokens / per_step)
-    record.note("no step is recorded: seconds are means of the blocks between evaluations")
+    """Take the means of the blocks between evaluations, whose tokens or samples are stated, in place of steps."""
     blocks = [(begin, end) for kind, begin, end in record.activities if kind == "block"]
-    for count, (begin, end) in enumerate(blocks, start=1):
-        record.step(count * covers, (end - begin) / covers, end_s=end, covers=covers)
+    ends = _ends_of_blocks(record, len(blocks))
+    if not ends:
+        return
+    record.note("no step is recorded: seconds are means of the blocks between evaluations")
+    for before, number_, (begin, end) in zip((0, *ends), ends, blocks, strict=False):
+        if number_ > before:
+            record.step(number_, (end - begin) / (number_ - before), end_s=end, covers=number_ - before)
+
+
+def _ends_of_blocks(record: Record, count: int) -> list[int]:
+    """The last step of each block; none where that is not stated."""
+    batch = int(record.facts.get("global_batch_size", 0))
+    per_step, tokens = batch * int(record.facts.get("seq_length", 0)), number(record.state.get("block"))
+    if per_step and tokens >= per_step and tokens % per_step == 0:
+        return [round(tokens / per_step) * block for block in range(1, count + 1)]
+    samples = [int(text) for text in record.state.get("samples", "").split() if text.isdigit()]
+    if not batch or len(samples) != count or any(trained % batch for trained in samples):
+        return []
+    return [trained // batch for trained in samples]
 
 
 MLPERF = Grammar(

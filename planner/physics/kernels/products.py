@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from planner.physics.kernels.streams import PassSeconds, launch_s, stream_s
@@ -26,6 +28,10 @@ ALIGNED = 8
 
 EXPERT_STREAMS = 4
 """Streams that Transformer Engine spreads the products of experts over."""
+
+
+FROZEN_CAST_BYTES = {"fp8": 5, "mxfp8": 3, "nvfp4": 4.5}
+"""`CAST_BYTES` beside a frozen weight, which has no gradient that reads a transposed copy."""
 
 
 FP8 = 1
@@ -62,19 +68,28 @@ def gemm_s(
 def cast_s(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
     """Seconds to cast operands of a narrow product: the input before the forward, the gradient before the backward.
 
-    Weights are cast once a step, unless ZeRO-3 gathers them anew for every pass.
+    Weights are cast once a step, unless ZeRO-3 gathers them anew for every pass. Frozen ones may be transposed anew for
+    each input gradient.
     """
     if not (op.is_cast and is_narrow(hardware, dtype)):
         return PassSeconds(0.0, 0.0, 0.0)
     weight = op.n * op.k if runtime.casts_weights else 0
     weight_bytes = weight * _cast_bytes(dtype, 1, runtime)
-    input_bytes = 0 if op.takes_cast_input else op.m * op.k * _cast_bytes(dtype, op.input_shards, runtime)
-    gradient_bytes = 0 if op.takes_cast_gradient else op.m * op.n * _cast_bytes(dtype, op.gradient_shards, runtime)
+    cast_bytes = partial(_cast_bytes if op.trained else _frozen_cast_bytes, dtype, runtime=runtime)
+    input_bytes = 0 if op.takes_cast_input else op.m * op.k * cast_bytes(op.input_shards)
+    gradient_bytes = 0 if op.takes_cast_gradient else op.m * op.n * cast_bytes(op.gradient_shards)
+    turned = not op.trained and runtime.transposes_frozen and dtype == "fp8" and runtime.fp8_copies > 1
+    turned_bytes = 2 * FP8 * op.n * op.k * turned
     return PassSeconds(
         stream_s(hardware, op.count * (input_bytes + weight_bytes), 1, "cast"),
-        stream_s(hardware, op.count * (gradient_bytes + weight_bytes), 1, "cast"),
+        stream_s(hardware, op.count * (gradient_bytes + weight_bytes + turned_bytes), 1, "cast"),
         0.0,
     )
+
+
+def _frozen_cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
+    """`_cast_bytes` beside a frozen weight: nothing is transposed."""
+    return FROZEN_CAST_BYTES[dtype] / (shards if runtime.narrow_exchanges else 1)
 
 
 def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:

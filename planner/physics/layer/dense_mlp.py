@@ -30,7 +30,8 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
             n=columns,
             k=hidden,
             parameters=columns * (hidden + (1 if model.has_mlp_bias else 0)),
-            saved=(Saved(name, (tokens, columns), again),),
+            takes_cast_gradient=runtime.fuses_mlp,
+            saved=(Saved(name, (tokens, columns), again, dtype="uint8" if runtime.narrow_activations else "bf16"),),
         )
         products.append(product)
     yield from enter_tp(f"{module} up", products, hidden, shape, runtime, modules)
@@ -42,6 +43,7 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
         m=tokens,
         n=hidden,
         k=width,
+        takes_cast_input=runtime.fuses_mlp,
         parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
     )
     yield from leave_tp(down, BF16 * tokens * hidden, shape, modules)

@@ -78,6 +78,7 @@ def _what(observation: Observation) -> str:
     job = [
         facts.trainer if facts.trainer and facts.trainer != kinds else None,
         facts.model,
+        f"adapters of rank {facts.lora_rank:,}" if facts.lora_rank else None,
         f"{facts.num_gpus:,} GPUs" if facts.num_gpus else None,
         f"batch {facts.global_batch_size:,}" if facts.global_batch_size else None,
         f"sequence {facts.seq_length:,}" if facts.seq_length else None,
