@@ -12,6 +12,8 @@ Method = Literal["lora", "qlora", "full"]
 class Change(Spec):
     """One change of the job, with the bytes and seconds that it saves or takes, all else as it is."""
 
+    kind: str
+    """The kind of change: bits, checkpointing, micro-batch, sequence, sharding, adapters, switch or trained."""
     change: str
     """The change in words."""
     options: tuple[str, ...] = ()

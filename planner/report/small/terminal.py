@@ -69,9 +69,10 @@ def _changes(rows: Iterable[small.ChangeRow]) -> Table:
 
 def changes_section(changes: tuple[Change, ...], capacity_bytes: int, step_s: float, fits: bool) -> RenderableType:
     """All changes with the options that make them, as `plan explain` shows them."""
-    table = columns("l", "r", "r", "l", None)
+    table = columns(None, "r", "r", None)
     for row in small.rows_of(changes, capacity_bytes, step_s):
-        table.add_row(row.change, row.gib, row.seconds, row.options, Text(row.remark, style="dim"))
+        says = "; ".join(filter(None, (row.options, row.remark)))
+        table.add_row(row.change, row.gib, row.seconds, says)
     goal = "seconds gained, then GiB saved a second" if fits else "what makes it fit, then GiB saved"
     return section(f"What to change first: one change at a time, by {goal}", table)
 

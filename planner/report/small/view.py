@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -197,6 +198,8 @@ def room_lines(room: Room | None) -> tuple[tuple[str, str], ...]:
         return ()
     one, many = room.micro_batch_size, room.checkpointed_micro_batch_size
     longest = room.sequence
+    if not many and not longest.checkpointed_seq_length:
+        return (("micro-batch", "not even one sequence of 128 tokens fits"), *_models(room))
     whole = f", all that the model has positions for: {longest.most:,}" if _is_all(longest.most, room) else ""
     lines = [
         ("micro-batch", f"up to {_count(one)}; {_count(many)} with checkpointing of every layer"),
@@ -206,13 +209,18 @@ def room_lines(room: Room | None) -> tuple[tuple[str, str], ...]:
             f"{longest.checkpointed_seq_length:,} with checkpointing{whole}",
         ),
     ]
+    return (*lines, *_models(room))
+
+
+def _models(room: Room) -> tuple[tuple[str, str], ...]:
+    """The largest model of the catalogue in each way to train it, where it was looked for."""
     ways = {"qlora": "--qlora", "lora": "--lora", "full": "all weights trained"}
     models = [
         f"{model.name} ({large(model.num_parameters)}) with {ways[model.method]}" if model.name else
         f"none with {ways[model.method]}"
         for model in room.models
     ]  # fmt: skip
-    return (*lines, *([("model", f"up to {'; '.join(models)}")] if models else []))
+    return (("model", f"up to {'; '.join(models)}"),) if models else ()
 
 
 def _count(number: int) -> str:
@@ -224,11 +232,21 @@ def _is_all(most: int | None, room: Room) -> bool:
 
 
 def shown_changes(plan: Plan) -> tuple[ChangeRow, ...]:
-    """The first changes of each kind: those that fit, and those that would not, with what they lack."""
-    fitting = [change for change in plan.changes if change.fits][:SHOWN_CHANGES]
+    """The first changes of each kind that fit; the nearest that would not, and training all weights."""
+    fitting = _few_of_a_kind([change for change in plan.changes if change.fits])[:SHOWN_CHANGES]
     misfits = [change for change in plan.changes if not change.fits]
-    nearest, whole = misfits[:1], [change for change in misfits[1:] if change.changes == "what is trained"]
-    return change_rows(plan, (*fitting, *nearest, *whole)[: SHOWN_CHANGES + SHOWN_MISFITS])
+    whole = [change for change in misfits[1:] if change.kind == "trained"]
+    return change_rows(plan, (*fitting, *misfits[:1], *whole)[: SHOWN_CHANGES + SHOWN_MISFITS])
+
+
+def _few_of_a_kind(changes: list[Change]) -> list[Change]:
+    """The first change of each kind, and two switches."""
+    kept, seen = list[Change](), Counter[str]()
+    for change in changes:
+        seen[change.kind] += 1
+        if seen[change.kind] <= (2 if change.kind == "switch" else 1):
+            kept.append(change)
+    return kept
 
 
 def change_rows(plan: Plan, changes: tuple[Change, ...]) -> tuple[ChangeRow, ...]:
@@ -242,7 +260,7 @@ def rows_of(changes: tuple[Change, ...], capacity_bytes: int, step_s: float) -> 
     rows = []
     for change in changes:
         lacking = change.total_bytes - capacity_bytes
-        misfit = f"does not fit, {gibibytes(lacking)} GiB too many" if lacking > 0 else "too near the GPU's memory"
+        misfit = f"does not fit by {gibibytes(lacking)} GiB" if lacking > 0 else "fits too narrowly"
         alters = f"changes {change.changes}" if change.changes else ""
         remark = "; ".join(filter(None, ("" if change.fits else misfit, alters)))
         options = " ".join(change.options)

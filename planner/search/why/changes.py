@@ -73,7 +73,7 @@ def priced(candidate: Candidate, varied: Varied) -> Candidate | None:
     return None if any(broken_recipe_rules(setting_of(other))) else other
 
 
-def _ranks(candidate: Candidate) -> Iterator[Varied]:
+def _adapters(candidate: Candidate) -> Iterator[Varied]:
     adapters = candidate.pricing.training.adapters
     if adapters is None:
         return
@@ -97,7 +97,8 @@ def _bits(candidate: Candidate) -> Iterator[Varied]:
 
 def _what_is_trained(candidate: Candidate) -> Iterator[Varied]:
     if candidate.pricing.training.adapters is not None:
-        yield Varied("all weights trained", (), {"adapters": None}, changes="what is trained")
+        says = "all weights trained, with checkpointing"
+        yield Varied(says, (), {"adapters": None}, mode="full", changes="what is trained")
         return
     for says, option, bits in (("LoRA", "--lora", 16), ("QLoRA", "--qlora", 4)):
         yield Varied(says, (option,), {"adapters": AdapterSpec(base_bits=bits)}, changes="what is trained")
@@ -145,10 +146,17 @@ def _switches(candidate: Candidate) -> Iterator[Varied]:
                 )
 
 
-ROWS: tuple[Callable[[Candidate], Iterator[Varied]], ...] = (
-    _bits, _checkpointing, _micro_batches, _sequences, _sharding, _ranks, _switches, _what_is_trained,
-)  # fmt: skip
-"""All changes that are tried."""
+ROWS: dict[str, Callable[[Candidate], Iterator[Varied]]] = {
+    "bits": _bits,
+    "checkpointing": _checkpointing,
+    "micro-batch": _micro_batches,
+    "sequence": _sequences,
+    "sharding": _sharding,
+    "adapters": _adapters,
+    "switch": _switches,
+    "trained": _what_is_trained,
+}
+"""All changes that are tried, by their kind."""
 
 
 def changes_of(candidate: Candidate) -> tuple[Change, ...]:
@@ -159,20 +167,21 @@ def changes_of(candidate: Candidate) -> tuple[Change, ...]:
     """
     found = [
         change
-        for row in ROWS
+        for kind, row in ROWS.items()
         for varied in row(candidate)
-        if (change := _change(candidate, varied)) is not None and _matters(change, candidate.step_s)
+        if (change := _change(candidate, kind, varied)) is not None and _matters(change, candidate.step_s)
     ]
     return tuple(sorted(found, key=_by_seconds if candidate.fits else _by_bytes))
 
 
-def _change(candidate: Candidate, varied: Varied) -> Change | None:
+def _change(candidate: Candidate, kind: str, varied: Varied) -> Change | None:
     other = priced(candidate, varied)
     if other is None:
         return None
     tokens = _tokens(candidate.pricing.training) / _tokens(other.pricing.training)
     total_bytes = peak_bytes(other)
     return Change(
+        kind=kind,
         change=varied.says,
         options=varied.options,
         bytes=total_bytes - peak_bytes(candidate),

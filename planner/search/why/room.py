@@ -55,9 +55,14 @@ def candidate_of(found: Plan, case: Case) -> Candidate:
     return reprice(found, found.best, headroom_bytes=case.headroom_bytes)
 
 
+def within_risk(candidate: Candidate, case: Case) -> Candidate:
+    """The candidate, which fits only with the risk that the case accepts."""
+    return replace(candidate, pricing=replace(candidate.pricing, headroom_bytes=case.headroom_bytes))
+
+
 def nearest_changes(nearest: Candidate, case: Case) -> tuple[Change, ...]:
     """The changes of a layout that does not fit, with which it would fit at the risk that the case accepts."""
-    return changes_of(replace(nearest, pricing=replace(nearest.pricing, headroom_bytes=case.headroom_bytes)))
+    return changes_of(within_risk(nearest, case))
 
 
 def room_of(best: Candidate) -> Room:
