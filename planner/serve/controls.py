@@ -101,6 +101,17 @@ GROUPS = (
         ),
     ),
     Group(
+        "Fine-tuning",
+        (
+            Control("lora", "LoRA", "adapters beside frozen weights", kind="flag"),
+            Control("qlora", "QLoRA", "frozen weights of 4 bits", kind="flag"),
+            Control("lora_rank", "Rank", kind="number"),
+            Control("lora_targets", "Adapters on", "all-linear, attention, q_proj, …"),
+            Control("lora_dropout", "Dropout", "of an adapter's inputs", "number"),
+            Control("base_bits", "Bits of frozen weights", kind="select", choices=(_ANY, "4", "8", "16")),
+        ),
+    ),
+    Group(
         "The whole run",
         (
             Control("storage_gb_per_s", "Storage", "GB/s of all ranks", "number"),

@@ -58,7 +58,12 @@ class ChangeRow:
     gib: str
     seconds: str
     remark: str
-    options: str
+    words: tuple[str, ...]
+    """Words of the command line that make the change."""
+
+    @property
+    def options(self) -> str:
+        return " ".join(self.words)
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -263,9 +268,8 @@ def rows_of(changes: tuple[Change, ...], capacity_bytes: int, step_s: float) -> 
         misfit = f"does not fit by {gibibytes(lacking)} GiB" if lacking > 0 else "fits too narrowly"
         alters = f"changes {change.changes}" if change.changes else ""
         remark = "; ".join(filter(None, ("" if change.fits else misfit, alters)))
-        options = " ".join(change.options)
         size = f"{gib(change.bytes):+,.1f} GiB"
-        rows.append(ChangeRow(change.change, size, signed_seconds(change.seconds, step_s), remark, options))
+        rows.append(ChangeRow(change.change, size, signed_seconds(change.seconds, step_s), remark, change.options))
     return tuple(rows)
 
 
@@ -290,4 +294,4 @@ def assumed(plan: Plan) -> str:
 
 def evidence(plan: Plan, how_sure: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, str]]:
     """The lines of how sure the answer is, without those of months of training."""
-    yield from ((name, text) for name, text in how_sure if name not in ("sustained", "alternatives"))
+    yield from ((name, text) for name, text in how_sure if name != "alternatives")

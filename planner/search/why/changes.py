@@ -15,7 +15,7 @@ from planner.answer.small import Change
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of
-from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.adapters import AdapterSpec, Bits
 from planner.specs.training import Recompute, TrainingSpec
 from planner.trainers.load import switches_of
 from planner.trainers.rules.of_trainer import rules_for
@@ -26,7 +26,7 @@ from planner.trainers.switches import SWITCHES, written
 
 LEAST_BYTES, LEAST_SHARE = 2**26, 0.005
 """Bytes, and the share of a step, below which a change is not worth a line."""
-NEAREST_BITS = (16, 8, 4)
+NEAREST_BITS: tuple[Bits, ...] = (16, 8, 4)
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 _CHECKPOINTING: dict[Recompute, str] = {
     "none": "without checkpointing",
@@ -100,7 +100,8 @@ def _what_is_trained(candidate: Candidate) -> Iterator[Varied]:
         says = "all weights trained, with checkpointing"
         yield Varied(says, (), {"adapters": None}, mode="full", changes="what is trained")
         return
-    for says, option, bits in (("LoRA", "--lora", 16), ("QLoRA", "--qlora", 4)):
+    ways: tuple[tuple[str, str, Bits], ...] = (("LoRA", "--lora", 16), ("QLoRA", "--qlora", 4))
+    for says, option, bits in ways:
         yield Varied(says, (option,), {"adapters": AdapterSpec(base_bits=bits)}, changes="what is trained")
 
 

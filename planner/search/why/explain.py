@@ -174,7 +174,7 @@ def _why_this(case: Case) -> Explanation:
 
 
 def _why_too_large(case: Case, miss: Miss, error: Infeasible) -> Explanation:
-    """The explanation of a small job of which nothing fits: the nearest layout, and the changes that bring it nearer."""
+    """The explanation of a small job of which nothing fits: the nearest layout, and what brings it nearer."""
     nearest = evaluate(case.model, case.cluster, case.training, miss.layout, runtime=case.runtime)
     return _explanation(
         case,

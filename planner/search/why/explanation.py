@@ -87,7 +87,7 @@ class Explanation(Spec):
     assumptions: tuple[ChangedAssumption, ...] = ()
     constraints: tuple[Constraint, ...] = ()
     room: Room | None = None
-    """The largest micro-batch, sequence and models that fit; null for a job that is not small. Likewise `job_changes`."""
+    """The largest micro-batch, sequence and models that fit; null for a job that is not small."""
     job_changes: tuple[JobChange, ...] = ()
     """The changes of a small job with their bytes and seconds, what helps most first."""
 

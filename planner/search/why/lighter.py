@@ -10,7 +10,7 @@ from planner.search.case import Case
 from planner.search.why.misses import fitting_candidate
 from planner.search.why.room import SMALL_GPUS, most_within
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.adapters import AdapterSpec, Bits
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.trainers.load import load_runtime
@@ -60,7 +60,8 @@ def _weights(case: Case) -> Iterator[Way]:
         runtime = case.runtime if not case.runtime.has_model_parallel else load_runtime(TUNER)
         named = () if runtime is case.runtime else ("--runtime", runtime.name)
         free = replace(case, runtime=runtime).free()
-        for option, bits in (("--lora", 16), ("--qlora", 4)):
+        kinds: tuple[tuple[str, Bits], ...] = (("--lora", 16), ("--qlora", 4))
+        for option, bits in kinds:
             options = (option, *named)
             yield options, f"train adapters: {' '.join(options)}", _with(free, AdapterSpec(base_bits=bits))
         return

@@ -1,4 +1,4 @@
-"""The room of a small job: the largest micro-batch, sequence and model that fit, found by bisection over exact peaks."""
+"""The room of a small job: the largest micro-batch, sequence and model that fit, searched over exact peaks."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def room_of(best: Candidate) -> Room:
     return Room(
         micro_batch_size=batch(None),
         checkpointed_micro_batch_size=batch("full"),
-        sequence=LongestSequence(
-            seq_length=length("none"), checkpointed_seq_length=length("full"), most=positions
-        ),
+        sequence=LongestSequence(seq_length=length("none"), checkpointed_seq_length=length("full"), most=positions),
     )
 
 
@@ -145,9 +143,7 @@ def catalogue(runtime: RuntimeSpec) -> tuple[tuple[int, ModelSpec], ...]:
     return tuple(sorted(sizes, key=lambda pair: -pair[0]))
 
 
-def _largest(
-    case: Case, method: Method, bits: int | None, sizes: tuple[tuple[int, ModelSpec], ...]
-) -> LargestModel:
+def _largest(case: Case, method: Method, bits: int | None, sizes: tuple[tuple[int, ModelSpec], ...]) -> LargestModel:
     dp, runtime = case.cluster.num_gpus, case.runtime
     given = case.training.adapters or AdapterSpec()
     adapters = None if bits is None else given.model_copy(update={"base_bits": bits})
@@ -182,8 +178,8 @@ def _fits_model(case: Case, model: ModelSpec, stages: list[int]) -> bool:
     try:
         pricing = pricing_of(model, case.cluster, case.training, case.runtime, case.limits)
         for stage in stages:
-            layout = Parallelism(dp=case.cluster.num_gpus, micro_batch_size=1, zero_stage=stage, recompute="full")
-            given = given_layout(pricing, layout)
+            layout = Parallelism(dp=case.cluster.num_gpus, micro_batch_size=1, recompute="full")
+            given = given_layout(pricing, layout.model_copy(update={"zero_stage": stage}))
             table = pricing.table(given.shape, given.split.priced_modes)
             if not given.warnings and Candidate(pricing, table, given.split, given.schedule).fits:
                 return True
