@@ -163,10 +163,20 @@ def _signed_gib(change_bytes: float) -> str:
 def _why_this(answer: Explanation) -> Iterator[RenderableType]:
     if answer.beaten:
         yield section("What decides against each alternative", _beaten(answer))
-    if answer.assumptions:
+    if _moving(answer):
         yield section("Assumptions that would change the choice", _assumptions(answer))
     if answer.constraints:
         yield section("Which constraint binds", _constraints(answer.constraints))
+
+
+def _moving(answer: Explanation) -> list[ChangedAssumption]:
+    """All assumptions; of a small job those that move its step, since most of them are about many ranks."""
+    step_s = answer.best.step.step_s
+    return [
+        other
+        for other in answer.assumptions
+        if not answer.job_changes or other.changes_the_choice or abs(other.kept_step_s / step_s - 1) > 1e-3
+    ]
 
 
 def _beaten(answer: Explanation) -> Table:
@@ -187,7 +197,7 @@ def _beaten(answer: Explanation) -> Table:
 
 def _assumptions(answer: Explanation) -> Table:
     table = columns("l", None)
-    for assumption in sorted(answer.assumptions, key=lambda assumption: not assumption.changes_the_choice):
+    for assumption in sorted(_moving(answer), key=lambda assumption: not assumption.changes_the_choice):
         table.add_row("yes" if assumption.changes_the_choice else "no", Text(f"if {assumption.says}"))
         if assumption.changes_the_choice:
             table.add_row("", Text(_instead(assumption, answer.best.parallelism), style="dim"))
