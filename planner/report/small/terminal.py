@@ -29,7 +29,7 @@ def small_sections(plan: Plan, view: View) -> Iterator[RenderableType]:
 
 
 def small_panel(plan: Plan, view: View, packed: list[list[str]], figures: Table) -> Panel:
-    """What is trained, does it fit, how fast, how long."""
+    """The panel: what is trained, does it fit, how fast, how long."""
     what, manner, corrected = packed
     lines: list[RenderableType] = [
         *(Text(line) for line in what),
