@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import BaseModel
 
 from planner.cli import options as o
+
+if TYPE_CHECKING:
+    from planner.specs.hardware import HardwareSpec
+
+HEADS = ("name", "short", "GiB", "TFLOP/s", "GB/s", "next", "$/h")
+SECTIONS = (
+    "GPUs joined by NVLink in nodes and racks",
+    "AMD's accelerators, joined by xGMI",
+    "Cards on PCIe, some bridged in pairs by NVLink",
+    "One memory for GPU and host",
+)
+LEGEND = """\
+TFLOP/s in bf16 (fp16 where there is none), dense. GB/s per GPU and direction:
+of the innermost links and how many GPUs they join, and of the next ones.
+plan hardware NAME shows one with its other names, its links and its sources.
+"""
+BRIDGED = 2
+"""GPUs that an NVLink bridge joins."""
+SHORT_COLUMNS = 17
+"""Columns for the first of a profile's other names, so that a line of the list has at most 80."""
 
 ModelName = Annotated[
     str | None,
@@ -83,15 +103,39 @@ def hardware_command(name: HardwareName = None, json: o.Json = False) -> None:
     if json:
         _print([_plain(profile) for profile in profiles])
         return
-    rows = []
-    for profile in profiles:
-        peaks, tiers = profile.peak_tflops, profile.tiers
-        peak = f"{peaks.get('bf16', peaks.get('fp16', 0)):,.0f}"
-        links = f"{profile.nvlink_domain_size} × {tiers[0].gb_per_s:g}"
-        network = f"{tiers[1].gb_per_s:g}" if len(tiers) > 1 else ""
-        aliases = ", ".join(profile.aliases)
-        rows.append((profile.name, aliases, f"{profile.memory_gib:.1f}", peak, links, network))
-    _show_table(("name", "aliases", "GiB", "TFLOP/s", "domain GB/s", "net GB/s"), rows)
+    rows = [(_section(profile), _columns(profile)) for profile in profiles]
+    widths = [max(len(head), *(len(row[column]) for _, row in rows)) for column, head in enumerate(HEADS)]
+    for section in SECTIONS:
+        sys.stdout.write(f"{section}\n")
+        _show_table(HEADS, [row for of, row in rows if of == section], widths)
+        sys.stdout.write("\n")
+    sys.stdout.write(LEGEND)
+
+
+def _section(profile: HardwareSpec) -> str:
+    """The heading of the table that lists a profile."""
+    nvlink, xgmi, cards, shared = SECTIONS
+    if profile.host.is_shared:
+        return shared
+    is_joined = profile.fabric == "NVLink" and profile.nvlink_domain_size > BRIDGED
+    return xgmi if profile.is_amd else nvlink if is_joined else cards
+
+
+def _columns(profile: HardwareSpec) -> tuple[str, ...]:
+    """One line of the list of hardware."""
+    peaks, tiers = profile.peak_tflops, profile.tiers
+    short = list(profile.aliases[:2])
+    while len(", ".join(short)) > SHORT_COLUMNS:
+        short.pop()
+    return (
+        profile.name,
+        ", ".join(short),
+        f"{profile.memory_gib:.1f}",
+        f"{peaks.get('bf16', peaks.get('fp16', 0)):,.0f}",
+        f"{profile.nvlink_domain_size} × {tiers[0].gb_per_s:g}" if profile.nvlink_domain_size > 1 else "",
+        f"{tiers[1].gb_per_s:.3g}" if len(tiers) > 1 else "",
+        f"{profile.usd_per_gpu_hour:.2f}" if profile.usd_per_gpu_hour else "",
+    )
 
 
 def _plain(spec: BaseModel) -> dict[str, Any]:
@@ -111,15 +155,16 @@ def _show_yaml(data: dict[str, Any]) -> None:
     sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=50))
 
 
-def _show_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Names and aliases on the left, numbers on the right."""
+def _show_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], widths: Sequence[int] = ()) -> None:
+    """Names and aliases on the left, numbers on the right; columns are at least as wide as `widths` say."""
     from rich.table import Table
 
     from planner.cli.output import show
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index < 2 else "right", no_wrap=index != 1)
+        width = widths[index] if widths else None
+        table.add_column(head, justify="left" if index < 2 else "right", no_wrap=index != 1, min_width=width)
     for row in rows:
         table.add_row(*row)
     show(table)

@@ -15,6 +15,7 @@ from planner.layout.price import price_layout
 from planner.layout.recipe import settled
 from planner.layout.risk import headroom_bytes
 from planner.layout.unsaid import with_unsaid
+from planner.physics.host_memory import fits_host, host_shortage
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
@@ -79,7 +80,7 @@ def priced_as_given(
     candidate = Candidate(pricing, table, given.split, given.schedule)
     priced = price_layout(candidate)
     priced = priced if says_switches else with_unsaid(candidate, priced)
-    warnings = given.warnings + export_warnings(pricing)
+    warnings = given.warnings + export_warnings(pricing) + host_warnings(pricing, given.shape)
     return candidate, priced.model_copy(update={"warnings": warnings})
 
 
@@ -136,6 +137,11 @@ def export_warnings(pricing: Pricing) -> tuple[str, ...]:
         for rule in export_rules_for(runtime)
         if not rule.holds(model, training, Shape())
     )
+
+
+def host_warnings(pricing: Pricing, shape: Shape) -> tuple[str, ...]:
+    """A warning where a layout's part on the host does not fit there."""
+    return () if fits_host(pricing, shape) else (f"does not fit: {host_shortage(pricing, shape)}",)
 
 
 def _across(runtime: RuntimeSpec) -> str:

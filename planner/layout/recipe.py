@@ -42,9 +42,10 @@ def setting_of(candidate: Candidate) -> Setting:
 def settled(runtime: RuntimeSpec, cluster: ClusterSpec, model: ModelSpec) -> RuntimeSpec:
     """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it.
 
-    On AMD's GPUs that is alltoall, and no user buffers hide the exchanges of tensor parallelism.
+    On AMD's GPUs that is alltoall, and no user buffers hide the exchanges of tensor parallelism. Nor do they where GPUs
+    reach each other only through host memory.
     """
-    if cluster.hardware.is_amd and "tp_comm_overlap" in switches_of(runtime):
+    if (cluster.hardware.is_amd or cluster.hardware.is_through_host) and "tp_comm_overlap" in switches_of(runtime):
         runtime = runtime.model_copy(update=SWITCHES["tp_comm_overlap"].fields_of(False) or {})
     if runtime.dispatcher or not runtime.sends_tokens_once or model.moe is None:
         return runtime

@@ -132,7 +132,7 @@ def now(constraint: str, best: Plan) -> str:
     if constraint == "batch":
         stages = f" over {layout.pp} stages" if layout.pp > 1 else ""
         return f"{layout.num_microbatches} micro-batches of {layout.micro_batch_size}{stages}"
-    return f"tp {layout.tp} of an {best.cluster.hardware.fabric} domain of {best.cluster.nvlink_domain_size}"
+    return f"tp {layout.tp} of {best.cluster.hardware.a_domain} of {best.cluster.nvlink_domain_size}"
 
 
 def _compute(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
@@ -205,7 +205,7 @@ def _ranks(size: int) -> str:
 
 def _expert(best: PricedLayout, other: PricedLayout, cluster: ClusterSpec) -> str:
     a, b, domain = best.parallelism, other.parallelism, cluster.nvlink_domain_size
-    crosses = f", more than the {domain} of an {cluster.hardware.fabric} domain" if b.ep * b.etp > domain else ""
+    crosses = f", more than the {domain} of {cluster.hardware.a_domain}" if b.ep * b.etp > domain else ""
     return f"tokens travel to experts on {b.ep * b.etp} ranks{crosses}; in the best on {a.ep * a.etp}"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.layout.outside_pipeline import groups_pay
+from planner.physics.host_memory import host_rule
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.shape import RANK_ORDERS, Shape, divisors
@@ -70,7 +71,7 @@ def enumerate_shapes(
     orders: tuple[str, ...] = limits.rank_order or runtime.rank_orders
     if OWN not in orders:
         shape = replace(shape, dp_outermost=np.ones_like(dp))
-    rules = (*_own_rules(cluster, limits), *rules_for(runtime))
+    rules = (*_own_rules(cluster, limits), *rules_for(runtime), host_rule(pricing))
     for rule in rules:
         holds = np.broadcast_to(np.asarray(rule.holds(model, training, shape)), legal.shape)
         broken = legal & ~holds

@@ -15,6 +15,7 @@ from itertools import chain
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of, settled, under
+from planner.physics.host_memory import fits_host
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.trainers.load import has_dtype, switches_of
@@ -199,8 +200,10 @@ _ONLY_FASTER = ("bf16_gradients", "bf16_moments")
 
 
 def _takes(candidate: Candidate, runtime: RuntimeSpec) -> bool:
-    """True if no rule refuses the runtime's recipe on the candidate's layout."""
-    return not any(broken_recipe_rules(replace(setting_of(candidate), runtime=runtime)))
+    """True if no rule refuses the runtime's recipe on the candidate's layout, and the host has memory for its part."""
+    if any(broken_recipe_rules(replace(setting_of(candidate), runtime=runtime))):
+        return False
+    return bool(fits_host(replace(candidate.pricing, runtime=runtime), candidate.shape))
 
 
 def _is_allowed(name: str, value: Value, case: Case) -> bool:

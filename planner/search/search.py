@@ -10,7 +10,7 @@ from planner.errors import Infeasible
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import export_warnings, runtime_of
+from planner.layout.evaluate import export_warnings, host_warnings, runtime_of
 from planner.layout.price import price_layout
 from planner.layout.robust import robust_steps
 from planner.physics.layers import ModelTotals
@@ -105,7 +105,8 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
         best = made_to_measure(best)
     totals = best.pricing.totals
     layouts = [_priced(candidate, best, totals) for candidate in (best, *others)]
-    layouts[0] = layouts[0].model_copy(update={"warnings": export_warnings(best.pricing)})
+    warnings = export_warnings(best.pricing) + host_warnings(best.pricing, best.shape)
+    layouts[0] = layouts[0].model_copy(update={"warnings": warnings})
     layouts[0] = with_recipe(layouts[0], best, recipes)
     report = certificate(rounds, recipes, layouts[0].step.step_s, time.monotonic() - started)
     rejections = rounds[0].rejections

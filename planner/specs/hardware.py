@@ -12,6 +12,12 @@ from planner.specs.corrections import Correction
 from planner.specs.efficiency import Efficiency
 from planner.specs.units import GB, GIB, MICRO, TERA
 
+FABRICS = {"nvlink": "NVLink", "infinity-fabric": "xGMI", "pcie": "PCIe"}
+"""The vendors' names of the links inside a node, by the name of the innermost tier."""
+HOST_USABLE_FRACTION = 0.85
+"""Share of the host's memory that a trainer may fill; the rest is for the operating system, loaders of data and the
+page cache. Estimated."""
+
 
 class LinkTier(Spec):
     """One level of the network: the fastest link between any two GPUs whose ranks lie within `num_gpus`."""
@@ -30,6 +36,9 @@ class LinkTier(Spec):
     """Uplink contention: bandwidth per GPU is divided by this."""
     link_gb_per_s: PositiveFloat | None = None
     """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""
+    through_host: bool = False
+    """GPUs do not reach each other's memory over this tier: drivers give them no peer-to-peer, and bytes pass through
+    host memory."""
     start_us: NonNegativeFloat = 0.0
     """Microseconds by which a collective that uses this tier is longer than its hops and its bytes, however many."""
     pipelined: bool = False
@@ -92,6 +101,10 @@ class HostSpec(Spec):
     """Share of link_gb_per_s that large copies reach: 50 to 53 GB/s over PCIe 5.0 x16."""
     memory_gb_per_s: PositiveFloat = 76.8
     """Bandwidth of the host's memory over the number of its GPUs."""
+    memory_gib: PositiveFloat = 256.0
+    """The host's memory over the number of its GPUs: 256 on DGX H100."""
+    is_shared: bool = False
+    """GPU and host have one memory: what goes to the host stays where it was, and frees nothing."""
     source: str = ""
     """Source of these numbers."""
 
@@ -104,6 +117,11 @@ class HostSpec(Spec):
     def memory_bytes_per_s(self) -> float:
         return self.memory_gb_per_s * GB
 
+    @property
+    def usable_bytes(self) -> float:
+        """A GPU's share of the host's memory that a trainer may fill."""
+        return HOST_USABLE_FRACTION * self.memory_gib * GIB
+
 
 class HardwareSpec(Spec):
     """One kind of GPU in one kind of node, as `hardware_profiles/*.yaml` describes it."""
@@ -115,7 +133,7 @@ class HardwareSpec(Spec):
     source: str
     """The data sheet."""
     architecture: str
-    """Silicon generation (volta, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
+    """Silicon generation (volta, turing, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
     memory_gib: PositiveFloat
     """Total memory as the driver reports it."""
     hbm_gb_per_s: PositiveFloat
@@ -163,9 +181,19 @@ class HardwareSpec(Spec):
         return self.architecture.lower().startswith("cdna")
 
     @property
+    def is_through_host(self) -> bool:
+        """True where not even the innermost tier lets a GPU reach another one's memory."""
+        return self.tiers[0].through_host
+
+    @property
     def fabric(self) -> str:
-        """The vendor's name of the links inside a node, for messages."""
-        return "xGMI" if self.is_amd else "NVLink"
+        """The vendor's name of the innermost links, for messages; the tier's own name where it has none."""
+        return FABRICS.get(self.tiers[0].name, self.tiers[0].name)
+
+    @property
+    def a_domain(self) -> str:
+        """The innermost tier with its article: an NVLink domain, a PCIe domain."""
+        return f"{'an' if self.fabric[0] in 'AEINOxaeio' else 'a'} {self.fabric} domain"
 
     @property
     def memory_bytes(self) -> int:

@@ -138,7 +138,7 @@ def _names(kind: Kind) -> dict[str, tuple[str, ...]]:
     for path in sorted(_folder(kind).glob("*.yaml")):
         with path.open(encoding="utf-8") as file:
             match = _ALIASES.search(file.read(1000))
-        names[path.stem] = tuple(alias.strip() for alias in match[1].split(",")) if match else ()
+        names[path.stem] = tuple(alias.strip(" '\"") for alias in match[1].split(",")) if match else ()
     return names
 
 

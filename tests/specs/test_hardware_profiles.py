@@ -13,11 +13,21 @@ DENSE_BF16 = {
     "a100-pcie-only-80gb": 312, "a800-sxm-80gb": 312, "b200-sxm-180gb": 2250, "b300-sxm-270gb": 2250,
     "gb200-nvl72": 2500, "gb300-nvl72": 2500, "l40s-48gb": 362, "mi300x": 1307.4, "mi325x": 1307.4,
     "mi350x": 2306.9, "mi355x": 2516.6, "v100-sxm-16gb": 125, "v100-sxm-32gb": 125,
+    # with fp32 accumulation, which GeForce cards do at half of the rate with fp16 accumulation
+    "rtx-3090-24gb": 71.2, "rtx-3090-nvlink-24gb": 71.2, "rtx-4090-24gb": 165.2, "rtx-5090-32gb": 209.5,
+    "rtx-4060-ti-16gb": 44.1, "rtx-5080-16gb": 112.6, "rtx-a6000-48gb": 154.8, "rtx-a6000-nvlink-48gb": 154.8,
+    "rtx-6000-ada-48gb": 364.2, "rtx-pro-6000-96gb": 503.8, "a10-24gb": 125, "a10g-24gb": 70, "l4-24gb": 121,
+    "t4-16gb": 65, "dgx-spark-128gb": 125,
 }  # fmt: skip
 SOLD_GB = {
     "gb200-nvl72": 186,
     "gb300-nvl72": 288,
     "l40s-48gb": 45,
+    "a10-24gb": 22.5,
+    "a10g-24gb": 22.5,
+    "l4-24gb": 22.5,
+    "t4-16gb": 15,
+    "dgx-spark-128gb": 122,
     "mi300x": 192,
     "mi325x": 256,
     "mi350x": 288,
@@ -62,6 +72,12 @@ def test_peaks_are_dense(name: str) -> None:
         ("gb300-nvl72", {"bf16", "tf32", "fp8", "mxfp8", "nvfp4"}),
         ("mi300x", {"bf16", "tf32", "fp8"}),
         ("mi355x", {"bf16", "fp8", "mxfp8"}),
+        ("t4", {"fp16"}),
+        ("3090", {"bf16", "tf32"}),
+        ("4090", {"bf16", "tf32", "fp8"}),
+        # no MXFP8 and no NVFP4 for training on compute capability 12
+        ("5090", {"bf16", "tf32", "fp8"}),
+        ("spark", {"bf16", "tf32", "fp8"}),
     ],
 )
 def test_a_gpu_has_the_dtypes_of_its_generation(name: str, dtypes: set[str]) -> None:
@@ -88,6 +104,11 @@ def test_the_driver_reports_less_than_the_name_says(name: str) -> None:
         ("mi300x", 8, 448, 50),
         ("mi355x", 8, 537.6, 50),
         ("a100-pcie-only-80gb", 4, 32, 3.125),
+        ("3090-nvlink", 2, 56.25, 0.3906),
+        ("a6000-nvlink", 2, 56.25, 1.5625),
+        ("5090", 4, 64, 0.3906),
+        ("l4", 4, 32, 1.5625),
+        ("spark", 1, 136.5, 25),
     ],
 )
 def test_links_are_per_gpu_and_direction(name: str, domain: int, nvlink: float, network: float) -> None:

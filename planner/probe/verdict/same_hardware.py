@@ -16,6 +16,10 @@ VENDORS = {
 
 CARDS = {"pcie", "nvl"}
 """Forms of a GPU, with other clocks and links than it has on a board, that names of devices and of profiles tell."""
+SERIES = {"rtx", "pro", "dgx"}
+"""First words of names of many GPUs, as numbers are: one of them is told by all words of its name."""
+_UNTOLD = re.compile(r"\d+gb|nvlink")
+"""Words of a profile's name that no device's name has: its memory and its bridges."""
 
 
 def is_named(hardware: HardwareSpec, device: str) -> bool:
@@ -31,14 +35,15 @@ def objection_to_device(device: str, torch_version: str, hardware: HardwareSpec)
     if is_named(hardware, device):
         return None
     ours, theirs = "AMD" if hardware.is_amd else "NVIDIA", _vendor(device, torch_version)
-    shipped = [load_hardware(name) for name in hardware_names() if name.split("-")[0] in _words(device)]
-    nearest = max(
-        shipped, key=lambda known: sum(part in device.lower() for part in known.name.split("-")), default=None
-    )
+    known = hardware_names()
+    named = [name for name, aliases in known.items() if any(_names(one, device) for one in (name, *aliases))]
+    alike = named or [name for name in known if name.split("-")[0] in _words(device)]
+    shipped = [load_hardware(name) for name in alike]
+    nearest = max(shipped, key=lambda one: sum(part in device.lower() for part in one.name.split("-")), default=None)
     hint = f"probe on {hardware.name}" + (f", or plan with --hardware {nearest.name}" if nearest else "")
     if theirs is not None and ours != theirs:
         return f"ran on {device}, a GPU of {theirs}; {hardware.name} is {ours}'s", hint
-    silicon = sorted({known.architecture for known in shipped})
+    silicon = sorted({one.architecture for one in shipped})
     if silicon and hardware.architecture.lower() not in silicon:
         return f"ran on {device} ({', '.join(silicon)}); {hardware.name} is {hardware.architecture}", hint
     if shipped and hardware.name in hardware_names():
@@ -57,6 +62,8 @@ def _names(name: str, device: str) -> bool:
     """True if a profile's name is that of a device: h200-sxm-141gb of NVIDIA H200."""
     kind, *rest = name.lower().split("-")
     words = _words(device)
+    if kind in SERIES or kind.isdigit():
+        return {kind, *(word for word in rest if not _UNTOLD.fullmatch(word))} <= words
     return kind in words and CARDS & words == CARDS & {kind, *rest}
 
 

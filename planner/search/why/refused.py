@@ -15,10 +15,15 @@ from planner.search.schedules import check_expressible, schedule_options, schedu
 from planner.shape import Shape
 
 _MORE_MICROBATCHES = "pin a smaller pp, dp or micro-batch-size, or raise the global batch size"
+_LESS_OFFLOADED = (
+    "offload less, or say how much the hosts have: plan hardware NAME > box.yaml, change its host's memory_gib, and "
+    "add --hardware box.yaml"
+)
 _NO_CP = "use cp 1, or another --runtime (torchtitan takes any attention)"
 _HINTS = {
     "attention_sinks_with_cp": _NO_CP,
     "cp_not_expressible": _NO_CP,
+    "host_memory": _LESS_OFFLOADED,
     "interleaving_too_few_microbatches": _MORE_MICROBATCHES,
     "more_ranks_than_gpus": "lower what is pinned, or give more GPUs",
     "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",

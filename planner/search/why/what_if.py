@@ -131,4 +131,4 @@ def other_limits(case: Case) -> Iterator[WhatIf]:
             tiers = (cluster.tiers[0].model_copy(update={"num_gpus": 2 * inner}), *cluster.tiers[1:])
             wider = hardware.model_copy(update={"tiers": tiers, "gpus_per_node": cluster.node_size})
             changed = cluster.changed(hardware=wider, gpus_per_node=None, network_gb_per_s=None, network_tiers=())
-            yield WhatIf("domain", f"an {hardware.fabric} domain of {2 * inner}", replace(case, cluster=changed))
+            yield WhatIf("domain", f"{hardware.a_domain} of {2 * inner}", replace(case, cluster=changed))

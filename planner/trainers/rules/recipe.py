@@ -150,6 +150,12 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         lambda s: s.model.moe is not None or s.runtime.dispatcher == "",
     ),
     _job(
+        "tp_comm_overlap", "needs GPUs that reach each other's memory, which these do only through their host's",
+        lambda s: not s.cluster.hardware.is_through_host
+        or s.runtime.tp_overlap_fraction == 0
+        or "tp_comm_overlap" not in switches_of(s.runtime),
+    ),
+    _job(
         "dispatcher", "deepep knows no NVLink between nodes",
         lambda s: s.runtime.dispatcher != "deepep" or not s.cluster.is_rack,
     ),
@@ -257,6 +263,14 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
     _job(
         "activation_offload", "of moe_act does not go with full_iteration, which stashes what experts keep",
         lambda s: "moe_act" not in s.runtime.offload_modules or not _is_whole_graph(s),
+    ),
+    _job(
+        "optimizer_offload", "frees nothing where GPU and host have one memory",
+        lambda s: not s.cluster.hardware.host.is_shared or s.runtime.optimizer_offload_fraction == 0,
+    ),
+    _job(
+        "activation_offload", "frees nothing where GPU and host have one memory",
+        lambda s: not s.cluster.hardware.host.is_shared or not s.runtime.offload_modules,
     ),
     _model(
         "activation_offload", "moe_act needs experts",
