@@ -110,8 +110,10 @@ def _adapter(product: Operator, adapters: AdapterSpec, runtime: RuntimeSpec) -> 
         saved=tuple(kept), working_bytes=BF16 * (inputs + outputs),
     )  # fmt: skip
     for name, n, k in (("lora_A", rank, product.k), ("lora_B", product.n, rank)):
+        hidden = [Saved("adapter hidden", (rows, rank), modules)] if name == "lora_B" else []
+        cast = [Saved("weight in 16 bits", (product.count * n, k), modules)] if runtime.adapter_weights_cast else []
         yield Operator(
             name=f"{product.name} {name}", kind="gemm", modules=modules, wide=True, count=product.count, m=product.m,
             n=n, k=k, parameters=product.count * n * k, expert=product.expert,
-            saved=(Saved("adapter hidden", (rows, rank), modules),) if name == "lora_B" else (),
+            saved=(*hidden, *cast),
         )  # fmt: skip

@@ -81,6 +81,9 @@ class RuntimeSpec(Spec):
     """Kernels add up in a fixed order, so that two runs give the same bits."""
     fused_norm: bool = True
     """Without: a norm is several kernels in fp32, each of which passes over its input again."""
+    copies_norm_input: bool = False
+    """An unfused RMSNorm casts its input to fp32 and keeps the copy, and the normalized rows for its weight's gradient
+    (modules of transformers; torch's own before 2.9)."""
     fused_rotary: bool = True
     """Without: chunk, negate, multiply, add, concatenate; and the QKV buffer stays alive through the view of v."""
     fused_activation: bool = True
@@ -157,9 +160,13 @@ class RuntimeSpec(Spec):
     """Bytes per frozen weight of all others: embedding, head, norms, routers."""
     adapters_in_fp32: bool = False
     """Adapters, their gradients and their moments are in fp32 (peft); without: as this trainer keeps other weights."""
+    packed_adapters_in_fp32: bool = False
+    """`adapters_in_fp32` beside frozen weights of 8 and 4 bits; without: they are in 16 bits (trl's SFTTrainer)."""
     adapter_copies_input: bool = False
-    """Each adapter keeps a copy of its input for itself: peft casts it to the adapter's dtype, and torch.autocast back;
-    without: adapters and other readers of an input keep it once."""
+    """Each adapter of 16-bit weights keeps a copy of its input for itself: peft casts it to the adapter's dtype, and
+    torch.autocast back; without: adapters and other readers of an input keep it once, as beside narrower weights."""
+    adapter_weights_cast: bool = False
+    """Adapters in fp32 are cast to 16 bits in every forward, and the copies kept for the backward (torch.autocast)."""
     gradient_bytes: PositiveInt = 4
     """Bytes per parameter of the gradients that micro-batches add to."""
     fp16_gradient_bytes: PositiveInt | None = None
@@ -431,8 +438,13 @@ class RuntimeSpec(Spec):
         if adapters is None:
             return self
         update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits]}
-        if self.adapters_in_fp32:
+        packed = adapters.base_bits < 16
+        if self.packed_adapters_in_fp32 if packed else self.adapters_in_fp32:
             update |= {"weight_bytes": 4, "gradient_bytes": 4, "kept_gradient_bytes": 0, "optimizer_bytes": 8}
+        elif self.adapter_weights_cast:
+            update["adapter_weights_cast"] = False
+        if packed:
+            update["adapter_copies_input"] = False
         return self.model_copy(update=update)
 
     @property

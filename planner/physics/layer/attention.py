@@ -94,6 +94,8 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     keeps_buffer = rotates and not runtime.fused_rotary
     parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
     products = []
+    # three: rotation makes copies of queries and keys, and keeps nothing of what it reads
+    copied = ("q", "k") if keeps_buffer else ()
     for name, kept, again in parts:
         modules = ("op",) if again else ()
         columns = cut if name == "qkv" else kept
@@ -105,7 +107,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             n=columns,
             k=model.hidden_size,
             parameters=columns * model.hidden_size + (columns if model.qkv_bias else 0),
-            saved=(Saved(name, (shape.tokens, kept), modules),),
+            saved=() if name in copied else (Saved(name, (shape.tokens, kept), modules),),
         )
         products.append(product)
     yield from enter_tp("qkv", products, model.hidden_size, shape, runtime)

@@ -134,9 +134,10 @@ def norm(
     # unfused: cast to fp32, square, mean, scale, cast back, weight
     passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
     saved = [Saved("statistics", (2 if model.norm == "layernorm" else 1, tokens), dtype="fp32")]
-    if runtime.is_runner and not runtime.fused_norm and model.norm == "rmsnorm":
-        # torch before 2.9: the input in fp32, and the normalized rows before their weight
-        saved += [Saved("input", (tokens, width), dtype="fp32"), Saved("normalized", (tokens, width))]
+    if runtime.copies_norm_input and not runtime.fused_norm and model.norm == "rmsnorm":
+        # the input in fp32, and the normalized rows before their weight
+        rows = Saved("normalized", (tokens, width), for_weight=True)
+        saved += [Saved("input", (tokens, width), dtype="fp32"), rows]
     elif saves_input:
         saved.append(Saved("input", (tokens, width)))
     if saves_output:
