@@ -115,6 +115,9 @@ _TRAINERS = (
         mark=r"^stage_to_rank:", runtimes=("torch-eager",), recomputes=("core_attn", "mlp", "moe", "shared_experts"),
     ),
     Trainer(
+        "hf", "huggingface.write:export_hf", "huggingface.trainer:read_trainer", runtimes=("hf",),
+    ),
+    Trainer(
         "accelerate", None, "huggingface.accelerate:read_accelerate",
         mark=r"^(compute_environment|distributed_type):",
     ),

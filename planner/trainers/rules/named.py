@@ -8,6 +8,7 @@ from planner.trainers.rules.automodel import AUTOMODEL_RULES
 from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import BF16_ONLY, Rule
 from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
+from planner.trainers.rules.hf_model import HF_MODEL_RULES
 from planner.trainers.rules.megatron import megatron_rules
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 from planner.trainers.rules.torch import TORCH_EAGER_RULES
@@ -31,6 +32,7 @@ EXPORT_RULES: dict[str, tuple[Rule, ...]] = {
     "torchtitan": TORCHTITAN_MODEL_RULES,
     "torch-eager": TORCH_MODEL_RULES,
     "deepspeed": DEEPSPEED_MODEL_RULES,
+    "hf": HF_MODEL_RULES,
     "bf16": (BF16_ONLY,),
 }
 """Rules that an export sets to models and dtypes, whatever the layout. What breaks one is priced all the same, with a
