@@ -124,7 +124,7 @@ _TRAINERS = (
     Trainer(
         "huggingface", None, "huggingface.trainer:read_trainer",
         mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
-        r"|accelerate launch",
+        r"|accelerate launch|^\s*\"peft_type\"",
     ),
     Trainer(
         "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",

@@ -40,6 +40,7 @@ from planner.export.huggingface.training_source import (
 from planner.export.launch.nodes import nodes_of
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.hf_model import HF_MODEL_RULES
+from planner.trainers.rules.of_trainer import rules_for
 
 WRITTEN_FOR = "transformers 5, TRL 1, Accelerate 1 and peft 0.21"
 
@@ -81,10 +82,7 @@ def _check_expressible(plan: Plan) -> None:
     """Raise Inexpressible, with every reason, where no files of these packages say what the plan says."""
     layout, runtime, adapters = plan.parallelism, plan.runtime_spec, plan.training.adapters
     hint = hint_for(plan, "hf", HF_MODEL_RULES)
-    objections = Objections("hf", broken_rules((*HF_MODEL_RULES, BF16_ONLY), plan), hint)
-    for axis in ("tp", "cp", "pp", "ep"):
-        size = getattr(layout, axis)
-        objections.when(size > 1, axis, f"it splits no model ({axis} {size}): every rank computes whole layers")
+    objections = Objections("hf", broken_rules((*HF_MODEL_RULES, BF16_ONLY, *rules_for(runtime)), plan), hint)
     objections.when(layout.recompute == "selective", "recompute_selective", "gradient checkpointing is of whole layers")
     objections.when(
         layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"
