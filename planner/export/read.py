@@ -8,8 +8,8 @@ from pathlib import Path
 
 from planner.errors import SpecError
 from planner.export.common.config_file import MAX_BYTES, ConfigFile
-from planner.export.common.folder import configuration_in
 from planner.export.common.imported_run import ImportedRun
+from planner.export.folder import configuration_in
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.files import STDOUT as STDIN
 

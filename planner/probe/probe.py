@@ -88,7 +88,7 @@ def require_layers(plan: Plan) -> None:
     adapters = plan.training.adapters
     if adapters is not None:
         raise ProbeError(
-            f"training.adapters: LoRA of rank {adapters.rank} cannot be probed: the probe trains every weight it builds",
+            f"training.adapters: LoRA of rank {adapters.rank} cannot be probed: the probe trains all weights",
             "plan export PLAN.json --to hf writes the job itself, whose launch.sh takes 20 steps with MOCK=1",
         )
     objection = runner_objection(plan.model.spec, plan.training)

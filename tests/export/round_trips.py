@@ -32,7 +32,7 @@ from planner.trainers.stated import switched
 
 RUNTIME_OF = {
     "megatron": "megatron", "bridge": "bridge", "torchtitan": "torchtitan", "torch": "torch-eager",
-    "deepspeed": "deepspeed", "primus": "primus-megatron", "hf": "hf",
+    "deepspeed": "deepspeed", "primus": "primus-megatron", "hf": "hf", "torchtune": "torchtune",
 }  # fmt: skip
 """Each target of an export that a plan comes back from, and the trainer that its plans are made for."""
 _BACKENDS = ("primus-megatron", "primus-megatron", "primus-torchtitan")
@@ -41,7 +41,7 @@ _MODELS = (
     "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b", "llama-3.1-70b", "gpt3-175b", "mixtral-8x7b",
     "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-8b", "deepseek-v2-lite",
 )  # fmt: skip
-_SHARDERS = ("hf",)
+_SHARDERS = ("hf", "torchtune")
 """Targets that split no model, and train adapters."""
 _NARROW = {"megatron": ("fp8",), "bridge": ("fp8",), "primus": ("fp8",)}
 _TRIES = 100

@@ -55,7 +55,8 @@ class Objections:
 
 def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     """The way out of a refusal: another trainer, another plan, or another choice in this one."""
-    if broken_rules(WHOLE_MODEL_RULES, plan):
+    model_rules = tuple(model_rules)
+    if broken_rules((rule for rule in model_rules if rule in WHOLE_MODEL_RULES), plan):
         return _hint_for_fine_tuning(plan)
     if broken_rules(model_rules, plan):
         return _hint_for_model(plan, runtime)

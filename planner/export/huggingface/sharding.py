@@ -104,6 +104,8 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **_ratio(plan)}
     if layout.zero_stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
+    adam = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    is_adam = plan.best.recipe.get("optimizer", "adamw") == "adamw"
     return {
         "train_batch_size": plan.training.global_batch_size,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
@@ -111,6 +113,8 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         "gradient_clipping": "auto",
         "bf16": {"enabled": True},
         "zero_optimization": zero,
+        # its own Adam, which has a kernel for the host too; transformers makes the others
+        **({"optimizer": {"type": "AdamW", "params": adam}} if is_adam else {}),
     }
 
 

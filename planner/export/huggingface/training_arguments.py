@@ -95,7 +95,7 @@ def _length(plan: Plan) -> dict[str, Any]:
 
 
 def _offloads_activations(plan: Plan) -> bool:
-    """What layers keep for the backward waits in host memory (TRL offloads all of it)."""
+    """All that layers keep for the backward waits in host memory."""
     return plan.runtime_spec.offloaded_layers > 0
 
 

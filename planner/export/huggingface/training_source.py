@@ -39,7 +39,9 @@ def requirements_of(plan: Plan) -> tuple[Requirement, ...]:
     if adapters is not None:
         needs.append(Requirement("peft", "adapters", "peft", "0.17", "pip install peft"))
         if adapters.base_bits < 16:
-            needs.append(Requirement("bitsandbytes", "packed weights", "bitsandbytes", "0.45", "pip install bitsandbytes"))
+            needs.append(
+                Requirement("bitsandbytes", "packed weights", "bitsandbytes", "0.45", "pip install bitsandbytes")
+            )
     if attention in ("flash", "flash1"):
         needs.append(Requirement("flash_attn", "attention", hint="pip install flash-attn --no-build-isolation"))
     return tuple(needs)

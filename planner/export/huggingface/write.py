@@ -121,7 +121,10 @@ def _launch_files(plan: Plan, comments: str) -> tuple[ExportFile, ...]:
     if sharding == "none":
         return ()
     accelerate = ExportFile(ACCELERATE_FILE, comments + _yaml(accelerate_config(plan)))
-    return (accelerate, *([ExportFile(DEEPSPEED_FILE, _json(deepspeed_config(plan)))] if sharding == "deepspeed" else []))
+    return (
+        accelerate,
+        *([ExportFile(DEEPSPEED_FILE, _json(deepspeed_config(plan)))] if sharding == "deepspeed" else []),
+    )
 
 
 def _program(plan: Plan) -> str:
