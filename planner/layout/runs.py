@@ -18,6 +18,7 @@ from planner.layout.evaluate import price_given
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
+from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
 from planner.specs.reading import kind_of, whole_number
@@ -44,6 +45,8 @@ class RunSpec(Spec):
     seq_length: PositiveInt
     global_batch_size: PositiveInt
     dtype: Dtype = "bf16"
+    adapters: AdapterSpec | None = None
+    """Adapters that are trained in the place of the weights."""
     parallelism: Parallelism = Parallelism()
     features: dict[str, Any] = Field(default_factory=dict)
     """Features that the run switched on; names that the runtime does not know are ignored with a warning. A run that
@@ -143,7 +146,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         "gpus_per_node": spec.gpus_per_node,
         "network_gb_per_s": network_gb_per_s(spec.inter_node, spec.gpus_per_node or hardware.gpus_per_node),
     }
-    training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype"})
+    training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype", "adapters"})
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")
