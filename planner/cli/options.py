@@ -127,6 +127,11 @@ LoraDropout = Annotated[
 ]
 BaseBits = Annotated[int | None, number(FINETUNE, "--base-bits", "Bits of a frozen weight: 4, 8 or 16. [16]")]
 
+Optimizer = Annotated[
+    str | None,
+    text(FINETUNE, "--optimizer", "NAME", "adamw, adamw-8bit, paged-adamw, adafactor, … as --switch has it."),
+]
+
 Phases = Annotated[
     str | None, text(JOB, "--phases", "FILE", "Phases of a run, one after the other, with a plan of each.")
 ]

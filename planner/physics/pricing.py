@@ -47,6 +47,7 @@ from planner.physics.operators import (
     wide_parameters,
     within_documents,
 )
+from planner.physics.optimizers import state_bytes, state_update_s, workspace_bytes
 from planner.physics.passes import COMM_GROUPS, Passes, lateness
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.cluster import ClusterSpec
@@ -229,6 +230,7 @@ class Pricing:
             frozen_parameters=num_parameters(items, trained=False),
             frozen_expert_parameters=num_parameters(items, expert=True, trained=False),
             frozen_wide_parameters=wide_parameters(items, trained=False),
+            **self._states(items, shape),
         )
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
         seconds = self.passes.seconds(items, shape)
@@ -341,7 +343,28 @@ class Pricing:
         offloaded = runtime.optimizer_offload_fraction * shard
         clip_s = updates.clip_s(hardware, shard, dense + expert, runtime)
         gpu_s = updates.optimizer_s(hardware, shard - offloaded, runtime)
-        return gpu_s + updates.host_update_s(hardware, offloaded) + clip_s
+        if runtime.optimizer != "adamw":
+            gpu_s = memory.sharded_update_s(part, shape, runtime)
+        return gpu_s + updates.host_update_s(hardware, offloaded, runtime) + clip_s
+
+    def _states(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Bytes and seconds of the states of an optimizer other than AdamW, by fields of a part's cost."""
+        hardware, runtime, hidden = self.cluster.hardware, self.runtime, self.model.hidden_size
+        if runtime.optimizer == "adamw":
+            return {}
+        return {
+            "state_bytes": state_bytes(items, hidden, runtime, expert=False),
+            "expert_state_bytes": state_bytes(items, hidden, runtime, expert=True),
+            "state_update_s": state_update_s(items, hidden, shape.tp, hardware, runtime, expert=False),
+            "expert_state_update_s": state_update_s(items, hidden, shape.etp, hardware, runtime, expert=True),
+        }
+
+    def update_workspace_bytes(self, shape: Shape) -> float:
+        """Bytes that the update of the model's largest tensor needs for a moment, beside its states."""
+        parts = (self.embedding_items(shape), self.head_items(shape, self.model.tie_word_embeddings))
+        layers = (self.layer(kind, shape) for kind in self.model.kinds)
+        hidden = self.model.hidden_size
+        return max(float(workspace_bytes(items, hidden, self.runtime)) for items in (*parts, *layers))
 
     def _tensors_s(self, items: Sequence[Item]) -> Number:
         """Host seconds of an optimizer step on a part: Python copies, sums and hooks go tensor by tensor."""

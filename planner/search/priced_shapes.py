@@ -33,6 +33,8 @@ _COUNTED = (
     "frozen_wide_parameters",
 )  # fmt: skip
 """Fields of a part from which the bytes of its weights, gradients and optimizer are counted."""
+_STATES = ("state_bytes", "expert_state_bytes", "state_update_s", "expert_state_update_s")
+"""Fields that are counted where the optimizer is not AdamW."""
 
 
 PartName = LayerKind | Literal["embedding", "head", "mtp"]
@@ -84,7 +86,8 @@ class PricedShapes:
 
     def counted(self, part: PartCost) -> PartCost:
         """The parameters of a part for every shape, as a part of its own."""
-        return PartCost(**{name: self.part(part, name) for name in _COUNTED})
+        names = _COUNTED if self.pricing.runtime.optimizer == "adamw" else (*_COUNTED, *_STATES)
+        return PartCost(**{name: self.part(part, name) for name in names})
 
     def static_bytes(self, part: PartCost) -> FloatArray:
         """Bytes of a part's weights, gradients and optimizer under each shape's sharding."""

@@ -12,6 +12,7 @@ from planner.shape import RANK_ORDERS
 from planner.specs.problems import nearest
 from planner.specs.registry import hardware_names, model_names
 from planner.trainers.load import RUNTIMES
+from planner.trainers.optimizers import OPTIMIZERS
 
 Form = Mapping[str, str]
 """The texts of the page's controls by name; empty ones were not given."""
@@ -109,6 +110,7 @@ GROUPS = (
             Control("lora_targets", "Adapters on", "all-linear, attention, q_proj, …"),
             Control("lora_dropout", "Dropout", "of an adapter's inputs", "number"),
             Control("base_bits", "Bits of frozen weights", kind="select", choices=(_ANY, "4", "8", "16")),
+            Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
         ),
     ),
     Group(

@@ -24,6 +24,7 @@ from planner.specs.base import (
 from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import RankOrder
+from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName
 from planner.trainers.switches import changes
 
 CHUNK_PARAMETERS = 2**18
@@ -178,6 +179,11 @@ class RuntimeSpec(Spec):
     does not know (Transformer Engine's operation fuser)."""
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
+    offloads_masters: bool = False
+    """fp32 masters leave the GPU with the states (ZeRO-Offload); without: the GPU keeps them."""
+    host_adam_bytes: PositiveFloat = 80.0
+    """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
+    after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
@@ -191,6 +197,8 @@ class RuntimeSpec(Spec):
     """Bytes per parameter of 16-bit gradients beside the fp32 sums, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12
     """Bytes per parameter of fp32 master weights (unless they are the weights) and two Adam moments."""
+    optimizer: OptimizerName = "adamw"
+    """The optimizer (trainers/optimizers.py); `optimizer_bytes` says what AdamW's states would take."""
     asynchronous_checkpoints: bool = False
     """Checkpoints are written beside the training, which waits only until they are copied to host memory."""
     narrow_gradient_bytes: PositiveInt | None = None
@@ -389,9 +397,28 @@ class RuntimeSpec(Spec):
         return chunks + (self.bucket_parameters - chunks) * (chunks < self.bucket_parameters)
 
     @property
-    def checkpoint_bytes_per_parameter(self) -> int:
+    def checkpoint_bytes_per_parameter(self) -> float:
         """Bytes that a checkpoint holds of each parameter: its weight, and what the optimizer keeps."""
-        return self.weight_bytes + self.optimizer_bytes
+        row = self.optimizer_row
+        if row.name == "adamw":
+            return self.weight_bytes + self.optimizer_bytes
+        width = {8: 1 + 4 / BLOCK, 32: 4}.get(row.bits, self.moment_bytes)
+        return self.weight_bytes + self.master_bytes + row.moments * width
+
+    @property
+    def optimizer_row(self) -> Optimizer:
+        """The optimizer's states and the bytes that its update moves."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes per parameter of fp32 masters beside 16-bit weights: 4, or 0 where there are none."""
+        return 4 if self.weight_bytes == 2 and self.optimizer_bytes >= 8 else 0
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of one of Adam's two moments."""
+        return (self.optimizer_bytes - self.master_bytes) / 2
 
     @property
     def keeps_softmax(self) -> bool:
