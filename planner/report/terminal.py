@@ -77,7 +77,9 @@ def _sections(view: View) -> Iterator[RenderableType]:
 
 def _small_sections(plan: Plan, view: View) -> Iterator[RenderableType]:
     """The sections of a job on few GPUs, in which nothing is said of pipelines, slow ranks and months."""
-    packed = [_packed(parts) for parts in (trained(plan), manner(plan.parallelism), view.corrected)]
+    packed = [
+        _packed(parts) for parts in (trained(plan), manner(plan.parallelism, plan.best.worst_stage), view.corrected)
+    ]
     yield small_panel(plan, view, packed, _figures(figures(plan)))
     if view.given_and_own:
         yield section(view.headings["given_and_own"], _entries(view.given_and_own))

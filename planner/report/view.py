@@ -24,8 +24,9 @@ from planner.report.months import cost_figures, goodput_figures, says_sources, s
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
+from planner.report.small import changes
 from planner.report.small import view as small
-from planner.report.small.view import ChangeRow
+from planner.report.small.changes import ChangeRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,11 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     """The lines of a plan, or of one evaluated layout beside `own`, the planner's choice for the same job."""
     best, training, hardware = plan.best, plan.training, plan.cluster.hardware
     is_tuning = small.is_small(plan)
-    ways = (*small.trained(plan), *small.manner(best.parallelism)) if is_tuning else manner(best.parallelism)
+    ways = (
+        (*small.trained(plan), *small.manner(best.parallelism, best.worst_stage))
+        if is_tuning
+        else manner(best.parallelism)
+    )
     return View(
         job=f"{plan.model.name} on {plan.cluster.num_gpus:,} × {hardware.name}, {plan.runtime}",
         command=plan.command,
@@ -176,7 +181,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         assumptions=(small.assumed(plan),) if is_tuning and small.assumed(plan) else plan.assumptions,
         warnings=plan.warnings,
         room=small.room_lines(plan.room),
-        changes=small.change_rows(plan, plan.changes),
+        changes=changes.change_rows(plan, plan.changes),
     )
 
 

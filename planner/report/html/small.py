@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from planner.report.html.pieces import Html, section, table
-from planner.report.small.view import ChangeRow
+from planner.report.small.changes import ChangeRow
 from planner.report.view import View
 
 HEADS = ("change", "GiB", "step", "what it changes beside", "options")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.answer import Change, Layout, Plan, Room
-from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, signed_seconds, span
+from planner.answer import Layout, Plan, Room, StagePlan
+from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
 from planner.report.months import duration
 from planner.report.rows import Figure, Share
-from planner.specs.units import gib
 
 MOST_GPUS = 8
 """The most GPUs of a job that has this screen."""
-SHOWN_CHANGES, SHOWN_MISFITS = 5, 2
-"""Changes on the first screen that fit, and that do not."""
 _SHARDED = {
     0: "each GPU has all weights and states (DDP)",
     1: "optimizer states are sharded (ZeRO-1)",
@@ -48,26 +44,6 @@ class MemoryItem:
     @property
     def fraction(self) -> float:
         return self.num_bytes / self.capacity_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeRow:
-    """A change, and the texts of its columns."""
-
-    change: str
-    gib: str
-    seconds: str
-    remark: str
-    words: tuple[str, ...]
-    """Words of the command line that make the change."""
-
-    @property
-    def options(self) -> str:
-        return " ".join(self.words)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return self.change, self.gib, self.seconds, self.remark
 
 
 def is_small(plan: Plan) -> bool:
@@ -102,16 +78,24 @@ def fit(plan: Plan) -> str:
     return f"It fits: {of}" + (f", with a probability of {risk}" if risk else "")
 
 
-def manner(layout: Layout) -> tuple[str, ...]:
+def manner(layout: Layout, stage: StagePlan) -> tuple[str, ...]:
     """The way in which it is run: batch, checkpointing, sharding."""
     size, number = layout.micro_batch_size, layout.num_microbatches
     each = " on each GPU" if layout.num_gpus_used > 1 else ""
-    parts = [f"micro-batch {size} × {number} accumulation steps{each}", _CHECKPOINTING[layout.recompute]]
+    parts = [f"micro-batch {size} × {number} accumulation steps{each}", _checkpointing(layout, stage)]
     if layout.num_gpus_used > 1:
         parts.append(_SHARDED[layout.zero_stage])
     if layout.num_gpus_spare:
         parts.append(f"{layout.num_gpus_spare} of {layout.num_gpus_used + layout.num_gpus_spare} GPUs idle")
     return tuple(parts)
+
+
+def _checkpointing(layout: Layout, stage: StagePlan) -> str:
+    """The way in which activations are checkpointed, and of how many layers where not of all."""
+    whole = stage.recompute.get("full", 0)
+    if 0 < whole < stage.num_layers:
+        return f"activation checkpointing of {whole} of {stage.num_layers} layers"
+    return _CHECKPOINTING[layout.recompute]
 
 
 def figures(plan: Plan) -> tuple[Figure, ...]:
@@ -236,43 +220,6 @@ def _is_all(most: int | None, room: Room) -> bool:
     return most is not None and room.sequence.checkpointed_seq_length + 128 > most
 
 
-def shown_changes(plan: Plan) -> tuple[ChangeRow, ...]:
-    """The first changes of each kind that fit; the nearest that would not, and training all weights."""
-    fitting = _few_of_a_kind([change for change in plan.changes if change.fits])[:SHOWN_CHANGES]
-    misfits = [change for change in plan.changes if not change.fits]
-    whole = [change for change in misfits[1:] if change.kind == "trained"]
-    return change_rows(plan, (*fitting, *misfits[:1], *whole)[: SHOWN_CHANGES + SHOWN_MISFITS])
-
-
-def _few_of_a_kind(changes: list[Change]) -> list[Change]:
-    """The first change of each kind, and two switches."""
-    kept, seen = list[Change](), Counter[str]()
-    for change in changes:
-        seen[change.kind] += 1
-        if seen[change.kind] <= (2 if change.kind == "switch" else 1):
-            kept.append(change)
-    return kept
-
-
-def change_rows(plan: Plan, changes: tuple[Change, ...]) -> tuple[ChangeRow, ...]:
-    """Rows of changes, beside the GPU's memory and the step of the plan."""
-    capacity, step_s = plan.cluster.hardware.memory_bytes, plan.step.step_s
-    return rows_of(changes, capacity, step_s)
-
-
-def rows_of(changes: tuple[Change, ...], capacity_bytes: int, step_s: float) -> tuple[ChangeRow, ...]:
-    """Rows of changes beside the memory that a GPU has and the step as it is."""
-    rows = []
-    for change in changes:
-        lacking = change.total_bytes - capacity_bytes
-        misfit = f"does not fit by {gibibytes(lacking)} GiB" if lacking > 0 else "fits too narrowly"
-        alters = f"changes {change.changes}" if change.changes else ""
-        remark = "; ".join(filter(None, ("" if change.fits else misfit, alters)))
-        size = f"{gib(change.bytes):+,.1f} GiB"
-        rows.append(ChangeRow(change.change, size, signed_seconds(change.seconds, step_s), remark, change.options))
-    return tuple(rows)
-
-
 def assumed(plan: Plan) -> str:
     """The values that stand for what the command line does not say, and the options that change them."""
     adapters, training = plan.training.adapters, plan.training
@@ -293,5 +240,8 @@ def assumed(plan: Plan) -> str:
 
 
 def evidence(plan: Plan, how_sure: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, str]]:
-    """The lines of how sure the answer is, without those of months of training."""
+    """The lines of how sure the answer is, but that on alternatives, and where the price of a GPU-hour is from."""
     yield from ((name, text) for name, text in how_sure if name != "alternatives")
+    hardware = plan.cluster.hardware
+    if plan.training.operations.usd_per_gpu_hour is None and hardware.usd_per_gpu_hour is not None:
+        yield "price", f"${hardware.usd_per_gpu_hour:g}: {hardware.price_source.partition('. ')[0]}"

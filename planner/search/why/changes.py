@@ -106,7 +106,10 @@ def _what_is_trained(candidate: Candidate) -> Iterator[Varied]:
 
 
 def _checkpointing(candidate: Candidate) -> Iterator[Varied]:
-    now = setting_of(candidate).recompute
+    split = candidate.split
+    now: Recompute | None = setting_of(candidate).recompute
+    if now == "full" and sum(map(sum, split.recomputed)) < sum(split.counts):
+        now = None  # some layers are recomputed, and all or none of them would be a change
     for mode in MODES:
         if mode != now and (mode != "selective" or candidate.pricing.runtime.has_sequence_parallel):
             yield Varied(_CHECKPOINTING[mode], ("--recompute", mode), mode=mode)
