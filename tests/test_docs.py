@@ -61,9 +61,10 @@ def test_every_command_of_the_readme_works(
     assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 
 
-def test_the_outputs_in_the_readme_are_what_the_commands_print(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/FINETUNE.md"])
+def test_the_outputs_in_the_documents_are_what_the_commands_print(page: str) -> None:
     readme = script("readme")
-    blocks = readme.BLOCK.findall(README)
+    blocks = readme.BLOCK.findall((ROOT / page).read_text())
     assert blocks
     for _, arguments, shown, _ in blocks:
         if arguments == "validate":  # tests/validate/test_published.py has priced the runs

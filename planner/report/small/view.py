@@ -115,15 +115,15 @@ def figures(plan: Plan) -> tuple[Figure, ...]:
 
 def how_long(plan: Plan) -> str:
     """The time and money of the run that was asked for, or of an hour."""
-    price, source = price_of(plan)
+    price, _ = price_of(plan)
     if plan.run_cost is not None and plan.training.tokens is not None:
         return run_line(plan)
     hour_s, training = 3600.0, plan.training
     sequences = hour_s / plan.step.step_s * training.global_batch_size
     million_s = 1e6 / plan.step.tokens_per_s
-    money = "" if price is None else f" for ${price * plan.cluster.num_gpus:,.2f}{source}"
+    money = "" if price is None else f" (${price * plan.cluster.num_gpus:,.2f})"
     return (
-        f"an hour: {large(plan.step.tokens_per_s * hour_s)} tokens, {sequences:,.0f} sequences{money}; "
+        f"an hour{money}: {large(plan.step.tokens_per_s * hour_s)} tokens, {sequences:,.0f} sequences; "
         f"1M tokens: {duration(million_s)}"
     )
 
