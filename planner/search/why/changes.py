@@ -21,7 +21,7 @@ from planner.trainers.load import switches_of
 from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.stated import switched
+from planner.trainers.stated import own_runtime, switched
 from planner.trainers.switches import SWITCHES, written
 
 LEAST_BYTES, LEAST_SHARE = 2**26, 0.005
@@ -53,7 +53,10 @@ def priced(candidate: Candidate, varied: Varied) -> Candidate | None:
     """The candidate after a change; None where the trainer's rules refuse it."""
     pricing = candidate.pricing
     training = pricing.training.model_copy(update=varied.training)
-    changed = replace(pricing, training=training, runtime=varied.runtime or pricing.runtime)
+    runtime = varied.runtime or pricing.runtime
+    if "adapters" in varied.training:
+        runtime = as_without_adapters(runtime, pricing.training.adapters)
+    changed = replace(pricing, training=training, runtime=runtime)
     shape = replace(candidate.shape, **varied.shape)
     split = candidate.split
     if varied.mode is not None:
@@ -71,6 +74,14 @@ def priced(candidate: Candidate, varied: Varied) -> Candidate | None:
         return None
     other = replace(candidate, pricing=changed, table=table, split=split)
     return None if any(broken_recipe_rules(setting_of(other))) else other
+
+
+def as_without_adapters(runtime: RuntimeSpec, adapters: AdapterSpec | None) -> RuntimeSpec:
+    """The runtime as it is before adapters change its bytes, so that other adapters, or none, may do so."""
+    own = own_runtime(runtime)
+    changed = own.for_adapters(adapters)
+    names = [name for name, value in changed if value != getattr(own, name) and value == getattr(runtime, name)]
+    return runtime.model_copy(update={name: getattr(own, name) for name in names})
 
 
 def _adapters(candidate: Candidate) -> Iterator[Varied]:

@@ -117,11 +117,11 @@ def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], d
 
 
 def _all_of(case: Case, trials: Trials) -> list[Remedy]:
-    """The smallest change that helps a job of its size and, where few GPUs are asked about, what would help too."""
-    ways = [Remedy(*way) for way in lighter(case)]
+    """The smallest change that helps a job of its size and, where few GPUs and no pins are given, lighter jobs."""
+    ways = [] if case.pins or trials.deadline.passed else [Remedy(*way) for way in lighter(case)]
     first = first_remedy(case, DOES_NOT_FIT, trials)
     own = [] if first is None else [first]
-    return [*ways, *own] if is_small(case) and not case.pins else [*own, *ways]
+    return [*ways, *own] if is_small(case) else [*own, *ways]
 
 
 def first_remedy(case: Case, reason: str, trials: Trials) -> Remedy | None:
