@@ -38,6 +38,15 @@ class RunCost(Spec):
     usd: float | None = None
     usd_interval: Interval | None = None
     mwh: float | None = None
+    examples: int | None = None
+    """Examples of an epoch; null for a run that is stated in tokens alone."""
+    epochs: float | None = None
+    num_steps: float | None = None
+    """Optimizer steps of the run."""
+    padding_fraction: float | None = None
+    """Share of the tokens in padded batches that is padding; null where batches are packed."""
+    packed_days: float | None = None
+    """Days of the same layout if the examples were packed into whole sequences; null where they are."""
 
 
 class Goodput(Spec):

@@ -9,6 +9,7 @@ from math import gcd
 from typing import Any, TypeVar
 
 from planner.cli import finetuning
+from planner.cli.batches import read_batches
 from planner.cli.calibration_file import read_calibration
 from planner.cli.finetuning import read_adapters
 from planner.cli.history import with_history
@@ -234,22 +235,33 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
         if published is None:
             raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
         seq_length = published.seq_length
+    objective = finetuning.read_objective(asked, adapters)
+    batches = read_batches(asked, seq_length, objective, count_of)
+    seq_length = batches.get("seq_length", seq_length)
     values: dict[str, Any] = {
         "seq_length": seq_length,
-        "global_batch_size": 1,
+        "global_batch_size": objective.row.num_sequences,
         "adapters": adapters,
+        "objective": objective,
         "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
     }
+    values |= batches
     values["operations"] = _operations(asked)
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
     values |= {name: value for name, value in others.items() if value is not None}
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
-    return _checked(TrainingSpec, {**values, "global_batch_size": _global_batch_size(asked, model, seq_length)})
+    batch = _global_batch_size(asked, model, seq_length)
+    if objective.has_pairs and batch % 2:
+        raise SpecError(
+            f"--global-batch-size: {batch:,} is odd, and {objective.name} takes pairs of sequences",
+            f"--global-batch-size {batch + 1}",
+        )
+    return _checked(TrainingSpec, {**values, "global_batch_size": batch})
 
 
 def _operations(asked: JobOptions) -> OperationsSpec:
     given = _given(asked, OperationsSpec)
-    if given and asked.tokens is None:
+    if given and asked.tokens is None and asked.examples is None:
         _log.warning("%s: has no effect without --tokens", ", ".join(map(option, given)))
     return _checked(OperationsSpec, given)
 

@@ -44,6 +44,12 @@ class JobOptions:
     lora_dropout: o.LoraDropout = None
     base_bits: o.BaseBits = None
     optimizer: o.Optimizer = None
+    objective: o.Objective = None
+    reference: o.Reference = None
+    example_lengths: o.ExampleLengths = None
+    batching: o.Batching = None
+    examples: o.Examples = None
+    epochs: o.Epochs = None
     tokens: o.Tokens = None
     storage_gb_per_s: o.Storage = None
     failures_per_1000_gpu_days: o.Failures = None

@@ -132,6 +132,24 @@ Optimizer = Annotated[
     text(FINETUNE, "--optimizer", "NAME", "adamw, adamw-8bit, paged-adamw, adafactor, … as --switch has it."),
 ]
 
+Objective = Annotated[str | None, text(FINETUNE, "--objective", "NAME", "The loss: lm, dpo, kto or orpo. [lm]")]
+Reference = Annotated[
+    str | None,
+    text(FINETUNE, "--reference", "KIND", "Reference of dpo and kto: model, adapters (without them), precomputed."),
+]
+
+ExampleLengths = Annotated[
+    str | None,
+    text(FINETUNE, "--example-lengths", "FILE|MEAN[:MAX]", "Tokens of an example: a distribution. [a whole sequence]"),
+]
+Batching = Annotated[
+    str | None, text(FINETUNE, "--batching", "KIND", "packed, or padded to the longest of a micro-batch. [padded]")
+]
+Examples = Annotated[
+    str | None, text(FINETUNE, "--examples", "COUNT", "Examples, such as 50k, in place of --tokens: time and cost.")
+]
+Epochs = Annotated[float | None, number(FINETUNE, "--epochs", "Times that each example is seen. [1]", "X", float)]
+
 Phases = Annotated[
     str | None, text(JOB, "--phases", "FILE", "Phases of a run, one after the other, with a plan of each.")
 ]

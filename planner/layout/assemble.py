@@ -7,9 +7,11 @@ from types import MappingProxyType
 
 from planner import __version__
 from planner.answer import Goodput, ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.layout.padded import Examples, run_of_examples
 from planner.months.whole_run import whole_run
 from planner.physics.layers import ModelTotals
 from planner.physics.pricing import Pricing
+from planner.specs.training import TrainingSpec
 from planner.specs.units import gib
 
 
@@ -24,8 +26,7 @@ def assemble(
 ) -> Plan:
     """The plan of `layouts`, the best of which comes first; `told` are the assumptions that change its step."""
     best, model = layouts[0], pricing.model
-    cost, goodput = whole_run_of(pricing, best, totals.num_parameters)
-    return Plan(
+    plan = Plan(
         planner_version=__version__,
         model=ModelSummary(
             name=model.name,
@@ -44,10 +45,26 @@ def assemble(
         rejections=dict(sorted(rejections.items(), key=lambda item: (-item[1], item[0]))),
         rejection_examples=dict(sorted(rejection_examples.items())),
         search=report,
-        run_cost=cost,
-        goodput=goodput,
         assumptions=told,
     )
+    run = run_of_examples(plan)
+    longer_factor = 1.0 if run is None else run.longer_factor
+    cost, goodput = whole_run_of(pricing, best, totals.num_trained_parameters, longer_factor)
+    if run is not None and cost is not None:
+        cost = cost.model_copy(update=_of_examples(pricing.training, run, cost.days))
+    return plan.model_copy(update={"run_cost": cost, "goodput": goodput})
+
+
+def _of_examples(training: TrainingSpec, run: Examples, days: float) -> dict[str, object]:
+    """What a run of examples says beside its cost."""
+    is_padded = training.batching == "padded"
+    return {
+        "examples": training.examples,
+        "epochs": training.epochs if training.examples is not None else None,
+        "num_steps": run.num_steps,
+        "padding_fraction": run.padding_fraction if is_padded else None,
+        "packed_days": days / run.longer_factor if is_padded else None,
+    }
 
 
 def whole_run_of(

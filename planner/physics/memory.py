@@ -58,10 +58,20 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
     frozen = frozen_weights_bytes(part, shape, runtime)
     return (
-        weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters) + frozen,
+        weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
+        + frozen
+        + reference_bytes(part, shape, runtime),
         gradients_bytes(dense, expert, shape, runtime),
         optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes)),
     )
+
+
+def reference_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of a reference model's copy of a part's weights: frozen, in as many bits as frozen ones."""
+    if not runtime.copies_weights:
+        return 0.0
+    dense = part.reference_parameters - part.reference_expert_parameters
+    return frozen_bytes(dense, part.reference_expert_parameters, part.reference_wide_parameters, shape, runtime)
 
 
 def gathered_weights_bytes(parameters: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

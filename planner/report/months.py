@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
-from planner.answer import Goodput, Interval, Plan, PricedLayout
+from planner.answer import Goodput, Interval, Plan, PricedLayout, RunCost
 from planner.report.format import digits, large, percent, seconds, span
 from planner.report.rows import Figure
 
+_DAY_S = 86_400.0
 _MATTERS = 0.01
 """Share of the time that checkpoints take from which their source is shown."""
 
@@ -27,14 +29,35 @@ def cost_figures(plan: Plan) -> tuple[Figure, ...]:
     if cost is None:
         return ()
     figures = [
-        Figure("time", (cost.days,), "days", f"{digits(cost.days)} days", _ends(cost.days_interval, digits)),
+        Figure("time", (cost.days,), "days", *_time(cost)),
         Figure("GPU time", (cost.gpu_hours,), "GPU-hours", f"{large(cost.gpu_hours)} GPU-hours"),
     ]
     if cost.usd is not None:
         figures.append(Figure("price", (cost.usd,), "USD", f"${large(cost.usd)}", _ends(cost.usd_interval, large)))
     if cost.mwh is not None:
         figures.append(Figure("energy", (cost.mwh,), "MWh", f"{digits(cost.mwh)} MWh"))
-    return tuple(figures)
+    return (*figures, *_example_figures(cost))
+
+
+def _time(cost: RunCost) -> tuple[str, str]:
+    """The days of a run and their interval; those of a run of examples that ends within two days as hours or less."""
+    if cost.num_steps is None or cost.days >= 2:
+        return f"{digits(cost.days)} days", _ends(cost.days_interval, digits)
+    return duration(cost.days * _DAY_S), _ends(cost.days_interval, lambda days: duration(days * _DAY_S))
+
+
+def _example_figures(cost: RunCost) -> Iterator[Figure]:
+    """The examples and steps of a run that is stated in them, and what padding takes."""
+    if cost.num_steps is None:
+        return
+    if cost.examples is not None and cost.epochs is not None:
+        seen = f"{cost.examples:,} examples × {cost.epochs:g} epoch{'' if cost.epochs == 1 else 's'}"
+        yield Figure("examples", (float(cost.examples), cost.epochs), "examples", seen)
+    yield Figure("steps", (cost.num_steps,), "steps", f"{math.ceil(cost.num_steps - 1e-6):,} steps")
+    if cost.padding_fraction is not None and cost.packed_days is not None:
+        packed = duration(cost.packed_days * _DAY_S) if cost.packed_days < 2 else f"{digits(cost.packed_days)} days"
+        padding = f"padding {percent(cost.padding_fraction)} of tokens; packed it takes {packed}"
+        yield Figure("padding", (cost.padding_fraction,), "fraction", padding)
 
 
 def _ends(interval: Interval | None, write: Callable[[float], str]) -> str:

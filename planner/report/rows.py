@@ -14,7 +14,9 @@ from planner.report.format import SURE, fits_with, gibibytes, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.recipe import differences
 
-Unit = Literal["s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh", "1/day"]
+Unit = Literal[
+    "s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh", "1/day", "examples", "steps"
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.errors import SpecError
 from planner.serve.question import Options
 from planner.shape import RANK_ORDERS
+from planner.specs.finetuning.objective import OBJECTIVES, Reference
 from planner.specs.problems import nearest
 from planner.specs.registry import hardware_names, model_names
 from planner.trainers.load import RUNTIMES
@@ -111,6 +112,12 @@ GROUPS = (
             Control("lora_dropout", "Dropout", "of an adapter's inputs", "number"),
             Control("base_bits", "Bits of frozen weights", kind="select", choices=(_ANY, "4", "8", "16")),
             Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
+            Control("objective", "Objective", kind="select", choices=(_ANY, *OBJECTIVES)),
+            Control("reference", "Reference model", "of dpo, kto", "select", (_ANY, *get_args(Reference))),
+            Control("examples", "Examples", "such as 50k: adds time and cost"),
+            Control("epochs", "Epochs", kind="number"),
+            Control("example_lengths", "Tokens of an example", "MEAN or MEAN:MAX"),
+            Control("batching", "Batches", kind="select", choices=(_ANY, "packed", "padded")),
         ),
     ),
     Group(

@@ -28,8 +28,9 @@ _SEED, _SEQUENCES, _MOST_DOCUMENTS = 26, 1024, 2_000_000
 
 
 def masked_documents(training: TrainingSpec, runtime: RuntimeSpec) -> Documents:
-    """The documents that attention stays within: none where the trainer attends across them."""
-    if training.document_lengths is None or not runtime.masks_documents:
+    """The documents that attention stays within: none where the trainer attends across them, or where each has a
+    sequence to itself."""
+    if training.document_lengths is None or not runtime.masks_documents or training.batching == "padded":
         return ()
     return tuple((entry.length, entry.share) for entry in training.document_lengths)
 

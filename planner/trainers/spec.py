@@ -22,6 +22,7 @@ from planner.specs.base import (
     without,
 )
 from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import RankOrder
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName
@@ -184,6 +185,10 @@ class RuntimeSpec(Spec):
     host_adam_bytes: PositiveFloat = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
+    plain_forwards: NonNegativeInt = 0
+    """Forwards without a gradient for each micro-batch, of a reference model or the trained one (`for_objective`)."""
+    copies_weights: bool = False
+    """A reference model's weights stand beside those that are trained, frozen and sharded as these are."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
@@ -472,6 +477,13 @@ class RuntimeSpec(Spec):
             update["adapter_weights_cast"] = False
         if packed:
             update["adapter_copies_input"] = False
+        return self.model_copy(update=update)
+
+    def for_objective(self, objective: ObjectiveSpec) -> RuntimeSpec:
+        """This runtime with what an objective means for its passes and its weights; the same if asked again."""
+        if not objective.plain_forwards:
+            return self
+        update = {"plain_forwards": objective.plain_forwards, "copies_weights": objective.copies_weights}
         return self.model_copy(update=update)
 
     @property

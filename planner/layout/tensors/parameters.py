@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from planner.layout.tensors.kept import Held
 from planner.physics import memory
+from planner.physics.adapters import OF_ADAPTERS
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, operators_of
 from planner.physics.optimizers import states_of, tensors_of
 from planner.physics.pricing import Pricing
@@ -61,6 +62,9 @@ def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[H
             yield _row(one, "", total - cast, runtime.weight_bytes)
         if gathered:
             yield _row(one, " gathered", gathered, BF16)
+        if runtime.copies_weights and not one.operator.name.endswith(OF_ADAPTERS):
+            frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime)
+            yield Held(f"{one.name} of the reference", float(frozen), note="a second copy, frozen")
 
 
 def _frozen(one: Parameter, shape: Shape, pricing: Pricing) -> Held:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.answer import Layout, Plan, Room, StagePlan
 from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
-from planner.report.months import duration
+from planner.report.months import cost_figures, duration
 from planner.report.rows import Figure, Share
 
 MOST_GPUS = 8
@@ -135,8 +135,9 @@ def run_line(plan: Plan) -> str:
     time_s, ends = cost.days * 86_400, cost.days_interval
     between = "" if ends is None else f" ({duration(ends[0] * 86_400)}–{duration(ends[1] * 86_400)})"
     money = "" if cost.usd is None else f", ${cost.usd:,.2f}{price_of(plan)[1]}"
-    sequences = cost.tokens / plan.training.seq_length
-    return f"{large(cost.tokens)} tokens ({sequences:,.0f} sequences): {duration(time_s)}{between}{money}"
+    told = [figure.text for figure in cost_figures(plan) if figure.name in ("examples", "steps", "padding")]
+    sequences = "" if told else f" ({cost.tokens / plan.training.seq_length:,.0f} sequences)"
+    return "; ".join([f"{large(cost.tokens)} tokens{sequences}: {duration(time_s)}{between}{money}", *told])
 
 
 def price_of(plan: Plan) -> tuple[float | None, str]:
