@@ -30,16 +30,21 @@ from planner.answer.plan import (
     SearchReport,
 )
 from planner.answer.run import SIGMAS_TO_END, Goodput, Interval, RunCost, Sustained, half_width
+from planner.answer.small import Change, LargestModel, LongestSequence, Method, Room
 
 __all__ = [
     "AS_PLANNED",
     "SCHEMA_VERSION",
     "SIGMAS_TO_END",
     "BatchOffer",
+    "Change",
     "Evidence",
     "Goodput",
     "Interval",
+    "LargestModel",
     "Layout",
+    "LongestSequence",
+    "Method",
     "ModelSummary",
     "Offer",
     "Placement",
@@ -49,6 +54,7 @@ __all__ = [
     "RecipeRefusal",
     "RiskOffer",
     "RobustStep",
+    "Room",
     "RunCost",
     "SearchReport",
     "Searched",

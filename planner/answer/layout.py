@@ -96,6 +96,8 @@ class StageMemory(Spec):
     """Memory that a rank of a stage needs at its peak, in bytes; the items add up to peak_allocated_bytes."""
 
     weights_bytes: int
+    frozen_weights_bytes: int = 0
+    """The bytes of weights_bytes that are frozen weights, where adapters are trained."""
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int

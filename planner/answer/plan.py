@@ -12,6 +12,7 @@ from pydantic import Field
 
 from planner.answer.layout import Evidence, Layout, PricedLayout, StagePlan, StepTime
 from planner.answer.run import Goodput, RunCost
+from planner.answer.small import Change, Room
 from planner.files import write_text
 from planner.specs.base import Fraction, Spec
 from planner.specs.cluster import ClusterSpec
@@ -29,6 +30,9 @@ class ModelSummary(Spec):
     num_parameters: int
     num_active_parameters: int
     model_flops_per_token: float
+    num_trained_parameters: int | None = None
+    """Parameters that are trained: all of them, or those of adapters alone, which `num_parameters` leaves out; null in
+    files that do not say."""
     spec: ModelSpec
 
 
@@ -125,6 +129,10 @@ class Plan(Spec):
     """A batch within 3% of the one planned that gives over 2% more tokens a second; null if there is none."""
     risk_offer: RiskOffer | None = None
     """The thing that a larger risk of running out of memory would buy; null if nothing was found."""
+    room: Room | None = None
+    """The largest micro-batch and sequence that fit; null for a job that is not small."""
+    changes: tuple[Change, ...] = ()
+    """The changes of a small job with their bytes and seconds, what helps most first."""
 
     @property
     def as_planned(self) -> Plan:

@@ -104,12 +104,18 @@ def of_plan(plan: Plan, name: str, kind: Literal["plan", "run"] = "plan") -> Com
     )
 
 
-_MEMORY = tuple(name for name in StageMemory.model_fields if name != "total_bytes_interval")
+_NO_ITEMS = ("total_bytes_interval", "frozen_weights_bytes")
+_MEMORY = tuple(name for name in StageMemory.model_fields if name not in _NO_ITEMS)
 
 
 def _job(plan: Plan) -> dict[str, Value]:
-    training = plan.training
+    training, adapters = plan.training, plan.training.adapters
+    trained: dict[str, Value] = {"trained": "all weights"}
+    if adapters is not None:
+        names = ",".join(adapters.targets)
+        trained = {"trained": "adapters", "rank": adapters.rank, "targets": names, "base_bits": adapters.base_bits}
     return {
+        **trained,
         "model": plan.model.name,
         "hardware": plan.cluster.hardware.name,
         "gpus": plan.cluster.num_gpus,

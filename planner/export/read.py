@@ -9,12 +9,15 @@ from pathlib import Path
 from planner.errors import SpecError
 from planner.export.common.config_file import MAX_BYTES, ConfigFile
 from planner.export.common.imported_run import ImportedRun
+from planner.export.folder import configuration_in
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.files import STDOUT as STDIN
 
 
 def read(path: str | Path, source: str | None = None, recipe: str | None = None) -> ImportedRun:
-    """Read a launch script, an argument list, a YAML, a recipe or a ds_config.json; `-` is stdin. Nothing is run.
+    """Read a launch script, an argument list, a YAML, a recipe, a ds_config.json, or a folder with one of them.
+
+    `-` is stdin. Nothing is run.
 
         from planner.export.read import read
 
@@ -27,6 +30,8 @@ def read(path: str | Path, source: str | None = None, recipe: str | None = None)
     of these trainers.
     """
     name = str(path)
+    if Path(name).is_dir():
+        name = str(configuration_in(Path(name)))
     return read_file(ConfigFile(read_text(name), None if name == STDIN else Path(name), recipe), source)
 
 

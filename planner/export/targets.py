@@ -115,13 +115,20 @@ _TRAINERS = (
         mark=r"^stage_to_rank:", runtimes=("torch-eager",), recomputes=("core_attn", "mlp", "moe", "shared_experts"),
     ),
     Trainer(
+        "hf", "huggingface.write:export_hf", "huggingface.trainer:read_trainer", runtimes=("hf",),
+    ),
+    Trainer(
+        "torchtune", "torchtune.write:export_torchtune", "torchtune.read:read_torchtune",
+        mark=r"_component_: torchtune\.", runtimes=("torchtune",),
+    ),
+    Trainer(
         "accelerate", None, "huggingface.accelerate:read_accelerate",
         mark=r"^(compute_environment|distributed_type):",
     ),
     Trainer(
         "huggingface", None, "huggingface.trainer:read_trainer",
         mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
-        r"|accelerate launch",
+        r"|accelerate launch|\"peft_type\":",
     ),
     Trainer(
         "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",

@@ -33,6 +33,7 @@ def assemble(
             num_parameters=totals.num_parameters,
             num_active_parameters=totals.num_active_parameters,
             model_flops_per_token=totals.model_flops_per_token,
+            num_trained_parameters=totals.num_trained_parameters,
             spec=model,
         ),
         cluster=pricing.cluster,

@@ -43,7 +43,8 @@ def other_assumptions(pricing: Pricing, beside_switches: bool = False) -> Iterat
     slower = training.model_copy(update={"straggler_fraction": training.straggler_fraction + STRAGGLER})
     says = f"the slowest rank computes {slower.straggler_fraction:.0%} slower"
     option = f"--straggler-fraction {slower.straggler_fraction:g}"
-    yield Assumption("straggler", says, option, replace(pricing, training=slower))
+    if cluster.num_gpus > 1:  # one GPU waits for no other
+        yield Assumption("straggler", says, option, replace(pricing, training=slower))
     if moe:
         fuller = training.model_copy(update={"moe_imbalance": training.moe_imbalance + IMBALANCE})
         says = f"the fullest expert rank gets {fuller.moe_imbalance:g} times the mean tokens"

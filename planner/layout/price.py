@@ -10,9 +10,12 @@ from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
 from planner.layout.split import Split, held_parts
 from planner.months.sustained import with_sustained
+from planner.physics.cost import PartCost
 from planner.physics.layers import ModelTotals
+from planner.physics.memory import frozen_weights_bytes
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes
+from planner.shape import Number
 from planner.specs.training import Recompute
 
 
@@ -97,13 +100,19 @@ def _stage(candidate: Candidate, rank: int, pipeline: Pipeline) -> StagePlan:
         backward_comm_s=float(cost.input_grad_total_s - cost.input_grad_s),
         optimizer_s=float(cost.optimizer_s),
         num_parameters=round(float(cost.parameters)) + _final_norm_elsewhere(candidate.pricing, split, chunks),
-        memory=_memory(candidate.memory[rank]),
+        memory=_memory(candidate.memory[rank], _frozen_bytes(candidate, cost)),
     )
 
 
-def _memory(stage: StageBytes) -> StageMemory:
-    names = set(StageMemory.model_fields) - {"total_bytes_interval"}
-    return StageMemory(**{name: getattr(stage, name) for name in names})
+def _frozen_bytes(candidate: Candidate, cost: PartCost) -> Number:
+    pricing = candidate.pricing
+    return frozen_weights_bytes(cost, candidate.shape, pricing.runtime, pricing.training.dtype)
+
+
+def _memory(stage: StageBytes, frozen_bytes: Number) -> StageMemory:
+    names = set(StageMemory.model_fields) - {"total_bytes_interval", "frozen_weights_bytes"}
+    counted = {name: getattr(stage, name) for name in names}
+    return StageMemory(**counted, frozen_weights_bytes=round(float(frozen_bytes)))
 
 
 def _final_norm_elsewhere(pricing: Pricing, split: Split, virtual: list[int]) -> int:

@@ -22,6 +22,8 @@ from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import TrainingSpec
 
+SHORT_DAYS, SHORT_GPUS = 1.0, 8
+"""A run that ends within a day on so few GPUs is as long as its steps: nothing that months bring happens to it."""
 _QUANTILES = (0.1, 0.9)
 _LEAST_FRACTION = 1e-3
 """Effective fraction below which a run is said never to end."""
@@ -45,6 +47,9 @@ def whole_run(
     if training.tokens is None or layout.sustained is None:
         return None, None
     check_spares(cluster, training)
+    steps = longer_factor * training.tokens / training.tokens_per_step
+    if steps * layout.step.step_s <= SHORT_DAYS * SECONDS_PER_DAY and cluster.num_gpus <= SHORT_GPUS:
+        return _short_run(layout, cluster, training, steps)
     losses = losses_of(cluster, training.operations, layout.parallelism.num_gpus_used, checkpoint_bytes, asynchronous)
     rhythm = rhythm_of(losses, lambda fact: fact.value)
     interval_s = best_interval_s(rhythm)
@@ -54,13 +59,34 @@ def whole_run(
             f"--tokens: the run never ends: an interruption every {between_s:.3g} s, and {restart_s:.3g} s to restart",
             "leave --tokens out, or give fewer --failures-per-1000-gpu-days",
         )
-    training_s = longer_factor * training.tokens / training.tokens_per_step * layout.sustained.step_s
+    training_s = steps * layout.sustained.step_s
     low_s, high_s = layout.sustained.step_s_interval
     factors = _pace(math.log(layout.sustained.step_s / low_s), math.log(high_s / layout.sustained.step_s))
     runs = simulated_runs(losses, interval_s, factors, training_s)
     goodput = _goodput(losses, rhythm, interval_s, runs)
     days = training_s / goodput.effective_fraction / SECONDS_PER_DAY
     return _cost(cluster, training, days, _around(days, runs.wall_s / SECONDS_PER_DAY)), goodput
+
+
+def _short_run(
+    layout: PricedLayout, cluster: ClusterSpec, training: TrainingSpec, steps: float
+) -> tuple[RunCost, Goodput]:
+    """A run of hours: all of its time trains, and its interval is that of its step."""
+    step = layout.step
+    days, low, high = (
+        steps * step_s / SECONDS_PER_DAY for step_s in (step.step_s, *(step.step_s_interval or 2 * (step.step_s,)))
+    )
+    goodput = Goodput(
+        effective_fraction=1.0,
+        interval=(1.0, 1.0),
+        checkpoint_s=0.0,
+        checkpoint_interval_s=days * SECONDS_PER_DAY,
+        evaluation_fraction=0.0,
+        failures_per_day=0.0,
+        restart_s=0.0,
+        sources={"short": "ends within a day on a few GPUs: no failures, restarts or evaluation are counted"},
+    )
+    return _cost(cluster, training, days, (low, high)), goodput
 
 
 def save_interval_s(

@@ -53,12 +53,16 @@ def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runt
     return packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)
 
 
+def frozen_weights_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
+    """Bytes of a part's frozen weights."""
+    expert = part.frozen_expert_parameters
+    return frozen_bytes(part.frozen_parameters - expert, expert, part.frozen_wide_parameters, shape, runtime, dtype)
+
+
 def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str) -> tuple[Number, Number, Number]:
     """Bytes of weights, gradients and optimizer of a part whose parameters are counted."""
     dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
-    frozen_expert = part.frozen_expert_parameters
-    frozen_dense = part.frozen_parameters - frozen_expert
-    frozen = frozen_bytes(frozen_dense, frozen_expert, part.frozen_wide_parameters, shape, runtime, dtype)
+    frozen = frozen_weights_bytes(part, shape, runtime, dtype)
     return (
         weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
         + frozen

@@ -84,7 +84,13 @@ def require_runnable(plan: Plan, options: ProbeOptions) -> None:
 
 
 def require_layers(plan: Plan) -> None:
-    """Raise ProbeError where the probe has no modules for the model's layers."""
+    """Raise ProbeError where the probe has no modules for the model's layers, or for adapters beside them."""
+    adapters = plan.training.adapters
+    if adapters is not None:
+        raise ProbeError(
+            f"training.adapters: LoRA of rank {adapters.rank} cannot be probed: the probe trains all weights",
+            "plan export PLAN.json --to hf writes the job itself, whose launch.sh takes 20 steps with MOCK=1",
+        )
     objection = runner_objection(plan.model.spec, plan.training)
     if objection is not None:
         raise ProbeError(

@@ -126,10 +126,12 @@ def now(constraint: str, best: Plan) -> str:
     if constraint == "memory":
         filled = stage.memory.total_bytes / best.cluster.hardware.memory_bytes
         fit = fits_with(best.best.oom_probability)
-        says = f"stage {stage.stage} fills {percent(filled, 0)} of {gibibytes(best.cluster.hardware.memory_bytes)} GiB"
+        which = f"stage {stage.stage}" if layout.pp > 1 else "the fullest GPU"
+        says = f"{which} fills {percent(filled, 0)} of {gibibytes(best.cluster.hardware.memory_bytes)} GiB"
         return f"{says}, fits with {fit}" if fit else says
     if constraint == "batch":
-        return f"{layout.num_microbatches} micro-batches of {layout.micro_batch_size} over {layout.pp} stages"
+        stages = f" over {layout.pp} stages" if layout.pp > 1 else ""
+        return f"{layout.num_microbatches} micro-batches of {layout.micro_batch_size}{stages}"
     return f"tp {layout.tp} of {best.cluster.hardware.a_domain} of {best.cluster.nvlink_domain_size}"
 
 

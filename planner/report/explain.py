@@ -13,6 +13,8 @@ from planner.report.causes import Difference, matters, memory_differences, step_
 from planner.report.format import fits_with, gibibytes, percent, seconds, signed_seconds
 from planner.report.labels import MEMORY, corrections_title, manner, sizes
 from planner.report.pieces import bullets, columns, section
+from planner.report.small.terminal import changes_section, room_section
+from planner.report.small.view import room_lines
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
 from planner.specs.corrections import Correction
 
@@ -33,13 +35,17 @@ def render_explanation(answer: Explanation) -> Group:
 
 
 def _sections(answer: Explanation) -> Iterator[RenderableType]:
-    question = f"Why not {asked(answer.asked)}?" if answer.asked else "Why this layout?"
+    fits = answer.verdict != "does_not_fit"
+    question = f"Why not {asked(answer.asked)}?" if answer.asked else f"Why {'this layout' if fits else 'no layout'}?"
     yield Text(f"{question} {answer.job}", style="bold")
     yield ""
     yield Text(answer.says)
+    if answer.hint and not answer.asked:
+        yield Text(f"What helps: {answer.hint}.")
     if answer.corrections:
         yield section(corrections_title(answer.corrections), _corrections(answer.corrections))
     if not answer.asked:
+        yield from _small_job(answer)
         yield from _why_this(answer)
         return
     yield section("The layouts", _layouts(answer))
@@ -51,6 +57,15 @@ def _sections(answer: Explanation) -> Iterator[RenderableType]:
             shown = [difference for difference in differences if matters(difference, answer.best.step.step_s)]
             yield section("Where the seconds differ", _seconds(answer, answer.pinned, shown))
         yield section("Memory of the fullest stage, GiB", _memory(answer, answer.pinned))
+
+
+def _small_job(answer: Explanation) -> Iterator[RenderableType]:
+    """The room of a small job, and what to change first."""
+    if answer.job_changes:
+        step_s = answer.best.step.step_s
+        yield changes_section(answer.job_changes, answer.capacity_bytes, step_s, answer.best.fits)
+    if answer.room is not None:
+        yield room_section(room_lines(answer.room))
 
 
 def _corrections(corrections: Iterable[Correction]) -> Table:
@@ -148,8 +163,20 @@ def _signed_gib(change_bytes: float) -> str:
 def _why_this(answer: Explanation) -> Iterator[RenderableType]:
     if answer.beaten:
         yield section("What decides against each alternative", _beaten(answer))
-    yield section("Assumptions that would change the choice", _assumptions(answer))
-    yield section("Which constraint binds", _constraints(answer.constraints))
+    if _moving(answer):
+        yield section("Assumptions that would change the choice", _assumptions(answer))
+    if answer.constraints:
+        yield section("Which constraint binds", _constraints(answer.constraints))
+
+
+def _moving(answer: Explanation) -> list[ChangedAssumption]:
+    """All assumptions; of a small job those that move its step, since most of them are about many ranks."""
+    step_s = answer.best.step.step_s
+    return [
+        other
+        for other in answer.assumptions
+        if not answer.job_changes or other.changes_the_choice or abs(other.kept_step_s / step_s - 1) > 1e-3
+    ]
 
 
 def _beaten(answer: Explanation) -> Table:
@@ -170,7 +197,7 @@ def _beaten(answer: Explanation) -> Table:
 
 def _assumptions(answer: Explanation) -> Table:
     table = columns("l", None)
-    for assumption in sorted(answer.assumptions, key=lambda assumption: not assumption.changes_the_choice):
+    for assumption in sorted(_moving(answer), key=lambda assumption: not assumption.changes_the_choice):
         table.add_row("yes" if assumption.changes_the_choice else "no", Text(f"if {assumption.says}"))
         if assumption.changes_the_choice:
             table.add_row("", Text(_instead(assumption, answer.best.parallelism), style="dim"))

@@ -14,6 +14,7 @@ from planner.answer import Interval, half_width
 from planner.decide.point import Point
 from planner.decide.sweep import Sweep
 from planner.report.format import digits, fits_with, large, percent, seconds
+from planner.report.months import duration
 from planner.report.pieces import bullets, headed, section
 from planner.trainers.switches import Value, written
 
@@ -58,9 +59,19 @@ def _goal(sweep: Sweep) -> str:
 
 def _figures(point: Point) -> str:
     if point.days is not None:
-        usd = "" if point.usd is None else f", ${large(point.usd)}"
-        return f" ({digits(point.days)} days{usd})"
+        usd = "" if point.usd is None else f", ${_dollars(point.usd)}"
+        return f" ({_time(point.days)}{usd})"
     return "" if point.tokens_per_s is None else f" ({large(point.tokens_per_s)} tokens/s)"
+
+
+def _dollars(usd: float) -> str:
+    """`35.97M`, `412`, and cents of a sum below a hundred."""
+    return large(usd) if usd >= 100 else f"{usd:.2f}"
+
+
+def _time(days: float) -> str:
+    """`41.7 days`, and hours or minutes of a run below a day."""
+    return f"{digits(days)} days" if days >= 1 else duration(86_400 * days)
 
 
 def swept_axes(sweep: Sweep) -> list[str]:
@@ -108,7 +119,7 @@ SPEEDS: dict[str, Column] = {
 """Columns of the points; the interval is that of the three numbers before it."""
 COSTS: dict[str, Column] = {
     "days": lambda point: _shown(point.days, digits),
-    "dollars": lambda point: _shown(point.usd, large),
+    "dollars": lambda point: _shown(point.usd, _dollars),
     "MWh": lambda point: _shown(point.mwh, digits),
     "±": lambda point: _width(point.days_interval),
     "in time": lambda point: _shown(point.deadline_probability, _percent),
@@ -120,7 +131,11 @@ def _costs(sweep: Sweep) -> dict[str, Column]:
     """The columns of the whole run that have numbers."""
     if all(point.days is None for point in sweep.points):
         return {}
-    return COSTS if sweep.goal.deadline_days is not None else {k: v for k, v in COSTS.items() if k != "in time"}
+    short = all(point.days is None or point.days < 1 for point in sweep.points)
+    columns = {"time" if short and k == "days" else k: v for k, v in COSTS.items()}
+    if short:
+        columns["time"] = lambda point: _shown(point.days, _time)
+    return columns if sweep.goal.deadline_days is not None else {k: v for k, v in columns.items() if k != "in time"}
 
 
 def _cells(point: Point, sweep: Sweep) -> list[str]:

@@ -28,6 +28,8 @@ from planner.report.rows import (
     runs_of_stages,
     shown_cells,
 )
+from planner.report.small.terminal import assumed_section, small_panel, small_sections
+from planner.report.small.view import evidence, figures, is_small, manner, trained
 from planner.report.view import View, view_of
 
 _MAX_ROWS = 16
@@ -37,7 +39,8 @@ _PANEL_WIDTH = 76
 
 def render(plan: Plan, own: PricedLayout | None = None) -> Group:
     """The whole report of a plan, or of one evaluated layout beside the planner's own choice for the same job."""
-    return Group(*_sections(view_of(plan, own)))
+    view = view_of(plan, own)
+    return Group(*(_small_sections(plan, view) if is_small(plan) else _sections(view)))
 
 
 def summary(layout: PricedLayout) -> str:
@@ -70,6 +73,26 @@ def _sections(view: View) -> Iterator[RenderableType]:
         yield section(headings["assumptions"], bullets(view.assumptions))
     if view.warnings:
         yield section(headings["warnings"], bullets(view.warnings))
+
+
+def _small_sections(plan: Plan, view: View) -> Iterator[RenderableType]:
+    """The sections of a job on few GPUs, in which nothing is said of pipelines, slow ranks and months."""
+    packed = [
+        _packed(parts) for parts in (trained(plan), manner(plan.parallelism, plan.best.worst_stage), view.corrected)
+    ]
+    yield small_panel(plan, view, packed, _figures(figures(plan)))
+    if view.given_and_own:
+        yield section(view.headings["given_and_own"], _entries(view.given_and_own))
+    if view.recipe:
+        yield section(view.headings["recipe"], _sentences(view.recipe))
+    yield from small_sections(plan, view)
+    if view.corrections:
+        yield section(view.headings["corrections"], _sentences(view.corrections))
+    yield section(view.headings["how_sure"], _sentences(evidence(plan, view.how_sure)))
+    if (assumed := assumed_section(plan)) is not None:
+        yield assumed
+    if view.warnings:
+        yield section(view.headings["warnings"], bullets(view.warnings))
 
 
 def _panel(view: View) -> Panel:

@@ -24,6 +24,9 @@ from planner.report.months import cost_figures, goodput_figures, says_sources, s
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
+from planner.report.small import changes
+from planner.report.small import view as small
+from planner.report.small.changes import ChangeRow
 from planner.specs.training import TrainingSpec
 
 
@@ -86,6 +89,10 @@ class View:
     """The things that could turn out otherwise: memory, what a run left unsaid, alternatives as fast."""
     assumptions: tuple[str, ...]
     warnings: tuple[str, ...]
+    room: tuple[tuple[str, str], ...] = ()
+    """A subject and a sentence each on the largest batch, sequence and model; empty for a job that is not small."""
+    changes: tuple[ChangeRow, ...] = ()
+    """The changes of a small job, what helps most first."""
 
     @property
     def capacity(self) -> str:
@@ -109,6 +116,8 @@ class View:
             "given_and_own": "Beside the planner's own choice",
             "recipe": self.recipe_heading,
             "stages": f"Stages, on GPUs of {self.capacity}",
+            "room": "Room, all else as it is",
+            "changes": "What to change first, one change at a time",
             "memory": f"Memory, of {self.capacity} a GPU",
             "breakdown": f"Where the {seconds(self.step_s)} of a step go",
             "timeline": "The timeline of a step",
@@ -135,12 +144,18 @@ def _batch(training: TrainingSpec) -> str:
 def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     """The lines of a plan, or of one evaluated layout beside `own`, the planner's choice for the same job."""
     best, training, hardware = plan.best, plan.training, plan.cluster.hardware
+    is_tuning = small.is_small(plan)
+    ways = (
+        (*small.trained(plan), *small.manner(best.parallelism, best.worst_stage))
+        if is_tuning
+        else manner(best.parallelism)
+    )
     return View(
         job=f"{plan.model.name} on {plan.cluster.num_gpus:,} × {hardware.name}, {plan.runtime}",
         command=plan.command,
         layout=str(best.parallelism),
         fits=best.fits,
-        manner=manner(best.parallelism),
+        manner=ways,
         placement=tuple(map(str, best.placement)),
         batch=_batch(training),
         batch_offer=_batch_offer(plan),
@@ -148,7 +163,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         fit=_fit(best) if best.fits else "",
         corrected=corrected(hardware.corrections),
         figures=_figures(plan),
-        sustained=sustained_figure(best),
+        sustained=None if is_tuning else sustained_figure(best),
         peak=_peak(best),
         tokens=None if plan.run_cost is None else plan.run_cost.tokens,
         cost=cost_figures(plan),
@@ -162,7 +177,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         breakdown=_breakdown(plan),
         best=entry_of("best", best),
         alternatives=tuple(entry_of(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1)),
-        robust=robust_of(best),
+        robust=None if is_tuning else robust_of(best),
         rejections=tuple(
             Rejection(count, reason.replace("_", " "), plan.rejection_examples.get(reason, ""))
             for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
@@ -170,10 +185,12 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         corrections_heading=corrections_title(hardware.corrections),
         corrections=tuple((correction.name, correction.says) for correction in hardware.corrections),
         proof=tuple(_proof(plan)),
-        sources=tuple(says_sources(plan)),
+        sources=() if is_tuning else tuple(says_sources(plan)),
         risk=tuple(_risk(plan)),
-        assumptions=plan.assumptions,
+        assumptions=(small.assumed(plan),) if is_tuning and small.assumed(plan) else plan.assumptions,
         warnings=plan.warnings,
+        room=small.room_lines(plan.room),
+        changes=changes.change_rows(plan, plan.changes),
     )
 
 

@@ -27,6 +27,7 @@ from planner.search.safest import exceeds_risk, safer_first, with_warning
 from planner.search.schedules import check_expressible
 from planner.search.why.misses import NothingFits
 from planner.search.why.remedy import with_remedy
+from planner.search.why.room import with_room
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import model_of
@@ -61,7 +62,7 @@ def plan(
     for narrow in narrower(case):
         with suppress(Infeasible):
             found = min(found, search(narrow), key=lambda other: (exceeds_risk(other, case), other.best.step.step_s))
-    return found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)})
+    return with_room(found.model_copy(update={"batch_offer": batch_offer(found, case, deadline)}), case)
 
 
 def search(case: Case, news: News | None = None) -> Plan:

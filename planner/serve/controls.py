@@ -105,6 +105,12 @@ GROUPS = (
     Group(
         "Fine-tuning",
         (
+            Control("lora", "LoRA", "adapters beside frozen weights", kind="flag"),
+            Control("qlora", "QLoRA", "frozen weights of 4 bits", kind="flag"),
+            Control("lora_rank", "Rank", kind="number"),
+            Control("lora_targets", "Adapters on", "all-linear, attention, q_proj, …"),
+            Control("lora_dropout", "Dropout", "of an adapter's inputs", "number"),
+            Control("base_bits", "Bits of frozen weights", kind="select", choices=(_ANY, "4", "8", "16")),
             Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
             Control("objective", "Objective", kind="select", choices=(_ANY, *OBJECTIVES)),
             Control("reference", "Reference model", "of dpo, kto", "select", (_ANY, *get_args(Reference))),

@@ -14,6 +14,7 @@ from planner.plan_file import with_alternative
 from planner.report.format import gibibytes, percent, seconds
 from planner.report.html.header import header
 from planner.report.html.pieces import Html, beside, bullets, folded, joined, section, share_bar, table, tag
+from planner.report.html.small import small_sections
 from planner.report.proof import is_proven, says_bound, says_outcome
 from planner.report.rows import STAGE_HEADS, Entry, Share, runs_of_stages
 from planner.report.view import View, view_of
@@ -52,6 +53,7 @@ def plan_panel(plan: Plan, question: Question, form: Form, state: State, alterna
         _looking_at(plan, form, alternative) if alternative else Html(""),
         _command(question, alternative),
         _downloads(form, alternative) if state == "final" else Html(""),
+        *small_sections(view, lambda row: _link(row.options, changed(form, row.words), "button") if row.words else ""),
         section(view.headings["memory"], beside(drawn["stacks"], drawn["curve"])),
         section("The pipeline over time", drawn["timeline"]),
         section(view.headings["breakdown"], _breakdown(view)),

@@ -18,6 +18,7 @@ from planner.layout.evaluate import evaluate
 from planner.probe.result import ProbeResult, RankMemory
 from planner.report.comparison import render_comparison, short_names
 from planner.specs.cluster import ClusterSpec
+from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GIB
@@ -124,3 +125,19 @@ def test_a_probe_without_a_step_of_its_own_is_refused(changes: dict[str, Any]) -
 )
 def test_columns_are_headed_by_the_part_of_a_name_that_tells_files_apart(names: list[str], short: list[str]) -> None:
     assert short_names(names) == short
+
+
+def test_adapters_that_differ_are_named() -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=1)
+
+    def tuned(adapters: AdapterSpec | None) -> Plan:
+        training = TrainingSpec(seq_length=1024, global_batch_size=4, adapters=adapters)
+        return evaluate(load_model("llama-3.2-1b"), cluster, training, Parallelism(), runtime="hf")
+
+    lora, qlora = (of_plan(tuned(AdapterSpec(rank=8, base_bits=bits)), f"{bits}.json") for bits in (16, 4))
+    differs = compare([lora, qlora]).to_json()["differences"]
+    assert differs["base_bits"] == [16, 4]
+    assert "rank" not in differs
+    whole = compare([lora, of_plan(tuned(None), "whole.json")]).to_json()["differences"]
+    assert whole["trained"] == ["adapters", "all weights"]
+    assert whole["rank"] == [8, None]

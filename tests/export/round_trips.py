@@ -22,6 +22,7 @@ from planner.export.read import read
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.specs.cluster import ClusterSpec
+from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime, switches_of
@@ -31,7 +32,7 @@ from planner.trainers.stated import switched
 
 RUNTIME_OF = {
     "megatron": "megatron", "bridge": "bridge", "torchtitan": "torchtitan", "torch": "torch-eager",
-    "deepspeed": "deepspeed", "primus": "primus-megatron",
+    "deepspeed": "deepspeed", "primus": "primus-megatron", "hf": "hf", "torchtune": "torchtune",
 }  # fmt: skip
 """Each target of an export that a plan comes back from, and the trainer that its plans are made for."""
 _BACKENDS = ("primus-megatron", "primus-megatron", "primus-torchtitan")
@@ -40,6 +41,8 @@ _MODELS = (
     "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b", "llama-3.1-70b", "gpt3-175b", "mixtral-8x7b",
     "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-8b", "deepseek-v2-lite",
 )  # fmt: skip
+_SHARDERS = ("hf", "torchtune")
+"""Targets that split no model, and train adapters."""
 _NARROW = {"megatron": ("fp8",), "bridge": ("fp8",), "primus": ("fp8",)}
 _TRIES = 100
 
@@ -104,6 +107,15 @@ def there_and_back(plan: Plan, target: str, files: tuple[ExportFile, ...]) -> Ro
     return RoundTrip(plan, imported, again)
 
 
+def _adapters(rng: random.Random) -> AdapterSpec | None:
+    """All weights, or adapters beside frozen ones of some width."""
+    if rng.random() < 0.3:
+        return None
+    targets = rng.choice((("all-linear",), ("attention",), ("q_proj", "v_proj"), ("mlp", "lm_head")))
+    bits: Any = rng.choice((4, 8, 16, 16))
+    return AdapterSpec(rank=rng.choice((4, 16, 64)), targets=targets, base_bits=bits, dropout=rng.choice((0.0, 0.05)))
+
+
 @cache
 def _hardware(target: str) -> Any:
     return load_hardware("mi300x" if target == "primus" else "h100-sxm-80gb")
@@ -127,15 +139,19 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
     }
     if target == "deepspeed":
         layout |= {"vpp": 1, "sequence_parallel": False}
+    if target in _SHARDERS:
+        layout |= {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "vpp": 1}
+        layout["fsdp"] = rng.choice((None, None, dp // 2)) if dp > 2 else None
     if layout["recompute"] == "full" and rng.random() < 0.4:
         layout["recompute_num_layers"] = rng.choice((1, 2, 3))
     if dp * layout["cp"] == 1:
         layout["zero_stage"] = 0
-    num_gpus = layout["tp"] * layout["cp"] * pp * dp
+    num_gpus = layout["tp"] * layout["cp"] * layout["pp"] * dp
     training = {
         "seq_length": rng.choice((2048, 4096, 8192)),
         "global_batch_size": micro_batch_size * rng.choice((1, 2, 4, 8, 16)) * dp,
         "dtype": rng.choice(("bf16", "bf16", "bf16", *_NARROW.get(target, ()))),
+        "adapters": _adapters(rng) if target in _SHARDERS else None,
     }
     cluster = ClusterSpec(hardware=_hardware(target), num_gpus=num_gpus)
     name = rng.choice(_BACKENDS) if target == "primus" else RUNTIME_OF[target]

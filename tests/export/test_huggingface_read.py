@@ -90,9 +90,10 @@ def test_a_command_line_with_fsdp_and_adapters() -> None:
     imported = read_configuration(
         f"torchrun --nproc_per_node 8 run_clm.py {ARGUMENTS} --fsdp 'shard_grad_op auto_wrap' --use_peft --lora_r 16\n"
     )
-    assert (imported.run["runtime"], layout_of(imported)["zero_stage"]) == ("torch-fsdp", 2)
-    assert set(imported.unknown) == {"use_peft", "lora_r"}
-    assert "adapters or narrow weights are not modelled" in " ".join(imported.notes)
+    assert (imported.run["runtime"], layout_of(imported)["zero_stage"]) == ("hf", 2)
+    # peft's own targets for a model of Llama's, where nothing names them
+    assert imported.run["adapters"] == {"rank": 16, "targets": ["q_proj", "v_proj"], "base_bits": 16}
+    assert not imported.unknown
 
 
 def test_arguments_in_python_and_in_yaml() -> None:
@@ -109,4 +110,5 @@ def test_arguments_in_python_and_in_yaml() -> None:
         "bf16: auto\nadapter: lora\ndeepspeed: deepspeed_configs/zero3_bf16.json\n"
     )
     assert (axolotl.run["model"], layout_of(axolotl)["zero_stage"]) == ("llama-3.1-8b", 3)
-    assert axolotl.unknown == {"adapter": "lora"}
+    assert axolotl.run["adapters"]["base_bits"] == 16
+    assert not axolotl.unknown

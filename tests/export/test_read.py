@@ -73,7 +73,7 @@ def test_the_trainer_may_be_named() -> None:
         read_configuration(script, "pax")
     assert (
         caught.value.hint
-        == "one of megatron, primus, bridge, nemo, torchtitan, torch, accelerate, huggingface, deepspeed"
+        == "one of megatron, primus, bridge, nemo, torchtitan, torch, hf, torchtune, accelerate, huggingface, deepspeed"
     )
 
 

@@ -91,3 +91,18 @@ def test_a_panel_says_what_the_command_line_says() -> None:
     assert f"{planned().step.step_s * 1e3:.0f}"[:3] in panel.status.replace(".", "")
     assert str(planned().parallelism) in panel.html
     assert panel.html.count("<svg") >= 4
+
+
+def test_a_fine_tuning_is_asked_for_and_its_changes_are_links() -> None:
+    form = {"model": "llama-3.2-1b", "gpus": "1", "hardware": "l40s-48gb", "qlora": "on", "lora_rank": "8", "top": "2"}
+    question = read_question(options_of(form, CATALOGUE))
+    adapters = question.case.training.adapters
+    assert adapters is not None
+    assert (adapters.rank, adapters.base_bits) == (8, 4)
+    case = question.case
+    made = plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)
+    html = plan_panel(made, question, form, "final").html
+    assert "What to change first" in html
+    assert "Room, all else as it is" in html
+    assert "lora_targets=attention" in html
+    assert "sustained over months" not in html

@@ -12,7 +12,7 @@ from planner.specs.registry import load_model, model_names
 Model = str | dict[str, Any]
 """A model of a run: a shipped one's name, or the fields of a ModelSpec."""
 
-_HEADER = re.compile(r"^# (\S+) on [\d,]+ of [\d,]+ GPUs", re.MULTILINE)
+_HEADER = re.compile(r"^# (\S+) on ([\d,]+) of [\d,]+ GPUs", re.MULTILINE)
 _LEFT_OUT = re.compile(
     r"config|provider|model(?!opt)|instruct|base|chat|thinking|\bhf\b|meta(?=-?llama)|bf16|fp8|-\d{4}$|v0\.\d|-it\b|preview|pretrain"
 )
@@ -34,6 +34,12 @@ def exported_model(text: str) -> str | None:
     """The name of the model in the header that our exports begin with; None where it is no shipped model."""
     match = _HEADER.search(text) if "exported by planner" in text else None
     return match[1] if match is not None and match[1] in model_names() else None
+
+
+def exported_gpus(text: str) -> int | None:
+    """The GPUs of the layout in the header that our exports begin with; None in a text of another's."""
+    match = _HEADER.search(text) if "exported by planner" in text else None
+    return int(match[2].replace(",", "")) if match is not None else None
 
 
 def model_called(name: str) -> Model | None:

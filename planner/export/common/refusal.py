@@ -11,6 +11,7 @@ from planner.errors import SpecError
 from planner.shape import Shape
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
+from planner.trainers.rules.fine_tuning import WHOLE_MODEL_RULES
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
 from planner.trainers.rules.named import EXPORT_RULES
@@ -54,11 +55,22 @@ class Objections:
 
 def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     """The way out of a refusal: another trainer, another plan, or another choice in this one."""
+    model_rules = tuple(model_rules)
+    if broken_rules((rule for rule in model_rules if rule in WHOLE_MODEL_RULES), plan):
+        return _hint_for_fine_tuning(plan)
     if broken_rules(model_rules, plan):
         return _hint_for_model(plan, runtime)
     if plan.as_planned.runtime != runtime:
         return f"plan again with --runtime {runtime}"
     return "plan again without what is named here, or with other values of it pinned"
+
+
+def _hint_for_fine_tuning(plan: Plan) -> str:
+    """Hugging Face's trainers say what is trained; they shard weights, and split no model."""
+    layout = plan.parallelism
+    if layout.tp * layout.cp * layout.pp * layout.ep == 1:
+        return "--to hf writes them"
+    return "plan again with --runtime hf, and export that plan --to hf"
 
 
 _DESCRIBING = ("megatron", "bridge", "torchtitan")

@@ -10,6 +10,7 @@ from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
 from planner.export.common.markup import yaml_of
 from planner.export.deepspeed.config import DEEPSPEED_RUNTIME
+from planner.export.huggingface.fine_tuning import beside_adapters, read_fine_tuning
 from planner.export.huggingface.settings import (
     FSDP_RUNTIME,
     Settings,
@@ -32,6 +33,7 @@ _IGNORED = {
     "gpu_ids", "enable_cpu_affinity", "command_file", "commands", "tpu_name", "tpu_zone", "deepspeed_hostfile",
     "dynamo_backend", "ipex_config", "mpirun_config", "rdzv_conf", "monitor_interval", "max_restarts",
 }  # fmt: skip
+IN_FP32 = "mixed_precision: no, so that it trains in fp32: priced as bf16"
 _MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 
 
@@ -40,6 +42,7 @@ def read_accelerate(config: ConfigFile) -> ImportedRun:
     settings = read_yaml(config.text)
     imported = new_run("accelerate")
     apply_accelerate(imported, settings, config)
+    read_fine_tuning(imported, beside_adapters(settings, config))
     imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
     for name, value in settings.items():
         if name not in _READ:
@@ -67,7 +70,7 @@ def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFi
     if dtype is not None:
         run["dtype"] = dtype
     elif str(settings.get("mixed_precision")) == "no":
-        imported.notes.append("mixed_precision: no, so that it trains in fp32: priced as bf16")
+        imported.notes.append(IN_FP32)
     if kind == "FSDP":
         run["runtime"] = FSDP_RUNTIME
         options = _section(settings, "fsdp_config")

@@ -13,7 +13,8 @@ from planner.export.deepspeed.config import DEEPSPEED_RUNTIME, DeepSpeedConfig, 
 
 Settings = Mapping[str, Any]
 
-FSDP_RUNTIME = "torch-fsdp"
+FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
+"""FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
 _TRUE = (True, "true", "True", "yes", "1", 1, "y")
 _SHARDING = {
     "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3,

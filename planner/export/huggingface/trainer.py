@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
+from planner.export.common.exported_model import exported_gpus, exported_model
 from planner.export.common.imported_run import ImportedRun
 from planner.export.common.markup import json_of
 from planner.export.deepspeed.config import DEEPSPEED_RUNTIME
-from planner.export.huggingface.accelerate import apply_accelerate, read_yaml
+from planner.export.huggingface.accelerate import IN_FP32, apply_accelerate, read_yaml
+from planner.export.huggingface.fine_tuning import beside_adapters, read_fine_tuning
 from planner.export.huggingface.settings import (
     apply_deepspeed,
     deepspeed_beside,
@@ -22,6 +24,7 @@ from planner.export.huggingface.settings import (
     number,
     set_model,
 )
+from planner.export.huggingface.sharding import ACCELERATE_FILE
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read import num_gpus
 from planner.export.scripts.script import read_script
@@ -43,28 +46,27 @@ _MODEL = (
     "model_name",
     "actor_model_name_or_path",
     "pretrained_model_name_or_path",
+    "base_model_name_or_path",
 )
-_NARROWER = (
-    "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim",
-    "finetuning_type", "use_qlora", "peft", "q_lora", "only_optimize_lora", "freeze_layers",
+_ADAPTERS = (
+    "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim", "lora_alpha",
+    "lora_dropout", "lora_target_modules", "lora_target", "lora_target_linear", "finetuning_type", "use_qlora", "peft",
+    "q_lora", "quantization_bit", "peft_type", "r", "target_modules", "target_parameters", "lora_bias", "task_type",
+    "lora_task_type", "bias",
 )  # fmt: skip
-"""Settings that train less than the model."""
-_FULL = (None, "", "full", 0, "0", False, "false", "False", "none")
-_OTHERS = (
-    "use_liger_kernel",
-    "liger_kernel",
-    "packing",
-    "neftune_noise_alpha",
-    "unsloth",
-    "torch_compile",
-    "sample_packing",
-    "group_by_length",
-)
-_ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
+"""Settings that say that adapters are trained, and which."""
+_NARROWER = ("only_optimize_lora", "freeze_layers", "unfrozen_parameters", "freeze_trainable_layers", "peft_type")
+"""Settings that train less than the model in ways that are not priced."""
+_FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
+_OTHERS = ("neftune_noise_alpha", "unsloth", "use_unsloth", "group_by_length")
+_PACKING = ("packing", "sample_packing")
+_COMPILING = ("torch_compile",)
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 _CALLS = re.compile(r"(TrainingArguments|SFTConfig|DPOConfig|CPOConfig|GRPOConfig|RewardConfig|TrainerConfig)$")
 _READ = {
-    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, "gradient_accumulation_steps", "gradient_checkpointing",
-    "bf16", "fp16",
+    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_ADAPTERS, *_PACKING, *_COMPILING, *_CHECKPOINTING,
+    "gradient_accumulation_steps", "bf16", "fp16", "use_liger_kernel", "liger_kernel", "enable_liger_kernel",
+    "activation_offloading", "model_init_kwargs",
     "tf32", "fsdp", "fsdp_config", "deepspeed", "zero_stage", "optim", "config_file", "num_processes", "num_machines",
     "attn_implementation", "flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn", "dtype",
     "torch_dtype",
@@ -75,7 +77,8 @@ _READ = {
 def read_trainer(config: ConfigFile) -> ImportedRun:
     """The run that the arguments describe. Raises SpecError where there are none."""
     settings, launch = _settings(config)
-    if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL)):
+    settings = {**_model_options(settings), **settings, **beside_adapters(settings, config)}
+    if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
         raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
     imported = new_run("huggingface")
     run, layout = imported.run, imported.run["parallelism"]
@@ -85,18 +88,23 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
         1 if micro_batch_size else None
     )
     run["seq_length"] = number(settings, *_SEQUENCE)
-    if is_on(settings.get("gradient_checkpointing")):
+    if any(is_on(settings.get(name)) for name in _CHECKPOINTING):
         layout["recompute"] = "full"
-    run["num_gpus"] = launch
-    if (name := settings.get("config_file")) and (text := config.beside(str(name))) is not None:
-        apply_accelerate(imported, read_yaml(text), config)
+    run["num_gpus"] = launch or exported_gpus(config.text)
+    accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
+    if accelerate is not None:
+        apply_accelerate(imported, read_yaml(accelerate), config)
     dtype = dtype_of(settings)
     run["dtype"] = dtype or run["dtype"]
-    if dtype is None and not settings.get("config_file"):
+    if dtype is not None and IN_FP32 in imported.notes:
+        imported.notes.remove(IN_FP32)
+    if dtype is None and accelerate is None:
         imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
     _read_sharding(imported, settings, config)
     set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None))
-    _read_optimizer(imported, settings)
+    run["model"] = run["model"] or exported_model(config.text)
+    read_fine_tuning(imported, settings)
+    _list_unread(imported, settings)
     for name in settings:
         if name not in _READ:
             imported.ignored[name] = str(settings[name])[:200]
@@ -134,22 +142,26 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
             imported.unknown["fsdp"] = str(words)
 
 
-def _read_optimizer(imported: ImportedRun, settings: dict[str, Any]) -> None:
-    """List adapters, optimizers other than Adam, and kernels that the planner has no price for."""
-    for name in _NARROWER:
+def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
+    """List what trains less than the model, or otherwise, in ways that the planner has no price for."""
+    for name in (*_NARROWER, *_OTHERS):
         if settings.get(name) not in _FULL:
             imported.unknown[name] = str(settings[name])
-    if any(name in imported.unknown for name in _NARROWER):
-        imported.notes.append("adapters or narrow weights are not modelled: priced as training of the whole model")
-    optimizer = str(settings.get("optim") or settings.get("optimizer") or "adamw_torch")
-    if not _ADAMS.fullmatch(optimizer):
-        imported.unknown["optim"] = optimizer
-    for name in _OTHERS:
-        if settings.get(name) not in _FULL:
-            imported.unknown[name] = str(settings[name])
-    attention = str(settings.get("attn_implementation") or "")
-    if attention == "eager":
-        imported.run["features"]["flash_attention"] = False
+    packs = any(is_on(settings.get(name)) for name in _PACKING) or "block_size" in settings
+    if not packs and imported.run["seq_length"] is not None:
+        imported.notes.append(
+            f"sequences are not packed: priced as if each were {imported.run['seq_length']:,} tokens long"
+        )
+
+
+def _model_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """Options of the model that arguments of TRL hold inside others."""
+    inner = settings.get("model_init_kwargs")
+    return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner} if _is_dict(inner) else {}
+
+
+def _is_dict(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
 
 
 def _settings(config: ConfigFile) -> tuple[dict[str, Any], int | None]:
@@ -161,7 +173,8 @@ def _settings(config: ConfigFile) -> tuple[dict[str, Any], int | None]:
     if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not text.startswith("#!/bin"):
         return _of_python(text), None
     if re.search(
-        r"^(per_device_train_batch_size|base_model|model_name_or_path|gradient_accumulation_steps|micro_batch_size):",
+        r"^(per_device_train_batch_size|base_model|model_name_or_path|gradient_accumulation_steps|micro_batch_size|use_peft"
+        r"|lora_rank|lora_r|finetuning_type):",
         text,
         re.MULTILINE,
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from planner.shape import Shape
 
 STATES = {12: "master, exp_avg, exp_avg_sq", 8: "exp_avg, exp_avg_sq"}
 """Optimizer states in fp32, by their bytes per parameter."""
+Rows = Callable[[Pricing, Shape, Sequence[Item]], Iterator[Held]]
 _WIDTHS = {BF16: "bf16", FP32: "fp32"}
 
 
@@ -41,6 +42,9 @@ def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[H
     """The rows that add up to the part's `weights_bytes`."""
     runtime, dtype = pricing.runtime, pricing.training.dtype
     for one in _parameters(items, pricing.model.hidden_size):
+        if not one.operator.trained:
+            yield _frozen(one, shape, pricing)
+            continue
         dense, expert = one.dense, one.expert
         wide = 0.0 if one.operator.is_cast else dense + expert
         gathered = float(memory.gathered_weights_bytes(dense + expert, shape, runtime))
@@ -61,6 +65,17 @@ def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[H
         if runtime.copies_weights and not one.operator.name.endswith(OF_ADAPTERS):
             frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime)
             yield Held(f"{one.name} of the reference", float(frozen), note="a second copy, frozen")
+
+
+def _frozen(one: Parameter, shape: Shape, pricing: Pricing) -> Held:
+    """The row of a weight that adapters leave as it is, in as many bits as it is kept in."""
+    runtime = pricing.runtime
+    wide = 0.0 if one.operator.is_cast else one.dense
+    total = float(memory.frozen_bytes(one.dense, one.expert, wide, shape, runtime))
+    width = runtime.frozen_wide_bytes if wide else runtime.frozen_weight_bytes
+    if width in _WIDTHS:
+        return _row(one, " frozen", total, int(width))
+    return Held(f"{one.name} frozen", total, note=f"{width:.3g} bytes a parameter, with the scales of its blocks")
 
 
 def gradients(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
@@ -122,5 +137,16 @@ def _row(one: Parameter, what: str, num_bytes: float, width: int, copies: str = 
     return Held(f"{one.name}{what}", num_bytes, one.dims if elements == whole else (elements,), dtype)
 
 
-STATICS = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+def _of_trained(rows: Rows) -> Rows:
+    """The rows of the operators that are trained."""
+
+    def of_items(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
+        return rows(pricing, shape, [op for op in operators_of(items) if op.trained])
+
+    return of_items
+
+
+STATICS: dict[str, Rows] = {
+    "weights": weights, "gradients": _of_trained(gradients), "optimizer": _of_trained(optimizer),
+}  # fmt: skip
 """The rows of each item that outlives the step."""

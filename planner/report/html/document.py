@@ -29,6 +29,7 @@ from planner.report.html.pieces import (
     tag,
     zoomed,
 )
+from planner.report.html.small import small_sections
 from planner.report.html.stages import stages
 from planner.report.labels import LEAST_SHARE
 from planner.report.rows import Entry, Share
@@ -63,6 +64,7 @@ def _sections(plan: Plan, view: View, replayed: Drawings) -> Iterator[Html]:
     yield header(view)
     if view.recipe:
         yield section(headings["recipe"], table(PAIRS, view.recipe, "ll"))
+    yield from small_sections(view)
     yield section(headings["stages"], *stages(plan, view))
     has_interval = any(stage.memory.total_bytes_interval for stage in plan.stages)
     peaks = picture(

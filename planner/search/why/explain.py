@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from planner.answer import Plan
+from planner.answer.small import Room
 from planner.errors import Infeasible, SolverError
-from planner.layout.evaluate import price_given, runtime_of
+from planner.layout.candidate import Candidate
+from planner.layout.evaluate import evaluate, price_given, runtime_of
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.recipes import pinned
 from planner.search.search import plan, search, search_within_risk
 from planner.search.why.explanation import Beaten, Change, ChangedAssumption, Constraint, Explanation
-from planner.search.why.misses import nearest_miss
+from planner.search.why.misses import Miss, nearest_miss
 from planner.search.why.refused import Refusal, hint_for, refusal
 from planner.search.why.remedy import DOES_NOT_FIT, Trials, first_remedy, remedies
+from planner.search.why.room import is_small, largest_models, nearest_changes, room_of, within_risk
 from planner.search.why.what_if import Outcome, WhatIf, aside, other_assumptions, other_limits, outcomes
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -142,7 +145,13 @@ def _why_slower(case: Case, best: Plan, pinned: Plan) -> Explanation:
 
 def _why_this(case: Case) -> Explanation:
     """The explanation without pins: what decides against each alternative, and what would change the choice."""
-    best = _planned(case)
+    try:
+        best = _planned(case)
+    except Infeasible as error:
+        miss = nearest_miss(case.filling) if is_small(case) else None
+        if miss is None:
+            raise
+        return _why_too_large(case, miss, error)
     assumptions, limits = list(other_assumptions(case)), list(other_limits(case))
     then = outcomes([*assumptions, *limits], best)
     beaten = [Beaten(layout=other, cause=largest_cause(best.best, other, case.cluster)) for other in best.alternatives]
@@ -151,6 +160,8 @@ def _why_this(case: Case) -> Explanation:
         best,
         verdict="chosen",
         says=says_best(best),
+        room=None if best.room is None else best.room.model_copy(update={"models": largest_models(case)}),
+        job_changes=best.changes,
         beaten=tuple(beaten),
         assumptions=tuple(
             _assumption(case, best, other, outcome) for other, outcome in zip(assumptions, then, strict=False)
@@ -160,6 +171,24 @@ def _why_this(case: Case) -> Explanation:
             for other, outcome in zip(limits, then[len(assumptions) :], strict=True)
         ),
     )
+
+
+def _why_too_large(case: Case, miss: Miss, error: Infeasible) -> Explanation:
+    """The explanation of a small job of which nothing fits: the nearest layout, and what brings it nearer."""
+    nearest = evaluate(case.model, case.cluster, case.training, miss.layout, runtime=case.runtime)
+    return _explanation(
+        case,
+        nearest,
+        verdict="does_not_fit",
+        says=error.message,
+        hint=error.hint,
+        room=_room_of_nearest(miss.candidate, case),
+        job_changes=nearest_changes(miss.candidate, case),
+    )
+
+
+def _room_of_nearest(nearest: Candidate, case: Case) -> Room:
+    return room_of(within_risk(nearest, case)).model_copy(update={"models": largest_models(case)})
 
 
 def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> ChangedAssumption:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from planner.answer import SCHEMA_VERSION, Layout, PricedLayout
+from planner.answer.small import Change as JobChange
+from planner.answer.small import Room
 from planner.report.causes import Cause, Difference, memory_differences, step_differences
 from planner.specs.base import Spec
 from planner.specs.corrections import Correction
@@ -84,6 +86,10 @@ class Explanation(Spec):
     beaten: tuple[Beaten, ...] = ()
     assumptions: tuple[ChangedAssumption, ...] = ()
     constraints: tuple[Constraint, ...] = ()
+    room: Room | None = None
+    """The largest micro-batch, sequence and models that fit; null for a job that is not small."""
+    job_changes: tuple[JobChange, ...] = ()
+    """The changes of a small job with their bytes and seconds, what helps most first."""
 
     def to_json(self) -> dict[str, Any]:
         """The explanation as plain data, with the differences between the two layouts."""

@@ -19,8 +19,10 @@ from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.schedules import DEFAULT_SCHEDULES
+from planner.search.why.lighter import lighter
 from planner.search.why.misses import NothingFits, fitting_candidate, nearest_miss
 from planner.search.why.refused import NothingLegal, listed, shapes_of
+from planner.search.why.room import is_small
 from planner.trainers.load import RUNTIMES, load_runtime
 
 LONGEST_TRY_FRACTION = 0.25
@@ -102,15 +104,24 @@ def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], d
         return Infeasible(error.message, f"{error.hint}{works}", error.rejections, remedy=data)
     if not isinstance(error, NothingFits):
         return error
-    miss, remedy = nearest_miss(case.filling), first_remedy(case, DOES_NOT_FIT, trials)
+    miss, found = nearest_miss(case.filling), _all_of(case, trials)
+    remedy = found[0] if found else None
     hint = _UNTRIED if trials.cut_short else _NONE
     return Infeasible(
         f"{error.where}{'' if miss is None else f': the nearest miss, {miss}'} ({listed(error.rejections)})",
-        hint if remedy is None else remedy.says,
+        "; or ".join(other.says for other in found) or hint,
         error.rejections,
         nearest=None if miss is None else miss.as_data,
         remedy=None if remedy is None else remedy.as_data,
     )
+
+
+def _all_of(case: Case, trials: Trials) -> list[Remedy]:
+    """The smallest change that helps a job of its size and, where few GPUs and no pins are given, lighter jobs."""
+    ways = [] if case.pins or trials.deadline.passed else [Remedy(*way) for way in lighter(case)]
+    first = first_remedy(case, DOES_NOT_FIT, trials)
+    own = [] if first is None else [first]
+    return [*ways, *own] if is_small(case) else [*own, *ways]
 
 
 def first_remedy(case: Case, reason: str, trials: Trials) -> Remedy | None:

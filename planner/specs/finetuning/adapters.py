@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from planner.specs.base import Fraction, PositiveInt, Spec
 
+Bits = Literal[4, 8, 16]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -30,7 +31,7 @@ class AdapterSpec(Spec):
     """Columns of A and rows of B."""
     targets: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
     """Products that get an adapter, by peft's names (q_proj, …, down_proj), or all-linear, attention, mlp."""
-    base_bits: Literal[4, 8, 16] = 16
+    base_bits: Bits = 16
     """Bits of a frozen weight of a linear layer (QLoRA: 4). Embedding, head, norms and routers stay in 16."""
     dropout: Fraction = 0.0
     """Share of an adapter's inputs that is dropped."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from planner.trainers.rules.common import HEADS, Rule, model_rule
+from planner.trainers.rules.fine_tuning import WHOLE_MODEL_RULES
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 
 DEEPSPEED_MODEL_RULES: tuple[Rule, ...] = (
     *UNWRITTEN_RULES,
+    *WHOLE_MODEL_RULES,
     model_rule("moe", lambda model: model.moe is not None, lambda model: "only dense models are exported"),
     model_rule(
         "attention_chunk_size",

@@ -9,6 +9,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import Rule, model_rule, release, stretch_rule
 from planner.trainers.rules.facts import rotary_method
+from planner.trainers.rules.fine_tuning import WHOLE_MODEL_RULES
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.plain_fields import PLAIN
 
@@ -53,6 +54,7 @@ def _other_llama3(scaling: RopeScalingSpec) -> Iterator[str]:
 
 CORE_MODEL_RULES: tuple[Rule, ...] = (
     *UNWRITTEN_RULES,
+    *WHOLE_MODEL_RULES,
     model_rule("position_embedding", lambda m: m.position_embedding == "alibi", lambda m: "it has no ALiBi"),
     PLAIN["embedding_norm"],
     PLAIN["parallel_residual"],

@@ -8,12 +8,14 @@ from planner.trainers.rules.automodel import AUTOMODEL_RULES
 from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import BF16_ONLY, Rule
 from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
+from planner.trainers.rules.hf_model import HF_MODEL_RULES
 from planner.trainers.rules.megatron import megatron_rules
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 from planner.trainers.rules.torch import TORCH_EAGER_RULES
 from planner.trainers.rules.torch_model import TORCH_MODEL_RULES
 from planner.trainers.rules.torchtitan import TORCHTITAN_RULES
 from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
+from planner.trainers.rules.torchtune import TORCHTUNE_MODEL_RULES, TORCHTUNE_RULES
 from planner.trainers.spec import RuntimeSpec
 
 RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
@@ -22,6 +24,7 @@ RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
     "torch-eager": lambda runtime: TORCH_EAGER_RULES,
     "automodel": lambda runtime: AUTOMODEL_RULES,
     "deepspeed": lambda runtime: DEEPSPEED_RULES,
+    "torchtune": lambda runtime: TORCHTUNE_RULES,
 }
 """Rules that layouts obey, by the name of their set; some depend on the runtime's switches."""
 
@@ -31,6 +34,8 @@ EXPORT_RULES: dict[str, tuple[Rule, ...]] = {
     "torchtitan": TORCHTITAN_MODEL_RULES,
     "torch-eager": TORCH_MODEL_RULES,
     "deepspeed": DEEPSPEED_MODEL_RULES,
+    "hf": HF_MODEL_RULES,
+    "torchtune": TORCHTUNE_MODEL_RULES,
     "bf16": (BF16_ONLY,),
 }
 """Rules that an export sets to models and dtypes, whatever the layout. What breaks one is priced all the same, with a

@@ -6,11 +6,13 @@ from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
 from planner.trainers.rules.common import Rule, first_broken
+from planner.trainers.rules.fine_tuning import WHOLE_MODEL_RULES
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.plain_fields import HEAD_NORMS, PLAIN
 
 TORCH_MODEL_RULES: tuple[Rule, ...] = (
     *UNWRITTEN_RULES,
+    *WHOLE_MODEL_RULES,
     PLAIN["pre_norms"],
     PLAIN["parallel_residual"],
     HEAD_NORMS,

@@ -9,6 +9,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import Rule, model_rule, stretch_rule
 from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale, rotary_method
+from planner.trainers.rules.fine_tuning import WHOLE_MODEL_RULES
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.plain_fields import PLAIN
 
@@ -59,6 +60,7 @@ def _broken_scaling(model: ModelSpec) -> str | None:
 
 TORCHTITAN_MODEL_RULES: tuple[Rule, ...] = (
     *UNWRITTEN_RULES,
+    *WHOLE_MODEL_RULES,
     *PLAIN.values(),
     model_rule("position_embedding", lambda m: m.position_embedding != "rope", lambda m: "its models rotate positions"),
     model_rule(

@@ -18,6 +18,7 @@ from planner.layout.tensors.step import step_of
 from planner.physics.operators import DTYPE_BYTES
 from planner.schedule.replay import replay
 from planner.specs.cluster import ClusterSpec
+from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
 
@@ -72,6 +73,25 @@ def test_they_add_up_to_the_peak_and_to_the_plans_items(job: Any) -> None:
         freed = {event.tensor for event in step.events if not event.is_made}
         kept = [tensor for number, tensor in enumerate(step.tensors) if number not in freed]
         assert sum(tensor.bytes for tensor in kept) == curve.allocated_bytes[-1]
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_frozen_weights_have_rows_and_neither_gradients_nor_states(bits: int) -> None:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=2)
+    adapters = AdapterSpec.model_validate({"base_bits": bits})
+    training = TrainingSpec(seq_length=2048, global_batch_size=4, adapters=adapters)
+    plan = evaluate("llama-3.2-1b", cluster, training, Parallelism(), runtime="hf")
+    _, (stage,) = explored(plan, 0)
+    planned = plan.best.stages[0].memory
+    assert sum(tensor.bytes for tensor in stage.tensors) == stage.peak_bytes == planned.peak_allocated_bytes
+    for item in ITEMS:
+        listed = sum(tensor.bytes for tensor in stage.tensors if tensor.item == item)
+        assert listed == getattr(planned, f"{item}_bytes"), item
+    frozen = [tensor for tensor in stage.tensors if tensor.name.endswith(" frozen")]
+    assert sum(tensor.bytes for tensor in frozen) == pytest.approx(planned.frozen_weights_bytes, rel=1e-6)
+    others = [tensor.name for tensor in stage.tensors if tensor.item in ("gradients", "optimizer")]
+    assert others
+    assert all("lora_" in name for name in others)
 
 
 @pytest.fixture(scope="module")

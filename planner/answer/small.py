@@ -1,0 +1,64 @@
+"""The answers that a small job asks for beside its layout: how much room there is, and what to change first."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from planner.specs.base import Spec
+
+Method = Literal["lora", "qlora", "full"]
+
+
+class Change(Spec):
+    """One change of the job, with the bytes and seconds that it saves or takes, all else as it is."""
+
+    kind: str
+    """The kind of change: bits, checkpointing, micro-batch, sequence, sharding, adapters, switch or trained."""
+    change: str
+    """The change in words."""
+    options: tuple[str, ...] = ()
+    """Words of the command line that make it."""
+    bytes: int
+    """Change of the fullest rank's peak; negative where it saves."""
+    seconds: float
+    """Change of the seconds that a step's tokens take; negative where it gains. Another length of sequences is counted
+    for as many tokens."""
+    step_s: float
+    """Seconds of a step after it."""
+    total_bytes: int
+    """Peak of the fullest rank after it."""
+    fits: bool
+    """True if it fits with the risk that was asked for."""
+    changes: str = ""
+    """The thing that it changes beside bytes and seconds: numerics, the data, what is trained; empty if none."""
+
+
+class LongestSequence(Spec):
+    """The longest sequences that fit one at a time on each GPU."""
+
+    seq_length: int
+    """A multiple of 128 tokens; 0 where not even 128 fit."""
+    checkpointed_seq_length: int
+    """The same with all layers recomputed."""
+    most: int | None = None
+    """The positions that the model has, beyond which nothing was tried; null where the model does not say."""
+
+
+class LargestModel(Spec):
+    """The largest model of the catalogue that fits these GPUs when it is trained in one way."""
+
+    method: Method
+    name: str | None
+    """Null where none fits."""
+    num_parameters: int = 0
+
+
+class Room(Spec):
+    """The largest batch, sequence and model that fit with the risk that was asked for, each with all else as it is."""
+
+    micro_batch_size: int
+    """The largest micro-batch at this length, recomputing what the plan recomputes; 0 where not even one fits."""
+    checkpointed_micro_batch_size: int
+    """The same with all layers recomputed."""
+    sequence: LongestSequence
+    models: tuple[LargestModel, ...] = ()

@@ -1,0 +1,248 @@
+"""The lines of a small job's screen: what is trained, does it fit, how long it takes, what room there is."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.answer import Layout, Plan, Room, StagePlan
+from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
+from planner.report.months import cost_figures, duration
+from planner.report.rows import Figure, Share
+
+MOST_GPUS = 8
+"""The most GPUs of a job that has this screen."""
+_SHARDED = {
+    0: "each GPU has all weights and states (DDP)",
+    1: "optimizer states are sharded (ZeRO-1)",
+    2: "gradients and optimizer states are sharded (ZeRO-2)",
+    3: "weights, gradients and states are sharded (FSDP, ZeRO-3)",
+}
+_CHECKPOINTING = {
+    "none": "no checkpointing",
+    "selective": "checkpointing of some operators",
+    "full": "activation checkpointing",
+}
+_ASSUMED = (
+    ("runtime", ("--runtime",)),
+    ("sequence", ("--seq-length", "-s")),
+    ("batch", ("--global-batch-size", "-b", "--batch-tokens")),
+    ("rank", ("--lora-rank",)),
+    ("targets", ("--lora-targets",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """An item of the fullest GPU's memory."""
+
+    name: str
+    num_bytes: int
+    capacity_bytes: int
+
+    @property
+    def fraction(self) -> float:
+        return self.num_bytes / self.capacity_bytes
+
+
+def is_small(plan: Plan) -> bool:
+    """True for a job of a few GPUs that trains adapters, or whose trainer knows no model parallelism."""
+    tunes = plan.training.adapters is not None or not plan.runtime_spec.has_model_parallel
+    return tunes and plan.cluster.num_gpus <= MOST_GPUS and plan.parallelism.pp * plan.parallelism.tp == 1
+
+
+def trained(plan: Plan) -> tuple[str, ...]:
+    """The parameters that are trained, and what the frozen ones are kept in."""
+    adapters, total = plan.training.adapters, plan.model.num_parameters
+    if adapters is None:
+        return (f"all {large(total)} parameters are trained",)
+    count = plan.model.num_trained_parameters or 0
+    name = "QLoRA" if adapters.base_bits == 4 else "LoRA"
+    share = percent(count / (total or 1), 2)
+    dropout = f", dropout {adapters.dropout:g}" if adapters.dropout else ""
+    return (
+        f"{name} r={adapters.rank} on {', '.join(adapters.targets)}{dropout}",
+        f"{large(count)} of {large(total)} parameters are trained ({share})",
+        f"frozen base in {adapters.base_bits} bits",
+    )
+
+
+def fit(plan: Plan) -> str:
+    """The answer to the question whether it fits."""
+    needed, capacity = plan.best.worst_stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
+    of = f"{gibibytes(needed)} of {gibibytes(capacity)} GiB"
+    if not plan.fits:
+        return f"It does not fit: {of}, {gibibytes(needed - capacity)} too many"
+    risk = fits_with(plan.best.oom_probability)
+    return f"It fits: {of}" + (f", with a probability of {risk}" if risk else "")
+
+
+def manner(layout: Layout, stage: StagePlan) -> tuple[str, ...]:
+    """The way in which it is run: batch, checkpointing, sharding."""
+    size, number = layout.micro_batch_size, layout.num_microbatches
+    each = " on each GPU" if layout.num_gpus_used > 1 else ""
+    parts = [f"micro-batch {size} × {number} accumulation steps{each}", _checkpointing(layout, stage)]
+    if layout.num_gpus_used > 1:
+        parts.append(_SHARDED[layout.zero_stage])
+    if layout.num_gpus_spare:
+        parts.append(f"{layout.num_gpus_spare} of {layout.num_gpus_used + layout.num_gpus_spare} GPUs idle")
+    return tuple(parts)
+
+
+def _checkpointing(layout: Layout, stage: StagePlan) -> str:
+    """The way in which activations are checkpointed, and of how many layers where not of all."""
+    whole = stage.recompute.get("full", 0)
+    if 0 < whole < stage.num_layers:
+        return f"activation checkpointing of {whole} of {stage.num_layers} layers"
+    return _CHECKPOINTING[layout.recompute]
+
+
+def figures(plan: Plan) -> tuple[Figure, ...]:
+    """Step, tokens and sequences a second; interval, tokens of an hour, MFU."""
+    step, training = plan.step, plan.training
+    per_s = training.global_batch_size / step.step_s
+    interval_s = step.step_s_interval or (step.step_s, step.step_s)
+    return (
+        Figure("step", (step.step_s,), "s", seconds(step.step_s)),
+        Figure("tokens/s", (step.tokens_per_s,), "tokens/s", f"{step.tokens_per_s:,.0f}"),
+        Figure("MFU", (step.mfu,), "fraction", percent(step.mfu)),
+        Figure("80% interval", interval_s, "s", span(*interval_s, like_s=step.step_s)),
+        Figure("sequences/s", (per_s,), "tokens/s", digits(per_s)),
+        Figure("steps an hour", (3600 / step.step_s,), "tokens/s", f"{3600 / step.step_s:,.0f}"),
+    )
+
+
+def how_long(plan: Plan) -> str:
+    """The time and money of the run that was asked for, or of an hour."""
+    price, _ = price_of(plan)
+    if plan.run_cost is not None and plan.training.tokens is not None:
+        return run_line(plan)
+    hour_s, training = 3600.0, plan.training
+    sequences = hour_s / plan.step.step_s * training.global_batch_size
+    million_s = 1e6 / plan.step.tokens_per_s
+    money = "" if price is None else f" (${price * plan.cluster.num_gpus:,.2f})"
+    return (
+        f"an hour{money}: {large(plan.step.tokens_per_s * hour_s)} tokens, {sequences:,.0f} sequences; "
+        f"1M tokens: {duration(million_s)}"
+    )
+
+
+def run_line(plan: Plan) -> str:
+    """The time and money of the whole run."""
+    cost = plan.run_cost
+    assert cost is not None, "a run was asked for"
+    time_s, ends = cost.days * 86_400, cost.days_interval
+    between = "" if ends is None else f" ({duration(ends[0] * 86_400)}–{duration(ends[1] * 86_400)})"
+    money = "" if cost.usd is None else f", ${cost.usd:,.2f}{price_of(plan)[1]}"
+    told = [figure.text for figure in cost_figures(plan) if figure.name in ("examples", "steps", "padding")]
+    sequences = "" if told else f" ({cost.tokens / plan.training.seq_length:,.0f} sequences)"
+    return "; ".join([f"{large(cost.tokens)} tokens{sequences}: {duration(time_s)}{between}{money}", *told])
+
+
+def price_of(plan: Plan) -> tuple[float | None, str]:
+    """Dollars of a GPU-hour, and a remark on them."""
+    asked, hardware = plan.training.operations.usd_per_gpu_hour, plan.cluster.hardware
+    price = hardware.usd_per_gpu_hour if asked is None else asked
+    return price, "" if price is None else f" at ${price:g} a GPU-hour"
+
+
+def memory_items(plan: Plan) -> tuple[MemoryItem, ...]:
+    """The items of the fullest GPU's memory, and what is left of it."""
+    memory, capacity = plan.best.worst_stage.memory, plan.cluster.hardware.memory_bytes
+    adapters = plan.training.adapters
+    base = f"base weights, {adapters.base_bits} bits" if adapters else ""
+    own = "adapters" if adapters else "weights"
+    items = (
+        (base, memory.frozen_weights_bytes),
+        (own, memory.weights_bytes - memory.frozen_weights_bytes),
+        ("their gradients" if adapters else "gradients", memory.gradients_bytes),
+        ("their optimizer states" if adapters else "optimizer states", memory.optimizer_bytes),
+        ("activations", memory.activations_bytes),
+        ("logits", memory.logits_bytes),
+        ("workspace", memory.workspace_bytes),
+        ("reserved by driver, allocator", memory.reserved_bytes),
+        ("free", capacity - memory.total_bytes),
+    )
+    return tuple(MemoryItem(name, size, capacity) for name, size in items if name and size > 0)
+
+
+def step_items(plan: Plan) -> tuple[Share, ...]:
+    """The items of a step: computing is forward and backward."""
+    step_s, parts, layout = plan.step.step_s, plan.step.breakdown, plan.parallelism
+    stage, number = plan.best.slowest_stage, layout.num_microbatches
+    recomputed = " and recomputing" if layout.recompute != "none" else ""
+    items = (
+        ("forward", number * stage.forward_s),
+        (f"backward{recomputed}", number * stage.backward_s),
+        ("exchanges of GPUs", parts.exposed_dp_s),
+        ("optimizer", parts.optimizer_s),
+        ("host and other overhead", parts.overhead_s + parts.bubble_s),
+    )
+    return tuple(Share(name, value_s, step_s) for name, value_s in items if value_s >= 0.001 * step_s)
+
+
+def room_lines(room: Room | None) -> tuple[tuple[str, str], ...]:
+    """A subject and a sentence each on the largest batch, sequence and model."""
+    if room is None:
+        return ()
+    one, many = room.micro_batch_size, room.checkpointed_micro_batch_size
+    longest = room.sequence
+    if not many and not longest.checkpointed_seq_length:
+        return (("micro-batch", "not even one sequence of 128 tokens fits"), *_models(room))
+    whole = f", all that the model has positions for: {longest.most:,}" if _is_all(longest.most, room) else ""
+    lines = [
+        ("micro-batch", f"up to {_count(one)}; {_count(many)} with checkpointing of every layer"),
+        (
+            "sequence",
+            f"up to {longest.seq_length:,} tokens, one sequence at a time; "
+            f"{longest.checkpointed_seq_length:,} with checkpointing{whole}",
+        ),
+    ]
+    return (*lines, *_models(room))
+
+
+def _models(room: Room) -> tuple[tuple[str, str], ...]:
+    """The largest model of the catalogue in each way to train it, where it was looked for."""
+    ways = {"qlora": "--qlora", "lora": "--lora", "full": "all weights trained"}
+    models = [
+        f"{model.name} ({large(model.num_parameters)}) with {ways[model.method]}" if model.name else
+        f"none with {ways[model.method]}"
+        for model in room.models
+    ]  # fmt: skip
+    return (("model", f"up to {'; '.join(models)}"),) if models else ()
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number else "not even 1"
+
+
+def _is_all(most: int | None, room: Room) -> bool:
+    return most is not None and room.sequence.checkpointed_seq_length + 128 > most
+
+
+def assumed(plan: Plan) -> str:
+    """The values that stand for what the command line does not say, and the options that change them."""
+    adapters, training = plan.training.adapters, plan.training
+    said = {word.partition("=")[0] for word in shlex.split(plan.command)}
+    values = {
+        "runtime": f"trainer {plan.runtime}",
+        "sequence": f"sequences of {training.seq_length:,}",
+        "batch": f"{training.global_batch_size:,} a step",
+        "rank": f"rank {adapters.rank}" if adapters else "",
+        "targets": f"on {', '.join(adapters.targets)}" if adapters else "",
+    }
+    parts = [
+        f"{values[name]} ({options[0]})"
+        for name, options in _ASSUMED
+        if values[name] and not said.intersection(options)
+    ]
+    return ", ".join(parts)
+
+
+def evidence(plan: Plan, how_sure: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, str]]:
+    """The lines of how sure the answer is, but that on alternatives, and where the price of a GPU-hour is from."""
+    yield from ((name, text) for name, text in how_sure if name != "alternatives")
+    hardware = plan.cluster.hardware
+    if plan.training.operations.usd_per_gpu_hour is None and hardware.usd_per_gpu_hour is not None:
+        yield "price", f"${hardware.usd_per_gpu_hour:g}: {hardware.price_source.partition('. ')[0]}"

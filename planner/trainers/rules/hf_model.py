@@ -1,0 +1,25 @@
+"""Rules of exports to Hugging Face's trainers: what transformers' own models and TRL's files cannot say."""
+
+from __future__ import annotations
+
+from planner.specs.finetuning.adapters import GROUPS
+from planner.trainers.rules.common import Rule, model_rule
+
+HF_MODEL_RULES: tuple[Rule, ...] = (
+    model_rule(
+        "mtp",
+        lambda model: bool(model.num_nextn_predict_layers),
+        lambda model: "transformers' models train no multi-token prediction (num_nextn_predict_layers)",
+    ),
+    Rule(
+        "adapters.targets",
+        lambda model, training, shape: (
+            training.adapters is None or model.gated_mlp or training.adapters.targets == ("all-linear",)
+        ),
+        lambda model, training, shape: (
+            "modules of a model without gated MLPs have other names in transformers than "
+            f"{', '.join(GROUPS['all-linear'])}: --lora-targets all-linear finds them"
+        ),
+    ),
+)
+"""Rules of models and trainings, whatever the layout is."""

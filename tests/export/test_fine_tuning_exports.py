@@ -1,0 +1,295 @@
+"""Adapters go to Hugging Face's trainers; every other target, and the probe, refuse them by name with a way out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.export.common.refusal import Inexpressible
+from planner.export.export import bundle_of, export
+from planner.export.read import read, read_configuration
+from planner.export.targets import TRAINERS
+from planner.layout.evaluate import evaluate
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+from planner.trainers.load import load_runtime
+
+ABLE = ("hf", "torchtune")
+"""Targets that write adapters."""
+
+
+def _plan(runtime: str = "hf", gpus: int = 1, adapters: dict[str, Any] | None = None, **layout: Any) -> Plan:
+    layout = {"dp": gpus, "micro_batch_size": 2, "zero_stage": 0, **layout}
+    training = {"seq_length": 1024, "global_batch_size": 4 * gpus, "adapters": adapters}
+    return evaluate(
+        load_model("llama-3.2-1b"),
+        ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus),
+        TrainingSpec.model_validate(training),
+        Parallelism.model_validate(layout),
+        runtime=runtime,
+    )
+
+
+@pytest.mark.parametrize("target", [name for name in TRAINERS if name not in ABLE])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_other_targets_refuse_adapters(target: str, bits: int) -> None:
+    hardware = "mi300x" if target == "primus" else "h100"
+    runtime = TRAINERS[target].runtimes[0]
+    sharded = 3 in load_runtime(runtime).zero_stages and target == "torchtitan"
+    plan = _plan(runtime, 8, {"rank": 8, "base_bits": bits}, zero_stage=3 if sharded else 0)
+    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hardware": load_hardware(hardware)})})
+    with pytest.raises(Inexpressible, match="adapters: LoRA of rank 8") as caught:
+        bundle_of(plan, [target], force=True)
+    assert ("weights of 4 bits" in caught.value.message) == (bits == 4)
+    assert caught.value.hint == "--to hf writes them"
+    assert [
+        warning for warning in plan.warnings if "plan export refuses this model" in warning and "adapters" in warning
+    ]
+
+
+def test_the_hint_of_a_refusal_works() -> None:
+    plan = _plan("megatron", 8, {"rank": 8}, zero_stage=0)
+    assert "adapter_config.json" in {file.name for file in bundle_of(plan, ["hf"], force=True).files}
+    split = _plan("megatron", 8, {"rank": 8}, tp=2, dp=4)
+    for target in ("megatron", "hf"):
+        with pytest.raises(Inexpressible) as caught:
+            bundle_of(split, [target], force=True)
+        assert "plan again with --runtime hf" in str(caught.value.hint)
+
+
+def test_the_probe_refuses_adapters() -> None:
+    pytest.importorskip("torch")
+    from planner.errors import ProbeError
+    from planner.probe.probe import ProbeOptions, probe, probe_bytes
+
+    plan = _plan(adapters={"rank": 4})
+    for run in (probe, probe_bytes):
+        with pytest.raises(ProbeError, match="LoRA of rank 4 cannot be probed") as caught:
+            run(plan, ProbeOptions(device="cpu", stages="all"))
+        assert "--to hf" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"recompute": "selective"}, "recompute_selective"),
+        ({"recompute": "full", "recompute_num_layers": 2}, "recompute_some_layers"),
+        ({"zero_stage": 3, "gpus": 8, "adapters": {"base_bits": 8}}, "base_bits"),
+        ({"gpus": 8, "tp": 2, "dp": 4}, "model_parallel_not_expressible"),
+    ],
+)
+def test_hf_refuses_what_its_files_cannot_say(layout: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Inexpressible) as caught:
+        bundle_of(_plan(**layout), ["hf"], force=True)
+    assert reason in {found.name for found in caught.value.reasons}
+
+
+def test_names_of_modules_need_gated_mlps() -> None:
+    plan = _plan(adapters={"targets": ["attention"]})
+    spec = plan.model.spec.model_copy(update={"gated_mlp": False})
+    plan = plan.model_copy(update={"model": plan.model.model_copy(update={"spec": spec})})
+    with pytest.raises(Inexpressible, match="--lora-targets all-linear finds them"):
+        bundle_of(plan, ["hf"], force=True)
+
+
+def test_a_folder_is_read_whole(tmp_path: Path) -> None:
+    plan = _plan(gpus=8, adapters={"rank": 4, "base_bits": 4}, zero_stage=3)
+    export(plan, "hf", tmp_path / "run")
+    imported = read(tmp_path / "run")
+    assert (imported.run["model"], imported.run["num_gpus"], imported.run["runtime"]) == ("llama-3.2-1b", 8, "hf")
+    assert imported.run["adapters"]["base_bits"] == 4
+    assert not imported.unknown
+    (tmp_path / "run" / "training_arguments.yaml").unlink()
+    # Accelerate's file is left, with adapters beside it
+    rest = read(tmp_path / "run")
+    assert (rest.source, rest.run["runtime"], rest.run["adapters"]["rank"]) == ("accelerate", "hf", 4)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(SpecError, match="none of its files"):
+        read(tmp_path / "none")
+
+
+def test_one_gpu_needs_no_launcher_of_ranks_and_several_nodes_one_address() -> None:
+    files = {file.name: file.text for file in bundle_of(_plan(), ["hf"], force=True).files}
+    assert "accelerate_config.yaml" not in files
+    assert 'python "$PLAN_DIR"/train.py' in files["launch.sh"]
+    many = {file.name: file.text for file in bundle_of(_plan(gpus=16), ["hf"], force=True).files}
+    for name in ("launch.sh", "launch.sbatch"):
+        assert '--main_process_ip "$MASTER_ADDR"' in many[name]
+    config = yaml.safe_load(many["accelerate_config.yaml"])
+    assert (config["num_machines"], config["num_processes"]) == (2, 16)
+
+
+ALIGNMENT_HANDBOOK = """
+model_name_or_path: Qwen/Qwen3-8B
+use_peft: true
+load_in_4bit: true
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
+bf16: true
+packing: true
+gradient_checkpointing: true
+max_length: 4096
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+learning_rate: 2.0e-4
+"""
+AXOLOTL = """
+base_model: meta-llama/Llama-3.1-8B
+adapter: qlora
+lora_r: 64
+lora_target_linear: true
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+bf16: auto
+flash_attention: true
+gradient_checkpointing: true
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+quantization_bit: 4
+cutoff_len: 2048
+packing: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+bf16: true
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "rank", "targets"),
+    [
+        (ALIGNMENT_HANDBOOK, "qwen3-8b", 32, 7),
+        (AXOLOTL, "llama-3.1-8b", 64, 1),
+        (LLAMA_FACTORY, "llama-3.1-8b", 8, 1),
+    ],
+)
+def test_recipes_of_others_are_priced_with_their_adapters(text: str, model: str, rank: int, targets: int) -> None:
+    imported = read_configuration(text)
+    run, adapters = imported.run, imported.run["adapters"]
+    assert (run["model"], run["runtime"], adapters["rank"], adapters["base_bits"]) == (model, "hf", rank, 4)
+    assert len(adapters["targets"]) == targets
+    assert not imported.unknown
+    complete = imported.complete(num_gpus=8, hardware="h100")
+    assert complete["global_batch_size"] == 64
+    assert all("not packed" not in note for note in imported.notes)
+
+
+def test_adapters_alone_and_what_is_no_lora() -> None:
+    alone = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": "Qwen/Qwen3-8B", "target_modules": "all-linear"}
+    imported = read_configuration(json.dumps(alone))
+    assert (imported.run["model"], imported.run["adapters"]["rank"]) == ("qwen3-8b", 8)
+    other = read_configuration(json.dumps(alone | {"use_dora": True, "modules_to_save": ["embed_tokens"]}))
+    assert set(other.unknown) == {"use_dora", "modules_to_save"}
+    prefix = read_configuration(json.dumps(alone | {"peft_type": "PREFIX_TUNING"}))
+    assert "adapters" not in prefix.run
+    assert prefix.unknown == {"peft_type": "PREFIX_TUNING"}
+    with pytest.raises(SpecError, match="r: 'many' is no number"):
+        read_configuration(json.dumps(alone | {"r": "many"}))
+
+
+def test_packed_weights_that_are_trained_whole_are_not_understood() -> None:
+    imported = read_configuration("model_name_or_path: Qwen/Qwen3-8B\nload_in_4bit: true\nmax_length: 512\nbf16: true\n"
+                                  "per_device_train_batch_size: 1\n")  # fmt: skip
+    assert "quantization" in imported.unknown
+    assert "priced as if each were 512 tokens long" in " ".join(imported.notes)
+
+
+def test_a_recipe_of_torchtune() -> None:
+    plan = _plan("torchtune", 8, {"rank": 8, "base_bits": 4, "targets": ["q_proj", "o_proj", "mlp"]}, zero_stage=2)
+    files = {file.name: file.text for file in bundle_of(plan, ["torchtune"], force=True).files}
+    recipe = yaml.safe_load(files["torchtune.yaml"])
+    assert recipe["model"] == {
+        "_component_": "torchtune.models.llama3_2.qlora_llama3_2_1b",
+        "lora_attn_modules": ["q_proj", "output_proj"],
+        "apply_lora_to_mlp": True,
+        "lora_rank": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+    }
+    assert recipe["fsdp_reshard_after_forward"] is False
+    assert (recipe["batch_size"], recipe["gradient_accumulation_steps"]) == (2, 2)
+    assert recipe["tokenizer"]["max_seq_len"] == 1024
+    assert "tune run --nproc_per_node 8 lora_finetune_distributed" in files["launch.sh"]
+    alone = {file.name: file.text for file in bundle_of(_plan("torchtune"), ["torchtune"], force=True).files}
+    assert "tune run full_finetune_single_device" in alone["launch.sh"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"adapters": {"base_bits": 8}}, "adapters.base_bits"),
+        ({"adapters": {"targets": ["q_proj", "gate_proj"]}}, "adapters.targets"),
+        ({"adapters": {"targets": ["mlp"]}}, "adapters.targets"),
+        ({"gpus": 8}, "zero_stage"),
+        ({"recompute": "full", "recompute_num_layers": 2}, "recompute_some_layers"),
+    ],
+)
+def test_torchtune_refuses_what_its_recipes_cannot_say(layout: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Inexpressible) as caught:
+        bundle_of(_plan("torchtune", **layout), ["torchtune"], force=True)
+    assert reason in {found.name for found in caught.value.reasons}
+    assert "--to hf" not in str(caught.value.hint)
+
+
+TORCHTUNE = """
+# tune run --nproc_per_node 2 lora_finetune_distributed --config llama3_1/8B_lora
+tokenizer:
+  _component_: torchtune.models.llama3.llama3_tokenizer
+  max_seq_len: 4096
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']
+  apply_lora_to_mlp: True
+  lora_rank: 8
+  lora_dropout: 0.0
+dataset:
+  _component_: torchtune.datasets.alpaca_cleaned_dataset
+  packed: True
+optimizer:
+  _component_: torch.optim.AdamW
+  fused: True
+loss:
+  _component_: torchtune.modules.loss.LinearCrossEntropyLoss
+batch_size: 2
+gradient_accumulation_steps: 8
+compile: True
+dtype: bf16
+enable_activation_checkpointing: True
+enable_activation_offloading: True
+"""
+
+
+def test_recipes_of_torchtune_are_read() -> None:
+    imported = read_configuration(TORCHTUNE)
+    run = imported.run
+    assert (imported.source, run["model"], run["num_gpus"]) == ("torchtune", "llama-3.1-8b", 2)
+    assert run["parallelism"] == {"micro_batch_size": 2, "zero_stage": 3, "recompute": "full"}
+    assert run["adapters"]["targets"] == ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert run["features"] == {"compile": True, "cpu_offloading_num_layers": 32}
+    assert not imported.unknown
+    assert imported.complete(hardware="h100")["global_batch_size"] == 32
+    odd = TORCHTUNE.replace("lora_llama3_1_8b", "qlora_llama3_1_8b").replace("LinearCrossEntropyLoss", "DPOLoss")
+    other = read_configuration(odd.replace("torch.optim.AdamW", "torchao.optim.AdamW4bit"))
+    assert other.run["adapters"]["base_bits"] == 4
+    assert set(other.unknown) == {"loss._component_", "optimizer._component_"}
+    with pytest.raises(SpecError, match="lora_attn_modules: names no module"):
+        read_configuration(
+            odd.replace("['q_proj', 'v_proj', 'output_proj']", "[]").replace("to_mlp: True", "to_mlp: no")
+        )
+    with pytest.raises(SpecError, match="batch_size: 'two' is no positive number"):
+        read_configuration(TORCHTUNE.replace("batch_size: 2", "batch_size: two"))
