@@ -44,13 +44,18 @@ def frozen_bytes(dense: Number, expert: Number, wide: Number, shape: Shape, runt
     ZeRO-3 shards them as others; there are no masters of them. Weights that products read in 8 or 4 bits are cast once,
     and replace the others where the trainer has such parameters.
     """
+    packed = frozen_weight_bytes(runtime, dtype) * _sharded(dense - wide, expert, shape, runtime, 3)
+    return packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)
+
+
+def frozen_weight_bytes(runtime: RuntimeSpec, dtype: str) -> float:
+    """Bytes of one frozen weight of a linear layer, its narrow copies included."""
     each = runtime.frozen_weight_bytes
     copies = 0 if runtime.unpacks_frozen else cast_copies(runtime, dtype)
-    if copies:
-        kept = 1 if runtime.transposes_frozen else copies
-        each = kept * NARROW_BYTES[dtype] + (0.0 if runtime.narrow_parameters else each)
-    packed = each * _sharded(dense - wide, expert, shape, runtime, 3)
-    return packed + runtime.frozen_wide_bytes * _sharded(wide, 0.0, shape, runtime, 3)
+    if not copies:
+        return each
+    kept = 1 if runtime.transposes_frozen else copies
+    return kept * NARROW_BYTES[dtype] + (0.0 if runtime.narrow_parameters else each)
 
 
 def frozen_weights_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
@@ -66,18 +71,18 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     return (
         weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
         + frozen
-        + reference_bytes(part, shape, runtime),
+        + reference_bytes(part, shape, runtime, dtype),
         gradients_bytes(dense, expert, shape, runtime),
         optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes)),
     )
 
 
-def reference_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec) -> Number:
+def reference_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
     """Bytes of a reference model's copy of a part's weights: frozen, in as many bits as frozen ones."""
     if not runtime.copies_weights:
         return 0.0
     dense = part.reference_parameters - part.reference_expert_parameters
-    return frozen_bytes(dense, part.reference_expert_parameters, part.reference_wide_parameters, shape, runtime)
+    return frozen_bytes(dense, part.reference_expert_parameters, part.reference_wide_parameters, shape, runtime, dtype)
 
 
 def gathered_weights_bytes(parameters: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

@@ -63,7 +63,7 @@ def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[H
         if gathered:
             yield _row(one, " gathered", gathered, BF16)
         if runtime.copies_weights and not one.operator.name.endswith(OF_ADAPTERS):
-            frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime)
+            frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime, dtype)
             yield Held(f"{one.name} of the reference", float(frozen), note="a second copy, frozen")
 
 
@@ -71,8 +71,9 @@ def _frozen(one: Parameter, shape: Shape, pricing: Pricing) -> Held:
     """The row of a weight that adapters leave as it is, in as many bits as it is kept in."""
     runtime = pricing.runtime
     wide = 0.0 if one.operator.is_cast else one.dense
-    total = float(memory.frozen_bytes(one.dense, one.expert, wide, shape, runtime))
-    width = runtime.frozen_wide_bytes if wide else runtime.frozen_weight_bytes
+    dtype = pricing.training.dtype
+    total = float(memory.frozen_bytes(one.dense, one.expert, wide, shape, runtime, dtype))
+    width = runtime.frozen_wide_bytes if wide else memory.frozen_weight_bytes(runtime, dtype)
     if width in _WIDTHS:
         return _row(one, " frozen", total, int(width))
     return Held(f"{one.name} frozen", total, note=f"{width:.3g} bytes a parameter, with the scales of its blocks")
