@@ -14,7 +14,7 @@ from planner.schedule.actions import Action
 from planner.schedule.torch_csv import made_order
 from planner.specs.checking import checked
 from planner.specs.model import ModelSpec
-from planner.specs.reading import label, load_yaml
+from planner.specs.reading import label, load_yaml, printable
 
 _BESIDE: Final = ("inputs_sha256", "resume")
 """Keys that an answer has beside the plan: the hash of its inputs, and the ways of `plan --from`."""
@@ -32,8 +32,10 @@ def plan_of(data: dict[str, Any], where: str) -> Plan:
     if not {"schema_version", "best"} <= data.keys():
         raise SpecError(f"{where}: is not a plan", "save one with plan --model 405b --gpus 2048 -o plan.json")
     if data["schema_version"] != SCHEMA_VERSION:
+        version = printable(str(data["schema_version"]), 40)
         raise SpecError(
-            f"{where}: schema_version {data['schema_version']!r}, this version reads {SCHEMA_VERSION}", "plan again"
+            f"{where}: schema_version {version!r}, this version reads {SCHEMA_VERSION}",
+            "plan again",
         )
     plan = checked(Plan, {key: value for key, value in data.items() if key not in _BESIDE}, where)
     named = [("best", plan.best), *((f"alternatives[{i}]", other) for i, other in enumerate(plan.alternatives))]

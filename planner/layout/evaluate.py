@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SpecError
@@ -21,7 +22,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.registry import model_of
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import Dtype, Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.rules.of_trainer import export_rules_for
 from planner.trainers.spec import RuntimeSpec
@@ -100,10 +101,8 @@ def pricing_of(
     """
     hardware = cluster.hardware
     if hardware.peak_flops(training.dtype) is None:
-        raise SpecError(
-            f"dtype {training.dtype!r}: {hardware.name} has no such peak",
-            f"one of {', '.join(hardware.peak_tflops)}",
-        )
+        known = [name for name in hardware.peak_tflops if name in get_args(Dtype)]
+        raise SpecError(f"dtype {training.dtype!r}: {hardware.name} has no such peak", f"one of {', '.join(known)}")
     if not has_dtype(runtime, training.dtype):
         since = since_of(runtime, "dtype", training.dtype)
         raise SpecError(

@@ -21,7 +21,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
-from planner.specs.reading import kind_of
+from planner.specs.reading import kind_of, whole_number
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
 from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
@@ -189,7 +189,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
         return result
 
     try:
-        data = json.loads(line, object_pairs_hook=unique)
+        data = json.loads(line, object_pairs_hook=unique, parse_int=whole_number)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{where}: not JSON: {error}", "write one JSON object a line") from None
     if not isinstance(data, dict):
@@ -201,7 +201,7 @@ def _model(model: str | dict[str, Any], where: str) -> ModelSpec:
     if isinstance(model, str):
         return _named_model(model)
     try:
-        return as_known(_inline_model(json.dumps(model, sort_keys=True)))
+        return as_known(_inline_model(json.dumps(model)))
     except ValidationError as error:
         raise spec_error(error, where, ModelSpec) from None
 

@@ -10,7 +10,9 @@ from itertools import pairwise
 from planner.errors import SpecError
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.reading import printable
 from planner.specs.training import Recompute
+from planner.trainers.layout_string import expanded
 
 Modes = dict[tuple[LayerKind, Recompute], int]
 """Number of layers of each kind and recompute mode."""
@@ -130,8 +132,8 @@ def parse_layout(layout: str, model: ModelSpec, num_stages: int) -> Split:
     x*n repeat.
     Raises SpecError when it does not parse, or does not hold every layer once, E first and L last.
     """
-    stages = _expand(layout).split("|")
-    text = f"layout {layout!r}"
+    stages = expanded(layout).split("|")
+    text = f"layout {printable(layout)!r}"
     bad = set("".join(stages)) - set("EtmL")
     if bad:
         raise SpecError(f"{text}: unknown symbol {sorted(bad)[0]!r}", "use E, t, m, L, | and (…)*n")
@@ -148,35 +150,6 @@ def parse_layout(layout: str, model: ModelSpec, num_stages: int) -> Split:
     if len(mtp) > 1:
         raise SpecError(f"{text}: m on stages {mtp}", "put all m on one virtual stage")
     return Split(tuple(symbols.count("t") for symbols in stages), mtp_stage=mtp[0] if mtp else None)
-
-
-def _expand(layout: str) -> str:
-    """Write every repetition out: `Et*2|(t|)*2L` is `Ett|t|t|L`."""
-    out: list[str] = [""]
-    position = 0
-    text = layout.replace(" ", "").replace(",", "")
-    while position < len(text):
-        symbol = text[position]
-        position += 1
-        if symbol == "(":
-            out.append("")
-            continue
-        if symbol == ")":
-            if len(out) < 2:
-                raise SpecError(f"layout {layout!r}: ) without (", "balance the parentheses")
-            symbol = out.pop()
-        digits = position + 1
-        if text[position : position + 1] == "*":
-            while digits < len(text) and text[digits].isdigit():
-                digits += 1
-            times = text[position + 1 : digits]
-            if not times or int(times) > 100_000:
-                raise SpecError(f"layout {layout!r}: * without a count", "write t*4 or (t|)*14")
-            symbol, position = symbol * int(times), digits
-        out[-1] += symbol
-    if len(out) != 1:
-        raise SpecError(f"layout {layout!r}: ( without )", "balance the parentheses")
-    return out[0]
 
 
 def splits_from_counts(counts: Sequence[int], model: ModelSpec, placement: Sequence[int]) -> tuple[int, ...]:

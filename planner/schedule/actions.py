@@ -22,7 +22,7 @@ HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
 HELD_BY_PLACE = np.array([HELD[kind] for kind in KINDS], dtype=float)
 """The numbers of HELD, each at its kind's place in KINDS."""
 
-_SPELLING = re.compile(r"^(\d+)([FBIW])(\d+)$")
+_SPELLING = re.compile(r"^([0-9]{1,9})([FBIW])([0-9]{1,9})$")
 
 
 class Action(NamedTuple):
@@ -40,7 +40,7 @@ class Action(NamedTuple):
         """Read torch's spelling, such as `3F0`; raises SpecError for anything else."""
         match = _SPELLING.match(text.strip())
         if match is None:
-            raise SpecError(f"{text!r} is not a schedule action", hint="write stage, kind F|B|I|W, micro-batch: 3F0")
+            raise SpecError(f"{text[:60]!r} is not a schedule action", "write stage, kind F|B|I|W, micro-batch: 3F0")
         return cls(match[2], int(match[1]), int(match[3]))
 
 

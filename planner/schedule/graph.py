@@ -94,6 +94,10 @@ def _sources(schedule: Schedule, kind: IntArray, stage: IntArray, microbatch: In
         action = _spell(schedule, int(np.argmin(placed)))
         raise SpecError(f"schedule {schedule.name}: {action} stands in the list of a rank that does not hold its stage")
 
+    if n * num_microbatches > kind.size:  # checked before a table of that size is made
+        raise SpecError(
+            f"schedule {schedule.name}: {kind.size} actions are not all of {num_microbatches} micro-batches"
+        )
     key = stage * num_microbatches + microbatch
     table = np.full((4, num_stages * num_microbatches), -1, dtype=np.int32)
     table[kind, key] = np.arange(kind.size, dtype=np.int32)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.errors import SpecError
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.graph import compile_schedule
+
+_HINT = "give one row of actions such as 0F0,1F0,1B0 a rank, as `plan schedule 1f1b --csv FILE` writes them"
 
 
 def to_torch_csv(schedule: Schedule) -> str:
@@ -48,7 +50,7 @@ def from_torch_csv(text: str, name: str = "csv") -> Schedule:
     """Read compute actions back and skip idle cells; raises SpecError unless they form a schedule that can run."""
     ranks: list[tuple[Action, ...]] = []
     overlapped: list[tuple[int, ...]] = []
-    for row in csv.reader(io.StringIO(text)):
+    for row in _rows(text):
         actions: list[Action] = []
         pairs: list[int] = []
         for cell in (cell.strip() for cell in row):
@@ -64,6 +66,13 @@ def from_torch_csv(text: str, name: str = "csv") -> Schedule:
     return schedule
 
 
+def _rows(text: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text))
+    except csv.Error as error:
+        raise SpecError(f"the schedule is no CSV: {error}", _HINT) from None
+
+
 def made_order(lines: Sequence[str], name: str) -> Schedule:
     """The order of a saved layout's actions, one line a rank; SpecError unless they form a schedule that can run."""
     return from_torch_csv("\n".join(",".join(line.split()) for line in lines), name)
@@ -71,9 +80,9 @@ def made_order(lines: Sequence[str], name: str) -> Schedule:
 
 def _schedule(name: str, ranks: tuple[tuple[Action, ...], ...], overlapped: tuple[tuple[int, ...], ...]) -> Schedule:
     rank_of = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
-    missing = set(range(max(rank_of, default=-1) + 1)) - set(rank_of)
-    if missing or not rank_of or not all(ranks):
-        raise SpecError(f"the schedule has no actions for stage {min(missing, default=0)}, or a rank without any")
+    missing = next((number for number, stage in enumerate(sorted(rank_of)) if number != stage), None)
+    if missing is not None or not rank_of or not all(ranks):
+        raise SpecError(f"the schedule has no actions for stage {missing or 0}, or a rank without any", _HINT)
     return Schedule(
         name,
         ranks,

@@ -20,11 +20,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
+MOST_NAMES = 40
+"""The most known names that a hint lists."""
+
+
+def one_of(known: Iterable[str]) -> str:
+    """`one of a, b, c`, where there are not too many of them to read."""
+    names = sorted(known)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"one of {', '.join(names[:MOST_NAMES])}{more}"
+
+
 def check_names(where: str, key: str, names: Iterable[str], known: Collection[str], problem: str = "") -> None:
     """Raise SpecError for the first of `names` that is not known, with those nearest to it."""
     for name in names:
         if name not in known:
-            close = nearest(name, known).removeprefix("; ") or f"one of {', '.join(sorted(known))}"
+            close = nearest(name, known).removeprefix("; ") or one_of(known)
             raise SpecError(f"{where}: {key}: {problem or f'unknown {name[:60]!r}'}", close)
 
 
@@ -66,7 +77,7 @@ def _in_words(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
     if kind == "extra_forbidden":
         known = known_keys(model, error["loc"][:-1])
         close = nearest(str(error["loc"][-1]), known)
-        return "unknown key", close.removeprefix("; ") or f"one of {', '.join(sorted(known))}"
+        return "unknown key", close.removeprefix("; ") or one_of(known)
     if kind == "missing":
         return "is missing", f"add `{error['loc'][-1]}:`"
     if kind == "value_error":

@@ -111,7 +111,7 @@ def kind_of(value: object) -> str:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
+        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where), parse_int=whole_number)
     except json.JSONDecodeError as error:
         if where.endswith(".json"):
             hint = f"mend line {error.lineno}, column {error.colno}"
@@ -119,6 +119,16 @@ def _parse_json(text: str, where: str) -> Any:
         return _parse_yaml(text, where)  # a YAML flow mapping also starts with a brace
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
         raise SpecError(f"{where}: not JSON: {error}", "name a YAML or JSON file") from None
+
+
+def whole_number(digits: str) -> int | float:
+    """The number that JSON writes so; one of more digits than any count has is a float, on which no sum breaks.
+
+    Raises ValueError for one that no float has.
+    """
+    if len(digits) > sys.float_info.max_10_exp:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits) if len(digits) < 20 else float(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.megatron.options import Options, number, positive, text
+from planner.trainers.layout_string import expanded
 
 _SIZES = {
     "--tensor-model-parallel-size": "tp",
@@ -75,7 +75,7 @@ def _stages(options: Options, pp: int) -> dict[str, Any]:
     """Virtual stages per rank and an uneven split, from any of Megatron's ways to give them."""
     if symbols := options.get("--pipeline-model-parallel-layout"):
         layout = "".join(symbols)
-        return {"layout": layout, "vpp": _num_stages(layout) // pp}
+        return {"layout": layout, "vpp": (expanded(layout).count("|") + 1) // pp}
     num_layers = number(options, "--num-layers", 0) or 0
     vpp = positive(options, "--num-virtual-stages-per-pipeline-rank")
     ends = ("--account-for-embedding-in-pipeline-split" in options, "--account-for-loss-in-pipeline-split" in options)
@@ -84,12 +84,6 @@ def _stages(options: Options, pp: int) -> dict[str, Any]:
         vpp = max(1, (num_layers + sum(ends)) // (pp * per_chunk))
     counts = _uneven(options, num_layers, pp) or (_accounted(num_layers, pp * vpp, ends) if any(ends) else None)
     return {"vpp": vpp, **({"layers_per_stage": counts} if counts else {})}
-
-
-def _num_stages(layout: str) -> int:
-    """Virtual stages of a layout string such as `Et|(tt|)*62tL`."""
-    unrolled = re.sub(r"\(([^)]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), layout.replace(",", ""))
-    return re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), unrolled).count("|") + 1
 
 
 def _uneven(options: Options, num_layers: int, pp: int) -> list[int] | None:

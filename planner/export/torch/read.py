@@ -60,8 +60,8 @@ def _layout(data: Mapping[str, Any]) -> dict[str, Any]:
     if not chunks or not all(isinstance(chunk, Mapping) for chunk in chunks):
         raise SpecError("chunks: holds no stages", _HINT)
     placement = data.get("stage_to_rank")
-    ranks = placement if isinstance(placement, list) and all(isinstance(rank, int) for rank in placement) else [0]
-    pp = max(ranks) + 1
+    ranks = placement if isinstance(placement, list) else []
+    pp = 1 + max((rank for rank in ranks if isinstance(rank, int)), default=0)
     counts = [_span(chunk) for chunk in chunks]
     layout: dict[str, Any] = {
         **{axis: _number(data, axis) for axis in _AXES},

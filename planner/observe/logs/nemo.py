@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.observe.logs.grammar import Grammar, number, row, text_of, whole
 from planner.observe.record import Record
+from planner.specs.reading import whole_number
 from planner.specs.units import GIB
 
 _TIMES = ("train_step_time", "train_step_timing in s")
@@ -27,7 +28,7 @@ _MOST_ARGUMENTS = 2_000
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=whole_number)
     except (ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}

@@ -12,6 +12,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.observe.logs.grammar import moment, number, text_of
 from planner.observe.record import Record
+from planner.specs.reading import whole_number
 from planner.specs.units import GB, GIB, KIB, MIB
 
 NAME = "table"
@@ -120,7 +121,7 @@ def _names(line: str) -> list[str]:
 
 def _json(line: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
+        data = json.loads(line, parse_int=whole_number)
     except (ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
