@@ -134,7 +134,7 @@ class Plan(Spec):
     @property
     def checkpoint_bytes(self) -> int:
         """Weights and optimizer states of the whole model, as the trainer writes them."""
-        return self.runtime_spec.checkpoint_bytes_per_parameter * self.model.num_parameters
+        return round(self.runtime_spec.checkpoint_bytes_per_parameter * self.model.num_parameters)
 
     @property
     def fits(self) -> bool:

@@ -6,10 +6,33 @@ from planner.cli.job_options import JobOptions
 from planner.errors import SpecError
 from planner.specs.checking import checked
 from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.objective import OBJECTIVES, ObjectiveSpec
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import Recipe, stated_switches
 
 RUNTIME, SEQ_LENGTH, GLOBAL_BATCH_SIZE = "hf", 2048, 16
 """Trainer, tokens of a sequence and sequences of a step where a job with adapters does not say them."""
 _FIELDS = {"rank": "lora_rank", "dropout": "lora_dropout", "base_bits": "base_bits"}
+
+
+def read_optimizer(asked: JobOptions, runtime: RuntimeSpec) -> Recipe:
+    """The switch that --optimizer pins. SpecError naming the option for one that the trainer does not have."""
+    if asked.optimizer is None:
+        return {}
+    stated = stated_switches(f"optimizer={asked.optimizer}", runtime, "--optimizer")
+    return stated if isinstance(stated, dict) else {}
+
+
+def read_objective(asked: JobOptions, adapters: AdapterSpec | None) -> ObjectiveSpec:
+    """The objective that the options ask for; its reference is the model without its adapters where it has any."""
+    name, reference = asked.objective or "lm", asked.reference
+    known = OBJECTIVES.get(name)
+    if reference is not None and known is not None and not known.reference_forwards:
+        raise SpecError(f"--reference: {name} has no reference model", "--objective dpo has one")
+    if reference == "adapters" and adapters is None:
+        raise SpecError("--reference adapters: no adapters are trained", "add --lora, or --reference model")
+    values = {"name": name, "reference": reference or ("model" if adapters is None else "adapters")}
+    return checked(ObjectiveSpec, values, spelling={"name": "--objective", "reference": "--reference"})
 
 
 def read_adapters(asked: JobOptions) -> AdapterSpec | None:

@@ -127,7 +127,7 @@ def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tu
 def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
     """Axes pinned by comma lists, the switches pinned and allowed, and how to search."""
     values = _given(asked, SearchLimits)
-    if (switches := _switches(asked.switch, job)) is not None:
+    if (switches := _switches(asked, job)) is not None:
         values["switches"] = switches
     if "allow" in values:
         values["allow"] = stated_consents(values["allow"], job.runtime_spec, job.cluster.hardware)
@@ -152,7 +152,7 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
 
     Raises SpecError for switches that do not go with the job or with each other.
     """
-    switches = _switches(asked.switch, job, describes=True)
+    switches = _switches(asked, job, describes=True)
     if switches == DEFAULT:
         return replace(job, says_switches=True)
     runtime, _ = described(job.runtime_spec, job.cluster.hardware, job.model, switches or {})
@@ -160,17 +160,18 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     return replace(job, runtime_spec=runtime, says_switches=job.says_switches or switches is not None)
 
 
-def _switches(text: str | None, job: Job, describes: bool = False) -> Any:
-    """The switches of --switch and --assume together, or `default`; None where neither states any."""
-    stated = {} if text is None else stated_switches(text, job.runtime_spec, describes=describes)
-    if not job.assumed:
-        return stated or None
-    if stated == DEFAULT:
-        raise SpecError("--switch default and --assume: both state switches", "state them in one of the two")
-    for name in job.assumed:
-        if name in stated:
-            raise SpecError(f"--switch and --assume: {name}: given twice", "keep one of them")
-    return {**stated, **job.assumed}
+def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = False) -> Any:
+    """The switches of --switch, --optimizer and --assume together, or `default`; None where none states any."""
+    stated = {} if asked.switch is None else stated_switches(asked.switch, job.runtime_spec, describes=describes)
+    others = [("--assume", job.assumed), ("--optimizer", finetuning.read_optimizer(asked, job.runtime_spec))]
+    for option_name, more in others:
+        if more and stated == DEFAULT:
+            raise SpecError(f"--switch default and {option_name}: both state switches", "state them in one of the two")
+        for name in more:
+            if name in stated:
+                raise SpecError(f"--switch and {option_name}: {name}: given twice", "keep one of them")
+        stated = {**stated, **more} if more and isinstance(stated, dict) else stated
+    return stated or None
 
 
 def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], Recipe]:
@@ -233,17 +234,25 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
         if published is None:
             raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
         seq_length = published.seq_length
+    objective = finetuning.read_objective(asked, adapters)
     values: dict[str, Any] = {
         "seq_length": seq_length,
-        "global_batch_size": 1,
+        "global_batch_size": objective.row.num_sequences,
         "adapters": adapters,
+        "objective": objective,
         "tokens": None if asked.tokens is None else count_of("tokens", asked.tokens),
     }
     values["operations"] = _operations(asked)
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
     values |= {name: value for name, value in others.items() if value is not None}
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
-    return _checked(TrainingSpec, {**values, "global_batch_size": _global_batch_size(asked, model, seq_length)})
+    batch = _global_batch_size(asked, model, seq_length)
+    if objective.has_pairs and batch % 2:
+        raise SpecError(
+            f"--global-batch-size: {batch:,} is odd, and {objective.name} takes pairs of sequences",
+            f"--global-batch-size {batch + 1}",
+        )
+    return _checked(TrainingSpec, {**values, "global_batch_size": batch})
 
 
 def _operations(asked: JobOptions) -> OperationsSpec:

@@ -43,6 +43,9 @@ class JobOptions:
     lora_targets: o.LoraTargets = None
     lora_dropout: o.LoraDropout = None
     base_bits: o.BaseBits = None
+    optimizer: o.Optimizer = None
+    objective: o.Objective = None
+    reference: o.Reference = None
     tokens: o.Tokens = None
     storage_gb_per_s: o.Storage = None
     failures_per_1000_gpu_days: o.Failures = None

@@ -127,6 +127,17 @@ LoraDropout = Annotated[
 ]
 BaseBits = Annotated[int | None, number(FINETUNE, "--base-bits", "Bits of a frozen weight: 4, 8 or 16. [16]")]
 
+Optimizer = Annotated[
+    str | None,
+    text(FINETUNE, "--optimizer", "NAME", "adamw, adamw-8bit, paged-adamw, adafactor, … as --switch has it."),
+]
+
+Objective = Annotated[str | None, text(FINETUNE, "--objective", "NAME", "The loss: lm, dpo, kto or orpo. [lm]")]
+Reference = Annotated[
+    str | None,
+    text(FINETUNE, "--reference", "KIND", "Reference of dpo and kto: model, adapters (without them), precomputed."),
+]
+
 Phases = Annotated[
     str | None, text(JOB, "--phases", "FILE", "Phases of a run, one after the other, with a plan of each.")
 ]

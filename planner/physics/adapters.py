@@ -25,6 +25,8 @@ _OPERATORS = {
 }  # fmt: skip
 """The products that each target of an adapter is. Where query, key and value are one product, or gate and up, one
 adapter of its width stands beside it."""
+OF_ADAPTERS = (" adapter", " lora_A", " lora_B")
+"""Ends of the names of what stands beside a frozen product."""
 _FUSED = {"gate_proj": ("mlp up", "shared_experts up")}
 
 
@@ -37,6 +39,11 @@ def adapted(items: Sequence[Item], adapters: AdapterSpec | None, runtime: Runtim
     read = frozenset[int]() if copied else _read_by_adapters(items, targets)
     each = (_adapted(item, index in read, targets, adapters, runtime) for index, item in enumerate(items))
     return tuple(chain.from_iterable(each))
+
+
+def without_adapters(items: Sequence[Item]) -> tuple[Item, ...]:
+    """The items of a part without the products and the copies of its adapters: as a reference model has them."""
+    return tuple(item for item in items if not item.name.endswith(OF_ADAPTERS))
 
 
 def _targets(adapters: AdapterSpec, runtime: RuntimeSpec) -> frozenset[str]:

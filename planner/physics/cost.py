@@ -52,6 +52,20 @@ class PartCost:
     """Frozen parameters of routed experts; `expert_parameters` and `frozen_parameters` include them."""
     frozen_wide_parameters: Number = 0.0
     """Frozen parameters that stay in 16 bits; `frozen_parameters` includes them."""
+    reference_parameters: Number = 0.0
+    """Parameters of a reference model, whatever holds them; `parameters` does not include them."""
+    reference_expert_parameters: Number = 0.0
+    """Those of routed experts; `reference_parameters` includes them."""
+    reference_wide_parameters: Number = 0.0
+    """Those that stay in 16 bits; `reference_parameters` includes them."""
+    state_bytes: Number = 0.0
+    """Bytes of the states of an optimizer other than AdamW on the GPU, before sharding: of all but routed experts."""
+    expert_state_bytes: Number = 0.0
+    """`state_bytes` of routed experts."""
+    state_update_s: Number = 0.0
+    """Seconds of the update of an optimizer other than AdamW, before sharding: of all but routed experts."""
+    expert_state_update_s: Number = 0.0
+    """`state_update_s` of routed experts."""
     reduce_s: Number = 0.0
     """Seconds of the gradient reduction over data-parallel ranks, once per step (ZeRO-3: per micro-batch)."""
     gather_s: Number = 0.0

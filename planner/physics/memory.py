@@ -54,10 +54,20 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     frozen_dense = part.frozen_parameters - frozen_expert
     frozen = frozen_bytes(frozen_dense, frozen_expert, part.frozen_wide_parameters, shape, runtime)
     return (
-        weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters) + frozen,
+        weights_bytes(dense, expert, shape, runtime, dtype, part.wide_parameters)
+        + frozen
+        + reference_bytes(part, shape, runtime),
         gradients_bytes(dense, expert, shape, runtime),
-        optimizer_bytes(dense, expert, shape, runtime),
+        optimizer_bytes(dense, expert, shape, runtime, (part.state_bytes, part.expert_state_bytes)),
     )
+
+
+def reference_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Bytes of a reference model's copy of a part's weights: frozen, in as many bits as frozen ones."""
+    if not runtime.copies_weights:
+        return 0.0
+    dense = part.reference_parameters - part.reference_expert_parameters
+    return frozen_bytes(dense, part.reference_expert_parameters, part.reference_wide_parameters, shape, runtime)
 
 
 def gathered_weights_bytes(parameters: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
@@ -97,14 +107,27 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     return bytes_per_parameter * np.where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
 
 
-def optimizer_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
+def optimizer_bytes(
+    dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, states: tuple[Number, Number] = (0.0, 0.0)
+) -> Number:
     """Bytes of the fp32 masters and the Adam moments on the GPU; sharded from ZeRO-1 on.
 
+    An optimizer other than AdamW has masters where AdamW has them, and `states` for the dense and the expert ones.
+
     Of parameters that the host updates, the moments leave the GPU and the masters stay: Qwen3-30B loses 8 bytes for
-    each (Megatron-Bridge's notes on offloading).
+    each (Megatron-Bridge's notes on offloading). ZeRO-Offload's masters leave too.
     """
-    left = runtime.optimizer_offload_fraction * max(runtime.optimizer_bytes - FP32, 0)
+    if runtime.optimizer != "adamw":
+        masters = runtime.master_bytes * _sharded(dense, expert, shape, runtime, 1)
+        return masters + _sharded(*states, shape, runtime, 1)
+    kept = 0 if runtime.offloads_masters else FP32
+    left = runtime.optimizer_offload_fraction * max(runtime.optimizer_bytes - kept, 0)
     return (runtime.optimizer_bytes - left) * _sharded(dense, expert, shape, runtime, 1)
+
+
+def sharded_update_s(part: PartCost, shape: Shape, runtime: RuntimeSpec) -> Number:
+    """Seconds in which this rank updates its shard of a part with an optimizer other than AdamW."""
+    return _sharded(part.state_update_s, part.expert_state_update_s, shape, runtime, 1)
 
 
 def sharded_parameters(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

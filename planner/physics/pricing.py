@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 
 from planner.physics import compute, memory
-from planner.physics.adapters import adapted
+from planner.physics.adapters import adapted, without_adapters
 from planner.physics.communication import Blocks, collective_s, data_parallel_places, p2p_s
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.kernels import streams, updates
@@ -47,6 +47,7 @@ from planner.physics.operators import (
     wide_parameters,
     within_documents,
 )
+from planner.physics.optimizers import state_bytes, state_update_s, workspace_bytes
 from planner.physics.passes import COMM_GROUPS, Passes, lateness
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.cluster import ClusterSpec
@@ -71,7 +72,7 @@ class Pricing:
     def __post_init__(self) -> None:
         # what a dtype and adapters mean for the trainer is settled once, for all that reads its fields
         runtime = self.runtime.in_dtype(self.training.dtype, self.cluster.hardware.architecture)
-        runtime = runtime.for_adapters(self.training.adapters)
+        runtime = runtime.for_adapters(self.training.adapters).for_objective(self.training.objective)
         object.__setattr__(self, "runtime", runtime)
 
     @property
@@ -229,9 +230,11 @@ class Pricing:
             frozen_parameters=num_parameters(items, trained=False),
             frozen_expert_parameters=num_parameters(items, expert=True, trained=False),
             frozen_wide_parameters=wide_parameters(items, trained=False),
+            **self._states(items, shape),
+            **self._reference(items),
         )
         hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
-        seconds = self.passes.seconds(items, shape)
+        seconds = self._with_plain_forwards(self.passes.seconds(items, shape), items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
         trained = counted.parameters - counted.frozen_parameters
         is_gathered = (zero == 3) * alone * (shape.shard_size > 1)
@@ -341,7 +344,54 @@ class Pricing:
         offloaded = runtime.optimizer_offload_fraction * shard
         clip_s = updates.clip_s(hardware, shard, dense + expert, runtime)
         gpu_s = updates.optimizer_s(hardware, shard - offloaded, runtime)
-        return gpu_s + updates.host_update_s(hardware, offloaded) + clip_s
+        if runtime.optimizer != "adamw":
+            gpu_s = memory.sharded_update_s(part, shape, runtime)
+        return gpu_s + updates.host_update_s(hardware, offloaded, runtime) + clip_s
+
+    def _reference(self, items: Sequence[Item]) -> dict[str, Number]:
+        """Parameters that forwards without a gradient read, by fields of a part's cost."""
+        if not self.runtime.plain_forwards:
+            return {}
+        own = without_adapters(items)
+        return {
+            "reference_parameters": num_parameters(own),
+            "reference_expert_parameters": num_parameters(own, expert=True),
+            "reference_wide_parameters": wide_parameters(own) + wide_parameters(own, trained=False),
+        }
+
+    def _with_plain_forwards(
+        self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape
+    ) -> dict[str, Number]:
+        """Seconds of a part's passes, with those of forwards without a gradient in the forward.
+
+        They come after the forward that keeps its tensors and before the backward, free their own tensors one after the
+        other, and need less for a moment than the loss's backward does, which has the gradients of the logits too.
+        """
+        times = self.runtime.plain_forwards
+        if not times:
+            return seconds
+        plain = self.passes.seconds(without_adapters(items), shape)
+        names = ("forward_s", *(f"{group}_forward_s" for group in COMM_GROUPS))
+        return seconds | {name: seconds[name] + times * plain[name] for name in names}
+
+    def _states(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Bytes and seconds of the states of an optimizer other than AdamW, by fields of a part's cost."""
+        hardware, runtime, hidden = self.cluster.hardware, self.runtime, self.model.hidden_size
+        if runtime.optimizer == "adamw":
+            return {}
+        return {
+            "state_bytes": state_bytes(items, hidden, runtime, expert=False),
+            "expert_state_bytes": state_bytes(items, hidden, runtime, expert=True),
+            "state_update_s": state_update_s(items, hidden, shape.tp, hardware, runtime, expert=False),
+            "expert_state_update_s": state_update_s(items, hidden, shape.etp, hardware, runtime, expert=True),
+        }
+
+    def update_workspace_bytes(self, shape: Shape) -> float:
+        """Bytes that the update of the model's largest tensor needs for a moment, beside its states."""
+        parts = (self.embedding_items(shape), self.head_items(shape, self.model.tie_word_embeddings))
+        layers = (self.layer(kind, shape) for kind in self.model.kinds)
+        hidden = self.model.hidden_size
+        return max(float(workspace_bytes(items, hidden, self.runtime)) for items in (*parts, *layers))
 
     def _tensors_s(self, items: Sequence[Item]) -> Number:
         """Host seconds of an optimizer step on a part: Python copies, sums and hooks go tensor by tensor."""
@@ -360,6 +410,12 @@ class Pricing:
             packed, dense = min(self.runtime.frozen_weight_bytes, BF16), part.frozen_parameters - expert
             frozen_s = self._data_parallel_s(dense, expert, shape, packed, reduces=False)
             gather_s = gather_s + frozen_s * (shape.zero_stage == 3)
+        if self.runtime.plain_forwards:
+            expert, packed = part.reference_expert_parameters, min(self.runtime.frozen_weight_bytes, BF16)
+            dense = part.reference_parameters - expert
+            once_s = self._data_parallel_s(dense, expert, shape, packed, reduces=False)
+            # a step gathers twice, for its forward and its backward, and once for each forward without a gradient
+            gather_s = gather_s + self.runtime.plain_forwards / 2 * once_s * (shape.zero_stage == 3)
         return self.reduce_s(*trained, shape), gather_s
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:

@@ -163,8 +163,10 @@ def _overlapped(pricing: Pricing, shape: Shape) -> tuple[Saved, ...]:
 
 
 def copied_gradients_bytes(pricing: Pricing, table: CostTable, cost: PartCost) -> float:
-    """Bytes of the fp32 copies that an optimizer makes of the 16-bit gradients of its shard."""
+    """Bytes of the fp32 copies that an optimizer makes: of its shard's 16-bit gradients, or of its largest tensor."""
     runtime = pricing.runtime
+    if runtime.optimizer_row.workspace[0]:
+        return pricing.update_workspace_bytes(table.shape)
     if not runtime.widens_gradients or runtime.gradient_bytes == FP32:
         return 0.0
     dense, expert = cost.trained_dense_parameters, cost.trained_expert_parameters

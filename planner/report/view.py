@@ -24,6 +24,7 @@ from planner.report.months import cost_figures, goodput_figures, says_sources, s
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
+from planner.specs.training import TrainingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,14 @@ class View:
         }
 
 
+def _batch(training: TrainingSpec) -> str:
+    """Words for the sequences of a step, in pairs where the objective compares two answers."""
+    objective, sequences = training.objective, training.global_batch_size
+    pairs = f"{sequences // 2:,} pairs, " if objective.has_pairs else ""
+    loss = "" if objective.name == "lm" else f", {objective.name}"
+    return f"{pairs}{sequences:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}{loss}"
+
+
 def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     """The lines of a plan, or of one evaluated layout beside `own`, the planner's choice for the same job."""
     best, training, hardware = plan.best, plan.training, plan.cluster.hardware
@@ -133,7 +142,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         fits=best.fits,
         manner=manner(best.parallelism),
         placement=tuple(map(str, best.placement)),
-        batch=f"{training.global_batch_size:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}",
+        batch=_batch(training),
         batch_offer=_batch_offer(plan),
         misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
         fit=_fit(best) if best.fits else "",

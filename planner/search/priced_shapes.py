@@ -33,6 +33,10 @@ _COUNTED = (
     "frozen_wide_parameters",
 )  # fmt: skip
 """Fields of a part from which the bytes of its weights, gradients and optimizer are counted."""
+_STATES = ("state_bytes", "expert_state_bytes", "state_update_s", "expert_state_update_s")
+"""Fields that are counted where the optimizer is not AdamW."""
+_OF_REFERENCE = ("reference_parameters", "reference_expert_parameters", "reference_wide_parameters")
+"""Fields that are counted where forwards run without a gradient."""
 
 
 PartName = LayerKind | Literal["embedding", "head", "mtp"]
@@ -84,7 +88,11 @@ class PricedShapes:
 
     def counted(self, part: PartCost) -> PartCost:
         """The parameters of a part for every shape, as a part of its own."""
-        return PartCost(**{name: self.part(part, name) for name in _COUNTED})
+        runtime = self.pricing.runtime
+        names = _COUNTED if runtime.optimizer == "adamw" else (*_COUNTED, *_STATES)
+        if runtime.plain_forwards:
+            names = (*names, *_OF_REFERENCE)
+        return PartCost(**{name: self.part(part, name) for name in names})
 
     def static_bytes(self, part: PartCost) -> FloatArray:
         """Bytes of a part's weights, gradients and optimizer under each shape's sharding."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.errors import SpecError
 from planner.serve.question import Options
 from planner.shape import RANK_ORDERS
+from planner.specs.finetuning.objective import OBJECTIVES, Reference
 from planner.specs.problems import nearest
 from planner.specs.registry import hardware_names, model_names
 from planner.trainers.load import RUNTIMES
+from planner.trainers.optimizers import OPTIMIZERS
 
 Form = Mapping[str, str]
 """The texts of the page's controls by name; empty ones were not given."""
@@ -98,6 +100,14 @@ GROUPS = (
             Control("recompute", "Recompute", "none,selective,full"),
             Control("rank_order", "Rank order", kind="select", choices=(_ANY, *RANK_ORDERS)),
             Control("tp_across_nodes", "TP may leave a node", kind="flag"),
+        ),
+    ),
+    Group(
+        "Fine-tuning",
+        (
+            Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
+            Control("objective", "Objective", kind="select", choices=(_ANY, *OBJECTIVES)),
+            Control("reference", "Reference model", "of dpo, kto", "select", (_ANY, *get_args(Reference))),
         ),
     ),
     Group(

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.operations import OperationsSpec
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
@@ -52,8 +53,21 @@ class TrainingSpec(Spec):
     them; null: a sequence is one document."""
     adapters: AdapterSpec | None = None
     """Adapters that are trained in the place of the weights (LoRA, QLoRA); null: all weights are trained."""
+    objective: ObjectiveSpec = ObjectiveSpec()
+    """The loss that is trained on: of the next token, or of pairs of answers beside a reference model."""
     operations: OperationsSpec = OperationsSpec()
     """How a long run is operated: storage, failures, spare nodes, price."""
+
+    @model_validator(mode="after")
+    def _whole_pairs(self) -> TrainingSpec:
+        objective = self.objective
+        if objective.has_pairs and self.global_batch_size % 2:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is odd, and {objective.name} takes pairs of sequences"
+            )
+        if objective.reference == "adapters" and objective.row.reference_forwards and self.adapters is None:
+            raise ValueError("objective: reference adapters needs adapters: without them the reference is a model")
+        return self
 
     @property
     def tokens_per_step(self) -> int:

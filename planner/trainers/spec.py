@@ -22,8 +22,10 @@ from planner.specs.base import (
     without,
 )
 from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import RankOrder
+from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName
 from planner.trainers.switches import changes
 
 CHUNK_PARAMETERS = 2**18
@@ -171,6 +173,15 @@ class RuntimeSpec(Spec):
     does not know (Transformer Engine's operation fuser)."""
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
+    offloads_masters: bool = False
+    """fp32 masters leave the GPU with the states (ZeRO-Offload); without: the GPU keeps them."""
+    host_adam_bytes: PositiveFloat = 80.0
+    """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
+    after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
+    plain_forwards: NonNegativeInt = 0
+    """Forwards without a gradient for each micro-batch, of a reference model or the trained one (`for_objective`)."""
+    copies_weights: bool = False
+    """A reference model's weights stand beside those that are trained, frozen and sharded as these are."""
     offload_modules: tuple[str, ...] = ()
     """Modules whose saved inputs go to host memory after the forward and come back before the backward."""
     offloaded_layers: NonNegativeInt = 0
@@ -184,6 +195,8 @@ class RuntimeSpec(Spec):
     """Bytes per parameter of 16-bit gradients beside the fp32 sums, zeroed after every micro-batch and never freed."""
     optimizer_bytes: PositiveInt = 12
     """Bytes per parameter of fp32 master weights (unless they are the weights) and two Adam moments."""
+    optimizer: OptimizerName = "adamw"
+    """The optimizer (trainers/optimizers.py); `optimizer_bytes` says what AdamW's states would take."""
     asynchronous_checkpoints: bool = False
     """Checkpoints are written beside the training, which waits only until they are copied to host memory."""
     narrow_gradient_bytes: PositiveInt | None = None
@@ -382,9 +395,28 @@ class RuntimeSpec(Spec):
         return chunks + (self.bucket_parameters - chunks) * (chunks < self.bucket_parameters)
 
     @property
-    def checkpoint_bytes_per_parameter(self) -> int:
+    def checkpoint_bytes_per_parameter(self) -> float:
         """Bytes that a checkpoint holds of each parameter: its weight, and what the optimizer keeps."""
-        return self.weight_bytes + self.optimizer_bytes
+        row = self.optimizer_row
+        if row.name == "adamw":
+            return self.weight_bytes + self.optimizer_bytes
+        width = {8: 1 + 4 / BLOCK, 32: 4}.get(row.bits, self.moment_bytes)
+        return self.weight_bytes + self.master_bytes + row.moments * width
+
+    @property
+    def optimizer_row(self) -> Optimizer:
+        """The optimizer's states and the bytes that its update moves."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes per parameter of fp32 masters beside 16-bit weights: 4, or 0 where there are none."""
+        return 4 if self.weight_bytes == 2 and self.optimizer_bytes >= 8 else 0
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of one of Adam's two moments."""
+        return (self.optimizer_bytes - self.master_bytes) / 2
 
     @property
     def keeps_softmax(self) -> bool:
@@ -433,6 +465,13 @@ class RuntimeSpec(Spec):
         update: dict[str, Any] = {"frozen_weight_bytes": PACKED_BYTES[adapters.base_bits]}
         if self.adapters_in_fp32:
             update |= {"weight_bytes": 4, "gradient_bytes": 4, "kept_gradient_bytes": 0, "optimizer_bytes": 8}
+        return self.model_copy(update=update)
+
+    def for_objective(self, objective: ObjectiveSpec) -> RuntimeSpec:
+        """This runtime with what an objective means for its passes and its weights; the same if asked again."""
+        if not objective.plain_forwards:
+            return self
+        update = {"plain_forwards": objective.plain_forwards, "copies_weights": objective.copies_weights}
         return self.model_copy(update=update)
 
     @property

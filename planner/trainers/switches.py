@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import Unsupported
+from planner.trainers.optimizers import OPTIMIZERS
 
 Value = bool | int | float | str
 Fields = Mapping[str, Any]
@@ -174,6 +175,11 @@ _CAPACITY: Fields = {"sends_tokens_once": False, "awaits_token_counts": False, "
 """Only the all-to-all among Megatron's dispatchers gives experts a fixed number of tokens; the host awaits no count."""
 
 
+_EXCHANGED: dict[str, Fields] = {"muon": {"all_reduces_gradients": True}}
+"""Fields of optimizers that need whole matrices: ranks divide these among them and all-reduce gradients
+(Megatron-LM, use_layer_wise_distributed_optimizer)."""
+
+
 def _offloaded(value: Any) -> Fields | None:
     """A share of the optimizer's states between 0 and 1."""
     is_share = isinstance(value, (int, float)) and 0 <= value <= 1
@@ -302,6 +308,14 @@ _ROWS = (
         {False: {"optimizer_bytes": 12}, True: {"optimizer_bytes": BF16_MOMENTS_BYTES}},
         consent={True: "numerics"},
         source="performance recipes of Megatron-Bridge for DeepSeek-V3",
+    ),
+    Switch(
+        "optimizer",
+        "what is kept of past gradients, and how weights are updated (trainers/optimizers.py)",
+        {name: {"optimizer": name, **_EXCHANGED.get(name, {})} for name in OPTIMIZERS},
+        consent={name: "numerics" for name in OPTIMIZERS if name != "adamw"},
+        shown_by=("optimizer",),
+        source="states and passes counted in torch, transformers and bitsandbytes",
     ),
     Switch(
         "optimizer_offload",

@@ -89,6 +89,7 @@ SAME = {
     "--fine-grained-activation-offloading": "model.fine_grained_activation_offloading",
     "--offload-modules": "model.offload_modules",
     "--fine-grained-offloading-max-inflight-offloads": "model.fine_grained_offloading_max_inflight_offloads",
+    "--optimizer": "optimizer.optimizer",
     "--use-precision-aware-optimizer": "optimizer.use_precision_aware_optimizer",
     "--optimizer-cpu-offload": "optimizer.optimizer_cpu_offload",
     "--optimizer-offload-fraction": "optimizer.optimizer_offload_fraction",

@@ -78,6 +78,12 @@ SWITCH_OPTIONS: tuple[Spelling, ...] = (
     Spelling(
         "bf16_moments", True, _PRECISION_AWARE | {"--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"}
     ),
+    Spelling("optimizer", "adamw"),
+    Spelling("optimizer", "adamw", {"--optimizer": "adam"}, is_read_only=True),
+    Spelling("optimizer", "muon", {"--optimizer": "muon", "--muon-tp-mode": "duplicated"}, since="0.19"),
+    Spelling("optimizer", "muon", {"--optimizer": "muon"}, is_read_only=True),
+    Spelling("optimizer", "muon", {"--optimizer": "dist_muon"}, is_read_only=True),
+    Spelling("optimizer", "sgd-momentum", {"--optimizer": "sgd"}),
     Spelling("optimizer_offload", 0.0),
     Spelling(
         "optimizer_offload", None,

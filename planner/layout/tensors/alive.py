@@ -152,8 +152,10 @@ def copies_of_gradients(candidate: Candidate, timeline: Timeline, rank: int, gon
     more = copies - buffers - sum(row.held.num_bytes for row in gone)
     if more > 0:
         start_s = timeline.makespan_s + candidate.outside.exposed_dp_s
+        of_tensor = bool(candidate.pricing.runtime.optimizer_row.workspace[0])
+        what = "fp32 copies of the largest weight and its gradient" if of_tensor else "fp32 copies of gradients"
         note = f"{gib(copies):.1f} GiB of copies take the place of activations, which are gone then"
-        name = "fp32 copies of gradients, beyond what is free"
+        name = f"{what}, beyond what is free"
         life = Life(start_s, start_s + candidate.outside.optimizer_s, "optimizer", "optimizer")
         yield Row(Held(name, more, note=note), life)
 

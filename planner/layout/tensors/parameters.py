@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from planner.layout.tensors.kept import Held
 from planner.physics import memory
+from planner.physics.adapters import OF_ADAPTERS
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, operators_of
+from planner.physics.optimizers import states_of, tensors_of
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 
@@ -56,6 +58,9 @@ def weights(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[H
             yield _row(one, "", total - cast, runtime.weight_bytes)
         if gathered:
             yield _row(one, " gathered", gathered, BF16)
+        if runtime.copies_weights and not one.operator.name.endswith(OF_ADAPTERS):
+            frozen = memory.frozen_bytes(dense, expert, dense if wide else 0.0, shape, runtime)
+            yield Held(f"{one.name} of the reference", float(frozen), note="a second copy, frozen")
 
 
 def gradients(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
@@ -71,13 +76,25 @@ def optimizer(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator
     runtime = pricing.runtime
     states = STATES.get(runtime.optimizer_bytes)
     for one in _parameters(items, pricing.model.hidden_size):
-        total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime))
-        if states is None or runtime.optimizer_offload_fraction:
+        kept = _states_bytes(pricing, one)
+        total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime, kept))
+        if states is None or runtime.optimizer_offload_fraction or runtime.optimizer != "adamw":
             note = f"{total / prod(one.dims):.3g} bytes on this rank for each parameter"
             yield Held(f"{one.name} optimizer states", total, note=note)
             continue
         dims = (runtime.optimizer_bytes // FP32, total / runtime.optimizer_bytes)
         yield Held(f"{one.name} {states}", total, dims, "fp32")
+
+
+def _states_bytes(pricing: Pricing, one: Parameter) -> tuple[float, float]:
+    """Bytes of the states of an optimizer other than AdamW, for a weight that is no expert's and for one that is."""
+    op = one.operator
+    if pricing.runtime.optimizer == "adamw":
+        return 0.0, 0.0
+    tensors = [each for each in tensors_of(op, pricing.model.hidden_size) if float(each.elements) > 0]
+    own = tensors[-1] if one.name.endswith(" bias") else tensors[0]
+    kept = float(states_of(own, pricing.runtime).resident_bytes)
+    return (0.0, kept) if op.expert else (kept, 0.0)
 
 
 def _parameters(items: Sequence[Item], hidden_size: int) -> Iterator[Parameter]:

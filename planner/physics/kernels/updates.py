@@ -6,6 +6,7 @@ from planner.physics.kernels.streams import stream_s
 from planner.physics.operators import BF16, FP32
 from planner.shape import Number
 from planner.specs.hardware import HardwareSpec
+from planner.trainers.optimizers import OPTIMIZERS
 from planner.trainers.spec import RuntimeSpec
 
 TABLE_BYTES = 8
@@ -18,21 +19,16 @@ ADAM_BYTES = 34
 copy (6)."""
 
 
-HOST_ADAM_BYTES = 80
-"""Bytes that the host moves through its memory per parameter: torch's Adam on the CPU runs one pass after another, for
-the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
-
-
 HOST_ADAM_FRACTION = 0.7
 """Share of the host's memory bandwidth that these passes reach: of what threads of all ranks stream together. Qwen3-30B
 on 16 H100 with a quarter to all of its optimizer on the host (Megatron-Bridge's notes on offloading) takes 1.5 ns a
 parameter."""
 
 
-def host_update_s(hardware: HardwareSpec, num_parameters: Number) -> Number:
+def host_update_s(hardware: HardwareSpec, num_parameters: Number, runtime: RuntimeSpec) -> Number:
     """Seconds to update `num_parameters` on the host: fp32 gradients go there, Adam runs, fp32 weights come back."""
     copied_s = 2 * FP32 * num_parameters / hardware.host.bytes_per_s
-    return copied_s + HOST_ADAM_BYTES * num_parameters / (HOST_ADAM_FRACTION * hardware.host.memory_bytes_per_s)
+    return copied_s + runtime.host_adam_bytes * num_parameters / (HOST_ADAM_FRACTION * hardware.host.memory_bytes_per_s)
 
 
 def optimizer_s(
@@ -43,11 +39,17 @@ def optimizer_s(
     `num_embedding_parameters` of the shard belong to the embedding table. The dp shards are in parameter order, so the
     first one holds as much of the table as fits into it, and is the slowest.
     """
+    num_bytes = _adam_bytes(runtime) * num_parameters + TABLE_BYTES * num_embedding_parameters
+    return stream_s(hardware, num_bytes, 0, "optimizer")
+
+
+def _adam_bytes(runtime: RuntimeSpec) -> float:
+    """Bytes that AdamW moves per parameter under a trainer."""
+    if runtime.weight_bytes == BF16 and not runtime.master_bytes:
+        return OPTIMIZERS["adamw"].moved_bytes(BF16)
     # narrower moments are read and written; masters that are the weights themselves stand elsewhere
     times = 2 if runtime.weight_bytes == BF16 else 1
-    adam_bytes = ADAM_BYTES - times * (12 - runtime.optimizer_bytes)
-    num_bytes = adam_bytes * num_parameters + TABLE_BYTES * num_embedding_parameters
-    return stream_s(hardware, num_bytes, 0, "optimizer")
+    return ADAM_BYTES - times * (12 - runtime.optimizer_bytes)
 
 
 def clip_s(hardware: HardwareSpec, shard: Number, whole: Number, runtime: RuntimeSpec) -> Number:

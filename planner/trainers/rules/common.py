@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
@@ -124,3 +126,11 @@ ETP = Rule(
     lambda model, training, shape: f"etp {shape.etp} needs experts, the model has none",
 )
 """These rules, from HEADS on, are shared by trainers."""
+PAIRS = Rule(
+    "micro_batch_splits_pairs",
+    lambda model, training, shape: (np.asarray(shape.micro_batch_size) % 2 == 0) | (not training.objective.has_pairs),
+    lambda model, training, shape: (
+        f"micro_batch_size {shape.micro_batch_size}: both sequences of a {training.objective.name} pair are in one "
+        "micro-batch, which holds 2, 4, 6, …"
+    ),
+)

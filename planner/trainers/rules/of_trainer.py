@@ -9,7 +9,7 @@ from planner.shape import RANK_ORDERS
 from planner.specs.problems import check_names
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.bridge_model import bridge_model_rules
-from planner.trainers.rules.common import Rule
+from planner.trainers.rules.common import PAIRS, Rule
 from planner.trainers.rules.layer_kinds import LAYER_KIND_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
 from planner.trainers.rules.named import EXPORT_RULES, RULES
@@ -67,6 +67,7 @@ def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
             lambda m, t, s: (np.asarray(s.dp_outermost) == 0) | (RANK_ORDERS[1] in runtime.rank_orders),
             lambda m, t, s: f"rank_order {s.rank_order}: {runtime.name} has {', '.join(runtime.rank_orders)}",
         ),
+        PAIRS,
         Rule(
             "zero_stage_not_expressible",
             lambda m, t, s: np.isin(s.zero_stage, runtime.zero_stages),

@@ -230,6 +230,28 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         "p2p_overlap", "must be true where pp is 2 and stages interleave",
         lambda s, shape: (np.asarray(shape.pp) != 2) | (np.asarray(shape.vpp) == 1) | s.runtime.interleaved_p2p_overlap,
     ),
+    _job(
+        "optimizer", "must be adamw beside optimizer_offload",
+        lambda s: s.runtime.optimizer == "adamw" or s.runtime.optimizer_offload_fraction == 0,
+    ),
+    _job(
+        "optimizer", "must be adamw beside bf16_moments=true",
+        lambda s: s.runtime.optimizer == "adamw" or "bf16_moments" not in switches_of(s.runtime)
+        or s.value("bf16_moments") is False,
+    ),
+    _job(
+        "optimizer", "muon takes no fp16",
+        lambda s: s.runtime.optimizer != "muon" or s.training.dtype != "fp16",
+    ),
+    _shape(
+        "optimizer", "muon does not go with sharded gradients or weights (Megatron-FSDP)",
+        lambda s, shape: (np.asarray(shape.zero_stage) < 2) | (s.runtime.optimizer != "muon"),
+    ),
+    _shape(
+        "optimizer", "adafactor needs whole matrices, not the shards of ZeRO-2 and 3",
+        lambda s, shape: (np.asarray(shape.zero_stage) < 2) | (np.asarray(shape.shard_size) == 1)
+        | (s.runtime.optimizer != "adafactor"),
+    ),
     _shape(
         "optimizer_offload", "needs a sharded optimizer (ZeRO-1 and above)",
         lambda s, shape: (np.asarray(shape.zero_stage) >= 1) | (s.runtime.optimizer_offload_fraction == 0),

@@ -1,0 +1,140 @@
+"""States of optimizers other than AdamW, tensor by tensor, and the seconds of their updates, before any sharding.
+
+Newton and Schulz's iteration on an m × n matrix X, m ≤ n, is five steps of three products in bf16:
+
+    A = X·Xᵀ (2·m²·n FLOPs),   B = b·A + c·A·A (2·m³),   X = a·X + B·X (2·m²·n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from planner.physics.kernels.products import product_s
+from planner.physics.kernels.streams import stream_s
+from planner.physics.operators import BF16, FP32, Item, Operator, operators_of
+from planner.shape import Number
+from planner.specs.hardware import HardwareSpec
+from planner.trainers.optimizers import BLOCK, LEAST_NARROW, LEAST_PAGED, Optimizer
+from planner.trainers.spec import RuntimeSpec
+
+
+class Tensor(NamedTuple):
+    """Trained tensors of one operator on this rank: `copies` of the same dimensions."""
+
+    kind: Literal["matrix", "embedding", "head", "vector"]
+    copies: Number
+    rows: Number
+    columns: Number
+
+    @property
+    def elements(self) -> Number:
+        """Elements of all of them."""
+        return self.copies * self.rows * self.columns
+
+
+def tensors_of(op: Operator, hidden_size: int) -> Iterator[Tensor]:
+    """The trained tensors of an operator: a product's weight and its bias, a table, or vectors."""
+    if not op.trained:
+        return
+    if op.kind == "gemm" and op.weight:
+        weight = np.minimum(op.count * op.n * op.k, op.parameters)
+        yield Tensor("head" if op.name == "head" else "matrix", weight / np.maximum(op.n * op.k, 1), op.n, op.k)
+        yield Tensor("vector", 1, op.parameters - weight, 1)
+    elif op.family == "embedding":
+        yield Tensor("embedding", 1, op.parameters / hidden_size, hidden_size)
+    else:
+        yield Tensor("vector", 1, op.parameters, 1)
+
+
+class States(NamedTuple):
+    """Bytes of states that stay on the GPU, and of those that leave it when it is full."""
+
+    resident_bytes: Number
+    paged_bytes: Number
+
+
+def states_of(tensor: Tensor, runtime: RuntimeSpec) -> States:
+    """Bytes of the states of a tensor."""
+    row, elements = runtime.optimizer_row, tensor.elements
+    if row.is_factored and tensor.kind != "vector":
+        return States(FP32 * tensor.copies * (tensor.rows + tensor.columns) * (elements > 0), 0.0)
+    moments = row.moments if tensor.kind == "matrix" else row.other_moments
+    if row.is_factored:
+        return States(FP32 * elements, 0.0)
+    size = tensor.rows * tensor.columns
+    # transformers.Trainer keeps the states of embeddings in 32 bits (GlobalOptimManager.register_module_override)
+    is_narrow = (row.bits == 8) & (size >= LEAST_NARROW) & (tensor.kind != "embedding")
+    width = np.where(is_narrow, 1, FP32 if row.bits else runtime.moment_bytes)
+    states: Number = moments * width * elements
+    scales: Number = np.where(is_narrow, moments * FP32 / BLOCK * elements, 0.0)
+    leaves = row.is_paged & (size >= LEAST_PAGED)
+    return States(np.where(leaves, 0.0, states) + scales, np.where(leaves, states, 0.0))
+
+
+def state_bytes(items: Sequence[Item], hidden_size: int, runtime: RuntimeSpec, expert: bool) -> Number:
+    """Bytes of the states that a part's experts, or all its other operators, keep on the GPU."""
+    tensors = _tensors(items, hidden_size, expert)
+    return sum(states_of(tensor, runtime).resident_bytes for tensor in tensors)
+
+
+def state_update_s(
+    items: Sequence[Item], hidden_size: int, tp: Number, hardware: HardwareSpec, runtime: RuntimeSpec, expert: bool
+) -> Number:
+    """Seconds to update a part's experts, or all its other parameters, on one GPU.
+
+    States that leave a full GPU come back and leave again in every step, over the host's link: the seconds are those
+    of a GPU that has no room for any.
+    """
+    row = runtime.optimizer_row
+    total: Number = 0.0
+    for tensor in _tensors(items, hidden_size, expert):
+        num_bytes = update_bytes(row, runtime, tensor.kind == "matrix") * tensor.elements
+        total = total + stream_s(hardware, num_bytes, 0, "optimizer")
+        total = total + 2 * states_of(tensor, runtime).paged_bytes / hardware.host.bytes_per_s
+        if row.newton_schulz_steps and tensor.kind == "matrix":
+            total = total + row.newton_schulz_steps * _orthogonal_s(tensor, hidden_size, tp, hardware)
+    return total
+
+
+def update_bytes(row: Optimizer, runtime: RuntimeSpec, is_matrix: bool = True) -> float:
+    """Bytes that an update moves per parameter: of masters and their 16-bit copy where there are such, else of the
+    weights themselves."""
+    if runtime.master_bytes:
+        return row.moved_bytes(FP32, is_matrix) + FP32 + BF16
+    return row.moved_bytes(runtime.weight_bytes, is_matrix)
+
+
+def workspace_bytes(items: Sequence[Item], hidden_size: int, runtime: RuntimeSpec) -> Number:
+    """Bytes that the update of a part's largest tensor needs for a moment."""
+    each = runtime.optimizer_row.workspace_bytes(FP32 if runtime.master_bytes else runtime.weight_bytes)
+    largest: Number = 0.0
+    for op in operators_of(items) if each else ():
+        for tensor in tensors_of(op, hidden_size):
+            largest = np.maximum(largest, tensor.elements)
+    return each * largest
+
+
+def _tensors(items: Sequence[Item], hidden_size: int, expert: bool) -> Iterator[Tensor]:
+    for op in operators_of(items):
+        if op.expert == expert:
+            yield from tensors_of(op, hidden_size)
+
+
+def _orthogonal_s(tensor: Tensor, hidden_size: int, tp: Number, hardware: HardwareSpec) -> Number:
+    """Seconds of one step on a matrix; tensor-parallel ranks each compute the whole of it (--muon-tp-mode duplicated).
+
+    Of a split product, the dimension that is not the hidden state's is split.
+    """
+    rows = np.where(tensor.rows == hidden_size, tensor.rows, tensor.rows * tp)
+    columns = np.where(tensor.rows == hidden_size, tensor.columns * tp, tensor.columns)
+    short, long = np.minimum(rows, columns), np.maximum(rows, columns)
+    fraction = hardware.efficiency.gemm.forward_fraction
+
+    def seconds(m: Number, n: Number, k: Number) -> Number:
+        return product_s(hardware, "bf16", fraction, 1, m, n, k)
+
+    each = seconds(short, short, long) + seconds(short, short, short) + seconds(short, long, short)
+    return tensor.copies * each
