@@ -54,10 +54,25 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
     if str(settings.get("finetuning_type")).lower() not in ("none", "full", *_WORDS):
         imported.unknown["finetuning_type"] = str(settings["finetuning_type"])
-    _read_optimizer(imported, settings)
-    _read_kernels(imported, settings)
+    _read_objective(imported, settings)
     if run["runtime"] == FSDP_RUNTIME and (run.get("adapters") or _has_narrow_weights(imported, settings)):
         run["runtime"] = HF_RUNTIME
+    _read_optimizer(imported, settings)
+    _read_kernels(imported, settings)
+
+
+def _read_objective(imported: ImportedRun, settings: Settings) -> None:
+    """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
+    stage = str(settings.get("rl") or settings.get("stage") or "").lower()
+    if "precompute_ref_log_probs" not in settings and stage != "dpo":
+        if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
+            imported.unknown["stage"] = f"{stage}, priced as learning the next token"
+        return
+    reference = "adapters" if imported.run.get("adapters") else "model"
+    is_before = is_on(settings.get("precompute_ref_log_probs"))
+    imported.run["objective"] = {"name": "dpo", "reference": "precomputed" if is_before else reference}
+    layout = imported.run["parallelism"]
+    layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
 
 
 def _has_narrow_weights(imported: ImportedRun, settings: Settings) -> bool:
@@ -72,7 +87,7 @@ def _read_optimizer(imported: ImportedRun, settings: Settings) -> None:
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
-    if value in switches_of(load_runtime(HF_RUNTIME)).get("optimizer", ()):
+    if value in switches_of(load_runtime(imported.run["runtime"])).get("optimizer", ()):
         imported.run["features"]["optimizer"] = value
     else:
         imported.unknown["optim"] = given
