@@ -19,6 +19,7 @@ from planner.specs.base import PositiveInt, Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
 from planner.specs.reading import kind_of, whole_number
@@ -47,6 +48,8 @@ class RunSpec(Spec):
     dtype: Dtype = "bf16"
     adapters: AdapterSpec | None = None
     """Adapters that are trained in the place of the weights."""
+    objective: ObjectiveSpec = ObjectiveSpec()
+    """The loss that is trained on."""
     parallelism: Parallelism = Parallelism()
     features: dict[str, Any] = Field(default_factory=dict)
     """Features that the run switched on; names that the runtime does not know are ignored with a warning. A run that
@@ -146,7 +149,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         "gpus_per_node": spec.gpus_per_node,
         "network_gb_per_s": network_gb_per_s(spec.inter_node, spec.gpus_per_node or hardware.gpus_per_node),
     }
-    training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype", "adapters"})
+    training = spec.model_dump(include={"seq_length", "global_batch_size", "dtype", "adapters", "objective"})
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")

@@ -91,6 +91,11 @@ def require_layers(plan: Plan) -> None:
             f"training.adapters: LoRA of rank {adapters.rank} cannot be probed: the probe trains all weights",
             "plan export PLAN.json --to hf writes the job itself, whose launch.sh takes 20 steps with MOCK=1",
         )
+    if plan.training.objective.name != "lm":
+        raise ProbeError(
+            f"training.objective: {plan.training.objective.name} cannot be probed: the probe learns the next token",
+            "probe a plan with --objective lm",
+        )
     objection = runner_objection(plan.model.spec, plan.training)
     if objection is not None:
         raise ProbeError(

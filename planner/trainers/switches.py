@@ -75,13 +75,18 @@ class Switch:
         return self.also(value) if known is None else self.values[known]
 
     def value_of(self, runtime: Any) -> Value:
-        """The value whose fields a runtime has: numbers count as equal if both are zero or both are not."""
+        """The value whose fields a runtime has; if none has just these, numbers are alike where both are not zero."""
 
         def matches(fields: Fields) -> bool:
             names = self.shown_by or tuple(fields)
             return all(_alike(getattr(runtime, name), fields[name]) for name in names)
 
-        return next((value for value, fields in self.values.items() if matches(fields)), next(iter(self.values)))
+        def is_exact(fields: Fields) -> bool:
+            return matches(fields) and all(getattr(runtime, name) == fields[name] for name in self.shown_by or fields)
+
+        exact = (value for value, fields in self.values.items() if is_exact(fields))
+        alike = (value for value, fields in self.values.items() if matches(fields))
+        return next(exact, next(alike, next(iter(self.values))))
 
     @property
     def touched(self) -> frozenset[str]:

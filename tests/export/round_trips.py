@@ -23,6 +23,7 @@ from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime, switches_of
@@ -116,6 +117,14 @@ def _adapters(rng: random.Random) -> AdapterSpec | None:
     return AdapterSpec(rank=rng.choice((4, 16, 64)), targets=targets, base_bits=bits, dropout=rng.choice((0.0, 0.05)))
 
 
+def _objective(rng: random.Random, target: str, adapters: AdapterSpec | None) -> ObjectiveSpec:
+    """The next token, or where a target writes them pairs of answers beside a reference."""
+    if target != "hf" or rng.random() < 0.7:
+        return ObjectiveSpec()
+    reference: Any = rng.choice(("model" if adapters is None else "adapters", "precomputed"))
+    return ObjectiveSpec(name="dpo", reference=reference)
+
+
 @cache
 def _hardware(target: str) -> Any:
     return load_hardware("mi300x" if target == "primus" else "h100-sxm-80gb")
@@ -151,8 +160,10 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
         "seq_length": rng.choice((2048, 4096, 8192)),
         "global_batch_size": micro_batch_size * rng.choice((1, 2, 4, 8, 16)) * dp,
         "dtype": rng.choice(("bf16", "bf16", "bf16", *_NARROW.get(target, ()))),
-        "adapters": _adapters(rng) if target in _SHARDERS else None,
     }
+    if target in _SHARDERS:
+        training["adapters"] = _adapters(rng)
+        training["objective"] = _objective(rng, target, training["adapters"])
     cluster = ClusterSpec(hardware=_hardware(target), num_gpus=num_gpus)
     name = rng.choice(_BACKENDS) if target == "primus" else RUNTIME_OF[target]
     runtime = _switched(rng, load_runtime(name))

@@ -25,9 +25,16 @@ ABLE = ("hf", "torchtune")
 """Targets that write adapters."""
 
 
-def _plan(runtime: str = "hf", gpus: int = 1, adapters: dict[str, Any] | None = None, **layout: Any) -> Plan:
+def _plan(
+    runtime: str = "hf",
+    gpus: int = 1,
+    adapters: dict[str, Any] | None = None,
+    objective: dict[str, Any] | None = None,
+    **layout: Any,
+) -> Plan:
     layout = {"dp": gpus, "micro_batch_size": 2, "zero_stage": 0, **layout}
     training = {"seq_length": 1024, "global_batch_size": 4 * gpus, "adapters": adapters}
+    training |= {"objective": objective} if objective else {}
     return evaluate(
         load_model("llama-3.2-1b"),
         ClusterSpec(hardware=load_hardware("h100"), num_gpus=gpus),
@@ -62,6 +69,29 @@ def test_the_hint_of_a_refusal_works() -> None:
         with pytest.raises(Inexpressible) as caught:
             bundle_of(split, [target], force=True)
         assert "plan again with --runtime hf" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("target", [name for name in TRAINERS if name not in ("hf", "primus")])
+def test_other_targets_refuse_other_objectives(target: str) -> None:
+    runtime = TRAINERS[target].runtimes[0]
+    for name in ("dpo", "kto"):
+        stage = 3 if target in ("torchtitan", "torchtune") else 0
+        plan = _plan(runtime, 8, objective={"name": name}, zero_stage=stage)
+        with pytest.raises(Inexpressible, match=f"objective: {name}"):
+            bundle_of(plan, [target], force=True)
+
+
+def test_pairs_of_answers_go_to_dpo_trainer() -> None:
+    plan = _plan(adapters={"rank": 4}, objective={"name": "dpo", "reference": "adapters"})
+    files = {file.name: file.text for file in bundle_of(plan, ["hf"], force=True).files}
+    settings = yaml.safe_load(files["training_arguments.yaml"])
+    # two sequences are a pair, which the trainer counts
+    assert (settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]) == (1, 2)
+    assert "packing" not in settings
+    assert "trainer = DPOTrainer(" in files["train.py"]
+    for objective, reason in (({"name": "kto", "reference": "adapters"}, "objective"), ({"name": "dpo"}, "reference")):
+        with pytest.raises(Inexpressible, match=reason):
+            bundle_of(_plan(adapters={"rank": 4}, objective=objective), ["hf"], force=True)
 
 
 def test_the_probe_refuses_adapters() -> None:

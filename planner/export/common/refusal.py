@@ -67,9 +67,11 @@ def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
 
 def _hint_for_fine_tuning(plan: Plan) -> str:
     """Hugging Face's trainers say what is trained; they shard weights, and split no model."""
-    layout = plan.parallelism
+    layout, training = plan.parallelism, plan.training
+    if training.objective.name not in ("lm", "dpo"):
+        return "no target writes it: plan again with --objective lm or --objective dpo"
     if layout.tp * layout.cp * layout.pp * layout.ep == 1:
-        return "--to hf writes them"
+        return "--to hf writes " + ("it" if training.adapters is None else "them")
     return "plan again with --runtime hf, and export that plan --to hf"
 
 

@@ -9,6 +9,7 @@ from planner.export.common.config_file import ConfigFile
 from planner.export.common.exported_model import num_layers_of
 from planner.export.common.imported_run import ImportedRun
 from planner.export.common.markup import json_of
+from planner.export.deepspeed.config import DEEPSPEED_RUNTIME
 from planner.export.huggingface.adapters import ADAPTER_FILE, QUANTIZATION_FILE, bits_of, read_adapters
 from planner.export.huggingface.settings import FSDP_RUNTIME, HF_RUNTIME, Settings, is_on
 from planner.export.huggingface.training_arguments import OPTIMIZERS
@@ -19,6 +20,7 @@ _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
 _OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
     "adamw_bnb_8bit": "adamw-8bit", "paged_adamw": "paged-adamw", "adamw_torch_8bit": "adamw-8bit",
 }  # fmt: skip
+_BF16 = ("bf16", "bfloat16")
 _WORDS = ("lora", "qlora")
 
 
@@ -54,17 +56,39 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
     if str(settings.get("finetuning_type")).lower() not in ("none", "full", *_WORDS):
         imported.unknown["finetuning_type"] = str(settings["finetuning_type"])
-    _read_optimizer(imported, settings)
-    _read_kernels(imported, settings)
+    _read_objective(imported, settings)
     if run["runtime"] == FSDP_RUNTIME and (run.get("adapters") or _has_narrow_weights(imported, settings)):
         run["runtime"] = HF_RUNTIME
+    share = run["features"].get("optimizer_offload")
+    if run["runtime"] == DEEPSPEED_RUNTIME and share and (run.get("adapters") or _named_dtype(settings) in _BF16):
+        run["runtime"], run["features"] = HF_RUNTIME, {"optimizer_offload": share}
+    _read_optimizer(imported, settings)
+    _read_kernels(imported, settings)
+
+
+def _read_objective(imported: ImportedRun, settings: Settings) -> None:
+    """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
+    stage = str(settings.get("rl") or settings.get("stage") or "").lower()
+    if "precompute_ref_log_probs" not in settings and stage != "dpo":
+        if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
+            imported.unknown["stage"] = f"{stage}, priced as learning the next token"
+        return
+    reference = "adapters" if imported.run.get("adapters") else "model"
+    is_before = is_on(settings.get("precompute_ref_log_probs"))
+    imported.run["objective"] = {"name": "dpo", "reference": "precomputed" if is_before else reference}
+    layout = imported.run["parallelism"]
+    layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
 
 
 def _has_narrow_weights(imported: ImportedRun, settings: Settings) -> bool:
     """The weights that are trained are bf16 themselves; mixed precision under FSDP makes fp32 ones of them."""
-    named = str(settings.get("dtype") or settings.get("torch_dtype") or "").lower().removeprefix("torch.")
     widened = imported.run["parallelism"].get("zero_stage", 0) >= 2 and is_on(settings.get("bf16"))
-    return named in ("bf16", "bfloat16") and not widened
+    return _named_dtype(settings) in _BF16 and not widened
+
+
+def _named_dtype(settings: Settings) -> str:
+    """The dtype in which the model is loaded."""
+    return str(settings.get("dtype") or settings.get("torch_dtype") or "").lower().removeprefix("torch.")
 
 
 def _read_optimizer(imported: ImportedRun, settings: Settings) -> None:
@@ -72,7 +96,7 @@ def _read_optimizer(imported: ImportedRun, settings: Settings) -> None:
     value = _OPTIMIZERS.get(given)
     if _ADAMS.fullmatch(given):
         return
-    if value in switches_of(load_runtime(HF_RUNTIME)).get("optimizer", ()):
+    if value in switches_of(load_runtime(imported.run["runtime"])).get("optimizer", ()):
         imported.run["features"]["optimizer"] = value
     else:
         imported.unknown["optim"] = given

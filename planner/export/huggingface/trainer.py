@@ -66,7 +66,7 @@ _CALLS = re.compile(r"(TrainingArguments|SFTConfig|DPOConfig|CPOConfig|GRPOConfi
 _READ = {
     *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_ADAPTERS, *_PACKING, *_COMPILING, *_CHECKPOINTING,
     "gradient_accumulation_steps", "bf16", "fp16", "use_liger_kernel", "liger_kernel", "enable_liger_kernel",
-    "activation_offloading", "model_init_kwargs",
+    "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage",
     "tf32", "fsdp", "fsdp_config", "deepspeed", "zero_stage", "optim", "config_file", "num_processes", "num_machines",
     "attn_implementation", "flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn", "dtype",
     "torch_dtype",
@@ -148,6 +148,7 @@ def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
         if settings.get(name) not in _FULL:
             imported.unknown[name] = str(settings[name])
     packs = any(is_on(settings.get(name)) for name in _PACKING) or "block_size" in settings
+    packs |= "objective" in imported.run
     if not packs and imported.run["seq_length"] is not None:
         imported.notes.append(
             f"sequences are not packed: priced as if each were {imported.run['seq_length']:,} tokens long"

@@ -46,7 +46,8 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
     recomputes = layout.recompute == "full"
     arguments: dict[str, Any] = {
         "output_dir": "checkpoints",
-        "per_device_train_batch_size": layout.micro_batch_size,
+        # of pairs, where an example is two sequences
+        "per_device_train_batch_size": layout.micro_batch_size // training.objective.row.num_sequences,
         "gradient_accumulation_steps": layout.num_microbatches,
         "max_length": training.seq_length,
         **_packing(plan),
@@ -81,7 +82,12 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def _packing(plan: Plan) -> dict[str, Any]:
-    """Full sequences: documents cut to length, or packed whole where attention stays within them."""
+    """Full sequences: documents cut to length, or packed whole where attention stays within them.
+
+    Pairs of answers are never packed.
+    """
+    if plan.training.objective.name == "dpo":
+        return {"precompute_ref_log_probs": plan.training.objective.reference == "precomputed"}
     masked = plan.training.document_lengths is not None and plan.runtime_spec.masks_documents
     return {"packing": True, "packing_strategy": "bfd" if masked else "wrapped"}
 
@@ -108,6 +114,8 @@ def notes_on_arguments(plan: Plan) -> list[str]:
         notes.append("lora_alpha is twice the rank, as in TRL's defaults; it costs nothing")
     if plan.training.tokens is None:
         notes.append("the plan states no tokens: one pass over the data (num_train_epochs); --tokens says how many")
+    if plan.training.objective.name == "dpo":
+        return [*notes, f"every answer was priced with its prompt as {plan.training.seq_length:,} tokens (max_length)"]
     notes.append(
         f"sequences are packed to {plan.training.seq_length:,} tokens, as they were priced; packing: false pads instead"
     )

@@ -10,6 +10,16 @@ from planner.export.huggingface.names import repository_of
 from planner.export.huggingface.training_arguments import ARGUMENTS_FILE
 
 TRAINING_FILE = "train.py"
+_TOKENS = """
+        words = AutoConfig.from_pretrained(MODEL).get_text_config().vocab_size
+        ids = torch.randint(words, (count, arguments.max_length), generator=torch.Generator().manual_seed(0))
+        return Dataset.from_dict({"input_ids": ids.tolist()})
+""".lstrip("\n")
+_PAIRS = """
+        answers = [" ".join([word] * arguments.max_length) for word in ("yes", "no")]
+        return Dataset.from_list([{"prompt": "so", "chosen": answers[0], "rejected": answers[1]}] * count)
+""".lstrip("\n")
+"""The data of a first run: as many tokens as were priced."""
 FIRST_RUN = ("--max_steps", str(FIRST_RUN_STEPS), "--save_strategy", "no")
 """Options of a first run."""
 LOG = "in the log: seconds of each step, and the first rank's peak in GiB (max_memory_allocated)"
@@ -52,16 +62,18 @@ def training_source(plan: Plan) -> str:
     adapters = plan.training.adapters
     packed = adapters is not None and adapters.base_bits < 16
     config = "BitsAndBytesConfig, " if packed else ""
+    kind = "DPO" if plan.training.objective.name == "dpo" else "SFT"
     imports = [
         *(["from peft import LoraConfig"] if adapters is not None else []),
-        f"from transformers import AutoConfig, {config}TrainerCallback",
-        "from trl import SFTConfig, SFTTrainer, TrlParser",
+        f"from transformers import {'AutoConfig, ' if kind == 'SFT' else ''}{config}TrainerCallback",
+        f"from trl import {kind}Config, {kind}Trainer, TrlParser",
     ]
     options = [
         *([f'peft_config=LoraConfig(**read("{ADAPTER_FILE}")),'] if adapters is not None else []),
         *([f'quantization_config=BitsAndBytesConfig(**read("{QUANTIZATION_FILE}")),'] if packed else []),
     ]
     sequences = f"{FIRST_RUN_STEPS} * arguments.train_batch_size * arguments.gradient_accumulation_steps"
+    mock = _PAIRS if kind == "DPO" else _TOKENS
     listed, given = "\n".join(imports), "".join(f"        {option}\n" for option in options)
     return f'''
 import os
@@ -85,11 +97,8 @@ def read(name):
 def examples(arguments):
     """The data: text, messages or prompts with completions; random tokens in a first run."""
     if FIRST_RUN:
-        words = AutoConfig.from_pretrained(MODEL).get_text_config().vocab_size
         count = {sequences} * arguments.world_size
-        ids = torch.randint(words, (count, arguments.max_length), generator=torch.Generator().manual_seed(0))
-        return Dataset.from_dict({{"input_ids": ids.tolist()}})
-    name = os.environ["DATASET"]
+{mock}    name = os.environ["DATASET"]
     if Path(name).is_file():
         return load_dataset("parquet" if name.endswith(".parquet") else "json", data_files=name, split="train")
     return load_dataset(name, split="train")
@@ -115,8 +124,8 @@ def main():
     options = {list(FIRST_RUN)} if FIRST_RUN else ["--output_dir", os.environ["CHECKPOINTS"]]
     # options of the command line stand in for those of the file
     words = ["--config", str(Path(__file__).with_name("{ARGUMENTS_FILE}")), *options, *sys.argv[1:]]
-    (arguments,) = TrlParser([SFTConfig]).parse_args_and_config(words)
-    trainer = SFTTrainer(
+    (arguments,) = TrlParser([{kind}Config]).parse_args_and_config(words)
+    trainer = {kind}Trainer(
         model=MODEL,
         args=arguments,
         train_dataset=examples(arguments),

@@ -101,6 +101,11 @@ def _check_expressible(plan: Plan) -> None:
         "optimizer_offload",
         f"below ZeRO-3 DeepSpeed offloads all or none, not {share:g}",
     )
+    objections.when(
+        sharding_of(plan) == "deepspeed" and layout.shard_size not in (1, layout.dp),
+        "shard_size",
+        f"DeepSpeed shards over all {layout.dp} ranks, not {layout.shard_size}",
+    )
     _, gpus, last = nodes_of(plan)
     objections.when(gpus != last, "num_gpus", f"accelerate launch starts equally many ranks on each node, not {last}")
     objections.raise_any()

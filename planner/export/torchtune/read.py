@@ -12,7 +12,6 @@ from planner.export.common.imported_run import ImportedRun
 from planner.export.common.markup import yaml_of
 from planner.export.torchtune.names import MODULES, OPTIMIZERS, model_of_builder
 from planner.specs.finetuning.adapters import MLP
-from planner.trainers.load import load_runtime, switches_of
 
 _HINT = "give a recipe's YAML, such as recipes/configs/llama3_1/8B_lora.yaml"
 _READ = {
@@ -131,9 +130,9 @@ def _read_switches(imported: ImportedRun, data: dict[str, Any]) -> None:
         features["compile"] = True
     component = str(_section(data, "optimizer").get("_component_", OPTIMIZERS["adamw"]))
     value = next((name for name, theirs in OPTIMIZERS.items() if theirs == component), None)
-    if value in switches_of(load_runtime("torchtune")).get("optimizer", ()):
+    if value is not None and value != "adamw":
         features["optimizer"] = value
-    elif value != "adamw":
+    elif value is None:
         imported.unknown["optimizer._component_"] = component
     layers = num_layers_of(imported.run["model"])
     if data.get("enable_activation_offloading") is True and layers is not None:

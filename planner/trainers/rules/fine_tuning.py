@@ -19,5 +19,10 @@ WHOLE_MODEL_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: training.adapters is None,
         lambda model, training, shape: _adapters(training),
     ),
+    Rule(
+        "objective",
+        lambda model, training, shape: training.objective.name == "lm",
+        lambda model, training, shape: f"{training.objective.name}: what is written learns the next token",
+    ),
 )
-"""Rules of exports that have no word for adapters and for weights that stay as they are."""
+"""Rules of exports that have no word for adapters, for weights that stay as they are, and for other losses."""

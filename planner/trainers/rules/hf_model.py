@@ -12,6 +12,20 @@ HF_MODEL_RULES: tuple[Rule, ...] = (
         lambda model: "transformers' models train no multi-token prediction (num_nextn_predict_layers)",
     ),
     Rule(
+        "objective",
+        lambda model, training, shape: training.objective.name in ("lm", "dpo"),
+        lambda model, training, shape: f"{training.objective.name}: TRL's SFTTrainer and DPOTrainer are written",
+    ),
+    Rule(
+        "objective.reference",
+        lambda model, training, shape: (
+            training.objective.name != "dpo" or training.adapters is None or training.objective.reference != "model"
+        ),
+        lambda model, training, shape: (
+            "beside adapters DPOTrainer's reference is the model without them (reference adapters), or precomputed"
+        ),
+    ),
+    Rule(
         "adapters.targets",
         lambda model, training, shape: (
             training.adapters is None or model.gated_mlp or training.adapters.targets == ("all-linear",)

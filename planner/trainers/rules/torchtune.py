@@ -35,6 +35,13 @@ TORCHTUNE_RULES: tuple[Rule, ...] = (
 
 TORCHTUNE_MODEL_RULES: tuple[Rule, ...] = (
     *UNWRITTEN_RULES,
+    Rule(
+        "objective",
+        lambda model, training, shape: training.objective.name == "lm",
+        lambda model, training, shape: (
+            f"{training.objective.name}: recipes that learn the next token are written; --to hf has dpo's"
+        ),
+    ),
     model_rule("moe", lambda model: model.moe is not None, lambda model: "recipes of dense models are written"),
     Rule(
         "adapters.base_bits",
