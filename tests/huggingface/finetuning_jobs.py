@@ -149,9 +149,5 @@ TABLE = (
     *_ways("Mistral 7B", seq_length=2048, micro_batch_size=2),
 )
 """The jobs of the table in the docs."""
-QUICK = tuple(
-    job
-    for model in CONFIGS
-    for job in _ways(model, num_layers=2)
-)
+QUICK = tuple(job for model in CONFIGS for job in _ways(model, num_layers=2))
 """Jobs of models of two layers at their real widths."""
