@@ -72,7 +72,7 @@ def priced_as_given(
     """The candidate of a given layout, and its price as `evaluate` answers it."""
     split = SCHEDULES.get(parallelism.schedule or "")
     runtime = runtime.for_schedules(split is not None and split.splits_backward)
-    runtime = settled(runtime, cluster, model)
+    runtime = settled(runtime.for_zero_stage(parallelism.zero_stage), cluster, model)
     modules = parallelism.recompute_modules or runtime.selective_default
     pricing = pricing_of(model, cluster, training, runtime, modules=modules)
     given = given_layout(pricing, parallelism)

@@ -115,6 +115,8 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
     if runtime.loss_in_place and not runtime.fused_cross_entropy:
         # cast, maximum, shifted, exponentials, their sum, divided by it; scaled and cast back
         passes = (BF16 + 9 * FP32, BF16 + 3 * FP32)
+    # in chunks, each of as many logits as a hidden state has elements (liger_kernel/ops/fused_linear_cross_entropy.py)
+    rows = shape.tokens * np.minimum(model.hidden_size / columns, 1.0) if runtime.chunks_loss else shape.tokens
     # a metric casts, normalizes and looks up
     metrics = runtime.loss_metrics * (BF16 + 3 * FP32)
     product = Operator(
@@ -138,7 +140,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
             forward_kernels=3,
             backward_kernels=2,
             saved=(
-                Saved("softmax", (shape.tokens, columns), dtype="fp32" if runtime.keeps_softmax else "bf16"),
+                Saved("softmax", (rows, columns), dtype="fp32" if runtime.keeps_softmax else "bf16"),
                 Saved("labels", (shape.tokens,), dtype="int64"),
             ),
         ),

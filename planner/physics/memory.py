@@ -120,7 +120,10 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     made while activations go are counted at the peak (`stage_memory`).
     """
     is_late = runtime.counts_moments * (shape.num_microbatches == 1)
-    return np.where(is_late, 0.0, whole_gradients_bytes(dense, expert, shape, runtime))
+    # of plain replicas, buckets beside the gradients
+    is_copied = runtime.copies_to_buckets * (shape.zero_stage == 0) * (shape.dp * shape.cp > 1)
+    buckets = runtime.gradient_bytes * is_copied * (dense + expert)
+    return np.where(is_late, 0.0, whole_gradients_bytes(dense, expert, shape, runtime)) + buckets
 
 
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:

@@ -169,8 +169,8 @@ def _grid(
 
 
 def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:
-    """ZeRO stages worth trying: not 0 if 1 can be had, since it needs more memory and moves the same bytes."""
-    return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages]
+    """ZeRO stages worth trying: not 0 if 1 can be had with the same bytes per parameter, since it needs more memory."""
+    return [stage for stage in runtime.zero_stages if stage > 0 or 1 not in runtime.zero_stages or runtime.sharding]
 
 
 def _data_parallel(

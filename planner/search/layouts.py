@@ -160,9 +160,14 @@ def _priced(case: Case, runtimes: Sequence[RuntimeSpec], shapes: Shape, deadline
 
 
 def _stricter(runtime: RuntimeSpec) -> frozenset[str]:
-    """The switches that are not at their plainest value; they restrict the layouts that the runtime takes."""
+    """The switches that are not at their plainest value; they restrict the layouts that the runtime takes.
+
+    So does each value of a switch that divides them, and in another way than its others do.
+    """
     recipe = read_recipe(runtime, switches_of(runtime))
-    return frozenset(name for name, value in recipe.items() if value != next(iter(SWITCHES[name].values)))
+    moved = {name for name, value in recipe.items() if value != next(iter(SWITCHES[name].values))}
+    dividing = {f"{name} {value}" for name, value in recipe.items() if SWITCHES[name].divides_layouts}
+    return frozenset(moved | dividing)
 
 
 def recompute_choices(model: ModelSpec, runtime: RuntimeSpec, limits: SearchLimits) -> tuple[RecomputeChoice, ...]:

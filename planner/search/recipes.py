@@ -33,6 +33,8 @@ BUNDLES: tuple[Recipe, ...] = (
     {"sync_free_moe": 1, "dispatcher": "deepep"},
     {"sync_free_moe": 2, "dispatcher": "deepep", "grouped_gemm": "turbo"},
     {"sync_free_moe": 2, "dispatcher": "deepep", "grouped_gemm": "turbo", "ep_overlap": True},
+    {"sharding": "fsdp"},
+    {"sharding": "deepspeed"},
     {"token_drop": True, "dispatcher": "alltoall"},
     {"cuda_graph": "full_iteration", "nan_checks": False},
     {"cuda_graph": "full_iteration", "nan_checks": False, "dispatcher": "hybridep", "fused_experts": True},

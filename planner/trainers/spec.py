@@ -26,7 +26,7 @@ from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import RankOrder
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName
-from planner.trainers.switches import changes
+from planner.trainers.switches import SHARDED_STAGES, changes
 
 CHUNK_PARAMETERS = 2**18
 """The fewest parameters that a rank has in a bucket: 512 KiB in bf16, which NCCL's rings hand on at a time."""
@@ -118,6 +118,9 @@ class RuntimeSpec(Spec):
     tensor_parallel/cross_entropy.py)."""
     loss_metrics: NonNegativeInt = 0
     """Number of metrics that compute the loss again from the logits of every micro-batch."""
+    chunks_loss: bool = False
+    """Head and loss are computed for so many tokens at a time as there is room for in a hidden state, gradients
+    included: no logits of a whole micro-batch (Liger's fused linear cross-entropy)."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
     rocm_product_factor: PositiveFloat = 1.0
@@ -187,8 +190,12 @@ class RuntimeSpec(Spec):
     fp16_gradient_bytes: PositiveInt | None = None
     """`gradient_bytes` in fp16, where that differs: scaled losses let gradients be summed in 16 bits."""
     counts_moments: bool = False
-    """Memory follows the step: gradients are set to None after each, so that those of a single micro-batch are made while
-    the backward frees activations, and what the head keeps is gone when layers need most; without: all of it at once."""
+    """Memory follows the step: gradients are set to None after each, so that those of a single micro-batch are made
+    while the backward frees activations, and what the head keeps is gone when layers need most; without: at once."""
+    copies_to_buckets: bool = False
+    """Gradients of replicas are copied into buckets that stay from step to step (DistributedDataParallel)."""
+    sharding: Literal["", "ddp", "fsdp", "deepspeed"] = ""
+    """The way to shard weights, gradients and optimizer where a trainer has several; empty where it has one."""
     checks_nan: bool = True
     """The loss and the gradients are looked at for NaN in every step."""
     fuses_experts: bool = False
@@ -527,6 +534,13 @@ class RuntimeSpec(Spec):
         if self.dispatcher or not self.sends_tokens_once:
             return self.dispatcher or "alltoall"
         return "hybridep" if hardware.nvlink_domain_size > hardware.gpus_per_node else "deepep"
+
+    def for_zero_stage(self, zero_stage: int | None) -> RuntimeSpec:
+        """This runtime with a sharding that has the ZeRO stage of a stated layout, where its own has not."""
+        if zero_stage is None or not self.sharding or zero_stage in SHARDED_STAGES[self.sharding]:
+            return self
+        value = next(value for value, stages in SHARDED_STAGES.items() if zero_stage in stages)
+        return self.with_features({"sharding": value})[0]
 
     def for_schedules(self, split_backward: bool) -> RuntimeSpec:
         """This runtime where backwards are split: layers run uncompiled, since a compiled one's backward is one node of

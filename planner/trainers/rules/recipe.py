@@ -17,7 +17,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
 from planner.trainers.load import switches_of
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.switches import SWITCHES, Value
+from planner.trainers.switches import SHARDED_STAGES, SWITCHES, Value
 
 BEFORE_018 = ("0.14", "0.15", "0.16", "0.17")
 """Versions of Megatron core before 0.18; no other trainer here has versions."""
@@ -259,6 +259,19 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
         | (s.runtime.optimizer != "adafactor"),
     ),
     _shape(
+        "sharding", "ddp is ZeRO-0, fsdp ZeRO-2 or 3, deepspeed ZeRO-1, 2 or 3",
+        lambda s, shape: (np.asarray(shape.dp * shape.cp) == 1) | _has_stage(s, shape),
+    ),
+    _shape(
+        "sharding", "is ddp on one GPU, unless the optimizer's states go to the host",
+        lambda s, shape: (np.asarray(shape.dp * shape.cp) > 1)
+        | (s.runtime.sharding in ("", "ddp") or s.runtime.optimizer_offload_fraction > 0),
+    ),
+    _job(
+        "optimizer_offload", "needs sharding=deepspeed in Hugging Face's Trainer",
+        lambda s: s.runtime.sharding in ("", "deepspeed") or s.runtime.optimizer_offload_fraction == 0,
+    ),
+    _shape(
         "optimizer_offload", "needs a sharded optimizer (ZeRO-1 and above)",
         lambda s, shape: (np.asarray(shape.zero_stage) >= 1) | (s.runtime.optimizer_offload_fraction == 0),
     ),
@@ -342,6 +355,12 @@ def _predicts_without_pipeline(setting: Setting) -> bool:
     """True where a model without a pipeline may overlap its exchanges, as far as its multi-token prediction goes."""
     has_mtp = setting.model.num_nextn_predict_layers > 0
     return not (has_mtp and setting.overlaps_experts and setting.runtime.version in ("0.16", "0.17"))
+
+
+def _has_stage(setting: Setting, shape: Shape) -> Any:
+    """True where the trainer's sharding has the shape's ZeRO stage, if there is a choice of one."""
+    sharding = setting.runtime.sharding
+    return not sharding or np.isin(shape.zero_stage, SHARDED_STAGES[sharding])
 
 
 def _is_deterministic_megatron(setting: Setting) -> bool:
