@@ -105,6 +105,11 @@ def pricing_of(
         known = [name for name in hardware.peak_tflops if name in get_args(Dtype)]
         raise SpecError(f"dtype {training.dtype!r}: {hardware.name} has no such peak", f"one of {', '.join(known)}")
     if not has_dtype(runtime, training.dtype):
+        if runtime.dtypes:
+            raise SpecError(
+                f"dtype {training.dtype!r}: {runtime.name} computes in {' or '.join(runtime.dtypes)}",
+                f"--dtype {runtime.dtypes[0]}",
+            )
         since = since_of(runtime, "dtype", training.dtype)
         raise SpecError(
             f"dtype {training.dtype!r}: {runtime.name} {runtime.version} has no such recipe, which came with {since}",

@@ -78,7 +78,12 @@ def _sections(view: View) -> Iterator[RenderableType]:
 def _small_sections(plan: Plan, view: View) -> Iterator[RenderableType]:
     """The sections of a job on few GPUs, in which nothing is said of pipelines, slow ranks and months."""
     packed = [
-        _packed(parts) for parts in (trained(plan), manner(plan.parallelism, plan.best.worst_stage), view.corrected)
+        _packed(parts)
+        for parts in (
+            trained(plan),
+            manner(plan.parallelism, plan.best.worst_stage, plan.runtime_spec.sharding),
+            view.corrected,
+        )
     ]
     yield small_panel(plan, view, packed, _figures(figures(plan)))
     if view.given_and_own:

@@ -146,7 +146,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     best, training, hardware = plan.best, plan.training, plan.cluster.hardware
     is_tuning = small.is_small(plan)
     ways = (
-        (*small.trained(plan), *small.manner(best.parallelism, best.worst_stage))
+        (*small.trained(plan), *small.manner(best.parallelism, best.worst_stage, plan.runtime_spec.sharding))
         if is_tuning
         else manner(best.parallelism)
     )

@@ -101,7 +101,9 @@ def since_of(runtime: RuntimeSpec, switch: str, value: Value) -> str:
 
 
 def has_dtype(runtime: RuntimeSpec, dtype: str) -> bool:
-    """True where the trainer's version computes in a dtype (`since: {dtype=nvfp4: …}`)."""
+    """True where the trainer, in its version, computes in a dtype (`dtypes`; `since: {dtype=nvfp4: …}`)."""
+    if runtime.dtypes and dtype not in runtime.dtypes:
+        return False
     since, versions = since_of(runtime, "dtype", dtype), versions_of(runtime)
     if not since or runtime.version not in versions:
         return True

@@ -24,7 +24,7 @@ from planner.specs.base import (
 from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.hardware import HardwareSpec
-from planner.specs.training import RankOrder
+from planner.specs.training import Dtype, RankOrder
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName
 from planner.trainers.switches import SHARDED_STAGES, changes
 
@@ -70,6 +70,8 @@ class RuntimeSpec(Spec):
     command line of Megatron-LM refuses it since core 0.18 (megatron/training/arguments.py)."""
     runs_validate_later: bool = False
     """A run whose schedule splits the backward validates its optimizer's step later, unless it says otherwise."""
+    dtypes: tuple[Dtype, ...] = ()
+    """Dtypes of products that its recipes have; empty for all of the GPU's."""
     # kernels
     flash_attention: bool = True
     """Without: scores and probabilities (s² per head) are written to memory and kept."""

@@ -9,7 +9,7 @@ from planner.errors import SpecError
 from planner.specs.hardware import HardwareSpec
 from planner.specs.problems import nearest
 from planner.specs.training import Dtype
-from planner.trainers.load import RUNTIMES, load_runtime, since_of, switches_of
+from planner.trainers.load import RUNTIMES, has_dtype, load_runtime, since_of, switches_of
 from planner.trainers.rules.recipe import RecipeRule, Setting, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, parsed, written
@@ -142,7 +142,7 @@ def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
     switches = [
         name for name, values in switches_of(runtime).items() if any(v in SWITCHES[name].consent for v in values)
     ]
-    return [*switches, *(dtype for dtype in NARROW_DTYPES if hardware.peak_flops(dtype) is not None)]
+    return [*switches, *(dtype for dtype in NARROW_DTYPES if hardware.peak_flops(dtype) and has_dtype(runtime, dtype))]
 
 
 def consented(runtime: RuntimeSpec) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ _SHARDED = {
     0: "each GPU has all weights and states (DDP)",
     1: "optimizer states are sharded (ZeRO-1)",
     2: "gradients and optimizer states are sharded (ZeRO-2)",
-    3: "weights, gradients and states are sharded (FSDP, ZeRO-3)",
+    3: "weights, gradients and states are sharded (ZeRO-3)",
 }
+_MEANS = {"fsdp": " by FSDP", "deepspeed": " by DeepSpeed"}
 _CHECKPOINTING = {
     "none": "no checkpointing",
     "selective": "checkpointing of some operators",
@@ -78,13 +79,13 @@ def fit(plan: Plan) -> str:
     return f"It fits: {of}" + (f", with a probability of {risk}" if risk else "")
 
 
-def manner(layout: Layout, stage: StagePlan) -> tuple[str, ...]:
+def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> tuple[str, ...]:
     """The way in which it is run: batch, checkpointing, sharding."""
     size, number = layout.micro_batch_size, layout.num_microbatches
     each = " on each GPU" if layout.num_gpus_used > 1 else ""
     parts = [f"micro-batch {size} × {number} accumulation steps{each}", _checkpointing(layout, stage)]
     if layout.num_gpus_used > 1:
-        parts.append(_SHARDED[layout.zero_stage])
+        parts.append(_SHARDED[layout.zero_stage] + _MEANS.get(sharding, ""))
     if layout.num_gpus_spare:
         parts.append(f"{layout.num_gpus_spare} of {layout.num_gpus_used + layout.num_gpus_spare} GPUs idle")
     return tuple(parts)
