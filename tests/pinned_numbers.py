@@ -79,7 +79,8 @@ def layouts() -> dict[str, list[float]]:
         cluster = ClusterSpec(hardware=hardware, num_gpus=num_gpus)
         training = TrainingSpec(seq_length=4096, global_batch_size=64, dtype=dtype)  # type: ignore[arg-type]
         best = evaluate(model, cluster, training, Parallelism(**sizes), runtime=trainer).best
-        parts = [value for part in best.stages for value in part.memory.model_dump().values() if isinstance(value, int)]
+        memories = (part.memory.model_dump(exclude={"frozen_weights_bytes"}) for part in best.stages)
+        parts = [value for memory in memories for value in memory.values() if isinstance(value, int)]
         stages = [
             (s.num_layers, s.in_flight_microbatches, s.num_parameters, s.forward_s, s.backward_s) for s in best.stages
         ]

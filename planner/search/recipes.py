@@ -51,6 +51,8 @@ BUNDLES: tuple[Recipe, ...] = (
 on GB200, overlapped exchanges on H100, both for small mixtures, graphs of whole iterations for MXFP8 on Blackwell.
 HybridEP takes fewer multiprocessors than DeepEP from the products beside it. Recipes of Primus pair DeepEP with expert
 layers without synchronization."""
+_WITHOUT_WHICH = {"sync_free_moe", "sharding"}
+"""Switches without which the rest of their bundles is none."""
 FAST_HOST_GB_PER_S = 200.0
 """Least rate of a host's link, in one direction, from which on layouts are searched whose activations wait on the host:
 above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
@@ -93,7 +95,7 @@ class Recipes:
         consented = {name: next(iter(SWITCHES[name].consent)) for name in self.free if name in _ONLY_FASTER}
         pinned, has = pinned_by(self.case), switches_of(self.case.runtime)
         # what a version of the trainer lacks is left out of a bundle, what lacks consent is no bundle
-        known = [bundle for bundle in BUNDLES if "sync_free_moe" not in bundle or "sync_free_moe" in has]
+        known = [bundle for bundle in BUNDLES if all(name in has for name in _WITHOUT_WHICH & bundle.keys())]
         own = [{n: v for n, v in bundle.items() if n not in pinned and v in has.get(n, ())} for bundle in known]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]

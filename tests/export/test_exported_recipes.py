@@ -42,7 +42,9 @@ def some_recipe(planned: Planned, job: str, seed: int) -> Plan:
     """A plan with switches at random: those that break a rule are taken back, one after the other."""
     rng = random.Random(f"{job} {seed}")
     model, gpus, options = JOBS[job]
-    features = {name: rng.choice(values) for name, values in switches_of(load_runtime("megatron")).items()}
+    bridge = switches_of(load_runtime("bridge"))
+    known = {name: values for name, values in switches_of(load_runtime("megatron")).items() if name in bridge}
+    features = {name: rng.choice([v for v in values if v in bridge[name]]) for name, values in known.items()}
     for _ in range(2 * len(features)):
         plan = planned(model, gpus, **options, features=features)
         rule = next(broken_recipe_rules(setting_of(plan)), None)

@@ -21,6 +21,7 @@ _OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
     "adamw_bnb_8bit": "adamw-8bit", "paged_adamw": "paged-adamw", "adamw_torch_8bit": "adamw-8bit",
 }  # fmt: skip
 _BF16 = ("bf16", "bfloat16")
+_FP32 = ("float32", "fp32")
 _WORDS = ("lora", "qlora")
 
 
@@ -57,11 +58,7 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
     if str(settings.get("finetuning_type")).lower() not in ("none", "full", *_WORDS):
         imported.unknown["finetuning_type"] = str(settings["finetuning_type"])
     _read_objective(imported, settings)
-    if run["runtime"] == FSDP_RUNTIME and (run.get("adapters") or _has_narrow_weights(imported, settings)):
-        run["runtime"] = HF_RUNTIME
-    share = run["features"].get("optimizer_offload")
-    if run["runtime"] == DEEPSPEED_RUNTIME and share and (run.get("adapters") or _named_dtype(settings) in _BF16):
-        run["runtime"], run["features"] = HF_RUNTIME, {"optimizer_offload": share}
+    _read_sharding(imported, settings)
     _read_optimizer(imported, settings)
     _read_kernels(imported, settings)
 
@@ -80,10 +77,20 @@ def _read_objective(imported: ImportedRun, settings: Settings) -> None:
     layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
 
 
-def _has_narrow_weights(imported: ImportedRun, settings: Settings) -> bool:
-    """The weights that are trained are bf16 themselves; mixed precision under FSDP makes fp32 ones of them."""
-    widened = imported.run["parallelism"].get("zero_stage", 0) >= 2 and is_on(settings.get("bf16"))
-    return _named_dtype(settings) in _BF16 and not widened
+def _read_sharding(imported: ImportedRun, settings: Settings) -> None:
+    """The one who shards, where adapters are trained or the model is loaded in bf16; others keep their own trainer."""
+    run = imported.run
+    named, sharded = _named_dtype(settings), run["parallelism"].get("zero_stage", 0)
+    # FSDP makes fp32 masters of any weights, and DeepSpeed of bf16 ones
+    is_tuned = run.get("adapters") or named in _BF16 or (named in _FP32 and sharded >= 2)
+    if not is_tuned or run["runtime"] not in (FSDP_RUNTIME, DEEPSPEED_RUNTIME):
+        return
+    if run["runtime"] == DEEPSPEED_RUNTIME:
+        share = run["features"].get("optimizer_offload")
+        run["features"] = {"sharding": "deepspeed", **({"optimizer_offload": share} if share else {})}
+    else:
+        run["features"]["sharding"] = "fsdp" if sharded >= 2 else "ddp"
+    run["runtime"] = HF_RUNTIME
 
 
 def _named_dtype(settings: Settings) -> str:
