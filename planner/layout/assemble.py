@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from planner import __version__
 from planner.answer import Goodput, ModelSummary, Plan, PricedLayout, RunCost, SearchReport
-from planner.layout.padded import Examples, run_of_examples
+from planner.layout.step.padded import Examples, run_of_examples
 from planner.months.whole_run import whole_run
 from planner.physics.layers import ModelTotals
 from planner.physics.pricing import Pricing
@@ -56,7 +56,7 @@ def assemble(
 
 
 def _of_examples(training: TrainingSpec, run: Examples, days: float) -> dict[str, object]:
-    """What a run of examples says beside its cost."""
+    """Steps, padding and epochs that stand beside the cost of a run of examples."""
     is_padded = training.batching == "padded"
     return {
         "examples": training.examples,

@@ -1,6 +1,11 @@
-"""Rules of exports to Hugging Face's trainers: what transformers' own models and TRL's files cannot say."""
+"""Rules of Hugging Face's trainers: of shapes, and of exports, for what their models and files cannot say.
+
+Those of a way to shard stand with its switch.
+"""
 
 from __future__ import annotations
+
+import numpy as np
 
 from planner.specs.finetuning.adapters import GROUPS
 from planner.trainers.rules.common import Rule, model_rule
@@ -37,3 +42,17 @@ HF_MODEL_RULES: tuple[Rule, ...] = (
     ),
 )
 """Rules of models and trainings, whatever the layout is."""
+
+HF_RULES: tuple[Rule, ...] = (
+    Rule(
+        "packed_weights_not_sharded",
+        # bitsandbytes' Int8Params have no storage of another dtype, as Params4bit do (bnb_4bit_quant_storage)
+        lambda model, training, shape: (
+            (np.asarray(shape.zero_stage) < 3) | (training.adapters is None or training.adapters.base_bits != 8)
+        ),
+        lambda model, training, shape: (
+            "weights of 8 bits are not sharded by FSDP or ZeRO-3: bitsandbytes shards those of 4 bits "
+            "(bnb_4bit_quant_storage), and each GPU holds those of 8 bits whole"
+        ),
+    ),
+)

@@ -8,8 +8,7 @@ from planner.trainers.rules.automodel import AUTOMODEL_RULES
 from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import BF16_ONLY, Rule
 from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
-from planner.trainers.rules.hf_model import HF_MODEL_RULES
-from planner.trainers.rules.huggingface import huggingface_rules
+from planner.trainers.rules.hf_model import HF_MODEL_RULES, HF_RULES
 from planner.trainers.rules.megatron import megatron_rules
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 from planner.trainers.rules.torch import TORCH_EAGER_RULES
@@ -26,7 +25,7 @@ RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
     "automodel": lambda runtime: AUTOMODEL_RULES,
     "deepspeed": lambda runtime: DEEPSPEED_RULES,
     "torchtune": lambda runtime: TORCHTUNE_RULES,
-    "hf": huggingface_rules,
+    "hf": lambda runtime: HF_RULES,
 }
 """Rules that layouts obey, by the name of their set; some depend on the runtime's switches."""
 
