@@ -6,7 +6,7 @@ import pytest
 from fuzzing.readers import READERS
 from fuzzing.run import fuzz
 
-NUM_CASES = 150
+NUM_CASES = 60
 
 
 @pytest.mark.parametrize("name", READERS)

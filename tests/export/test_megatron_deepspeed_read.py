@@ -146,7 +146,7 @@ def test_vocabularies_of_published_tokenizers(options: str, size: int | None) ->
 @pytest.mark.parametrize(
     ("options", "unknown"),
     [
-        ("--optimizer muon --main-grads-dtype bf16", {"--optimizer": "muon"}),
+        ("--optimizer lion --main-grads-dtype bf16", {"--optimizer": "lion"}),
         ("--optimizer adam --main-grads-dtype fp32", {}),
         ("--use-precision-aware-optimizer --exp-avg-dtype fp8", {"--exp-avg-dtype": "fp8"}),
         ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", {}),

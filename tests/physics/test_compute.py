@@ -62,8 +62,10 @@ def test_no_product_beats_peak_or_bandwidth(name: str) -> None:
     m, n, k = (rng.integers(1, 200, 500) * 64.0 for _ in range(3))
     peak = hardware.peak_flops("bf16")
     assert peak is not None
+    # GeForce cards clock higher than their data sheet says: users timed up to 1.09 of its peak (docs/HARDWARE.md)
+    boost = 1.1 if name.startswith("rtx-") else 1.0
     for seconds in gemm_s(gemm(m, n, k), hardware, "bf16"):  # type: ignore[arg-type]
-        assert np.all(seconds > 2 * m * n * k / peak)
+        assert np.all(seconds > 2 * m * n * k / (boost * peak))
         assert np.all(seconds > 2 * (m * n + m * k + n * k) / hardware.hbm_bytes_per_s)
 
 

@@ -132,7 +132,8 @@ def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200:
         ("NVIDIA H20", 95.6, 78, "h20-sxm-96gb"),
         ("NVIDIA L40S", 44.4, 142, "l40s-48gb"),
         ("NVIDIA GH200 480GB", 94.5, 132, "gh200-96gb"),
-        ("NVIDIA GeForce RTX 4090", 23.6, 128, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, 128, "rtx-4090-24gb"),
+        ("NVIDIA GeForce RTX 2080 Ti", 10.6, 68, None),
     ],
 )
 def test_a_name_memory_and_processors_find_the_data_sheet(

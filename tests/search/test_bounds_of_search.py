@@ -32,7 +32,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.tiers import parse_tiers
-from planner.trainers.load import RUNTIMES, load_runtime
+from planner.trainers.load import RUNTIMES, has_dtype, load_runtime
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -97,7 +97,8 @@ def random_problem(seed: int, design: dict[str, Any] | None = None, trainer: str
         cluster = cluster.changed(network_tiers=tiers)
         runtime = runtime.model_copy(update={"rank_orders": RANK_ORDERS})
     model = toy_model(rng.randint(3, 9), **(MODELS[model_kind] if design is None else design))
-    training = toy_training(rng.choice([8, 16, 48]), dtype=rng.choice(["bf16", "bf16", "fp8"]))
+    batch, dtype = rng.choice([8, 16, 48]), rng.choice(["bf16", "bf16", "fp8"])
+    training = toy_training(batch, dtype=dtype if has_dtype(runtime, dtype) else "bf16")
     return toy_problem(model, cluster, training, runtime, **limits)
 
 

@@ -87,7 +87,7 @@ def test_the_room_is_what_a_plan_of_its_own_finds() -> None:
     for more, fits in ((0, True), (SEQUENCE_STEP, False)):
         length = found.room.sequence.checkpointed_seq_length + more
         again = {**LORA, "seq_length": str(length), "global_batch_size": "1", "micro_batch_size": "1", "top": "1"}
-        longer = case_of(**again).limited(memory_headroom_gib=case.headroom_bytes / 2**30)
+        longer = case_of(**again).limited(memory_headroom_gib=case.headroom_bytes / 2**30, switches=found.best.recipe)
         if fits:
             assert planned(longer).fits
         else:
