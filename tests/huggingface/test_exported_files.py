@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 JOBS: dict[str, dict[str, Any]] = {
     "one GPU, 4 bits": {"adapters": {"rank": 4, "base_bits": 4}},
     "replicas, attention alone": {"dp": 8, "zero_stage": 0, "adapters": {"rank": 8, "targets": ["attention"]}},
-    "whole model, sharded": {"dp": 8, "zero_stage": 3, "fsdp": "4", "recompute": "full"},
+    "whole model, sharded": {"dp": 8, "zero_stage": 3, "recompute": "full"},
     "adapters, sharded": {"dp": 16, "zero_stage": 2, "adapters": {"rank": 4, "base_bits": 4, "dropout": 0.1}},
     "the head too": {"adapters": {"rank": 2, "targets": ["mlp", "lm_head"]}},
 }
