@@ -22,7 +22,7 @@ from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import own_runtime, switched
-from planner.trainers.switches import SWITCHES, written
+from planner.trainers.switches import SWITCHES, read_recipe, written
 
 LEAST_BYTES, LEAST_SHARE = 2**26, 0.005
 """Bytes, and the share of a step, below which a change is not worth a line."""
@@ -77,8 +77,9 @@ def priced(candidate: Candidate, varied: Varied) -> Candidate | None:
 
 
 def as_without_adapters(runtime: RuntimeSpec, adapters: AdapterSpec | None) -> RuntimeSpec:
-    """The runtime as it is before adapters change its bytes, so that other adapters, or none, may do so."""
-    own = own_runtime(runtime)
+    """The runtime as its recipe has it before adapters change its bytes, so that other adapters, or none, may do so."""
+    shipped = own_runtime(runtime)
+    own = switched(shipped, read_recipe(runtime, switches_of(runtime))) if switches_of(runtime) else shipped
     changed = own.for_adapters(adapters)
     names = [name for name, value in changed if value != getattr(own, name) and value == getattr(runtime, name)]
     return runtime.model_copy(update={name: getattr(own, name) for name in names})

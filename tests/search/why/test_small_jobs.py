@@ -17,7 +17,7 @@ from planner.errors import Infeasible
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.search.why import explain as explaining
-from planner.search.why.changes import ROWS, changes_of
+from planner.search.why.changes import ROWS, as_without_adapters, changes_of
 from planner.search.why.lighter import lighter
 from planner.search.why.room import (
     SEQUENCE_STEP,
@@ -28,9 +28,11 @@ from planner.search.why.room import (
     sequence_excess_bytes,
     with_room,
 )
+from planner.specs.finetuning.adapters import AdapterSpec, Bits
 from planner.specs.registry import load_model
 from planner.specs.training import Recompute
 from planner.trainers.load import load_runtime, switches_of
+from planner.trainers.stated import switched
 
 LORA = {"model": "llama-3.2-1b", "gpus": "1", "hardware": "l40s", "lora": "on"}
 GIVES = {"lora": True, "qlora": True}
@@ -218,3 +220,17 @@ def test_explain_ranks_changes_where_nothing_fits(monkeypatch: pytest.MonkeyPatc
     assert answer.hint is not None
     assert answer.room is not None
     assert answer.room.micro_batch_size == 0
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp", "deepspeed"])
+@pytest.mark.parametrize("bits", [4, 16])
+def test_what_adapters_change_of_a_recipe_is_undone_as_the_recipe_had_it(sharding: str, bits: Bits) -> None:
+    runtime, adapters = switched(load_runtime("hf"), {"sharding": sharding}), AdapterSpec(base_bits=bits)
+    again = as_without_adapters(runtime.for_adapters(adapters), adapters)
+    assert again.for_adapters(adapters) == runtime.for_adapters(adapters)
+    bytes_each = [(one.weight_bytes, one.gradient_bytes, one.optimizer_bytes) for one in (again, runtime)]
+    assert bytes_each[0] == bytes_each[1]
+    assert (again.adapter_copies_input, again.adapter_weights_cast) == (
+        runtime.adapter_copies_input,
+        runtime.adapter_weights_cast,
+    )
