@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Literal
 
 from planner.specs.base import Spec
+from planner.specs.training import TrainingSpec
+from planner.trainers.spec import RuntimeSpec
 
 Method = Literal["lora", "qlora", "full"]
+MOST_GPUS = 8
+"""The most GPUs of a small job."""
+
+
+def is_small(num_gpus: int, training: TrainingSpec, runtime: RuntimeSpec) -> bool:
+    """True for a job of a few GPUs that trains adapters, or whose trainer knows no model parallelism."""
+    return num_gpus <= MOST_GPUS and (training.adapters is not None or not runtime.has_model_parallel)
 
 
 class Change(Spec):

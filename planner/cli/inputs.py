@@ -250,7 +250,7 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
     values |= {name: value for name, value in others.items() if value is not None}
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
-    batch = _global_batch_size(asked, model, seq_length)
+    batch = _global_batch_size(asked, model, seq_length, tunes=adapters is not None)
     if objective.has_pairs and batch % 2:
         raise SpecError(
             f"--global-batch-size: {batch:,} is odd, and {objective.name} takes pairs of sequences",
@@ -266,14 +266,14 @@ def _operations(asked: JobOptions) -> OperationsSpec:
     return _checked(OperationsSpec, given)
 
 
-def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int) -> int:
+def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int, tunes: bool) -> int:
     sequences, tokens = asked.global_batch_size, asked.batch_tokens
     if sequences is not None and tokens is not None:
         raise SpecError("--global-batch-size and --batch-tokens: both given", "give one of them")
     if sequences is not None:
         return sequences
     num_gpus = asked.gpus or 1
-    if tokens is None and read_adapters(asked) is not None:
+    if tokens is None and tunes:
         return max(finetuning.GLOBAL_BATCH_SIZE, num_gpus)
     if tokens is not None:
         return _batch_near("--batch-tokens", tokens, count_of("batch_tokens", tokens), seq_length, num_gpus)

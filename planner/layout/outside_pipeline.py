@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -104,16 +105,14 @@ def groups_pay(pricing: Pricing, of_all: Shape, grouped: Shape) -> npt.NDArray[n
     windows = reduce_overlap_fraction(runtime, of_all) * 2 * forward_s, runtime.parameter_overlap_fraction * forward_s
 
     def shown_s(shape: Shape) -> Number:
-        held, held_expert = totals.num_parameters - expert, expert / (shape.ep * shape.etp * shape.pp)
-        is_frozen = totals.num_trained_parameters < totals.num_parameters
-        trained = totals.num_trained_parameters / (shape.tp * shape.pp)
-        whole = PartCost(
-            parameters=held / (shape.tp * shape.pp) + held_expert + is_frozen * trained,
-            expert_parameters=held_expert,
-            frozen_parameters=is_frozen * (held / (shape.tp * shape.pp) + held_expert),
-            frozen_expert_parameters=is_frozen * held_expert,
-        )
-        exchanges_s = pricing.exchanges_s(whole, shape)
+        experts = expert / (shape.ep * shape.etp * shape.pp)
+        held = (totals.num_parameters - expert) / (shape.tp * shape.pp) + experts
+        stage = PartCost(parameters=held, expert_parameters=experts)
+        if training.adapters is not None:
+            adapters = totals.num_trained_parameters / (shape.tp * shape.pp)
+            frozen = {"frozen_parameters": held, "frozen_expert_parameters": experts}
+            stage = replace(stage, parameters=held + adapters, **frozen)
+        exchanges_s = pricing.exchanges_s(stage, shape)
         return sum(
             np.maximum(runtime.contention_fraction * exchange_s, exchange_s - hidden_s)
             for exchange_s, hidden_s in zip(exchanges_s, windows, strict=True)

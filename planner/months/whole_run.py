@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.answer import SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
+from planner.answer.small import MOST_GPUS
 from planner.errors import SpecError
 from planner.months.closed_form import Rhythm, best_interval_s, rhythm_of
 from planner.months.losses import SECONDS_PER_DAY, Losses, losses_of
@@ -22,8 +23,8 @@ from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import TrainingSpec
 
-SHORT_DAYS, SHORT_GPUS = 1.0, 8
-"""A run that ends within a day on so few GPUs is as long as its steps: nothing that months bring happens to it."""
+SHORT_DAYS = 1.0
+"""A run that ends within so many days on a few GPUs is as long as its steps: nothing of months happens to it."""
 _QUANTILES = (0.1, 0.9)
 _LEAST_FRACTION = 1e-3
 """Effective fraction below which a run is said never to end."""
@@ -48,7 +49,7 @@ def whole_run(
         return None, None
     check_spares(cluster, training)
     steps = longer_factor * training.tokens / training.tokens_per_step
-    if steps * layout.step.step_s <= SHORT_DAYS * SECONDS_PER_DAY and cluster.num_gpus <= SHORT_GPUS:
+    if steps * layout.step.step_s <= SHORT_DAYS * SECONDS_PER_DAY and cluster.num_gpus <= MOST_GPUS:
         return _short_run(layout, cluster, training, steps)
     losses = losses_of(cluster, training.operations, layout.parallelism.num_gpus_used, checkpoint_bytes, asynchronous)
     rhythm = rhythm_of(losses, lambda fact: fact.value)

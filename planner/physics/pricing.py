@@ -412,17 +412,19 @@ class Pricing:
         trained = part.trained_dense_parameters, part.trained_expert_parameters
         gather_s = self.gather_s(*trained, shape)
         if np.any(part.frozen_parameters):
-            expert = part.frozen_expert_parameters
-            packed, dense = min(self.runtime.frozen_weight_bytes, BF16), part.frozen_parameters - expert
-            frozen_s = self._data_parallel_s(dense, expert, shape, packed, reduces=False)
-            gather_s = gather_s + frozen_s * (shape.zero_stage == 3)
+            gather_s = gather_s + self._frozen_s(part.frozen_parameters, part.frozen_expert_parameters, shape)
         if self.runtime.plain_forwards:
-            expert, packed = part.reference_expert_parameters, min(self.runtime.frozen_weight_bytes, BF16)
-            dense = part.reference_parameters - expert
-            once_s = self._data_parallel_s(dense, expert, shape, packed, reduces=False)
+            once_s = self._frozen_s(part.reference_parameters, part.reference_expert_parameters, shape)
             # a step gathers twice, for its forward and its backward, and once for each forward without a gradient
-            gather_s = gather_s + self.runtime.plain_forwards / 2 * once_s * (shape.zero_stage == 3)
+            gather_s = gather_s + self.runtime.plain_forwards / 2 * once_s
         return self.reduce_s(*trained, shape), gather_s
+
+    def _frozen_s(self, parameters: Number, expert: Number, shape: Shape) -> Number:
+        """Seconds to gather frozen weights, `expert` of them of routed experts, as they are kept; 0 below ZeRO-3."""
+        num_bytes = self.runtime.gathered_frozen_bytes
+        return self._data_parallel_s(parameters - expert, expert, shape, num_bytes, reduces=False) * (
+            shape.zero_stage == 3
+        )
 
     def reduce_s(self, dense: Number, expert: Number, shape: Shape) -> Number:
         """Seconds to reduce-scatter gradients over the shard group and all-reduce them over its replicas.

@@ -148,7 +148,7 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
 def _gathered_elements(part: PartCost, runtime: RuntimeSpec) -> float:
     """Elements of 16 bits that the gathered weights of a layer take; frozen ones are gathered as they are kept."""
     frozen = float(part.frozen_parameters)
-    return float(part.parameters) - frozen + frozen * min(runtime.frozen_weight_bytes / BF16, 1.0)
+    return float(part.parameters) - frozen + frozen * runtime.gathered_frozen_bytes / BF16
 
 
 def _overlapped(pricing: Pricing, shape: Shape) -> tuple[Saved, ...]:

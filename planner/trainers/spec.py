@@ -459,6 +459,11 @@ class RuntimeSpec(Spec):
         return (self.optimizer_bytes - self.master_bytes) / 2
 
     @property
+    def gathered_frozen_bytes(self) -> float:
+        """Bytes per frozen weight that ZeRO-3 gathers: as few as it is kept in, and no more than 16 bits."""
+        return min(self.frozen_weight_bytes, 2.0)
+
+    @property
     def keeps_softmax(self) -> bool:
         """True where the loss keeps its softmax in fp32 from the forward to the backward."""
         return self.loss_keeps_softmax or not self.fused_cross_entropy

@@ -6,13 +6,11 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from planner.answer import Layout, Plan, Room, StagePlan
+from planner.answer import Layout, Plan, Room, StagePlan, small
 from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
 from planner.report.months import cost_figures, duration
 from planner.report.rows import Figure, Share
 
-MOST_GPUS = 8
-"""The most GPUs of a job that has this screen."""
 _SHARDED = {
     0: "each GPU has all weights and states (DDP)",
     1: "optimizer states are sharded (ZeRO-1)",
@@ -48,9 +46,9 @@ class MemoryItem:
 
 
 def is_small(plan: Plan) -> bool:
-    """True for a job of a few GPUs that trains adapters, or whose trainer knows no model parallelism."""
-    tunes = plan.training.adapters is not None or not plan.runtime_spec.has_model_parallel
-    return tunes and plan.cluster.num_gpus <= MOST_GPUS and plan.parallelism.pp * plan.parallelism.tp == 1
+    """True for the plan of a small job that splits no layer and has no stages."""
+    sizes = plan.parallelism
+    return small.is_small(plan.cluster.num_gpus, plan.training, plan.runtime_spec) and sizes.pp * sizes.tp == 1
 
 
 def trained(plan: Plan) -> tuple[str, ...]:

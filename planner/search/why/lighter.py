@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planner.answer.small import MOST_GPUS
 from planner.errors import Infeasible, SpecError
 from planner.search.case import Case
 from planner.search.why.misses import fitting_candidate
-from planner.search.why.room import SMALL_GPUS, most_within
+from planner.search.why.room import most_within
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec, Bits
 from planner.specs.hardware import HardwareSpec
@@ -29,7 +30,7 @@ def lighter(case: Case) -> Iterator[Way]:
 
     Where no way to hold the weights is enough by itself, the lightest one goes with the others.
     """
-    if case.cluster.num_gpus > SMALL_GPUS:
+    if case.cluster.num_gpus > MOST_GPUS:
         return
     ways = list(_weights(case))
     held = next((way for way in ways if _fits(way[2])), None)
@@ -96,7 +97,7 @@ def _shorter(case: Case, beside: tuple[str, ...]) -> Iterator[Way]:
 
 def _more_gpus(case: Case, beside: tuple[str, ...]) -> Iterator[Way]:
     """The fewest GPUs of a small job that are enough."""
-    for num_gpus in range(case.cluster.num_gpus + 1, SMALL_GPUS + 1):
+    for num_gpus in range(case.cluster.num_gpus + 1, MOST_GPUS + 1):
         batch = case.training.global_batch_size
         other = case.on_gpus(num_gpus)
         if batch % num_gpus == 0 and _fits(other):

@@ -8,7 +8,7 @@ from functools import cache
 from math import floor, inf, isfinite
 from typing import Any
 
-from planner.answer import Plan
+from planner.answer import Plan, small
 from planner.answer.small import Change, LargestModel, LongestSequence, Method, Room
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
@@ -26,8 +26,6 @@ from planner.specs.training import Parallelism, Recompute
 from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec
 
-SMALL_GPUS = 8
-"""The most GPUs of a job that asks about its room."""
 SEQUENCE_STEP = 128
 """Tokens to a multiple of which the longest sequence is found."""
 MOST_STEPS, MOST_SEQUENCES = 2**13, 2**12
@@ -37,9 +35,8 @@ _METHODS: tuple[tuple[Method, int | None], ...] = (("qlora", 4), ("lora", 16), (
 
 
 def is_small(case: Case) -> bool:
-    """True for a job of few GPUs that trains adapters, or whose trainer knows no model parallelism."""
-    tunes = case.training.adapters is not None or not case.runtime.has_model_parallel
-    return tunes and case.cluster.num_gpus <= SMALL_GPUS
+    """True for a small job."""
+    return small.is_small(case.cluster.num_gpus, case.training, case.runtime)
 
 
 def with_room(found: Plan, case: Case) -> Plan:
