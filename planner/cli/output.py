@@ -17,8 +17,10 @@ from rich.console import Console, RenderableType
 
 import planner
 from planner.answer import Plan
+from planner.distribution import DISTRIBUTION
 from planner.files import STDOUT, write_text
 from planner.report.terminal import render
+from planner.trainers.fits import calibration_date
 
 _log = logging.getLogger(__name__)
 MIN_WIDTH, MAX_WIDTH = 80, 100
@@ -108,8 +110,9 @@ def show(*renderables: RenderableType) -> None:
 
 
 def versions() -> str:
-    """One line for bug reports; torch is looked up, not imported."""
-    parts = [f"planner {planner.__version__}", f"Python {platform.python_version()}"]
+    """One line: ours with the day of its calibration, and what it runs on; torch is looked up, not imported."""
+    ours = f"{DISTRIBUTION} {planner.__version__} (calibration of {calibration_date()})"
+    parts = [ours, f"Python {platform.python_version()}"]
     for name in ("pulp", "highspy", "torch"):
         try:
             parts.append(f"{name} {metadata.version(name)}")
