@@ -102,11 +102,16 @@ def show(*renderables: RenderableType) -> None:
     console = plain()
     if console.no_color:  # nor bold or dim
         console = plain(color_system=None)
-    console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
+    console.width = width()
     with console.capture() as capture:
         for renderable in renderables:
             console.print(renderable)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+def width() -> int:
+    """The columns that answers take."""
+    return min(max(Console().width, MIN_WIDTH), MAX_WIDTH)
 
 
 def versions() -> str:
