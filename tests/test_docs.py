@@ -115,7 +115,7 @@ def test_the_readme_is_a_screen_and_a_half() -> None:
 
 
 def test_how_sure_it_is_are_the_figures_that_the_commands_print() -> None:
-    """Those of the fit stand in docs/CALIBRATION.md as it printed them, those of `plan validate` in docs/ACCURACY.md."""
+    """Those of the fit are in docs/CALIBRATION.md as it printed them, those of `plan validate` in docs/ACCURACY.md."""
     held_out, interval, regret, unknown = re.findall(r"^- \*\*[^*]+\*\*: (.*)$", README, re.MULTILINE)
     calibration, accuracy = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("CALIBRATION", "ACCURACY"))
     left_out = calibration.partition("\nall  ")[2].splitlines()[1].split()
