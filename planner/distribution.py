@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 DISTRIBUTION = "trainplan"
+EXTRA_OF_MODULE = {"torch": "probe", "starlette": "serve", "uvicorn": "serve"}
+"""The extras that bring modules which the planner itself does without."""
 
 
 def install_line(*extras: str) -> str:

@@ -17,6 +17,8 @@ Deep = Annotated[
     bool, o.text("What is looked at", "--deep", None, "Import torch too, in a process of its own: seconds to minutes.")
 ]
 MAIN_JOB = "plan"
+SOLVERS = ("highspy", "pulp")
+"""The packages that solve integer programs."""
 
 
 def doctor_command(deep: Deep = False, json: o.Json = False) -> None:
@@ -50,10 +52,12 @@ def _trouble(findings: Findings) -> Exception:
     from planner.errors import PlannerError, SolverError
 
     broken = any(solver.is_needed and solver.trouble for solver in findings.solvers)
-    if any(package.trouble for package in findings.installed.packages):
+    packages = findings.installed.packages
+    if any(package.trouble for package in packages):
         hint = f"{install_line()} brings what is missing"
     elif broken:
-        hint = "pip install --force-reinstall --no-deps highspy pulp"
+        again = " ".join(f"'{package.name}{package.needs}'" for package in packages if package.name in SOLVERS)
+        hint = f"pip install --force-reinstall --no-deps {again}"
     else:
         hint = "set TMPDIR to a folder that can be written"
     error = (SolverError if broken else PlannerError)("; ".join(findings.troubles), hint)
