@@ -172,7 +172,7 @@ def test_answers_obey_their_schemas(
     assert (code == 0) == (name != "error")
     schema = json.loads((DOCS / "schemas" / f"{name}.json").read_text())
     for text in printed.splitlines() if name == "runs" else [printed]:
-        jsonschema.validate(json.loads(text), schema)
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
 @pytest.mark.parametrize(
@@ -182,4 +182,4 @@ def test_schemas_refuse_what_is_none(name: str, wrong: dict[str, Any]) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="needs the extra test")
     schema = json.loads((DOCS / "schemas" / f"{name}.json").read_text())
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(wrong, schema)
+        jsonschema.Draft202012Validator(schema).validate(wrong)

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,7 +105,7 @@ def link_docs(folder: Path) -> None:
     (folder / "docs").symlink_to(ROOT / "docs")
 
 
-def rewrite(pages: tuple[Path, ...] = PAGES) -> None:
+def rewrite(pages: Iterable[Path] = PAGES) -> None:
     """Write the outputs of the pages anew."""
     for page in pages:
         with tempfile.TemporaryDirectory() as name:
