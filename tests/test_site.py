@@ -65,7 +65,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 @cache
 def names_of(file: Path) -> frozenset[str]:
-    """What a module defines: functions, classes with their members, and constants."""
+    """What a module defines and its page shows: functions, classes with their members, constants of a line each."""
 
     def found(body: list[ast.stmt], before: str) -> set[str]:
         names = set()
@@ -74,9 +74,7 @@ def names_of(file: Path) -> frozenset[str]:
                 names.add(before + node.name)
                 names |= found(node.body, f"{before}{node.name}.") if isinstance(node, ast.ClassDef) else set()
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            for target in targets:
-                parts = target.elts if isinstance(target, ast.Tuple) else [target]
-                names |= {before + part.id for part in parts if isinstance(part, ast.Name)}
+            names |= {before + target.id for target in targets if isinstance(target, ast.Name)}
         return names
 
     return frozenset(found(ast.parse(file.read_text()).body, ""))
