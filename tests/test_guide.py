@@ -113,3 +113,14 @@ def test_every_picture_of_the_guide_is_drawn_by_a_command_and_small() -> None:
     for name in pictures:
         assert name.removesuffix(".svg") in drawn
         assert (ROOT / "docs" / "guide" / "pictures" / name).stat().st_size < 100_000
+
+
+def test_the_program_is_written_with_the_names_of_its_rows_and_variables() -> None:
+    """Each name of the tables stands in the code that makes variables and rows."""
+    page = (ROOT / "docs" / "physics" / "program.md").read_text()
+    code = "\n".join(file.read_text() for file in (ROOT / "planner" / "search" / "ilp").glob("*.py"))
+    tables = re.findall(r"^\| (.+?) \| (.+?) \|", page, re.MULTILINE)
+    cells = [first if first.startswith("`") else second for first, second in tables]
+    names = {name for cell in cells for name in re.findall(r"`([a-zA-Z]+)[\w…]*`", cell)}
+    assert {"filled", "chunk", "T", "memory", "grows", "exposed", "holds"} <= names
+    assert [name for name in sorted(names) if not re.search(rf'"{name}["_]', code)] == []

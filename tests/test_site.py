@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from planner.answer import layout, plan, run, small
 from planner.cli import main
+from planner.specs.reading import load_yaml
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -174,7 +175,30 @@ def test_answers_obey_their_schemas(
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"), [("plan", {"schema_version": 2}), ("model-file", {"num_hidden_layers": 0}), ("error", {})]
+    ("name", "files"),
+    [
+        ("trainer-file", sorted((ROOT / "planner" / "trainers" / "data").glob("*.yaml"))),
+        ("hardware-file", sorted((ROOT / "hardware_profiles").glob("*.yaml"))),
+        ("model-file", sorted((ROOT / "model_specs").glob("*.yaml"))),
+        ("phases-file", sorted((DOCS / "phases").glob("*.yaml"))),
+    ],
+)
+def test_files_that_ship_obey_their_schemas(name: str, files: list[Path]) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the extra test")
+    schema = jsonschema.Draft202012Validator(json.loads((DOCS / "schemas" / f"{name}.json").read_text()))
+    assert files
+    for file in files:
+        assert [problem.message for problem in schema.iter_errors(load_yaml(file))] == [], file.name
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("trainer-file", {"source": "here", "tp": 1}),
+        ("plan", {"schema_version": 2}),
+        ("model-file", {"num_hidden_layers": 0}),
+        ("error", {}),
+    ],
 )
 def test_schemas_refuse_what_is_none(name: str, wrong: dict[str, Any]) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="needs the extra test")

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
 from planner.answer import Layout, Plan, PricedLayout
 from planner.answer.memory import MemoryAnswer
@@ -28,9 +28,12 @@ from planner.observe.traces.recorded import ObservedFiles
 from planner.probe.result import ProbeResult
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
+from planner.specs.documents import LogNormal
 from planner.specs.hardware import HardwareSpec
-from planner.specs.model import ModelSpec
-from planner.specs.phases import PhasesFile
+from planner.specs.model import MLASpec, ModelSpec, MoESpec
+from planner.specs.phases import PhasesFile, PhaseSpec, Rampup
+from planner.specs.training import DocumentLength
+from planner.trainers.spec import RuntimeSpec
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 Numbers = dict[str, Any]
@@ -131,6 +134,31 @@ Validated = _type(
     _Open, families=list[Numbers], rows=list[Numbers],
 )  # fmt: skip
 RunLine = _type("RunLine", "A line of the file that `plan evaluate --runs` reads.", _Open, id=(Any, None), run=RunSpec)
+Sourced = _type("Sourced", "A number, and where it is from.", value=Any, source=str)
+
+
+def _trainer_file() -> type[BaseModel]:
+    """A trainer's file: each field of a runtime as it is, or with its source, and what stands beside them."""
+    fields = {name: (field.annotation | Sourced, None) for name, field in RuntimeSpec.model_fields.items()}
+    beside = {"base": (str, None), "features": (Numbers, None), "switches": (dict[str, list[Any]], None)}
+    beside |= {"versions": (list[Any], None), "since": (dict[str, Any], None)}
+    beside |= {"likely": (list[Numbers], None), "checkpoint": (list[Numbers], None)}
+    says = "A trainer; what it leaves out is as in the file that `base` names, or as `RuntimeSpec` has it."
+    return _type("TrainerFile", says, **fields, **beside, source=str)
+
+
+Count = Annotated[int | float | str, Field(description="A number, such as 15T, 252M or 1048576.")]
+Ramp = _copy("RampupInFile", "A batch that grows.", Rampup, tokens=(Count | None, None), samples=(Count | None, None))
+PhaseInFile = _copy(
+    "PhaseInFile", "One phase.", PhaseSpec, tokens=(Count | None, None), rampup=(Ramp | None, None),
+    lengths=(list[DocumentLength] | LogNormal | dict[str, float] | None, None),
+)  # fmt: skip
+PhasesInFile = _copy("PhasesInFile", "The phases of a run.", PhasesFile, phases=list[PhaseInFile])
+ModelInFile = _copy(
+    "ModelInFile", "A model; the fields of `moe` and `mla` may stand at the top too, as in a config.json.", ModelSpec,
+    **dict.fromkeys(sorted(MoESpec.model_fields | MLASpec.model_fields), (Any, None)),
+    **dict.fromkeys(("head_dim", "num_key_value_heads", "position_embedding"), (Any, None)),
+)  # fmt: skip
 
 
 class Schema(NamedTuple):
@@ -168,9 +196,10 @@ SCHEMAS: Mapping[str, Schema] = {
     "rebalance": Schema("`plan rebalance --json`", Rebalanced),
     "validate": Schema("`plan validate --json`", Validated),
     "error": Schema("what any command prints with `--json` when it fails", Failed),
-    "model-file": Schema("a model, `--model FILE.yaml`", ModelSpec, True),
+    "model-file": Schema("a model, `--model FILE.yaml`", ModelInFile, True),
     "hardware-file": Schema("a hardware profile, `--hardware FILE.yaml`", HardwareSpec, True),
-    "phases-file": Schema("the phases of a run, `--phases FILE`", PhasesFile, True),
+    "trainer-file": Schema("a trainer, `--runtime FILE.yaml`", _trainer_file(), True),
+    "phases-file": Schema("the phases of a run, `--phases FILE`", PhasesInFile, True),
     "runs-file": Schema("a line of the file that `plan evaluate --runs` reads", RunLine, True),
 }
 """Every schema, by the name of its file."""
