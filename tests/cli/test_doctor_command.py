@@ -162,7 +162,7 @@ def test_a_missing_extra_is_named_with_the_line_that_installs_it(
 
 def test_a_wheel_is_held_against_its_own_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     requires = [
-        "numpy>=1.26",
+        "numpy>=1.26; python_version >= '3'",
         "pyyaml>=99",
         "no-such-library",
         'pytest>=8.2; extra == "probe"',
@@ -247,6 +247,13 @@ def test_no_user_and_no_machine_is_named(
     assert found["history"]["path"] == "~/kept"
     assert found["temp"]["path"] == "/scratch/USER/tmp on HOST"
     assert not [secret for secret in ("node17", "/ada", str(tmp_path)) if secret in json.dumps(found)]
+
+
+def test_a_machine_may_have_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lost(monkeypatch, "uvicorn")
+    for name in ("tree", "missing", ""):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert doctor(capsys)["installed"]["kind"] in ("source tree", "editable", "wheel")
 
 
 def test_kept_runs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
