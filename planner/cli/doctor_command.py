@@ -25,7 +25,7 @@ def doctor_command(deep: Deep = False, json: o.Json = False) -> None:
     """Say what is installed, what each command needs and whether it can run here: one screen to paste into an issue.
 
     GPUs are found by their driver's tools and torch by its files, so that nothing slow is imported. Names of users and
-    machines are left out. Ends with 1 where something is missing without which no plan is made, with 4 where the solver
+    machines are left out. Ends with 1 where the planner lacks something that it depends on, with 4 where the solver
     does not work.
 
     \b
@@ -79,7 +79,7 @@ def render(findings: Findings) -> Iterator[RenderableType]:
     yield table
     yield Text()
     troubles = findings.troubles
-    yield Text("The core works." if not troubles else f"No plan can be made: {'; '.join(troubles)}", "bold")
+    yield Text("The core works." if not troubles else f"It does not all work: {'; '.join(troubles)}", "bold")
 
 
 def _lines(findings: Findings) -> Iterator[tuple[str, str]]:
@@ -127,7 +127,8 @@ def _extra(extra: Extra, is_users: bool) -> str:
     lacks = [package for package in extra.packages if package.trouble]
     if not lacks:
         return ", ".join(map(_package, extra.packages)) if is_users else "complete"
-    return f"{', '.join(map(_package, lacks))}: {extra.install}"
+    listed = ", ".join(map(_package, lacks)) if is_users else f"{len(lacks)} of {len(extra.packages)} missing"
+    return f"{listed}: {extra.install}"
 
 
 def _package(package: Package) -> str:

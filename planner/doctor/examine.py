@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import planner
 from planner.distribution import DISTRIBUTION
@@ -26,10 +26,12 @@ from planner.doctor.findings import (
     Gpus,
     History,
     Installed,
+    Kind,
     Profile,
     Solver,
     Terminal,
     Torch,
+    Trouble,
 )
 from planner.doctor.gpus import find_gpus, profile_of
 from planner.doctor.installed import installed, torch_of
@@ -101,12 +103,16 @@ def anonymous(text: str) -> str:
     return text
 
 
+_WORDS = {word for words in (Kind, Trouble) for word in get_args(words)}
+"""Texts that are ours, whatever a machine is called."""
+
+
 def _each_text(data: Any, change: Callable[[str], str]) -> Any:
     if isinstance(data, dict):
         return {key: _each_text(value, change) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         return type(data)(_each_text(value, change) for value in data)
-    return change(data) if isinstance(data, str) else data
+    return change(data) if isinstance(data, str) and data not in _WORDS else data
 
 
 def imported_torch() -> str:

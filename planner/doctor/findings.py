@@ -6,6 +6,8 @@ from typing import Literal
 
 from planner.specs.base import Spec
 
+Kind = Literal["wheel", "editable", "source tree"]
+"""Ways in which the planner may have come here."""
 Trouble = Literal["", "missing", "too old", "too new"]
 
 
@@ -32,7 +34,7 @@ class Extra(Spec):
 class Installed(Spec):
     """How the planner came here, and what it depends on."""
 
-    kind: Literal["wheel", "editable", "source tree"]
+    kind: Kind
     folder: str
     packages: tuple[Package, ...]
     extras: tuple[Extra, ...]

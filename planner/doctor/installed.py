@@ -8,16 +8,14 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from importlib import metadata, util
 from pathlib import Path
-from typing import Literal
 
 import planner
 from planner.distribution import DISTRIBUTION, install_line
-from planner.doctor.findings import Extra, Installed, Package, Torch, Trouble
+from planner.doctor.findings import Extra, Installed, Kind, Package, Torch, Trouble
 
 PACKAGE = Path(planner.__file__).parent
-_NEED = re.compile(r"([A-Za-z0-9_.-]+)\s*([^;]*?)\s*(?:;.*extra\s*==\s*[\"'](\w+)[\"'].*)?")
+_NEED = re.compile(r"([A-Za-z0-9_.-]+)\s*([^;]*?)\s*(?:;(?:.*extra\s*==\s*[\"'](\w+)[\"'])?.*)?")
 _TORCH_FACT = re.compile(r"^(cuda|hip)\b[^=]*= *'([^']+)'", re.MULTILINE)
-Kind = Literal["wheel", "editable", "source tree"]
 Needs = dict[str, list[tuple[str, str]]]
 """Names and versions that are needed, by extra; those of the core under the empty name."""
 

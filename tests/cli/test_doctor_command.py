@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import pytest
 from planner.cli import main
 from planner.cli.app import COMMANDS
 from planner.cli.doctor_command import MAIN_JOB
+from planner.distribution import DISTRIBUTION
 from planner.doctor import examine, gpus
+from planner.doctor import installed as installed_module
 from planner.doctor.findings import Gpu
 from planner.doctor.installed import _trouble as trouble_of
 from planner.search.ilp import self_test
@@ -157,13 +160,35 @@ def test_a_missing_extra_is_named_with_the_line_that_installs_it(
     assert commands["plan"]["can_run"]
 
 
+def test_a_wheel_is_held_against_its_own_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    requires = [
+        "numpy>=1.26; python_version >= '3'",
+        "pyyaml>=99",
+        "no-such-library",
+        'pytest>=8.2; extra == "probe"',
+        "rich ; extra == 'serve'",
+    ]
+    wheel = SimpleNamespace(requires=requires, read_text=lambda name: None)
+    real = metadata.distribution
+    monkeypatch.setattr(metadata, "distribution", lambda name: wheel if name == DISTRIBUTION else real(name))
+    monkeypatch.setattr(installed_module, "PACKAGE", tmp_path / "site-packages" / "planner")
+    found = installed_module.installed()
+    assert (found.kind, found.folder) == ("wheel", str(tmp_path / "site-packages"))
+    assert [(package.name, package.trouble) for package in found.packages] == [
+        ("numpy", ""), ("pyyaml", "too old"), ("no-such-library", "missing"),
+    ]  # fmt: skip
+    assert {extra.name: (extra.packages[0].name, extra.install) for extra in found.extras} == {
+        "probe": ("pytest", ""), "serve": ("rich", ""),
+    }  # fmt: skip
+
+
 def test_a_missing_library_of_the_core_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost(monkeypatch, "matplotlib")
     assert main(["doctor"]) == 1
     said = capsys.readouterr()
-    assert "No plan can be made: matplotlib is missing" in " ".join(said.out.split())
+    assert "It does not all work: matplotlib is missing" in " ".join(said.out.split())
     assert said.err == "error: matplotlib is missing\nhint: pip install trainplan brings what is missing\n"
 
 
@@ -222,6 +247,13 @@ def test_no_user_and_no_machine_is_named(
     assert found["history"]["path"] == "~/kept"
     assert found["temp"]["path"] == "/scratch/USER/tmp on HOST"
     assert not [secret for secret in ("node17", "/ada", str(tmp_path)) if secret in json.dumps(found)]
+
+
+def test_a_machine_may_have_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lost(monkeypatch, "uvicorn")
+    for name in ("tree", "missing", ""):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert doctor(capsys)["installed"]["kind"] in ("source tree", "editable", "wheel")
 
 
 def test_kept_runs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
