@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from planner.answer import layout, plan, run, small
-from planner.cli import main
+from planner.cli import app, main
 from planner.specs.reading import load_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -132,6 +132,14 @@ def test_every_field_of_a_plan_is_in_the_index() -> None:
                 assert set(rows) == set(kind.model_fields), name
 
 
+def test_every_command_that_prints_json_has_a_schema(reference: ModuleType) -> None:
+    top = app._root().make_context("plan", [], resilient_parsing=True)
+    commands = {name: app._root().get_command(top, name) for name in app.COMMANDS}
+    printing = [name for name, command in commands.items() if any("--json" in param.opts for param in command.params)]
+    told = " ".join(row.says for row in reference.schemas.SCHEMAS.values())
+    assert [name for name in printing if not re.search(rf"`plan {name} [^`]*--json`", told)] == []
+
+
 EXAMPLES: dict[str, str] = {
     "plan": "evaluate --model llama-3.2-1b --gpus 8 --tp 2 --json",
     "program": "explain --model llama-3.2-1b --gpus 8 --program --json",
@@ -146,6 +154,7 @@ EXAMPLES: dict[str, str] = {
     "compare": "compare plan.json plan.json --json",
     "sweep": "sweep --model llama-3.2-1b --gpus 8 --json",
     "runs": "evaluate --runs runs.jsonl --json",
+    "doctor": "doctor --json",
     "error": "evaluate --model llama-3.2-1b --gpus 8 --tp 3 --json",
 }
 """A command for each schema whose answer is cheap; `plan.json` is the first one's plan."""

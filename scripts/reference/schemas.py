@@ -21,10 +21,12 @@ from planner.decide.phase_answer import PhaseAnswer, PhasesAnswer
 from planner.decide.point import Point
 from planner.decide.resume.choice import Resume
 from planner.decide.sweep import Goal
+from planner.doctor.findings import Findings
 from planner.layout.runs import RunSpec
 from planner.observe.follow.state import Standing
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
+from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ProbeResult
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
@@ -130,9 +132,10 @@ class _Open(BaseModel):
 
 
 Validated = _type(
-    "Validated", "Agreement with published runs, by source; further keys are the answers of further questions.",
-    _Open, families=list[Numbers], rows=list[Numbers],
+    "Validated", "Agreement with published runs, by source; further questions have keys of their own.", _Open,
+    families=(list[Numbers], []), rows=(list[Numbers], []),
 )  # fmt: skip
+Diagnosed = _copy("Diagnosed", "What is installed and found, and what is wrong with it.", Findings, troubles=list[str])
 RunLine = _type("RunLine", "A line of the file that `plan evaluate --runs` reads.", _Open, id=(Any, None), run=RunSpec)
 Sourced = _type("Sourced", "A number, and where it is from.", value=Any, source=str)
 
@@ -194,7 +197,9 @@ SCHEMAS: Mapping[str, Schema] = {
     "schedules": Schema("`plan schedule --compare --json`", list[Row]),
     "probe": Schema("`plan probe --json`, and the file that `-o` saves", ProbeResult),
     "rebalance": Schema("`plan rebalance --json`", Rebalanced),
-    "validate": Schema("`plan validate --json`", Validated),
+    "rehearse": Schema("`plan probe --rehearse --json`, and the file that `-o` saves", RehearsalResult),
+    "validate": Schema("`plan validate --json`, whatever it is asked", Validated),
+    "doctor": Schema("`plan doctor --json`", Diagnosed),
     "error": Schema("what any command prints with `--json` when it fails", Failed),
     "model-file": Schema("a model, `--model FILE.yaml`", ModelInFile, True),
     "hardware-file": Schema("a hardware profile, `--hardware FILE.yaml`", HardwareSpec, True),
