@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import warnings
 from dataclasses import dataclass, field
 
 import pulp
@@ -77,7 +78,9 @@ def cbc_optimum_s(node: Node, time_limit_s: float) -> tuple[float, float]:
     """CBC's optimum of the node (∞: nothing fits, NaN: no proof in time), and the best split that it found."""
     program = build(node)
     with tempfile.TemporaryDirectory() as folder:
-        cbc = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=node.gap_fraction, threads=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # until pulp 4, which takes CBC away
+            cbc = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, gapRel=node.gap_fraction, threads=1)
         cbc.tmpDir = folder
         program.problem.solve(cbc)
     status = program.problem.sol_status
