@@ -6,6 +6,7 @@ import math
 import tempfile
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import pulp
 from brute_force import brute_force_s
@@ -15,6 +16,7 @@ from planner.search.ilp import solver
 from planner.search.ilp.checked import violated_row
 from planner.search.ilp.node import Node
 from planner.search.ilp.program import build, solve
+from planner.search.ilp.solver import Claim
 
 AGREE = 2e-5
 """Part of a step, and seconds, by which two optima may differ: each solver lets a row be violated by 1e-6."""
@@ -61,15 +63,24 @@ def same(one_s: float, other_s: float) -> bool:
 
 
 def judged(node: Node, small: bool, time_limit_s: float = 60.0, cbc_limit_s: float = 5.0) -> Judged:
-    """Solve a node by all of them."""
+    """Solve a node by all of them; HiGHS's first answer is heard on its way to be checked."""
+    heard: list[Claim] = []
+
+    def run(*arguments: Any, **named: Any) -> Claim:
+        heard.append(honest(*arguments, **named))
+        return heard[-1]
+
+    honest = solver.run
     try:
+        solver.run = run
         solution = solve(node, time_limit_s)
         checked_s = math.inf if solution is None else solution.objective_s
         bound_s = math.inf if solution is None else solution.bound_s
     except SolverError:
         checked_s, bound_s = math.nan, 0.0
-    claim = solver.run(build(node).problem, time_limit_s, node.gap_fraction)
-    highs_s = {"optimal": claim.objective_s, "infeasible": math.inf}.get(claim.outcome, math.nan)
+    finally:
+        solver.run = honest
+    highs_s = {"optimal": heard[0].objective_s, "infeasible": math.inf}.get(heard[0].outcome, math.nan)
     cbc_s, cbc_found_s = cbc_optimum_s(node, cbc_limit_s)
     return Judged(highs_s, checked_s, bound_s, cbc_s, cbc_found_s, brute_force_s(node) if small else None)
 
