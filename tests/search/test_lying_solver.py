@@ -229,6 +229,19 @@ def test_whatever_the_solver_raises_is_its_failure(monkeypatch: pytest.MonkeyPat
     assert "--pp" in caught.value.hint
 
 
+def test_an_end_without_a_reason_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulp.HiGHS, "callSolver", lambda *_: None)
+    with pytest.raises(SolverFailed, match="over 1 stages: status Not Set"):
+        solve(random_node(1), NO_LIMIT_S)
+
+
+def test_the_second_run_is_without_presolve() -> None:
+    program = build(random_node(1))
+    answer = checked.solved(program.formulation, NO_LIMIT_S, 0.0)
+    assert isinstance(answer, checked.Checked)
+    assert program.problem.solverModel.getOptionValue("presolve")[1] == "off"
+
+
 def test_no_time_is_no_failure_of_the_solver() -> None:
     """HiGHS is given none, and has no split yet."""
     node = random_node(3, pp=3, placement=(0, 1, 2), in_flight=[3.0, 2.0, 1.0], num_microbatches=8, whole="per_stage")
