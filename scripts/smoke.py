@@ -30,7 +30,7 @@ LINES = (
     "--version",
     f"{JOB} -o plan.json",
     f"{JOB} --json",
-    "evaluate --runs runs.jsonl --json",
+    "evaluate --runs runs.jsonl",
     "evaluate --model 8b --gpus 16 --tp 2 --pp 2 -b 128 --json",
     "export plan.json --to megatron -o megatron",
     "import megatron --gpus 8 --no-search -o imported.jsonl",
@@ -42,14 +42,21 @@ LINES = (
     "trace plan.json -o trace.json",
     f"explain {JOB}",
     "schedule 1f1b --pp 4 --micro-batches 8 --svg schedule.svg",
-    "schedule zb-v --pp 4 --micro-batches 8 --json",
+    "schedule zb-v --pp 4 --micro-batches 8",
     "models",
     "hardware",
     "models --json",
     "observe train.log --json",
-    "observe --follow train.log --json",
+    "observe --follow train.log",
 )
 """Arguments of `plan`, each line in the same folder, after `prepare`; every one of them exits with 0."""
+FIRST = tuple(
+    line
+    for number, line in enumerate(LINES)
+    if line.split()[0] not in {"--version", "compare", "explain", "hardware"}
+    and line.split()[0] not in {other.split()[0] for other in LINES[:number]}
+)
+"""A line of each command, without those that do what another does."""
 WRITTEN = (
     "plan.json",
     "report.html",

@@ -81,9 +81,7 @@ class FileEnd:
         self._identity: Identity = (0, 0)
         self._offset = 0
         self._known = b""
-        """The bytes before the offset."""
-        self._is_hole = False
-        """True at the begin of a file that was cut: who writes it goes on where it was, behind zeros."""
+        """The bytes before the offset; none at the begin, where a log that was cut may go on behind zeros."""
         self._said = ""
         self._lines = Lines()
 
@@ -101,7 +99,7 @@ class FileEnd:
         assert self._file is not None
         try:
             block = self._next(self._file)
-            while self._is_hole and block and not block.strip(b"\0"):
+            while not self._known and block and not block.strip(b"\0"):
                 self._offset += len(block)
                 block = self._next(self._file)
         except OSError as error:  # a network's file system has lost it: ask for it by its name again
@@ -111,23 +109,22 @@ class FileEnd:
         return block
 
     def _next(self, file: int) -> bytes:
-        if self._is_hole:
+        if not self._known:
             self._offset = _data_from(file, self._offset if os.fstat(file).st_size >= self._offset else 0)
         data = os.pread(file, len(self._known) + BLOCK_BYTES, self._offset - len(self._known))
         if data.startswith(self._known):
             return data[len(self._known) :]
         self._begin_again("was cut off, and is read from its begin: lines written just before may be lost")
-        self._is_hole = True
         return self._next(file)
 
     def _whole(self, block: bytes) -> list[bytes]:
         """The lines that a block ends."""
-        is_begin, is_hole, num_cut = not self._known, self._is_hole, self._lines.num_cut
+        num_cut = self._lines.num_cut
         self._offset += len(block)
-        block = block.lstrip(b"\0") if is_hole else block
-        self._known, self._is_hole, self._said = (self._known + block)[-KNOWN_BYTES:], False, ""
-        if is_begin:
+        if not self._known:
+            block = block.lstrip(b"\0")
             self._check(block)
+        self._known, self._said = (self._known + block)[-KNOWN_BYTES:], ""
         lines = self._lines.of(block)
         if self._lines.num_cut > num_cut == 0:
             self._say(f"{label(self.path)}: its lines are read up to {MAX_LINE_BYTES:,} bytes, and one is longer")
@@ -162,7 +159,7 @@ class FileEnd:
         return False
 
     def _open(self) -> bool:
-        """Open the file of this name; false where it is to be waited for. Raises SpecError if it never could be read."""
+        """Open the file of this name; false where it is to be waited for. Raises SpecError if it never was a log."""
         try:
             # a pipe without a writer would block for ever
             file = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -174,8 +171,7 @@ class FileEnd:
             is_same = self._is_known(file, identity)
             if not is_same:
                 head = os.pread(file, _HEAD_BYTES, begin)
-                is_hole = begin > 0 or (any(self._identity) and head.startswith(b"\0"))  # or a copy of one
-                self._check(head.lstrip(b"\0") if is_hole else head)
+                self._check(head.lstrip(b"\0") if begin or any(self._identity) else head)
         except (OSError, SpecError) as error:
             os.close(file)
             self._gone(error)
@@ -185,7 +181,6 @@ class FileEnd:
         if not is_same:
             half = "; half a line before that is left out" if self._lines.has_half else ""
             self._begin_again(f"is another file now, which is read from its begin{half}" if self._offset else "")
-            self._is_hole = is_hole
         return True
 
     def _regular(self, file: int) -> Identity:
@@ -208,7 +203,7 @@ class FileEnd:
 
     def _begin_again(self, says: str) -> None:
         """Take what comes as another log's; half a line of the one before is no number to trust."""
-        self._offset, self._known, self._is_hole, self._lines = 0, b"", False, Lines()
+        self._offset, self._known, self._lines = 0, b"", Lines()
         if says:
             self._say(f"{label(self.path)}: {says}")
 
