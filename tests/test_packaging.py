@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,13 +22,28 @@ from planner.trainers.load import RUNTIMES
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+STEM = f"{re.sub(r'[-_.]+', '_', PROJECT['name'])}-{PROJECT['version']}"
+"""The begin of the names of what is built."""
+
+
+def built(source: Path, folder: Path, *targets: str) -> Path:
+    """A folder with what hatchling builds of a source tree."""
+    command = [sys.executable, "-m", "hatchling", "build", *(f"-t{target}" for target in targets), "-d", str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return zipfile.ZipFile(next(folder.glob("*.whl")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of this tree's wheel and sdist."""
+    return built(ROOT, tmp_path_factory.mktemp("dist"), "sdist", "wheel")
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(dist / f"{STEM}-py3-none-any.whl")
 
 
 def test_every_module_model_and_profile_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
@@ -47,6 +65,48 @@ def test_data_files_of_the_package_are_in_the_wheel(wheel: zipfile.ZipFile) -> N
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
     assert data <= set(wheel.namelist())
+
+
+def test_nothing_else_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    own = {str(path.relative_to(ROOT)) for path in (ROOT / "planner").rglob("*") if path.suffix != ".pyc"}
+    for folder in ("model_specs", "hardware_profiles"):
+        own |= {f"planner/_data/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*")}
+    info = {
+        f"{STEM}.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    }
+    assert set(wheel.namelist()) - own == info
+    assert {Path(name).suffix for name in wheel.namelist()} <= {
+        "", ".py", ".typed", ".yaml", ".json", ".jsonl", ".csv", ".gz", ".js", ".css", ".txt",
+    }  # fmt: skip
+
+
+def test_the_wheel_says_its_licence_its_python_and_what_it_needs(wheel: zipfile.ZipFile) -> None:
+    info = f"{STEM}.dist-info"
+    said = Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
+    assert (said["Name"], said["Version"]) == (PROJECT["name"], PROJECT["version"])
+    assert (said["License-Expression"], said["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert said["Requires-Python"] == PROJECT["requires-python"]
+    assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    needs = [need for need in said.get_all("Requires-Dist") or [] if "extra ==" not in need]
+    assert len(needs) == len(PROJECT["dependencies"])
+    assert set(said.get_all("Provides-Extra") or []) == set(PROJECT["optional-dependencies"])
+    assert "Root-Is-Purelib: true" in wheel.read(f"{info}/WHEEL").decode()
+
+
+def test_the_sdist_holds_what_is_kept_in_git_and_builds_the_same_wheel(dist: Path, tmp_path: Path) -> None:
+    with tarfile.open(dist / f"{STEM}.tar.gz") as archive:
+        names = {name.removeprefix(f"{STEM}/") for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
+    kept = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if kept.returncode == 0:
+        there = {name for name in kept.stdout.splitlines() if (ROOT / name).exists()}
+        assert names == there | {"PKG-INFO"}
+    assert not [name for name in names if "__pycache__" in name or name.endswith((".pyc", ".part"))]
+    again = built(tmp_path / STEM, tmp_path / "again", "wheel")
+    ours, theirs = (next(folder.glob("*.whl")).read_bytes() for folder in (dist, again))
+    assert ours == theirs
 
 
 def test_the_wheel_plans_from_another_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +62,7 @@ class Service:
             form, shown, alternative = _asked_for(await asyncio.wait_for(request.body(), BODY_S))
         except (TooLarge, TimeoutError, ClientDisconnect):
             return PlainTextResponse("the request did not end in time or in size\n", 413)
-        except ValueError:
+        except (ValueError, RecursionError):
             return PlainTextResponse("the body is no JSON of this page\n", 400)
         lines = self._lines(form, shown, alternative)
         return StreamingResponse(lines, media_type="application/x-ndjson")
@@ -113,12 +113,14 @@ class Service:
         own = {field: query.pop(field) for field in OWN_FIELDS if field in query}
         try:
             question = await asyncio.to_thread(self.question, query)
-            plan = await self._plan(question)
+            plan = await _unless_gone(request, self._plan(question))
             plan = plan.model_copy(update={"command": question.command})
             made = await asyncio.to_thread(partial(download, name, plan, own))
         except PlannerError as error:
             page = whole_page(query, self.catalogue, None, error_panel(error, query).html)
             return HTMLResponse(page, 422, {"x-planner-exit-code": str(error.exit_code)})
+        except ClientDisconnect:
+            return PlainTextResponse("nobody waits for it\n", 408)
         headers = {"content-disposition": f'attachment; filename="{made.name}"'}
         return Response(made.content, media_type=made.content_type, headers=headers)
 
@@ -158,6 +160,25 @@ def application(read: Reader, start: Options, defaults: Options, desk: Desk | No
         ],
         lifespan=lifespan,
     )
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Plan]) -> Plan:
+    """The plan that is worked on. Raises ClientDisconnect, and ends the work, where nobody waits for it any more."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 def _asked_for(body: bytes) -> tuple[dict[str, str], str, int]:

@@ -52,7 +52,9 @@ class Guard:
         if refusal is not None:
             await _refuse(send, *refusal)
             return
-        await self._app(scope, _limited(receive), _with_headers(send))
+        # as of this version of ASGI, who goes away ends what is made for them at once, not when it is next sent to
+        known = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
+        await self._app(known, _limited(receive), _with_headers(send))
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Status and words where a request is none that our page sends."""
@@ -73,7 +75,11 @@ class Guard:
             return 405, "GET and POST only"
         if method == "POST" and header("content-type").partition(";")[0].strip() != "application/json":
             return 415, "application/json only"
-        length = header("content-length")
+        length, coding = header("content-length"), header("transfer-encoding")
+        if coding and length:
+            return 400, "one length of the body, not two"
+        if method != "POST" and (coding or length not in ("", "0")):
+            return 400, "no body but with POST"
         if length and (not length.isdecimal() or int(length) > MAX_BODY_BYTES):
             return 413, f"at most {MAX_BODY_BYTES:,} bytes"
         if len(scope["query_string"]) > MAX_QUERY_BYTES:
@@ -113,7 +119,12 @@ def _with_headers(send: Send) -> Send:
 
 async def _refuse(send: Send, status: int, words: str) -> None:
     body = f"{words}\n".encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+    # closed: what the body would have been is no request
+    headers = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
     sending = _with_headers(send)
     await sending({"type": "http.response.start", "status": status, "headers": headers})
     await sending({"type": "http.response.body", "body": body})

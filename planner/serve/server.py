@@ -10,6 +10,7 @@ import uvicorn
 
 from planner.errors import PlannerError, SpecError
 from planner.serve.guard import App, Guard
+from planner.serve.patience import Patient
 from planner.serve.searching import warm
 
 HOST = "127.0.0.1"
@@ -54,11 +55,12 @@ def server_of(listener: socket.socket, app: App, ready: Callable[[str], None]) -
     port = int(listener.getsockname()[1])
     config = uvicorn.Config(
         Guard(app, port),
-        log_level="warning",
+        log_level="error",  # what is wrong with a request is told to who sent it
         access_log=False,
         server_header=False,
         date_header=False,
         proxy_headers=False,
+        http=Patient,
         ws="none",
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=CLOSING_S,

@@ -41,7 +41,7 @@ def test_a_file_that_was_renamed_is_read_to_its_end_and_the_new_one_from_its_beg
     log.rename(log.with_suffix(".1"))
     append(log.with_suffix(".1"), b"ee\nhal")
     log.write_bytes(b"new\n")
-    assert [end.read() for _ in range(3)] == [[b"three"], [], [b"new"]]
+    assert [end.read() for _ in range(3)] == [[b"three"], [b"new"], []]
 
 
 def test_a_file_that_was_cut_is_read_again_without_its_half_line(log: Path) -> None:

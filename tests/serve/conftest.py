@@ -13,6 +13,7 @@ from planner.cli.job_options import SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE
 from planner.cli.serve_command import read_question, start_of
 from planner.serve.app import application
+from planner.serve.desk import Desk
 from planner.serve.server import listen, server_of
 
 
@@ -22,12 +23,13 @@ def running() -> Iterator[Running]:
     listener = listen(0)
     port = listener.getsockname()[1]
     start = start_of(SearchOptions(model=SMALL["model"], gpus=8, micro_batch_size="1", global_batch_size=64, top=2))
-    app, is_ready = application(read_question, start, {"hardware": DEFAULT_HARDWARE}), threading.Event()
+    desk, is_ready = Desk(), threading.Event()
+    app = application(read_question, start, {"hardware": DEFAULT_HARDWARE}, desk)
     server = server_of(listener, app, lambda _: is_ready.set())
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     assert is_ready.wait(30)
-    yield Running(port)
+    yield Running(port, server, desk)
     server.should_exit = True
     thread.join(10)
     listener.close()

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import uvicorn
+
+from planner.serve.desk import Desk
 from planner.serve.server import HOST
 
 SMALL = {"model": "llama-3.2-1b", "gpus": "8", "micro_batch_size": "1", "global_batch_size": "64", "top": "2"}
@@ -19,6 +22,13 @@ class Running:
     """A server, and ways to ask it."""
 
     port: int
+    server: uvicorn.Server
+    desk: Desk
+
+    @property
+    def num_open(self) -> int:
+        """Connections that the server holds."""
+        return len(self.server.server_state.connections)
 
     @property
     def address(self) -> str:
