@@ -7,6 +7,7 @@ else is a record of its name and arguments, whose fields may be set and read.
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from typing import Any
 
 from planner.errors import SpecError
@@ -22,7 +23,7 @@ from planner.export.recipes.expressions import (
     Module,
     Scope,
 )
-from planner.export.recipes.values import BUILTINS, Record, Unknown, field_value, has_field, method_value, truth
+from planner.export.recipes.values import BUILTINS, Record, Unknown, field_value, has_field, method_value, text_of, truth
 
 _MAX_MODULES = 60
 
@@ -66,7 +67,7 @@ class Evaluator(Expressions):
     def returns(self, name: str) -> str:
         """The text of a function's annotation, or nothing."""
         node = self.module.names[name].node
-        return ast.unparse(node.returns) if node.returns is not None else ""
+        return text_of(node.returns) if node.returns is not None else ""
 
     def _load(self, config: ConfigFile) -> Module:
         try:
@@ -78,8 +79,8 @@ class Evaluator(Expressions):
         module = Module(config)
         self.modules[str(config.path)] = module
         scope = Scope(module, module.names)
-        for node in tree.body:
-            self._run([node], scope)
+        with suppress(_StopError, _ReturnError):  # a `raise` or `break` of the file itself: nothing behind it is read
+            self._run(tree.body, scope)
         return module
 
     def _import(self, node: ast.ImportFrom, scope: Scope) -> None:
@@ -162,13 +163,13 @@ class Evaluator(Expressions):
             case ast.Tuple() | ast.List():
                 items = value if isinstance(value, (list, tuple)) and len(value) == len(target.elts) else None
                 for index, element in enumerate(target.elts):
-                    self.assign(element, items[index] if items else Unknown(ast.unparse(target)), scope)
+                    self.assign(element, items[index] if items else Unknown(text_of(target)), scope)
             case ast.Attribute():
                 owner = self.value(target.value, scope)
                 if isinstance(owner, Unknown) and isinstance(target.value, ast.Name):
                     owner = scope.names[target.value.id] = Record(target.value.id)
                 elif isinstance(owner, Unknown) and isinstance(target.value, ast.Attribute):
-                    owner = Record(ast.unparse(target.value))
+                    owner = Record(text_of(target.value))
                     self.assign(target.value, owner, scope)
                 if isinstance(owner, Record):
                     owner.fields[target.attr] = value
@@ -193,14 +194,14 @@ class Evaluator(Expressions):
             handled, value = method_value(owner, node.func.attr, arguments, keywords)
             if handled:
                 return value
-        name = ast.unparse(node.func)
+        name = text_of(node.func)
         if isinstance(node.func, ast.Name) and isinstance(scope.get(name), Unknown):
             if name == "range" and all(isinstance(bound, int) for bound in arguments):
                 return list(range(*arguments)[:MAX_ITEMS])
             if name in BUILTINS:
                 return BUILTINS[name](*arguments, **keywords)
             if name in ("hasattr", "isinstance"):
-                return Unknown(ast.unparse(node)) if name == "isinstance" else has_field(*arguments)
+                return Unknown(text_of(node)) if name == "isinstance" else has_field(*arguments)
             if name in ("getattr", "setattr"):
                 return field_value(name, arguments)
             if name == "cast" and len(arguments) == 2:
@@ -281,4 +282,4 @@ class Evaluator(Expressions):
 
 def _loaded(target: ast.expr) -> ast.expr:
     """A target of an assignment as the expression that reads it."""
-    return ast.parse(ast.unparse(target), mode="eval").body
+    return ast.parse(text_of(target), mode="eval").body

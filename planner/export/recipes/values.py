@@ -27,6 +27,14 @@ MAX_CHARACTERS = 100_000
 """Characters of a text, and items of a list, that a configuration may make."""
 
 
+def text_of(node: ast.AST) -> str:
+    """The expression as Python writes it, worked out once: a call in a loop is named each time that it is followed."""
+    text: str | None = vars(node).get("written")
+    if text is None:
+        text = node.written = ast.unparse(node)  # type: ignore[attr-defined]
+    return text
+
+
 class Unknown:
     """A value that only a run knows."""
 

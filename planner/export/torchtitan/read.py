@@ -14,6 +14,7 @@ from planner.export.scripts.shell import Script
 from planner.export.torchtitan.flavors import model_of_flavor
 from planner.export.torchtitan.read_recipe import RECOMPUTED, Settings
 from planner.export.torchtitan.settings import is_recipe, read_settings
+from planner.specs.reading import printable
 
 _SCHEDULES = {
     "1f1b": "1f1b",
@@ -56,7 +57,8 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
 
     Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
     """
-    script = read_script(config.text, config.beside)
+    # a recipe has no words of a shell, and to look for them takes as long as to read it
+    script = Script() if is_recipe(config.text) else read_script(config.text, config.beside)
     settings, unreadable = read_settings(config, script)
     imported = run_of_settings(settings, _num_gpus(settings, script))
     imported.unknown |= unreadable
@@ -80,7 +82,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
             "model": model,
             "num_gpus": num_gpus,
             "runtime": "torchtitan",
-            "seq_length": _first(settings, "training.max_context_length", "training.seq_len"),
+            "seq_length": _seq_length(settings),
             "dtype": str(settings.get("dtype", "bf16")),
             "precision_recipe": f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
             "parallelism": layout,
@@ -135,10 +137,25 @@ def _first(settings: Settings, *names: str) -> Any:
 
 
 def _degree(settings: Settings, axis: str, default: int = 1) -> int:
-    value = settings.get(f"parallelism.{axis}_degree", default)
+    return _whole(settings, f"parallelism.{axis}_degree", default)
+
+
+def _whole(settings: Settings, name: str, default: int) -> int:
+    """A setting that is a whole number. Raises SpecError naming it where it is none."""
+    value = default if settings.get(name) is None else settings[name]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise SpecError(f"parallelism.{axis}_degree: {value!r} is no whole number", "write a number")
+        raise SpecError(f"{name}: {printable(repr(value), 60)} is no whole number", "write a number")
     return value
+
+
+def _seq_length(settings: Settings) -> int | None:
+    name = next((name for name in ("training.max_context_length", "training.seq_len") if settings.get(name) is not None), "")
+    length = _whole(settings, name, 0)
+    if name and length < 1:
+        raise SpecError(f"{name}: {length} is below 1", "write the tokens of a sequence")
+    return length or None
 
 
 def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], int]:
@@ -182,7 +199,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
 def _split(settings: Settings, num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
     """The stages that torchtitan makes unasked: embedding and head count as so many layers of their stage."""
     first, last = (
-        int(settings.get(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1)) for end in ("first", "last")
+        _whole(settings, f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")
     )
     per_stage = settings.get("parallelism.pipeline_parallel_layers_per_stage")
     if isinstance(per_stage, int) and per_stage > 0:
@@ -215,19 +232,21 @@ def _read_batch(imported: ImportedRun, settings: Settings) -> None:
     """Micro-batch and global batch in sequences, from sequences or from tokens."""
     run, layout = imported.run, imported.run["parallelism"]
     seq_length = run["seq_length"]
-    tokens_per_microbatch = settings.get("training.num_tokens_per_microbatch_per_dp_rank")
+    tokens_per_microbatch = _whole(settings, "training.num_tokens_per_microbatch_per_dp_rank", 0)
     if tokens_per_microbatch and seq_length:
         layout["micro_batch_size"] = max(1, tokens_per_microbatch // seq_length)
-        tokens_per_step = settings.get("training.num_tokens_per_train_step", -1)
-        num_microbatches = settings.get("parallelism.num_pp_microbatches", 1) if layout["pp"] > 1 else 1
+        tokens_per_step = _whole(settings, "training.num_tokens_per_train_step", -1)
+        num_microbatches = _whole(settings, "parallelism.num_pp_microbatches", 1) if layout["pp"] > 1 else 1
         imported.microbatches_per_rank = num_microbatches
         run["global_batch_size"] = tokens_per_step // seq_length if tokens_per_step > 0 else None
         return
-    local_batch_size = int(settings.get("training.local_batch_size", 8))
-    micro_batch_size = settings.get("parallelism.pipeline_parallel_microbatch_size", 1)
-    layout["micro_batch_size"] = int(micro_batch_size) if layout["pp"] > 1 else local_batch_size
-    global_batch_size = int(settings.get("training.global_batch_size", -1))
-    if layout["pp"] > 1 and (parts := settings.get("parallelism.pipeline_parallel_microbatches")):
-        layout["micro_batch_size"] = max(1, local_batch_size // int(parts))
+    local_batch_size = _whole(settings, "training.local_batch_size", 8)
+    micro_batch_size = _whole(settings, "parallelism.pipeline_parallel_microbatch_size", 1)
+    layout["micro_batch_size"] = micro_batch_size if layout["pp"] > 1 else local_batch_size
+    global_batch_size = _whole(settings, "training.global_batch_size", -1)
+    if layout["pp"] > 1 and (parts := _whole(settings, "parallelism.pipeline_parallel_microbatches", 0)):
+        layout["micro_batch_size"] = max(1, local_batch_size // parts)
+    if layout["micro_batch_size"] < 1:
+        raise SpecError(f"micro-batch: {layout['micro_batch_size']} is below 1", "set training.local_batch_size")
     imported.microbatches_per_rank = max(1, local_batch_size // layout["micro_batch_size"])
     run["global_batch_size"] = global_batch_size if global_batch_size > 0 else None
