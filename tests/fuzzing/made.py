@@ -16,7 +16,8 @@ from probes import probe_result
 from planner.answer import Plan
 from planner.export.export import bundle_of
 from planner.layout.evaluate import evaluate
-from planner.observe.history.kept import kept_run, name_of, text_of
+from planner.observe.history.kept import kept_run, name_of, price_of, text_of
+from planner.observe.history.posterior import KeptPrice
 from planner.observe.observation import Observed
 from planner.probe.plan_side.eager import in_eager_torch
 from planner.profile.record import Machine
@@ -79,6 +80,11 @@ def kept_runs() -> Seeds:
     text = text_of(kept_run(run, "observed.json")[0]).encode()
     prices = json.dumps({"planner_version": "0", "files": {name_of(run): [1, 1]}, "runs": [], "left_out": {"run-1": "x"}})
     return {name_of(run): text, "prices.json": prices.encode()}
+
+
+@cache
+def kept_price() -> KeptPrice:
+    return price_of(kept_run(_observed(), "observed.json")[0], "observed.json")
 
 
 def measurements() -> Seeds:

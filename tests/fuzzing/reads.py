@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fuzzing.made import MACHINE, plan_of
+from fuzzing.made import MACHINE, kept_price, plan_of
 
 from planner.cli.app import run as run_command
 from planner.cli.calibration_file import read_calibration
@@ -24,7 +24,7 @@ from planner.export.patch.patch import patch_of
 from planner.export.read import read as read_configuration
 from planner.layout.runs import evaluate_lines, parse_run
 from planner.observe.history.folder import prices_of
-from planner.observe.history.kept import price_of_file, read_kept
+from planner.observe.history.kept import read_kept
 from planner.observe.history.posterior import KeptPrice
 from planner.observe.judge import judged_alone
 from planner.observe.read import observe
@@ -125,12 +125,7 @@ def history(path: Path) -> object:
 def _kept(path: Path) -> KeptPrice:
     """A price that was made once; what a mutant may break is the reading of its run."""
     read_kept(path)
-    return _price(path)
-
-
-@cache
-def _price(path: Path) -> KeptPrice:
-    return price_of_file(path)
+    return kept_price().model_copy(update={"file": path.name})
 
 
 def measured(path: Path) -> object:

@@ -34,6 +34,8 @@ KILLED_S = 10
 """Seconds of the processor's after which the system ends a process that no signal reaches, as in one long product."""
 MAX_MESSAGE = 2000
 """The most characters of an error's message and hint."""
+MEMORY = Path("/dev/shm")
+"""Files that are written ten thousand times a minute lie in memory: a disk takes milliseconds for each."""
 _ECHO = re.compile(r"(.)\1{200}")
 """More than 200 letters of what a user wrote: mutants hold thousands of one letter."""
 
@@ -133,7 +135,7 @@ def limited(reader: Reader, seeds: Seeds) -> Iterator[Judge]:
     logging.basicConfig(handlers=[_Notes()], level=logging.INFO, force=True)
     logging.basicConfig = lambda **_: None  # type: ignore[assignment]
     os.environ["PLANNER_HISTORY"] = os.devnull
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         judge = Judge(reader, seeds, Path(folder))
         for name, data in seeds.items():
             (Path(folder) / name).write_bytes(data)
