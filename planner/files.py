@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from planner.errors import PlannerError, SpecError
+from planner.errors import PlannerError, SpecError, printable
 
 STDOUT = "-"
 
@@ -43,7 +43,7 @@ def refuse_to_overwrite(path: str | Path, force: bool = False) -> None:
 def write_text(path: str | Path, text: str, force: bool = False) -> None:
     """`write_bytes` of a text in UTF-8; `-` is stdout."""
     if str(path) == STDOUT:
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         return
     write_bytes(path, text.encode(), force)
 

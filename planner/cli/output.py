@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 import planner
 from planner.answer import Plan
 from planner.files import STDOUT, write_text
+from planner.report.pieces import Plain
 from planner.report.terminal import render
 
 _log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def show(*renderables: RenderableType) -> None:
     console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
     with console.capture() as capture:
         for renderable in renderables:
-            console.print(renderable)
+            console.print(Plain(renderable))
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 

@@ -9,18 +9,17 @@ from planner.errors import SpecError
 from planner.specs.checking import checked
 from planner.specs.hardware import HardwareSpec
 from planner.specs.reading import label, load_yaml, printable
+from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
     from planner.probe.result import ProbeResult
 
 _log = logging.getLogger(__name__)
-MAX_BYTES = 2**28
-"""The file holds every action of every rank."""
 
 
 def read_probe(path: str) -> ProbeResult:
     """The probe's result in a file, `-` for stdin; SpecError where the file holds none."""
-    data, where = load_yaml(path, MAX_BYTES), label(path)
+    data, where = load_yaml(path, SAVED), label(path)
     if not is_probe(data):
         raise SpecError(f"{where}: is no probe's result", "save one with plan probe plan.json -o probe.json")
     return probe_of(data, where)

@@ -145,6 +145,6 @@ def _field(word: str) -> tuple[str, Any]:
         # Hydra writes keys without quotes
         value = re.sub(r"([{,])(\w+):", r'\1"\2":', value)
     try:
-        return path.lstrip("+"), json.loads(value)
-    except (ValueError, RecursionError):
+        return path.lstrip("+"), json_of(value, "")
+    except SpecError:
         return path.lstrip("+"), {"True": True, "False": False, "None": None}.get(value, value)

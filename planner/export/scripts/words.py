@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from planner.errors import SpecError
 from planner.export.scripts.tokens import closing, double_end
+from planner.specs.reading.limits import Limits
+from planner.specs.reading.python_text import parse_expression
 
 Environment = dict[str, list[str]]
 """Variables; an array has several words."""
@@ -27,7 +29,10 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip
 _MAX_CHARACTERS = 4_000_000
+EACH = 32
+"""A word or a statement costs as much as so many characters, even if it makes none."""
 _MAX_DEPTH = 20
+_ARITHMETIC = Limits(4_000, 4_000, 100)
 _MAX_INTEGER = 10**30
 
 
@@ -82,7 +87,7 @@ class Words:
             else:
                 current, at = current + char, at + 1
         self.depth -= 1
-        self._spend(sum(map(len, fields)) + len(current))
+        self.spend(EACH + sum(map(len, fields)) + len(current))
         return [*fields, *([current] if current or is_quoted else [])]
 
     def text(self, raw: str) -> str:
@@ -108,7 +113,7 @@ class Words:
                 current += " ".join(values)
             else:
                 current, at = current + char, at + 1
-        self._spend(sum(map(len, fields)) + len(current))
+        self.spend(EACH + sum(map(len, fields)) + len(current))
         return [] if is_list and not current and not fields else [*fields, current]
 
     def arithmetic(self, text: str) -> int | None:
@@ -117,19 +122,26 @@ class Words:
         expanded = " ".join(self.expand(text.replace(" ", "\\ "), split=False))
         if self.num_unknown > num_unknown:
             return None
-        named = _NAME.sub(lambda m: " ".join(self.variables.get(m[0], [m[0]])), expanded)
+        named = _NAME.sub(self._number, expanded)
         named = re.sub(r"\b0+(?=\d)", "", named).replace("&&", " and ").replace("||", " or ").strip()
         try:
-            return _evaluate(ast.parse(named, mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return _evaluate(parse_expression(named, _ARITHMETIC))
+        except (ValueError, ZeroDivisionError, RecursionError):
             return None
 
-    def _spend(self, characters: int) -> None:
+    def spend(self, characters: int) -> None:
+        """Count work in characters. Raises SpecError above what any launch script needs."""
         self.spent += characters
         if self.spent > _MAX_CHARACTERS:
             raise SpecError(
                 f"variables of the script make more than {_MAX_CHARACTERS:,} characters", "give a simpler launch script"
             )
+
+    def _number(self, match: re.Match[str]) -> str:
+        """A variable's value in arithmetic, where it needs no dollar sign."""
+        text = " ".join(self.variables.get(match[0], [match[0]]))
+        self.spend(len(text))
+        return text
 
     def _expansion(self, text: str, at: int) -> tuple[list[str], int]:
         """The words that the `$…` or `` `…` `` at `at` stands for, and the index behind it."""
@@ -193,10 +205,15 @@ class Words:
             return value[start:] if len(numbers) < 2 or numbers[1] is None else value[start : start + numbers[1]]
         if operation[0] == "/":
             pattern, _, new = rest.partition("/")
-            return value.replace(self.text(pattern), self.text(new), -1 if operation == "//" else 1)
+            old, put = self.text(pattern), self.text(new)
+            if not old:
+                return value
+            self.spend(value.count(old) * len(put))
+            return value.replace(old, put, -1 if operation == "//" else 1)
         if operation[0] not in "#%":
             return value
         pattern, longest = self.text(rest), len(operation) == 2
+        self.spend(len(value) ** 2 * (1 + len(pattern)) // 64)  # every cut is held against the pattern
         cuts = range(len(value) + 1)
         if operation[0] == "#":
             ends = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut], pattern)]

@@ -10,9 +10,10 @@ import math
 import re
 from typing import Any
 
+from planner.errors import SpecError
 from planner.observe.logs.grammar import Grammar, number, row, text_of, whole
 from planner.observe.record import Record
-from planner.specs.reading import whole_number
+from planner.specs.reading import parse_json
 from planner.specs.units import GIB
 
 _TIMES = ("train_step_time", "train_step_timing in s")
@@ -28,8 +29,8 @@ _MOST_ARGUMENTS = 2_000
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(text, parse_int=whole_number)
-    except (ValueError, RecursionError):
+        data = parse_json(text, "", keeps_last=True)
+    except SpecError:
         return {}
     return data if isinstance(data, dict) else {}
 
