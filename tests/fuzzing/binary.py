@@ -18,10 +18,12 @@ from fuzzing.values import NUMBERS, WORDS
 _OPCODES = (
     b"cos\nsystem\n", b"cbuiltins\neval\n", b"cposix\nsystem\n", b"R", b"b", b"i__main__\nA\n", b"o", b"\x81", b"\x92",
     b"\x93", b"(", b"0", b"1", b"2", b".", b"a", b"e", b"s", b"u", b"t", b"l", b"d", b"]", b")", b"}", b"N", b"\x88",
-    b"\x94", b"r\xff\xff\xff\x7f", b"r\xff\xff\xff\xff", b"j\xff\xff\xff\x7f", b"q\x00", b"h\x00", b"h\xff", b"p999999999\n",
+    b"\x94", b"r\xff\xff\xff\x7f", b"r\xff\xff\xff\xff", b"j\xff\xff\xff\x7f", b"q\x00", b"h\x00", b"h\xff",
+    b"p999999999\n",
     b"g999999999\n", b"\x8b\xff\xff\xff\x7f", b"\x8b\x04\x00\x00\x00abcd", b"\x8a\xff", b"X\xff\xff\xff\x7f",
     b"\x8d" + b"\xff" * 8, b"\x8e" + b"\xff" * 7 + b"\x7f", b"\x96" + b"\xff" * 4 + b"\x00" * 4, b"\x95" + b"\xff" * 8,
-    b"\x95\x10\x00\x00\x00\x00\x00\x00\x00", b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00", b"Pid\n", b"Q", b"\x97",
+    b"\x95\x10\x00\x00\x00\x00\x00\x00\x00", b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00", b"Pid\n", b"Q",
+    b"\x97",
     b"\x98", b"\x8f", b"\x90", b"\x91", b"I" + b"9" * 5000 + b"\n", b"L" + b"1" * 5000 + b"L\n", b"Fnan\n", b"I01\n",
     b"S'a'\n", b"V\\ud800\n", b"\x8c\x01\xff", b"\x80\x05", b"\x80\xff", b"G" + struct.pack(">d", float("inf")),
 )  # fmt: skip
@@ -101,7 +103,9 @@ def _change_database(database: sqlite3.Connection, chance: random.Random) -> Non
     value = chance.choice([value for value in values if not isinstance(value, int) or abs(value) < 2**63])
     match chance.randrange(8):
         case 0 | 1 | 2:
-            database.execute(f'UPDATE "{table}" SET "{column}" = ? WHERE rowid % ? = 0', (value, chance.choice((1, 2, 3))))
+            database.execute(
+                f'UPDATE "{table}" SET "{column}" = ? WHERE rowid % ? = 0', (value, chance.choice((1, 2, 3)))
+            )
         case 3:
             database.execute(f'UPDATE "{table}" SET "{column}" = "{other}"')
         case 4:

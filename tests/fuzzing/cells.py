@@ -15,8 +15,10 @@ _WORD = re.compile(r"\S+")
 _FIELD = re.compile(r"([\w. ()/-]+?)(\s*[:=]\s*)([^\s,|\]]+)")
 """A name and its value, as logs have them: `elapsed time per iteration (ms): 100.0`, `loss=2.1`."""
 _SHELL: tuple[str, ...] = (
-    "A=$A$A", "A=${A}${A}", "set -- $@ $@", "while true; do", "for i in {1..999999}; do", "done", "fi", "if [ $A ]; then",
-    "case $A in", "esac", "f() { f; }", "f", "source $0", ". ./file.sh", "eval $A", "exec", "<<EOF", "EOF", "|", "&&",
+    "A=$A$A", "A=${A}${A}", "set -- $@ $@", "while true; do", "for i in {1..999999}; do", "done", "fi",
+    "if [ $A ]; then",
+    "case $A in", "esac", "f() { f; }", "f", "source $0", ". ./file.sh", "eval $A", "exec", "<<EOF", "EOF", "|",
+    "&&",
     "$((9**9**9))", "$((1/0))", "$((A=A+1))", "${A//a/aa}", "${A[@]}", "${!A}", "${A:0:99999999}", "A=(", ")", "A+=($A)",
     "$(cat file.sh)", "\\", "'", '"', "--", "-", "export", "local", "${A:-", "}", "((", "))", "shift", "`", ";", "#",
 )  # fmt: skip
@@ -102,7 +104,9 @@ def changed_command(data: bytes, chance: random.Random) -> bytes:
             case 2:
                 words[at] = other
             case 3:
-                words[at] = f"{word}{chance.choice((',', ':', '=', 'x', ''))}{chance.choice((word, other, '0', '9' * 30))}"
+                words[at] = (
+                    f"{word}{chance.choice((',', ':', '=', 'x', ''))}{chance.choice((word, other, '0', '9' * 30))}"
+                )
             case 4 if len(words) > 1:
                 del words[at]
             case 5:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from made_traces import event, frames, made_snapshot, segment, training_trace, write_nsys, write_pickle
-from measured_runs import observed
+from measured_runs import observed, priced
 from probes import probe_result
 
 from planner.answer import Plan
@@ -74,23 +74,38 @@ def probes() -> Seeds:
     return {"probe.json": result.model_dump_json().encode()}
 
 
+@cache
+def _run_to_keep() -> Observed:
+    """A run whose layers no host holds up: it says something of the GPU."""
+    plan = priced()
+    return observed(plan, 1.2 * plan.step.step_s)
+
+
 def kept_runs() -> Seeds:
     """A folder of two kept runs, and a file of prices that somebody wrote."""
-    run = _observed()
+    run = _run_to_keep()
     text = text_of(kept_run(run, "observed.json")[0]).encode()
-    prices = json.dumps({"planner_version": "0", "files": {name_of(run): [1, 1]}, "runs": [], "left_out": {"run-1": "x"}})
+    prices = json.dumps(
+        {"planner_version": "0", "files": {name_of(run): [1, 1]}, "runs": [], "left_out": {"run-1": "x"}}
+    )
     return {name_of(run): text, "prices.json": prices.encode()}
 
 
 @cache
 def kept_price() -> KeptPrice:
-    return price_of(kept_run(_observed(), "observed.json")[0], "observed.json")
+    return price_of(kept_run(_run_to_keep(), "observed.json")[0], "observed.json")
 
 
 def measurements() -> Seeds:
     rows = [{"m": 4096, "n": 4096, "k": size, "dtype": "bf16", "seconds": size * 1e-8, "spread_fraction": 0.01}
             for size in (512, 1024)]  # fmt: skip
-    record = {"machine": MACHINE.model_dump(), "quick": False, "date": "2026-01-01", "tables": {"gemm": rows}, "conditions": []}
+    record = {
+        "machine": MACHINE.model_dump(),
+        "quick": False,
+        "date": "2026-01-01",
+        "tables": {"gemm": rows},
+        "conditions": [],
+    }
     return {"h100.yaml.partial.json": json.dumps(record).encode()}
 
 

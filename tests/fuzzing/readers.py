@@ -9,11 +9,10 @@ from pathlib import Path
 
 from fuzzing import made, reads
 from fuzzing.made import CORPUS, Seeds
-
+from planner.cli.probe_file import read_probe
 from planner.observe.saved import read_observed
 from planner.plan_file import read_plan
 from planner.probe.verdict.slowness import slowness
-from planner.cli.probe_file import read_probe
 from planner.schedule.torch_csv import from_torch_csv
 from planner.specs.phases import read_phases
 from planner.specs.reading import read_text
@@ -38,7 +37,7 @@ class Reader:
     folder: bool = False
     """All seeds lie in one folder, and a mutant takes the place of its own."""
     cases: int = CASES
-    """Mutants in the tests."""
+    """Mutants in the tests; fewer where one costs more than 10 ms, as where layers are priced."""
 
 
 def _files(folder: Path, pattern: str = "*") -> Callable[[], Seeds]:
@@ -65,25 +64,25 @@ _FILES = {
     "config.json": Reader(load_model, _files(ROOT / "tests" / "specs" / "configs", "*.json"), suffix=".json"),
     "hardware": Reader(load_hardware, _files(ROOT / "hardware_profiles", "*.yaml"), suffix=".yaml"),
     "trainer": Reader(load_runtime, _files(ROOT / "planner" / "trainers" / "data", "*.yaml"), suffix=".yaml"),
-    "runs": Reader(reads.runs, _corpus("run", "*.jsonl")),
+    "runs": Reader(reads.runs, _corpus("run", "*.jsonl"), cases=100),
     "phases": Reader(lambda path: read_phases(str(path)), _corpus("run", "*.yaml")),
     "lengths": Reader(reads.lengths, _corpus("lengths")),
     "schedule": Reader(lambda path: from_torch_csv(read_text(path)), _corpus("csv"), "cells"),
 }
 _SAVED = {
     "plan": Reader(lambda path: read_plan(str(path)), made.plans),
-    "plan used": Reader(reads.plan_used, made.plans),
+    "plan used": Reader(reads.plan_used, made.plans, cases=200),
     "observation": Reader(lambda path: read_observed(str(path)), made.observations),
     "probe": Reader(lambda path: slowness(made.plan_of("torch-eager"), read_probe(str(path))), made.probes),
-    "calibration": Reader(reads.calibrated, lambda: made.observations() | made.probes()),
-    "compare": Reader(reads.compared, lambda: made.plans() | made.observations() | made.probes()),
+    "calibration": Reader(reads.calibrated, lambda: made.observations() | made.probes(), cases=50),
+    "compare": Reader(reads.compared, lambda: made.plans() | made.observations() | made.probes(), cases=300),
     "history": Reader(reads.history, made.kept_runs, folder=True),
     "measurements": Reader(reads.measured, made.measurements),
 }
 _RUNS = {
     "log": Reader(reads.observed, _corpus("log"), "lines"),
     "trace": Reader(reads.recorded, made.traces),
-    "timeline": Reader(reads.recorded, made.timelines),
+    "timeline": Reader(reads.recorded, made.timelines, cases=400),
     "snapshot": Reader(reads.recorded, made.snapshots, "pickle"),
     "flight recorder": Reader(reads.recorded, made.flight_dumps, "pickle"),
     "nsys": Reader(reads.recorded, made.databases, "database"),
@@ -97,23 +96,25 @@ _IMPORTS = {
     "import deepspeed": Reader(reads.imported, _corpus("deepspeed")),
     "import primus": Reader(reads.imported, _corpus("primus")),
     "import python": Reader(reads.imported, _corpus("python"), "python", suffix=".py"),
-    "import recipe": Reader(reads.imported, _corpus("torchtitan", "planned_recipe"), "python", suffix=".py"),
+    "import recipe": Reader(reads.imported, _corpus("torchtitan", "planned_recipe"), "python", suffix=".py", cases=100),
     "import launcher": Reader(reads.imported, _corpus("torchtitan", "*.sh"), "words"),
     "import huggingface": Reader(reads.imported, _corpus("huggingface")),
     "import axolotl": Reader(reads.imported, _corpus("axolotl")),
     "import llamafactory": Reader(reads.imported, _corpus("llamafactory")),
     "import torchtune": Reader(reads.imported, _corpus("torchtune")),
-    "import hf folder": Reader(reads.imported_folder, _exported("hf", **_ALONE), folder=True),
-    "import torchtune folder": Reader(reads.imported_folder, _exported("torchtune", **_ALONE), folder=True),
-    "import primus folder": Reader(reads.imported_folder, _exported("primus", "primus-torchtitan", **_ALONE), folder=True),
-    "import deepspeed folder": Reader(reads.imported_folder, _exported("deepspeed", **_ALONE), folder=True),
-    "patch shell": Reader(reads.patched, _corpus("patch", "*.sh"), "words"),
-    "patch tree": Reader(reads.patched, _corpus("patch", "*.[!s]*")),
+    "import hf folder": Reader(reads.imported_folder, _exported("hf", **_ALONE), folder=True, cases=250),
+    "import torchtune folder": Reader(reads.imported_folder, _exported("torchtune", **_ALONE), folder=True, cases=250),
+    "import primus folder": Reader(
+        reads.imported_folder, _exported("primus", "primus-torchtitan", **_ALONE), folder=True, cases=250
+    ),
+    "import deepspeed folder": Reader(reads.imported_folder, _exported("deepspeed", **_ALONE), folder=True, cases=250),
+    "patch shell": Reader(reads.patched, _corpus("patch", "*.sh"), "words", cases=50),
+    "patch tree": Reader(reads.patched, _corpus("patch", "*.[!s]*"), cases=100),
 }
 _TYPED = {
-    "command plan": Reader(reads.commanded, partial(made.lines_of, "plan.txt"), "command"),
-    "command evaluate": Reader(reads.commanded, partial(made.lines_of, "price.txt"), "command"),
-    "command others": Reader(reads.commanded, partial(made.lines_of, "others.txt"), "command"),
+    "command plan": Reader(reads.commanded, partial(made.lines_of, "plan.txt"), "command", cases=200),
+    "command evaluate": Reader(reads.commanded, partial(made.lines_of, "price.txt"), "command", cases=50),
+    "command others": Reader(reads.commanded, partial(made.lines_of, "others.txt"), "command", cases=100),
     "page": Reader(reads.question, made.bodies),
 }
 READERS = {**_FILES, **_SAVED, **_RUNS, **_IMPORTS, **_TYPED}

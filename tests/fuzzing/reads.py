@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing.made import MACHINE, kept_price, plan_of
-
 from planner.cli.app import run as run_command
 from planner.cli.calibration_file import read_calibration
 from planner.cli.compare_command import _side
@@ -37,7 +36,6 @@ from planner.serve.controls import Catalogue, options_of
 from planner.serve.question import asked
 from planner.specs.documents import read_lengths
 from planner.specs.reading import load_yaml
-
 
 MAX_LINES = 8
 """Lines of a file of runs that are priced: each is a job of its own, and each has its time."""

@@ -25,15 +25,14 @@ from typing import Any
 from fuzzing.made import Seeds
 from fuzzing.mutate import mutant
 from fuzzing.readers import READERS, Reader
-
-from planner.errors import PlannerError
+from planner.errors import MAX_LINE, PlannerError
 
 SECONDS, MIB = 2.0, 300
 """The most of the processor's time and of memory that one file may take."""
 KILLED_S = 10
 """Seconds of the processor's after which the system ends a process that no signal reaches, as in one long product."""
-MAX_MESSAGE = 2000
-"""The most characters of an error's message and hint."""
+MAX_MESSAGE = MAX_LINE + len("error: ")
+"""The most characters of a line of stderr."""
 MEMORY = Path("/dev/shm")
 """Files that are written ten thousand times a minute lie in memory: a disk takes milliseconds for each."""
 _ECHO = re.compile(r"(.)\1{200}")
@@ -69,6 +68,7 @@ def fuzz(name: str, first: int, last: int) -> list[Escape]:
     A process that dies leaves the seed that it died of, and another goes on behind it.
     """
     escapes: list[Escape] = []
+    READERS[name].seeds()  # what they are made of is made once, and not in each process
     while first < last:
         ours, its = get_context("fork").Pipe(duplex=False)
         process = get_context("fork").Process(target=_fuzzed, args=(name, first, last, its))
@@ -174,7 +174,7 @@ def _problem(reader: Reader, path: Path) -> str:
 
 def _of_message(error: PlannerError) -> str:
     text = error.lines()
-    if len(text) > MAX_MESSAGE or _ECHO.search(text):
+    if max(map(len, text.splitlines())) > MAX_MESSAGE or _ECHO.search(text):
         return f"message of {len(text)} characters: {text[:200]!r}"
     if not error.message.strip() or error.message.startswith("internal"):
         return f"message {error.message[:200]!r}"
@@ -185,7 +185,11 @@ def _of_message(error: PlannerError) -> str:
 def _of_exception(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if f"{os.sep}planner{os.sep}" in frame.filename]
-    spot = f"{own[-1].filename.split('/planner/')[-1]}:{own[-1].lineno}" if own else f"{frames[-1].filename}:{frames[-1].lineno}"
+    spot = (
+        f"{own[-1].filename.split('/planner/')[-1]}:{own[-1].lineno}"
+        if own
+        else f"{frames[-1].filename}:{frames[-1].lineno}"
+    )
     return f"{type(error).__name__} in {spot}: {str(error)[:160]}"
 
 

@@ -10,17 +10,20 @@ from typing import Any
 from fuzzing.values import NUMBERS, WORDS
 
 _EXPRESSIONS = (
-    "[0] * 9999999999", "'a' * 9999999999", "9 ** 9 ** 9", "1 << 9999999999", "1 / 0", "1 % 0", "[x for x in range(10**9)]",
+    "[0] * 9999999999", "'a' * 9999999999", "9 ** 9 ** 9", "1 << 9999999999", "1 / 0", "1 % 0",
+    "[x for x in range(10**9)]",
     "(lambda f: f(f))(lambda f: f(f))", "open('/etc/passwd').read()", "__import__('os').system('id')", "eval('1')",
     "{}['a']", "[][1]", "'%s' % ()", "f'{1:>99999999}'", "'{0.__class__}'.format(1)", "list(range(10**9))",
-    "[[0] * 1000] * 1000", "int('1' * 5000)", "str(10**5000)", "float('nan')", "-inf", "None + 1", "a.b.c.d", "x[0:10**9]",
+    "[[0] * 1000] * 1000", "int('1' * 5000)", "str(10**5000)", "float('nan')", "-inf", "None + 1",
+    "a.b.c.d", "x[0:10**9]",
     "sorted([1, 'a'])", "max()", "min([])", "dict(a=1)['b']", "(yield)", "getattr(1, 'real')", "super().x", "~'a'",
     "'\\x1b[2J'", "[*[*[]]]", "{**{}}", "not ...", "1 if [] else {}",
 )  # fmt: skip
 _STATEMENTS = (
     "while True:\n    pass", "for i in range(10**9):\n    x = i", "def f(n):\n    return f(n)\nx = f(1)",
     "x = []\nfor i in range(10**6):\n    x = x + [x]", "x = 'a'\nfor i in range(99):\n    x = x + x",
-    "import os", "from . import x", "from .... import y", "x = x", "x += x", "del x", "raise ValueError", "assert False",
+    "import os", "from . import x", "from .... import y", "x = x", "x += x", "del x", "raise ValueError",
+    "assert False",
     "class A(A):\n    pass", "class A:\n    a = A()", "return 1", "a, *b = 1", "x = [1]\nx.append(x)", "global x",
     "try:\n    pass\nexcept Exception:\n    x = 1", "with a as b:\n    pass", "x: int = 1", "d = {}\nd['d'] = d",
     "async def g():\n    await g()", "match 1:\n    case x:\n        pass",
@@ -75,7 +78,9 @@ def _new(old: ast.expr, other: ast.expr, chance: random.Random) -> ast.expr:
             return old
         case _:
             for _ in range(chance.choice((1, 3, 120))):
-                old = chance.choice((ast.List([old, old] if chance.random() < 0.05 else [old]), ast.UnaryOp(ast.USub(), old)))
+                old = chance.choice(
+                    (ast.List([old, old] if chance.random() < 0.05 else [old]), ast.UnaryOp(ast.USub(), old))
+                )
             return old
 
 

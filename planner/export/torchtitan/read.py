@@ -151,7 +151,9 @@ def _whole(settings: Settings, name: str, default: int) -> int:
 
 
 def _seq_length(settings: Settings) -> int | None:
-    name = next((name for name in ("training.max_context_length", "training.seq_len") if settings.get(name) is not None), "")
+    name = next(
+        (name for name in ("training.max_context_length", "training.seq_len") if settings.get(name) is not None), ""
+    )
     length = _whole(settings, name, 0)
     if name and length < 1:
         raise SpecError(f"{name}: {length} is below 1", "write the tokens of a sequence")
@@ -165,7 +167,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
     schedule = _SCHEDULES.get(name)
     if schedule is None and pp > 1:
         raise SpecError(
-            f"parallelism.pipeline_parallel_schedule: {name!r} is unknown", f"one of {', '.join(_SCHEDULES)}"
+            f"parallelism.pipeline_parallel_schedule: {name[:60]!r} is unknown", f"one of {', '.join(_SCHEDULES)}"
         )
     parts = settings.get("parallelism.module_fqns_per_model_part")
     layout: dict[str, Any] = {

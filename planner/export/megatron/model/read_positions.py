@@ -32,7 +32,7 @@ def read_positions(options: Options, num_layers: int) -> dict[str, Any]:
         kind = "none"
     position = _KINDS.get(kind)
     if position is None:
-        raise SpecError(f"--position-embedding-type: {kind!r} is unknown", f"one of {', '.join(_KINDS)}")
+        raise SpecError(f"--position-embedding-type: {str(kind)[:60]!r} is unknown", f"one of {', '.join(_KINDS)}")
     if position == "learned":
         rows = "--max-position-embeddings" if "--max-position-embeddings" in options else "--seq-length"
         return {"position_embedding": position, "max_position_embeddings": size(options, rows)}

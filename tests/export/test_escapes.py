@@ -1,0 +1,56 @@
+"""Mutants of configurations that once ended in something else than an error: each is an error, or is read, now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.errors import SpecError
+from planner.export.read import read, read_configuration
+
+TOML = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\n{}\n[parallelism]\npipeline_parallel_degree = 2\n'
+RECIPE = """
+from megatron.bridge.training.config import ConfigContainer
+{}
+def recipe() -> ConfigContainer:
+    return ConfigContainer(model=LlamaProvider(tensor_model_parallel_size=4), train=TrainingConfig(micro_batch_size=1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"overrides": {"": 7}, "recipe": "run_recipe.py"}', "overrides: holds a mapping, not a list"),
+        ('{"overrides": [], "recipe": 7}', "overrides no field"),
+        (TOML.format("local_batch_size = inf"), "training.local_batch_size: inf is no whole number"),
+        (TOML.format('seq_len = "long"'), "training.seq_len: 'long' is no whole number"),
+        (TOML.format("seq_len = 0"), "training.seq_len: 0 is below 1"),
+        (f"--num-layers 2 --hidden-size 8 --num-attention-heads {'x' * 999}", "--num-attention-heads: 'xxx"),
+    ],
+)
+def test_values_that_are_no_counts(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_configuration(text)
+    assert message in caught.value.message
+    assert len(caught.value.lines()) < 400
+    assert caught.value.hint
+
+
+def test_a_micro_batch_of_none_is_no_division() -> None:
+    text = TOML.format("local_batch_size = 8") + "pipeline_parallel_microbatch_size = 0\n"
+    with pytest.raises(SpecError, match="micro-batch: 0 is below 1"):
+        read_configuration(text)
+
+
+@pytest.mark.parametrize("statement", ["raise ValueError", "break", "return 1"])
+def test_a_recipe_is_read_to_where_its_file_ends_itself(statement: str) -> None:
+    """What stands behind it is no part of the file that a run would see."""
+    with pytest.raises(SpecError, match="no function of the file returns a recipe"):
+        read_configuration(RECIPE.format(statement))
+    assert read_configuration(RECIPE.format("")).run["parallelism"]["tp"] == 4
+
+
+def test_an_import_from_above_all_folders_is_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE.format(f"from {'.' * 30} import common"))
+    assert read(tmp_path / "recipe.py").run["parallelism"]["tp"] == 4
