@@ -16,18 +16,23 @@ from fuzzing.trees import change
 from fuzzing.values import NUMBERS, WORDS
 
 _OPCODES = (
-    b"cos\nsystem\n", b"cbuiltins\neval\n", b"cposix\nsystem\n", b"R", b"b", b"i__main__\nA\n", b"o", b"\x81", b"\x92",
-    b"\x93", b"(", b"0", b"1", b"2", b".", b"a", b"e", b"s", b"u", b"t", b"l", b"d", b"]", b")", b"}", b"N", b"\x88",
-    b"\x94", b"r\xff\xff\xff\x7f", b"r\xff\xff\xff\xff", b"j\xff\xff\xff\x7f", b"q\x00", b"h\x00", b"h\xff",
-    b"p999999999\n",
-    b"g999999999\n", b"\x8b\xff\xff\xff\x7f", b"\x8b\x04\x00\x00\x00abcd", b"\x8a\xff", b"X\xff\xff\xff\x7f",
-    b"\x8d" + b"\xff" * 8, b"\x8e" + b"\xff" * 7 + b"\x7f", b"\x96" + b"\xff" * 4 + b"\x00" * 4, b"\x95" + b"\xff" * 8,
-    b"\x95\x10\x00\x00\x00\x00\x00\x00\x00", b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00", b"Pid\n", b"Q",
-    b"\x97",
-    b"\x98", b"\x8f", b"\x90", b"\x91", b"I" + b"9" * 5000 + b"\n", b"L" + b"1" * 5000 + b"L\n", b"Fnan\n", b"I01\n",
-    b"S'a'\n", b"V\\ud800\n", b"\x8c\x01\xff", b"\x80\x05", b"\x80\xff", b"G" + struct.pack(">d", float("inf")),
+    b"cos\nsystem\n", b"cbuiltins\neval\n", b"cposix\nsystem\n", b"R", b"b", b"i__main__\nA\n", b"o", b"\x81",
+    b"\x92", b"\x93", b"(", b"0", b"1", b"2", b".", b"a", b"e", b"s", b"u", b"t", b"l", b"d", b"]", b")", b"}", b"N",
+    b"\x88", b"\x94", b"r\xff\xff\xff\x7f", b"r\xff\xff\xff\xff", b"j\xff\xff\xff\x7f", b"q\x00", b"h\x00", b"h\xff",
+    b"p999999999\n", b"g999999999\n", b"\x8b\xff\xff\xff\x7f", b"\x8b\x04\x00\x00\x00abcd", b"\x8a\xff",
+    b"X\xff\xff\xff\x7f", b"\x8d" + b"\xff" * 8, b"\x8e" + b"\xff" * 7 + b"\x7f", b"\x96" + b"\xff" * 4 + b"\x00" * 4,
+    b"\x95" + b"\xff" * 8, b"\x95\x10\x00\x00\x00\x00\x00\x00\x00", b"\x82\x01", b"\x83\x01\x00",
+    b"\x84\x01\x00\x00\x00", b"Pid\n", b"Q", b"\x97", b"\x98", b"\x8f", b"\x90", b"\x91", b"I" + b"9" * 5000 + b"\n",
+    b"L" + b"1" * 5000 + b"L\n", b"Fnan\n", b"I01\n", b"S'a'\n", b"V\\ud800\n", b"\x8c\x01\xff", b"\x80\x05",
+    b"\x80\xff", b"G" + struct.pack(">d", float("inf")),
 )  # fmt: skip
 """Opcodes with arguments that run code, ask for memory, or leave the stack in disorder."""
+
+
+_NAMES = frozenset(
+    ("GLOBAL", "STACK_GLOBAL", "INST", "REDUCE", "BUILD", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4",
+     "PERSID", "BINPERSID")
+)  # fmt: skip
 
 
 def changed_pickle(data: bytes, chance: random.Random) -> bytes:
@@ -57,24 +62,12 @@ def changed_pickle(data: bytes, chance: random.Random) -> bytes:
 
 
 @lru_cache(64)
-def _data(seed: bytes) -> Any:
-    """The data of a seed, which our own code made; None for anything else."""
+def _data(pickled: bytes) -> Any:
+    """The plain data of a pickle; None where it names anything that could run, or is broken."""
     with suppress(Exception):
-        return _Plain(seed).load()
+        if not any(op.name in _NAMES for op, _, _ in pickletools.genops(pickled)):
+            return pickle.loads(pickled)
     return None
-
-
-class _Plain:
-    """Loads pickles without globals."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def load(self) -> Any:
-        named = {"GLOBAL", "STACK_GLOBAL", "INST", "REDUCE", "BUILD", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "PERSID"}
-        if any(op.name in named for op, _, _ in pickletools.genops(self._data)):
-            return None
-        return pickle.loads(self._data)
 
 
 def changed_database(data: bytes, chance: random.Random) -> bytes:

@@ -16,11 +16,10 @@ _FIELD = re.compile(r"([\w. ()/-]+?)(\s*[:=]\s*)([^\s,|\]]+)")
 """A name and its value, as logs have them: `elapsed time per iteration (ms): 100.0`, `loss=2.1`."""
 _SHELL: tuple[str, ...] = (
     "A=$A$A", "A=${A}${A}", "set -- $@ $@", "while true; do", "for i in {1..999999}; do", "done", "fi",
-    "if [ $A ]; then",
-    "case $A in", "esac", "f() { f; }", "f", "source $0", ". ./file.sh", "eval $A", "exec", "<<EOF", "EOF", "|",
-    "&&",
-    "$((9**9**9))", "$((1/0))", "$((A=A+1))", "${A//a/aa}", "${A[@]}", "${!A}", "${A:0:99999999}", "A=(", ")", "A+=($A)",
-    "$(cat file.sh)", "\\", "'", '"', "--", "-", "export", "local", "${A:-", "}", "((", "))", "shift", "`", ";", "#",
+    "if [ $A ]; then", "case $A in", "esac", "f() { f; }", "f", "source $0", ". ./file.sh", "eval $A", "exec",
+    "<<EOF", "EOF", "|", "&&", "$((9**9**9))", "$((1/0))", "$((A=A+1))", "${A//a/aa}", "${A[@]}", "${!A}",
+    "${A:0:99999999}", "A=(", ")", "A+=($A)", "$(cat file.sh)", "\\", "'", '"', "--", "-", "export", "local", "${A:-",
+    "}", "((", "))", "shift", "`", ";", "#",
 )  # fmt: skip
 """Words that make a reader of shell scripts loop, grow or lose its place."""
 
