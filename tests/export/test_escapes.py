@@ -9,6 +9,7 @@ import pytest
 from planner.errors import SpecError
 from planner.export.read import read, read_configuration
 
+CORPUS = Path(__file__).parents[1] / "fuzzing" / "corpus"
 TOML = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\n{}\n[parallelism]\npipeline_parallel_degree = 2\n'
 RECIPE = """
 from megatron.bridge.training.config import ConfigContainer
@@ -35,6 +36,20 @@ def test_values_that_are_no_counts(text: str, message: str) -> None:
     assert message in caught.value.message
     assert len(caught.value.lines()) < 400
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("digits", ["²", "٣", "9" * 5000])
+def test_digits_that_are_no_number_for_python_count_nothing(digits: str) -> None:
+    sizes = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1"
+    script = f"NGPU={digits}\nWORLD_SIZE={digits}\npretrain_gpt.py {sizes} --nnodes {digits}"
+    assert read_configuration(script).run["num_gpus"] is None
+
+
+def test_a_model_without_a_vocabulary_is_asked_for_one() -> None:
+    lines = (CORPUS / "torch" / "plan.torch.yaml").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith(("#", "  vocab_size:")))
+    with pytest.raises(SpecError, match="vocab_size is not in the configuration"):
+        read_configuration(text).complete(hardware="h100")
 
 
 def test_a_micro_batch_of_none_is_no_division() -> None:

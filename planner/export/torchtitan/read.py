@@ -15,6 +15,7 @@ from planner.export.torchtitan.flavors import model_of_flavor
 from planner.export.torchtitan.read_recipe import RECOMPUTED, Settings
 from planner.export.torchtitan.settings import is_recipe, read_settings
 from planner.specs.reading import printable
+from planner.specs.units import is_count
 
 _SCHEDULES = {
     "1f1b": "1f1b",
@@ -109,7 +110,7 @@ def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | No
     layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
     every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
     num_layers = num_layers_of(model)
-    if layout["recompute"] == "selective" and every.isdigit() and int(every) > 0 and num_layers:
+    if layout["recompute"] == "selective" and is_count(every) and int(every) > 0 and num_layers:
         layout |= {"recompute": "full", "recompute_layers": [*range(int(every) - 1, num_layers, int(every))]}
     elif isinstance(layers, list) and layout["recompute"] == "full" and num_layers:
         layout["recompute_layers"] = layers
@@ -224,7 +225,7 @@ def _num_gpus(settings: Settings, script: Script) -> int | None:
     """GPUs by the script's variables, else by the grid; None where neither gives a number."""
     for name in ("NGPU", "WORLD_SIZE"):
         values = script.variables.get(name, [])
-        if values and values[0].isdigit():
+        if values and is_count(values[0]):
             return int(values[0])
     layout, ranks = _layout(settings, None)
     return layout["dp"] * ranks if "dp" in layout else None
