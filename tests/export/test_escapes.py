@@ -45,6 +45,19 @@ def test_digits_that_are_no_number_for_python_count_nothing(digits: str) -> None
     assert read_configuration(script).run["num_gpus"] is None
 
 
+@pytest.mark.parametrize("targets", ["7", "true", "{a: 1}", "[q_proj, 7]"])
+def test_targets_of_adapters_that_are_no_names(targets: str) -> None:
+    text = f"base_model: meta-llama/Llama-3.1-8B\nadapter: lora\nmicro_batch_size: 1\nlora_target_modules: {targets}\n"
+    imported = read_configuration(text + f"target_parameters: {targets}\n")
+    assert imported.run["adapters"]["targets"] == (["q_proj"] if "q_proj" in targets else ["all-linear"])
+    assert imported.unknown["target_modules"]
+
+
+def test_a_rank_without_end_is_no_rank() -> None:
+    with pytest.raises(SpecError, match=r"r: inf is no number"):
+        read_configuration("base_model: x\nadapter: lora\nmicro_batch_size: 1\nlora_r: .inf\n")
+
+
 def test_a_model_without_a_vocabulary_is_asked_for_one() -> None:
     lines = (CORPUS / "torch" / "plan.torch.yaml").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith(("#", "  vocab_size:")))
