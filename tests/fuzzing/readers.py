@@ -64,17 +64,17 @@ _FILES = {
     "config.json": Reader(load_model, _files(ROOT / "tests" / "specs" / "configs", "*.json"), suffix=".json"),
     "hardware": Reader(load_hardware, _files(ROOT / "hardware_profiles", "*.yaml"), suffix=".yaml"),
     "trainer": Reader(load_runtime, _files(ROOT / "planner" / "trainers" / "data", "*.yaml"), suffix=".yaml"),
-    "runs": Reader(reads.runs, _corpus("run", "*.jsonl"), cases=100),
+    "runs": Reader(reads.runs, _corpus("run", "*.jsonl"), cases=60),
     "phases": Reader(lambda path: read_phases(str(path)), _corpus("run", "*.yaml")),
     "lengths": Reader(reads.lengths, _corpus("lengths")),
     "schedule": Reader(lambda path: from_torch_csv(read_text(path)), _corpus("csv"), "cells"),
 }
 _SAVED = {
     "plan": Reader(lambda path: read_plan(str(path)), made.plans),
-    "plan used": Reader(reads.plan_used, made.plans, cases=200),
+    "plan used": Reader(reads.plan_used, made.plans, cases=100),
     "observation": Reader(lambda path: read_observed(str(path)), made.observations),
     "probe": Reader(lambda path: slowness(made.plan_of("torch-eager"), read_probe(str(path))), made.probes),
-    "calibration": Reader(reads.calibrated, lambda: made.observations() | made.probes(), cases=50),
+    "calibration": Reader(reads.calibrated, lambda: made.observations() | made.probes(), cases=20),
     "compare": Reader(reads.compared, lambda: made.plans() | made.observations() | made.probes(), cases=300),
     "history": Reader(reads.history, made.kept_runs, folder=True),
     "measurements": Reader(reads.measured, made.measurements),
@@ -82,7 +82,7 @@ _SAVED = {
 _RUNS = {
     "log": Reader(reads.observed, _corpus("log"), "lines"),
     "trace": Reader(reads.recorded, made.traces),
-    "timeline": Reader(reads.recorded, made.timelines, cases=400),
+    "timeline": Reader(reads.recorded, made.timelines, cases=200),
     "snapshot": Reader(reads.recorded, made.snapshots, "pickle"),
     "flight recorder": Reader(reads.recorded, made.flight_dumps, "pickle"),
     "nsys": Reader(reads.recorded, made.databases, "database"),
@@ -96,7 +96,7 @@ _IMPORTS = {
     "import deepspeed": Reader(reads.imported, _corpus("deepspeed")),
     "import primus": Reader(reads.imported, _corpus("primus")),
     "import python": Reader(reads.imported, _corpus("python"), "python", suffix=".py"),
-    "import recipe": Reader(reads.imported, _corpus("torchtitan", "planned_recipe"), "python", suffix=".py", cases=100),
+    "import recipe": Reader(reads.imported, _corpus("torchtitan", "planned_recipe"), "python", suffix=".py", cases=60),
     "import launcher": Reader(reads.imported, _corpus("torchtitan", "*.sh"), "words"),
     "import huggingface": Reader(reads.imported, _corpus("huggingface")),
     "import axolotl": Reader(reads.imported, _corpus("axolotl")),
@@ -108,13 +108,13 @@ _IMPORTS = {
         reads.imported_folder, _exported("primus", "primus-torchtitan", **_ALONE), folder=True, cases=250
     ),
     "import deepspeed folder": Reader(reads.imported_folder, _exported("deepspeed", **_ALONE), folder=True, cases=250),
-    "patch shell": Reader(reads.patched, _corpus("patch", "*.sh"), "words", cases=50),
+    "patch shell": Reader(reads.patched, _corpus("patch", "*.sh"), "words", cases=25),
     "patch tree": Reader(reads.patched, _corpus("patch", "*.[!s]*"), cases=100),
 }
 _TYPED = {
-    "command plan": Reader(reads.commanded, partial(made.lines_of, "plan.txt"), "command", cases=200),
-    "command evaluate": Reader(reads.commanded, partial(made.lines_of, "price.txt"), "command", cases=50),
-    "command others": Reader(reads.commanded, partial(made.lines_of, "others.txt"), "command", cases=100),
+    "command plan": Reader(reads.commanded, partial(made.lines_of, "plan.txt"), "command", cases=100),
+    "command evaluate": Reader(reads.commanded, partial(made.lines_of, "price.txt"), "command", cases=25),
+    "command others": Reader(reads.commanded, partial(made.lines_of, "others.txt"), "command", cases=50),
     "page": Reader(reads.question, made.bodies),
 }
 READERS = {**_FILES, **_SAVED, **_RUNS, **_IMPORTS, **_TYPED}
