@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from planner.trainers.spec import RuntimeSpec
     from planner.validate.score import validate_runs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ClusterSpec",

@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import runpy
+import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
-from planner import ClusterSpec, Infeasible, RuntimeSpec, SearchLimits, TrainingSpec, load_runtime, plan
+import planner.export.export as export_module
+from planner import (
+    ClusterSpec,
+    Infeasible,
+    Parallelism,
+    RuntimeSpec,
+    SearchLimits,
+    TrainingSpec,
+    evaluate,
+    load_runtime,
+    plan,
+)
+from planner.errors import SpecError
+from planner.export.common.refusal import Inexpressible
+from planner.export.targets import TRAINERS
+from planner.observe import reader
+from planner.observe.read import observe
 from planner.schedule.orders import SCHEDULES
+from planner.specs.registry import load_hardware, load_model
 from planner.trainers import load
 from planner.trainers.rules.megatron import MEGATRON_RULES
 from planner.trainers.rules.named import RULES
 from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.switches import SWITCHES
 
-TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 FILES = dict(re.findall(r"```yaml\n# \S+/(\S+)\n(.*?)```", TEXT, re.DOTALL))
 TRAINING = TrainingSpec(seq_length=4096, global_batch_size=64)
 
@@ -84,3 +109,126 @@ def test_a_rule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Infeasible) as error:
         plan("8b", ClusterSpec(hardware="h100", num_gpus=6), TRAINING, limits=limits, runtime=runtime)
     assert rule.reason in error.value.rejections
+
+
+def test_an_exporter_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = names_of("MY_TARGET")
+    target = names["MY_TARGET"]
+    module = ModuleType("planner.export.my_trainer.write")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, "planner.export.my_trainer", ModuleType("planner.export.my_trainer"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(TRAINERS, target.name, target)
+    monkeypatch.setattr(export_module, "TARGETS", (*export_module.TARGETS, target.name))
+    cluster = ClusterSpec(hardware="h100", num_gpus=8)
+    fits = evaluate("8b", cluster, TRAINING, Parallelism(tp=2, pp=2, dp=2, micro_batch_size=1))
+    written = export_module.export(fits, "my-trainer,torchrun", tmp_path / "run")
+    settings = json.loads((tmp_path / "run" / "my-trainer.json").read_text())
+    assert (settings["tensor"], settings["pipeline"], settings["data"]) == (2, 2, 2)
+    assert settings["layers"] == [stage.num_layers for stage in fits.stages]
+    assert "my_trainer --config" in (tmp_path / "run" / "launch.sh").read_text()
+    assert all(path.exists() for path in written)
+    interleaved = evaluate("8b", cluster, TRAINING, Parallelism(tp=2, pp=2, vpp=2, dp=2, micro_batch_size=1))
+    with pytest.raises(Inexpressible, match="one chunk of layers a stage, not 2"):
+        export_module.bundle_of(interleaved, "my-trainer")
+
+
+def test_a_log_format_is_a_table_of_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    grammar = names_of("MY_LOG")["MY_LOG"]
+    rows = tuple((len(reader.GRAMMARS), row) for row in grammar.rows)
+    needles = re.compile(b"|".join(re.escape(row.needle.encode()) for row in grammar.rows))
+    monkeypatch.setattr(reader, "GRAMMARS", (*reader.GRAMMARS, grammar))
+    monkeypatch.setattr(reader, "_ROWS", (*reader._ROWS, *rows))
+    monkeypatch.setattr(reader, "_NEEDLES", needles)
+    monkeypatch.setitem(reader._RANKS, grammar.name, grammar.rank)
+    lines = [f"step {number} took {1.5 + number % 2 / 10} s, peak 61.5 GiB" for number in range(1, 31)]
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(["64 sequences a step", *lines[:15], "saved checkpoint", *lines[15:]]))
+    seen = observe([str(log)])
+    assert (seen.facts.trainer, seen.sources[0].format, seen.facts.global_batch_size) == ("my-trainer", "my-log", 64)
+    assert 1.5 <= (seen.step_s or 0) <= 1.6
+    assert seen.peak_memory_bytes == 61.5 * 2**30
+
+
+NEW = runpy.run_path(str(ROOT / "scripts" / "new"))
+BEGUN = ("planner/**/*.py", "planner/**/*.yaml", "model_specs/*.yaml", "hardware_profiles/*.yaml", "tests/**/test_*.py")
+
+
+def unfinished(root: Path) -> list[str]:
+    """Files in which something is left to fill in."""
+    files = [path for pattern in BEGUN for path in root.glob(pattern)]
+    word = "TO" + "DO"
+    return sorted(str(path.relative_to(root)) for path in files if re.search(rf"\b{word}\b", path.read_text()))
+
+
+def test_nothing_that_was_begun_is_left_to_fill_in() -> None:
+    assert unfinished(ROOT) == []
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The tables that scripts/new puts rows into, in an empty tree."""
+    for kind in NEW["SCAFFOLDS"].values():
+        for row in kind.get("rows", ()):
+            (tmp_path / row["file"]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / row["file"], tmp_path / row["file"])
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", NEW["SCAFFOLDS"])
+def test_what_is_begun_parses_and_never_passes_as_finished(kind: str, tree: Path) -> None:
+    files = NEW["scaffold"](kind, "my-thing-2.5", tree)
+    left = unfinished(tree)
+    assert all(path.exists() for path in files)
+    for path in files:
+        if path.suffix == ".py":
+            ast.parse(path.read_text())
+        else:
+            assert yaml.safe_load(path.read_text())["source"].startswith("TO" + "DO")
+    test = next(path for path in files if path.name.startswith("test_"))
+    assert str(test.relative_to(tree)) in left, "its test is refused"
+    assert len(left) > 1, "and so is what it tests"
+    said = [f"{path} {path.read_text()}" for path in files]
+    assert [text for text in said if not re.search(r"my.thing.2.5", text, re.IGNORECASE)] == []
+    with pytest.raises(SystemExit, match="is there already"):
+        NEW["scaffold"](kind, "my-thing-2.5", tree)
+
+
+@pytest.mark.parametrize(("kind", "load"), [("model", load_model), ("gpu", load_hardware), ("trainer", load_runtime)])
+def test_a_file_that_was_begun_loads_once_it_is_filled_in_as_the_example_is(kind: str, load: Any, tree: Path) -> None:
+    path = NEW["scaffold"](kind, "my-thing", tree)[0]
+    with pytest.raises(SpecError) as refused:
+        load(path)
+    assert path.name in refused.value.message
+    example = {"model": "my-model-7b.yaml", "gpu": "my-gpu-96gb.yaml", "trainer": "my-trainer.yaml"}[kind]
+    begun, values = yaml.safe_load(path.read_text()), yaml.safe_load(FILES[example])
+    path.write_text(yaml.safe_dump(filled_in(begun, values)))
+    assert load(path).name == "my-thing"
+
+
+def filled_in(begun: Any, values: Any) -> Any:
+    """What was begun, with the example's value wherever something is to be filled in."""
+    if isinstance(begun, dict):
+        return {key: filled_in(value, values.get(key, value)) for key, value in begun.items()}
+    if isinstance(begun, list) and begun and isinstance(begun[0], dict):
+        return [filled_in(*pair) for pair in zip(begun, values, strict=True)]
+    return values if "TO" + "DO" in str(begun) else begun
+
+
+@pytest.mark.parametrize("name", ["", "Mine", "a b", "../x", "x-", "1x"])
+def test_names_that_are_no_files_and_no_words_are_refused(name: str) -> None:
+    assert NEW["NAME"].fullmatch(name) is None
+
+
+def test_first_tasks_name_files_and_commands_that_exist() -> None:
+    tasks = TEXT.partition("## Good first tasks")[2]
+    named = re.findall(r"`((?:planner|scripts|hardware_profiles|docs)/[\w./-]+)", tasks)
+    assert len(named) >= 8
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert len(re.findall(r"^- \*\*", tasks, re.MULTILINE)) >= 6
+
+
+def test_every_kind_that_can_be_begun_is_walked_through() -> None:
+    titles = re.findall(r"^## Add an? (.+)$", TEXT, re.MULTILINE)
+    words = {"model": "model", "gpu": "GPU", "log": "log format"}
+    assert {words.get(kind, kind) for kind in NEW["SCAFFOLDS"]} <= set(titles)

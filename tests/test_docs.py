@@ -18,14 +18,16 @@ from planner.cli.job_options import SearchOptions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-SHELL = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDE = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("READING", "COMMANDS", "ACCURACY"))
+"""The README and the pages that go on where it ends."""
+SHELL = "\n".join(re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL))
+PYTHON = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8"]
-LINES = [line for line in SHELL.splitlines() if line.startswith("plan ")]
+LINES = list(dict.fromkeys(line for line in SHELL.splitlines() if line.startswith("plan ")))
 ENDLESS = ("plan serve",)
 """Commands that end when they are interrupted; tests/cli/test_serve_command.py does so."""
-SHOWN = {f"plan {arguments}" for arguments in re.findall(r"<!-- \$ plan (.*?) -->", README)}
-"""The commands whose outputs the README shows."""
+SHOWN = {f"plan {arguments}" for arguments in re.findall(r"<!-- \$ plan (.*?) -->", GUIDE)}
+"""The commands whose outputs are shown."""
 
 
 def script(name: str) -> ModuleType:
@@ -44,7 +46,7 @@ def without_seconds(text: str) -> str:
 
 @pytest.mark.usefixtures("searched_once", "priced_once")
 @pytest.mark.parametrize("line", [line for line in LINES if line not in SHOWN and line not in ENDLESS])
-def test_every_command_of_the_readme_works(
+def test_every_command_of_the_first_pages_works(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -62,7 +64,7 @@ def test_every_command_of_the_readme_works(
     assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/FINETUNE.md"])
+@pytest.mark.parametrize("page", script("readme").PAGES)
 @pytest.mark.usefixtures("searched_once", "priced_once")
 def test_the_outputs_in_the_documents_are_what_the_commands_print(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -85,27 +87,56 @@ def test_the_outputs_in_the_documents_are_what_the_commands_print(
 
 
 @pytest.mark.parametrize("code", PYTHON)
-def test_the_python_of_the_readme_works(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_the_first_pages_works(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "docs/COMMANDS.md", "exec"), {})
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_is_in_the_readme(command: str) -> None:
+def test_every_command_is_in_the_first_pages(command: str) -> None:
     assert any(line.split()[:2] == ["plan", command] for line in SHELL.splitlines())
 
 
-def test_every_exit_code_is_in_the_readme() -> None:
+def test_every_exit_code_is_in_the_page_of_commands() -> None:
     from planner import errors
 
     codes = {error.exit_code for error in vars(errors).values() if isinstance(error, type)}
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)} == codes | {0, 130}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", GUIDE, re.MULTILINE)} == codes | {0, 130}
 
 
 def test_the_first_screen_is_a_sentence_and_the_line_that_plans() -> None:
     lines = README.splitlines()
     assert lines[0] == "# planner"
     assert any(line.startswith("python3 -m venv .venv && .venv/bin/pip install . &&") for line in lines[:8])
+
+
+def test_the_readme_is_a_screen_and_a_half() -> None:
+    assert len(README.splitlines()) <= 95
+
+
+def test_how_sure_it_is_are_the_figures_that_the_commands_print() -> None:
+    """Those of the fit are in docs/CALIBRATION.md as it printed them, those of `plan validate` in docs/ACCURACY.md."""
+    held_out, interval, regret, unknown = re.findall(r"^- \*\*[^*]+\*\*: (.*)$", README, re.MULTILINE)
+    calibration, accuracy = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("CALIBRATION", "ACCURACY"))
+    left_out = calibration.partition("\nall  ")[2].splitlines()[1].split()
+    value = {name: left_out[left_out.index(name) + 1] for name in ("median", "p90", "80%")}
+    assert f"median error of {value['median']}, nine of ten within {value['p90']}" in held_out
+    assert interval.startswith(value["80%"])
+    words = " ".join(accuracy.split())
+    jobs, first, chance = re.search(  # type: ignore[union-attr]
+        r"regret: in (\d+) jobs .* the one ranked first took (\S+) longer than the fastest, one drawn by chance (\S+) ",
+        words,
+    ).groups()
+    assert f"took {first} longer" in regret
+    assert f"over {jobs} jobs; one drawn by chance {chance}." in regret
+    worst = accuracy.partition("\nall  ")[2].split()[5]
+    assert f"up to {worst.lstrip('-')}." in unknown
+
+
+def test_links_lead_to_files_and_sections() -> None:
+    for page in ("README.md", "docs/READING.md", "docs/COMMANDS.md", "docs/ACCURACY.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+            assert link.startswith("https://") or ((ROOT / page).parent / link).exists(), f"{page}: {link}"
 
 
 def test_documents_name_files_that_exist() -> None:

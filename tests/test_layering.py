@@ -22,6 +22,7 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 ALLOWED = {
     "errors": set(),
+    "distribution": set(),
     "files": {"errors"},
     "shape": {"errors"},
     "specs": {"errors"},
@@ -39,7 +40,10 @@ ALLOWED = {
     "search": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "report.causes"},
     # a target's constraints are written once, and the search holds candidates against them too
     # and prices a plan under the trainer that it is written for
-    "export": {"errors", "files", "shape", "specs", "trainers", "schedule", "answer", "layout.replan", "months"},
+    "export": {
+        "distribution", "errors", "files", "shape", "specs", "trainers", "schedule", "answer", "months",
+        "layout.replan",
+    },
     # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches; a
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
     "decide": {
@@ -80,8 +84,16 @@ ALLOWED = {
         "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
         "search.rebalance", "report.format", "plan_file", "profile.probed",
     },
+    # what a machine has of what the planner needs; the solver tests itself
+    "doctor": {
+        "distribution", "errors", "specs", "trainers.fits", "search.ilp.self_test", "observe.history",
+        "probe.verdict.same_hardware",
+    },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
-    "gpu_check": {"errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile", "search.deadline"},
+    "gpu_check": {
+        "distribution", "errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile",
+        "search.deadline",
+    },
 }  # fmt: skip
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 

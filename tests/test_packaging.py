@@ -10,8 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import planner
+from planner.distribution import DISTRIBUTION, install_line
 from planner.trainers.load import RUNTIMES
 
 ROOT = Path(__file__).parents[1]
@@ -57,12 +59,39 @@ def test_the_wheel_plans_from_another_folder(wheel: zipfile.ZipFile, tmp_path: P
     assert "405.9B" in done.stdout
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def test_versions_agree_and_torch_is_not_a_dependency() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PROJECT
     assert project["version"] == planner.__version__
     assert project["scripts"] == {"plan": "planner.cli:main"}
     assert not [need for need in project["dependencies"] if re.match(r"torch\b", need)]
     assert [need for need in project["optional-dependencies"]["probe"] if re.match(r"torch\b", need)]
+
+
+def test_the_name_on_the_index_is_said_in_one_place() -> None:
+    assert PROJECT["name"] == DISTRIBUTION
+    assert install_line("probe", "serve") == f"pip install '{DISTRIBUTION}[probe,serve]'"
+    spelled = re.compile(r"""install_line\("(\w+)"\)|pip install '?planner\b""")
+    files = [path for folder in ("planner", "docs", "scripts") for path in (ROOT / folder).rglob("*")]
+    texts = [path.read_text() for path in files if path.is_file() and path.suffix in ("", ".py", ".md")]
+    found = [match for text in texts for match in spelled.finditer(text)]
+    assert {match[1] for match in found} <= PROJECT["optional-dependencies"].keys(), "extras, by our own name"
+
+
+def test_classifiers_are_those_of_the_index() -> None:
+    known = pytest.importorskip("trove_classifiers", reason="comes with hatchling").classifiers
+    assert set(PROJECT["classifiers"]) <= known
+    lowest = PROJECT["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {lowest}" in PROJECT["classifiers"]
+
+
+def test_the_citation_and_the_changelog_have_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys(), "the keys that its schema requires"
+    assert (citation["title"], citation["version"]) == (DISTRIBUTION, planner.__version__)
+    assert f"## [{planner.__version__}] - {citation['date-released']}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_licence_is_apache_2() -> None:

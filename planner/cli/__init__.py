@@ -56,6 +56,12 @@ def _print_json(error: PlannerError) -> None:
 def _as_planner_error(error: Exception) -> PlannerError:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return PlannerError("standard output: no space left on device", "free some space")
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != "planner":
+        from planner.distribution import EXTRA_OF_MODULE, install_line
+
+        name = error.name.partition(".")[0]
+        extras = [EXTRA_OF_MODULE[name]] if name in EXTRA_OF_MODULE else []
+        return PlannerError(f"{name} is not installed", f"{install_line(*extras)} brings it")
     if isinstance(error, FileNotFoundError):
         from planner.files import require_working_folder
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "probe": ("planner.cli.probe_command", "probe_command"),
     "profile": ("planner.cli.profile_command", "profile_command"),
     "rebalance": ("planner.cli.rebalance_command", "rebalance_command"),
+    "doctor": ("planner.cli.doctor_command", "doctor_command"),
 }
 """Module and function of every command beside the main job. Heavy imports belong inside that function."""
 

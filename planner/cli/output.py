@@ -17,9 +17,11 @@ from rich.console import Console, RenderableType
 
 import planner
 from planner.answer import Plan
+from planner.distribution import DISTRIBUTION
 from planner.files import STDOUT, write_text
 from planner.report.pieces import Plain
 from planner.report.terminal import render
+from planner.trainers.fits import calibration_date
 
 _log = logging.getLogger(__name__)
 MIN_WIDTH, MAX_WIDTH = 80, 100
@@ -101,16 +103,22 @@ def show(*renderables: RenderableType) -> None:
     console = plain()
     if console.no_color:  # nor bold or dim
         console = plain(color_system=None)
-    console.width = min(max(console.width, MIN_WIDTH), MAX_WIDTH)
+    console.width = width()
     with console.capture() as capture:
         for renderable in renderables:
             console.print(Plain(renderable))
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
+def width() -> int:
+    """The columns that answers take."""
+    return min(max(Console().width, MIN_WIDTH), MAX_WIDTH)
+
+
 def versions() -> str:
-    """One line for bug reports; torch is looked up, not imported."""
-    parts = [f"planner {planner.__version__}", f"Python {platform.python_version()}"]
+    """One line: ours with the day of its calibration, and what it runs on; torch is looked up, not imported."""
+    ours = f"{DISTRIBUTION} {planner.__version__} (calibration of {calibration_date()})"
+    parts = [ours, f"Python {platform.python_version()}"]
     for name in ("pulp", "highspy", "torch"):
         try:
             parts.append(f"{name} {metadata.version(name)}")

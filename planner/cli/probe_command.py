@@ -148,6 +148,7 @@ def _probe(
     sleep: bool,
     tolerance: float | None,
 ) -> ProbeResult | None:
+    from planner.distribution import install_line
     from planner.errors import ProbeError, SpecError
     from planner.files import require_working_folder
 
@@ -165,7 +166,7 @@ def _probe(
         from planner.probe.plan_side.options import BUDGET_S, DEFAULT_TOLERANCE
         from planner.probe.probe import ProbeOptions, probe
     except ModuleNotFoundError as error:
-        raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
+        raise ProbeError(f"the probe needs {error.name}", install_line("probe")) from None
     stages = _stages(stage)
     options: ProbeOptions = ProbeOptions(
         device=device or default_device(),  # type: ignore[arg-type]

@@ -48,13 +48,14 @@ def profile_command(
       torchrun --nnodes 2 --nproc-per-node 8 -m planner.cli profile
     """
     from planner.cli.output import dumps, show
+    from planner.distribution import install_line
     from planner.errors import ProbeError, SpecError
     from planner.files import STDOUT, refuse_to_overwrite, write_text
 
     try:
         from planner.profile.measure_links import WAIT_S, Ranks, exchange_rows
     except ModuleNotFoundError as error:
-        raise ProbeError(f"measuring needs {error.name}", "pip install 'planner[probe]'") from None
+        raise ProbeError(f"measuring needs {error.name}", install_line("probe")) from None
     from planner.profile.build_profile import profile_of
     from planner.profile.shapes_to_measure import shapes_to_measure
 

@@ -22,6 +22,7 @@ def show_rehearsal(
 ) -> None:
     """Count, print and save. Raises ProbeMismatch where a stage needs other bytes than planned."""
     from planner.cli.output import show_and_save
+    from planner.distribution import install_line
     from planner.errors import ProbeError, ProbeMismatch, SpecError
 
     if tolerance is not None and not tolerance > 0:
@@ -30,7 +31,7 @@ def show_rehearsal(
         from planner.probe.probe import ProbeOptions, probe_bytes
         from planner.probe.rehearse.rehearse import BYTES_TOLERANCE
     except ModuleNotFoundError as error:
-        raise ProbeError(f"the probe needs {error.name}", "pip install 'planner[probe]'") from None
+        raise ProbeError(f"the probe needs {error.name}", install_line("probe")) from None
     options = ProbeOptions(
         device="cuda", stages=stages, tolerance_fraction=BYTES_TOLERANCE if tolerance is None else tolerance
     )

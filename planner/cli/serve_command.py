@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from planner.cli import options as o
 from planner.cli.job_options import SearchOptions, command_line, job_options
+from planner.distribution import install_line
 from planner.errors import PlannerError, SpecError
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ def serve_command(asked: SearchOptions, port: Port = None, open: Open = False) -
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
-        raise PlannerError(
-            f"plan serve needs {error.name}, which is not installed", "pip install 'planner[serve]'"
-        ) from None
+        raise PlannerError(f"plan serve needs {error.name}, which is not installed", install_line("serve")) from None
     start = start_of(asked)
     listener = listen(8008 if port is None else port)
     defaults = {"hardware": o.DEFAULT_HARDWARE}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from planner.distribution import install_line
 from planner.errors import PlannerError, SpecError, exit_code_of
 from planner.files import refuse_to_overwrite, write_text
 from planner.gpu_check.page import REHEARSAL, page
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         from planner.gpu_check.check import Check
         from planner.probe.launch.devices import default_device
     except ModuleNotFoundError as error:
-        raise PlannerError(f"the check needs {error.name}", "pip install 'planner[probe]'") from None
+        raise PlannerError(f"the check needs {error.name}", install_line("probe")) from None
     device = parsed.device or default_device()
     keep_real_page(parsed.output, device)
 

@@ -112,7 +112,7 @@ def groups_pay(pricing: Pricing, of_all: Shape, grouped: Shape) -> npt.NDArray[n
             adapters = totals.num_trained_parameters / (shape.tp * shape.pp)
             frozen = {"frozen_parameters": held, "frozen_expert_parameters": experts}
             stage = replace(stage, parameters=held + adapters, **frozen)
-        exchanges_s = pricing.exchanges_s(stage, shape)
+        exchanges_s = pricing.exchanges.part_s(stage, shape)
         return sum(
             np.maximum(runtime.contention_fraction * exchange_s, exchange_s - hidden_s)
             for exchange_s, hidden_s in zip(exchanges_s, windows, strict=True)

@@ -16,7 +16,9 @@ from planner.observe.logs.nemo import DLLOGGER, MLPERF, NEMO
 from planner.observe.logs.torchtitan import TORCHTITAN
 from planner.observe.record import Record
 
-GRAMMARS = (MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED, NANOTRON, MLPERF, DLLOGGER, NEMO)
+GRAMMARS = (
+    MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED, NANOTRON, MLPERF, DLLOGGER, NEMO,
+)  # fmt: skip
 """Every grammar; adding one is a row here and a module in `logs`."""
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *common.ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS} - {b":", b"rank"})))

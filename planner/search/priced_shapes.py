@@ -103,7 +103,7 @@ class PricedShapes:
     def exchanges_s(self, name: PartName, part: PartCost) -> tuple[FloatArray, FloatArray]:
         """Seconds to reduce the gradients of a part, and to gather its weights; asked for once under each name."""
         if name not in self.exchanged_s:
-            each = self.pricing.exchanges_s(self.counted(part), self.shape)
+            each = self.pricing.exchanges.part_s(self.counted(part), self.shape)
             reduce_s, gather_s = (np.broadcast_to(np.asarray(seconds), self.kernel.shape) for seconds in each)
             self.exchanged_s[name] = reduce_s, gather_s
         return self.exchanged_s[name]
@@ -118,7 +118,7 @@ class PricedShapes:
     @property
     def p2p_s(self) -> FloatArray:
         """Seconds of one transfer between stages."""
-        return np.asarray(self.pricing.p2p_s(self.shape))
+        return np.asarray(self.pricing.exchanges.p2p_s(self.shape))
 
     @property
     def last_parts(self) -> list[PartCost]:

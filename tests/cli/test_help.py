@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import planner
 from planner.cli import main
 from planner.cli.app import COMMANDS
+from planner.trainers.fits import calibration_date
 
 EVERY = [[], *([name] for name in COMMANDS)]
 
@@ -42,11 +44,11 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("Usage: plan")
 
 
-def test_version_names_the_solver_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_names_the_calibration_the_solver_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    words = capsys.readouterr().out.replace(",", "").split()
-    assert words[::2][:4] == ["planner", "Python", "pulp", "highspy"]
-    assert "torch" in words
+    ours, *others = capsys.readouterr().out.split(", ")
+    assert ours == f"trainplan {planner.__version__} (calibration of {calibration_date()})"
+    assert [other.split()[0] for other in others] == ["Python", "pulp", "highspy", "torch"]
 
 
 @pytest.mark.parametrize(

@@ -106,4 +106,4 @@ def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.delitem(sys.modules, "planner.profile.measure_links", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["profile", "-o", "-"]) == 5
-    assert "pip install 'planner[probe]'" in capsys.readouterr().err
+    assert "pip install 'trainplan[probe]'" in capsys.readouterr().err

@@ -67,4 +67,4 @@ def test_without_its_packages_it_names_them(
     assert main(["serve"]) == 1
     said = capsys.readouterr().err
     assert "uvicorn, which is not installed" in said
-    assert "pip install 'planner[serve]'" in said
+    assert "pip install 'trainplan[serve]'" in said

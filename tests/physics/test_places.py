@@ -62,15 +62,15 @@ def test_stages_are_as_far_apart_as_their_numbers_say(order: str, grid: tuple[in
     shape = Shape.of(tp=tp, cp=cp, pp=pp, dp=dp, dp_outermost=RANK_ORDERS.index(order), seq_length=8192)  # type: ignore[arg-type]
     rank = numbered(shape)
     training = TrainingSpec(seq_length=8192, global_batch_size=2048)
-    pricing = pricing_of(load_model("405b"), PODS, training, load_runtime("megatron"))
+    exchanges = pricing_of(load_model("405b"), PODS, training, load_runtime("megatron")).exchanges
     num_bytes = 2 * float(shape.shard_tokens) * 16384
     stages = [rank[0, 0, 0, q] for q in range(pp)]
     hops = []
     for a, b in pairwise(stages):
         tier = next(t for t in PODS.tiers if t.num_gpus is None or a // t.num_gpus == b // t.num_gpus)
         hops.append(num_bytes / tier.bytes_per_s + tier.latency_s)
-    assert pricing.hops_s(shape, range(pp)) == pytest.approx(hops)
-    assert float(pricing.p2p_s(shape)) == pytest.approx(min(hops))
+    assert exchanges.hops_s(shape, range(pp)) == pytest.approx(hops)
+    assert float(exchanges.p2p_s(shape)) == pytest.approx(min(hops))
 
 
 def test_arrays_of_both_orders_are_priced_as_shapes_alone() -> None:
@@ -79,12 +79,12 @@ def test_arrays_of_both_orders_are_priced_as_shapes_alone() -> None:
     )
     together = Shape.of(tp=tp, cp=cp, pp=pp, dp=dp, dp_outermost=outermost, seq_length=8192)
     training = TrainingSpec(seq_length=8192, global_batch_size=2048)
-    pricing = pricing_of(load_model("405b"), PODS, training, load_runtime("megatron"))
-    prices = [np.broadcast_to(f, tp.shape) for f in (pricing.p2p_s(together), pricing.reduce_s(1e9, 0.0, together))]
+    exchanges = pricing_of(load_model("405b"), PODS, training, load_runtime("megatron")).exchanges
+    prices = [np.broadcast_to(f, tp.shape) for f in (exchanges.p2p_s(together), exchanges.reduce_s(1e9, 0.0, together))]
     for row in range(len(tp)):
         alone = together.take(np.array(row))
         assert [float(p[row]) for p in prices] == pytest.approx(
-            [float(pricing.p2p_s(alone)), float(pricing.reduce_s(1e9, 0.0, alone))]
+            [float(exchanges.p2p_s(alone)), float(exchanges.reduce_s(1e9, 0.0, alone))]
         )
 
 

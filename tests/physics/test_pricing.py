@@ -218,13 +218,14 @@ def test_zero_stages_shard_more_and_more() -> None:
 def test_data_parallel_exchanges_wait_for_each_rank_of_their_ring_a_bucket_at_a_time() -> None:
     """Hops times latency for each bucket beside the bytes; a rank's part of a bucket is a chunk of NCCL's at least."""
     pricing = pricing_of("llama-3.1-8b", "megatron")
+    exchanges = pricing.exchanges
     nvlink, network = pricing.cluster.tiers
     parameters, bucket = 2.0**33, 2.0**27
     assert pricing.runtime.bucket_parameters == bucket
 
     def gather_s(dp: int, num_parameters: float = parameters) -> float:
         shape = Shape(tp=1, dp=dp, seq_length=4096, shard_size=dp)
-        return float(pricing.gather_s(num_parameters, 0.0, shape))
+        return float(exchanges.gather_s(num_parameters, 0.0, shape))
 
     for dp, size in ((64, bucket), (512, bucket), (4096, 4096 * CHUNK_PARAMETERS)):
         ring_s = (dp - dp / 8) * nvlink.latency_s + (dp / 8 - 1) * network.latency_s
@@ -237,22 +238,23 @@ def test_data_parallel_exchanges_wait_for_each_rank_of_their_ring_a_bucket_at_a_
 def test_groups_gather_inside_and_reduce_across() -> None:
     """ZeRO-1 in nodes of 8: weights stay inside, a shard of the gradients is all-reduced between the nodes."""
     pricing = pricing_of("llama-3.1-8b", "megatron")
+    exchanges = pricing.exchanges
     all_ranks, nodes = (Shape(tp=1, dp=1024, seq_length=4096, shard_size=size) for size in (1024, 8))
     nvlink, network = pricing.cluster.tiers
     parameters = 2.0**33
     inside_s = parameters * 7 / 8 / nvlink.bytes_per_s + 64 * 7 * nvlink.latency_s / 2
-    assert float(pricing.gather_s(parameters, 0.0, nodes)) == pytest.approx(2 * inside_s)
+    assert float(exchanges.gather_s(parameters, 0.0, nodes)) == pytest.approx(2 * inside_s)
     across_s = 2 * 4 * parameters / 8 * 127 / 128 / network.bytes_per_s + 64 * 2 * 7 * network.latency_s
-    reduced_s = float(pricing.reduce_s(parameters, 0.0, nodes))
+    reduced_s = float(exchanges.reduce_s(parameters, 0.0, nodes))
     assert reduced_s == pytest.approx(
         4 * parameters * 7 / 8 / nvlink.bytes_per_s + 64 * 7 * nvlink.latency_s + across_s
     )
     # what a slower network adds is as much for gathers that stay in a node, and more for all others
-    slow = replace(pricing, cluster=GPUS.changed(network_gb_per_s=5.0))
-    assert slow.gather_s(parameters, 0.0, nodes) == pricing.gather_s(parameters, 0.0, nodes)
-    assert slow.gather_s(parameters, 0.0, all_ranks) > 3 * pricing.gather_s(parameters, 0.0, all_ranks)
+    slow = replace(pricing, cluster=GPUS.changed(network_gb_per_s=5.0)).exchanges
+    assert slow.gather_s(parameters, 0.0, nodes) == exchanges.gather_s(parameters, 0.0, nodes)
+    assert slow.gather_s(parameters, 0.0, all_ranks) > 3 * exchanges.gather_s(parameters, 0.0, all_ranks)
     # inside one node there is one group, and nothing to save
-    alone = replace(pricing, cluster=GPUS.changed(num_gpus=8))
+    alone = replace(pricing, cluster=GPUS.changed(num_gpus=8)).exchanges
     halves, whole = (Shape(tp=1, dp=8, seq_length=4096, shard_size=size) for size in (4, 8))
     exchanged_s = [float(alone.gather_s(1e9, 0.0, s) + alone.reduce_s(1e9, 0.0, s)) for s in (halves, whole)]
     assert exchanged_s[0] > exchanged_s[1]
@@ -261,18 +263,19 @@ def test_groups_gather_inside_and_reduce_across() -> None:
 def test_tensors_that_are_gathered_one_by_one_go_around_the_ring_once_each() -> None:
     """As InternEvo's broadcasts, which 1,024 ranks take 1.5 s longer for than 512 do."""
     pricing = pricing_of("llama-2-7b", "internevo")
-    at_once = replace(pricing, runtime=pricing.runtime.model_copy(update={"gathers_tensors": False}))
+    at_once = replace(pricing, runtime=pricing.runtime.model_copy(update={"gathers_tensors": False})).exchanges
+    exchanges = pricing.exchanges
     parameters, hidden = 6.7e9, 4096
 
     def more_s(dp: int) -> float:
         shape = Shape(tp=1, dp=dp, seq_length=2048, shard_size=dp)
-        return float(pricing.gather_s(parameters, 0.0, shape) - at_once.gather_s(parameters, 0.0, shape))
+        return float(exchanges.gather_s(parameters, 0.0, shape) - at_once.gather_s(parameters, 0.0, shape))
 
     nvlink, network = pricing.cluster.tiers
     ring_s = 512 * 7 / 8 * nvlink.latency_s + 63 * network.latency_s
     assert more_s(512) == pytest.approx((parameters / hidden**2 - 1) * ring_s)
     assert more_s(8) < more_s(64) < more_s(512) < more_s(1024) == pytest.approx(2 * more_s(512), rel=0.01)
-    assert pricing.reduce_s(parameters, 0.0, Shape(tp=1, dp=64, seq_length=2048, shard_size=8)) == at_once.reduce_s(
+    assert exchanges.reduce_s(parameters, 0.0, Shape(tp=1, dp=64, seq_length=2048, shard_size=8)) == at_once.reduce_s(
         parameters, 0.0, Shape(tp=1, dp=64, seq_length=2048, shard_size=64)
     )
 

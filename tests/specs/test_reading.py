@@ -113,7 +113,7 @@ def test_a_stream_of_any_length_is_read_no_further_than_the_limit(monkeypatch: p
         (b"when: 2024-13-45\n", "not YAML"),
         (b"on: !!bool perhaps\n", "not YAML"),
         (b"at: !!timestamp soon\n", "not YAML"),
-        (b"digits: " + b"9" * 5000 + b"\n", "not YAML"),
+        (b"digits: " + b"9" * 5000 + b"\n", "line 1: not YAML: a number of 5,000 digits"),
         (b"deep: " + b"[" * 200_000 + b"]" * 200_000, "not YAML: nested more than 100 deep"),
         (b"- " * 200_000, "not YAML: nested more than 100 deep"),
         (b"\x1b[31mred: 1\n", "not YAML"),

@@ -13,7 +13,7 @@ from planner.validate.regret import regrets, spreads, sweeps
 from planner.validate.rows import load_rows
 from planner.validate.score import evaluate_rows, score
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ACCURACY.md"
 OFFLOADED = {"llama3-70b-gb300x64-fp8-cs", "llama3-1-405b-gb200x128-fp8-cs", "lightning-h100x16"}
 """Recipes that keep activations in host memory, those of many layers or the inputs of experts: rows do not say it."""
 GATHERED = {"sc21-t2-zero3-530b-640gpu"}
@@ -60,13 +60,13 @@ def test_published_runs_lie_in_their_intervals_and_fit(
     assert lost["all"].p90 < NINE_OF_TEN_LOSE, "as every report says"
     assert lost["all"].mean < 0.015 < 10 * lost["all"].mean < lost["all"].random_mean
 
-    # the README shows what the command prints
+    # docs/ACCURACY.md shows what the command prints
     monkeypatch.setattr(
         score_module, "evaluate_rows", lambda asked: priced if len(asked) == len(rows) else evaluate_rows(asked)
     )
     for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
     assert main(["validate"]) == 0
-    assert f"<!-- $ plan validate -->\n```text\n{capsys.readouterr().out}```\n" in README.read_text(), (
+    assert f"<!-- $ plan validate -->\n```text\n{capsys.readouterr().out}```\n" in PAGE.read_text(), (
         "run scripts/readme"
     )

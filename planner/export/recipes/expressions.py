@@ -10,7 +10,7 @@ from planner.export.common.config_file import ConfigFile
 from planner.export.recipes.values import BINARY, COMPARE, MAX_CHARACTERS, Record, Unknown, is_small, told, truth
 
 MAX_STEPS, MAX_DEPTH, MAX_ITEMS = 200_000, 60, 4_096
-MAX_NUMBER, MAX_EXPONENT = 10**12, 64
+MAX_NUMBER, MAX_EXPONENT, MAX_BITS = 10**12, 64, 256
 ITEMS_A_STEP = 16
 """Making a list or a text costs a step for so many items or characters: what all steps make is bounded."""
 
@@ -89,7 +89,8 @@ class Expressions:
             value = self._value(node, scope)
             if isinstance(value, (list, dict, tuple, str)):
                 self.steps += len(value) // ITEMS_A_STEP
-            return value
+            is_long = isinstance(value, int) and value.bit_length() > MAX_BITS
+            return Unknown(node) if is_long else value
         except (TypeError, ValueError, ArithmeticError, KeyError, IndexError, AttributeError, MemoryError):
             return Unknown(node)
         finally:
@@ -185,7 +186,7 @@ class Expressions:
             return Unknown(node)
         value = BINARY[type(node.op)](left, right)
         is_long = isinstance(value, (str, list)) and len(value) > MAX_CHARACTERS
-        return Unknown(node) if is_long or (isinstance(value, int) and value.bit_length() > 256) else value
+        return Unknown(node) if is_long else value
 
     def _bool(self, node: ast.BoolOp, scope: Scope) -> Any:
         value: Any = None

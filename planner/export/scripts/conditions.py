@@ -9,6 +9,7 @@ from planner.export.scripts.words import Words
 
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 _REPEATS, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
+_MOST_WORDS = 200
 _UNKNOWN = ("-f", "-d", "-e", "-x", "-r", "-w", "-s", "-L", "-t", "-nt", "-ot")
 """Tests of files and terminals."""
 
@@ -19,6 +20,8 @@ def holds(raw: list[str], words: Words) -> bool | None:
         value = words.arithmetic(" ".join(raw[1:]))
         return None if value is None else bool(value)
     inner = [word for word in raw[1:] if word not in ("]", "]]")]
+    if len(inner) > _MOST_WORDS:
+        return None
     for mark, combine in ((("||", "-o"), _either), (("&&", "-a"), _both)):
         places = [index for index, word in enumerate(inner) if word in mark]
         if places:

@@ -10,9 +10,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from planner.errors import SpecError
 from planner.export.scripts.conditions import holds
 from planner.export.scripts.syntax import Block, Case, For, Function, If, Simple, Statement, While, parse_shell
 from planner.export.scripts.words import EACH, Environment, Words
+from planner.specs.reading.limits import SHELL
 
 Files = Callable[[str], str | None]
 """The text of a file that a script names; None where there is none beside it."""
@@ -27,6 +29,8 @@ _SAYS_ONLY = frozenset({
     "read", "break", "continue",
 })  # fmt: skip
 """Commands that launch nothing, whatever their words are."""
+_FILE, _PARSE = 2**12, 8
+"""A file that is read, and a character that is parsed, cost as much as so many that a word makes."""
 _MAX_ITERATIONS, _MAX_DEPTH, _MAX_COMMANDS = 16, 12, 2_000
 
 
@@ -54,14 +58,12 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     if nodes and nodes.isdigit():
         reader.words.variables |= {name: [nodes] for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
     reader.words.variables["#"] = ["0"]
-    reader.words.spend(len(text))
-    reader.block(parse_shell(text))
+    reader.block(reader.parsed(text))
     script.words = max(script.commands, key=_num_options, default=[])
     if not _num_options(script.words):
         # a script may write the one that launches
         for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
-            reader.words.spend(len(inner))
-            reader.block(parse_shell(inner))
+            reader.block(reader.parsed(inner))
         script.words = max(script.commands, key=_num_options, default=[])
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
     return script
@@ -88,6 +90,13 @@ class _Reader:
         self.words = Words(outcome=self._outcome)
         self.functions: dict[str, Block] = {}
         self.depth = 0
+
+    def parsed(self, text: str) -> Block:
+        """The statements of a text. Raises SpecError for one longer than any launch script."""
+        if len(text) > SHELL.num_bytes:
+            raise SpecError(f"a script of {len(text):,} characters is no launch script", "give the one that launches")
+        self.words.spend(_PARSE * len(text))
+        return parse_shell(text)
 
     def block(self, block: Block) -> bool | None:
         """Follow statements; true or false as the last one's status, None where only a machine knows it."""
@@ -205,8 +214,7 @@ class _Reader:
     def _inner(self, text: str, before: list[str], arguments: Sequence[str] = ()) -> None:
         """A command line inside a word; `before` launches it, and its options count too."""
         first, outer = len(self.script.commands), self._arguments(arguments)
-        self.words.spend(len(text))
-        self._statement(parse_shell(text))
+        self._statement(self.parsed(text))
         self.words.variables |= outer
         for index in range(first, len(self.script.commands)):
             self.script.commands[index] = [*before, *self.script.commands[index]]
@@ -229,15 +237,15 @@ class _Reader:
     def _source(self, name: str) -> None:
         text = self.files(name)
         if text is not None:
-            self.words.spend(len(text))
-            self._statement(parse_shell(text))
+            self.words.spend(_FILE)
+            self._statement(self.parsed(text))
 
     def _assign(self, match: re.Match[str], raw: str) -> None:
         """Keep `A=1`, `A+=1`, `A=(1 2)` or `A[0]=1`."""
         name, index, adds, rest = match[1], match[2], match[3], raw[match.end() :]
         before = self.words.variables.get(name, [])
         if rest.startswith("("):
-            inner = parse_shell(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
+            inner = self.parsed(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
             items = [word for _, part in inner.statements if isinstance(part, Simple) for word in part.words]
             value = [word for item in items for word in self.words.expand(item)]
             self.words.spend(len(before) if adds else 0)

@@ -27,6 +27,7 @@ _OPERATORS = (
     ">",
     "\n",
 )
+_FIRST = frozenset(operator[0] for operator in _OPERATORS)
 
 
 @dataclass(slots=True)
@@ -66,6 +67,8 @@ def tokens_of(text: str) -> list[Token]:
 
 
 def _operator(text: str, at: int) -> str | None:
+    if text[at] not in _FIRST:
+        return None
     return next((operator for operator in _OPERATORS if text.startswith(operator, at)), None)
 
 

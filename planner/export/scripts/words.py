@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from planner.errors import SpecError
 from planner.export.scripts.tokens import closing, double_end
-from planner.specs.reading.limits import Limits
+from planner.specs.reading.limits import SHELL, Limits
 from planner.specs.reading.python_text import parse_expression
 
 Environment = dict[str, list[str]]
 """Variables; an array has several words."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_SPECIAL = re.compile(r"['\"\\$`]")
 _PARAMETER = re.compile(
     r"(?P<mark>[!#]?)(?P<name>[A-Za-z_]\w*|[0-9@*#?$!])(?P<index>\[[^\]]*\])?"
     r"(?P<operation>:?[-=+?]|##?|%%?|,,?|\^\^?|//?|:)?(?P<rest>.*)",
@@ -28,7 +29,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Gt: operator.gt, ast.Lt: operator.lt,
     ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip
-_MAX_CHARACTERS = 4_000_000
+_MAX_CHARACTERS = SHELL.num_items
 EACH = 32
 """A word or a statement costs as much as so many characters, even if it makes none."""
 _MAX_DEPTH = 20
@@ -85,7 +86,8 @@ class Words:
                 else:
                     current += "".join(pieces)
             else:
-                current, at = current + char, at + 1
+                end = _end_of_plain(raw, at)
+                current, at = current + raw[at:end], end
         self.depth -= 1
         self.spend(EACH + sum(map(len, fields)) + len(current))
         return [*fields, *([current] if current or is_quoted else [])]
@@ -112,7 +114,8 @@ class Words:
                         continue
                 current += " ".join(values)
             else:
-                current, at = current + char, at + 1
+                end = _end_of_plain(inner, at)
+                current, at = current + inner[at:end], end
         self.spend(EACH + sum(map(len, fields)) + len(current))
         return [] if is_list and not current and not fields else [*fields, current]
 
@@ -220,6 +223,12 @@ class Words:
             return value[(max(ends) if longest else min(ends)) :] if ends else value
         starts = [cut for cut in cuts if fnmatch.fnmatchcase(value[cut:], pattern)]
         return value[: min(starts) if longest else max(starts)] if starts else value
+
+
+def _end_of_plain(text: str, at: int) -> int:
+    """The index of the next character that may mean something else than itself, behind the one at `at`."""
+    special = _SPECIAL.search(text, at + 1)
+    return special.start() if special else len(text)
 
 
 def _evaluate(node: ast.expr) -> int:

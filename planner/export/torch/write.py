@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from planner.answer import Plan
+from planner.distribution import install_line
 from planner.export.common.environment import node_environment
 from planner.export.common.header import header
 from planner.export.common.recompute import recomputed_layers
@@ -50,8 +51,8 @@ def export_torch(plan: Plan) -> TrainerFiles:
         program=f'-m {_RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
         requirements=(
-            Requirement("torch", "everything", "torch", "2.9", "pip install 'planner[probe]'"),
-            Requirement("planner.probe.worker", "the runner", hint="pip install 'planner[probe]'"),
+            Requirement("torch", "everything", "torch", "2.9", install_line("probe")),
+            Requirement("planner.probe.worker", "the runner", hint=install_line("probe")),
         ),
         environment=node_environment(plan),
         comments=comments,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from planner.errors import SpecError
@@ -50,16 +50,16 @@ def parse_json(
 
 def refuse_depth(data: Any, most: int, refused: Callable[[str], SpecError]) -> None:
     """Raise for data whose mappings and lists lie deeper inside each other than `most`."""
-    level = [data]
-    for _ in range(most + 1):
-        level = [inner for value in level if isinstance(value, (dict, list)) for inner in _inside(value)]
+    level = _holders([data])
+    for _ in range(most):
+        level = [inner for value in level for inner in _holders(value.values() if isinstance(value, dict) else value)]
         if not level:
             return
     raise refused(f"nested more than {most:,} deep")
 
 
-def _inside(value: dict[Any, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
+def _holders(values: Iterable[Any]) -> list[dict[Any, Any] | list[Any]]:
+    return [value for value in values if isinstance(value, (dict, list))]
 
 
 def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ DUMP = Limits(300 * 10**6, 2**24, 100)
 TOML = Limits(2**20, 20_000, 100)
 PYTHON = Limits(2**20, 100_000, 100)
 """A recipe and the files that it imports, all together."""
+SHELL = Limits(2**18, 4_000_000, 40)
+"""A launch script; its values are the characters that its words and variables make, its depth that of blocks."""
 EXPRESSION = Limits(40_000, 40_000, 100)
 """One expression in Python's spelling: a list of layers, a value of an option."""
 CSV = Limits(2**24, 2**20, 1)

@@ -63,9 +63,9 @@ def read_configuration_text(path: str | Path) -> str:
     where, data = label(path), _read(path, CONFIGURATION.num_bytes)
     hint = "give a script, YAML, Python, TOML or JSON file"
     if len(data) > CONFIGURATION.num_bytes:
-        raise SpecError(f"{where}: is larger than {CONFIGURATION.num_bytes:,} bytes and no configuration", hint)
+        raise SpecError(f"{where}: is no configuration: it is larger than {CONFIGURATION.num_bytes:,} bytes", hint)
     if b"\0" in data:
-        raise SpecError(f"{where}: is a binary file and no configuration", hint)
+        raise SpecError(f"{where}: is no configuration: it is a binary file", hint)
     return data.decode(errors="replace")
 
 

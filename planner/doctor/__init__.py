@@ -1,0 +1,1 @@
+"""`plan doctor`: looks at what this machine has of what the planner needs."""

@@ -1,0 +1,289 @@
+"""`plan doctor`: drivers' tools, libraries and solvers that are there, missing or broken, and nothing private."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from planner.cli import main
+from planner.cli.app import COMMANDS
+from planner.cli.doctor_command import MAIN_JOB
+from planner.distribution import DISTRIBUTION
+from planner.doctor import examine, gpus
+from planner.doctor import installed as installed_module
+from planner.doctor.findings import Gpu
+from planner.doctor.installed import _trouble as trouble_of
+from planner.search.ilp import self_test
+
+NVIDIA = 'echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"; echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"'
+AMD = json.dumps(
+    {
+        "card0": {"VRAM Total Memory (B)": "206141652992", "Card series": "AMD Instinct MI300X OAM"},
+        "system": {"Driver version": "6.12.12"},
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH whose first folder is empty and which has no driver's tools, no PCI bus, and a home."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLANNER_HISTORY", str(tmp_path / "history"))
+    monkeypatch.setattr(gpus, "PCI", tmp_path / "pci")
+    return tools
+
+
+def tool(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> Any:
+    assert main(["doctor", "--json", *options]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def lost(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Make distributions look as if they were not installed."""
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name in names:
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def test_it_is_one_screen_of_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 40
+    assert lines[0].startswith("trainplan ")
+    assert lines[-1] == "The core works."
+
+
+def test_every_command_is_told_and_only_those_of_extras_need_some(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = {command["name"]: command for command in doctor(capsys)["commands"]}
+    assert list(commands) == [MAIN_JOB, *COMMANDS]
+    assert {name for name, command in commands.items() if command["extras"]} == examine.EXTRAS.keys()
+    assert all(command["can_run"] for command in commands.values() if not command["extras"])
+
+
+def test_nvidia_smi_names_gpus_and_their_profile(bare_machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool(bare_machine, "nvidia-smi", NVIDIA)
+    found = doctor(capsys)
+    assert [gpu["name"] for gpu in found["gpus"]["gpus"]] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert found["gpus"]["gpus"][0]["memory_gib"] == pytest.approx(79.6, abs=0.1)
+    assert found["gpus"]["found_by"] == "nvidia-smi"
+    assert (found["profile"]["name"], found["profile"]["reason"][:11]) == ("h100-sxm-80gb", "of this GPU")
+
+
+def test_rocm_smi_names_those_of_amd(bare_machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool(bare_machine, "rocm-smi", f"echo '{AMD}'")
+    found = doctor(capsys)
+    assert [gpu["name"] for gpu in found["gpus"]["gpus"]] == ["AMD Instinct MI300X OAM"]
+    assert found["profile"]["name"] == "mi300x"
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "profile"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-sxm-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 79.1, "a100-sxm-80gb"),
+        ("NVIDIA H200", 139.8, "h200-sxm-141gb"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090-24gb"),
+        ("NVIDIA GB10", None, "dgx-spark-128gb"),
+        ("Some Other GPU", 24.0, None),
+    ],
+)
+def test_the_profile_is_the_one_named_after_the_gpu(name: str, memory_gib: float | None, profile: str | None) -> None:
+    found = gpus.profile_of(Gpu(name=name, memory_gib=memory_gib))
+    assert (found and found.name) == profile
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo 'NVIDIA-SMI has failed' >&2; exit 9", "nvidia-smi: NVIDIA-SMI has failed"),
+        ("true", "nvidia-smi lists no GPU"),
+        ("printf '\\377\\000'", "nvidia-smi lists no GPU"),
+    ],
+)
+def test_a_tool_that_fails_is_told_and_nothing_breaks(
+    script: str, says: str, bare_machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool(bare_machine, "nvidia-smi", script)
+    found = doctor(capsys)
+    assert (found["gpus"]["gpus"], found["gpus"]["trouble"]) == ([], says)
+    assert found["profile"]["reason"] == "the default: no GPU is found"
+
+
+def test_a_gpu_without_its_driver_is_seen_on_the_bus(tmp_path: Path) -> None:
+    for name, value in {"class": "0x030200", "vendor": "0x10de", "device": "0x2330"}.items():
+        (tmp_path / "pci" / "0000:00").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pci" / "0000:00" / name).write_text(f"{value}\n")
+    found = gpus.find_gpus()
+    assert [gpu.name for gpu in found.gpus] == ["NVIDIA PCI 10de:2330"]
+    assert "no nvidia-smi" in found.trouble
+    assert gpus.profile_of(found.gpus[0]) is None
+
+
+def test_a_missing_extra_is_named_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost(monkeypatch, "torch", "uvicorn")
+    found = doctor(capsys)
+    extras = {extra["name"]: extra for extra in found["installed"]["extras"]}
+    assert extras["probe"]["install"] == "pip install 'trainplan[probe]'"
+    assert extras["serve"]["install"] == "pip install 'trainplan[serve]'"
+    commands = {command["name"]: command for command in found["commands"]}
+    assert (commands["serve"]["can_run"], commands["serve"]["note"]) == (False, "lacks uvicorn")
+    assert not commands["probe"]["can_run"]
+    assert found["torch"] is None
+    assert commands["plan"]["can_run"]
+
+
+def test_a_wheel_is_held_against_its_own_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    requires = [
+        "numpy>=1.26; python_version >= '3'",
+        "pyyaml>=99",
+        "no-such-library",
+        'pytest>=8.2; extra == "probe"',
+        "rich ; extra == 'serve'",
+    ]
+    wheel = SimpleNamespace(requires=requires, read_text=lambda name: None)
+    real = metadata.distribution
+    monkeypatch.setattr(metadata, "distribution", lambda name: wheel if name == DISTRIBUTION else real(name))
+    monkeypatch.setattr(installed_module, "PACKAGE", tmp_path / "site-packages" / "planner")
+    found = installed_module.installed()
+    assert (found.kind, found.folder) == ("wheel", str(tmp_path / "site-packages"))
+    assert [(package.name, package.trouble) for package in found.packages] == [
+        ("numpy", ""), ("pyyaml", "too old"), ("no-such-library", "missing"),
+    ]  # fmt: skip
+    assert {extra.name: (extra.packages[0].name, extra.install) for extra in found.extras} == {
+        "probe": ("pytest", ""), "serve": ("rich", ""),
+    }  # fmt: skip
+
+
+def test_a_missing_library_of_the_core_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost(monkeypatch, "matplotlib")
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr()
+    assert "It does not all work: matplotlib is missing" in " ".join(said.out.split())
+    assert said.err == "error: matplotlib is missing\nhint: pip install trainplan brings what is missing\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "needs", "trouble"),
+    [
+        ("2.9.1", ">=2.10", "too old"), ("2.10", ">=2.10", ""), ("2.10.0", ">=2.10", ""), ("", ">=1", "missing"),
+        ("1.16.0", ">=1.11,<1.16", "too new"), ("1.15.1", ">=1.11,<1.16", ""), ("2.13.0+cpu", ">=2.6", ""),
+    ],
+)  # fmt: skip
+def test_versions_are_held_against_what_is_needed(version: str, needs: str, trouble: str) -> None:
+    assert trouble_of(version, needs) == trouble
+
+
+def test_a_solver_that_does_not_work_ends_with_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(self_test, "_objective", lambda name: 10.0 if name == "HiGHS" else 11.0)
+    assert main(["doctor", "-q"]) == 4
+    hint = capsys.readouterr().err.splitlines()[1]
+    assert hint.startswith("hint: pip install --force-reinstall --no-deps 'highspy>=")
+    found = doctor(capsys, code=4)
+    assert found["troubles"] == ["HiGHS: finds 10.0 where the optimum is 11"]
+    assert [solver["trouble"] != "" for solver in found["solvers"]] == [True, False]
+
+
+def test_cbc_is_not_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = self_test._solver
+
+    def solver(pulp: Any, name: Any) -> Any:
+        if name == "CBC":
+            raise AttributeError("module 'pulp' has no attribute 'PULP_CBC_CMD'")
+        return real(pulp, name)
+
+    monkeypatch.setattr(self_test, "_solver", solver)
+    found = doctor(capsys)
+    assert [bool(one["trouble"]) for one in found["solvers"]] == [False, True]
+
+
+def test_a_folder_for_temporary_files_that_cannot_be_written_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examine.tempfile, "gettempdir", lambda: "/proc/none")
+    found = doctor(capsys, code=1)
+    assert found["troubles"][-1].startswith("/proc/none: cannot be written")
+
+
+def test_no_user_and_no_machine_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17.secret.example")
+    monkeypatch.setenv("LOGNAME", "ada")
+    monkeypatch.setenv("PLANNER_HISTORY", str(tmp_path / "kept"))
+    monkeypatch.setattr(examine, "_temp", lambda: examine.Folder(path="/scratch/ada/tmp on node17"))
+    found = doctor(capsys)
+    assert found["history"]["path"] == "~/kept"
+    assert found["temp"]["path"] == "/scratch/USER/tmp on HOST"
+    assert not [secret for secret in ("node17", "/ada", str(tmp_path)) if secret in json.dumps(found)]
+
+
+def test_a_machine_may_have_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lost(monkeypatch, "uvicorn")
+    for name in ("tree", "missing", ""):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert doctor(capsys)["installed"]["kind"] in ("source tree", "editable", "wheel")
+
+
+def test_kept_runs_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "history").mkdir()
+    for name in ("run-1.json", "run-2.json", "prices.json"):
+        (tmp_path / "history" / name).write_text("{}")
+    assert doctor(capsys)["history"]["num_runs"] == 2
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys; from planner.cli import main; main(['doctor', '-q']); sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_deep_says_why_torch_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "_ASK_TORCH", "raise ImportError('libcudart.so.12: no such file')")
+    assert examine.imported_torch() == "cannot be imported: ImportError: libcudart.so.12: no such file"
+
+
+def test_a_library_that_is_missing_at_the_start_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *more: Any) -> Any:
+        if name == "planner.cli.app":
+            raise ModuleNotFoundError("No module named 'yaml'", name="yaml.nodes")
+        return real(name, *more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert main(["models"]) == 1
+    assert capsys.readouterr().err == ("error: yaml is not installed\nhint: pip install trainplan brings it\n")
