@@ -91,7 +91,7 @@ class Commands(_Sections, TyperGroup):
         if ctx.resilient_parsing:  # completing a word that is not whole yet
             return None
         raise SpecError(
-            f"unknown command {cmd_name!r}",
+            f"unknown command {cmd_name[:60]!r}",
             f"plan --model 405b --gpus 2048, or one of the commands {', '.join(COMMANDS)}{nearest(cmd_name, COMMANDS)}",
         )
 

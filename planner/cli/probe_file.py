@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import SpecError
 from planner.specs.checking import checked
 from planner.specs.hardware import HardwareSpec
-from planner.specs.reading import label, load_yaml
+from planner.specs.reading import label, load_yaml, printable
 from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
@@ -42,4 +42,4 @@ def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> Non
     from planner.probe.verdict.same_hardware import is_named
 
     if result.ranks and not is_named(hardware, result.device):
-        _log.warning("%s: ran on %s; is that %s?", where, result.device, hardware.name)
+        _log.warning("%s: ran on %s; is that %s?", where, printable(result.device), hardware.name)

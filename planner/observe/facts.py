@@ -22,6 +22,7 @@ from planner.observe.measured import JobFacts
 from planner.observe.record import Record
 from planner.specs.reading import parse_yaml
 from planner.specs.reading.limits import Limits
+from planner.specs.units import is_count
 
 _NEGATED = {
     "add_bias_linear": "--disable-bias-linear",
@@ -75,7 +76,7 @@ def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
     else:
         imported = run_of(options, script, "megatron")
     model = imported.run.get("model")
-    if isinstance(model, dict) and arguments.get("padded_vocab_size", "").isdigit():
+    if isinstance(model, dict) and is_count(arguments.get("padded_vocab_size", "")):
         model["vocab_size"] = int(arguments["padded_vocab_size"])
     return imported
 

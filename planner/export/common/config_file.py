@@ -49,9 +49,9 @@ class ConfigFile:
             return None
         parts = [part for part in name.split(".") if part]
         for folder in self._roots(level):
-            for path in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
-                text = None if not parts and path.suffix == ".py" and path.name != "__init__.py" else text_beside(path)
-                if text is not None:
+            files = [folder.joinpath(*parts).with_suffix(".py")] if parts else []
+            for path in (*files, folder.joinpath(*parts, "__init__.py")):
+                if (text := text_beside(path)) is not None:
                     return ConfigFile(text, path)
         return None
 

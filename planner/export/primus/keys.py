@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.export.common.arguments import ShellText, Value
 from planner.specs.reading.python_text import literal, parse_expression
+from planner.specs.units import is_count
 
 Keys = dict[str, Any]
 """Keys of `overrides:` and their values."""
@@ -76,7 +77,7 @@ def _value(option: str, value: Value) -> Any:
         return value.unquoted
     if option in _PATTERNS and isinstance(value, str):
         return _evaluated(value)
-    return int(value) if isinstance(value, str) and value.isdigit() else value
+    return int(value) if isinstance(value, str) and is_count(value) else value
 
 
 def _evaluated(text: str) -> Any:

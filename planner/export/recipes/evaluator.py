@@ -7,6 +7,7 @@ else is a record of its name and arguments, whose fields may be set and read.
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from typing import Any
 
 from planner.errors import SpecError
@@ -87,8 +88,8 @@ class Evaluator(Expressions):
         module = Module(config)
         self.modules[str(config.path)] = module
         scope = Scope(module, module.names)
-        for node in tree.body:
-            self._run([node], scope)
+        with suppress(_StopError, _ReturnError):  # a `raise` or `break` of the file itself: nothing behind it is read
+            self._run(tree.body, scope)
         return module
 
     def _import(self, node: ast.ImportFrom, scope: Scope) -> None:

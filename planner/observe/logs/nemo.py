@@ -14,7 +14,7 @@ from planner.errors import SpecError
 from planner.observe.logs.grammar import Grammar, number, row, text_of, whole
 from planner.observe.record import Record
 from planner.specs.reading import parse_json
-from planner.specs.units import GIB
+from planner.specs.units import GIB, is_count
 
 _TIMES = ("train_step_time", "train_step_timing in s")
 _MEMORY = {
@@ -131,7 +131,7 @@ def _ends_of_blocks(record: Record, count: int) -> list[int]:
     per_step, tokens = batch * int(record.facts.get("seq_length", 0)), number(record.state.get("block"))
     if per_step and tokens >= per_step and tokens % per_step == 0:
         return [round(tokens / per_step) * block for block in range(1, count + 1)]
-    samples = [int(text) for text in record.state.get("samples", "").split() if text.isdigit()]
+    samples = [int(text) for text in record.state.get("samples", "").split() if is_count(text)]
     if not batch or len(samples) != count or any(trained % batch for trained in samples):
         return []
     return [trained // batch for trained in samples]
