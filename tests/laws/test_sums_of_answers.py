@@ -73,9 +73,7 @@ def test_a_replay_is_no_shorter_than_what_its_ranks_allow(job: Job) -> None:
     splits = any(action.kind == "I" for actions in order.ranks for action in actions)
     free_s = any_order_bounds_s(durations, order.stage_to_rank, order.num_microbatches, splits_backward=splits)
     held = [int(chunks) for chunks in timeline.peak_in_flight_chunks]
-    limited_s = in_flight_bounds_s(
-        durations, order.stage_to_rank, order.num_microbatches, held, splits_backward=splits
-    )
+    limited_s = in_flight_bounds_s(durations, order.stage_to_rank, order.num_microbatches, held, splits_backward=splits)
     assert free_s.max() <= limited_s.max() * (1 + 1e-9)
     assert limited_s.max() <= timeline.makespan_s * (1 + 1e-9)
     assert float(timeline.busy_s.max()) <= timeline.makespan_s * (1 + 1e-9)
