@@ -13,6 +13,7 @@ PlannerError                 1
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from typing import TYPE_CHECKING
@@ -37,16 +38,38 @@ class PlannerError(Exception):
     def lines(self) -> str:
         """The lines that stderr shows: `error:` and, if there is one, `hint:`, each on one line."""
         labels = (("error", self.message), ("hint", self.hint))
-        return "".join(f"{label}: {printable(' '.join(text.split()))}\n" for label, text in labels if text)
+        return "".join(f"{label}: {one_line(text)}\n" for label, text in labels if text)
 
     def to_json(self) -> dict[str, Any]:
         """The error as plain data, which `--json` prints in place of an answer."""
         return {"error": {"type": type(self).__name__, "message": self.message, "hint": self.hint}}
 
 
+MAX_WORD, MAX_LINE = 200, 2_000
+"""The most characters that a line on stderr shows of one word, and of all."""
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
+
+
 def printable(text: str) -> str:
-    """`text` without the escape sequences by which a file that somebody wrote could steer the terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    """`text` without what could steer a terminal that shows it: escape sequences and other controls, bidi marks.
+
+    Ends of lines and tabs stay. Whatever the planner prints goes through here, since a file that somebody else wrote
+    may name anything.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def one_line(text: str) -> str:
+    """`text` as a line of stderr: printable, and cut in the middle where a word or the whole is long."""
+    line = printable(" ".join(text.split()))
+    return shortened(_LONG_WORD.sub(lambda word: shortened(word[0], MAX_WORD), line), MAX_LINE)
+
+
+def shortened(text: str, most: int) -> str:
+    """The begin and the end of a text that is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
 
 
 def exit_code_of(main: Callable[[Sequence[str]], None]) -> int:

@@ -27,7 +27,8 @@ ALLOWED = {
     "shape": {"errors"},
     "specs": {"errors"},
     "trainers": {"errors", "shape", "specs"},
-    "schedule": {"errors", "shape"},
+    # a schedule is read from CSV
+    "schedule": {"errors", "shape", "specs.reading"},
     "physics": {"errors", "shape", "specs", "trainers"},
     # a plan loads itself, and shows its report in a notebook
     "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from planner.answer.layout import StageMemory
 from planner.specs.base import NonNegativeInt, Spec
@@ -35,9 +35,9 @@ class MemoryTensor(Spec):
     dtype: str
     """Such as `bf16`, `fp32`, `int64`; `uint8` for a row that is a sum."""
     bytes: NonNegativeInt
-    from_s: float = Field(serialization_alias="from")
+    from_s: float = Field(serialization_alias="from", validation_alias=AliasChoices("from", "from_s"))
     """The time when it is made; 0 for what is there before the step."""
-    to_s: float = Field(serialization_alias="to")
+    to_s: float = Field(serialization_alias="to", validation_alias=AliasChoices("to", "to_s"))
     """The time when it is freed; the end of the step for what outlives it."""
     made_by: str = ""
     """The pass that makes it, such as `forward of micro-batch 3`; empty for what is there before the step."""

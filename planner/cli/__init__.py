@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 
-from planner.errors import PlannerError, defect
+from planner.errors import PlannerError, defect, printable
 
 INTERRUPTED, CLOSED_PIPE = 130, 1
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         return CLOSED_PIPE
     except Exception as error:  # the outermost frame: a defect must not look like an answer either
         if "--debug" in given:
-            traceback.print_exc()
+            sys.stderr.write(printable(traceback.format_exc()))
         known = error if isinstance(error, PlannerError) else _as_planner_error(error)
         sys.stderr.write(known.lines())
         if "--json" in given and not known.follows_answer:

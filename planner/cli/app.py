@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from planner.cli.plan_command import plan_command
-from planner.errors import SpecError, printable
+from planner.errors import SpecError, one_line
 from planner.specs.problems import nearest
 
 COMMANDS = {
@@ -46,7 +46,7 @@ class _OneLine(logging.Formatter):
     """Notes and warnings as lines that hold nothing but text, whatever the file that they quote holds."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return one_line(super().format(record))
 
 
 class _Sections:
@@ -91,7 +91,7 @@ class Commands(_Sections, TyperGroup):
         if ctx.resilient_parsing:  # completing a word that is not whole yet
             return None
         raise SpecError(
-            f"unknown command {cmd_name!r}",
+            f"unknown command {cmd_name[:60]!r}",
             f"plan --model 405b --gpus 2048, or one of the commands {', '.join(COMMANDS)}{nearest(cmd_name, COMMANDS)}",
         )
 

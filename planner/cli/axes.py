@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 
 from planner.errors import SpecError
+from planner.specs.units import is_count
 
 MOST_POINTS = 32
 """The most points of a range that gives no step of its own; a longer one is thinned out, in equal ratios."""
 MOST_STEPS = 1024
 """The most points of a range that gives its step."""
-_RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
+_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})(?::([0-9]{1,18}))?")
 
 
 def numbers(option: str, text: str, between: Callable[[int, int], list[int]]) -> list[int]:
@@ -27,7 +28,7 @@ def numbers(option: str, text: str, between: Callable[[int, int], list[int]]) ->
 def _numbers_of(option: str, part: str, between: Callable[[int, int], list[int]]) -> list[int]:
     match = _RANGE.fullmatch(part)
     if match is None:
-        if not part.isdecimal() or int(part) < 1:
+        if not is_count(part) or int(part) < 1:
             raise SpecError(
                 f"{option}: {part[:60]!r} is no whole number and no range", f"write {option} 256,512 or 256..4096"
             )

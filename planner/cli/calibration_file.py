@@ -10,6 +10,7 @@ from planner.errors import SpecError
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.reading import label, load_yaml, printable
+from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
     from planner.observe.observation import Observed
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from planner.trainers.calibration import Calibration
 
 _log = logging.getLogger(__name__)
-MAX_BYTES = 2**28
-"""The file holds every action of every rank, or a plan and what traces show of every rank."""
 
 
 def read_calibration(path: str, cluster: ClusterSpec, trainer: str) -> Calibration:
@@ -26,7 +25,7 @@ def read_calibration(path: str, cluster: ClusterSpec, trainer: str) -> Calibrati
     notes, what was refused or left out as warnings."""
     from planner.observe.saved import is_observed, observed_of
 
-    data, where = load_yaml(path, MAX_BYTES), label(path)
+    data, where = load_yaml(path, SAVED), label(path)
     if is_observed(data):
         calibration = _by_run(observed_of(data, where), cluster, trainer, where)
     elif is_probe(data):

@@ -10,6 +10,7 @@ import typer
 from pydantic import BaseModel
 
 from planner.cli import options as o
+from planner.errors import printable
 
 if TYPE_CHECKING:
     from planner.specs.hardware import HardwareSpec
@@ -152,7 +153,10 @@ def _show_yaml(data: dict[str, Any]) -> None:
     """Print YAML that `--model` or `--hardware` can read. PyYAML breaks a line one word after `width`."""
     import yaml
 
-    sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=50))
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=50)
+    if printable(text) != text:  # written as \\u202e and the like, which reads back
+        text = yaml.safe_dump(data, sort_keys=False, width=50)
+    sys.stdout.write(text)
 
 
 def _show_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], widths: Sequence[int] = ()) -> None:

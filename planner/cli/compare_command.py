@@ -9,6 +9,7 @@ import typer
 
 from planner.cli import options as o
 from planner.errors import SpecError
+from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
     from planner.decide.compared import Compared
@@ -54,13 +55,13 @@ def compare_command(files: Files, json: o.Json = False) -> None:
 
 def _side(path: str) -> Compared:
     """One side: a plan, a probe's result, or a run that `plan import` or `plan observe` read."""
-    from planner.cli.probe_file import MAX_BYTES, is_probe, probe_of
+    from planner.cli.probe_file import is_probe, probe_of
     from planner.decide.compared import of_observation, of_plan, of_probe
     from planner.observe.saved import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml
 
-    data, where = load_yaml(path, MAX_BYTES), label(path)
+    data, where = load_yaml(path, SAVED), label(path)
     if is_probe(data):
         return of_probe(probe_of(data, where), where)
     if is_observed(data):

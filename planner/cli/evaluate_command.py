@@ -11,7 +11,7 @@ import typer
 from planner.answer import PricedLayout
 from planner.cli import options as o
 from planner.cli.job_options import LayoutOptions, command_line, job_options
-from planner.errors import PlannerError, SpecError, printable
+from planner.errors import PlannerError, SpecError, one_line
 from planner.files import STDOUT as STDIN
 from planner.files import refuse_to_overwrite
 from planner.specs.training import SearchLimits
@@ -94,7 +94,7 @@ def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:
                 sys.stdout.write(dumps(run.to_json(), indent=None))
             else:
                 text = summary(run.layout) if run.layout else f"error: {run.error}"
-                sys.stdout.write(f"{printable(str(run.id))}\n    {printable(text)}\n")
+                sys.stdout.write(f"{one_line(str(run.id))}\n    {one_line(text)}\n")
             sys.stdout.flush()
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from planner.cli import options as o
 from planner.cli.job_options import SearchOptions, job_options
-from planner.errors import SpecError
+from planner.errors import SpecError, printable
 
 RECIPE_LIMIT_S = 10.0
 """Seconds that `--recipe` takes at most, unless --time-limit says otherwise."""
@@ -95,4 +95,6 @@ def _print_program(asked: SearchOptions, json: bool) -> None:
     with waiting("searching"):
         answer = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
     text = program_text(answer, limits=limits)
-    sys.stdout.write(dumps({"parallelism": answer.parallelism.model_dump(), "program": text}) if json else f"{text}\n")
+    sys.stdout.write(
+        dumps({"parallelism": answer.parallelism.model_dump(), "program": text}) if json else printable(f"{text}\n")
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options as o
+from planner.errors import printable
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS
 
 if TYPE_CHECKING:
@@ -92,17 +93,17 @@ def export_command(
     for note in (*bundle.notes, *_left_to_the_user(bundle)):
         _log.info("%s", note)
     if dry_run:
-        sys.stdout.write(dumps(_with_texts(bundle)) if json else _texts(bundle))
+        sys.stdout.write(dumps(_with_texts(bundle)) if json else printable(_texts(bundle)))
         return
     folder = Path(output or default_folder(chosen, bundle))
     paths = write_bundle(bundle, folder, force)
-    sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else _listing(paths))
+    sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else printable(_listing(paths)))
 
 
 def _print_patch(plan: Plan, path: str, target: str, output: str | None, force: bool) -> None:
     """The diff on stdout, or in the file that -o names."""
     from planner.export.patch.patch import patch_of
-    from planner.files import write_text
+    from planner.files import STDOUT, write_text
 
     patch = patch_of(plan, path, target)
     for name, value in patch.imported.unknown.items():
@@ -110,7 +111,7 @@ def _print_patch(plan: Plan, path: str, target: str, output: str | None, force: 
     if not patch.diff():
         _log.info("%s says what the plan says already", path)
     if output is None:
-        sys.stdout.write(patch.diff())
+        write_text(STDOUT, patch.diff())
     else:
         write_text(output, patch.diff(), force)
 
@@ -131,7 +132,7 @@ def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: st
     for note in notes:
         _log.info("%s", note)
     folder = Path(output or f"{slug(plan.model.name)}-trials")
-    sys.stdout.write(_listing(write_trials(trials, folder, force)))
+    sys.stdout.write(printable(_listing(write_trials(trials, folder, force))))
 
 
 def _left_to_the_user(bundle: Bundle) -> Iterator[str]:

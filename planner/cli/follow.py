@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from planner.cli.inputs import count_of
 from planner.cli.output import MAX_WIDTH, dumps, show
-from planner.errors import OutOfBand, SpecError
+from planner.errors import OutOfBand, SpecError, printable
 from planner.files import STDOUT, write_text
 from planner.observe.follow.loop import SILENT_S, Loop, View
 
@@ -166,10 +166,11 @@ class ScreenView:
 
     def show(self, found: Standing) -> None:
         from planner.report.observe.live import render_standing
+        from planner.report.pieces import Plain
 
         if found.step is not None:
             self.screen.start()
-            self.screen.update(render_standing(found), refresh=True)
+            self.screen.update(Plain(render_standing(found)), refresh=True)
 
 
 @dataclass(slots=True)
@@ -186,7 +187,7 @@ class LineView:
         from planner.report.observe.live import line_of
 
         if (line := line_of(found)) != self.last:
-            sys.stdout.write(f"{line}\n")
+            sys.stdout.write(printable(f"{line}\n"))
             sys.stdout.flush()
         self.last = line
 

@@ -13,6 +13,7 @@ import typer
 from planner.cli import options as o
 from planner.cli.job_options import LayoutOptions, job_options
 from planner.errors import SpecError
+from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
     from planner.answer import Plan
@@ -160,13 +161,13 @@ def _given(asked: LayoutOptions) -> list[str]:
 def _planned(path: str, asked: LayoutOptions) -> Plan | Observed:
     """The plan or the earlier observation in a file."""
     from planner.cli.inputs import option
-    from planner.observe.saved import MAX_BYTES, is_observed, observed_of
+    from planner.observe.saved import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml
 
     if given := _given(asked):
         raise SpecError(f"--plan and {option(given[0])}: both given", "the plan says the job: leave the options out")
-    data, where = load_yaml(path, MAX_BYTES), label(path)
+    data, where = load_yaml(path, SAVED), label(path)
     return observed_of(data, where) if is_observed(data) else plan_of(data, where)
 
 

@@ -19,6 +19,7 @@ import planner
 from planner.answer import Plan
 from planner.distribution import DISTRIBUTION
 from planner.files import STDOUT, write_text
+from planner.report.pieces import Plain
 from planner.report.terminal import render
 from planner.trainers.fits import calibration_date
 
@@ -105,7 +106,7 @@ def show(*renderables: RenderableType) -> None:
     console.width = width()
     with console.capture() as capture:
         for renderable in renderables:
-            console.print(renderable)
+            console.print(Plain(renderable))
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from planner.cli.job_options import PlanOptions, command_line
@@ -150,7 +150,7 @@ def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
 def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) -> None:
     """Write one file, or a folder with a plan of each phase and the whole run."""
     from planner.cli.output import dumps
-    from planner.files import STDOUT, write_text
+    from planner.files import STDOUT, FolderFile, write_folder, write_text
 
     if not paths:
         write_text(output, dumps(run.to_json()), force)
@@ -158,11 +158,6 @@ def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) ->
             folder = PurePath(output).stem
             _log.info("wrote %s; -o %s/ writes a plan of each phase, which other commands read", output, folder)
         return
-    try:
-        os.makedirs(output, exist_ok=True)
-    except OSError as error:
-        raise SpecError(f"-o {output}: cannot be made a folder: {error.strerror}", "name another folder") from None
-    for phase in run.phases:
-        phase.plan.save(paths[phase.name], force=force)
-    write_text(os.path.join(output, SUMMARY), dumps(run.to_json()), force)
+    files = [FolderFile(os.path.basename(paths[phase.name]), phase.plan.saved_text().encode()) for phase in run.phases]
+    write_folder(Path(output), [*files, FolderFile(SUMMARY, dumps(run.to_json()).encode())], force)
     _log.info("wrote %s, and %s with a plan of each phase", os.path.join(output, SUMMARY), ", ".join(paths.values()))

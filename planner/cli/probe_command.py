@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options as o
+from planner.specs.reading.limits import CSV
 
 if TYPE_CHECKING:
     from planner.answer import Plan
@@ -215,4 +216,4 @@ def _read_order(path: str | None) -> Schedule | None:
     from planner.schedule.torch_csv import from_torch_csv
     from planner.specs.reading import read_text
 
-    return from_torch_csv(read_text(path))
+    return from_torch_csv(read_text(path, CSV.num_bytes))

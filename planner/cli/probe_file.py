@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import SpecError
 from planner.specs.checking import checked
 from planner.specs.hardware import HardwareSpec
-from planner.specs.reading import label, load_yaml
+from planner.specs.reading import label, load_yaml, printable
+from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
     from planner.probe.result import ProbeResult
 
 _log = logging.getLogger(__name__)
-MAX_BYTES = 2**28
-"""The file holds every action of every rank."""
 
 
 def read_probe(path: str) -> ProbeResult:
     """The probe's result in a file, `-` for stdin; SpecError where the file holds none."""
-    data, where = load_yaml(path, MAX_BYTES), label(path)
+    data, where = load_yaml(path, SAVED), label(path)
     if not is_probe(data):
         raise SpecError(f"{where}: is no probe's result", "save one with plan probe plan.json -o probe.json")
     return probe_of(data, where)
@@ -43,4 +42,4 @@ def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> Non
     from planner.probe.verdict.same_hardware import is_named
 
     if result.ranks and not is_named(hardware, result.device):
-        _log.warning("%s: ran on %s; is that %s?", where, result.device, hardware.name)
+        _log.warning("%s: ran on %s; is that %s?", where, printable(result.device), hardware.name)

@@ -53,12 +53,13 @@ def rank_seconds(
 def slow_stages_of(words: list[str] | None, pp: int) -> dict[int, float]:
     """`3:1.2` as {3: 1.2}."""
     from planner.errors import SpecError
+    from planner.specs.units import is_count
 
     factors = {}
     for word in words or []:
         rank, _, factor = word.partition(":")
-        if not (rank.isdecimal() and int(rank) < pp and _is_factor(factor)):
-            raise SpecError(f"--slow-stage {word}: not a rank below {pp} and a factor", "--slow-stage 3:1.2")
+        if not (is_count(rank) and int(rank) < pp and _is_factor(factor)):
+            raise SpecError(f"--slow-stage {word[:60]}: not a rank below {pp} and a factor", "--slow-stage 3:1.2")
         factors[int(rank)] = float(factor)
     return factors
 
@@ -66,13 +67,14 @@ def slow_stages_of(words: list[str] | None, pp: int) -> dict[int, float]:
 def slow_links_of(words: list[str] | None, pp: int) -> dict[tuple[int, int], float]:
     """`1-2:5` as {(1, 2): 5.0}."""
     from planner.errors import SpecError
+    from planner.specs.units import is_count
 
     factors = {}
     for word in words or []:
         link, _, factor = word.partition(":")
         ends = link.split("-")
-        if not (len(ends) == 2 and all(e.isdecimal() and int(e) < pp for e in ends) and _is_factor(factor)):
-            raise SpecError(f"--slow-link {word}: not two ranks below {pp} and a factor", "--slow-link 1-2:5")
+        if not (len(ends) == 2 and all(is_count(e) and int(e) < pp for e in ends) and _is_factor(factor)):
+            raise SpecError(f"--slow-link {word[:60]}: not two ranks below {pp} and a factor", "--slow-link 1-2:5")
         factors[int(ends[0]), int(ends[1])] = float(factor)
     return factors
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.errors import PlannerError, SpecError
 from planner.export.common.trainer_files import ExportFile, Placeholder
-from planner.files import write_text
+from planner.files import FolderFile, write_folder
 
 MANIFEST = "manifest.json"
 
@@ -58,30 +58,15 @@ class Bundle:
         """All files, the manifest last."""
         return (*self.files, ExportFile(MANIFEST, json.dumps(self.manifest(), indent=2) + "\n"))
 
+    def folder_files(self, folder: str = "") -> Iterator[FolderFile]:
+        """All files as they are written, in a folder's folder where one is named."""
+        for file in self.with_manifest():
+            yield FolderFile(os.path.join(folder, file.name), file.text.encode(), file.executable)
+
 
 def write_bundle(bundle: Bundle, folder: Path, force: bool = False) -> list[Path]:
-    """Write every file and the manifest into `folder`, making it where it is missing; the manifest comes last.
+    """Write every file and the manifest into `folder`, making it where it is missing: all of them or none.
 
     Raises SpecError, before anything is written, where a file exists and `force` is not given, or a folder does.
     """
-    files = bundle.with_manifest()
-    paths = [folder / file.name for file in files]
-    if folder.exists() and not folder.is_dir():
-        raise SpecError(f"{folder}: is a file, not a folder", "name another folder")
-    folders = [path.name for path in paths if path.is_dir()]
-    if folders:
-        raise SpecError(f"{folder}: {', '.join(folders)} is a folder there, not a file", "name another folder")
-    existing = [path.name for path in paths if os.path.lexists(path)]
-    if existing and not force:
-        raise SpecError(
-            f"{folder}: already holds {', '.join(existing)}", "add --force to replace, or name another folder"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlannerError(f"{folder}: cannot be made: {error.strerror}", "name a folder you may write to") from None
-    for file, path in zip(files, paths, strict=True):
-        write_text(path, file.text, force)
-        if file.executable:
-            path.chmod(path.stat().st_mode | 0o111)
-    return paths
+    return write_folder(folder, list(bundle.folder_files()), force)

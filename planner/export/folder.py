@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from planner.errors import SpecError
-from planner.export.common.config_file import MAX_BYTES
+from planner.specs.reading.text import text_beside
 
 _NAMED = (
     "training_arguments.yaml", "training_arguments.json", "training_args.yaml", "training_args.json", "recipe.yaml",
@@ -37,7 +37,7 @@ def configuration_in(folder: Path) -> Path:
         return written[0]
     try:
         files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES and path.is_file())
-        texts = {path: path.read_text(errors="replace") for path in files if path.stat().st_size <= MAX_BYTES}
+        texts = {path: text for path in files if (text := text_beside(path)) is not None}
     except OSError as error:
         raise SpecError(f"{folder}: {error.strerror}", "name a folder that can be read, or a file in it") from None
     for mark in _TELLING:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from planner.errors import SpecError
-from planner.export.common.config_file import MAX_BYTES, ConfigFile
+from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
 from planner.export.folder import configuration_in
 from planner.export.targets import READERS, SOURCES, UNMARKED
-from planner.files import STDOUT as STDIN
+from planner.specs.reading import STDIN
+from planner.specs.reading.text import read_configuration_text
 
 
 def read(path: str | Path, source: str | None = None, recipe: str | None = None) -> ImportedRun:
@@ -32,7 +32,7 @@ def read(path: str | Path, source: str | None = None, recipe: str | None = None)
     name = str(path)
     if Path(name).is_dir():
         name = str(configuration_in(Path(name)))
-    return read_file(ConfigFile(read_text(name), None if name == STDIN else Path(name), recipe), source)
+    return read_file(ConfigFile(read_configuration_text(name), None if name == STDIN else Path(name), recipe), source)
 
 
 def read_configuration(text: str, source: str | None = None, recipe: str | None = None) -> ImportedRun:
@@ -51,18 +51,3 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
         return READERS[source].read(config)
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
-
-
-def read_text(path: str) -> str:
-    """The text of a small file; characters that are no UTF-8 are replaced."""
-    try:
-        if path == STDIN:
-            data = sys.stdin.buffer.read(MAX_BYTES + 1)
-        else:
-            with open(path, "rb") as file:
-                data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise SpecError(f"{path}: {error.strerror}", "name a file, or - for stdin") from None
-    if len(data) > MAX_BYTES or b"\0" in data:
-        raise SpecError(f"{path}: is no configuration", "give a script, YAML, Python, TOML or JSON file")
-    return data.decode(errors="replace")

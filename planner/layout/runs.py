@@ -22,7 +22,7 @@ from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
-from planner.specs.reading import kind_of, whole_number
+from planner.specs.reading import kind_of, parse_json
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
 from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
@@ -183,18 +183,7 @@ def network_gb_per_s(description: str | None, gpus_per_node: int) -> float | Non
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise SpecError(f"{where}: {key}: given twice", "keep one of them")
-            result[key] = value
-        return result
-
-    try:
-        data = json.loads(line, object_pairs_hook=unique, parse_int=whole_number)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{where}: not JSON: {error}", "write one JSON object a line") from None
+    data = parse_json(line.strip(), where, "write one JSON object a line")
     if not isinstance(data, dict):
         raise SpecError(f"{where}: holds {kind_of(data)}, not an object", "write one JSON object a line")
     return data

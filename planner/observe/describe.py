@@ -27,6 +27,7 @@ from planner.observe.record import Back, Record
 from planner.observe.steady import Steady, steady
 from planner.observe.timers import breakdown_of, data_s, timers_of
 from planner.observe.wall import restart_gap_s, wall_of
+from planner.specs.units import is_count
 
 MOST_SHOWN = 4_000
 """The most rows of steps in an answer; of more, every n-th."""
@@ -123,7 +124,7 @@ def _explained(outlier: Outlier, arguments: dict[str, str]) -> Outlier:
     """The outlier with what the trainer's arguments say happens as often."""
     for name, what in INTERVALS.items():
         every = arguments.get(name, "")
-        if outlier.period_steps and not outlier.likely and every.isdigit() and int(every) == outlier.period_steps:
+        if outlier.period_steps and not outlier.likely and is_count(every) and int(every) == outlier.period_steps:
             return outlier.model_copy(update={"likely": f"{what}, by its {name}"})
     return outlier
 

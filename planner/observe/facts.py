@@ -20,6 +20,9 @@ from planner.export.scripts.shell import Script
 from planner.observe.logs.grammar import MOST
 from planner.observe.measured import JobFacts
 from planner.observe.record import Record
+from planner.specs.reading import parse_yaml
+from planner.specs.reading.limits import Limits
+from planner.specs.units import is_count
 
 _NEGATED = {
     "add_bias_linear": "--disable-bias-linear",
@@ -36,6 +39,7 @@ _NEGATED = {
 """Arguments that are true unless an option switches them off."""
 _RENAMED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "multi_latent_attention": "--multi-latent-attention"}
 _COUNTS = ("num_gpus", "seq_length", "global_batch_size")
+_MOST_CHARACTERS, _VALUE = 2**18, Limits(2**16, 1_000, 20)
 _UNSET = ("None", "False", "[]", "")
 
 
@@ -72,7 +76,7 @@ def _of_megatron(arguments: dict[str, str]) -> ImportedRun:
     else:
         imported = run_of(options, script, "megatron")
     model = imported.run.get("model")
-    if isinstance(model, dict) and arguments.get("padded_vocab_size", "").isdigit():
+    if isinstance(model, dict) and is_count(arguments.get("padded_vocab_size", "")):
         model["vocab_size"] = int(arguments["padded_vocab_size"])
     return imported
 
@@ -113,13 +117,15 @@ def _defaults(arguments: dict[str, str]) -> list[str]:
 
 def _of_nemo(record: Record) -> ImportedRun:
     tree: dict[str, Any] = {}
+    if sum(map(len, record.arguments.values())) > _MOST_CHARACTERS:
+        raise SpecError(f"the log's configuration has more than {_MOST_CHARACTERS:,} characters", "name its file")
     for path, text in record.arguments.items():
         *parents, name = path.split("/")[:20]
         owner = tree
         for parent in parents:
             inner = owner.setdefault(parent, {})
             owner = inner if isinstance(inner, dict) else {}
-        owner[name] = yaml.safe_load(text)
+        owner[name] = parse_yaml(text, path, limits=_VALUE, keeps_last=True)
     world = record.facts.get("num_gpus")
     trainer = {"num_nodes": 1, "devices": world} if world else {}
     return read_configuration(yaml.safe_dump({"name": "gpt", "trainer": trainer, "model": tree}), "nemo")

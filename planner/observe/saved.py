@@ -9,14 +9,12 @@ from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml
-
-MAX_BYTES = 2**28
-"""The file holds a plan, thousands of steps, and what traces show of every rank."""
+from planner.specs.reading.limits import SAVED
 
 
 def read_observed(path: str) -> Observed:
     """The observation in a file, `-` for stdin; SpecError where the file holds none."""
-    data, where = load_yaml(path, MAX_BYTES), label(path)
+    data, where = load_yaml(path, SAVED), label(path)
     if not is_observed(data):
         raise SpecError(f"{where}: is no observation", "save one with plan observe train.log -o observed.json")
     return observed_of(data, where)

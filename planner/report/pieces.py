@@ -7,10 +7,23 @@ from collections.abc import Iterable, Iterator
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from planner.errors import printable
 from planner.report.format import bar
+
+
+class Plain:
+    """A renderable whose text cannot steer the terminal, whatever file it is from; its colours stay."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self.inner, options):
+            yield Segment(text if control else printable(text), style, control)
 
 
 def section(title: str, body: RenderableType) -> Group:

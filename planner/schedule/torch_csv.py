@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from planner.errors import SpecError
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.graph import compile_schedule
+from planner.specs.reading.csv_text import parse_rows
 
 _HINT = "give one row of actions such as 0F0,1F0,1B0 a rank, as `plan schedule 1f1b --csv FILE` writes them"
 
@@ -50,7 +51,7 @@ def from_torch_csv(text: str, name: str = "csv") -> Schedule:
     """Read compute actions back and skip idle cells; raises SpecError unless they form a schedule that can run."""
     ranks: list[tuple[Action, ...]] = []
     overlapped: list[tuple[int, ...]] = []
-    for row in _rows(text):
+    for row in parse_rows(text, "the schedule is no CSV", _HINT):
         actions: list[Action] = []
         pairs: list[int] = []
         for cell in (cell.strip() for cell in row):
@@ -64,13 +65,6 @@ def from_torch_csv(text: str, name: str = "csv") -> Schedule:
     schedule = _schedule(name, tuple(ranks), tuple(overlapped))
     compile_schedule(schedule)
     return schedule
-
-
-def _rows(text: str) -> Iterator[list[str]]:
-    try:
-        yield from csv.reader(io.StringIO(text))
-    except csv.Error as error:
-        raise SpecError(f"the schedule is no CSV: {error}", _HINT) from None
 
 
 def made_order(lines: Sequence[str], name: str) -> Schedule:

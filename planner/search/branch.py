@@ -25,7 +25,7 @@ from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, scalar
 from planner.search.exhaustive import few_splits, fitting, least_step_s
 from planner.search.frontier import Frontier, Open, Prices, nodes_of
-from planner.search.ilp.program import solve
+from planner.search.ilp.program import SolverFailed, solve
 from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import PricedShapes
@@ -41,6 +41,10 @@ PRICED = 16
 """Number of nodes that are priced together with the one that is solved next."""
 OPENED = 128
 """Number of nodes that stand for any set of modules and are opened together."""
+NOISE = 1e-4
+"""Part of a bound by which a replay may be below it, since the solver stops at such a gap."""
+MAX_FAILURES = 20
+"""Most nodes at which the solver may fail before the search gives up."""
 MAX_TRIES = 4
 """Most programs solved for a node; each leaves more bytes free on the ranks that the replay showed to be too full."""
 RUNNERS_UP = 16
@@ -72,6 +76,8 @@ class Branch:
     candidates: dict[Key, Candidate] = field(default_factory=dict)
     """The fastest candidate of each key."""
     num_ilps: int = 0
+    failures: list[SolverFailed] = field(default_factory=list)
+    """The reasons why nodes were left with the bound that they had before the solver was asked."""
     lower_bound_s: float = np.inf
     """Least bound of any node that was solved, cut, or left."""
     complete: bool = True
@@ -262,7 +268,10 @@ class Branch:
         return max(bound_s, fastest_s)
 
     def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
-        """Solve the integer program, replay its split and keep the fastest candidate of its key; the solver's bound."""
+        """Solve the integer program, replay its split and keep the fastest candidate of its key; the solver's bound.
+
+        The bound is 0 if the solver's is not confirmed, or the replay is below it: then it is none.
+        """
         bound, pricing, table = np.inf, node.pricing, self._table(node)
         # the program knows nothing of the seconds that every split of the shape takes
         tail_s = float(table.tail_s)
@@ -274,7 +283,11 @@ class Branch:
                 problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
             self.num_ilps += 1
             try:
-                solution = solve(problem, self.deadline.left_s)
+                # an alternative proves nothing, and bytes left free raise no bound
+                solution = solve(problem, self.deadline.left_s, proves=self.slack is None and not short_bytes)
+            except SolverFailed as error:
+                self.failures.append(error)
+                return float(bound) if short_bytes else 0.0
             except SolverError:
                 if not self.candidates:
                     raise
@@ -293,11 +306,12 @@ class Branch:
             variants = (solution, *with_shorter_chunks(problem, solution))
             splits = [split_of(pricing, problem, variant) for variant in variants]
             candidates = [Candidate(pricing, table, split, node.schedule) for split in splits]
-            for candidate in candidates:
-                if candidate.fits:
-                    self.keep(candidate)
-            if any(candidate.fits for candidate in candidates):
-                break
+            fitting = [candidate for candidate in candidates if candidate.fits]
+            for candidate in fitting:
+                self.keep(candidate)
+            if fitting:
+                fastest_s = min(candidate.step_s for candidate in fitting)
+                return float(bound) if fastest_s >= bound * (1 - NOISE) else 0.0
             short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
         return float(bound)
 
@@ -313,10 +327,15 @@ class Branch:
         self.lower_bound_s = min(self.lower_bound_s, bound_s)
 
     def _late(self) -> bool:
-        """True if time is up; the search then stops with the best candidate, and its outcome is no proof.
+        """True if time is up or the solver keeps failing; the search then stops with the best candidate, unproven.
 
         Raises SolverError if there is no candidate yet.
         """
+        if len(self.failures) >= MAX_FAILURES:
+            if not self.candidates:
+                raise self.failures[-1]
+            self.complete = False
+            return True
         if not self.deadline.passed:
             return False
         if not self.candidates:

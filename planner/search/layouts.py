@@ -94,7 +94,7 @@ def find_layouts(
 
     `news` is told how the search stands while it runs.
 
-    Raises NothingLegal or NothingFits if there is no layout.
+    Raises NothingLegal or NothingFits if there is no layout, and SolverError if the solver could not say so.
     """
     model, limits = case.model, case.limits
     legal_shapes, rejections = enumerate_shapes(model, case.cluster, case.training, limits, case.runtime)
@@ -124,6 +124,8 @@ def find_layouts(
     branch.try_uneven_chunks(frontier)
     if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise NothingLegal(rejections)
+    if branch.best is None and branch.failures:  # nobody knows whether those nodes have a layout that fits
+        raise branch.failures[-1]
     if branch.best is None:
         rejections.counts.setdefault("does_not_fit", len(priced[0][0].kernel))
         raise NothingFits(case, rejections.counts)

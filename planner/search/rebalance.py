@@ -93,8 +93,8 @@ class _Rebalancing:
                 start.pricing, start.table, choice, start.schedule, short_bytes, rank_factors=start.rank_factors
             )
             try:
-                solution = solve(node, self.deadline.left_s)
-            except SolverError:  # out of time: single layers may still move
+                solution = solve(node, self.deadline.left_s, proves=False)
+            except SolverError:  # out of time, or it failed: single layers may still move
                 return None
             if solution is None:
                 return None

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from planner.answer import Plan
-from planner.errors import PlannerError, defect
+from planner.errors import PlannerError, SpecError, defect
 from planner.report.html.pieces import Html
 from planner.serve.again import same_layout
 from planner.serve.controls import Catalogue, Form, form_of, options_of
@@ -28,6 +28,7 @@ from planner.serve.page import ICON, placeholders, script, style, switch_fields,
 from planner.serve.panel import Panel, State, error_panel, plan_panel, waiting_panel
 from planner.serve.question import Options, Question, Reader, asked
 from planner.serve.searching import Found
+from planner.specs.reading import parse_json
 
 BODY_S = 10.0
 """Seconds in which a request's body must have arrived."""
@@ -183,7 +184,10 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Plan]) -> Pla
 
 def _asked_for(body: bytes) -> tuple[dict[str, str], str, int]:
     """The controls, the answer on the screen, and the alternative looked at. Raises ValueError if it is not that."""
-    data = json.loads(body)
+    try:
+        data = parse_json(body, "request")
+    except SpecError as error:
+        raise ValueError(error.message) from None
     if not isinstance(data, dict) or not isinstance(data.get("form"), dict):
         raise ValueError("no form")
     form, shown, alternative = data["form"], data.get("shown", ""), data.get("alternative", 0)

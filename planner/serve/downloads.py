@@ -15,6 +15,7 @@ from planner.export.export import bundle_of
 from planner.layout.replan import with_microbatches
 from planner.plan_file import with_alternative
 from planner.serve.controls import Form
+from planner.specs.units import is_count
 
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 """The date of all files of an archive, so that the same plan makes the same bytes."""
@@ -54,7 +55,7 @@ def download(name: str, plan: Plan, own: Form) -> Download:
 
 
 def _number(text: str) -> int | None:
-    if text and not text.isdecimal():
+    if text and not is_count(text):
         raise SpecError(f"--alternative: {text[:20]!r} is no whole number", "choose one of the alternatives")
     return int(text) or None if text else None
 

@@ -30,6 +30,11 @@ def parse_count(text: str) -> int:
     return round(float(match[1]) * _SUFFIX[match[2].lower()])
 
 
+def is_count(text: str) -> bool:
+    """True for a whole number that `int` takes at once: of 1 to 18 digits, which ² and ٣ are not."""
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
 def gib(num_bytes: float) -> float:
     """Bytes to GiB."""
     return num_bytes / GIB

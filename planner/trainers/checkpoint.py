@@ -31,7 +31,7 @@ class Rewritten(Spec):
     """`resave`: a job that keeps the axes loads it and saves it in another format. `convert`: a tool rewrites it."""
     says: Name
     """The option or the tool, in words that end a sentence."""
-    ready: Name = ""
+    ready: Name | Literal[""] = ""
     """The option with which a job saves in the other format from the start; empty if only the tool makes it."""
     keeps: tuple[Axis, ...] = ()
     """Axes that stay all the same."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -12,7 +13,6 @@ import pytest
 
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
-from planner.export import bundle as bundles
 from planner.export.bundle import MANIFEST, write_bundle
 from planner.export.common.header import plan_sha256
 from planner.export.export import bundle_of
@@ -57,18 +57,23 @@ def test_a_dangling_link_is_an_existing_file(planned: Planned, tmp_path: Path) -
         write_bundle(bundle_of(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
 
 
-def test_a_failure_leaves_no_half_written_file(
+def test_a_failure_leaves_the_folder_as_it_was(
     planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, text: str, force: bool) -> None:
-        if path.name == MANIFEST:
-            raise PlannerError(f"{path}: cannot be written: no space")
-        path.write_text(text)
+    """Here the disk is full when the last file is written, the manifest."""
+    (tmp_path / "mine").write_text("")
+    synced: list[int] = []
 
-    monkeypatch.setattr(bundles, "write_text", full)
-    with pytest.raises(PlannerError, match="no space"):
-        write_bundle(bundle_of(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path)
-    assert not (tmp_path / MANIFEST).exists(), "a manifest means that all files are there"
+    def full(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == len(bundle.with_manifest()):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    bundle = bundle_of(planned("llama-3.1-8b", 16), ["megatron"])
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PlannerError, match="No space left on device"):
+        write_bundle(bundle, tmp_path)
+    assert os.listdir(tmp_path) == ["mine"]
 
 
 def test_a_folder_in_a_file_s_place(planned: Planned, tmp_path: Path) -> None:

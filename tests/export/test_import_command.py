@@ -47,4 +47,4 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["import", str(tmp_path / "missing")]) == 2
     err = capsys.readouterr().err
     assert "is no configuration" in err
-    assert "No such file" in err
+    assert "no such file" in err

@@ -242,9 +242,9 @@ def test_a_checkout_around_the_file_goes_before_what_is_shipped(tmp_path: Path) 
         (experiment("llama3_8B.yaml", "lora:\n  enabled: true"), "adapters"),
         (experiment("llama3_8B.yaml", "turbo_sync_free_moe_stage: 9"), "is no stage"),
         (experiment("llama3_8B.yaml", "recompute_granularity: full\nrecompute_layer_ids: a"), "is no list of layers"),
-        (experiment("llama3_8B.yaml", "") + "a: &a [1,1,1,1,1,1,1,1,1]\n" + BOMB, "20,000 values"),
+        (experiment("llama3_8B.yaml", "") + "a: &a [1,1,1,1,1,1,1,1,1]\n" + BOMB, "50,000 values"),
         ("b: &b {x: 1}\nc: {<<: [*b, *b]}\n" + experiment("llama3_8B.yaml", ""), "merges"),
-        (experiment("llama3_8B.yaml", "") + "z: " + "[" * 70 + "]" * 70, "nested"),
+        (experiment("llama3_8B.yaml", "") + "z: " + "[" * 101 + "]" * 101, "nested"),
         (experiment("llama3_8B.yaml", "").replace("overrides:\n      {}", "overrides: 3"), "expected a mapping"),
     ],
 )  # fmt: skip

@@ -1,16 +1,18 @@
-"""Every reader of a file that the planner has, with the files that mutants are made of; adding a reader is a row."""
+"""Every reader of what users give the planner, with what mutants are made of; adding a reader is a row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from planner.export.read import read as read_configuration
-from planner.layout.runs import evaluate_lines, parse_run
-from planner.observe.judge import judged_alone
-from planner.observe.read import observe
+from fuzzing import made, reads
+from fuzzing.made import CORPUS, Seeds
+from planner.cli.probe_file import read_probe
+from planner.observe.saved import read_observed
 from planner.plan_file import read_plan
+from planner.probe.verdict.slowness import slowness
 from planner.schedule.torch_csv import from_torch_csv
 from planner.specs.phases import read_phases
 from planner.specs.reading import read_text
@@ -18,62 +20,101 @@ from planner.specs.registry import load_hardware, load_model
 from planner.trainers.load import load_runtime
 
 ROOT = Path(__file__).parents[2]
-CORPUS = Path(__file__).parent / "corpus"
+CASES = 1000
+"""Mutants of each reader in the tests."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of files with one suffix, and the folders and patterns of its corpus."""
+    """A reader of files, the files that its mutants are made of, and what they are made of."""
 
     read: Callable[[Path], object]
-    suffix: str
-    patterns: tuple[tuple[Path, str], ...]
-
-    def seeds(self) -> list[bytes]:
-        """The files that mutants are made of."""
-        paths = [path for folder, pattern in self.patterns for path in sorted(folder.glob(pattern))]
-        assert paths, f"no corpus for {self}"
-        return [path.read_bytes() for path in paths]
-
-
-def _imported(path: Path) -> object:
-    """What `plan import` reads, and the run that it makes of it; what is missing is given."""
-    imported = read_configuration(path)
-    run = imported.complete(hardware="h100", num_gpus=None, model=None if "model" in imported.run else "8b")
-    return parse_run({"run": run}, str(path))
+    seeds: Callable[[], Seeds]
+    grammar: str = "tree"
+    """A key of `GRAMMARS`."""
+    suffix: str | None = None
+    """The end of a mutant's name where the reader goes by it; else it has the name of its seed."""
+    folder: bool = False
+    """All seeds lie in one folder, and a mutant takes the place of its own."""
+    cases: int = CASES
+    """Mutants in the tests; fewer where one costs more than 10 ms, as where layers are priced."""
 
 
-def _runs(path: Path) -> object:
-    """The lines of `plan evaluate --runs`, each priced."""
-    for answer in evaluate_lines(path.read_text(errors="replace").splitlines()):
-        if answer.error is not None and (answer.error.message or "").startswith("internal"):
-            raise RuntimeError(answer.error.message)
-    return None
+def _files(folder: Path, pattern: str = "*") -> Callable[[], Seeds]:
+    def seeds() -> Seeds:
+        found = {path.name: path.read_bytes() for path in sorted(folder.glob(pattern))}
+        assert found, f"no corpus in {folder}"
+        return found
+
+    return seeds
 
 
-def _observed(path: Path) -> object:
-    return judged_alone(observe([str(path)])).model_dump_json()
+def _corpus(folder: str, pattern: str = "*") -> Callable[[], Seeds]:
+    return _files(CORPUS / folder, pattern)
 
 
-def _corpus(folder: str, pattern: str = "*") -> tuple[tuple[Path, str], ...]:
-    return ((CORPUS / folder, pattern),)
+def _exported(target: str, runtime: str | None = None, **sizes: int) -> Callable[[], Seeds]:
+    return partial(made.exported, target, runtime, **sizes)
 
 
-READERS = {
-    "model": Reader(load_model, ".yaml", ((ROOT / "model_specs", "*.yaml"),)),
-    "config.json": Reader(load_model, ".json", ((ROOT / "tests" / "specs" / "configs", "*.json"),)),
-    "hardware": Reader(load_hardware, ".yaml", ((ROOT / "hardware_profiles", "*.yaml"),)),
-    "trainer": Reader(load_runtime, ".yaml", ((ROOT / "planner" / "trainers" / "data", "*.yaml"),)),
-    "plan": Reader(lambda path: read_plan(str(path)), ".json", _corpus("plan")),
-    "runs": Reader(_runs, ".jsonl", _corpus("run", "*.jsonl")),
-    "phases": Reader(lambda path: read_phases(str(path)), ".yaml", _corpus("run", "*.yaml")),
-    "schedule": Reader(lambda path: from_torch_csv(read_text(path)), ".csv", _corpus("csv")),
-    "log": Reader(_observed, ".log", _corpus("log")),
-    **{
-        f"import {name}": Reader(_imported, suffix, _corpus(name))
-        for name, suffix in {
-            "shell": ".sh", "bridge": ".json", "torchtitan": ".toml", "torch": ".yaml", "deepspeed": ".json",
-            "primus": ".yaml", "python": ".py", "huggingface": ".yaml",
-        }.items()
-    },
-}  # fmt: skip
+_ALONE = {"tp": 1, "pp": 1, "dp": 8, "zero_stage": 3}
+"""All weights sharded, nothing split: what every trainer can run."""
+_FILES = {
+    "model": Reader(load_model, _files(ROOT / "model_specs", "*.yaml"), suffix=".yaml"),
+    "config.json": Reader(load_model, _files(ROOT / "tests" / "specs" / "configs", "*.json"), suffix=".json"),
+    "hardware": Reader(load_hardware, _files(ROOT / "hardware_profiles", "*.yaml"), suffix=".yaml"),
+    "trainer": Reader(load_runtime, _files(ROOT / "planner" / "trainers" / "data", "*.yaml"), suffix=".yaml"),
+    "runs": Reader(reads.runs, _corpus("run", "*.jsonl"), cases=60),
+    "phases": Reader(lambda path: read_phases(str(path)), _corpus("run", "*.yaml")),
+    "lengths": Reader(reads.lengths, _corpus("lengths")),
+    "schedule": Reader(lambda path: from_torch_csv(read_text(path)), _corpus("csv"), "cells"),
+}
+_SAVED = {
+    "plan": Reader(lambda path: read_plan(str(path)), made.plans),
+    "plan used": Reader(reads.plan_used, made.plans, cases=100),
+    "observation": Reader(lambda path: read_observed(str(path)), made.observations),
+    "probe": Reader(lambda path: slowness(made.plan_of("torch-eager"), read_probe(str(path))), made.probes),
+    "calibration": Reader(reads.calibrated, lambda: made.observations() | made.probes(), cases=20),
+    "compare": Reader(reads.compared, lambda: made.plans() | made.observations() | made.probes(), cases=300),
+    "history": Reader(reads.history, made.kept_runs, folder=True),
+    "measurements": Reader(reads.measured, made.measurements),
+}
+_RUNS = {
+    "log": Reader(reads.observed, _corpus("log"), "lines"),
+    "trace": Reader(reads.recorded, made.traces),
+    "timeline": Reader(reads.recorded, made.timelines, cases=200),
+    "snapshot": Reader(reads.recorded, made.snapshots, "pickle"),
+    "flight recorder": Reader(reads.recorded, made.flight_dumps, "pickle"),
+    "nsys": Reader(reads.recorded, made.databases, "database"),
+}
+_IMPORTS = {
+    "import shell": Reader(reads.imported, _corpus("shell", "*.s*"), "words"),
+    "import arguments": Reader(reads.imported, _corpus("shell", "*.yaml")),
+    "import bridge": Reader(reads.imported, _corpus("bridge")),
+    "import torchtitan": Reader(reads.imported, _corpus("torchtitan", "*.toml")),
+    "import torch": Reader(reads.imported, _corpus("torch")),
+    "import deepspeed": Reader(reads.imported, _corpus("deepspeed")),
+    "import primus": Reader(reads.imported, _corpus("primus")),
+    "import python": Reader(reads.imported, _corpus("python"), "python", suffix=".py"),
+    "import recipe": Reader(reads.imported, _corpus("torchtitan", "planned_recipe"), "python", suffix=".py", cases=60),
+    "import launcher": Reader(reads.imported, _corpus("torchtitan", "*.sh"), "words"),
+    "import huggingface": Reader(reads.imported, _corpus("huggingface")),
+    "import axolotl": Reader(reads.imported, _corpus("axolotl")),
+    "import llamafactory": Reader(reads.imported, _corpus("llamafactory")),
+    "import torchtune": Reader(reads.imported, _corpus("torchtune")),
+    "import hf folder": Reader(reads.imported_folder, _exported("hf", **_ALONE), folder=True, cases=250),
+    "import torchtune folder": Reader(reads.imported_folder, _exported("torchtune", **_ALONE), folder=True, cases=250),
+    "import primus folder": Reader(
+        reads.imported_folder, _exported("primus", "primus-torchtitan", **_ALONE), folder=True, cases=250
+    ),
+    "import deepspeed folder": Reader(reads.imported_folder, _exported("deepspeed", **_ALONE), folder=True, cases=250),
+    "patch shell": Reader(reads.patched, _corpus("patch", "*.sh"), "words", cases=25),
+    "patch tree": Reader(reads.patched, _corpus("patch", "*.[!s]*"), cases=100),
+}
+_TYPED = {
+    "command plan": Reader(reads.commanded, partial(made.lines_of, "plan.txt"), "command", cases=100),
+    "command evaluate": Reader(reads.commanded, partial(made.lines_of, "price.txt"), "command", cases=25),
+    "command others": Reader(reads.commanded, partial(made.lines_of, "others.txt"), "command", cases=50),
+    "page": Reader(reads.question, made.bodies),
+}
+READERS = {**_FILES, **_SAVED, **_RUNS, **_IMPORTS, **_TYPED}

@@ -3,117 +3,21 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from itertools import groupby, product
-from typing import Any
 
 import pytest
 from brute_force import Candidate, brute_force_s, candidates, fits, pipeline_s, step_s
+from solver_nodes import DENSE, interleaved_node, random_node, recurring_node
 
 from planner.physics.cost import PartCost
-from planner.schedule.orders import chunks_in_flight, in_flight_microbatches
 from planner.search.ilp.layers import recurring
 from planner.search.ilp.node import Node
 from planner.search.ilp.program import Solution, solve
 from planner.specs.model import LayerKind
 from planner.specs.units import GIB
 
-DENSE, MOE, SLIDING = LayerKind("full", "dense"), LayerKind("full", "moe"), LayerKind("sliding", "dense")
 TIME_LIMIT_S = 1e6
-
-
-def random_part(rng: random.Random, scale: float = 1.0, **changes: float) -> PartCost:
-    seconds = {"forward_s": 1, "input_grad_s": 1, "weight_grad_s": 1, "tp_forward_s": 0.3, "tp_backward_s": 0.3}
-    sizes = {"live_bytes": GIB, "transient_bytes": GIB / 2, "weights_bytes": GIB, "optimizer_bytes": 2 * GIB}
-    ends = {"reduce_s": 2, "gather_s": 1, "optimizer_s": 0.5}
-    numbers = {name: scale * most * rng.uniform(0.3, 1) for name, most in (seconds | sizes | ends).items()}
-    return PartCost(**(numbers | changes))
-
-
-def recomputed_whole(plain: PartCost, rng: random.Random) -> PartCost:
-    """Twice the forward, next to nothing kept."""
-    return replace(
-        plain,
-        input_grad_s=plain.input_grad_s + plain.forward_s,
-        live_bytes=rng.uniform(0.05, 0.3) * plain.live_bytes,
-        transient_bytes=plain.transient_bytes + plain.live_bytes,
-    )
-
-
-def random_node(seed: int, **changes: Any) -> Node:
-    """At most 8 layers of one or two kinds on at most 3 stages; memory is tight in half of all cases."""
-    rng = random.Random(seed)
-    pp, steps = rng.randint(1, 3), rng.randint(1, 12)
-    lengths = [rng.randint(max(2, pp), 8)]
-    if rng.random() < 0.5:
-        lengths.insert(0, rng.randint(1, 8 - min(lengths[0], 7)))
-    runs = tuple(zip((DENSE, MOE), lengths, strict=False))
-    plain = {kind: random_part(rng) for kind, _ in runs}
-    layers = {(kind, "none"): part for kind, part in plain.items()}
-    layers |= {(kind, "full"): recomputed_whole(part, rng) for kind, part in plain.items()}
-    node = {
-        "runs": runs,
-        "layers": layers,
-        "embedding": random_part(rng, 0.3),
-        "head": random_part(rng, 0.8),
-        "pp": pp,
-        "vpp": 1,
-        "num_microbatches": steps,
-        "base": "none",
-        "whole": rng.choice(["none", "all", "per_stage"] + ["one_count"] * (len(runs) == 1)),
-        "in_flight": in_flight_microbatches("1f1b" if pp > 1 else "none", pp, 1, steps),
-        "usable_bytes": rng.choice([1e6, rng.uniform(3, 12) * sum(lengths) / pp]) * GIB,
-        "p2p_s": rng.choice([0.0, 0.05]),
-        "bound": "one_f_one_b",
-        "placement": tuple(range(pp)),
-        "blocking_p2p": rng.random() < 0.5,
-        "gap_fraction": 0.0,
-        "empty_ends": rng.random() < 0.5,
-        "gradient_overlap_fraction": rng.choice([0.0, 0.9]),
-        "parameter_overlap_fraction": rng.choice([0.0, 0.9]),
-    }
-    return Node(**(node | changes))
-
-
-def recurring_node(seed: int) -> Node:
-    """Up to 9 layers, two or three kinds in a pattern that repeats, on up to three stages."""
-    rng = random.Random(2000 + seed)
-    repeated = rng.choice([[DENSE, MOE], [DENSE, DENSE, MOE], [DENSE, MOE, DENSE, SLIDING], [DENSE, MOE, MOE, DENSE]])
-    first, num_layers = rng.randint(0, 2), rng.randint(5, 9)
-    pattern = [repeated[(number + first) % len(repeated)] for number in range(num_layers)]
-    plain = {kind: random_part(rng) for kind in dict.fromkeys(pattern)}
-    layers = {(kind, "none"): part for kind, part in plain.items()}
-    layers |= {(kind, "full"): recomputed_whole(part, rng) for kind, part in plain.items()}
-    return random_node(
-        seed,
-        runs=tuple((kind, len(list(same))) for kind, same in groupby(pattern)),
-        layers=layers,
-        whole=rng.choice(["none", "all"] + ["per_stage"] * (num_layers < 8)),
-        usable_bytes=rng.choice([1e6, rng.uniform(3, 12) * num_layers / 2]) * GIB,
-    )
-
-
-def interleaved_node(seed: int) -> Node:
-    """One kind of layers in two or three equal chunks on each of two or three ranks."""
-    rng = random.Random(1000 + seed)
-    pp, vpp = rng.choice([(2, 2), (2, 3), (3, 2)])
-    steps = pp * rng.randint(1, 4)
-    plain = random_part(rng)
-    return random_node(
-        seed,
-        runs=((DENSE, rng.randint(pp * vpp - 2, 13)),),
-        layers={(DENSE, "none"): plain, (DENSE, "full"): recomputed_whole(plain, rng)},
-        pp=pp,
-        vpp=vpp,
-        num_microbatches=steps,
-        whole=rng.choice(["none", "all"]),
-        in_flight=in_flight_microbatches("interleaved-1f1b", pp, vpp, steps),
-        chunk_in_flight=chunks_in_flight("interleaved-1f1b", pp, vpp, steps),
-        bound="interleaved",
-        placement=tuple(range(pp)) * vpp,
-        usable_bytes=rng.choice([1e6, rng.uniform(8, 25)]) * GIB,
-    )
 
 
 def chosen(node: Node, solution: Solution) -> Candidate:

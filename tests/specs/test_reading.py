@@ -113,9 +113,9 @@ def test_a_stream_of_any_length_is_read_no_further_than_the_limit(monkeypatch: p
         (b"when: 2024-13-45\n", "not YAML"),
         (b"on: !!bool perhaps\n", "not YAML"),
         (b"at: !!timestamp soon\n", "not YAML"),
-        (b"digits: " + b"9" * 5000 + b"\n", "not YAML"),
-        (b"deep: " + b"[" * 200_000 + b"]" * 200_000, "not YAML: nested more than 1,000 deep"),
-        (b"- " * 200_000, "not YAML: nested more than 1,000 deep"),
+        (b"digits: " + b"9" * 5000 + b"\n", "line 1: not YAML: a number of 5,000 digits"),
+        (b"deep: " + b"[" * 200_000 + b"]" * 200_000, "not YAML: nested more than 100 deep"),
+        (b"- " * 200_000, "not YAML: nested more than 100 deep"),
         (b"\x1b[31mred: 1\n", "not YAML"),
     ],
 )
@@ -152,7 +152,8 @@ def test_equal_keys_of_different_mappings_are_fine(tmp_path: Path) -> None:
     assert load_yaml(written(tmp_path, text))["d"] == {"size": 2}
 
 
-def test_an_alias_bomb_costs_nothing(tmp_path: Path) -> None:
+def test_an_alias_bomb_is_refused_before_anything_is_made_of_it(tmp_path: Path) -> None:
     lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 30)]
-    assert len(load_yaml(written(tmp_path, "\n".join(lines)))) == 30
+    message = failure(path := written(tmp_path, "\n".join(lines))).message
+    assert message == f"{path}: not YAML: its aliases make more than 50,000 values"

@@ -21,6 +21,7 @@ from planner.export.recipes.evaluator import Evaluator
 from planner.export.recipes.values import Record
 from planner.export.scripts.script import read_script
 from planner.export.scripts.shell import Script
+from planner.specs.reading import kind_of
 
 _RANKS = ("--nnodes", "--nproc-per-node")
 """The options of torchrun that say how many ranks there are."""
@@ -117,7 +118,10 @@ def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
     if text.lstrip().startswith("{"):
         data = json_of(text, "give the bridge.json that plan export wrote")
         world = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
-        return [str(word) for word in data.get("overrides", [])], Script(variables=world), str(data.get("recipe", ""))
+        overrides = data.get("overrides", [])
+        if not isinstance(overrides, list):
+            raise SpecError(f"overrides: holds {kind_of(overrides)}, not a list", 'write ["train.train_iters=100", …]')
+        return [str(word) for word in overrides], Script(variables=world), str(data.get("recipe", ""))
     if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
         data = yaml_of(text, "give the file of overrides")
         rows = _flat(data) if isinstance(data, dict) else []
@@ -141,6 +145,6 @@ def _field(word: str) -> tuple[str, Any]:
         # Hydra writes keys without quotes
         value = re.sub(r"([{,])(\w+):", r'\1"\2":', value)
     try:
-        return path.lstrip("+"), json.loads(value)
-    except (ValueError, RecursionError):
+        return path.lstrip("+"), json_of(value, "")
+    except SpecError:
         return path.lstrip("+"), {"True": True, "False": False, "None": None}.get(value, value)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-MAX_BYTES = 4_000_000
+from planner.specs.reading.text import text_beside
+
 _PARENTS = 12
 
 
@@ -28,11 +29,11 @@ class ConfigFile:
         if self.path is None or not name:
             return None
         folder, parts = self.path.parent, [part for part in PurePosixPath(name).parts if part not in ("/", ".", "..")]
-        if name.startswith("../") and (text := _text(folder / name)) is not None:
+        if name.startswith("../") and (text := text_beside(folder / name)) is not None:
             return text
         for start in range(len(parts)):
             found = folder.joinpath(*parts[start:])
-            if found != self.path and (text := _text(found)) is not None:
+            if found != self.path and (text := text_beside(found)) is not None:
                 return text
         return None
 
@@ -40,7 +41,7 @@ class ConfigFile:
         """The text of the file at a relative path in the configuration's folder or in one that holds it."""
         if self.path is None:
             return None
-        return next((text for folder in self._roots(0) if (text := _text(folder / name)) is not None), None)
+        return next((text for folder in self._roots(0) if (text := text_beside(folder / name)) is not None), None)
 
     def module(self, name: str, level: int = 0) -> ConfigFile | None:
         """The Python module that the configuration imports, where its file lies in the same tree of packages."""
@@ -48,9 +49,9 @@ class ConfigFile:
             return None
         parts = [part for part in name.split(".") if part]
         for folder in self._roots(level):
-            for path in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
-                text = None if not parts and path.suffix == ".py" and path.name != "__init__.py" else _text(path)
-                if text is not None:
+            files = [folder.joinpath(*parts).with_suffix(".py")] if parts else []
+            for path in (*files, folder.joinpath(*parts, "__init__.py")):
+                if (text := text_beside(path)) is not None:
                     return ConfigFile(text, path)
         return None
 
@@ -62,13 +63,3 @@ class ConfigFile:
             yield from parents[level - 1 : level]
             return
         yield from parents[:_PARENTS]
-
-
-def _text(path: Path) -> str | None:
-    """The text of a small file; None where there is none."""
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
-            return None
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
-        return None

@@ -76,10 +76,10 @@ class ImportedRun:
 
     def _model(self, sizes: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         """The model's fields with the user's vocabulary, and the name of the published model that has them."""
-        model = {**sizes, "vocab_size": vocab_size or sizes["vocab_size"]}
+        model = {**sizes, "vocab_size": vocab_size or sizes.get("vocab_size")}
         if model["vocab_size"] is None:
             raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
-        return model | {"name": published_name(model) or model["name"]}
+        return model | {"name": published_name(model) or model.get("name", "model")}
 
 
 def least_gpus(layout: dict[str, Any]) -> int:

@@ -1,26 +1,17 @@
-"""JSON and YAML of the files that are imported."""
+"""JSON and YAML of the files that are imported: of two equal keys the last counts, as it does for their trainers."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import yaml
-
-from planner.errors import SpecError
+from planner.specs.reading import parse_json, parse_yaml
 
 
 def json_of(text: str, hint: str) -> Any:
     """The value that a JSON text holds. Raises SpecError with the hint where it is none, or nested too deeply."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"not JSON: {error}", hint) from None
+    return parse_json(text, "", hint, keeps_last=True)
 
 
 def yaml_of(text: str, hint: str) -> Any:
     """The value that a YAML text holds. Raises SpecError with the hint where it is none, or nested too deeply."""
-    try:
-        return yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise SpecError(f"not YAML: {str(error).splitlines()[0]}", hint) from None
+    return parse_yaml(text, "", hint, keeps_last=True)

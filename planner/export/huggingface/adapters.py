@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import inf, isfinite
 from typing import Any
 
 from planner.errors import SpecError
@@ -100,14 +101,20 @@ def _targets(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     given = _first(settings, _TARGETS)
     if given is None:
         given = settings.get("lora_target")
-    named = re.split(r"[\s,|()]+", given) if isinstance(given, str) else list(given or ())
-    named += settings.get("target_parameters") or ()
+    named = [*_listed(given), *_listed(settings.get("target_parameters"))]
     short = [name for name in map(_short, map(str, named)) if name]
     if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
         return [EVERY_LINEAR, *(name for name in short if name in TARGETS and name not in GROUPS[EVERY_LINEAR])], []
     known = [name for name in dict.fromkeys(short) if name in TARGETS]
     # peft adapts the projections of queries and values where nothing is named
     return known or (["q_proj", "v_proj"] if not named else [EVERY_LINEAR]), [n for n in short if n not in TARGETS]
+
+
+def _listed(given: Any) -> list[Any]:
+    """Names as a list of them, or as a text that holds several; what is neither is one name, which nobody knows."""
+    if isinstance(given, str):
+        return re.split(r"[\s,|()]+", given)
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
 
 
 def _short(name: str) -> str:
@@ -122,6 +129,9 @@ def _first(settings: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = inf
+    if not isfinite(found):
+        raise SpecError(f"{name}: {value!r:.60} is no number", "write a number")
+    return found

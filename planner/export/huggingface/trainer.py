@@ -28,6 +28,7 @@ from planner.export.huggingface.sharding import ACCELERATE_FILE
 from planner.export.megatron.options import options_of
 from planner.export.megatron.read import num_gpus
 from planner.export.scripts.script import read_script
+from planner.specs.reading.python_text import literal, parse_python
 
 _SEQUENCE = (
     "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",
@@ -200,10 +201,7 @@ def _assigned(words: list[str]) -> dict[str, str]:
 
 def _of_python(text: str) -> dict[str, Any]:
     """Keywords of the calls that make arguments of a trainer, and the model that is loaded."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        raise SpecError(f"not Python: {error}", "give the script that makes TrainingArguments") from None
+    tree = parse_python(text, "", "give the script that makes TrainingArguments")
     names = {
         node.targets[0].id: node.value
         for node in ast.walk(tree)
@@ -227,6 +225,6 @@ def _literal(node: ast.expr, names: dict[str, ast.expr]) -> Any:
         if isinstance(node, ast.Name) and node.id in names:
             node = names[node.id]
     try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, RecursionError):
+        return literal(node)
+    except ValueError:
         return ...

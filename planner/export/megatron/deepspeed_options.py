@@ -83,7 +83,7 @@ def _experts(options: Options) -> dict[str, list[str]]:
         return {}
     if text(options, "--mlp-type") == "residual" or len(set(words)) > 1:
         raise SpecError(
-            f"--num-experts: {' '.join(words)!r} with residual or growing experts has no counterpart here",
+            f"--num-experts: {' '.join(words)[:60]!r} with residual or growing experts has no counterpart here",
             "one number of experts, --mlp-type standard",
         )
     num_layers, every = number(options, "--num-layers", 0) or 0, number(options, "--expert-interval", 2) or 2

@@ -54,7 +54,7 @@ def number(options: Options, name: str, default: int | None = None) -> int | Non
         raise SpecError(
             f"{name}: {' '.join(values)[:60]!r} is no number", "variables of the shell must be set in the script"
         ) from None
-    raise SpecError(f"{name}: {values[0]!r} is no whole number", "write a whole number")
+    raise SpecError(f"{name}: {values[0][:60]!r} is no whole number", "write a whole number")
 
 
 def positive(options: Options, name: str) -> int:
@@ -78,7 +78,7 @@ def size(options: Options, name: str) -> int:
     except IndexError:
         raise SpecError(f"{name}: is missing, or its variable is not set in the script", f"add {name} N") from None
     except ValueError:
-        raise SpecError(f"{name}: {values[0]!r} is no whole number", "write a number") from None
+        raise SpecError(f"{name}: {values[0][:60]!r} is no whole number", "write a number") from None
 
 
 @overload

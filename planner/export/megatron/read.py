@@ -22,6 +22,7 @@ from planner.export.megatron.switches import SWITCH_OPTIONS
 from planner.export.megatron.unread_options import sort_unread
 from planner.export.scripts.script import read_script
 from planner.export.scripts.shell import Script
+from planner.specs.units import is_count
 from planner.trainers.switches import SWITCHES
 
 READ = frozenset({"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS})
@@ -163,4 +164,4 @@ def _first(options: Options, *names: str) -> int | None:
 
 def count(values: Sequence[str]) -> int | None:
     """The first of the values that is a positive whole number."""
-    return next((int(value) for value in values if value.isdigit() and 0 < int(value) < 10**7), None)
+    return next((int(value) for value in values if is_count(value) and 0 < int(value) < 10**7), None)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from planner.export.common.markup import json_of
 from planner.export.patch.change import Change
 
 
@@ -14,8 +15,7 @@ def changed(text: str, changes: Sequence[Change]) -> str:
 
     Lines that only another layout of the same data would change stay as they are.
     """
-    before = json.loads(text)
-    after = json.loads(text)
+    before, after = (json_of(text, "give a JSON file") for _ in range(2))
     for change in changes:
         *parents, key = change.name.split(".")
         owner = after

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,15 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
+from planner.export.common.markup import json_of
 from planner.export.patch import json_text, shell_text, toml_text, yaml_text
 from planner.export.patch.change import Change
 from planner.export.patch.wanted import deepspeed_changes, megatron_changes, torchtitan_changes
-from planner.export.read import read_configuration, read_file, read_text
+from planner.export.read import read_configuration, read_file
 from planner.export.scripts.script import read_script
 from planner.export.targets import TRAINERS
 from planner.export.torchtitan.settings import override_settings, toml_settings
+from planner.specs.reading.text import read_configuration_text
 
 _OF_RUN = ("seq_length", "global_batch_size", "dtype", "precision_recipe")
 _UNASKED = {"cp": 1, "pp": 1, "ep": 1, "vpp": 1, "tp": 1, "recompute": "none", "sequence_parallel": False}
@@ -56,7 +57,7 @@ def patch_of(plan: Plan, path: str, target: str) -> Patch:
 
     Raises SpecError where the file trains another model, or cannot be changed so that it reads back as the plan.
     """
-    config = ConfigFile(read_text(path), Path(path))
+    config = ConfigFile(read_configuration_text(path), Path(path))
     before = read_file(config, None)
     if before.source not in _EDITORS:
         raise SpecError(f"{path}: a {before.source} file is not patched", _whole(target))
@@ -162,7 +163,7 @@ def _torchtitan(plan: Plan, config: ConfigFile) -> tuple[list[Writer], list[list
 
 
 def _deepspeed(plan: Plan, config: ConfigFile) -> tuple[list[Writer], list[list[Change]]]:
-    return [json_text.changed], deepspeed_changes(plan, json.loads(config.text))
+    return [json_text.changed], deepspeed_changes(plan, json_of(config.text, "give a ds_config.json"))
 
 
 _EDITORS: dict[str, Callable[[Plan, ConfigFile], tuple[list[Writer], list[list[Change]]]]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from functools import lru_cache
 
 from planner.export.patch.change import Change
 
@@ -53,6 +54,7 @@ def _find(text: str, name: str) -> tuple[int, int, int] | None:
     return start, end, _end_of_words(code, end)
 
 
+@lru_cache(16)
 def _without_comments(text: str) -> str:
     """The text with comments, and lines that only print, as spaces of the same length."""
     blank = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*|^[ \t]*(?:echo|printf)\b[^\n]*")

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.export.common.arguments import ShellText, Value
+from planner.specs.reading.python_text import literal, parse_expression
+from planner.specs.units import is_count
 
 Keys = dict[str, Any]
 """Keys of `overrides:` and their values."""
@@ -75,12 +77,12 @@ def _value(option: str, value: Value) -> Any:
         return value.unquoted
     if option in _PATTERNS and isinstance(value, str):
         return _evaluated(value)
-    return int(value) if isinstance(value, str) and value.isdigit() else value
+    return int(value) if isinstance(value, str) and is_count(value) else value
 
 
 def _evaluated(text: str) -> Any:
     """The list that an expression such as `([0]*3+[1]*58)` or `(127,0)` stands for."""
-    tree = ast.parse(text, mode="eval").body
+    tree = parse_expression(text)
     return list(_items(tree)) if not isinstance(tree, ast.Constant) else tree.value
 
 
@@ -88,6 +90,6 @@ def _items(tree: ast.expr) -> list[int]:
     if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         return _items(tree.left) + _items(tree.right)
     if isinstance(tree, ast.BinOp):
-        return _items(tree.left) * int(ast.literal_eval(tree.right))
-    items: tuple[int, ...] | list[int] = ast.literal_eval(tree)
+        return _items(tree.left) * int(literal(tree.right))
+    items: tuple[int, ...] | list[int] = literal(tree)
     return list(items)

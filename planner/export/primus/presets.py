@@ -20,7 +20,8 @@ from planner.specs.reading import kind_of, parse_mapping, printable
 
 Tree = dict[str, Any]
 _ROOT = "primus/configs"
-_MAX_VALUES, _MAX_DEPTH = 20_000, 60
+_MAX_DEPTH = 60
+"""Presets that extend each other."""
 _VARIABLE = re.compile(r"\$\{([^:{}]+):([^}]*)\}")
 _MERGE = re.compile(r"<<\s*:|\?\s+(&\w+\s+)?<<|!!merge|2002:merge")
 """YAML's merges of mappings: copies of copies grow without end before anyone can count them."""
@@ -35,23 +36,7 @@ def tree_of(text: str, where: str) -> Tree:
     if _MERGE.search(text):
         raise SpecError(f"{where}: <<: merges of mappings are not read", "write the keys out")
     tree = parse_mapping(text, where)
-    _measure(tree, where)
     return {str(key): _resolved(value) for key, value in tree.items()}
-
-
-def _measure(tree: Tree, where: str) -> None:
-    """Raise SpecError where references to one value multiply, or values nest, beyond what any configuration has."""
-    todo: list[tuple[Any, int]] = [(tree, 0)]
-    for num_values in range(_MAX_VALUES + 1):
-        if not todo:
-            return
-        value, depth = todo.pop()
-        if depth > _MAX_DEPTH:
-            raise SpecError(f"{where}: nested more than {_MAX_DEPTH} deep", "give an experiment of Primus")
-        inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-        if isinstance(inner, list):
-            todo += [(item, depth + 1) for item in inner[: _MAX_VALUES - num_values + 1]]
-    raise SpecError(f"{where}: has more than {_MAX_VALUES:,} values", "give an experiment of Primus")
 
 
 def _resolved(value: Any) -> Any:
@@ -92,11 +77,14 @@ def preset(config: ConfigFile, section: str, framework: str, name: Any) -> Tree:
     if not isinstance(name, str) or not name:
         raise SpecError(f"{section[:-1]}: {name!r:.60} is {kind_of(name)}, no preset's name", "name one of Primus'")
     file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-    return _extended(config, posixpath.join(section, framework, file), ())
+    return _extended(config, posixpath.join(section, framework, file), (), {})
 
 
-def _extended(config: ConfigFile, path: str, on_the_way: tuple[str, ...]) -> Tree:
+def _extended(config: ConfigFile, path: str, on_the_way: tuple[str, ...], known: dict[str, Tree]) -> Tree:
+    """A preset with all that it extends; `known` has those that were read on the way, since many may extend one."""
     path = posixpath.normpath(path)
+    if path in known:
+        return known[path]
     if path in on_the_way or len(on_the_way) > _MAX_DEPTH:
         raise SpecError(f"{printable(path, 80)}: extends itself", "mend its `extends:`")
     own = _own(config, path)
@@ -104,8 +92,9 @@ def _extended(config: ConfigFile, path: str, on_the_way: tuple[str, ...]) -> Tre
     result: Tree = {}
     for base in bases if isinstance(bases, list) else [bases]:
         beside = posixpath.join(posixpath.dirname(path), str(base))
-        result = merged(result, _extended(config, beside, (*on_the_way, path)))
-    return merged(result, own)
+        result = merged(result, _extended(config, beside, (*on_the_way, path), known))
+    known[path] = merged(result, own)
+    return known[path]
 
 
 def _own(config: ConfigFile, path: str) -> Tree:

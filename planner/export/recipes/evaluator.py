@@ -7,6 +7,7 @@ else is a record of its name and arguments, whose fields may be set and read.
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from typing import Any
 
 from planner.errors import SpecError
@@ -22,7 +23,19 @@ from planner.export.recipes.expressions import (
     Module,
     Scope,
 )
-from planner.export.recipes.values import BUILTINS, Record, Unknown, field_value, has_field, method_value, truth
+from planner.export.recipes.values import (
+    BUILTINS,
+    Record,
+    Unknown,
+    built_in,
+    field_value,
+    has_field,
+    method_value,
+    told,
+    truth,
+)
+from planner.specs.reading.limits import PYTHON
+from planner.specs.reading.python_text import num_signs, parse_python
 
 _MAX_MODULES = 60
 
@@ -41,6 +54,7 @@ class Evaluator(Expressions):
 
     def __init__(self, config: ConfigFile, never_followed: frozenset[str] = frozenset()) -> None:
         self.steps, self.depth, self.never_followed = 0, 0, never_followed
+        self.num_signs = 0
         self.modules: dict[str, Module] = {}
         self.module = self._load(config)
 
@@ -69,17 +83,13 @@ class Evaluator(Expressions):
         return ast.unparse(node.returns) if node.returns is not None else ""
 
     def _load(self, config: ConfigFile) -> Module:
-        try:
-            tree = ast.parse(config.text)
-        except SyntaxError as error:
-            raise SpecError(f"not Python: line {error.lineno}: {error.msg}", "give the recipe's file") from None
-        except (ValueError, MemoryError):
-            raise SpecError("not Python that can be read", "give the recipe's file") from None
+        tree = parse_python(config.text, "", "give the recipe's file")
+        self.num_signs += num_signs(config.text)
         module = Module(config)
         self.modules[str(config.path)] = module
         scope = Scope(module, module.names)
-        for node in tree.body:
-            self._run([node], scope)
+        with suppress(_StopError, _ReturnError):  # a `raise` or `break` of the file itself: nothing behind it is read
+            self._run(tree.body, scope)
         return module
 
     def _import(self, node: ast.ImportFrom, scope: Scope) -> None:
@@ -96,11 +106,15 @@ class Evaluator(Expressions):
             if not isinstance(value, Import):
                 break
             path = str(value.config.path)
-            if path not in self.modules and len(self.modules) >= _MAX_MODULES:
+            if path not in self.modules and not self._has_room(value.config):
                 return Record(value.name)
             module = self.modules.get(path) or self._load(value.config)
             value = module.names.get(value.name, Record(value.name))
         return value
+
+    def _has_room(self, config: ConfigFile) -> bool:
+        """True if one more file may be read; the limits of Python hold for all files together."""
+        return len(self.modules) < _MAX_MODULES and self.num_signs + num_signs(config.text) <= PYTHON.num_items
 
     def _run(self, body: list[ast.stmt], scope: Scope) -> None:
         for node in body:
@@ -118,7 +132,7 @@ class Evaluator(Expressions):
             case ast.AnnAssign() if node.value is not None:
                 self.assign(node.target, self.value(node.value, scope), scope)
             case ast.AugAssign():
-                load = ast.copy_location(ast.BinOp(_loaded(node.target), node.op, node.value), node)
+                load = ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
                 self.assign(node.target, self.value(load, scope), scope)
             case ast.Expr():
                 self.value(node.value, scope)
@@ -162,13 +176,13 @@ class Evaluator(Expressions):
             case ast.Tuple() | ast.List():
                 items = value if isinstance(value, (list, tuple)) and len(value) == len(target.elts) else None
                 for index, element in enumerate(target.elts):
-                    self.assign(element, items[index] if items else Unknown(ast.unparse(target)), scope)
+                    self.assign(element, items[index] if items else Unknown(target), scope)
             case ast.Attribute():
                 owner = self.value(target.value, scope)
                 if isinstance(owner, Unknown) and isinstance(target.value, ast.Name):
                     owner = scope.names[target.value.id] = Record(target.value.id)
                 elif isinstance(owner, Unknown) and isinstance(target.value, ast.Attribute):
-                    owner = Record(ast.unparse(target.value))
+                    owner = Record(told(target.value))
                     self.assign(target.value, owner, scope)
                 if isinstance(owner, Record):
                     owner.fields[target.attr] = value
@@ -193,14 +207,14 @@ class Evaluator(Expressions):
             handled, value = method_value(owner, node.func.attr, arguments, keywords)
             if handled:
                 return value
-        name = ast.unparse(node.func)
+        name = told(node.func)
         if isinstance(node.func, ast.Name) and isinstance(scope.get(name), Unknown):
             if name == "range" and all(isinstance(bound, int) for bound in arguments):
                 return list(range(*arguments)[:MAX_ITEMS])
             if name in BUILTINS:
-                return BUILTINS[name](*arguments, **keywords)
+                return built_in(name, arguments, keywords)
             if name in ("hasattr", "isinstance"):
-                return Unknown(ast.unparse(node)) if name == "isinstance" else has_field(*arguments)
+                return Unknown(node) if name == "isinstance" else has_field(*arguments)
             if name in ("getattr", "setattr"):
                 return field_value(name, arguments)
             if name == "cast" and len(arguments) == 2:
@@ -277,8 +291,3 @@ class Evaluator(Expressions):
         finally:
             self.depth -= 1
         return None
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """A target of an assignment as the expression that reads it."""
-    return ast.parse(ast.unparse(target), mode="eval").body

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.export.common.config_file import ConfigFile
-from planner.export.recipes.values import BINARY, COMPARE, MAX_CHARACTERS, Record, Unknown, truth
+from planner.export.recipes.values import BINARY, COMPARE, MAX_CHARACTERS, Record, Unknown, is_small, told, truth
 
 MAX_STEPS, MAX_DEPTH, MAX_ITEMS = 200_000, 60, 4_096
-MAX_NUMBER, MAX_EXPONENT = 10**12, 64
+MAX_NUMBER, MAX_EXPONENT, MAX_BITS = 10**12, 64, 256
+ITEMS_A_STEP = 16
+"""Making a list or a text costs a step for so many items or characters: what all steps make is bounded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +86,13 @@ class Expressions:
             return Unknown("…")
         self.depth += 1
         try:
-            return self._value(node, scope)
+            value = self._value(node, scope)
+            if isinstance(value, (list, dict, tuple, str)):
+                self.steps += len(value) // ITEMS_A_STEP
+            is_long = isinstance(value, int) and value.bit_length() > MAX_BITS
+            return Unknown(node) if is_long else value
         except (TypeError, ValueError, ArithmeticError, KeyError, IndexError, AttributeError, MemoryError):
-            return Unknown(ast.unparse(node))
+            return Unknown(node)
         finally:
             self.depth -= 1
 
@@ -112,7 +118,7 @@ class Expressions:
                 value = self.value(node.operand, scope)
                 if isinstance(node.op, ast.Not):
                     known = truth(value)
-                    return Unknown(ast.unparse(node)) if known is None else not known
+                    return Unknown(node) if known is None else not known
                 return -value if isinstance(node.op, ast.USub) else value
             case ast.BoolOp():
                 return self._bool(node, scope)
@@ -127,20 +133,20 @@ class Expressions:
                 ]
                 known = all(isinstance(part, (str, int, float)) for part in parts)
                 text = "".join(map(str, parts)) if known else ""
-                return text if known and len(text) <= MAX_CHARACTERS else Unknown(ast.unparse(node))
+                return text if known and len(text) <= MAX_CHARACTERS else Unknown(node)
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
                 return self._comprehension(node, scope)
             case ast.Subscript():
                 owner, key = self.value(node.value, scope), self.value(node.slice, scope)
                 if isinstance(owner, Record):
-                    return owner.fields.get(str(key), Unknown(ast.unparse(node)))
+                    return owner.fields.get(str(key), Unknown(node))
                 return owner[key]
-        return Unknown(ast.unparse(node))
+        return Unknown(node)
 
     def _attribute(self, owner: Any, node: ast.Attribute) -> Any:
         if isinstance(owner, Class):
             inner = self.class_names(owner).get(node.attr)
-            return inner if isinstance(inner, Class) else Record(ast.unparse(node)) if inner is None else inner
+            return inner if isinstance(inner, Class) else Record(told(node)) if inner is None else inner
         if isinstance(owner, Record):
             if node.attr not in owner.fields and node.attr in owner.defaults:
                 return owner.defaults[node.attr]
@@ -148,13 +154,13 @@ class Expressions:
                 # read before it is set: whoever sets a field on it, sets it in the owner
                 owner.fields[node.attr] = Record(f"{owner.kind}.{node.attr}")
             return owner.fields[node.attr]
-        return Unknown(ast.unparse(node))
+        return Unknown(node)
 
     def _items(self, element: ast.expr, scope: Scope) -> list[Any]:
         if not isinstance(element, ast.Starred):
             return [self.value(element, scope)]
         items = self.value(element.value, scope)
-        return list(items) if isinstance(items, (list, tuple)) else [Unknown(ast.unparse(element))]
+        return list(items) if isinstance(items, (list, tuple)) else [Unknown(element)]
 
     def _dict(self, node: ast.Dict, scope: Scope) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
@@ -171,16 +177,16 @@ class Expressions:
         is_repeat = isinstance(node.op, ast.Mult) and (isinstance(left, (list, str)) or isinstance(right, (list, str)))
         if is_repeat:
             items, times = (left, right) if isinstance(right, int) else (right, left)
-            return items * times if len(items) * times <= MAX_ITEMS else Unknown(ast.unparse(node))
+            return items * times if len(items) * times <= MAX_ITEMS else Unknown(node)
         if isinstance(left, (Record, Unknown)) or isinstance(right, (Record, Unknown)):
-            return Unknown(ast.unparse(node))
+            return Unknown(node)
         if isinstance(node.op, ast.Pow) and not (abs(left) <= MAX_NUMBER and abs(right) <= MAX_EXPONENT):
-            return Unknown(ast.unparse(node))
+            return Unknown(node)
         if isinstance(node.op, ast.Mod) and isinstance(left, str):
-            return Unknown(ast.unparse(node))
+            return Unknown(node)
         value = BINARY[type(node.op)](left, right)
         is_long = isinstance(value, (str, list)) and len(value) > MAX_CHARACTERS
-        return Unknown(ast.unparse(node)) if is_long or (isinstance(value, int) and value.bit_length() > 256) else value
+        return Unknown(node) if is_long else value
 
     def _bool(self, node: ast.BoolOp, scope: Scope) -> Any:
         value: Any = None
@@ -197,17 +203,15 @@ class Expressions:
         if kind in (ast.Is, ast.IsNot, ast.Eq, ast.NotEq) and (left is None or right is None):
             other = right if left is None else left
             if isinstance(other, Unknown) or (isinstance(other, Record) and not other.fields):
-                return Unknown(ast.unparse(node))
+                return Unknown(node)
             return (other is None) == (kind in (ast.Is, ast.Eq))
         if isinstance(left, (Record, Unknown)) or isinstance(right, (Record, Unknown)) or len(node.ops) > 1:
-            return Unknown(ast.unparse(node))
-        return COMPARE[kind](left, right)
+            return Unknown(node)
+        return COMPARE[kind](left, right) if is_small(left, right) else Unknown(node)
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: Scope) -> Any:
         result: list[Any] = []
-        return (
-            result if self._generated(node, 0, Scope(scope.module, {}, scope), result) else Unknown(ast.unparse(node))
-        )
+        return result if self._generated(node, 0, Scope(scope.module, {}, scope), result) else Unknown(node)
 
     def _generated(self, node: Any, depth: int, scope: Scope, result: list[Any]) -> bool:
         """Add the items of a comprehension from its `depth`-th loop on; False where one is not known."""

@@ -6,6 +6,7 @@ import ast
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -25,16 +26,23 @@ BUILTINS: Mapping[str, Callable[..., Any]] = {
 
 MAX_CHARACTERS = 100_000
 """Characters of a text, and items of a list, that a configuration may make."""
+MAX_COMPARED = 5_000
+_MAX_NODES = 100
+
+
+def told(node: ast.expr) -> str:
+    """The text of a short expression; that of a long one is not worth the time, which a loop takes each time."""
+    return "…" if len(list(islice(ast.walk(node), _MAX_NODES))) == _MAX_NODES else ast.unparse(node)
 
 
 class Unknown:
     """A value that only a run knows."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text[:80]
+    def __init__(self, what: str | ast.expr) -> None:
+        self._what = what
 
     def __repr__(self) -> str:
-        return self.text
+        return (self._what if isinstance(self._what, str) else told(self._what))[:80]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,20 +69,25 @@ class Record:
 
     def flat(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Paths and values of all fields, those of records and dictionaries inside included."""
+        yield from islice(self._flat(prefix), MAX_CHARACTERS)
+
+    def _flat(self, prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in self.fields.items():
             yield from _flat(f"{prefix}{name}", value)
 
-    def copied(self) -> Record:
-        """A copy whose records can be changed."""
-        fields = {name: _copied(value) for name, value in self.fields.items()}
-        return Record(self.kind, list(self.arguments), fields, self.defaults)
+    def copied(self, known: dict[int, Any] | None = None) -> Record:
+        """A copy whose records can be changed; what stands in it twice is copied once."""
+        known = {} if known is None else known
+        copy = known[id(self)] = Record(self.kind, list(self.arguments), {}, self.defaults)
+        copy.fields |= {name: _copied(value, known) for name, value in self.fields.items()}
+        return copy
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Record):
         if not value.fields:
             yield path, value
-        yield from value.flat(f"{path}.")
+        yield from value._flat(f"{path}.")
     elif isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for name, inner in value.items():
             yield from _flat(f"{path}.{name}", inner)
@@ -82,12 +95,42 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    if id(value) in known:
+        return known[id(value)]
     if isinstance(value, Record):
-        return value.copied()
+        return value.copied(known)
     if isinstance(value, list):
-        return [_copied(item) for item in value]
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
+        copies = known[id(value)] = [_copied(item, known) for item in value]
+        return copies
+    if isinstance(value, dict):
+        named = known[id(value)] = {key: _copied(item, known) for key, item in value.items()}
+        return named
+    return value
+
+
+def is_small(*values: Any) -> bool:
+    """True for values that hold at most MAX_COMPARED others, one that stands in them twice counted twice.
+
+    Text is made of a value, and values are compared, in time that grows with this count and not with their memory.
+    """
+    todo, count = list(values), 0
+    while todo:
+        value = todo.pop()
+        count += 1
+        if count > MAX_COMPARED:
+            return False
+        if isinstance(value, (list, tuple)):
+            todo += value[: MAX_COMPARED + 1]
+        elif isinstance(value, dict):
+            todo += islice(value.values(), MAX_COMPARED + 1)
+    return True
+
+
+def built_in(name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    """The value of a call of one of BUILTINS; Unknown where it is not worth its time."""
+    is_flat = name in ("len", "list", "dict", "tuple", "set", "bool")
+    return BUILTINS[name](*arguments, **keywords) if is_flat or is_small(*arguments) else Unknown(name)
 
 
 def truth(value: Any) -> bool | None:

@@ -8,6 +8,8 @@ import re
 from planner.export.scripts.words import Words
 
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
+_REPEATS, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
+_MOST_WORDS = 200
 _UNKNOWN = ("-f", "-d", "-e", "-x", "-r", "-w", "-s", "-L", "-t", "-nt", "-ot")
 """Tests of files and terminals."""
 
@@ -18,6 +20,8 @@ def holds(raw: list[str], words: Words) -> bool | None:
         value = words.arithmetic(" ".join(raw[1:]))
         return None if value is None else bool(value)
     inner = [word for word in raw[1:] if word not in ("]", "]]")]
+    if len(inner) > _MOST_WORDS:
+        return None
     for mark, combine in ((("||", "-o"), _either), (("&&", "-a"), _both)):
         places = [index for index, word in enumerate(inner) if word in mark]
         if places:
@@ -48,11 +52,20 @@ def _compared(left: str, comparison: str, right: str, words: Words) -> bool | No
         value = words.arithmetic(f"({left or 0}) {_COMPARISONS[comparison]} ({right or 0})")
         return None if value is None else bool(value)
     if comparison == "=~":
-        try:
-            return re.search(right, left[:1_000]) is not None if len(right) < 200 else None
-        except re.error:
-            return None
+        return _matches(right, left, words)
     return None
+
+
+def _matches(pattern: str, text: str, words: Words) -> bool | None:
+    """True or false as a regular expression is found; None for one that may take long, such as `(a+)+$`."""
+    repeats = len(_REPEATS.findall(pattern))
+    if len(pattern) > 200 or len(text) > 100 or repeats > 3 or _REPEATED_GROUP.search(pattern):
+        return None
+    words.spend((1 + len(text)) ** repeats // 8)
+    try:
+        return re.search(pattern, text) is not None
+    except (re.error, OverflowError, RecursionError):
+        return None
 
 
 def _both(left: bool | None, right: bool | None) -> bool | None:

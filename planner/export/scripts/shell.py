@@ -10,9 +10,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from planner.errors import SpecError
 from planner.export.scripts.conditions import holds
 from planner.export.scripts.syntax import Block, Case, For, Function, If, Simple, Statement, While, parse_shell
-from planner.export.scripts.words import Environment, Words
+from planner.export.scripts.words import EACH, Environment, Words
+from planner.specs.reading.limits import SHELL
 
 Files = Callable[[str], str | None]
 """The text of a file that a script names; None where there is none beside it."""
@@ -27,8 +29,9 @@ _SAYS_ONLY = frozenset({
     "read", "break", "continue",
 })  # fmt: skip
 """Commands that launch nothing, whatever their words are."""
+_FILE, _PARSE = 2**12, 8
+"""A file that is read, and a character that is parsed, cost as much as so many that a word makes."""
 _MAX_ITERATIONS, _MAX_DEPTH, _MAX_COMMANDS = 16, 12, 2_000
-_MAX_CHARACTERS = 4_000_000
 
 
 @dataclass(slots=True)
@@ -55,12 +58,12 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
     if nodes and nodes.isdigit():
         reader.words.variables |= {name: [nodes] for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
     reader.words.variables["#"] = ["0"]
-    reader.block(parse_shell(text[:_MAX_CHARACTERS]))
+    reader.block(reader.parsed(text))
     script.words = max(script.commands, key=_num_options, default=[])
     if not _num_options(script.words):
         # a script may write the one that launches
         for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
-            reader.block(parse_shell(inner))
+            reader.block(reader.parsed(inner))
         script.words = max(script.commands, key=_num_options, default=[])
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
     return script
@@ -88,6 +91,13 @@ class _Reader:
         self.functions: dict[str, Block] = {}
         self.depth = 0
 
+    def parsed(self, text: str) -> Block:
+        """The statements of a text. Raises SpecError for one longer than any launch script."""
+        if len(text) > SHELL.num_bytes:
+            raise SpecError(f"a script of {len(text):,} characters is no launch script", "give the one that launches")
+        self.words.spend(_PARSE * len(text))
+        return parse_shell(text)
+
     def block(self, block: Block) -> bool | None:
         """Follow statements; true or false as the last one's status, None where only a machine knows it."""
         status: bool | None = True
@@ -101,6 +111,7 @@ class _Reader:
         if self.depth >= _MAX_DEPTH:
             return None
         self.depth += 1
+        self.words.spend(EACH)
         try:
             return self._followed(statement)
         finally:
@@ -203,7 +214,7 @@ class _Reader:
     def _inner(self, text: str, before: list[str], arguments: Sequence[str] = ()) -> None:
         """A command line inside a word; `before` launches it, and its options count too."""
         first, outer = len(self.script.commands), self._arguments(arguments)
-        self._statement(parse_shell(text))
+        self._statement(self.parsed(text))
         self.words.variables |= outer
         for index in range(first, len(self.script.commands)):
             self.script.commands[index] = [*before, *self.script.commands[index]]
@@ -216,6 +227,7 @@ class _Reader:
 
     def _arguments(self, arguments: Sequence[str]) -> Environment:
         """Set `$@`, `$#`, `$1` and so on; what they were before."""
+        self.words.spend(len(arguments))
         given: Environment = {"@": [*arguments], "*": [*arguments], "#": [str(len(arguments))]}
         given |= {str(i): [*arguments[i - 1 : i]] for i in range(1, 10)}
         outer = {name: self.words.variables.get(name, []) for name in given}
@@ -225,25 +237,29 @@ class _Reader:
     def _source(self, name: str) -> None:
         text = self.files(name)
         if text is not None:
-            self._statement(parse_shell(text[:_MAX_CHARACTERS]))
+            self.words.spend(_FILE)
+            self._statement(self.parsed(text))
 
     def _assign(self, match: re.Match[str], raw: str) -> None:
         """Keep `A=1`, `A+=1`, `A=(1 2)` or `A[0]=1`."""
         name, index, adds, rest = match[1], match[2], match[3], raw[match.end() :]
         before = self.words.variables.get(name, [])
         if rest.startswith("("):
-            inner = parse_shell(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
+            inner = self.parsed(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
             items = [word for _, part in inner.statements if isinstance(part, Simple) for word in part.words]
             value = [word for item in items for word in self.words.expand(item)]
+            self.words.spend(len(before) if adds else 0)
             self.words.variables[name] = [*before, *value] if adds else value
             return
         text = self.words.text(rest)
         if index is not None:
             number = self.words.arithmetic(index.strip("[]"))
+            self.words.spend(len(before))
             array = [*before, *[""] * max(0, min(number or 0, 1_000) + 1 - len(before))]
             array[min(number or 0, 1_000)] = text
             self.words.variables[name] = array
         else:
+            self.words.spend(sum(map(len, before)) if adds else 0)
             self.words.variables[name] = [" ".join(before) + text if adds else text]
 
     def _outcome(self, command: str) -> str | None:

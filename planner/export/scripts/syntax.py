@@ -8,11 +8,12 @@ from typing import Literal
 
 from planner.errors import SpecError
 from planner.export.scripts.tokens import Token, tokens_of
+from planner.specs.reading.limits import SHELL
 
 Connector = Literal["", "&&", "||", "|"]
 _SEPARATORS = (";", "\n", "&", ";;")
 _REDIRECTIONS = ("&>", ">>", "<<<", ">&", "<&", ">|", "<", ">")
-_MAX_DEPTH = 40
+_MAX_DEPTH = SHELL.depth
 
 
 @dataclass(slots=True)

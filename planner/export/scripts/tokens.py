@@ -27,6 +27,7 @@ _OPERATORS = (
     ">",
     "\n",
 )
+_FIRST = frozenset(operator[0] for operator in _OPERATORS)
 
 
 @dataclass(slots=True)
@@ -39,7 +40,8 @@ class Token:
 def tokens_of(text: str) -> list[Token]:
     """Words as they are written and operators; the documents that commands read go with their operators."""
     tokens: list[Token] = []
-    waiting: list[Token] = []
+    waiting: list[int] = []
+    """Places of the `<<` whose documents begin on the next line."""
     at = 0
     while at < len(text):
         char = text[at]
@@ -53,7 +55,7 @@ def tokens_of(text: str) -> list[Token]:
             tokens.append(Token(operator, is_operator=True))
             at += len(operator)
             if operator in ("<<", "<<-"):
-                waiting.append(tokens[-1])
+                waiting.append(len(tokens) - 1)
             elif operator == "\n" and waiting:
                 at = _documents(text, at, tokens, waiting)
                 waiting = []
@@ -65,13 +67,15 @@ def tokens_of(text: str) -> list[Token]:
 
 
 def _operator(text: str, at: int) -> str | None:
+    if text[at] not in _FIRST:
+        return None
     return next((operator for operator in _OPERATORS if text.startswith(operator, at)), None)
 
 
-def _documents(text: str, at: int, tokens: list[Token], waiting: list[Token]) -> int:
+def _documents(text: str, at: int, tokens: list[Token], waiting: list[int]) -> int:
     """Give each waiting `<<` the lines up to its delimiter; the index behind them."""
-    for token in waiting:
-        index = next((i for i, other in enumerate(tokens) if other is token), 0)
+    for index in waiting:
+        token = tokens[index]
         delimiter = re.sub(r"['\"\\]", "", tokens[index + 1].text) if index + 1 < len(tokens) else ""
         match = re.compile(rf"^[\t ]*{re.escape(delimiter)}[ \t\r]*$", re.MULTILINE).search(text, at)
         end = match.start() if match else len(text)

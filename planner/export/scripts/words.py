@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 
 from planner.errors import SpecError
 from planner.export.scripts.tokens import closing, double_end
+from planner.specs.reading.limits import SHELL, Limits
+from planner.specs.reading.python_text import parse_expression
 
 Environment = dict[str, list[str]]
 """Variables; an array has several words."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_SPECIAL = re.compile(r"['\"\\$`]")
 _PARAMETER = re.compile(
     r"(?P<mark>[!#]?)(?P<name>[A-Za-z_]\w*|[0-9@*#?$!])(?P<index>\[[^\]]*\])?"
     r"(?P<operation>:?[-=+?]|##?|%%?|,,?|\^\^?|//?|:)?(?P<rest>.*)",
@@ -26,8 +29,11 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Gt: operator.gt, ast.Lt: operator.lt,
     ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip
-_MAX_CHARACTERS = 4_000_000
+_MAX_CHARACTERS = SHELL.num_items
+EACH = 32
+"""A word or a statement costs as much as so many characters, even if it makes none."""
 _MAX_DEPTH = 20
+_ARITHMETIC = Limits(4_000, 4_000, 100)
 _MAX_INTEGER = 10**30
 
 
@@ -80,9 +86,10 @@ class Words:
                 else:
                     current += "".join(pieces)
             else:
-                current, at = current + char, at + 1
+                end = _end_of_plain(raw, at)
+                current, at = current + raw[at:end], end
         self.depth -= 1
-        self._spend(sum(map(len, fields)) + len(current))
+        self.spend(EACH + sum(map(len, fields)) + len(current))
         return [*fields, *([current] if current or is_quoted else [])]
 
     def text(self, raw: str) -> str:
@@ -107,8 +114,9 @@ class Words:
                         continue
                 current += " ".join(values)
             else:
-                current, at = current + char, at + 1
-        self._spend(sum(map(len, fields)) + len(current))
+                end = _end_of_plain(inner, at)
+                current, at = current + inner[at:end], end
+        self.spend(EACH + sum(map(len, fields)) + len(current))
         return [] if is_list and not current and not fields else [*fields, current]
 
     def arithmetic(self, text: str) -> int | None:
@@ -117,19 +125,26 @@ class Words:
         expanded = " ".join(self.expand(text.replace(" ", "\\ "), split=False))
         if self.num_unknown > num_unknown:
             return None
-        named = _NAME.sub(lambda m: " ".join(self.variables.get(m[0], [m[0]])), expanded)
+        named = _NAME.sub(self._number, expanded)
         named = re.sub(r"\b0+(?=\d)", "", named).replace("&&", " and ").replace("||", " or ").strip()
         try:
-            return _evaluate(ast.parse(named, mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return _evaluate(parse_expression(named, _ARITHMETIC))
+        except (ValueError, ZeroDivisionError, RecursionError):
             return None
 
-    def _spend(self, characters: int) -> None:
+    def spend(self, characters: int) -> None:
+        """Count work in characters. Raises SpecError above what any launch script needs."""
         self.spent += characters
         if self.spent > _MAX_CHARACTERS:
             raise SpecError(
                 f"variables of the script make more than {_MAX_CHARACTERS:,} characters", "give a simpler launch script"
             )
+
+    def _number(self, match: re.Match[str]) -> str:
+        """A variable's value in arithmetic, where it needs no dollar sign."""
+        text = " ".join(self.variables.get(match[0], [match[0]]))
+        self.spend(len(text))
+        return text
 
     def _expansion(self, text: str, at: int) -> tuple[list[str], int]:
         """The words that the `$…` or `` `…` `` at `at` stands for, and the index behind it."""
@@ -193,16 +208,27 @@ class Words:
             return value[start:] if len(numbers) < 2 or numbers[1] is None else value[start : start + numbers[1]]
         if operation[0] == "/":
             pattern, _, new = rest.partition("/")
-            return value.replace(self.text(pattern), self.text(new), -1 if operation == "//" else 1)
+            old, put = self.text(pattern), self.text(new)
+            if not old:
+                return value
+            self.spend(value.count(old) * len(put))
+            return value.replace(old, put, -1 if operation == "//" else 1)
         if operation[0] not in "#%":
             return value
         pattern, longest = self.text(rest), len(operation) == 2
+        self.spend(len(value) ** 2 * (1 + len(pattern)) // 64)  # every cut is held against the pattern
         cuts = range(len(value) + 1)
         if operation[0] == "#":
             ends = [cut for cut in cuts if fnmatch.fnmatchcase(value[:cut], pattern)]
             return value[(max(ends) if longest else min(ends)) :] if ends else value
         starts = [cut for cut in cuts if fnmatch.fnmatchcase(value[cut:], pattern)]
         return value[: min(starts) if longest else max(starts)] if starts else value
+
+
+def _end_of_plain(text: str, at: int) -> int:
+    """The index of the next character that may mean something else than itself, behind the one at `at`."""
+    special = _SPECIAL.search(text, at + 1)
+    return special.start() if special else len(text)
 
 
 def _evaluate(node: ast.expr) -> int:

@@ -14,6 +14,8 @@ from planner.export.scripts.shell import Script
 from planner.export.torchtitan.flavors import model_of_flavor
 from planner.export.torchtitan.read_recipe import RECOMPUTED, Settings
 from planner.export.torchtitan.settings import is_recipe, read_settings
+from planner.specs.reading import printable
+from planner.specs.units import is_count
 
 _SCHEDULES = {
     "1f1b": "1f1b",
@@ -56,7 +58,8 @@ def read_torchtitan(config: ConfigFile) -> ImportedRun:
 
     Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
     """
-    script = read_script(config.text, config.beside)
+    # a recipe has no words of a shell, and to look for them takes as long as to read it
+    script = Script() if is_recipe(config.text) else read_script(config.text, config.beside)
     settings, unreadable = read_settings(config, script)
     imported = run_of_settings(settings, _num_gpus(settings, script))
     imported.unknown |= unreadable
@@ -80,7 +83,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
             "model": model,
             "num_gpus": num_gpus,
             "runtime": "torchtitan",
-            "seq_length": _first(settings, "training.max_context_length", "training.seq_len"),
+            "seq_length": _seq_length(settings),
             "dtype": str(settings.get("dtype", "bf16")),
             "precision_recipe": f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
             "parallelism": layout,
@@ -107,7 +110,7 @@ def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | No
     layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
     every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
     num_layers = num_layers_of(model)
-    if layout["recompute"] == "selective" and every.isdigit() and int(every) > 0 and num_layers:
+    if layout["recompute"] == "selective" and is_count(every) and int(every) > 0 and num_layers:
         layout |= {"recompute": "full", "recompute_layers": [*range(int(every) - 1, num_layers, int(every))]}
     elif isinstance(layers, list) and layout["recompute"] == "full" and num_layers:
         layout["recompute_layers"] = layers
@@ -135,10 +138,27 @@ def _first(settings: Settings, *names: str) -> Any:
 
 
 def _degree(settings: Settings, axis: str, default: int = 1) -> int:
-    value = settings.get(f"parallelism.{axis}_degree", default)
+    return _whole(settings, f"parallelism.{axis}_degree", default)
+
+
+def _whole(settings: Settings, name: str, default: int) -> int:
+    """A setting that is a whole number. Raises SpecError naming it where it is none."""
+    value = default if settings.get(name) is None else settings[name]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise SpecError(f"parallelism.{axis}_degree: {value!r} is no whole number", "write a number")
+        raise SpecError(f"{name}: {printable(repr(value), 60)} is no whole number", "write a number")
     return value
+
+
+def _seq_length(settings: Settings) -> int | None:
+    name = next(
+        (name for name in ("training.max_context_length", "training.seq_len") if settings.get(name) is not None), ""
+    )
+    length = _whole(settings, name, 0)
+    if name and length < 1:
+        raise SpecError(f"{name}: {length} is below 1", "write the tokens of a sequence")
+    return length or None
 
 
 def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], int]:
@@ -148,7 +168,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
     schedule = _SCHEDULES.get(name)
     if schedule is None and pp > 1:
         raise SpecError(
-            f"parallelism.pipeline_parallel_schedule: {name!r} is unknown", f"one of {', '.join(_SCHEDULES)}"
+            f"parallelism.pipeline_parallel_schedule: {name[:60]!r} is unknown", f"one of {', '.join(_SCHEDULES)}"
         )
     parts = settings.get("parallelism.module_fqns_per_model_part")
     layout: dict[str, Any] = {
@@ -182,7 +202,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
 def _split(settings: Settings, num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
     """The stages that torchtitan makes unasked: embedding and head count as so many layers of their stage."""
     first, last = (
-        int(settings.get(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1)) for end in ("first", "last")
+        _whole(settings, f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")
     )
     per_stage = settings.get("parallelism.pipeline_parallel_layers_per_stage")
     if isinstance(per_stage, int) and per_stage > 0:
@@ -205,7 +225,7 @@ def _num_gpus(settings: Settings, script: Script) -> int | None:
     """GPUs by the script's variables, else by the grid; None where neither gives a number."""
     for name in ("NGPU", "WORLD_SIZE"):
         values = script.variables.get(name, [])
-        if values and values[0].isdigit():
+        if values and is_count(values[0]):
             return int(values[0])
     layout, ranks = _layout(settings, None)
     return layout["dp"] * ranks if "dp" in layout else None
@@ -215,19 +235,21 @@ def _read_batch(imported: ImportedRun, settings: Settings) -> None:
     """Micro-batch and global batch in sequences, from sequences or from tokens."""
     run, layout = imported.run, imported.run["parallelism"]
     seq_length = run["seq_length"]
-    tokens_per_microbatch = settings.get("training.num_tokens_per_microbatch_per_dp_rank")
+    tokens_per_microbatch = _whole(settings, "training.num_tokens_per_microbatch_per_dp_rank", 0)
     if tokens_per_microbatch and seq_length:
         layout["micro_batch_size"] = max(1, tokens_per_microbatch // seq_length)
-        tokens_per_step = settings.get("training.num_tokens_per_train_step", -1)
-        num_microbatches = settings.get("parallelism.num_pp_microbatches", 1) if layout["pp"] > 1 else 1
+        tokens_per_step = _whole(settings, "training.num_tokens_per_train_step", -1)
+        num_microbatches = _whole(settings, "parallelism.num_pp_microbatches", 1) if layout["pp"] > 1 else 1
         imported.microbatches_per_rank = num_microbatches
         run["global_batch_size"] = tokens_per_step // seq_length if tokens_per_step > 0 else None
         return
-    local_batch_size = int(settings.get("training.local_batch_size", 8))
-    micro_batch_size = settings.get("parallelism.pipeline_parallel_microbatch_size", 1)
-    layout["micro_batch_size"] = int(micro_batch_size) if layout["pp"] > 1 else local_batch_size
-    global_batch_size = int(settings.get("training.global_batch_size", -1))
-    if layout["pp"] > 1 and (parts := settings.get("parallelism.pipeline_parallel_microbatches")):
-        layout["micro_batch_size"] = max(1, local_batch_size // int(parts))
+    local_batch_size = _whole(settings, "training.local_batch_size", 8)
+    micro_batch_size = _whole(settings, "parallelism.pipeline_parallel_microbatch_size", 1)
+    layout["micro_batch_size"] = micro_batch_size if layout["pp"] > 1 else local_batch_size
+    global_batch_size = _whole(settings, "training.global_batch_size", -1)
+    if layout["pp"] > 1 and (parts := _whole(settings, "parallelism.pipeline_parallel_microbatches", 0)):
+        layout["micro_batch_size"] = max(1, local_batch_size // parts)
+    if layout["micro_batch_size"] < 1:
+        raise SpecError(f"micro-batch: {layout['micro_batch_size']} is below 1", "set training.local_batch_size")
     imported.microbatches_per_rank = max(1, local_batch_size // layout["micro_batch_size"])
     run["global_batch_size"] = global_batch_size if global_batch_size > 0 else None

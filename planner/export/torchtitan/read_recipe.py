@@ -10,6 +10,7 @@ from planner.export.common.exported_model import exported_model
 from planner.export.recipes.chosen import chosen_recipe
 from planner.export.recipes.evaluator import Evaluator
 from planner.export.recipes.values import Record, Unknown
+from planner.specs.reading.python_text import parse_python
 
 Settings = dict[str, Any]
 """`section.name` to value."""
@@ -98,7 +99,7 @@ def _model(record: Record, config: ConfigFile) -> Settings:
 
 def _module(config: ConfigFile) -> str:
     """The package of models whose registry the recipe asks."""
-    for node in ast.walk(ast.parse(config.text)):
+    for node in ast.walk(parse_python(config.text, "", "give the recipe's file")):
         if isinstance(node, ast.ImportFrom) and any(alias.name.endswith("model_registry") for alias in node.names):
             module = (node.module or "").rpartition("torchtitan.models.")[2].split(".")[0]
             return module or (config.path.absolute().parent.name if config.path is not None else "")

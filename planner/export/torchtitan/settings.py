@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +11,8 @@ from planner.export.common.config_file import ConfigFile
 from planner.export.scripts.shell import Script
 from planner.export.torchtitan.flavors import flavor_of
 from planner.export.torchtitan.read_recipe import Settings, read_recipe
+from planner.specs.reading.python_text import literal
+from planner.specs.reading.toml_text import parse_toml
 
 _OLD = {
     "training.batch_size": "training.local_batch_size",
@@ -88,11 +88,7 @@ def _is_toml(text: str) -> bool:
 
 def _toml(text: str) -> Settings:
     """Settings of a TOML file, as torchtitan took them up to 2025."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"not TOML: {error}", "give the file that --job.config_file names") from None
-    return flat(data)
+    return flat(parse_toml(text, "", "give the file that --job.config_file names"))
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
@@ -129,6 +125,6 @@ def override_settings(script: Script) -> Settings:
 def _literal(text: str) -> Any:
     """A Python literal, or the text itself where it is none."""
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return literal(text)
+    except ValueError:
         return text

@@ -11,11 +11,11 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.bundle import Bundle, write_bundle
+from planner.export.bundle import Bundle
 from planner.export.common.refusal import Inexpressible
 from planner.export.export import bundle_of
 from planner.export.launch.torchrun import LAUNCH
-from planner.files import write_text
+from planner.files import FolderFile, write_folder
 
 RANK, RUN, LIST = "rank_trials.py", "run_trials.sh", "trials.json"
 
@@ -70,19 +70,15 @@ def _short_run(bundle: Bundle) -> str:
 
 def write_trials(trials: Sequence[Trial], folder: Path, force: bool) -> list[Path]:
     """Write every trial into its folder, and beside them what runs and ranks them. The paths of all files."""
-    paths = [path for trial in trials for path in write_bundle(trial.bundle, folder / trial.folder, force)]
     rank = files("planner.export.trials").joinpath(RANK).read_text(encoding="utf-8")
-    texts = {
-        LIST: json.dumps({"trials": [_row(trial) for trial in trials]}, indent=2) + "\n",
-        RANK: rank,
-        RUN: _run(trials),
-    }
-    for name, text in texts.items():
-        write_text(folder / name, text, force)
-        paths.append(folder / name)
-    for name in (RANK, RUN):
-        (folder / name).chmod(0o755)
-    return paths
+    rows = json.dumps({"trials": [_row(trial) for trial in trials]}, indent=2) + "\n"
+    together = [
+        *(file for trial in trials for file in trial.bundle.folder_files(trial.folder)),
+        FolderFile(LIST, rows.encode()),
+        FolderFile(RANK, rank.encode(), executable=True),
+        FolderFile(RUN, _run(trials).encode(), executable=True),
+    ]
+    return write_folder(folder, together, force)
 
 
 def _row(trial: Trial) -> dict[str, Any]:

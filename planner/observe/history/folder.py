@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -12,17 +11,17 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from planner import __version__
-from planner.errors import PlannerError
+from planner.errors import PlannerError, SpecError
 from planner.files import write_text
 from planner.observe.history.place import VARIABLE
 from planner.observe.history.posterior import KeptPrice
 from planner.specs.base import Spec
-from planner.specs.reading import printable
+from planner.specs.reading import load_yaml, printable
+from planner.specs.reading.limits import SAVED
 
 _log = logging.getLogger(__name__)
 PREFIX, SUFFIX = "run-", ".json"
 PRICES = "prices.json"
-MAX_BYTES = 2**26
 
 
 class Prices(Spec):
@@ -103,9 +102,8 @@ def _files(folder: Path) -> dict[str, tuple[int, int]]:
 def _saved(folder: Path) -> Prices:
     """The prices of the last time; none where there are none, or somebody edited them."""
     try:
-        with open(folder / PRICES, "rb") as file:
-            return Prices.model_validate(json.loads(file.read(MAX_BYTES)))
-    except (OSError, ValueError, ValidationError, RecursionError):
+        return Prices.model_validate(load_yaml(folder / PRICES, SAVED))
+    except (SpecError, ValidationError):
         return Prices()
 
 

@@ -27,12 +27,12 @@ from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, 
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
 from planner.specs.reading import label, load_yaml
+from planner.specs.reading.limits import SAVED
 from planner.specs.registry import hardware_names, load_hardware
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import read_recipe
 
-MAX_BYTES = 2**26
 NUM_DIGITS = 16
 """Digits of the hash in a file's name."""
 LEFT_OUT: Mapping[str, object] = {
@@ -112,7 +112,7 @@ def text_of(run: KeptRun) -> str:
 
 def read_kept(path: Path) -> KeptRun:
     """The run in a file; SpecError where it holds none, or was edited."""
-    data, where = load_yaml(path, MAX_BYTES), label(path)
+    data, where = load_yaml(path, SAVED), label(path)
     if not isinstance(data.get("plan"), dict):
         raise SpecError(f"{where}: is no run that plan validate --add kept", f"rm {where}")
     plan = plan_of(data["plan"], where)

@@ -10,10 +10,11 @@ import math
 import re
 from typing import Any
 
+from planner.errors import SpecError
 from planner.observe.logs.grammar import Grammar, number, row, text_of, whole
 from planner.observe.record import Record
-from planner.specs.reading import whole_number
-from planner.specs.units import GIB
+from planner.specs.reading import parse_json
+from planner.specs.units import GIB, is_count
 
 _TIMES = ("train_step_time", "train_step_timing in s")
 _MEMORY = {
@@ -28,8 +29,8 @@ _MOST_ARGUMENTS = 2_000
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(text, parse_int=whole_number)
-    except (ValueError, RecursionError):
+        data = parse_json(text, "", keeps_last=True)
+    except SpecError:
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -130,7 +131,7 @@ def _ends_of_blocks(record: Record, count: int) -> list[int]:
     per_step, tokens = batch * int(record.facts.get("seq_length", 0)), number(record.state.get("block"))
     if per_step and tokens >= per_step and tokens % per_step == 0:
         return [round(tokens / per_step) * block for block in range(1, count + 1)]
-    samples = [int(text) for text in record.state.get("samples", "").split() if text.isdigit()]
+    samples = [int(text) for text in record.state.get("samples", "").split() if is_count(text)]
     if not batch or len(samples) != count or any(trained % batch for trained in samples):
         return []
     return [trained // batch for trained in samples]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -12,7 +10,8 @@ from typing import Any
 from planner.errors import SpecError
 from planner.observe.logs.grammar import moment, number, text_of
 from planner.observe.record import Record
-from planner.specs.reading import whole_number
+from planner.specs.reading import parse_json
+from planner.specs.reading.csv_text import row_of
 from planner.specs.units import GB, GIB, KIB, MIB
 
 NAME = "table"
@@ -116,13 +115,13 @@ def _names(line: str) -> list[str]:
     if line.lstrip().startswith("{"):
         data = _json(line)
         return [name for name in data if isinstance(data[name], (int, float, str))]
-    return [cell.strip() for cell in next(csv.reader([line], delimiter=_delimiter(line)), [])]
+    return [cell.strip() for cell in row_of(line, _delimiter(line))]
 
 
 def _json(line: str) -> dict[str, Any]:
     try:
-        data = json.loads(line, parse_int=whole_number)
-    except (ValueError, RecursionError):
+        data = parse_json(line, "", keeps_last=True)
+    except SpecError:
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -181,7 +180,7 @@ class Table:
     def _row(self, text: str) -> dict[str, Any]:
         if not self._names:
             return _json(text)
-        return dict(zip(self._names, next(csv.reader([text], delimiter=self._delimiter), []), strict=False))
+        return dict(zip(self._names, row_of(text, self._delimiter), strict=False))
 
     def _take(self, row: dict[str, Any]) -> None:
         """Take a row; those without a time, as trackers export them, are passed over."""

@@ -6,7 +6,6 @@ torchrun --nnodes 4 --nproc-per-node 8 … -m planner.probe.worker --config plan
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import sys
@@ -22,7 +21,9 @@ from planner.probe.model.attention_kernels import require_flash
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.specs.checking import checked
-from planner.specs.reading import label, load_yaml
+from planner.specs.reading import label, load_yaml, read_text
+from planner.specs.reading.csv_text import parse_rows
+from planner.specs.reading.limits import CSV
 from planner.specs.training import tokens_split
 
 _CSV = "schedule_csv"
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     except PlannerError as error:
         if arguments_given.debug:
             traceback.print_exc()
-        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        sys.stderr.write(error.lines())
         return error.exit_code
     if results:
         print(json.dumps(summary(run, results)))
@@ -61,9 +62,9 @@ def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
     if not isinstance(name, str):
         raise SpecError(f"{where}: {_CSV} is missing", "export again: plan export plan.json --to torch")
     try:
-        ranks = read_actions((Path(path).parent / name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(f"{where}: {_CSV}: {name}: {error.strerror}", "keep the exported files together") from None
+        ranks = read_actions(read_text(Path(path).parent / name, CSV.num_bytes))
+    except SpecError as error:
+        raise SpecError(f"{where}: {_CSV}: {error.message}", "keep the exported files together") from None
     run = checked(ProbeRun, {**data, "ranks": ranks, "device": device}, where)
     return run.model_copy(update={"seq_length": _share(run, where)})
 
@@ -84,7 +85,7 @@ def _share(run: ProbeRun, where: str) -> int:
 def read_actions(text: str) -> tuple[tuple[str, ...], ...]:
     """The actions of each rank. The two actions of an overlapped pair follow each other."""
     rows = []
-    for row in csv.reader(text.splitlines()):
+    for row in parse_rows(text, "the schedule is no CSV", "export again: plan export plan.json --to torch"):
         cells = [cell.strip().removesuffix("OVERLAP_F_B").strip("()") for cell in row]
         rows.append(tuple(action for cell in cells if cell for action in cell.split(";")))
     return tuple(rows)

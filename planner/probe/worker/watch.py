@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+from planner.errors import PlannerError
 from planner.probe.run import ProbeRun
 from planner.probe.worker.failure import EXIT_FAILED
 from planner.probe.worker.files import STATUS_FILE
@@ -110,7 +111,7 @@ class Watch:
             hint = meeting_hint(self.run.world_size)
         elif "has stopped" in sentence:
             hint = f"{SILENT_HINT}; {hint}"
-        sys.stderr.write(f"error: {sentence}\nhint: {hint}\n")
+        sys.stderr.write(PlannerError(sentence, hint).lines())
         sys.stderr.flush()
         faulthandler.dump_traceback(all_threads=True)
         shutil.rmtree(self.folder, ignore_errors=True)

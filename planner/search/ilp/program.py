@@ -38,9 +38,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pulp
-
 from planner.errors import SolverError
+from planner.search.ilp.checked import Checked, solved
 from planner.search.ilp.ends import add_ends
 from planner.search.ilp.formulation import Expression, Formulation, count, value
 from planner.search.ilp.layers import LayersOnRanks, add_layers
@@ -48,6 +47,7 @@ from planner.search.ilp.memory import add_memory
 from planner.search.ilp.node import Node
 from planner.search.ilp.rank_sums import RankSums
 from planner.search.ilp.recompute import RecomputedLayers, add_recompute
+from planner.search.ilp.solver import LEAST_TIME_S
 from planner.search.ilp.time import add_time
 
 
@@ -59,10 +59,16 @@ class Solution:
     """Decoder layers of each virtual stage, in model order."""
     recomputed: tuple[tuple[int, ...], ...]
     """Layers of each rank and kind that are recomputed whole (one_count: of each virtual stage)."""
+    objective_s: float
+    """Seconds of the split by the program's rows."""
     bound_s: float
-    """Proven lower bound of the objective; 0 if the solver was stopped."""
+    """Confirmed lower bound of the objective; 0 if there is none."""
     free_bytes: tuple[float, ...]
     """Bytes that the memory row of each rank leaves free."""
+
+
+class SolverFailed(SolverError):
+    """The solver gave no answer that holds, though time was left; other programs may still be solved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +88,6 @@ class Program:
         return self.formulation.problem
 
 
-_NO_HEURISTICS = {
-    f"mip_heuristic_run_{name}": False for name in ("rins", "rens", "root_reduced_cost", "feasibility_jump")
-}
-"""Heuristics of HiGHS that are switched off; they solve programs of their own, which takes longer than this one."""
-_SOUND = {"presolve_rule_off": 1 << 9}
-"""A presolve rule of HiGHS that is switched off: it substitutes equations of two variables.
-
-With it HiGHS 1.15.1 calls some feasible programs infeasible.
-"""
-
-
 def build(node: Node) -> Program:
     """Write the integer program of a node."""
     formulation = Formulation()
@@ -106,36 +101,35 @@ def build(node: Node) -> Program:
     return Program(node, formulation, layers, recomputed, needed_bytes)
 
 
-def solve(node: Node, time_limit_s: float) -> Solution | None:
+def solve(node: Node, time_limit_s: float, proves: bool = True) -> Solution | None:
     """Solve the integer program of a node; None if no split fits and is faster than the cutoff.
 
-    Raises SolverError if the solver stops without an answer.
+    The answer is checked, and its bound and None are confirmed by a second run unless nothing is to be proven by them
+    (`checked`). Raises SolverFailed if the solver gives no answer that holds, SolverError if time is up.
     """
     program = build(node)
-    time_s = max(time_limit_s, 0.05)
-    program.problem.solve(
-        pulp.HiGHS(msg=False, timeLimit=time_s, gapRel=node.gap_fraction, threads=1, **_NO_HEURISTICS, **_SOUND)
-    )
-    status = program.problem.sol_status
-    if status == pulp.LpSolutionInfeasible:
-        return None
-    if status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        raise SolverError(
-            f"the solver found no split over {node.pp} stages in the {time_s:.3g} s that were left",
-            "raise --time-limit, or pin axes to shrink the search",
+    answer = solved(program.formulation, time_limit_s, node.gap_fraction, proves)
+    if isinstance(answer, Checked):
+        return _read(program, answer) if answer.has_split else None
+    if answer:
+        raise SolverFailed(
+            f"the solver failed on a program over {node.pp} stages: {answer}",
+            "pin axes, such as --pp or --recompute, so that it is asked for other programs",
         )
-    return _read(program, proven=status == pulp.LpSolutionOptimal)
+    raise SolverError(
+        f"the solver found no split over {node.pp} stages in the {max(time_limit_s, LEAST_TIME_S):.3g} s that were "
+        "left",
+        "raise --time-limit, or pin axes to shrink the search",
+    )
 
 
-def _read(program: Program, proven: bool) -> Solution:
-    """The values that the solver gave the variables."""
-    problem, node = program.problem, program.node
-    info = problem.solverModel.getInfo()
-    # one rank leaves nothing to choose: HiGHS solves a linear program, which has no dual bound of a MIP
-    bound_s = info.mip_dual_bound if problem.isMIP() else info.objective_function_value
+def _read(program: Program, answer: Checked) -> Solution:
+    """The split that the values of the variables say."""
+    node = program.node
     return Solution(
         counts=program.layers.counts(node),
         recomputed=tuple(tuple(map(count, kinds.values())) for kinds in program.recomputed.settings),
-        bound_s=float(bound_s if proven else 0.0),
+        objective_s=answer.objective_s,
+        bound_s=answer.bound_s,
         free_bytes=tuple(node.usable_bytes - value(needed) for needed in program.needed_bytes),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.specs.architectures import layer_lists as lists
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, whole
+from planner.specs.units import is_count
 
 
 def _expanded(config: Config, key: str) -> int:
@@ -197,7 +198,7 @@ def step_layers(config: Config) -> Derived:
         fields |= lists.window(lists.never)(short)
     listed = config.get("moe_layers_enum")
     if isinstance(listed, str):
-        listed = [int(item) for item in listed.split(",") if item.strip().isdigit()]
+        listed = [int(item) for item in listed.split(",") if is_count(item.strip())]
     has_experts = listed if isinstance(listed, list) else range(whole(config, "first_k_dense_replace", 3), layers)
     return fields | lists.moe_layers(lambda _, layer: layer in has_experts)({"num_hidden_layers": layers})
 

@@ -206,5 +206,11 @@ def test_frames_of_any_kind_do_no_harm(tmp_path: Path) -> None:
         assert read(tmp_path, data).peak_bytes == 512
 
 
+@pytest.mark.parametrize("action", [["alloc"], {"alloc": 1}, None, 7])
+def test_an_action_that_is_no_text_is_none_that_is_known(tmp_path: Path, action: Any) -> None:
+    data = made_snapshot([event("alloc", 1, 5, 1), event(action, 1, 5, 2)], [])
+    assert read(tmp_path, data).peak_bytes == 512
+
+
 def test_the_answer_is_json(tmp_path: Path) -> None:
     assert json.loads(read(tmp_path, a_step()).model_dump_json())["peak_bytes"] == 13 * MIB

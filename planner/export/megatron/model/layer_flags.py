@@ -5,18 +5,16 @@ from __future__ import annotations
 import ast
 
 from planner.errors import SpecError
+from planner.specs.reading.python_text import parse_expression
 
 _MAX_LAYERS = 10_000
-_MAX_CHARACTERS = 40_000
 
 
 def layer_flags(option: str, pattern: str, num_layers: int) -> list[bool]:
     """A flag for each layer from a list expression. Raises SpecError for anything else, and for another length."""
     try:
-        if len(pattern) > _MAX_CHARACTERS:
-            raise ValueError
-        flags = _list(ast.parse(pattern.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        flags = _list(parse_expression(pattern))
+    except (ValueError, RecursionError):
         raise SpecError(f"{option}: {pattern[:60]!r} is no list of layers", "write it as ([0]*3+[1]*58)") from None
     if len(flags) != num_layers:
         raise SpecError(f"{option}: {len(flags)} entries for {num_layers} layers", "write one entry for each layer")

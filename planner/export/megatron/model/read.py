@@ -10,6 +10,7 @@ from planner.export.megatron.model.read_positions import POSITION_OPTIONS, read_
 from planner.export.megatron.model.read_router import ROUTER_OPTIONS, expert_layers, layers_with_experts, read_experts
 from planner.export.megatron.options import Options, decimal, given, size, text
 from planner.export.megatron.tokenizers import vocabulary_of
+from planner.specs.units import is_count
 from planner.trainers.rules.facts import every_nth
 
 MODEL_OPTIONS = POSITION_OPTIONS | ROUTER_OPTIONS | {
@@ -109,7 +110,7 @@ def _windows(options: Options, num_layers: int) -> dict[str, Any]:
     if not numbers:
         return {}
     pattern, window = text(options, "--window-attn-skip-freq").strip(), {"sliding_window": int(numbers[0]) + 1}
-    if not pattern or pattern.isdigit():
+    if not pattern or is_count(pattern):
         return {**window, "sliding_window_pattern": int(pattern) if pattern else None}
     slides = layer_flags("--window-attn-skip-freq", pattern, num_layers)
     if n := every_nth([not slide for slide in slides]):

@@ -8,6 +8,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.megatron.model.layer_flags import layer_flags
 from planner.export.megatron.options import Options, decimal, size, text
+from planner.specs.units import is_count
 from planner.trainers.rules.facts import every_nth
 
 POSITION_OPTIONS = {
@@ -32,7 +33,7 @@ def read_positions(options: Options, num_layers: int) -> dict[str, Any]:
         kind = "none"
     position = _KINDS.get(kind)
     if position is None:
-        raise SpecError(f"--position-embedding-type: {kind!r} is unknown", f"one of {', '.join(_KINDS)}")
+        raise SpecError(f"--position-embedding-type: {str(kind)[:60]!r} is unknown", f"one of {', '.join(_KINDS)}")
     if position == "learned":
         rows = "--max-position-embeddings" if "--max-position-embeddings" in options else "--seq-length"
         return {"position_embedding": position, "max_position_embeddings": size(options, rows)}
@@ -81,7 +82,7 @@ def _yarn(options: Options) -> dict[str, Any]:
 def _unrotated(options: Options, num_layers: int) -> int | None:
     """n where every n-th layer has no rotary positions."""
     pattern = text(options, "--no-rope-freq").strip()
-    if not pattern or pattern.isdigit():
+    if not pattern or is_count(pattern):
         return int(pattern) if pattern else None
     n = every_nth(layer_flags("--no-rope-freq", pattern, num_layers))
     if n is None:

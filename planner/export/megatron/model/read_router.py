@@ -6,6 +6,7 @@ from typing import Any
 
 from planner.export.megatron.model.layer_flags import layer_flags
 from planner.export.megatron.options import Options, decimal, given, size, text
+from planner.specs.units import is_count
 
 ROUTER_OPTIONS = {
     "--num-experts", "--moe-router-topk", "--moe-layer-freq", "--moe-ffn-hidden-size",
@@ -61,7 +62,7 @@ def _losses(options: Options) -> dict[str, Any]:
 def layers_with_experts(options: Options, num_layers: int) -> list[bool]:
     """True for each layer that has experts: every n-th from the first on, or as a list says."""
     pattern = text(options, "--moe-layer-freq", "1").strip()
-    if pattern.isdigit() and int(pattern):
+    if is_count(pattern) and int(pattern):
         return [layer % int(pattern) == 0 for layer in range(num_layers)]
     return layer_flags("--moe-layer-freq", pattern, num_layers)
 

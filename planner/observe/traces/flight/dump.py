@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.observe.traces.groups import ranks_of
-from planner.observe.traces.pickles import MAX_BYTES, load_plain
+from planner.observe.traces.pickles import load_plain
 from planner.observe.traces.source import Source
-from planner.specs.reading import label, printable
+from planner.specs.reading import label, parse_json, printable
+from planner.specs.reading.limits import DUMP
 
 _LEAST_ENTRY_BYTES = 40
 """An entry's numbers and times alone take more: a file with more entries repeats one."""
@@ -79,13 +79,8 @@ def _load(path: str | Path, where: str) -> tuple[Any, int]:
         if source.read(1) == b"\x80":
             return load_plain(path)
     with Source(path) as source:
-        data = source.read_all(MAX_BYTES)
-    try:
-        return json.loads(data), len(data)
-    except json.JSONDecodeError as error:
-        raise SpecError(f"{where}: line {error.lineno}: not JSON: {error.msg}", _HINT) from None
-    except (ValueError, RecursionError) as error:  # bytes that are no text, numbers of thousands of digits, nesting
-        raise SpecError(f"{where}: not JSON: {printable(str(error)[:100], 80)}", _HINT) from None
+        data = source.read_all(DUMP.num_bytes)
+    return parse_json(data, where, _HINT, DUMP, keeps_last=True), len(data)
 
 
 def _rank(data: dict[str, Any], where: str, number: int, num_files: int) -> int:

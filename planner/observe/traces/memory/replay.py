@@ -106,7 +106,7 @@ class Replay:
             elif action == "free_requested":  # allocated before the first event
                 requested = self._number(number, event, "size")
                 self._allocation(requested, rounded(requested), None, 0).died = number
-        elif action in _RESERVES:
+        elif isinstance(action, str) and action in _RESERVES:
             self._reserved_change[number] = _RESERVES[action] * self._number(number, event, "size")
         elif action == "oom":
             free = event.get("device_free")

@@ -1,0 +1,44 @@
+"""The one home of reading what users' files hold: bytes, nesting, values and digits have limits, and nothing is run.
+
+A module for each language; every parse raises SpecError for whatever cannot be read. Toml, Python and CSV are imported
+where they are needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from planner.errors import SpecError
+from planner.specs.reading.json_text import NotJsonError, parse_json
+from planner.specs.reading.limits import JSON, Limits
+from planner.specs.reading.text import MAX_BYTES, STDIN, kind_of, label, printable, read_text, whole_number
+from planner.specs.reading.yaml_text import parse_yaml
+
+__all__ = [
+    "MAX_BYTES", "STDIN", "kind_of", "label", "load_yaml", "parse_json", "parse_mapping", "parse_yaml", "printable",
+    "read_text", "whole_number",
+]  # fmt: skip
+
+
+def load_yaml(path: str | Path, limits: Limits = JSON) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; `-` is stdin. Raises SpecError for whatever is not one."""
+    return parse_mapping(read_text(path, limits.num_bytes), label(path), limits)
+
+
+def parse_mapping(text: str, where: str, limits: Limits = JSON) -> dict[str, Any]:
+    """The mapping that `text` holds, as JSON where it looks like it and else as YAML; the limits are those of JSON."""
+    if where.endswith(".json") or text.lstrip().startswith("{"):
+        try:
+            data = parse_json(text, where, limits=limits)
+        except NotJsonError:
+            if where.endswith(".json"):
+                raise
+            data = parse_yaml(text, where)  # a YAML flow mapping also starts with a brace
+    else:
+        data = parse_yaml(text, where)
+    if data is None:
+        raise SpecError(f"{where}: is empty", "write `key: value` lines")
+    if not isinstance(data, dict):
+        raise SpecError(f"{where}: holds {kind_of(data)}, not a mapping", "write `key: value` lines")
+    return data

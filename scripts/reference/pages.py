@@ -1,0 +1,171 @@
+"""The pages of the reference that are written from the program: commands, trainers, schedules, exit codes, glossary."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reference import schemas
+
+from planner import errors
+from planner.cli.app import COMMANDS, _root
+from planner.schedule.orders import SCHEDULES
+from planner.trainers.load import RUNTIMES, load_runtime, since_of, switches_of, versions_of
+from planner.trainers.rules.of_trainer import export_rules_for, rules_for
+from planner.trainers.rules.recipe import RECIPE_RULES
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES, written
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "reference"
+_CODES = {0: "an answer", 130: "Ctrl-C"}
+
+
+def help_of(command: str = "") -> str:
+    """What `plan [command] --help` prints, 80 columns wide."""
+    root = _root()
+    context = root.make_context("plan", [], resilient_parsing=True, terminal_width=80, max_content_width=80)
+    if command:
+        context = root.get_command(context, command).make_context(
+            command, [], parent=context, resilient_parsing=True, terminal_width=80, max_content_width=80
+        )
+    return "\n".join(line.rstrip() for line in context.get_help().splitlines())
+
+
+def commands() -> str:
+    """The command line."""
+    lines = [
+        "# Command line",
+        "",
+        "This is what `--help` prints. The plain `plan` plans a job; every other command stands behind it. stdout",
+        "carries the answer and stderr everything else; `--json` prints the answer as JSON ([schemas](schemas.md)),",
+        "and the [exit code](exit-codes.md) says how a command ended.",
+        "",
+    ]
+    for name in ("", *COMMANDS):
+        lines += [f"## {f'plan {name}'.strip()}", "", "```text", help_of(name), "```", ""]
+    return "\n".join(lines)
+
+
+def exit_codes() -> str:
+    """The exit codes, from the errors that have them."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.PlannerError)]
+    lines = [
+        "# Exit codes",
+        "",
+        "A failure prints one line `error:` and, where something helps, one line `hint:` on stderr. With `--json` the",
+        "same stands on stdout as JSON ([error.json](../schemas/error.json)).",
+        "",
+        "| code | error in Python | meaning |",
+        "|---:|---|---|",
+        f"| 0 |  | {_CODES[0]} |",
+    ]
+    for kind in sorted(kinds, key=lambda kind: kind.exit_code):
+        lines.append(f"| {kind.exit_code} | `{kind.__name__}` | {_sentence(kind.__doc__)} |")
+    return "\n".join([*lines, f"| 130 |  | {_CODES[130]} |", ""])
+
+
+def _sentence(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
+
+
+def glossary() -> str:
+    """The glossary, which stands in AGENTS.md."""
+    table = re.search(r"## Glossary\n\n(.*?)\n\n", (ROOT / "AGENTS.md").read_text(), re.DOTALL)
+    assert table is not None
+    return (
+        "# Glossary\n\nWords that this program uses for one thing each. The table stands in `AGENTS.md`, for all who"
+        f" work on the code.\n\n{table[1]}\n"
+    )
+
+
+def schedules() -> str:
+    """The pipeline schedules."""
+    lines = [
+        "# Schedules",
+        "",
+        "A schedule is a row of `SCHEDULES` in `planner/schedule/orders.py`; the [guide](../guide/schedules.md)",
+        "draws them. *Chunks* is the number of virtual stages of a rank. A plan is made only of schedules that train",
+        "one copy of the model and end each step before the next one begins.",
+        "",
+        "| name | source | chunks | splits the backward | plans use it | tried without being named |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in SCHEDULES.items():
+        most = "any" if row.max_vpp > 1000 else str(row.max_vpp)
+        chunks = str(row.min_vpp) if str(row.min_vpp) == most else f"{row.min_vpp} to {most}"
+        flags = (row.splits_backward, row.trains_one_copy, row.is_tried_by_default)
+        cells = [f"`{name}`", row.source, chunks, *("yes" if flag else "no" for flag in flags)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def trainers() -> str:
+    """Each trainer with its versions, its switches and its rules."""
+    lines = [
+        "# Trainers",
+        "",
+        "What each trainer offers and refuses, from its file in `planner/trainers/data` and the rules in",
+        "`planner/trainers/rules`. `NAME@VERSION` names a version: it has no switch, and no value of a switch, that",
+        "came later.",
+        "A value in *italics* changes numerics, checks or tokens, and is chosen only with `--allow`.",
+        "",
+    ]
+    for name in RUNTIMES:
+        lines += _trainer(load_runtime(name))
+    lines += ["## Rules of switches", "", "A recipe that breaks one of these is refused, whatever the trainer.", ""]
+    lines += ["| switch | rule |", "|---|---|"]
+    lines += [f"| `{rule.switch}` | {rule.says} |" for rule in RECIPE_RULES]
+    return "\n".join([*lines, ""])
+
+
+def _trainer(runtime: RuntimeSpec) -> Iterator[str]:
+    yield from (f"## {runtime.name}", "")
+    facts = {
+        "year": str(runtime.year or ""),
+        "versions": ", ".join(versions_of(runtime)),
+        "schedules": ", ".join(f"`{name}`" for name in runtime.schedules),
+        "ZeRO stages": ", ".join(map(str, runtime.zero_stages)),
+        "recomputes by itself": ", ".join(f"`{name}`" for name in runtime.selective_recompute_modules),
+        "refuses layouts by": _reasons(rules_for(runtime)),
+        "refuses models in an export by": _reasons(export_rules_for(runtime)),
+    }
+    yield from (f"- {title}: {text}" for title, text in facts.items() if text)
+    yield ""
+    having = {name: values for name, values in switches_of(runtime).items() if not SWITCHES[name].is_described}
+    if having:
+        yield from ("| switch | effect | values |", "|---|---|---|")
+        for name, values in having.items():
+            told = ", ".join(_value(runtime, name, value) for value in values)
+            yield f"| `{name}` | {SWITCHES[name].says} | {told} |"
+        yield ""
+
+
+def _value(runtime: RuntimeSpec, name: str, value: Any) -> str:
+    since, text = since_of(runtime, name, value), f"`{written(value)}`"
+    text = f"*{text}*" if value in SWITCHES[name].consent else text
+    return f"{text} (since {since})" if since else text
+
+
+def _reasons(rules: tuple[Any, ...]) -> str:
+    return ", ".join(dict.fromkeys(f"`{rule.reason}`" for rule in rules))
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "commands.md": commands,
+    "exit-codes.md": exit_codes,
+    "glossary.md": glossary,
+    "schedules.md": schedules,
+    "schemas.md": schemas.page,
+    "trainers.md": trainers,
+}
+"""Each page of the reference that is written, by its file in docs/reference."""
+
+
+def texts() -> dict[str, str]:
+    """The text of each written page, by its file."""
+    os.environ.pop("COLUMNS", None)
+    return {name: page() for name, page in PAGES.items()}

@@ -1,0 +1,63 @@
+"""Every public type comes back from its JSON as it was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from pydantic import BaseModel
+
+from laws.counting import law
+from laws.values import values_of
+from planner.answer import Plan, PricedLayout
+from planner.answer.memory import MemoryAnswer
+from planner.decide.compare import Comparison
+from planner.decide.phase_answer import PhaseAnswer
+from planner.decide.resume.choice import Resume
+from planner.decide.sweep import Sweep
+from planner.gpu_check.report import GpuCheck
+from planner.layout.runs import RunSpec
+from planner.months.facts import Fact
+from planner.observe.follow.state import Standing
+from planner.observe.observation import Observed
+from planner.observe.traces.recorded import Recorded
+from planner.probe.result import ProbeResult
+from planner.probe.run import ProbeRun
+from planner.profile.record import Machine
+from planner.search.why.explanation import Explanation
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec
+from planner.specs.model import ModelSpec
+from planner.specs.operations import OperationsSpec
+from planner.specs.phases import PhasesFile
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.calibration import Calibration
+from planner.trainers.checkpoint import Checkpoint
+from planner.trainers.spec import RuntimeSpec
+
+SPECS = (ModelSpec, HardwareSpec, ClusterSpec, TrainingSpec, OperationsSpec, Parallelism, SearchLimits, RuntimeSpec)
+FILES = (PhasesFile, RunSpec, Calibration, Checkpoint, Fact, Machine)
+ANSWERS = (
+    Plan, PricedLayout, MemoryAnswer, Comparison, PhaseAnswer, Resume, Sweep, Observed, Standing, Recorded, ProbeRun,
+    ProbeResult, Explanation, GpuCheck,
+)  # fmt: skip
+
+
+def through_json(value: BaseModel) -> Any:
+    """The value read from what is written of it, in two ways."""
+    kind = type(value)
+    text = json.dumps(value.model_dump(mode="json", by_alias=True), allow_nan=False)
+    assert kind.model_validate_json(value.model_dump_json(by_alias=True)) == value
+    return kind.model_validate(json.loads(text))
+
+
+@pytest.mark.parametrize("kind", [*SPECS, *FILES, *ANSWERS], ids=lambda kind: kind.__name__)
+def test_any_value_comes_back_from_its_json(kind: type[BaseModel]) -> None:
+    @law(3)
+    @given(values_of(kind))
+    def comes_back(value: BaseModel) -> None:
+        assert through_json(value) == value
+
+    comes_back()

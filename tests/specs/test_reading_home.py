@@ -1,0 +1,112 @@
+"""Only `planner/specs/reading` parses what users' files hold; whoever else calls a parser says why."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from planner.specs.reading import limits
+
+ROOT = Path(__file__).parents[2]
+HOME = "planner/specs/reading"
+
+PARSERS = {
+    "json": {"load", "loads", "JSONDecoder"},
+    "yaml": {"load", "load_all", "safe_load", "safe_load_all", "full_load", "unsafe_load", "parse", "scan", "compose"},
+    "tomllib": {"load", "loads"},
+    "csv": {"reader", "DictReader"},
+    "ast": {"parse", "literal_eval"},
+    "pickle": {"load", "loads", "Unpickler"},
+    "gzip": {"open", "GzipFile", "decompress"},
+    "zlib": {"decompress", "decompressobj"},
+    "sqlite3": {"connect"},
+    "shlex": {"split"},
+    "configparser": {"ConfigParser"},
+    "marshal": {"load", "loads"},
+    "builtins": {"eval", "exec", "compile", "__import__"},
+}
+SUSPECT = re.compile(
+    rf"^\s*(import|from) ({'|'.join(PARSERS)})\b|(?<![.\w])({'|'.join(PARSERS['builtins'])})\(", re.MULTILINE
+)
+"""A line that a module needs which calls a parser."""
+OWN = "a text that the planner wrote, or that ships with it"
+WIRE = "wire between the planner's own processes"
+JOB = "it runs in the user's job, without the planner, on files that the export wrote"
+LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflation and values"
+
+EXCEPTIONS = {
+    "planner/export/launch/node_check.py": JOB,
+    "planner/export/trials/rank_trials.py": JOB,
+    "planner/export/patch/change.py": OWN,
+    "planner/export/patch/json_text.py": OWN,
+    "planner/export/primus/presets.py": OWN,
+    "planner/layout/runs.py": OWN,
+    "planner/months/facts.py": OWN,
+    "planner/profile/measure_links.py": WIRE,
+    "planner/profile/tables.py": OWN,
+    "planner/report/small/view.py": OWN,
+    "planner/validate/rows.py": OWN,
+    "planner/probe/device_state.py": "the table that nvidia-smi prints",
+    "planner/probe/launch/stages.py": WIRE,
+    "planner/probe/worker/handshake.py": WIRE,
+    "planner/observe/lines.py": "logs, inflated a MiB at a time, up to a limit; no line is longer than 64 KiB",
+    "planner/observe/traces/json_events.py": LARGE,
+    "planner/observe/traces/nsys.py": "read-only queries of columns by name; limits on rows",
+    "planner/observe/traces/pickles.py": "an unpickler that knows no class and no function, in bounded memory",
+    "planner/observe/traces/source.py": LARGE,
+}
+"""Modules that call a parser themselves, and why they may."""
+
+
+def parsers_in(source: str) -> set[str]:
+    """Every parser that a module calls or imports by name, as `json.loads`."""
+    tree, modules, found = ast.parse(source), {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in PARSERS}
+        elif isinstance(node, ast.ImportFrom) and node.module in PARSERS:
+            names = {alias.name for alias in node.names} & PARSERS[node.module]
+            found |= {f"{node.module}.{name}" for name in names}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in modules:
+                found |= {f"{modules[name]}.{attribute}"} if attribute in PARSERS[modules[name]] else set()
+            case ast.Call(func=ast.Name(id=name)) if name in PARSERS["builtins"]:
+                found.add(name)
+    return found
+
+
+def test_only_the_home_of_reading_calls_a_parser() -> None:
+    paths = sorted(path for path in (ROOT / "planner").rglob("*.py") if HOME not in path.as_posix())
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    suspects = {path: source for path, source in sources.items() if SUSPECT.search(source)}
+    callers = {path: parsers for path, source in suspects.items() if (parsers := parsers_in(source))}
+    strangers = {path: parsers for path, parsers in callers.items() if path not in EXCEPTIONS}
+    assert not strangers, f"read with {HOME}, or say in EXCEPTIONS why not: {strangers}"
+    assert not EXCEPTIONS.keys() - callers.keys(), "these call no parser any more"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import json\njson.loads(text)",
+        "import yaml as y\ny.safe_load(text)",
+        "from pickle import loads",
+        "import ast\nread = ast.literal_eval",
+        "eval(text)",
+    ],
+)
+def test_the_walk_sees_every_way_to_call_a_parser(source: str) -> None:
+    assert parsers_in(source)
+
+
+def test_the_table_of_limits_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    rows = re.findall(r"^\| `([A-Z]+)` \|[^|]*\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    stated = {name: tuple(int(number.replace(",", "")) for number in numbers) for name, *numbers in rows}
+    known = {name: value for name, value in vars(limits).items() if isinstance(value, limits.Limits)}
+    assert stated == {name: (limit.num_bytes, limit.num_items, limit.depth) for name, limit in known.items()}
+    assert f"{limits.MAX_DIGITS} digits" in page
