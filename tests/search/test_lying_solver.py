@@ -179,12 +179,17 @@ def test_every_range_and_row_is_looked_at() -> None:
 
 
 def test_a_slower_split_of_the_second_run_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = random_node(1)
+    node = replace(random_node(7), usable_bytes=1e15)
     first = solve(node, NO_LIMIT_S)
     assert first is not None
 
     def slower(problem: Any, bound_s: float, time_limit_s: float) -> Claim:
-        return replace(worse(problem, Claim("optimal", (0.0,), bound_s, bound_s)), outcome="found")
+        layers = next(variable for variable in problem.variables() if variable.name.startswith("filled_0"))
+        problem.addConstraint(layers <= layers.varValue - 1, "other")
+        other = run(problem, 60.0, 0.0)
+        del problem._constraints["other"]
+        assert other.values, "there is another split"
+        return replace(other, outcome="found")
 
     monkeypatch.setattr(solver, "run_below", slower)
     second = solve(node, NO_LIMIT_S)
@@ -207,7 +212,9 @@ def test_the_truth_is_believed() -> None:
     assert len(confirmed) > 5
 
 
-@pytest.mark.parametrize("answer", [Claim("nothing", failure="Time limit reached"), Claim("found", (), math.nan)])
+@pytest.mark.parametrize(
+    "answer", [Claim("nothing", failure="status Solution limit reached"), Claim("found", (), math.nan)]
+)
 def test_what_the_second_run_does_not_confirm_is_no_proof(monkeypatch: pytest.MonkeyPatch, answer: Claim) -> None:
     monkeypatch.setattr(solver, "run_below", lambda *_: answer)
     solution = solve(random_node(1), NO_LIMIT_S)
