@@ -38,6 +38,8 @@ JOB = "it runs in the user's job, without the planner, on files that the export 
 LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflation and values"
 
 EXCEPTIONS = {
+    "planner/doctor/gpus.py": "the tables that nvidia-smi and rocm-smi print",
+    "planner/doctor/installed.py": "metadata of our own package, as pip wrote it, and our pyproject.toml",
     "planner/export/launch/node_check.py": JOB,
     "planner/export/trials/rank_trials.py": JOB,
     "planner/export/patch/change.py": OWN,

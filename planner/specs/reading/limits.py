@@ -1,7 +1,8 @@
 """How large and how deep a file may be before it is refused.
 
 Every parse ends because what it is given ends: no clock and no signal is needed. The limits are such that the worst
-file within them takes less than two seconds and 300 MB on one core (docs/reliability.md).
+file that we know within them takes less than two seconds and 300 MB on one core, those that the planner wrote itself
+less than five and 500 MB (`scripts/worst_files`, docs/reliability.md).
 """
 
 from __future__ import annotations
