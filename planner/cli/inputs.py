@@ -192,7 +192,9 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
         try:
             assumed[field] = _TRUTH[value] if value in _TRUTH else float(value)
         except ValueError:
-            raise SpecError(f"--assume: {field}: {value[:60]!r} is no number", f"write {field}=0") from None
+            raise SpecError(
+                f"--assume: {field}: {value[:60]!r} is no number", f"write {field}={50 if field in _NETWORK else 0}"
+            ) from None
     stated = stated_switches(",".join(switches), runtime, "--assume") if switches else {}
     return assumed, stated if isinstance(stated, dict) else {}
 

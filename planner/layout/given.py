@@ -57,6 +57,7 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
 
     Raises SpecError where it contradicts model, batch or cluster. A layout that only the trainer refuses has a warning.
     """
+    _check_divisors(pricing, wanted)
     wanted = fill_dp(wanted, pricing.cluster.num_gpus, pricing.training.global_batch_size)
     shape = _shape(pricing, wanted)
     _check_arithmetic(pricing, shape)
@@ -71,7 +72,7 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
         )
     error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
     if error is not None:
-        raise error
+        raise SpecError(error.message, _enough_sequences(shape, schedule) or error.hint)
     split = _split(pricing.model, wanted, shape, placement(schedule, int(shape.pp), int(shape.vpp)))
     refused = _refused_by_trainer(pricing, shape, split, schedule)
     warnings = tuple(f"{pricing.runtime.name} refuses this layout: {reason}" for reason in refused)
@@ -132,7 +133,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
             raise SpecError(
                 f"parallelism.fsdp: {wanted.fsdp!r} shards over {wanted.fsdp_shard_size} ranks, which do not divide "
                 f"dp {wanted.dp} · cp {wanted.cp} = {shard}",
-                "use a divisor of dp·cp",
+                f"{_nearest_divisors(shard, wanted.fsdp_shard_size, shard)} would do",
             )
         shard = min(shard, wanted.fsdp_shard_size)
     etp = wanted.etp or (wanted.tp if pricing.model.moe is None else 1)
@@ -156,25 +157,53 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
     )
 
 
+def _check_divisors(pricing: Pricing, wanted: Parallelism) -> None:
+    """Raises SpecError for an axis that does not divide what it splits of the model, with the nearest sizes that do."""
+    model, moe = pricing.model, pricing.model.moe
+    for name, value, axis in (
+        ("num_attention_heads", model.num_attention_heads, "tp"),
+        ("seq_length", pricing.training.seq_length, "cp"),
+        ("num_experts", 0 if moe is None else moe.num_experts, "ep"),
+    ):
+        size = getattr(wanted, axis)
+        if value % size:
+            raise SpecError(
+                f"parallelism.{axis}: {name} {value} is no multiple of {axis} {size}",
+                f"{axis} {_nearest_divisors(value, size, pricing.cluster.num_gpus)} would do",
+            )
+
+
+def _nearest_divisors(value: int, size: int, most: int) -> str:
+    """The divisors of a value, up to `most`, next to a size that is none, in words."""
+    every = divisors(value, most)
+    near = [max((d for d in every if d < size), default=0), min((d for d in every if d > size), default=0)]
+    return " or ".join(str(divisor) for divisor in near if divisor)
+
+
+def _enough_sequences(shape: Shape, schedule: str) -> str:
+    """The batch that has as many micro-batches as a schedule needs; empty where their number is not what is wrong."""
+    kind, pp, given = SCHEDULES[schedule], int(shape.pp), int(shape.num_microbatches)
+    multiple = kind.microbatch_multiple(pp, int(shape.vpp))
+    enough = max(-(-given // multiple) * multiple, kind.min_microbatches_per_rank * pp)
+    if enough == given:
+        return ""
+    sequences = -(-enough // multiple) * multiple * int(shape.dp) * int(shape.micro_batch_size)
+    return f"use {sequences} sequences, or another dp or micro-batch"
+
+
 def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
     """Raises SpecError for a layout that no trainer could run."""
-    model, moe = pricing.model, pricing.model.moe
-    pairs = [
-        ("num_attention_heads", model.num_attention_heads, "tp", shape.tp),
-        ("seq_length", shape.seq_length, "cp", shape.cp),
-    ]
-    if moe is not None:
-        pairs.append(("num_experts", moe.num_experts, "ep", shape.ep))
-        pairs.append(("tp·cp·dp", shape.tp * shape.cp * shape.dp, "ep·etp", shape.ep * shape.etp))
+    model = pricing.model
+    if model.moe is not None:
+        slots, size = shape.tp * shape.cp * shape.dp, shape.ep * shape.etp
+        if slots % size:
+            raise SpecError(
+                f"parallelism.ep·etp: tp·cp·dp {slots} is no multiple of ep·etp {size}", "ep·etp must divide it"
+            )
     elif shape.ep > 1:
         raise SpecError(f"parallelism.ep: {shape.ep}, but {model.name} has no experts", "set ep to 1")
     elif not ETP.holds(model, pricing.training, shape):
         raise SpecError(f"parallelism.etp: {shape.etp}, but {model.name} has no experts", "leave etp out")
-    for name, value, axis, size in pairs:
-        if value % size:
-            raise SpecError(
-                f"parallelism.{axis}: {name} {value} is no multiple of {axis} {size}", f"{axis} must divide it"
-            )
     if shape.pp * shape.vpp > model.num_hidden_layers + 2:
         raise SpecError(
             f"parallelism.pp: {shape.pp} · vpp {shape.vpp} stages for {model.num_hidden_layers} layers",

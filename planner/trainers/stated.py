@@ -61,7 +61,7 @@ def check_has(runtime: RuntimeSpec, name: str, option: str = "--switch", describ
     if name in SWITCHES:
         later = since_of(runtime, name, next(iter(SWITCHES[name].values), True)) if runtime.version else ""
         since = f", which came with {later}" if later else ""
-        raise SpecError(f"{option}: {trainer} has no switch {shown}{since}", f"it has {', '.join(has)}")
+        raise SpecError(f"{option}: {trainer} has no switch {shown}{since}", f"it has {', '.join(known)}")
     close = nearest(name, known).removeprefix("; ") or f"one of {', '.join(has)}"
     raise SpecError(f"{option}: unknown switch {shown!r}", close)
 

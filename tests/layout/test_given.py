@@ -64,7 +64,7 @@ def test_spare_ranks_are_counted() -> None:
         ({}, {"dp": 4, "micro_batch_size": 16}, ["32", "micro_batch_size 16"]),
         ({}, {"tp": 3, "dp": 1}, ["num_attention_heads 16", "tp 3"]),
         ({"batch": 36}, {"cp": 3, "dp": 1}, ["seq_length 2048", "cp 3"]),
-        ({}, {"tp": 3}, ["dp is missing", "tp·cp·pp (3)", "16 GPUs"]),
+        ({}, {"pp": 3}, ["dp is missing", "tp·cp·pp (3)", "16 GPUs"]),
         ({}, {"ep": 2}, ["ep", "2", "no experts"]),
         ({}, {"tp": 4, "etp": 2}, ["etp", "2", "no experts"]),
         ({"model": toy_model(8, moe=MOE)}, {"ep": 3, "dp": 1}, ["num_experts 4", "ep 3"]),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws.counting import law
 from toys import MOE, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan
@@ -30,7 +31,7 @@ def best(resources: dict[str, float], layers: int, design: dict[str, Any], batch
         return None
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
+@law(5)
 @given(
     resource=st.sampled_from(sorted(WORSE)),
     times=st.sampled_from([2.0, 5.0]),
