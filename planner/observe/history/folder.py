@@ -12,10 +12,11 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from planner import __version__
-from planner.errors import PlannerError
+from planner.errors import PlannerError, SpecError
 from planner.files import write_text
 from planner.observe.history.place import VARIABLE
 from planner.observe.history.posterior import KeptPrice
+from planner.saved import KEY, as_saved, with_digest
 from planner.specs.base import Spec
 from planner.specs.reading import printable
 
@@ -63,7 +64,7 @@ def prices_of(folder: Path, price: Callable[[Path], KeptPrice]) -> Prices:
         left_out=dict(sorted(left_out.items())),
     )
     try:
-        write_text(folder / PRICES, made.model_dump_json(), force=True)
+        write_text(folder / PRICES, json.dumps(with_digest(made.model_dump(mode="json"))), force=True)
     except PlannerError:
         _log.debug("%s: cannot be written, prices are made again next time", printable(str(folder / PRICES)))
     return made
@@ -104,8 +105,9 @@ def _saved(folder: Path) -> Prices:
     """The prices of the last time; none where there are none, or somebody edited them."""
     try:
         with open(folder / PRICES, "rb") as file:
-            return Prices.model_validate(json.loads(file.read(MAX_BYTES)))
-    except (OSError, ValueError, ValidationError, RecursionError):
+            data = json.loads(file.read(MAX_BYTES))
+        return Prices.model_validate({} if KEY not in data else as_saved(data, PRICES, "they are made again"))
+    except (OSError, ValueError, TypeError, SpecError, ValidationError, RecursionError):
         return Prices()
 
 
