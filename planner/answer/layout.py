@@ -44,7 +44,7 @@ class Layout(Spec):
     rank_order: RankOrder = "tp-cp-ep-dp-pp"
     """The order in which ranks are numbered, the innermost group first."""
     num_gpus_used: PositiveInt
-    num_gpus_spare: NonNegativeInt = 0
+    num_gpus_spare: int = 0
     """GPUs that no rank uses."""
 
     @property

@@ -136,7 +136,7 @@ def sidecar(output: str, quick: bool) -> Path:
 
 
 def _read(path: Path | None) -> Measurements | None:
-    """The measurements that an interrupted run left; None if there are none that can be used, or somebody edited them."""
+    """The measurements that an interrupted run left; None where there are none, or somebody edited them."""
     if path is None or not path.is_file():
         return None
     try:
