@@ -60,7 +60,7 @@ def refused(read: Callable[[dict[str, Any]], object], data: dict[str, Any]) -> s
 
 @pytest.mark.parametrize("kind", ["plan", "probe", "observed"])
 def test_every_edited_leaf_is_refused(kind: str, plan: Plan, request: pytest.FixtureRequest) -> None:
-    """One edit of each leaf, another kind of edit from leaf to leaf; `scripts/edits` makes all of them."""
+    """One edit of each leaf, another kind of edit from leaf to leaf."""
     data = plan.to_json() if kind == "plan" else request.getfixturevalue(kind)
     read = {"plan": plan_of, "probe": probe_of, "observed": observed_of}[kind]
     read(data, "file")
