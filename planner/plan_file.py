@@ -1,25 +1,37 @@
-"""Plans that were saved with -o, read back."""
+"""Plans that were saved with -o, read back.
+
+A plan is a pure function of its inputs. One that still has its digest is believed as it stands; one that has none, as
+versions before 0.2 saved it, is priced again from its inputs; an edited one is refused, by the name of the field.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from math import inf
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from planner import __version__
 from planner.answer import SCHEMA_VERSION, Plan, PricedLayout, StagePlan
-from planner.errors import SpecError
+from planner.errors import PlannerError, SpecError
+from planner.priced_again import MOVED, first_difference, priced_again, step_now_s
+from planner.saved import KEY, changed_entry, said
 from planner.schedule.actions import Action
 from planner.schedule.torch_csv import made_order
 from planner.specs.checking import checked
 from planner.specs.model import ModelSpec
 from planner.specs.reading import label, load_yaml, printable
 
-_BESIDE: Final = ("inputs_sha256", "resume")
-"""Keys that an answer has beside the plan: the hash of its inputs, and the ways of `plan --from`."""
-_ROUNDING: Final = -1e-6
-"""Differences of seconds may round to a little less than nothing; every other number is at least 0."""
+_log = logging.getLogger(__name__)
+_BESIDE: Final = ("inputs_sha256", "resume", KEY)
+"""Keys that an answer has beside the plan: the hash of its inputs, the ways of `plan --from`, and the digest."""
+T = TypeVar("T")
+_ITEMS: Final = tuple(
+    f"{name}_bytes" for name in ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+)
+"""The items of a stage's memory that torch allocates."""
 
 
 def read_plan(path: str) -> Plan:
@@ -38,27 +50,86 @@ def plan_of(data: dict[str, Any], where: str) -> Plan:
             "plan again",
         )
     plan = checked(Plan, {key: value for key, value in data.items() if key not in _BESIDE}, where)
+    refuse_contradiction(plan, where)
+    if KEY not in data:
+        return _priced_again(plan, where)
+    _refuse_edit(plan, data, where)
+    if plan.planner_version != __version__:
+        _note_move(plan, where, _priced(where, step_now_s, plan))
+    return plan
+
+
+def refuse_contradiction(plan: Plan, where: str) -> None:
+    """Raise SpecError where fields of a plan do not go together."""
     named = [("best", plan.best), *((f"alternatives[{i}]", other) for i, other in enumerate(plan.alternatives))]
     problems = (f"{name}: {problem}" for name, layout in named if (problem := _contradiction(layout, plan)))
     problem = next(problems, None) or _impossible(plan)
     if problem:
-        raise SpecError(f"{where}: {problem}", "plan again: a saved plan is not for editing")
-    return plan
+        raise SpecError(f"{where}: {problem}", _instead(plan))
+
+
+def _refuse_edit(plan: Plan, data: dict[str, Any], where: str) -> None:
+    """Raise SpecError where a plan is not the one that was saved: with the field and its price, where it has one."""
+    try:
+        name = changed_entry(data, beside=("resume",))
+    except (RecursionError, TypeError, ValueError):  # nested without end, or with keys that JSON has not
+        raise SpecError(f"{where}: is no JSON that the planner wrote", _instead(plan)) from None
+    if name is None:
+        return
+    problem = said(name)
+    if name.startswith("best."):
+        with suppress(SpecError):
+            found = _priced(where, first_difference, plan)
+            problem = problem if found is None else f"{found[0]}: is {_short(found[1])}, priced {_short(found[2])}"
+    raise SpecError(f"{where}: {problem}", _instead(plan))
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else printable(str(value), 60)
+
+
+def _instead(plan: Plan) -> str:
+    """The thing to do in place of editing a plan: a command with other options."""
+    command = plan.command if plan.command.startswith("plan ") else "plan --model … --gpus …"
+    return f"a saved plan is not for editing: change the options of the command that made it: {printable(command, 150)}"
+
+
+def _priced_again(plan: Plan, where: str) -> Plan:
+    """A plan without a digest at the prices of this version: whatever numbers it has, its inputs decide."""
+    again = _priced(where, priced_again, plan)
+    _log.info("%s: has no digest: its layouts are priced again, what else its search said is left out", where)
+    _note_move(plan, where, again.step.step_s)
+    return again
+
+
+def _note_move(plan: Plan, where: str, now_s: float) -> None:
+    """Warn where this version prices a plan's step otherwise than the version that made it."""
+    step_s = plan.step.step_s
+    if abs(now_s / step_s - 1) > MOVED:
+        version = printable(plan.planner_version, 20)
+        _log.warning("%s: priced by planner %s at %.4g s; now %.4g s", where, version, step_s, now_s)
+
+
+def _priced(where: str, price: Callable[[Plan], T], plan: Plan) -> T:
+    """A price of the plan; SpecError where its inputs cannot be priced, as somebody may have edited them."""
+    try:
+        return price(plan)
+    except PlannerError as error:
+        raise SpecError(f"{where}: cannot be priced: {error.message}", _instead(plan)) from None
+    except (ArithmeticError, LookupError, ValueError, TypeError, AssertionError) as error:
+        raise SpecError(f"{where}: cannot be priced ({type(error).__name__})", _instead(plan)) from None
 
 
 def _contradiction(layout: PricedLayout, plan: Plan) -> str | None:
     """A problem of a layout that somebody may have edited; None where its fields go together."""
     sizes, stages = layout.parallelism, layout.stages
-    numbers = (sizes.tp, sizes.cp, sizes.pp, sizes.vpp, sizes.dp, sizes.ep, sizes.etp, sizes.micro_batch_size)
-    if min(*numbers, sizes.num_microbatches, sizes.shard_size) < 1:
-        return "parallelism has a size below 1"
     ranks = sizes.tp * sizes.cp * sizes.pp * sizes.dp
     if not ranks == sizes.num_gpus_used <= plan.cluster.num_gpus:
         return f"{ranks} ranks, num_gpus_used {sizes.num_gpus_used}, num_gpus {plan.cluster.num_gpus}"
     if len(stages) != sizes.pp or any(len(stage.chunks) != sizes.vpp for stage in stages):
         return f"stages are not pp {sizes.pp} of vpp {sizes.vpp} chunks"
-    if layout.rank_factors and (len(layout.rank_factors) != sizes.pp or min(layout.rank_factors) <= 0):
-        return f"rank_factors are not one factor above 0 for each of {sizes.pp} stages"
+    if layout.rank_factors and len(layout.rank_factors) != sizes.pp:
+        return f"rank_factors are not one factor for each of {sizes.pp} stages"
     return _wrong_layers(stages, plan.model.spec) or _wrong_numbers(layout) or _wrong_order(layout)
 
 
@@ -87,26 +158,16 @@ def _holds_what_it_recomputes(stage: StagePlan, model: ModelSpec) -> bool:
 
 def _wrong_numbers(layout: PricedLayout) -> str | None:
     """A problem of a layout's seconds and bytes."""
-    for name, value in _numbers(layout.model_dump(exclude={"runtime_spec", "parallelism"})):
-        if not _ROUNDING <= value < inf:
-            return f"{name} is {value:g}"
     step = layout.step
     parts_s = sum(getattr(step.breakdown, name) for name in type(step.breakdown).model_fields)
-    if not step.step_s > 0 or abs(parts_s - step.step_s) > 1e-6 * step.step_s:
+    if abs(parts_s - step.step_s) > 1e-6 * step.step_s:
         return f"its breakdown adds up to {parts_s:g} s, step_s is {step.step_s:g}"
+    for number, stage in enumerate(layout.stages):
+        memory = stage.memory
+        items = sum(getattr(memory, name) for name in _ITEMS)
+        if items != memory.peak_allocated_bytes or items + memory.reserved_bytes != memory.total_bytes:
+            return f"stages[{number}].memory: its items do not add up to peak_allocated_bytes and total_bytes"
     return None
-
-
-def _numbers(data: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Every number in plain data, with the name of the field that holds it."""
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from _numbers(value, key)
-    elif isinstance(data, list | tuple):
-        for value in data:
-            yield from _numbers(value, name)
-    elif isinstance(data, int | float):
-        yield name, data
 
 
 def _wrong_order(layout: PricedLayout) -> str | None:
@@ -131,17 +192,11 @@ def _wrong_order(layout: PricedLayout) -> str | None:
 
 
 def _impossible(plan: Plan) -> str | None:
-    """A batch, a number of the search or of the cost, or a text that no plan has."""
+    """A batch or a text that no plan has."""
     sizes = plan.parallelism
     batch = sizes.dp * sizes.micro_batch_size * sizes.num_microbatches
     if batch != plan.training.global_batch_size:
         return f"best: dp · micro-batch · micro-batches = {batch}, global_batch_size {plan.training.global_batch_size}"
-    for name, spec in (("search", plan.search), ("run_cost", plan.run_cost), ("goodput", plan.goodput)):
-        for field, value in _numbers({} if spec is None else spec.model_dump()):
-            if not _ROUNDING <= value < inf:
-                return f"{name}: {field} is {value:g}"
-    if plan.search is not None and plan.search.lower_bound_s <= 0:
-        return "search: lower_bound_s is 0"
     strange = next((text for text in _texts(plan.model_dump()) if not text.replace("\n", " ").isprintable()), None)
     return None if strange is None else f"{strange[:40]!r} has characters that cannot be printed"
 

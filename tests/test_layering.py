@@ -24,6 +24,7 @@ ALLOWED = {
     "errors": set(),
     "distribution": set(),
     "files": {"errors"},
+    "saved": {"errors"},
     "shape": {"errors"},
     "specs": {"errors"},
     "trainers": {"errors", "shape", "specs"},
@@ -31,8 +32,9 @@ ALLOWED = {
     "schedule": {"errors", "shape", "specs.reading"},
     "physics": {"errors", "shape", "specs", "trainers"},
     # a plan loads itself, and shows its report in a notebook
-    "answer": {"errors", "files", "shape", "specs", "trainers", "plan_file", "report.page"},
-    "plan_file": {"errors", "specs", "schedule", "answer"},
+    "answer": {"errors", "files", "shape", "saved", "specs", "trainers", "plan_file", "report.page"},
+    "priced_again": {"answer", "layout"},
+    "plan_file": {"errors", "saved", "specs", "schedule", "answer", "priced_again"},
     # a run of months knows a layout's seconds, and nothing of how they came about
     "months": {"errors", "shape", "specs", "answer"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "months"},
@@ -69,7 +71,8 @@ ALLOWED = {
     },
     # a fit evaluates what it fits, on the runs that validate ships and on stages that a probe ran
     "profile": {
-        "errors", "files", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate", "probe",
+        "errors", "files", "saved", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate",
+        "probe",
     },
     # the page asks as the command line does, which gives it the reader of options: nothing imports `cli`. It prices the
     # layout on the screen again, searches, and shows and exports what is found
@@ -82,7 +85,7 @@ ALLOWED = {
     # believed as a probe is, and one that is kept holds its plan
     "observe": {
         "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
-        "search.rebalance", "report.format", "plan_file", "profile.probed",
+        "search.rebalance", "report.format", "plan_file", "saved", "profile.probed",
     },
     # what a machine has of what the planner needs; the solver tests itself
     "doctor": {

@@ -40,6 +40,7 @@ def test_plans_of_earlier_versions_are_read_without_the_fields_that_are_gone(
     older = json.loads(json.dumps(saved))
     older["cluster"]["hardware"]["efficiency"]["untuned_factor"] = 1.4
     older["runtime_spec"] |= {"tuned_products": True, "stands_for": "megatron"}
+    del older["digest"]
     (tmp_path / "plan.json").write_text(json.dumps(older))
     assert read_plan(str(tmp_path / "plan.json")).to_json() == saved
 
@@ -52,21 +53,42 @@ def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
     ("edit", "message"),
     [
         (change("tp", 4), "best: 32 ranks, num_gpus_used 16, num_gpus 16"),
-        (change("cp", 0), "best: parallelism has a size below 1"),
+        (change("cp", 0), "best.parallelism.cp: 0 must be greater than 0"),
         (change("num_microbatches", 7), "= 14, global_batch_size 32"),
         (change("vpp", 4), "stages are not pp 4 of vpp 4 chunks"),
         (lambda plan: plan["best"]["stages"][1]["chunks"].__setitem__(0, [4, 9]), "do not hold layers 0 to 32"),
         (lambda plan: plan["best"]["stages"][1].update(num_recomputed=[[4], [5]]), "layers that they do not hold"),
         (lambda plan: plan["best"]["stages"][1].update(num_recomputed=[[4]]), "layers that they do not hold"),
         (lambda plan: plan["best"]["stages"][1].update(recompute={"full": 99}), "layers that they do not hold"),
-        (change("etp", 0), "best: parallelism has a size below 1"),
-        (change("shard_size", 0), "best: parallelism has a size below 1"),
-        (lambda plan: plan["best"]["step"].update(step_s=-1e30), "best: step_s is -1e+30"),
-        (lambda plan: plan["best"]["step"].update(step_s=0.0), "s, step_s is 0"),
+        (change("etp", 0), "best.parallelism.etp: 0 must be greater than 0"),
+        (change("shard_size", 0), "best.parallelism.shard_size: 0 must be greater than 0"),
+        (lambda plan: plan["best"]["step"].update(step_s=-1e30), "best.step.step_s: -1e+30 must be greater than 0"),
+        (lambda plan: plan["best"]["step"].update(step_s=0.0), "best.step.step_s: 0.0 must be greater than 0"),
         (lambda plan: plan["best"]["step"].update(step_s=1.0), "s, step_s is 1"),
-        (lambda plan: plan["best"]["step"].update(step_s_interval=[-5.0, 9.0]), "best: step_s_interval is -5"),
-        (lambda plan: plan["best"]["stages"][0]["memory"].update(total_bytes=-5), "best: total_bytes is -5"),
-        (lambda plan: plan["best"].update(rank_factors=[1.0]), "not one factor above 0 for each of 4 stages"),
+        (
+            lambda plan: plan["best"]["step"].update(step_s_interval=[-5.0, 9.0]),
+            "best.step.step_s_interval[0]: -5.0 must be at least -1e-06",
+        ),
+        (
+            lambda plan: plan["best"]["stages"][0]["memory"].update(total_bytes=-5),
+            "best.stages[0].memory.total_bytes: -5 must be at least 0",
+        ),
+        (lambda plan: plan["best"]["step"].update(step_s_interval=[9.0, 2.0]), "begins at 9 and ends at 2"),
+        (
+            lambda plan: plan["best"]["stages"][2]["memory"].update(weights_bytes=7),
+            "stages[2].memory: its items do not",
+        ),
+        (lambda plan: plan["best"]["step"].update(mfu=0.9), "best.step.mfu: is 0.9, priced 0."),
+        (
+            lambda plan: plan["best"]["stages"][1].update(in_flight_microbatches=9.5),
+            "in_flight_microbatches: is 9.5, pri",
+        ),
+        (lambda plan: plan["training"].update(straggler_fraction=0.2), "training.straggler_fraction: was edited"),
+        (lambda plan: plan.update(command="rm"), "command: was edited after it was saved"),
+        (lambda plan: plan["digest"].pop("runtime"), "runtime: was edited"),
+        (lambda plan: plan["digest"].update(more="0"), "more: was edited"),
+        (lambda plan: plan.update(digest=None), "digest: was edited"),
+        (lambda plan: plan["best"].update(rank_factors=[1.0]), "not one factor for each of 4 stages"),
         (lambda plan: plan["best"].update(actions=["x"] * 4), "actions: 'x' is not a schedule action"),
         (lambda plan: plan["best"].update(actions=["0F0 4F0", "1F0 5F0", "2F0 6F0", "3F0 7F0"]), "best: actions: "),
         (
@@ -78,7 +100,10 @@ def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
             "alternatives[0]: stages are not",
         ),
         (lambda plan: plan["best"].update(warnings=["\x1b[2J"]), "has characters that cannot be printed"),
-        (lambda plan: plan.update(run_cost={"tokens": 1.0, "days": -1.0, "gpu_hours": 0.0}), "run_cost: days is -1"),
+        (
+            lambda plan: plan.update(run_cost={"tokens": 1.0, "days": -1.0, "gpu_hours": 0.0}),
+            "run_cost.days: -1.0 must be at least 0",
+        ),
     ],
 )
 def test_what_was_edited_by_hand_is_refused(

@@ -29,7 +29,8 @@ from planner.answer.plan import (
     Searched,
     SearchReport,
 )
-from planner.answer.run import SIGMAS_TO_END, Goodput, Interval, RunCost, Sustained, half_width
+from planner.answer.quantities import Interval
+from planner.answer.run import SIGMAS_TO_END, Goodput, RunCost, Sustained, half_width
 from planner.answer.small import Change, LargestModel, LongestSequence, Method, Room
 
 __all__ = [

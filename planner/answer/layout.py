@@ -9,9 +9,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from planner.answer.run import Interval, Sustained
+from planner.answer.quantities import Count, Interval, PositiveSeconds, Quantity, Seconds
+from planner.answer.run import Sustained
 from planner.shape import RANK_ORDERS
-from planner.specs.base import Fraction, Name, PositiveFloat, Spec
+from planner.specs.base import Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.training import RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
@@ -23,18 +24,18 @@ Evidence = Literal["spec_sheet", "calibrated", "probed"]
 class Layout(Spec):
     """The shape that was chosen."""
 
-    tp: int
-    cp: int
-    ep: int
-    etp: int
-    pp: int
-    vpp: int
-    dp: int
-    micro_batch_size: int
-    num_microbatches: int
+    tp: PositiveInt
+    cp: PositiveInt
+    ep: PositiveInt
+    etp: PositiveInt
+    pp: PositiveInt
+    vpp: PositiveInt
+    dp: PositiveInt
+    micro_batch_size: PositiveInt
+    num_microbatches: PositiveInt
     schedule: str
-    zero_stage: int
-    shard_size: int
+    zero_stage: NonNegativeInt
+    shard_size: PositiveInt
     """Ranks over which ZeRO or FSDP shards; dp·cp unless a smaller group was asked for (HSDP)."""
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
@@ -42,7 +43,7 @@ class Layout(Spec):
     recompute_modules: tuple[str, ...] = ()
     rank_order: RankOrder = "tp-cp-ep-dp-pp"
     """The order in which ranks are numbered, the innermost group first."""
-    num_gpus_used: int
+    num_gpus_used: PositiveInt
     num_gpus_spare: int = 0
     """GPUs that no rank uses."""
 
@@ -69,17 +70,17 @@ class Placement(Spec):
     """The outermost tier of the network that a group's exchanges cross."""
 
     group: Literal["tp", "cp", "ep", "dp", "pp"]
-    size: int
+    size: PositiveInt
     """Ranks of a group."""
     tier: str
     """Name of the tier."""
     is_inside_nvlink: bool
     """True if all ranks of a group are in one NVLink domain."""
-    tier_gpus: int | None = None
+    tier_gpus: PositiveInt | None = None
     """GPUs under the tier; null for the outermost."""
-    oversubscription: float = 1.0
+    oversubscription: PositiveFloat = 1.0
     """Factor by which the tier's bandwidth falls short of the sum of what is below it."""
-    fills_gpus: int | None = None
+    fills_gpus: PositiveInt | None = None
     """GPUs of an NVLink domain that the groups fill, if they do not fill all: one more would cross its border."""
 
     def __str__(self) -> str:
@@ -95,19 +96,19 @@ class Placement(Spec):
 class StageMemory(Spec):
     """Memory that a rank of a stage needs at its peak, in bytes; the items add up to peak_allocated_bytes."""
 
-    weights_bytes: int
-    frozen_weights_bytes: int = 0
+    weights_bytes: Count
+    frozen_weights_bytes: Count = 0
     """The bytes of weights_bytes that are frozen weights, where adapters are trained."""
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    logits_bytes: int
-    workspace_bytes: int
+    gradients_bytes: Count
+    optimizer_bytes: Count
+    activations_bytes: Count
+    logits_bytes: Count
+    workspace_bytes: Count
     """Bytes that a backward (or a recomputed layer) needs for a moment, and bytes of fixed buffers."""
-    reserved_bytes: int
-    peak_allocated_bytes: int
+    reserved_bytes: Count
+    peak_allocated_bytes: Count
     """The bytes that torch.cuda.max_memory_allocated would show."""
-    total_bytes: int
+    total_bytes: Count
     """peak_allocated_bytes + reserved_bytes."""
     total_bytes_interval: Interval | None = None
 
@@ -115,29 +116,29 @@ class StageMemory(Spec):
 class StagePlan(Spec):
     """One pipeline stage: what it holds, how long a micro-batch takes through all its chunks, what it needs."""
 
-    stage: int
-    chunks: tuple[tuple[int, int], ...]
+    stage: NonNegativeInt
+    chunks: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
     """[first layer, last layer exclusive) of each virtual stage, in the order a micro-batch meets them."""
-    num_layers: int
+    num_layers: NonNegativeInt
     holds: tuple[str, ...]
     """The parts beside layers that the stage holds: any of embedding, head and mtp."""
-    recompute: dict[str, int]
+    recompute: dict[str, NonNegativeInt]
     """Layers per recompute mode."""
-    num_recomputed: tuple[tuple[int, ...], ...] = ()
+    num_recomputed: tuple[tuple[NonNegativeInt, ...], ...] = ()
     """Number of layers that are recomputed whole, for each chunk and each kind of layer (in model order); they are the
     first layers of the chunk. Empty if no stage recomputes any, and in files that say no more than `recompute`."""
-    in_flight_microbatches: float
-    forward_s: float
+    in_flight_microbatches: Quantity
+    forward_s: Seconds
     """Seconds of computing in one micro-batch's forward; its exchanges are counted in forward_comm_s."""
-    backward_s: float
+    backward_s: Seconds
     """Seconds of computing in one micro-batch's backward, recomputation included."""
-    weight_grad_s: float
+    weight_grad_s: Seconds
     """The seconds of backward_s that weight gradients take; schedules that split the backward move them."""
-    forward_comm_s: float
+    forward_comm_s: Seconds
     """Seconds of tensor-, context- and expert-parallel exchanges in one forward that no computing hides."""
-    backward_comm_s: float
-    optimizer_s: float
-    num_parameters: int
+    backward_comm_s: Seconds
+    optimizer_s: Seconds
+    num_parameters: Count
     """Number of parameters that one rank holds."""
     memory: StageMemory
 
@@ -145,30 +146,30 @@ class StagePlan(Spec):
 class StepBreakdown(Spec):
     """The parts of a step's seconds, on the rank that decides how long it is; the items add up to step_s."""
 
-    compute_s: float
-    tp_comm_s: float
-    cp_comm_s: float
-    ep_comm_s: float
-    pp_comm_s: float
-    exposed_dp_s: float
-    bubble_s: float
-    optimizer_s: float
-    overhead_s: float
+    compute_s: Seconds
+    tp_comm_s: Seconds
+    cp_comm_s: Seconds
+    ep_comm_s: Seconds
+    pp_comm_s: Seconds
+    exposed_dp_s: Seconds
+    bubble_s: Seconds
+    optimizer_s: Seconds
+    overhead_s: Seconds
 
 
 class StepTime(Spec):
     """The time of one optimizer step, and the speeds that follow from it."""
 
-    step_s: float
+    step_s: PositiveSeconds
     step_s_interval: Interval | None = None
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
+    tokens_per_s: Quantity
+    tokens_per_s_per_gpu: Quantity
     """Tokens per second, divided by all GPUs given, spare ones included."""
-    model_tflops_per_gpu: float
+    model_tflops_per_gpu: Quantity
     """Model FLOPs (no recompute) per second, divided by all GPUs given, spare ones included."""
-    mfu: float
+    mfu: Quantity
     """model_tflops_per_gpu over the dense bf16 peak."""
-    bubble_fraction: float
+    bubble_fraction: Quantity
     """Idle share of the pipeline's time, mean over stages."""
     breakdown: StepBreakdown
 
@@ -179,7 +180,7 @@ class RecipeGain(Spec):
     switch: str
     value: Value
     """The value in the recipe."""
-    without_step_s: float
+    without_step_s: PositiveSeconds
     """Seconds of the step with the switch at its plainest value."""
     replanned: bool
     """True if the step without the switch is that of the best layout for it, false if it is of this layout."""
@@ -192,7 +193,7 @@ class Offer(Spec):
 
     switch: str
     value: Value
-    step_s: float
+    step_s: PositiveSeconds
     replanned: bool
     """True if the step is that of the best layout with the value, false if it is of this layout."""
     changes: str
@@ -218,9 +219,9 @@ class UnsaidSwitch(Spec):
     """The value that was priced."""
     other: Value
     """The other value."""
-    other_fraction: float
+    other_fraction: Fraction
     """The share of such runs that have the other value."""
-    other_step_s: float
+    other_step_s: PositiveSeconds
     """Seconds of the step with the other value."""
 
 
@@ -250,7 +251,7 @@ class PricedLayout(Spec):
     warnings: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()
     """Each rank's actions in order, as torch spells them, if the schedule was made to measure (`auto`)."""
-    rank_factors: tuple[float, ...] = ()
+    rank_factors: tuple[PositiveFloat, ...] = ()
     """Measured: how many times as long each pipeline rank takes as the profile says; empty: all take as long."""
     runtime_spec: RuntimeSpec | None = None
     """The runtime that priced an alternative, if it is not that of the best: only one of the two splits backwards."""

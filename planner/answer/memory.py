@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import AliasChoices, ConfigDict, Field
 
 from planner.answer.layout import StageMemory
+from planner.answer.quantities import Count, PositiveSeconds, Seconds
 from planner.specs.base import NonNegativeInt, Spec
 
 MemoryItem = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]
@@ -26,18 +27,18 @@ class MemoryTensor(Spec):
     item: MemoryItem
     part: str = ""
     """The part of the stage that it belongs to: `layer`, `embedding`, `head`, `mtp`, `buffers`."""
-    layer: int | None = None
+    layer: Count | None = None
     """The decoder layer; null for what belongs to none."""
-    microbatch: int | None = None
+    microbatch: Count | None = None
     """The micro-batch; null for what belongs to none."""
     shape: tuple[int, ...]
     """The tensor's dimensions on this rank; for a row that is a sum its bytes, and its `note` says of what."""
     dtype: str
     """Such as `bf16`, `fp32`, `int64`; `uint8` for a row that is a sum."""
     bytes: NonNegativeInt
-    from_s: float = Field(serialization_alias="from", validation_alias=AliasChoices("from", "from_s"))
+    from_s: Seconds = Field(serialization_alias="from", validation_alias=AliasChoices("from", "from_s"))
     """The time when it is made; 0 for what is there before the step."""
-    to_s: float = Field(serialization_alias="to", validation_alias=AliasChoices("to", "to_s"))
+    to_s: Seconds = Field(serialization_alias="to", validation_alias=AliasChoices("to", "to_s"))
     """The time when it is freed; the end of the step for what outlives it."""
     made_by: str = ""
     """The pass that makes it, such as `forward of micro-batch 3`; empty for what is there before the step."""
@@ -58,12 +59,12 @@ class MemoryTensor(Spec):
 class MemoryOfStage(Spec):
     """A stage's peak, what is alive then, and its memory over the step."""
 
-    stage: int
-    peak_bytes: int
+    stage: Count
+    peak_bytes: Count
     """The stage's `peak_allocated_bytes`; the tensors add up to it."""
-    peak_s: float
+    peak_s: Seconds
     """The first time when so much is allocated."""
-    capacity_bytes: int
+    capacity_bytes: Count
     """The GPU's memory."""
     chunks: tuple[tuple[int, int], ...]
     """[first layer, last layer exclusive) of each of its virtual stages."""
@@ -83,7 +84,7 @@ class MemoryChange(Spec):
     """The change in words, such as `recompute mlp`."""
     modules: tuple[str, ...] = ()
     """The modules that are recomputed then; `full` for whole layers."""
-    step_s: float
+    step_s: PositiveSeconds
     fits: bool
     peak_bytes: tuple[int, ...]
     """The peak of each stage."""
@@ -95,8 +96,8 @@ class MemoryAnswer(Spec):
     schema_version: Literal[1] = 1
     model: str
     layout: str
-    step_s: float
-    num_microbatches: int
+    step_s: PositiveSeconds
+    num_microbatches: Count
     """Micro-batches of the step that the curves show: the plan's, or fewer of a step too long to show."""
     stages: tuple[MemoryOfStage, ...]
     changes: tuple[MemoryChange, ...] = ()

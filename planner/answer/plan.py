@@ -11,10 +11,12 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from planner.answer.layout import Evidence, Layout, PricedLayout, StagePlan, StepTime
+from planner.answer.quantities import Count, PositiveSeconds, Quantity, Seconds
 from planner.answer.run import Goodput, RunCost
 from planner.answer.small import Change, Room
 from planner.files import write_text
-from planner.specs.base import Fraction, Spec
+from planner.saved import KEY, with_digest
+from planner.specs.base import Fraction, PositiveInt, Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
@@ -27,10 +29,10 @@ class ModelSummary(Spec):
     """The model's totals; `spec` holds the whole model."""
 
     name: str
-    num_parameters: int
-    num_active_parameters: int
-    model_flops_per_token: float
-    num_trained_parameters: int | None = None
+    num_parameters: Count
+    num_active_parameters: Count
+    model_flops_per_token: Quantity
+    num_trained_parameters: Count | None = None
     """Parameters that are trained: all of them, or those of adapters alone, which `num_parameters` leaves out; null in
     files that do not say."""
     spec: ModelSpec
@@ -52,21 +54,21 @@ class Searched(Spec):
 class SearchReport(Spec):
     """How the choice was made, and how sure the solver is."""
 
-    num_shapes: int
+    num_shapes: Count
     """Legal shapes."""
-    num_fitting: int
+    num_fitting: Count
     """Legal shapes that can fit in memory."""
-    num_ilps: int
-    seconds: float | None = None
+    num_ilps: Count
+    seconds: Seconds | None = None
     """Wall seconds of the search; null in saved files, which are the same for the same inputs."""
     outcome: Literal["proven", "bounded", "feasible"]
     """`proven`: the search ended within the gap that was asked for. `bounded`: it ended with a wider one. `feasible`:
     time ran out before it ended."""
-    lower_bound_s: float
+    lower_bound_s: PositiveSeconds
     """No legal shape that fits has a shorter step than this, in the stated model, among the layouts searched."""
-    gap: float
+    gap: Seconds
     """step_s / lower_bound_s − 1."""
-    asked_gap_fraction: float | None = None
+    asked_gap_fraction: Quantity | None = None
     """How far above the bound the step was allowed to be, as a fraction of the step; null in files that do not say."""
     schedules: tuple[str, ...] = ()
     """Schedules that were tried for pipelines; empty in files that do not say. `searched` says more."""
@@ -79,11 +81,11 @@ class SearchReport(Spec):
 class BatchOffer(Spec):
     """Another batch nearby under which the same GPUs train more tokens a second."""
 
-    global_batch_size: int
+    global_batch_size: PositiveInt
     """Sequences of a step."""
-    step_s: float
+    step_s: PositiveSeconds
     """Seconds of its step in the layout that is fastest for it."""
-    tokens_per_s: float
+    tokens_per_s: Quantity
 
 
 class RiskOffer(Spec):
@@ -93,7 +95,7 @@ class RiskOffer(Spec):
     """The largest risk with which it is chosen."""
     oom_probability: Fraction
     """Its own risk."""
-    step_s: float
+    step_s: PositiveSeconds
     """Seconds of its step; with that risk, the search finds no slower one."""
 
 
@@ -114,7 +116,7 @@ class Plan(Spec):
     runtime_spec: RuntimeSpec
     best: PricedLayout
     alternatives: tuple[PricedLayout, ...] = ()
-    rejections: dict[str, int] = Field(default_factory=dict)
+    rejections: dict[str, Count] = Field(default_factory=dict)
     rejection_examples: dict[str, str] = Field(default_factory=dict)
     """One rejected shape per reason, in words with its numbers."""
     search: SearchReport | None = None
@@ -189,12 +191,13 @@ class Plan(Spec):
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data in the contract's form; without `search` if nothing was searched."""
         left_out = {"search"} if self.search is None else None
-        return {**self.model_dump(mode="json", exclude=left_out), "inputs_sha256": self.inputs_sha256}
+        return with_digest({**self.model_dump(mode="json", exclude=left_out), "inputs_sha256": self.inputs_sha256})
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Read what `to_json` wrote. Raises pydantic's ValidationError if the data do not fit."""
-        return cls.model_validate({key: value for key, value in data.items() if key != "inputs_sha256"})
+        """Read what `to_json` wrote. Raises pydantic's ValidationError if the data do not fit; `load` also refuses what
+        was edited."""
+        return cls.model_validate({key: value for key, value in data.items() if key not in ("inputs_sha256", KEY)})
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the plan as JSON to a file that `load` and every command read; `-` is stdout.

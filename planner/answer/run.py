@@ -6,10 +6,9 @@ import math
 
 from pydantic import Field
 
-from planner.specs.base import Spec
+from planner.answer.quantities import Count, Interval, PositiveSeconds, Quantity
+from planner.specs.base import Fraction, Spec
 
-Interval = tuple[float, float]
-"""The ends of a range that is meant to hold the true value in 80% of all cases."""
 SIGMAS_TO_END = 1.2815515655446004
 """Standard deviations from the middle of a normal distribution to either end of the interval that holds 80% of it."""
 
@@ -22,7 +21,7 @@ def half_width(interval: Interval) -> float:
 class Sustained(Spec):
     """The seconds of a step as months of training see them: jitter, slow nodes and clocks are in it, failures not."""
 
-    step_s: float
+    step_s: PositiveSeconds
     step_s_interval: Interval
     source: str
     """The runs that the difference to a benchmark was read from."""
@@ -31,49 +30,49 @@ class Sustained(Spec):
 class RunCost(Spec):
     """Time, energy and money that the whole training run takes for the tokens asked for."""
 
-    tokens: float
-    days: float
+    tokens: Quantity
+    days: Quantity
     days_interval: Interval | None = None
-    gpu_hours: float
-    usd: float | None = None
+    gpu_hours: Quantity
+    usd: Quantity | None = None
     usd_interval: Interval | None = None
-    mwh: float | None = None
-    examples: int | None = None
+    mwh: Quantity | None = None
+    examples: Count | None = None
     """Examples of an epoch; null for a run that is stated in tokens alone."""
-    epochs: float | None = None
-    num_steps: float | None = None
+    epochs: Quantity | None = None
+    num_steps: Quantity | None = None
     """Optimizer steps of the run."""
-    padding_fraction: float | None = None
+    padding_fraction: Quantity | None = None
     """Share of the tokens in padded batches that is padding; null where batches are packed."""
-    packed_days: float | None = None
+    packed_days: Quantity | None = None
     """Days of the same layout if the examples were packed into whole sequences; null where they are."""
 
 
 class Goodput(Spec):
     """The share of a long run's wall time in which it trains, and what takes the rest."""
 
-    effective_fraction: float
+    effective_fraction: Fraction
     interval: Interval
-    checkpoint_s: float
+    checkpoint_s: Quantity
     """Seconds that the run stands still for a checkpoint."""
-    checkpoint_interval_s: float
+    checkpoint_interval_s: Quantity
     """Seconds between two checkpoints."""
-    evaluation_fraction: float
-    failures_per_day: float
-    restart_s: float
+    evaluation_fraction: Fraction
+    failures_per_day: Quantity
+    restart_s: Quantity
     """Seconds from a failure until the job trains again, its detection included."""
     failures_per_day_interval: Interval | None = None
-    checkpoint_bytes: float | None = None
+    checkpoint_bytes: Quantity | None = None
     """Weights and optimizer states of the whole model, as the trainer writes them."""
     asynchronous: bool = False
     """True if checkpoints are written beside the training, which then waits for a copy in host memory only."""
-    storage_gb_per_s: float | None = None
+    storage_gb_per_s: Quantity | None = None
     """Rate at which all ranks together write a checkpoint, 10^9 bytes a second."""
-    simulated_fraction: float | None = None
+    simulated_fraction: Fraction | None = None
     """Median of effective_fraction over the simulated runs that the intervals are read from."""
-    num_spare_nodes: int | None = None
+    num_spare_nodes: Count | None = None
     """Nodes kept for this job, beside its own; null: its cluster's pool has one for every new job."""
-    num_spare_nodes_advised: int | None = None
+    num_spare_nodes_advised: Count | None = None
     """The fewest spare nodes of which one is free in 99% of the failures that take a node."""
     sources: dict[str, str] = Field(default_factory=dict)
     """The origin of each figure, by the field that it decides."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from planner.answer.quantities import Count, Difference, PositiveSeconds
 from planner.specs.base import Spec
 from planner.specs.training import TrainingSpec
 from planner.trainers.spec import RuntimeSpec
@@ -29,12 +30,12 @@ class Change(Spec):
     """Words of the command line that make it."""
     bytes: int
     """Change of the fullest rank's peak; negative where it saves."""
-    seconds: float
+    seconds: Difference
     """Change of the seconds that a step's tokens take; negative where it gains. Another length of sequences is counted
     for as many tokens."""
-    step_s: float
+    step_s: PositiveSeconds
     """Seconds of a step after it."""
-    total_bytes: int
+    total_bytes: Count
     """Peak of the fullest rank after it."""
     fits: bool
     """True if it fits with the risk that was asked for."""
@@ -45,11 +46,11 @@ class Change(Spec):
 class LongestSequence(Spec):
     """The longest sequences that fit one at a time on each GPU."""
 
-    seq_length: int
+    seq_length: Count
     """A multiple of 128 tokens; 0 where not even 128 fit."""
-    checkpointed_seq_length: int
+    checkpointed_seq_length: Count
     """The same with all layers recomputed."""
-    most: int | None = None
+    most: Count | None = None
     """The positions that the model has, beyond which nothing was tried; null where the model does not say."""
 
 
@@ -59,15 +60,15 @@ class LargestModel(Spec):
     method: Method
     name: str | None
     """Null where none fits."""
-    num_parameters: int = 0
+    num_parameters: Count = 0
 
 
 class Room(Spec):
     """The largest batch, sequence and model that fit with the risk that was asked for, each with all else as it is."""
 
-    micro_batch_size: int
+    micro_batch_size: Count
     """The largest micro-batch at this length, recomputing what the plan recomputes; 0 where not even one fits."""
-    checkpointed_micro_batch_size: int
+    checkpointed_micro_batch_size: Count
     """The same with all layers recomputed."""
     sequence: LongestSequence
     models: tuple[LargestModel, ...] = ()

@@ -15,6 +15,7 @@ from planner.cli.output import MAX_WIDTH, dumps, show
 from planner.errors import OutOfBand, SpecError, printable
 from planner.files import STDOUT, write_text
 from planner.observe.follow.loop import SILENT_S, Loop, View
+from planner.saved import with_digest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,7 +114,7 @@ def _conclude(options: Followed, loop: Loop, found: Standing) -> None:
     if options.output is not None:
         whole = loop.answer(last_steps=False) if rings else answer
         assert whole is not None
-        write_text(options.output, dumps(whole.model_dump(mode="json")), options.force)
+        write_text(options.output, dumps(with_digest(whole.model_dump(mode="json"))), options.force)
     if rings:
         likely = f"; likely: {found.causes[0].name}" if found.causes else ""
         raise OutOfBand(f"{found.source}: {found.says}{likely}", _HINT)

@@ -89,6 +89,7 @@ def observe_command(
     from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
     from planner.report.observe.answer import render_observed
     from planner.report.observe.recorded import recorded_sections
+    from planner.saved import with_digest
 
     if len(files) > MOST_FILES or files.count("-") > 1:
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
@@ -120,7 +121,7 @@ def observe_command(
     if recorded is not None:
         answer = ObservedFiles(**dict(answer), recorded=recorded)
         rendered = Group(rendered, *recorded_sections(recorded))
-    show_and_save(answer.model_dump(mode="json"), rendered, json, output, force)
+    show_and_save(with_digest(answer.model_dump(mode="json")), rendered, json, output, force)
 
 
 def _expected(path: str | None, asked: LayoutOptions) -> Callable[[Observation], tuple[Plan | Observed | None, str]]:

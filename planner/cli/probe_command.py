@@ -76,6 +76,7 @@ def probe_command(
     from planner.cli.probe_report import render
     from planner.errors import ProbeMismatch, SpecError
     from planner.plan_file import read_plan
+    from planner.saved import with_digest
 
     _refuse_files(output, trace, stage, force)
     if rehearse:
@@ -91,7 +92,7 @@ def probe_command(
     if result is None:  # another rank reports
         return
     _warn(read, result, tolerance)
-    show_and_save(result.model_dump(mode="json"), render(result), json, output, force)
+    show_and_save(with_digest(result.model_dump(mode="json")), render(result), json, output, force)
     if trace is not None:
         _write_trace(trace, read, result, force)
     if not result.agrees:

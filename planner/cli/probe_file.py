@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import SpecError
+from planner.saved import as_saved
 from planner.specs.checking import checked
 from planner.specs.hardware import HardwareSpec
 from planner.specs.reading import label, load_yaml, printable
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from planner.probe.result import ProbeResult
 
 _log = logging.getLogger(__name__)
+_HINT = "measurements are not for editing: run plan probe plan.json -o probe.json again"
 
 
 def read_probe(path: str) -> ProbeResult:
@@ -31,10 +33,10 @@ def is_probe(data: dict[str, Any]) -> bool:
 
 
 def probe_of(data: dict[str, Any], where: str) -> ProbeResult:
-    """The probe's result in what a file held; SpecError where a field is wrong."""
+    """The probe's result in what a file held; SpecError where a field is wrong, or was edited."""
     from planner.probe.result import ProbeResult
 
-    return checked(ProbeResult, data, where)
+    return checked(ProbeResult, as_saved(data, where, _HINT), where)
 
 
 def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> None:

@@ -35,20 +35,19 @@ def trace_command(
     from planner.cli.output import waiting
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite, write_text
-    from planner.layout.replan import order_of, with_microbatches
+    from planner.layout.replan import num_actions, with_microbatches
     from planner.plan_file import read_plan, with_alternative
     from planner.report.timeline.plan_trace import MAX_ACTIONS, trace_text
 
     refuse_to_overwrite(output, force)
     chosen = with_alternative(read_plan(plan), alternative)
     layout = with_microbatches(chosen.best, micro_batches)
-    order = order_of(layout)
-    actions = sum(map(len, order.ranks))
+    actions, sizes = num_actions(layout), layout.parallelism
     if actions > MAX_ACTIONS:
-        few = MAX_ACTIONS * order.num_microbatches // actions
+        few = MAX_ACTIONS * sizes.num_microbatches // actions
         raise SpecError(
             f"{plan}: a step has {actions:,} actions, too many for a trace",
-            f"trace a shorter step with --micro-batches {max(few // order.pp, 1) * order.pp}",
+            f"trace a shorter step with --micro-batches {max(few // sizes.pp, 1) * sizes.pp}",
         )
     with waiting("tracing"):
         text = trace_text(chosen, layout)

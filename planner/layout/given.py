@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.errors import SpecError
+from planner.errors import SpecError, Unsupported
+from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
 from planner.layout.split import Split, even_counts, parse_layout, splits_from_counts
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, placement, violation
@@ -70,6 +71,7 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
             f"parallelism.schedule: {trains_none if schedule in SCHEDULES else f'unknown {schedule!r:.60}'}",
             f"one of {', '.join(_TRAINABLE)}{nearest(schedule, _TRAINABLE)}",
         )
+    _check_size(shape)
     error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
     if error is not None:
         raise SpecError(error.message, _enough_sequences(shape, schedule) or error.hint)
@@ -189,6 +191,20 @@ def _enough_sequences(shape: Shape, schedule: str) -> str:
         return ""
     sequences = -(-enough // multiple) * multiple * int(shape.dp) * int(shape.micro_batch_size)
     return f"use {sequences} sequences, or another dp or micro-batch"
+
+
+def _check_size(shape: Shape) -> None:
+    """Raises Unsupported for a pipeline that would take gigabytes or minutes to replay."""
+    stages, actions = int(shape.pp * shape.vpp), int(replayed_actions(shape))
+    named = f"parallelism.pp: {shape.pp} · vpp {shape.vpp}"
+    if stages > MOST_STAGES:
+        raise Unsupported(
+            f"{named} are {stages:,} stages, of which at most {MOST_STAGES:,} are priced", "lower pp or vpp"
+        )
+    if actions > MOST_ACTIONS:
+        raise Unsupported(
+            f"{named}: {actions:,} actions would have to be replayed, at most {MOST_ACTIONS:,} are", "lower pp or vpp"
+        )
 
 
 def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import with_intervals
 from planner.layout.placement import placements
 from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
-from planner.layout.split import Split, held_parts
+from planner.layout.split import Modes, Split, held_parts
 from planner.months.sustained import with_sustained
 from planner.physics.cost import PartCost
 from planner.physics.layers import ModelTotals
@@ -25,13 +27,14 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
     pipeline = candidate.run(exact)
     totals = totals or pricing.totals
     made = candidate.made_order
+    modes = candidate.split.modes(pricing.model)
     layout = PricedLayout(
         evidence=evidence_of(pricing),
         fits=candidate.fits,
         parallelism=_layout(candidate),
         actions=() if made is None else tuple(" ".join(map(str, actions)) for actions in made.ranks),
         rank_factors=candidate.rank_factors,
-        stages=tuple(_stage(candidate, rank, pipeline) for rank in range(int(candidate.shape.pp))),
+        stages=tuple(_stage(candidate, rank, pipeline, modes) for rank in range(int(candidate.shape.pp))),
         step=_step(candidate, pipeline, totals),
         recipe=recipe_of(candidate),
         rank_order=candidate.shape.rank_order,
@@ -77,11 +80,11 @@ def _layout(candidate: Candidate) -> Layout:
     )
 
 
-def _stage(candidate: Candidate, rank: int, pipeline: Pipeline) -> StagePlan:
+def _stage(candidate: Candidate, rank: int, pipeline: Pipeline, layer_modes: Sequence[Modes]) -> StagePlan:
     split, ranks, cost = candidate.split, candidate.placement, candidate.rank_costs[rank]
     chunks = [stage for stage, holder in enumerate(ranks) if holder == rank]
     is_folded = ranks[0] == ranks[-1]
-    layer_modes, modes = split.modes(candidate.pricing.model), dict[str, int]()
+    modes = dict[str, int]()
     for stage in chunks:
         for (_, mode), count in layer_modes[stage].items():
             modes[mode] = modes.get(mode, 0) + count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.answer import Plan, PricedLayout, StagePlan
@@ -12,7 +13,7 @@ from planner.layout.recipe import under
 from planner.layout.split import Split
 from planner.physics.pricing import Pricing
 from planner.schedule.actions import Schedule
-from planner.schedule.orders import build_schedule
+from planner.schedule.orders import build_schedule, placement
 from planner.schedule.torch_csv import made_order
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
@@ -43,13 +44,15 @@ def reprice(
         shard_size=chosen.shard_size,
         dp_outermost=int(chosen.dp_outermost),
     )
-    order = order_of(layout)
+    # of a named schedule the actions are not needed here, and a large batch has billions of them
+    made = order_of(layout) if layout.actions else None
+    ranks = placement(chosen.schedule, chosen.pp, chosen.vpp) if made is None else made.stage_to_rank
     return Candidate(
         pricing=pricing,
         table=pricing.table(shape),
-        split=_split(plan, layout, order),
-        schedule=named_schedule(layout, order),
-        made_order=order if layout.actions else None,
+        split=_split(plan, layout, ranks),
+        schedule=chosen.schedule if made is None else named_schedule(layout, made),
+        made_order=made,
         rank_factors=tuple(layout.rank_factors),
     )
 
@@ -105,6 +108,16 @@ def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> Pri
     return layout.model_copy(update={"parallelism": chosen})
 
 
+def num_actions(layout: PricedLayout) -> int:
+    """The number of actions of a layout's step, counted without making them."""
+    chosen = layout.parallelism
+    if layout.actions:
+        return sum(len(line.split()) for line in layout.actions)
+    few = min(chosen.num_microbatches, 4 * chosen.pp)
+    order = build_schedule(chosen.schedule, chosen.pp, chosen.vpp, few)
+    return sum(map(len, order.ranks)) * chosen.num_microbatches // few
+
+
 def order_of(layout: PricedLayout) -> Schedule:
     """Action lists of a layout: its own where they were made to measure, else those of the named schedule."""
     chosen = layout.parallelism
@@ -113,12 +126,12 @@ def order_of(layout: PricedLayout) -> Schedule:
     return made_order(layout.actions, chosen.schedule)
 
 
-def _split(plan: Plan, layout: PricedLayout, order: Schedule) -> Split:
+def _split(plan: Plan, layout: PricedLayout, ranks: Sequence[int]) -> Split:
     """The split of a layout; where the layout only counts a stage's recomputed layers, its chunks share them."""
     model = plan.model.spec
-    seen = [0] * order.pp
+    seen = [0] * layout.parallelism.pp
     counts, recomputed, mtp_stage = [], [], None
-    for virtual, rank in enumerate(order.stage_to_rank):
+    for virtual, rank in enumerate(ranks):
         stage = layout.stages[rank]
         first, last = stage.chunks[seen[rank]]
         counts.append(last - first)

@@ -14,7 +14,7 @@ from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, placement
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.schedule.timeline import Timeline
-from planner.shape import FloatArray, Shape
+from planner.shape import FloatArray, Number, Shape
 
 STEADY_ROUNDS = (3, 4)
 """Two numbers of rounds of pp micro-batches after which a pipeline repeats itself. The search replays these and
@@ -25,6 +25,10 @@ LONG_ACTIONS = 1 << 20
 """Number of actions beyond which no step is replayed in full: a million actions take seconds and a gigabyte."""
 LONG_ROUNDS = 256
 """The most rounds of such a long step that are replayed."""
+MOST_ACTIONS = 3 << 19
+"""The most actions that are replayed at once, in a few hundred megabytes: pipelines that need more are not priced."""
+MOST_STAGES = 2048
+"""The most virtual stages of a pipeline that is priced: the seconds that it takes grow with their square."""
 
 
 def durations_of(pricing: Pricing, table: CostTable, costs: Sequence[PartCost], placement: Sequence[int]) -> Durations:
@@ -87,6 +91,12 @@ def is_long(shape: Shape) -> bool:
     return 2 * int(shape.pp) * int(shape.vpp) * int(shape.num_microbatches) > LONG_ACTIONS
 
 
+def replayed_actions(shape: Shape) -> Number:
+    """The number of actions whose replay gives the step of a shape: all, or those of a few rounds."""
+    rounds = STEADY_ROUNDS[1] * shape.pp + shape.num_microbatches % shape.pp
+    return 2 * shape.pp * shape.vpp * np.minimum(shape.num_microbatches, rounds)
+
+
 def pipeline_s(shape: Shape, durations: Durations, schedule: str) -> float:
     """Seconds of one step's pipeline: from two short replays where it repeats itself, else from a full one."""
     settled_s = _extrapolated_s(shape, durations, schedule)
@@ -111,7 +121,7 @@ def run_pipeline(
     if order is not None:
         return _pipeline(replay(order, durations))
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
-    repeats = is_long(shape) or not (exact or _is_replayed_whole(shape))
+    repeats = not _is_replayed_whole(shape) and (is_long(shape) or not exact)
     makespan = None
     if repeats:
         makespan = _extrapolated_s(shape, durations, schedule) if known_s is None else known_s
@@ -134,7 +144,7 @@ def _short_of(shape: Shape, rounds: int) -> int:
 def _is_replayed_whole(shape: Shape) -> bool:
     """True for a short step, for one without a pipeline, and for one with an incomplete round."""
     pp, wanted = int(shape.pp), int(shape.num_microbatches)
-    return not is_long(shape) and (pp == 1 or wanted <= STEADY_ROUNDS[1] * pp or wanted % pp > 0)
+    return wanted <= STEADY_ROUNDS[1] * pp or (not is_long(shape) and (pp == 1 or wanted % pp > 0))
 
 
 def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float | None:
@@ -155,7 +165,7 @@ def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float 
             return more_s + slope_s * (wanted - more)
         if not long:
             return None
-        if second >= LONG_ROUNDS:
+        if second >= LONG_ROUNDS or 2 * pp * vpp * _short_of(shape, 2 * second) > MOST_ACTIONS:
             return more_s + slope_s * (wanted - more)
         first, second = second, 2 * second
 

@@ -7,9 +7,14 @@ from typing import Any
 from planner.errors import SpecError
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
+from planner.plan_file import refuse_contradiction
+from planner.saved import as_saved
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml
 from planner.specs.reading.limits import SAVED
+
+_HINT = "an observation is not for editing: run plan observe … -o observed.json again"
+_ROUNDING = 1e-6
 
 
 def read_observed(path: str) -> Observed:
@@ -26,5 +31,27 @@ def is_observed(data: dict[str, Any]) -> bool:
 
 
 def observed_of(data: dict[str, Any], where: str) -> Observed:
-    """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong."""
-    return checked(ObservedFiles if "recorded" in data else Observed, data, where)
+    """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
+    edited."""
+    observed = checked(ObservedFiles if "recorded" in data else Observed, as_saved(data, where, _HINT), where)
+    if observed.plan is not None:
+        refuse_contradiction(observed.plan, f"{where}: plan")
+    if (problem := _wrong_sum(observed)) is not None:
+        raise SpecError(f"{where}: {problem}", _HINT)
+    return observed
+
+
+def _wrong_sum(observed: Observed) -> str | None:
+    """Terms that do not add up to what they are terms of; None where all do."""
+    observation, prediction = observed.observation, observed.prediction
+    sums = [("observation.breakdown", observation.step_s, sum(observation.breakdown.values()))]
+    if prediction is not None:
+        sums.append(("prediction.breakdown", prediction.step_s, sum(prediction.breakdown.values())))
+    if observation.step_s is not None and prediction is not None:
+        terms_s = sum(term.seconds for term in observed.waterfall)
+        sums.append(("waterfall", observation.step_s, prediction.step_s + terms_s))
+    terms = {"observation.breakdown": observation.breakdown, "waterfall": observed.waterfall}
+    for name, step_s, sum_s in sums:
+        if terms.get(name, True) and step_s is not None and abs(sum_s - step_s) > _ROUNDING * abs(step_s):
+            return f"{name}: its terms add up to {sum_s:.6g} s, not to {step_s:.6g}"
+    return None

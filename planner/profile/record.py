@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from planner.errors import SpecError
 from planner.files import write_text
@@ -17,9 +19,12 @@ from planner.probe.repeats import SURE_FRACTION
 from planner.probe.run import Device
 from planner.probe.verdict.conditions import conditions_of_states, load_in_words
 from planner.profile.tables import Table
+from planner.saved import as_saved, with_digest
 from planner.specs.base import Spec
-from planner.specs.reading import read_text
+from planner.specs.checking import checked
+from planner.specs.reading import parse_mapping, read_text
 
+_log = logging.getLogger(__name__)
 MeasuredRow = dict[str, float | int | str | None]
 """Columns of one measurement; null where the device could not do it."""
 SAVE_EVERY_S = 2.0
@@ -103,7 +108,7 @@ class Record:
     def save(self) -> None:
         """Write the whole file."""
         if self.path is not None and self.measured.tables:
-            write_text(self.path, self.measured.model_dump_json(), force=True)
+            write_text(self.path, json.dumps(with_digest(self.measured.model_dump(mode="json"))), force=True)
         self.saved_s = time.monotonic()
 
     def discard(self) -> None:
@@ -131,10 +136,12 @@ def sidecar(output: str, quick: bool) -> Path:
 
 
 def _read(path: Path | None) -> Measurements | None:
-    """The measurements that an interrupted run left; None if there are none that can be used."""
+    """The measurements that an interrupted run left; None where there are none, or somebody edited them."""
     if path is None or not path.is_file():
         return None
     try:
-        return Measurements.model_validate_json(read_text(path, MAX_BYTES))
-    except (SpecError, ValidationError):
+        data = parse_mapping(read_text(path, MAX_BYTES), f"{path}")
+        return checked(Measurements, as_saved(data, f"{path}", ""), f"{path}")
+    except SpecError as error:
+        _log.warning("%s; all is measured again", error.message)
         return None

@@ -68,8 +68,11 @@ class _Trips:
     weight_s: FloatArray
     """Seconds of each stage that may follow at any time: 0, or w where the backward is split."""
     hop_s: FloatArray
-    sizes: FloatArray
-    """Relative sizes of the micro-batches."""
+    num_microbatches: int
+    size_least: float
+    """The smallest relative size of a micro-batch."""
+    size_most: float
+    size_total: float
     hidden_fraction: float
     splits_backward: bool
 
@@ -78,14 +81,19 @@ class _Trips:
         cls, durations: Durations, stage_to_rank: Sequence[int], num_microbatches: int, splits_backward: bool
     ) -> _Trips:
         table, boundaries_s = stage_tables(durations, stage_to_rank)
-        sizes = durations.microbatch_sizes
+        given = durations.microbatch_sizes
+        # a list of ones would take gigabytes where a batch has billions of sequences
+        sizes = np.ones(1) if given is None else np.asarray(given, dtype=np.float64)
         return cls(
             stage_to_rank=stage_to_rank,
             forward_s=table[F],
             backward_s=table[I] if splits_backward else table[B],
             weight_s=table[W] if splits_backward else np.zeros(len(stage_to_rank)),
             hop_s=boundaries_s[0][:-1],
-            sizes=np.ones(num_microbatches) if sizes is None else np.asarray(sizes, dtype=np.float64),
+            num_microbatches=num_microbatches if given is None else len(sizes),
+            size_least=float(sizes.min()),
+            size_most=float(sizes.max()),
+            size_total=float(num_microbatches) if given is None else float(sizes.sum()),
             hidden_fraction=durations.pair_overlap_fraction,
             splits_backward=splits_backward,
         )
@@ -93,7 +101,7 @@ class _Trips:
     def bound_s(self, rank: int, k: int) -> float:
         stages = [stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank]
         first, last = stages[0], stages[-1]
-        least, most, total = float(self.sizes.min()), float(self.sizes.max()), float(self.sizes.sum())
+        least, most, total = self.size_least, self.size_most, self.size_total
         head_s = least * float(self.forward_s[:first].sum() + self.hop_s[:first].sum())
         tail_s = least * float(self.backward_s[:first].sum() + self.hop_s[:first].sum())
         before_s = least * self._below_s(first, last) - most * k * float(self.forward_s[stages].max())
@@ -103,7 +111,7 @@ class _Trips:
             rest_s = max(total * float(self.weight_s[stages].sum()), least * self._last_weight_gradient_s(first))
             waits_s = head_s + max(0.0, before_s) + chain_s + rest_s
             return max(waits_s, head_s + least * self._slots_s(stages, k))
-        both_count = len(self.sizes) * len(stages) > k
+        both_count = self.num_microbatches * len(stages) > k
         waits_s = max(0.0, before_s) + max(0.0, after_s) if both_count else max(0.0, before_s, after_s)
         return head_s + max(waits_s + chain_s, least * self._slots_s(stages, k)) + tail_s
 
@@ -128,10 +136,9 @@ class _Trips:
         lives_s = [
             self._below_s(stage, stage) + float(self.backward_s[stage] + self.weight_s[stage]) for stage in stages
         ]
-        num_microbatches = len(self.sizes)
         if len(stages) == 1:
-            return math.ceil(num_microbatches / k) * lives_s[0]
-        return num_microbatches * sum(lives_s) / k
+            return math.ceil(self.num_microbatches / k) * lives_s[0]
+        return self.num_microbatches * sum(lives_s) / k
 
     def _last_weight_gradient_s(self, first: int) -> float:
         """Seconds of the longest way from the last input gradient of stage `first` to the end of a weight gradient.

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.layout.outside_pipeline import groups_pay
+from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
 from planner.physics.host_memory import host_rule
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
@@ -142,7 +143,7 @@ def _grid(
         for (tp, cp), ep in product(pairs, eps)
         for etp in _pinned(limits.etp, [tp] if moe is None else sorted({1, tp}))
     ]
-    pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus) + 1))
+    pps = _pinned(limits.pp, range(1, min(model.num_hidden_layers, gpus, MOST_STAGES) + 1))
     batches = _pinned(
         limits.micro_batch_size,
         divisors(training.global_batch_size, max(1, MAX_MICRO_BATCH_TOKENS // training.seq_length)),
@@ -297,6 +298,13 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
             "more_stages_than_layers",
             lambda m, t, s: s.pp * s.vpp <= m.num_hidden_layers,
             lambda m, t, s: f"pp {s.pp} · vpp {s.vpp} stages for {m.num_hidden_layers} layers",
+        ),
+        Rule(
+            "too_many_actions",
+            lambda m, t, s: (replayed_actions(s) <= MOST_ACTIONS) & (s.pp * s.vpp <= MOST_STAGES),
+            lambda m, t, s: (
+                f"pp {s.pp} · vpp {s.vpp}: more than {MOST_STAGES:,} stages, or {MOST_ACTIONS:,} actions to replay"
+            ),
         ),
         Rule(
             "tp_across_domains",

@@ -13,6 +13,7 @@ from planner.cli import main
 from planner.cli.output import show
 from planner.plan_file import read_plan
 from planner.report.terminal import render
+from planner.saved import with_digest
 
 JOB = ["--model", "8b", "--gpus", "16", "-s", "8192", "-b", "128"]
 LAYOUT = ["evaluate", *JOB, "--tp", "2", "--pp", "2", "--dp", "4"]
@@ -110,8 +111,8 @@ def test_without_history_the_plan_is_the_same_to_the_byte(
     assert main(["validate", "--add", str(run_file), "-q"]) == 0
     again = tmp_path / "without.json"
     assert main([*LAYOUT, "--no-history", "-q", "-o", str(again)]) == 0
-    saved = json.loads(again.read_text()) | {"command": ""}
-    assert saved == json.loads(plan_file.read_text()) | {"command": ""}
+    saved, expected = (json.loads(path.read_text()) for path in (again, plan_file))
+    assert saved | {"command": "", "digest": {}} == expected | {"command": "", "digest": {}}
     for path in history.iterdir():
         path.unlink()
     assert main([*LAYOUT, "-q", "--force", "-o", str(again)]) == 0
@@ -202,7 +203,7 @@ def test_a_run_on_another_gpu_is_refused_by_name(
     saved = json.loads(run_file.read_text())
     saved["observation"]["facts"]["hardware"] = "NVIDIA A100-SXM4-80GB"
     other = tmp_path / "a100.json"
-    other.write_text(json.dumps(saved))
+    other.write_text(json.dumps(with_digest({name: value for name, value in saved.items() if name != "digest"})))
     for arguments in (["validate", "--add", str(other)], [*LAYOUT, "--calibration", str(other)]):
         assert main(arguments) == 2
         error = capsys.readouterr().err

@@ -172,6 +172,10 @@ REASONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "global_batch_not_divisible": ({"micro_batch_size": (5,)}, ["32", "5"]),
     "no_data_parallel_size": ({"dp": (3,)}, ["8 GPUs", "32"]),
     "more_stages_than_layers": ({"pp": (8,)}, ["pp 8", "6 layers"]),
+    "too_many_actions": (
+        {"model": toy_model(3000), "cluster": toy_cluster(3000), "pp": (3000,), "training": toy_training(3000)},
+        ["pp 3000", "2,048 stages"],
+    ),
     "tp_across_domains": ({"tp": (8,)}, ["tp 8", "4 GPUs", "--tp-across-nodes"]),
     "model_parallel_not_expressible": ({"tp": (2,), "runtime": "torch-fsdp"}, ["tp 2", "torch-fsdp"]),
     "cp_not_expressible": ({"cp": (2,), "runtime": "megatron-2022"}, ["cp 2", "megatron-2022"]),

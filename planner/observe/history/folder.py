@@ -15,6 +15,7 @@ from planner.errors import PlannerError, SpecError
 from planner.files import write_text
 from planner.observe.history.place import VARIABLE
 from planner.observe.history.posterior import KeptPrice
+from planner.saved import KEY, as_saved, with_digest
 from planner.specs.base import Spec
 from planner.specs.reading import load_yaml, printable
 from planner.specs.reading.limits import SAVED
@@ -62,7 +63,7 @@ def prices_of(folder: Path, price: Callable[[Path], KeptPrice]) -> Prices:
         left_out=dict(sorted(left_out.items())),
     )
     try:
-        write_text(folder / PRICES, made.model_dump_json(), force=True)
+        write_text(folder / PRICES, json.dumps(with_digest(made.model_dump(mode="json"))), force=True)
     except PlannerError:
         _log.debug("%s: cannot be written, prices are made again next time", printable(str(folder / PRICES)))
     return made
@@ -102,7 +103,8 @@ def _files(folder: Path) -> dict[str, tuple[int, int]]:
 def _saved(folder: Path) -> Prices:
     """The prices of the last time; none where there are none, or somebody edited them."""
     try:
-        return Prices.model_validate(load_yaml(folder / PRICES, SAVED))
+        data = load_yaml(folder / PRICES, SAVED)
+        return Prices.model_validate({} if KEY not in data else as_saved(data, PRICES, "they are made again"))
     except (SpecError, ValidationError):
         return Prices()
 

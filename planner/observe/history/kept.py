@@ -23,6 +23,7 @@ from planner.observe.history.posterior import KeptPrice
 from planner.observe.observation import Observed
 from planner.plan_file import plan_of
 from planner.profile.probed.doubt import LEAST_SENSITIVE
+from planner.saved import as_saved, with_digest
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
@@ -107,7 +108,7 @@ def job_of(plan: Plan) -> str:
 
 def text_of(run: KeptRun) -> str:
     """The text of a run's file."""
-    return json.dumps({**run.model_dump(mode="json", exclude={"plan"}), "plan": run.plan.to_json()}) + "\n"
+    return json.dumps(with_digest({**run.model_dump(mode="json", exclude={"plan"}), "plan": run.plan.to_json()})) + "\n"
 
 
 def read_kept(path: Path) -> KeptRun:
@@ -115,6 +116,7 @@ def read_kept(path: Path) -> KeptRun:
     data, where = load_yaml(path, SAVED), label(path)
     if not isinstance(data.get("plan"), dict):
         raise SpecError(f"{where}: is no run that plan validate --add kept", f"rm {where}")
+    data = as_saved(data, where, f"rm {where} forgets the run; plan validate --add keeps it again")
     plan = plan_of(data["plan"], where)
     return checked(KeptRun, {**data, "plan": plan}, where)
 

@@ -1,0 +1,216 @@
+"""Every number of a file that commands read back is as it was saved, or refused by name, or has no influence."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edits import edits, leaves, with_edit
+from probes import probe_result
+
+from planner.answer import Plan
+from planner.cli import main
+from planner.cli.probe_file import probe_of
+from planner.errors import SpecError
+from planner.layout.evaluate import evaluate
+from planner.observe.history.kept import kept_run, read_kept, text_of
+from planner.observe.judge import judged
+from planner.observe.read import observe
+from planner.observe.saved import observed_of
+from planner.plan_file import plan_of
+from planner.profile.record import Machine, Record
+from planner.saved import changed_entry, with_digest
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware
+from planner.specs.training import Parallelism, TrainingSpec
+
+INPUTS = ("model", "cluster", "training", "runtime", "runtime_spec")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=4)
+    return evaluate("1b", cluster, TrainingSpec(seq_length=4096, global_batch_size=8), Parallelism(tp=2, pp=2))
+
+
+@pytest.fixture(scope="module")
+def observed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    log = tmp_path_factory.mktemp("run") / "steps.csv"
+    step_s = 1.1 * plan.step.step_s
+    log.write_text("step,step_time_s\n" + "".join(f"{n},{step_s * (1 + 0.002 * (n % 3)):.6f}\n" for n in range(1, 31)))
+    return with_digest(judged(observe([str(log)]), plan, "plan.json").model_dump(mode="json"))
+
+
+@pytest.fixture(scope="module")
+def probe(plan: Plan) -> dict[str, Any]:
+    return with_digest(probe_result(plan, lambda stage: (1e-3, 2e-3)).model_dump(mode="json"))
+
+
+def refused(read: Callable[[dict[str, Any]], object], data: dict[str, Any]) -> str:
+    with pytest.raises(SpecError) as caught:
+        read(data)
+    assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 400
+    return caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["plan", "probe", "observed"])
+def test_every_edited_leaf_is_refused(kind: str, plan: Plan, request: pytest.FixtureRequest) -> None:
+    """One edit of each leaf, another kind of edit from leaf to leaf."""
+    data = plan.to_json() if kind == "plan" else request.getfixturevalue(kind)
+    read = {"plan": plan_of, "probe": probe_of, "observed": observed_of}[kind]
+    read(data, "file")
+    found = [(path, value) for path, value in leaves(data) if kind == "plan" or "plan" not in path]
+    for number, (path, value) in enumerate(found[:: 1 + len(found) // 250]):
+        ways = edits(value)
+        message = refused(lambda edited: read(edited, "file"), with_edit(data, path, ways[number % len(ways)]))
+        assert str(path[0]) in message or path[0] == "digest", message
+
+
+def test_the_numbers_of_a_plan_without_a_digest_have_no_influence(plan: Plan) -> None:
+    older = {key: value for key, value in plan.to_json().items() if key != "digest"}
+    expected = plan_of(older, "file")
+    assert expected.best == plan.best, "a price is a function of its inputs"
+    answers = [path for path, _ in leaves(older) if path[0] == "best" and path[1] in ("step", "stages", "sustained")]
+    for path in answers[::9]:
+        value = dict(leaves(older))[path]
+        try:
+            again = plan_of(with_edit(older, path, edits(value)[1]), "file")
+        except SpecError:
+            continue
+        assert again == expected, path
+
+
+def test_a_price_that_moved_since_is_said_and_not_refused(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    longer = {"step_s": plan.step.step_s + 1, "breakdown": plan.step.breakdown.model_copy(update={"bubble_s": 1.0})}
+    longer["breakdown"] = plan.step.breakdown.model_copy(update={"bubble_s": plan.step.breakdown.bubble_s + 1})
+    best = plan.best.model_copy(update={"step": plan.step.model_copy(update=longer)})
+    other = plan.model_copy(update={"planner_version": "0.0.9", "best": best})
+    with caplog.at_level(logging.WARNING):
+        assert plan_of(other.to_json(), "plan.json").best == best, "another version's price is its own"
+    said = f"plan.json: priced by planner 0.0.9 at {best.step.step_s:.4g} s; now {plan.step.step_s:.4g} s"
+    assert caplog.messages == [said]
+
+
+def test_the_price_of_an_edited_field_is_named(plan: Plan) -> None:
+    edited = with_edit(plan.to_json(), ("best", "stages", 1, "forward_s"), 9.0)
+    assert f"best.stages[1].forward_s: is 9, priced {plan.stages[1].forward_s:.6g}" in refused(
+        lambda data: plan_of(data, "plan.json"), edited
+    )
+
+
+def test_another_writer_of_json_changes_nothing(plan: Plan) -> None:
+    """Keys sorted, spaces gone, and whole numbers without their point, as `jq -Sc` and JavaScript write them."""
+    text = json.dumps(plan.to_json(), sort_keys=True, separators=(",", ":")).replace(".0,", ",").replace(".0}", "}")
+    assert ".0," not in text
+    assert plan_of(json.loads(text), "plan.json") == plan
+
+
+def test_measurements_without_a_digest_are_read_unless_they_are_impossible(
+    probe: dict[str, Any], observed: dict[str, Any]
+) -> None:
+    older = {key: value for key, value in probe.items() if key != "digest"}
+    assert with_digest(probe_of(older, "probe.json").model_dump(mode="json")) == probe
+    assert "step_s is -1e+30" in refused(lambda data: probe_of(data, "f"), {**older, "step_s": -1e30})
+    older = {key: value for key, value in observed.items() if key != "digest"}
+    assert with_digest(observed_of(older, "observed.json").model_dump(mode="json")) == observed
+    for path, message in (
+        (("observation", "step_s"), "its terms add up to"),
+        (("prediction", "step_s"), "its terms add up to"),
+        (("waterfall", 0, "seconds"), "waterfall: its terms add up to"),
+        (("plan", "best", "step", "step_s"), "plan: best: its breakdown adds up to"),
+    ):
+        value = dict(leaves(older))[path]
+        assert message in refused(lambda data: observed_of(data, "f"), with_edit(older, path, value * 1.01)), path
+
+
+def test_an_edited_run_of_the_history_is_refused(plan: Plan, observed: dict[str, Any], tmp_path: Path) -> None:
+    text = text_of(kept_run(observed_of(observed, "observed.json"), "observed.json")[0])
+    path = tmp_path / "run-1.json"
+    path.write_text(text)
+    assert read_kept(path).plan.best.step == plan.step
+    data = json.loads(text)
+    path.write_text(json.dumps({**data, "step_s": data["step_s"] * 1.01}))
+    with pytest.raises(SpecError, match="step_s: was edited after it was saved"):
+        read_kept(path)
+
+
+def test_edited_measurements_of_an_interrupted_profile_are_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.yaml.partial.json"
+    machine = Machine(
+        device="cuda", name="H100", software="12", architecture="sm90", memory_bytes=1, num_sms=1, num_devices=1,
+        context_bytes=0,
+    )  # fmt: skip
+    record = Record(machine, quick=False, date="2026-01-01", path=path)
+    record.add("products", {"m": 1, "seconds": 0.5})
+    record.save()
+    assert Record(machine, quick=False, date="2026-01-02", path=path).num_kept == 1
+    path.write_text(path.read_text().replace("0.5", "0.05"))
+    assert Record(machine, quick=False, date="2026-01-02", path=path).num_kept == 0
+    assert "tables.products: was edited after it was saved; all is measured again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (["report", "FILE", "-o", "-"], "plan"),
+        (["trace", "FILE", "-o", "-"], "plan"),
+        (["memory", "FILE"], "plan"),
+        (["export", "FILE", "--to", "torchtitan", "-o", "OUT"], "plan"),
+        (["probe", "FILE", "--device", "cpu"], "plan"),
+        (["--from", "FILE", "--gpus", "8"], "plan"),
+        (["compare", "FILE", "FILE"], "plan"),
+        (["compare", "FILE", "FILE"], "probe"),
+        (["compare", "FILE", "FILE"], "observed"),
+        (["evaluate", "--model", "1b", "--gpus", "4", "--tp", "2", "--calibration", "FILE"], "probe"),
+        (["evaluate", "--model", "1b", "--gpus", "4", "--tp", "2", "--calibration", "FILE"], "observed"),
+        (["validate", "--add", "FILE"], "observed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_commands_say_one_line_of_an_edited_or_truncated_file(
+    command: list[str], kind: str, plan: Plan, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    data = plan.to_json() if kind == "plan" else request.getfixturevalue(kind)
+    path = tmp_path / "saved.json"
+    words = [{"FILE": str(path), "OUT": str(tmp_path / "out")}.get(word, word) for word in command]
+    field = {"plan": ("best", "step", "mfu"), "probe": ("ranks", 0, "num_parameters")}.get(
+        kind, ("observation", "num_steps")
+    )
+    path.write_text(json.dumps(with_edit(data, field, 3), indent=2))
+    assert main(words) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in told] == ["error", "hint"]
+    assert field[0] in told[0]
+    text = json.dumps(data, indent=2)
+    path.write_text(text[: len(text) * 2 // 3])
+    assert main(words) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in told] == ["error", "hint"]
+    assert f"saved.json: line {path.read_text().count(chr(10)) + 1}" in told[0]
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.1, 0.37, 0.5, 0.81, 0.99, 0.9999])
+def test_a_truncated_plan_is_refused_with_its_line(share: float, plan: Plan, tmp_path: Path) -> None:
+    text, path = plan.saved_text(), tmp_path / "plan.json"
+    path.write_text(text[: round((len(text) - 2) * share)])
+    assert "plan.json: " in refused(lambda data: Plan.load(path), {})
+
+
+def test_a_digest_names_the_first_entry_that_is_new_gone_or_changed() -> None:
+    data = with_digest({"a": 1, "b": {"c": [1.0], "d": None}, "reasons": {"too large": 3}, "empty": {}})
+    assert changed_entry(data) is None
+    assert changed_entry(json.loads(json.dumps(data).replace("1.0", "1"))) is None
+    assert changed_entry({**data, "b": {"c": [2.0], "d": None}}) == "b.c"
+    assert changed_entry({**data, "b": {"c": [1.0]}}) == "b.d"
+    assert changed_entry({**data, "reasons": {"too large": 4}}) == "reasons"
+    assert changed_entry({**data, "empty": {"x": 1}}) == "empty.x"
+    assert changed_entry({**data, "resume": 1}) == "resume"
+    assert changed_entry({**data, "resume": 1}, beside=("resume",)) is None
