@@ -40,10 +40,10 @@ CASES = (
     Case("layout/given.py", "lower dp to", _1B + "--tp 2 --dp 8 -b 24", option="--dp"),
     Case("layout/given.py", "sequences, or another dp'", _1B + "-b 7", option="--global-batch-size"),
     Case("layout/given.py", "sequences, or another dp'", _1B + "--micro-batch-size 3 -b 8", option="-b"),
-    Case("layout/given.py", "micro-batch'", _1B + "--pp 4 --vpp 2 -b 6 --dp 2", option="-b"),
+    Case("layout/given.py", "_enough_sequences", _1B + "--pp 4 --vpp 2 -b 6 --dp 2", option="-b"),
     Case(
         "layout/given.py",
-        "micro-batch'",
+        "_enough_sequences",
         "evaluate -m 1b -g 6 --pp 3 --dp 2 --schedule dualpipe-v --vpp 2 -b 4",
         option="-b",
     ),
