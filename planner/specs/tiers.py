@@ -32,7 +32,8 @@ def parse_tiers(text: str, hardware: HardwareSpec, option: str = "--tier") -> tu
             )
         if (match["gpus"] == _ALL) != (place == len(parts)):
             says = "joins all GPUs and comes last" if match["gpus"] == _ALL else "is the last and must join all GPUs"
-            mended = [*(other for other in parts if f":{_ALL}:" not in other), f"spine:{_ALL}:{match['rate']}"]
+            inner = [other for other in parts if f":{_ALL}:" not in other]
+            mended = [*sorted(inner, key=_num_gpus), f"spine:{_ALL}:{match['rate']}"]
             raise SpecError(f"{option}: {part[:60]!r} {says}", f"write {option} {','.join(mended)[:200]}")
         shared = float(match["shared"] or 1)
         if not 1 <= shared <= 1000:
@@ -48,6 +49,12 @@ def parse_tiers(text: str, hardware: HardwareSpec, option: str = "--tier") -> tu
         tiers.append(network.model_copy(update=update))
     _check_order(tiers, parts, option)
     return tuple(tiers)
+
+
+def _num_gpus(part: str) -> int:
+    """GPUs under an inner tier as it was written; 0 where that is no tier."""
+    match = _TIER.fullmatch(part)
+    return int(match["gpus"]) if match and match["gpus"] != _ALL else 0
 
 
 def _check_order(tiers: list[LinkTier], parts: list[str], option: str) -> None:
