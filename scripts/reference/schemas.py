@@ -56,7 +56,11 @@ def _copy(name: str, says: str, of: type[BaseModel], /, **changed: Any) -> type[
     return _type(name, says, **{**fields, **changed})
 
 
-Hash = _copy("SavedPlan", "A plan, and the hash of what it was made from.", Plan, inputs_sha256=str)
+Digest = Annotated[dict[str, str], Field(description="A short hash of each entry, which names the one that was edited.")]
+Hash = _copy("SavedPlan", "A plan, and the hash of what it was made from.", Plan, inputs_sha256=str, digest=Digest)
+SavedRun = _copy("SavedObservation", "What a run shows, beside its prediction.", Observed, digest=Digest)
+SavedFiles = _copy("SavedFiles", "What the files of a run show.", ObservedFiles, digest=Digest)
+SavedProbe = _copy("SavedProbe", "A probe's result.", ProbeResult, digest=Digest)
 Resumed = _copy("ResumedPlan", "A plan for other GPUs, and all ways to go on with them.", Hash, resume=Resume)
 ErrorText = _type("ErrorText", "A failure in words.", type=str, message=str, hint=str)
 Failed = _type(
@@ -190,12 +194,12 @@ SCHEMAS: Mapping[str, Schema] = {
     ),
     "export": Schema("`plan export --json`, with `texts` where nothing is written", Exported | DryRun | Manifest),
     "import": Schema("`plan import --json`", Imported),
-    "observe": Schema("`plan observe --json`, and the file that `-o` saves", ObservedFiles | Observed),
+    "observe": Schema("`plan observe --json`, and the file that `-o` saves", SavedFiles | SavedRun),
     "follow": Schema("a line of `plan observe --follow --json`", Standing),
     "memory": Schema("`plan memory --json`", MemoryAnswer),
     "schedule": Schema("`plan schedule NAME --json`", Replay),
     "schedules": Schema("`plan schedule --compare --json`", list[Row]),
-    "probe": Schema("`plan probe --json`, and the file that `-o` saves", ProbeResult),
+    "probe": Schema("`plan probe --json`, and the file that `-o` saves", SavedProbe),
     "rebalance": Schema("`plan rebalance --json`", Rebalanced),
     "rehearse": Schema("`plan probe --rehearse --json`, and the file that `-o` saves", RehearsalResult),
     "validate": Schema("`plan validate --json`, whatever it is asked", Validated),

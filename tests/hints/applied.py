@@ -69,7 +69,7 @@ def _without(words: list[str], options: list[str]) -> list[str]:
     kept: list[str] = []
     skips = False
     for word in words:
-        skips = word in options or (skips and not word.startswith("--"))
+        skips = word in options or (skips and not re.match(r"--?[a-z]", word))
         kept += [] if skips else [word]
     return kept
 
