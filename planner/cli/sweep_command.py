@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
 from planner.cli import options as o
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 MOST_GPUS = 131_072
 """The most GPUs that `--gpus auto` looks at."""
+MOST_POINTS = 4096
+"""The most points of one sweep: at a second for each, an hour."""
 TEXTS: tuple[str, ...] = ("hardware", "runtime", "dtype", "schedule", "recompute")
 NUMBERS: tuple[str, ...] = (
     "seq_length", "global_batch_size", "tp", "pp", "dp", "cp", "ep", "etp", "vpp", "micro_batch_size", "zero_stage",
@@ -145,14 +148,26 @@ def _trials(asked: SweepOptions) -> Iterator[Trial]:
 
     axes, said = _axes(asked), set[str]()
     single = {field.name: getattr(asked, field.name) for field in fields(SearchOptions)}
+    num_others = prod(len(values) for values in axes.values())
+    if num_others > MOST_POINTS:
+        raise _too_many(num_others)
     for values in product(*axes.values()):
         options = dict(zip(axes, values, strict=True))
         point = SearchOptions(**{**single, **{name: _typed(name, value) for name, value in options.items()}})
-        for gpus in _gpus(asked, point):
+        numbers_of_gpus = _gpus(asked, point)
+        if num_others * len(numbers_of_gpus) > MOST_POINTS:
+            raise _too_many(num_others * len(numbers_of_gpus))
+        for gpus in numbers_of_gpus:
             job = read_job(replace(point, gpus=gpus), said)
             limits = read_limits(point, job)
             case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
             yield Trial({"gpus": gpus, **{name: value for name, value in options.items() if len(axes[name]) > 1}}, case)
+
+
+def _too_many(num_points: int) -> SpecError:
+    return SpecError(
+        f"plan sweep: {num_points:,} points", f"at most {MOST_POINTS:,}: give shorter lists, or plan in parts"
+    )
 
 
 def _axes(asked: SweepOptions) -> dict[str, list[Any]]:

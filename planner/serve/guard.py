@@ -13,6 +13,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 64 << 10
 """Bytes of a request's body at most."""
+MAX_DIGITS = 20
+"""Digits of a body's length at most: Python reads no number of thousands of them."""
 MAX_QUERY_BYTES = 16 << 10
 """Bytes of a request's query at most."""
 POLICY = (
@@ -80,7 +82,7 @@ class Guard:
             return 400, "one length of the body, not two"
         if method != "POST" and (coding or length not in ("", "0")):
             return 400, "no body but with POST"
-        if length and (not length.isdecimal() or int(length) > MAX_BODY_BYTES):
+        if length and (not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > MAX_BODY_BYTES):
             return 413, f"at most {MAX_BODY_BYTES:,} bytes"
         if len(scope["query_string"]) > MAX_QUERY_BYTES:
             return 414, f"at most {MAX_QUERY_BYTES:,} bytes of query"

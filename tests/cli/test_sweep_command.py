@@ -83,6 +83,11 @@ def test_csv_and_a_picture_beside_the_answer(tmp_path: Path, capsys: pytest.Capt
     [
         ([], "--gpus: is missing"),
         (["--gpus", "64..8"], "--gpus: '64..8' is an empty range"),
+        (["--gpus", "8..8192:8", "-b", "8..1024"], "plan sweep: 8,192 points"),
+        (
+            ["--gpus", "8", *(word for axis in ("tp", "pp", "ep", "cp") for word in (f"--{axis}", "1..16:1"))],
+            "plan sweep: 65,536",
+        ),
         (["--gpus", "8", "--deadline", "30d"], "--deadline: a run without tokens has no end"),
         (["--gpus", "8", "--tokens", "1T", "--deadline", "soon"], "--deadline: 'soon' is no time"),
         (["--gpus", "8", "--tokens", "1T", "--budget", "much"], "--budget: 'much' is no sum of dollars"),
