@@ -19,6 +19,8 @@ KEY: Final = "digest"
 _NUM_DIGITS: Final = 12
 _FEW: Final = 40
 """A mapping of more fields than that has one hash: a file is for people too."""
+_SECONDS: Final = "search.seconds"
+"""The one number that differs between two answers to the same question; it is of no answer's worth."""
 _POINT_ZERO: Final = re.compile(r"(?<=\d)\.0(?=[],}]|$)")
 """The end of a whole number that one writer of JSON puts and another leaves out."""
 
@@ -83,7 +85,11 @@ def said(name: str) -> str:
 
 
 def _hashes(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A name and a hash of each entry; those of a mapping of fields stand for it."""
+    """A name and a hash of each entry that is held; those of a mapping of fields stand for it."""
+    yield from (entry for entry in _all_hashes(data) if entry[0] != _SECONDS)
+
+
+def _all_hashes(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in data.items():
         if isinstance(value, dict) and 0 < len(value) <= _FEW and all(str(field).isidentifier() for field in value):
             yield from ((f"{name}.{field}", _hash(entry)) for field, entry in value.items())

@@ -110,6 +110,7 @@ def test_a_plan_of_an_earlier_version_is_read(plan: planner.Plan, tmp_path: Path
     for field in ("rules", "export_rules", "year", "models", "later_features", "graphs_routing_on_racks"):
         del runtime[field]
     runtime |= {"interleaved_microbatch_multiple": True, "min_microbatches_is_pp": False}
+    del data["digest"]
     (tmp_path / "plan.json").write_text(json.dumps(data))
     assert planner.Plan.load(tmp_path / "plan.json").best == plan.best
 

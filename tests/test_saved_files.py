@@ -142,6 +142,7 @@ def test_an_edited_run_of_the_history_is_refused(plan: Plan, observed: dict[str,
 def test_edited_measurements_of_an_interrupted_profile_are_measured_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     path = tmp_path / "profile.yaml.partial.json"
     machine = Machine(
         device="cuda", name="H100", software="12", architecture="sm90", memory_bytes=1, num_sms=1, num_devices=1,

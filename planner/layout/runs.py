@@ -22,7 +22,7 @@ from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import spec_error
-from planner.specs.reading import kind_of, parse_json
+from planner.specs.reading import NotJsonError, json_value, kind_of
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Dtype, Parallelism, TrainingSpec
 from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
@@ -183,9 +183,13 @@ def network_gb_per_s(description: str | None, gpus_per_node: int) -> float | Non
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
-    data = parse_json(line.strip(), where, "write one JSON object a line")
+    hint = "write one JSON object a line"
+    try:
+        data = json_value(line.strip(), where, hint)
+    except NotJsonError as error:
+        raise SpecError(f"{where}: not JSON: {error.problem}", hint) from None
     if not isinstance(data, dict):
-        raise SpecError(f"{where}: holds {kind_of(data)}, not an object", "write one JSON object a line")
+        raise SpecError(f"{where}: holds {kind_of(data)}, not an object", hint)
     return data
 
 

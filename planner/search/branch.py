@@ -299,9 +299,9 @@ class Branch:
             if solution is None:
                 bound = min(bound, cutoff)
                 break
-            bound_s = solution.bound_s + tail_s
-            bound = min(bound, bound_s)
-            if bound_s >= self.cutoff_s(0.0):
+            if not short_bytes:
+                bound = min(bound, solution.bound_s + tail_s)
+            if bound >= self.cutoff_s(0.0):
                 break
             variants = (solution, *with_shorter_chunks(problem, solution))
             splits = [split_of(pricing, problem, variant) for variant in variants]

@@ -56,7 +56,7 @@ def _copy(name: str, says: str, of: type[BaseModel], /, **changed: Any) -> type[
     return _type(name, says, **{**fields, **changed})
 
 
-Digest = Annotated[dict[str, str], Field(description="A short hash of each entry, which names the one that was edited.")]
+Digest = Annotated[dict[str, str], Field(description="A short hash of each entry, to name an edited one.")]
 Hash = _copy("SavedPlan", "A plan, and the hash of what it was made from.", Plan, inputs_sha256=str, digest=Digest)
 SavedRun = _copy("SavedObservation", "What a run shows, beside its prediction.", Observed, digest=Digest)
 SavedFiles = _copy("SavedFiles", "What the files of a run show.", ObservedFiles, digest=Digest)

@@ -328,6 +328,7 @@ def test_what_is_shown_can_be_read_back(
     first, end = decoder.raw_decode(out)
     second, _ = decoder.raw_decode(out, end + 1)
     assert first.pop("command") != second.pop("command")
+    assert first["digest"].pop("command") != second["digest"].pop("command")
     assert first == second
 
 

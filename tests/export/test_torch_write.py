@@ -179,7 +179,7 @@ def test_a_missing_schedule_is_named(planned: Planned, tmp_path: Path) -> None:
 
     path = written(eager(planned, pp=4), tmp_path)
     (tmp_path / ORDER_FILE).unlink()
-    with pytest.raises(SpecError, match=r"schedule\.csv: No such file"):
+    with pytest.raises(SpecError, match=r"schedule\.csv: no such file"):
         read_run(path)
 
 

@@ -177,7 +177,7 @@ def other_torch(folder: Path, rank: int, local_rank: int) -> None:
 
 
 def full_disk(folder: Path, rank: int, local_rank: int) -> None:
-    def replace(path: Path, text: str) -> None:
+    def replace(path: Path, data: bytes, force: bool) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if rank == SICK_RANK:

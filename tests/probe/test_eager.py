@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from tiny import skip_where_torch_is_too_old  # noqa: E402
 
 from planner.cli import main  # noqa: E402
+from planner.cli.probe_file import read_probe  # noqa: E402
 from planner.probe.plan_side.eager import EAGER, in_eager_torch  # noqa: E402
 from planner.probe.plan_side.gpu_run import ranks_run  # noqa: E402
 from planner.probe.plan_side.options import ProbeOptions  # noqa: E402
@@ -135,7 +136,7 @@ def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
         saved = tmp_path / "probe.json"
         code = main(["probe", str(tmp_path / "plan.json"), "--device", "cuda", "--force", "-o", str(saved), *options])
-        return code, ProbeResult.model_validate_json(saved.read_text())
+        return code, read_probe(str(saved))
 
     return probe
 

@@ -20,10 +20,10 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import faulty_joined
 
+from planner.cli.probe_file import probe_of
 from planner.layout.evaluate import evaluate
 from planner.probe.launch.joined import first_host, joins_others
 from planner.probe.launch.launcher import process_context
-from planner.probe.result import ProbeResult
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware
@@ -114,7 +114,7 @@ def test_ranks_that_torchrun_starts(plan_file: str) -> None:
     ]
     outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert ProbeResult.model_validate_json(outputs[0][0]).agrees
+    assert probe_of(json.loads(outputs[0][0]), "stdout").agrees
     assert outputs[1][0] == ""
 
 
@@ -137,7 +137,7 @@ def test_a_port_in_use_and_a_wrong_number_of_ranks(plan_file: str, tmp_path: Pat
 def test_out_of_memory_is_a_result(plan_file: str) -> None:
     lost, failed = [rank.end() for rank in joined(plan_file, faults=[None, faulty_joined.out_of_memory])]
     assert (lost[0], failed[0]) == (5, 6)
-    result = ProbeResult.model_validate_json(failed[1])
+    result = probe_of(json.loads(failed[1]), "stdout")
     assert result.out_of_memory is not None
     assert (result.out_of_memory.stage, result.out_of_memory.asked_bytes) == (1, 5 * 2**29)
     assert result.predicted_bytes

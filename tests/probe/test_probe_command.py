@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from small_plans import run, small_plan
 
 from planner.cli import main
-from planner.probe.result import ProbeResult
+from planner.cli.probe_file import probe_of
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def plan_file(tmp_path: Path) -> str:
 def test_command_prints_json_and_traces(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     assert main(["probe", plan_file, "--device", "cpu", "--steps", "1", "--json", "--trace", str(trace)]) == 0
-    result = ProbeResult.model_validate_json(capsys.readouterr().out)
+    result = probe_of(json.loads(capsys.readouterr().out), "stdout")
     assert result.agrees
     events = json.loads(trace.read_text())["traceEvents"]
     spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
@@ -109,7 +109,7 @@ def test_a_report_is_printed_before_a_file_that_cannot_be_written(
     folder = tmp_path / "gone"
     folder.mkdir()
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, data: bytes, force: bool) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("planner.files._replace", full)

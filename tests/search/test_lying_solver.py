@@ -112,6 +112,21 @@ LIES: tuple[Lie, ...] = (
 TRUE_SPLIT = (late_with_split, bound_of_nan, bound_above)
 
 
+@pytest.fixture(autouse=True)
+def second_runs_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr(checked, "LEAST_AGAIN_S", NO_LIMIT_S)
+
+
+def test_what_the_second_run_has_no_time_for_rests_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is not to lose its proof on a busy machine; what contradicts the first run counts at any time."""
+    node = random_node(1)
+    first = solve(node, NO_LIMIT_S)
+    monkeypatch.setattr(solver, "run_below", lambda *_: Claim("nothing"))
+    assert solve(node, NO_LIMIT_S) == first
+    assert solve(replace(node, usable_bytes=1.0), NO_LIMIT_S) is None
+
+
 def lie_with(monkeypatch: pytest.MonkeyPatch, lie: Lie, to_the_end: bool = False) -> list[float]:
     """Let the solver lie at first, and `to_the_end` also when it is asked again; the list gets an entry a call."""
     calls: list[float] = []

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import SpecError
-from planner.specs.reading.json_text import NotJsonError, parse_json
+from planner.specs.reading.json_text import NotJsonError, json_value, parse_json
 from planner.specs.reading.limits import JSON, Limits
 from planner.specs.reading.text import MAX_BYTES, STDIN, kind_of, label, printable, read_text, whole_number
 from planner.specs.reading.yaml_text import parse_yaml
 
 __all__ = [
-    "MAX_BYTES", "STDIN", "kind_of", "label", "load_yaml", "parse_json", "parse_mapping", "parse_yaml", "printable",
+    "MAX_BYTES", "STDIN", "NotJsonError", "json_value", "kind_of", "label", "load_yaml", "parse_json", "parse_mapping", "parse_yaml", "printable",
     "read_text", "whole_number",
 ]  # fmt: skip
 
@@ -30,11 +30,10 @@ def parse_mapping(text: str, where: str, limits: Limits = JSON) -> dict[str, Any
     """The mapping that `text` holds, as JSON where it looks like it and else as YAML; the limits are those of JSON."""
     if where.endswith(".json") or text.lstrip().startswith("{"):
         try:
-            data = parse_json(text, where, limits=limits)
-        except NotJsonError:
-            if where.endswith(".json"):
-                raise
-            data = parse_yaml(text, where)  # a YAML flow mapping also starts with a brace
+            is_json = where.endswith(".json")
+            data = parse_json(text, where, limits=limits) if is_json else json_value(text, where, "", limits)
+        except NotJsonError:  # a YAML flow mapping also starts with a brace
+            data = parse_yaml(text, where)
     else:
         data = parse_yaml(text, where)
     if data is None:

@@ -12,10 +12,12 @@ from planner.specs.reading.limits import JSON, Limits
 from planner.specs.reading.text import printable, refuse_longer, refuse_signs, whole_number
 
 
-class NotJsonError(SpecError):
-    """The text breaks JSON's grammar on a line, so that it may be of another language."""
+class NotJsonError(Exception):
+    """A text breaks JSON's grammar, so that it may be of another language: what is wrong, and where."""
 
-    line = 0
+    def __init__(self, problem: str, line: int, column: int) -> None:
+        super().__init__(problem)
+        self.problem, self.line, self.column = problem, line, column
 
 
 def parse_json(
@@ -25,6 +27,15 @@ def parse_json(
 
     Two equal keys in one object are refused, unless `keeps_last` says that the last one counts.
     """
+    try:
+        return json_value(text, where, hint, limits, keeps_last)
+    except NotJsonError as error:
+        message = f"{where}: line {error.line}: not JSON: {error.problem}".removeprefix(": ")
+        raise SpecError(message, hint or f"mend line {error.line}, column {error.column}") from None
+
+
+def json_value(text: str | bytes, where: str, hint: str, limits: Limits = JSON, keeps_last: bool = False) -> Any:
+    """The value that a text holds, as `parse_json`; raises NotJsonError where the text is none of JSON's."""
 
     def refused(problem: str) -> SpecError:
         return SpecError(f"{where}: not JSON: {problem}".removeprefix(": "), hint or "give a smaller file")
@@ -36,11 +47,7 @@ def parse_json(
         hook = None if keeps_last else lambda pairs: _unique(pairs, where)
         data = json.loads(text, object_pairs_hook=hook, parse_int=whole_number)
     except json.JSONDecodeError as error:
-        place = f"mend line {error.lineno}, column {error.colno}"
-        message = f"{where}: line {error.lineno}: not JSON: {error.msg}".removeprefix(": ")
-        broken = NotJsonError(message, hint or place)
-        broken.line = error.lineno
-        raise broken from None
+        raise NotJsonError(error.msg, error.lineno, error.colno) from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, bytes that are no UTF-8
         raise refused(printable(str(error))) from None
     if text.count("[") + text.count("{") > limits.depth:
