@@ -16,8 +16,8 @@ from planner.specs.reading.text import MAX_BYTES, STDIN, kind_of, label, printab
 from planner.specs.reading.yaml_text import parse_yaml
 
 __all__ = [
-    "MAX_BYTES", "STDIN", "NotJsonError", "json_value", "kind_of", "label", "load_yaml", "parse_json", "parse_mapping", "parse_yaml", "printable",
-    "read_text", "whole_number",
+    "MAX_BYTES", "STDIN", "NotJsonError", "json_value", "kind_of", "label", "load_yaml", "parse_json", "parse_mapping",
+    "parse_yaml", "printable", "read_text", "whole_number",
 ]  # fmt: skip
 
 
