@@ -166,16 +166,25 @@ def pipeline_s(node: Node, candidate: Candidate) -> float:
 def step_s(node: Node, candidate: Candidate) -> float:
     """Pipeline, exchanges as far as they keep the step waiting, and the slowest optimizer."""
     optimizer = max(total(node, candidate, rank, "optimizer_s") for rank in range(node.pp))
-    gradients = exposed_s(node, candidate, "reduce_s", "backward_total_s", node.gradient_overlap_fraction)
-    parameters = exposed_s(node, candidate, "gather_s", "forward_total_s", node.parameter_overlap_fraction)
+    reduced, gathered = node.gradient_overlap_fraction, node.parameter_overlap_fraction
+    gradients = exposed_s(node, candidate, "reduce_s", "backward_total_s", reduced, node.lead_passes)
+    parameters = exposed_s(node, candidate, "gather_s", "forward_total_s", gathered, 1 / node.vpp)
     return pipeline_s(node, candidate) + gradients + parameters + optimizer
 
 
-def exposed_s(node: Node, candidate: Candidate, exchange: str, way: str, hides: float) -> float:
-    """What a rank's exchange takes beyond its own pass and, in the same chunk, those of the ranks before it."""
-    passes = [total(node, candidate, rank, way) for rank in range(node.pp)]
-    shown = [total(node, candidate, rank, exchange) - hides * passes[rank] for rank in range(node.pp)]
-    return max(0.0, *(shown[rank] - sum(passes[:rank]) / node.vpp for rank in range(node.pp)))
+def exposed_s(node: Node, candidate: Candidate, exchange: str, way: str, hides: float, lead: float) -> float:
+    """What a rank's exchange takes beyond what hides it, less `lead` passes of each rank before it.
+
+    A chunk of it follows the last pass, and all of it the rank's passes; a part of it shows whatever hides it.
+    """
+    exposed, before = 0.0, 0.0
+    for rank in range(node.pp):
+        whole, hidden = total(node, candidate, rank, exchange), hides * total(node, candidate, rank, way)
+        shown = [node.contention_fraction * whole, (whole - hidden) / node.vpp]
+        shown += [whole - node.passes_behind * hidden] if node.vpp > 1 else []
+        exposed = max(exposed, max(shown) - before)
+        before += lead * total(node, candidate, rank, way)
+    return exposed
 
 
 def brute_force_s(node: Node) -> float:

@@ -82,6 +82,7 @@ def random_node(seed: int, **changes: Any) -> Node:
         "empty_ends": rng.random() < 0.5,
         "gradient_overlap_fraction": rng.choice([0.0, 0.9]),
         "parameter_overlap_fraction": rng.choice([0.0, 0.9]),
+        "contention_fraction": rng.choice([0.0, 0.2]),
     }
     return Node(**(node | changes))
 
@@ -123,6 +124,8 @@ def interleaved_node(seed: int) -> Node:
         bound="interleaved",
         placement=tuple(range(pp)) * vpp,
         usable_bytes=rng.choice([1e6, rng.uniform(8, 25)]) * GIB,
+        passes_behind=rng.choice([0.5, 1.0, 1.5]),
+        lead_passes=rng.choice([1 / vpp, 1.0]),
     )
 
 
