@@ -239,7 +239,9 @@ def _switches(where: str, given: Any) -> Switches:
     known = {name: row for name, row in SWITCHES.items() if not row.is_described}
     for name, values in given.items():
         check_names(where, "switches", (str(name),), known)
-        for value in values if isinstance(values, list) else [values]:
+        if not isinstance(values, list):
+            raise SpecError(f"{where}: switches: {name}: {values!r:.60} is no list", f"write `{name}: [values]`")
+        for value in values:
             if known[name].fields_of(value) is None:
                 raise SpecError(
                     f"{where}: switches: {name}: {value!r:.60} is no value of it",

@@ -208,6 +208,13 @@ def test_a_file_with_wrong_versions_is_named(tmp_path: Path, lines: str, message
     assert message in caught.value.message
 
 
+@pytest.mark.parametrize("values", ["null", "none", "1"])
+def test_a_switch_of_a_file_lists_its_values(tmp_path: Path, values: str) -> None:
+    path = written(tmp_path, f"source: ours\nbase: torchtitan\nswitches: {{compile: {values}}}\n")
+    with pytest.raises(SpecError, match=r"switches: compile: .* is no list"):
+        load_runtime(path)
+
+
 def test_megatron_had_layer_graphs_and_hybridep_before_its_fused_experts() -> None:
     before, after = switches_of(load_runtime("megatron@0.15")), switches_of(load_runtime("megatron@0.16"))
     assert (before["cuda_graph"], before["dispatcher"]) == (("none", "full_iteration"), ("alltoall", "deepep"))

@@ -166,9 +166,9 @@ def _wall(wall: Wall) -> Table:
 def _memory(observation: Observation, prediction: Prediction | None) -> RenderableType:
     peak, kind = observation.peak_memory_bytes or 0, observation.peak_memory_kind
     table = columns("l", "r", None)
-    num_ranks = len(observation.memory)
-    printed = "of the one rank that prints it" if num_ranks == 1 else f"of the fullest of {num_ranks} ranks that print it"
-    table.add_row(f"peak {kind}", f"{gibibytes(peak)} GiB", printed)
+    printed = len(observation.memory)
+    whose = "of the one rank that prints it" if printed == 1 else f"of the fullest of {printed} ranks that print it"
+    table.add_row(f"peak {kind}", f"{gibibytes(peak)} GiB", whose)
     if prediction is not None:
         interval = prediction.total_memory_interval
         ends = "" if interval is None else f"; {gibibytes(interval[0])}–{gibibytes(interval[1])} with what is reserved"
