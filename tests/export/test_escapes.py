@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,11 @@ def test_a_recipe_is_read_to_where_its_file_ends_itself(statement: str) -> None:
 def test_an_import_from_above_all_folders_is_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE.format(f"from {'.' * 30} import common"))
     assert read(tmp_path / "recipe.py").run["parallelism"]["tp"] == 4
+
+
+def test_stages_on_ranks_below_0_are_refused() -> None:
+    text = (CORPUS / "torch" / "plan.torch.yaml").read_text()
+    negative = re.sub(r"stage_to_rank:.*?\n(?=\w)", "stage_to_rank: [-1, -3]\n", text, flags=re.DOTALL)
+    assert negative != text
+    with pytest.raises(SpecError, match="names no rank"):
+        read_configuration(negative)

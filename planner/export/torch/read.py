@@ -62,6 +62,8 @@ def _layout(data: Mapping[str, Any]) -> dict[str, Any]:
     placement = data.get("stage_to_rank")
     ranks = placement if isinstance(placement, list) else []
     pp = 1 + max((rank for rank in ranks if isinstance(rank, int)), default=0)
+    if pp < 1:
+        raise SpecError(f"stage_to_rank: {placement!r:.60} names no rank", _HINT)
     counts = [_span(chunk) for chunk in chunks]
     layout: dict[str, Any] = {
         **{axis: _number(data, axis) for axis in _AXES},
