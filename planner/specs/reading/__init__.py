@@ -28,10 +28,11 @@ def load_yaml(path: str | Path, limits: Limits = JSON) -> dict[str, Any]:
 
 def parse_mapping(text: str, where: str, limits: Limits = JSON) -> dict[str, Any]:
     """The mapping that `text` holds, as JSON where it looks like it and else as YAML; the limits are those of JSON."""
-    if where.endswith(".json") or text.lstrip().startswith("{"):
+    if where.endswith(".json"):
+        data = parse_json(text, where, limits=limits)
+    elif text.lstrip().startswith("{"):
         try:
-            is_json = where.endswith(".json")
-            data = parse_json(text, where, limits=limits) if is_json else json_value(text, where, "", limits)
+            data = json_value(text, where, "", limits)
         except NotJsonError:  # a YAML flow mapping also starts with a brace
             data = parse_yaml(text, where)
     else:
