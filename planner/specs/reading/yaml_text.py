@@ -22,6 +22,8 @@ _MAX_TAGS = 16
 """Directives that name tags: libyaml compares each with all before it."""
 _TELLING = re.compile(rf"[*!]|\S{{{MAX_DIGITS}}}")
 """An alias, a tag or a long word: without one there is nothing to count."""
+_TOO_DEEP = "exceeded maximum nesting depth"
+"""What libyaml 0.2.6, in PyYAML 6.0.4, says of a thousand brackets, which it reads ahead of the first one's event."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -62,6 +64,8 @@ def parse_yaml(text: str, where: str, hint: str = "", limits: Limits = YAML, *, 
             _refuse_duplicates(node, where)
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
+        if error.problem == _TOO_DEEP:
+            raise refused(f"nested more than {limits.depth:,} deep") from None
         mark = error.problem_mark or error.context_mark
         raise refused(printable(str(error.problem or error.context)), mark.line + 1 if mark else None) from None
     # what PyYAML's constructors let through for tagged or impossible scalars (2024-13-45, !!bool x, 5,000 digits)
