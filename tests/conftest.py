@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.forkserver import set_forkserver_preload
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def ranks_share_what_torch_imports_late() -> Iterator[None]:
         yield
 
 
-_SEARCHES, _PRICES = Searches(), Prices()
+_PRICES = Prices()
 
 
 FIRST = ("tests/validate/test_published.py", "tests/test_public_api.py", "tests/export/test_torch_write.py")
@@ -184,11 +185,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
-@pytest.fixture
-def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tests of commands search for again is not searched again."""
-    for module in ("planner.search.search", "planner.search.why.explain"):
-        monkeypatch.setattr(f"{module}.search_within_risk", _SEARCHES)
+@pytest.fixture(scope="session", autouse=True)
+def kept_searches(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Searches]:
+    """What tests search for again, in any worker, is not searched again."""
+    mine = tmp_path_factory.getbasetemp()
+    folder = (mine if worker_id == "master" else mine.parent) / "searches"
+    folder.mkdir(exist_ok=True)
+    searches = Searches(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("planner.search.search", "planner.search.why.explain"):
+            patch.setattr(f"{module}.search_within_risk", searches)
+        yield searches
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tests_of_the_search_search(request: pytest.FixtureRequest, kept_searches: Searches) -> None:
+    """Those in tests/search are of the search itself; those in its folders are of what is said of it."""
+    kept_searches.anew = request.path.parent == Path(__file__).parent / "search"
+
+
+@pytest.fixture(autouse=True)
+def searched_anew(request: pytest.FixtureRequest, kept_searches: Searches) -> Iterator[None]:
+    """A test that is marked `anew` holds two searches beside each other."""
+    was, kept_searches.anew = kept_searches.anew, kept_searches.anew or "anew" in request.keywords
+    yield
+    kept_searches.anew = was
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,15 @@
 """Searches and prices that many tests ask for again, kept: both are functions of their arguments alone.
 
-That they are is what tests/search and tests/layout hold, which remember nothing.
+That they are is what tests/search holds, which remembers no search but in the tests of reasons (tests/search/why).
 """
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from planner.answer import Plan, PricedLayout
 from planner.layout.evaluate import price_given
@@ -22,20 +25,33 @@ from planner.trainers.spec import RuntimeSpec
 
 @dataclass
 class Searches:
-    """`search_within_risk`, which a case that a search ended by itself does not go through twice."""
+    """`search_within_risk`, which a case that a search ended by itself does not go through twice, in any worker."""
 
-    known: list[tuple[Case, Plan]] = field(default_factory=list)
+    folder: Path
+    """Where the workers leave their answers for each other."""
+    anew: bool = False
+    """True while a test runs that is of the search itself."""
+    known: dict[str, Plan] = field(default_factory=dict)
 
     def __call__(self, case: Case, deadline: Deadline | None = None, news: News | None = None) -> Plan:
-        if news is not None:
+        if self.anew or news is not None:
             return search_within_risk(case, deadline, news)
-        for other, answer in self.known:
-            if other == case:
+        name = hashlib.sha256(repr(case).encode()).hexdigest()
+        answer = self.known.get(name) or self._read(name)
+        if answer is None:
+            answer = search_within_risk(case, deadline)
+            if answer.search is None or answer.search.outcome == "feasible":  # more time would tell another
                 return answer
-        answer = search_within_risk(case, deadline)
-        if answer.search is not None and answer.search.outcome != "feasible":
-            self.known.append((case, answer))
+            part = self.folder / f"{name}.{id(self)}.part"
+            part.write_bytes(pickle.dumps(answer))
+            part.rename(self.folder / name)
+        self.known[name] = answer
         return answer
+
+    def _read(self, name: str) -> Plan | None:
+        """The answer that another worker left."""
+        path = self.folder / name
+        return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 Job = tuple[ModelSpec, ClusterSpec, TrainingSpec, RuntimeSpec]

@@ -44,7 +44,7 @@ def without_seconds(text: str) -> str:
     return re.sub(r"solved as ILP in [0-9.]+ m?s", "solved as ILP in …", text)
 
 
-@pytest.mark.usefixtures("searched_once", "priced_once")
+@pytest.mark.usefixtures("priced_once")
 @pytest.mark.parametrize("line", [line for line in LINES if line not in SHOWN and line not in ENDLESS])
 def test_every_command_of_the_first_pages_works(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -65,7 +65,7 @@ def test_every_command_of_the_first_pages_works(
 
 
 @pytest.mark.parametrize("page", script("readme").PAGES)
-@pytest.mark.usefixtures("searched_once", "priced_once")
+@pytest.mark.usefixtures("priced_once")
 def test_the_outputs_in_the_documents_are_what_the_commands_print(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

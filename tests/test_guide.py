@@ -38,7 +38,6 @@ def without_seconds(text: str) -> str:
     return re.sub(r"solved as ILP in\s+[0-9.]+\s+m?s", "solved as ILP in …", text)
 
 
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_shows_what_its_commands_print(
     page: Path,

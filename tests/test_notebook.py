@@ -21,7 +21,7 @@ def code_of(notebook: Path) -> list[str]:
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
-@pytest.mark.usefixtures("searched_once", "priced_once")
+@pytest.mark.usefixtures("priced_once")
 def test_the_cells_run_in_order_and_say_what_the_text_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,7 +160,6 @@ EXAMPLES: dict[str, str] = {
 """A command for each schema whose answer is cheap; `plan.json` is the first one's plan."""
 
 
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_answers_obey_their_schemas(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PLANNER = Path(__file__).parents[2] / "planner"
@@ -28,8 +29,13 @@ class Hint:
         return bool(_NAMES.search(self.text))
 
 
-def hints() -> Iterator[Hint]:
+@cache
+def hints() -> tuple[Hint, ...]:
     """Every hint that is given to an error where it is raised."""
+    return tuple(_hints())
+
+
+def _hints() -> Iterator[Hint]:
     for path in sorted(PLANNER.rglob("*.py")):
         home = str(path.relative_to(PLANNER))
         for node in ast.walk(ast.parse(path.read_text())):

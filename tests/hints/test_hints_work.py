@@ -56,6 +56,5 @@ def test_every_hint_that_names_something_is_typed() -> None:
 
 def test_no_exception_has_outlived_its_hint() -> None:
     """Each case and each exception still speaks of a hint that stands there."""
-    every = list(hints())
     for home, says in (*NOT_TYPED, *((case.home, case.says) for case in CASES)):
-        assert any(hint.home == home and says in hint.text for hint in every), (home, says)
+        assert any(hint.home == home and says in hint.text for hint in hints()), (home, says)
