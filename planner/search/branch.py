@@ -24,7 +24,7 @@ from planner.search.bounds import pipeline as bounds
 from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, scalar
 from planner.search.exhaustive import few_splits, fitting, least_step_s
-from planner.search.frontier import Frontier, Open, Prices, nodes_of
+from planner.search.frontier import Frontier, Open, Prices, blocks_of, nodes_of
 from planner.search.ilp.program import SolverFailed, solve
 from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
@@ -35,8 +35,6 @@ from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec
 
-BLOCK = 1024
-"""Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
 PRICED = 16
 """Number of nodes that are priced together with the one that is solved next."""
 OPENED = 128
@@ -110,11 +108,13 @@ class Branch:
         """
         coarse = np.min([_coarse_bound_s(shapes, limits) for shapes, limits in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
-        blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
+        blocks = blocks_of(order, np.asarray(priced[0][0].shape.pp))
         block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
+                if self._late():
+                    break
                 self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
@@ -277,6 +277,8 @@ class Branch:
         tail_s = float(table.tail_s)
         short_bytes: list[float] = []
         for _ in range(MAX_TRIES):
+            if self._late():
+                return 0.0
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             problem = node_of(pricing, table, choice, node.schedule, short_bytes, cutoff - tail_s)
             if self.slack is not None:

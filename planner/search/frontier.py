@@ -27,6 +27,10 @@ from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.rules.recipe import Setting, takes_shapes
 from planner.trainers.spec import RuntimeSpec
 
+BLOCK = 1024
+"""Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
+BLOCK_RANKS = 1 << 16
+"""Most pipeline ranks of such shapes together, each of which is bounded: deep models have thousands in a shape."""
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
 """Limits of pp between which nodes are bounded together; nodes of about as many ranks leave few columns idle."""
 
@@ -118,6 +122,18 @@ def kinds_of(model: ModelSpec) -> Kinds:
     if len(model.kinds) == 1:
         return "one"
     return "in a pattern" if recurring(model.runs) is not None or len(model.runs) > len(model.kinds) else "in runs"
+
+
+def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:
+    """The shapes in this order, in blocks of at most `BLOCK` shapes and, but for single shapes, `BLOCK_RANKS` ranks."""
+    ranks = np.cumsum(pps[order])
+    start = 0
+    while start < len(order):
+        before = int(ranks[start - 1]) if start else 0
+        end = int(np.searchsorted(ranks, before + BLOCK_RANKS, side="right"))
+        end = min(max(end, start + 1), start + BLOCK)
+        yield order[start:end]
+        start = end
 
 
 def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:
