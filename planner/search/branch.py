@@ -20,16 +20,14 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
-from planner.search.bounds import pipeline as bounds
 from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, scalar
 from planner.search.exhaustive import few_splits, fitting, least_step_s
-from planner.search.frontier import Frontier, Open, Prices, blocks_of, nodes_of
+from planner.search.frontier import Frontier, Open, Prices, blocks_of, bound_of_shapes_s, nodes_of
 from planner.search.ilp.program import SolverFailed, solve
 from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import PricedShapes
-from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
@@ -106,7 +104,7 @@ class Branch:
         `priced` has the same shapes several times: each time they are priced for one runtime, with limits that name the
         schedules which this runtime runs.
         """
-        coarse = np.min([_coarse_bound_s(shapes, limits) for shapes, limits in priced], axis=0)
+        coarse = np.min([bound_of_shapes_s(shapes, limits) for shapes, limits in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = blocks_of(order, np.asarray(priced[0][0].shape.pp))
         block, frontier = next(blocks, None), Frontier(self.choices)
@@ -259,12 +257,15 @@ class Branch:
         if splits is None:
             return bound_s
         fastest_s = np.inf
-        for candidate in fitting(shape, choice, splits):
-            least_s = least_step_s(candidate)
-            if least_s < self.cutoff_s(self.limits.gap_fraction):
-                self.keep(candidate)
-                least_s = candidate.step_s
-            fastest_s = min(fastest_s, least_s)
+        for split in splits:
+            if self._late():
+                return bound_s
+            for candidate in fitting(shape, choice, [split]):
+                least_s = least_step_s(candidate)
+                if least_s < self.cutoff_s(self.limits.gap_fraction):
+                    self.keep(candidate)
+                    least_s = candidate.step_s
+                fastest_s = min(fastest_s, least_s)
         return max(bound_s, fastest_s)
 
     def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
@@ -355,14 +356,3 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
     shape, step_s = candidate.shape, candidate.step_s
     memory = max(float(part.static_bytes) for part in candidate.table.layers.values())
     return (float(f"{step_s:.5g}"), memory, float(shape.tp), float(shape.pp), step_s)
-
-
-def _coarse_bound_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
-    """A lower bound of each shape's step under any of the schedules tried; infinite where another recipe is better."""
-    if shapes.beaten is not None:
-        left = np.flatnonzero(~shapes.beaten)
-        bound_s = np.full(len(shapes.kernel), np.inf)
-        bound_s[left] = _coarse_bound_s(replace(shapes.take(left), beaten=None), limits)
-        return bound_s
-    tried = schedules_tried(limits, shapes.pricing.runtime)
-    return bounds.coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))

@@ -156,7 +156,7 @@ class Recipes:
         while not deadline.passed:
             best = candidate
             for other in chain((other for _, _, other in self.moves(candidate)), self.module_moves(candidate)):
-                if deadline.passed:
+                if deadline.left_s <= 0:
                     break
                 if other.fits and other.step_s < best.step_s:
                     best = other

@@ -16,10 +16,12 @@ from planner.probe.result import ChunkSeconds
 from planner.probe.verdict.replay_stages import replayed_step_s
 from planner.specs.model import ModelSpec
 
+MODEL = ModelSpec.model_validate(SMALL)
+
 
 @pytest.mark.parametrize("batch", [8, 10**7])
 def test_stages_as_fast_as_planned_make_the_planned_step(batch: int) -> None:
-    eager = in_eager_torch(plan_of(ModelSpec(**SMALL), 2, 32, batch, tp=1, cp=1, pp=2, dp=1), alone=True)
+    eager = in_eager_torch(plan_of(MODEL, 2, 32, batch, tp=1, cp=1, pp=2, dp=1), alone=True)
 
     def stages(factor: float) -> list[Any]:
         return [
