@@ -9,7 +9,6 @@ from statistics import median
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
-from planner.layout.seconds import run_pipeline
 from planner.probe.plan_side.eager import repriced
 from planner.probe.plan_side.planned_seconds import replay_durations
 from planner.probe.result import ChunkSeconds, RankResult
@@ -20,8 +19,8 @@ from planner.schedule.replay import Durations, makespan_s
 def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
     """Seconds of the plan's whole step, changed by the difference that measured compute makes to its pipeline."""
     priced = repriced(eager)
-    measured = run_pipeline(priced.shape, durations_alone(priced, stages), priced.schedule, order=priced.made_order)
-    return eager.step.step_s + measured.makespan_s - priced.run().makespan_s
+    measured_s = priced.run(durations=durations_alone(priced, stages)).makespan_s
+    return eager.step.step_s + measured_s - priced.run().makespan_s
 
 
 def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Durations:
