@@ -103,11 +103,16 @@ class Candidate:
             return self.run().makespan_s
         return pipeline_s(self.shape, self.durations, self.schedule)
 
-    def run(self, exact: bool = True) -> Pipeline:
-        """The replay of one step; unless `exact`, only a few rounds are replayed, and all others take as long."""
+    def run(self, exact: bool = True, durations: Durations | None = None) -> Pipeline:
+        """The replay of one step, with stages as long as planned or as `durations` says.
+
+        Unless `exact`, only a few rounds are replayed, and all others take as long.
+        """
         overlaps = self._steps_overlap
-        known_s = None if exact or overlaps or self.made_order is not None else self.pipeline_s
-        pipeline = run_pipeline(self.shape, self.durations, self.schedule, exact, self.made_order, known_s)
+        is_new = exact or overlaps or self.made_order is not None or durations is not None
+        known_s = None if is_new else self.pipeline_s
+        durations = self.durations if durations is None else durations
+        pipeline = run_pipeline(self.shape, durations, self.schedule, exact, self.made_order, known_s)
         return replace(pipeline, makespan_s=pipeline.makespan_s - pipeline.slant_s) if overlaps else pipeline
 
     @property

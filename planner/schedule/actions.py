@@ -128,6 +128,11 @@ class Schedule:
         return len(self.ranks)
 
     @property
+    def num_actions(self) -> int:
+        """Number of actions of all ranks."""
+        return sum(map(len, self.ranks))
+
+    @property
     def num_model_stages(self) -> int:
         """Virtual stages of one copy of the model."""
         return len(self.stage_to_rank) // self.num_directions

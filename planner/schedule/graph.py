@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from planner.errors import SpecError
 from planner.schedule.actions import ActionList, B, F, I, IntArray, Schedule, W
+from planner.schedule.latest import keeps_latest
 
 
 class DeadlockError(SpecError):
@@ -34,8 +34,13 @@ class Graph:
     redirected: bool
     """True where the consumers of an overlapped forward wait for the end of its pair."""
 
+    @property
+    def num_actions(self) -> int:
+        """Number of actions, without the sentinel."""
+        return len(self.kind)
 
-@lru_cache(maxsize=32)
+
+@keeps_latest
 def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
     """Order the actions so that one pass can time them, and check the schedule.
 

@@ -17,6 +17,7 @@ import numpy as np
 from planner.errors import SpecError
 from planner.schedule import bidirectional, building_block, looped, zero_bubble
 from planner.schedule.actions import HELD_BY_PLACE, Action, ActionList, Schedule
+from planner.schedule.latest import keeps_latest
 from planner.schedule.looped import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
 
 __all__ = [
@@ -298,11 +299,10 @@ def lead_passes(schedule: str, vpp: int) -> float:
 
     The number is 0 where weight gradients may come last on any rank.
     """
-    splits = schedule not in SCHEDULES or SCHEDULES[schedule].splits_backward
-    return 0.0 if splits else 1 / vpp
+    return 0.0 if schedule not in SCHEDULES or SCHEDULES[schedule].splits_backward else 1 / vpp
 
 
-@lru_cache(maxsize=32)
+@keeps_latest
 def build_schedule(
     name: str, pp: int, vpp: int, num_microbatches: int, microbatch_group_size: int | None = None
 ) -> Schedule:

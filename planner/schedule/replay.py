@@ -11,15 +11,19 @@ Four micro-batches over two stages, a second for each of forward, input gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from planner.errors import SpecError
-from planner.schedule.actions import B, F, I, Schedule, W
+from planner.schedule.actions import B, F, I, IntArray, Schedule, W
 from planner.schedule.graph import Graph, compile_schedule, pair_positions
 from planner.schedule.timeline import FloatArray, Timeline, Timing
+
+STRETCH = 1 << 16
+"""Number of actions whose numbers are Python's at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +257,19 @@ def _sweep(graph: Graph, costs: Costs) -> list[float]:
     seconds."""
     ends = [0.0]
     append = ends.append
-    previous, source = graph.previous.tolist(), graph.source.tolist()
-    hop_s, compute_s = costs.hop_s.tolist(), costs.compute_s.tolist()
     if costs.exchange_s is None:
-        for before, origin, hop, compute in zip(previous, source, hop_s, compute_s, strict=True):
+        for before, origin, hop, compute in _rows(graph.previous, graph.source, costs.hop_s, costs.compute_s):
             free, arrival = ends[before], ends[origin] + hop
             append((free if free > arrival else arrival) + compute)
     else:
-        exchange_s = costs.exchange_s.tolist()
-        for before, origin, hop, exchange, compute in zip(previous, source, hop_s, exchange_s, compute_s, strict=True):
+        waits = costs.hop_s, costs.exchange_s
+        for before, origin, hop, exchange, compute in _rows(graph.previous, graph.source, *waits, costs.compute_s):
             free, arrival = ends[before] + exchange, ends[origin] + hop
             append((free if free > arrival else arrival) + compute)
     return ends
+
+
+def _rows(*columns: IntArray | FloatArray) -> Iterator[tuple[Any, ...]]:
+    """The columns row by row, as Python's numbers; a stretch of them at a time, since they are large."""
+    for start in range(0, len(columns[0]), STRETCH):
+        yield from zip(*(column[start : start + STRETCH].tolist() for column in columns), strict=True)

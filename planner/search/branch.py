@@ -20,23 +20,19 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
-from planner.search.bounds import pipeline as bounds
 from planner.search.deadline import Deadline
 from planner.search.enumerate import Rejections, scalar
 from planner.search.exhaustive import few_splits, fitting, least_step_s
-from planner.search.frontier import Frontier, Open, Prices, nodes_of
+from planner.search.frontier import Frontier, Open, Prices, blocks_of, bound_of_shapes_s, nodes_of
 from planner.search.ilp.program import SolverFailed, solve
 from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import PricedShapes
-from planner.search.schedules import schedules_tried
 from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec
 
-BLOCK = 1024
-"""Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
 PRICED = 16
 """Number of nodes that are priced together with the one that is solved next."""
 OPENED = 128
@@ -108,13 +104,15 @@ class Branch:
         `priced` has the same shapes several times: each time they are priced for one runtime, with limits that name the
         schedules which this runtime runs.
         """
-        coarse = np.min([_coarse_bound_s(shapes, limits) for shapes, limits in priced], axis=0)
+        coarse = np.min([bound_of_shapes_s(shapes, limits) for shapes, limits in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
-        blocks = iter([order[start : start + BLOCK] for start in range(0, len(order), BLOCK)])
+        blocks = blocks_of(order, np.asarray(priced[0][0].shape.pp))
         block, frontier = next(blocks, None), Frontier(self.choices)
         while True:
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             while block is not None and float(coarse[block[0]]) < min(cutoff, frontier.least_guess_s):
+                if self._late():
+                    break
                 self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
@@ -156,7 +154,7 @@ class Branch:
         They are judged by replay, and change no proof: that is about equal chunks.
         """
         best = self.best
-        if best is None or not best.pricing.runtime.uneven_chunks:
+        if best is None or not best.pricing.runtime.uneven_chunks or self.deadline.passed:
             return
         fastest = sorted(self.candidates.values(), key=lambda candidate: candidate.step_s)[:SHAPES]
         for start in chain(self._level_starts(frontier), self._module_set_starts(frontier, fastest)):
@@ -259,12 +257,15 @@ class Branch:
         if splits is None:
             return bound_s
         fastest_s = np.inf
-        for candidate in fitting(shape, choice, splits):
-            least_s = least_step_s(candidate)
-            if least_s < self.cutoff_s(self.limits.gap_fraction):
-                self.keep(candidate)
-                least_s = candidate.step_s
-            fastest_s = min(fastest_s, least_s)
+        for split in splits:
+            if self._late():
+                return bound_s
+            for candidate in fitting(shape, choice, [split]):
+                least_s = least_step_s(candidate)
+                if least_s < self.cutoff_s(self.limits.gap_fraction):
+                    self.keep(candidate)
+                    least_s = candidate.step_s
+                fastest_s = min(fastest_s, least_s)
         return max(bound_s, fastest_s)
 
     def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
@@ -277,6 +278,8 @@ class Branch:
         tail_s = float(table.tail_s)
         short_bytes: list[float] = []
         for _ in range(MAX_TRIES):
+            if self._late():
+                return 0.0
             cutoff = self.cutoff_s(self.limits.gap_fraction)
             problem = node_of(pricing, table, choice, node.schedule, short_bytes, cutoff - tail_s)
             if self.slack is not None:
@@ -353,14 +356,3 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
     shape, step_s = candidate.shape, candidate.step_s
     memory = max(float(part.static_bytes) for part in candidate.table.layers.values())
     return (float(f"{step_s:.5g}"), memory, float(shape.tp), float(shape.pp), step_s)
-
-
-def _coarse_bound_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
-    """A lower bound of each shape's step under any of the schedules tried; infinite where another recipe is better."""
-    if shapes.beaten is not None:
-        left = np.flatnonzero(~shapes.beaten)
-        bound_s = np.full(len(shapes.kernel), np.inf)
-        bound_s[left] = _coarse_bound_s(replace(shapes.take(left), beaten=None), limits)
-        return bound_s
-    tried = schedules_tried(limits, shapes.pricing.runtime)
-    return bounds.coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))

@@ -206,16 +206,15 @@ def _largest(
         sizes = np.array([0] + [d for d in choices if limits.dp is None or d in limits.dp])
         steps = microbatches // np.maximum(sizes, 1)
         rows = np.flatnonzero(grid["micro_batch_size"] == batch)
-        pp = grid["pp"][rows]
         index = np.searchsorted(sizes, room[rows], side="right") - 1
         # step down to a size that suits the schedule and fits the expert grid; the size 0 suits none and ends the loop
-        while True:
-            few = (steps[index] < least * pp) | (even & (steps[index] % pp != 0))
-            crowded = slots[rows] * sizes[index] % experts[rows] != 0
-            bad = (few | crowded) & (sizes[index] > 0)
-            if not bad.any():
-                break
-            index[bad] -= 1
+        open_rows = np.arange(len(rows))
+        while len(open_rows):
+            at, those = index[open_rows], rows[open_rows]
+            few = (steps[at] < least * grid["pp"][those]) | (even & (steps[at] % grid["pp"][those] != 0))
+            crowded = slots[those] * sizes[at] % experts[those] != 0
+            open_rows = open_rows[(few | crowded) & (sizes[at] > 0)]
+            index[open_rows] -= 1
         dp[rows] = sizes[index]
     return dp
 

@@ -10,23 +10,27 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.pricing import Pricing
-from planner.schedule.orders import placement
+from planner.schedule.orders import SCHEDULES, placement
 from planner.search.bounds.orders import Kinds, Orders, orders_of
 from planner.search.bounds.outside_pipeline import with_ends_s
-from planner.search.bounds.pipeline import pipeline_bound_s
+from planner.search.bounds.pipeline import coarse_bound_s, pipeline_bound_s
 from planner.search.enumerate import IntArray, scalar
 from planner.search.ilp.layers import recurring
 from planner.search.ilp.node import Whole
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.module_sets import Modules
 from planner.search.priced_shapes import PricedShapes
-from planner.search.schedules import schedules_of
+from planner.search.schedules import schedules_of, schedules_tried
 from planner.shape import FloatArray, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.rules.recipe import Setting, takes_shapes
 from planner.trainers.spec import RuntimeSpec
 
+BLOCK = 1024
+"""Number of shapes opened at once: enough to be worth numpy's calls, few enough to stop early."""
+BLOCK_RANKS = 1 << 16
+"""Most pipeline ranks of such shapes together, each of which is bounded: deep models have thousands in a shape."""
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
 """Limits of pp between which nodes are bounded together; nodes of about as many ranks leave few columns idle."""
 
@@ -118,6 +122,29 @@ def kinds_of(model: ModelSpec) -> Kinds:
     if len(model.kinds) == 1:
         return "one"
     return "in a pattern" if recurring(model.runs) is not None or len(model.runs) > len(model.kinds) else "in runs"
+
+
+def bound_of_shapes_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
+    """A lower bound of each shape's step under any of the schedules tried; infinite where another recipe is better."""
+    if shapes.beaten is not None:
+        left = np.flatnonzero(~shapes.beaten)
+        bound_s = np.full(len(shapes.kernel), np.inf)
+        bound_s[left] = bound_of_shapes_s(replace(shapes.take(left), beaten=None), limits)
+        return bound_s
+    tried = schedules_tried(limits, shapes.pricing.runtime)
+    return coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))
+
+
+def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:
+    """The shapes in this order, in blocks of at most `BLOCK` shapes and, but for single shapes, `BLOCK_RANKS` ranks."""
+    ranks = np.cumsum(pps[order])
+    start = 0
+    while start < len(order):
+        before = int(ranks[start - 1]) if start else 0
+        end = int(np.searchsorted(ranks, before + BLOCK_RANKS, side="right"))
+        end = min(max(end, start + 1), start + BLOCK)
+        yield order[start:end]
+        start = end
 
 
 def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntArray, Nodes]]:

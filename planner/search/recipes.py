@@ -154,9 +154,12 @@ class Recipes:
         At the end, switches that gain nothing here go back to the trainer's own value.
         """
         while not deadline.passed:
-            moves = chain((other for _, _, other in self.moves(candidate)), self.module_moves(candidate))
-            others = [other for other in moves if other.fits]
-            best = min(others, key=lambda other: other.step_s, default=candidate)
+            best = candidate
+            for other in chain((other for _, _, other in self.moves(candidate)), self.module_moves(candidate)):
+                if deadline.left_s <= 0:
+                    break
+                if other.fits and other.step_s < best.step_s:
+                    best = other
             if best.step_s >= candidate.step_s * (1 - LEAST_GAIN):
                 break
             candidate = best

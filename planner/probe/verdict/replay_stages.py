@@ -19,14 +19,14 @@ from planner.schedule.replay import Durations, makespan_s
 def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
     """Seconds of the plan's whole step, changed by the difference that measured compute makes to its pipeline."""
     priced = repriced(eager)
-    measured_s = makespan_s(priced.order, durations_alone(priced, stages))
-    return eager.step.step_s + measured_s - makespan_s(priced.order, priced.durations)
+    measured_s = priced.run(durations=durations_alone(priced, stages)).makespan_s
+    return eager.step.step_s + measured_s - priced.run().makespan_s
 
 
 def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Durations:
     """Durations of every virtual stage: compute as measured for stages alone, exchanges and host time as planned."""
     planned, seconds, num_chunks_seen = priced.durations, [], [0] * len(stages)
-    for stage, (rank, cost) in enumerate(zip(priced.order.stage_to_rank, priced.costs, strict=True)):
+    for stage, (rank, cost) in enumerate(zip(priced.placement, priced.costs, strict=True)):
         chunk = stages[rank].chunks[num_chunks_seen[rank]]
         num_chunks_seen[rank] += 1
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)

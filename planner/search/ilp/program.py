@@ -35,6 +35,7 @@ if stages differ little, so the optimum is a certificate. The gap to the replay 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,8 +108,10 @@ def solve(node: Node, time_limit_s: float, proves: bool = True) -> Solution | No
     The answer is checked, and its bound and None are confirmed by a second run unless nothing is to be proven by them
     (`checked`). Raises SolverFailed if the solver gives no answer that holds, SolverError if time is up.
     """
+    begin_s = time.monotonic()
     program = build(node)
-    answer = solved(program.formulation, time_limit_s, node.gap_fraction, proves)
+    left_s = time_limit_s - (time.monotonic() - begin_s)
+    answer = solved(program.formulation, left_s, node.gap_fraction, proves)
     if isinstance(answer, Checked):
         return _read(program, answer) if answer.has_split else None
     if answer:
@@ -117,8 +120,7 @@ def solve(node: Node, time_limit_s: float, proves: bool = True) -> Solution | No
             "pin axes, such as --pp or --recompute, so that it is asked for other programs",
         )
     raise SolverError(
-        f"the solver found no split over {node.pp} stages in the {max(time_limit_s, LEAST_TIME_S):.3g} s that were "
-        "left",
+        f"the solver found no split over {node.pp} stages in the {max(left_s, LEAST_TIME_S):.3g} s that were left",
         "raise --time-limit, or pin axes to shrink the search",
     )
 

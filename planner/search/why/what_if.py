@@ -16,7 +16,6 @@ from planner.errors import Infeasible, SolverError
 from planner.layout import assumptions
 from planner.layout.replan import reprice, with_microbatches
 from planner.physics.pricing import Pricing
-from planner.schedule.replay import makespan_s
 from planner.search.case import Case
 from planner.search.search import search
 from planner.specs.units import gib
@@ -100,8 +99,7 @@ def _repriced(now: Plan, what_if: WhatIf) -> tuple[float, float]:
     runtime = now.runtime_spec.model_copy(update=what_if.runtime_changes)
     changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": runtime}
     again = reprice(now.model_copy(update=changed), layout)
-    step_s = makespan_s(again.order, again.durations) + sum(again.outside)
-    return step_s, max(stage.total_bytes for stage in again.memory)
+    return again.run().makespan_s + sum(again.outside), max(stage.total_bytes for stage in again.memory)
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:
