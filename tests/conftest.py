@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from multiprocessing.forkserver import set_forkserver_preload
@@ -181,8 +182,22 @@ FIRST = ("tests/validate/test_published.py", "tests/test_public_api.py", "tests/
 """Files of the longest tests. Two workers that end together take least time, and one of these last is half a minute."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="every case of the tests marked `thorough`, not a sample")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves a sample of the cases of tests marked `thorough(n)`: every n-th, or of n = 0 none."""
+    cases: Counter[str] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        mark = item.get_closest_marker("thorough")
+        test = item.nodeid.partition("[")[0]
+        in_sample = mark is None or (mark.args[0] and cases[test] % mark.args[0] == 0)
+        cases[test] += 1
+        (kept if in_sample or config.getoption("--thorough") else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted(kept, key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -44,6 +44,7 @@ def without_seconds(text: str) -> str:
     return re.sub(r"solved as ILP in [0-9.]+ m?s", "solved as ILP in …", text)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.usefixtures("priced_once")
 @pytest.mark.parametrize("line", [line for line in LINES if line not in SHOWN and line not in ENDLESS])
 def test_every_command_of_the_first_pages_works(

@@ -163,6 +163,7 @@ def every_step(
     raise AssertionError("the writer never reached its end")
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("situation", SITUATIONS, indirect=True)
 def test_a_folder_is_old_or_new_wherever_its_writer_is_killed(
     situation: Callable[[Path], None], request: pytest.FixtureRequest, tmp_path: Path

@@ -49,6 +49,7 @@ def change(name: str, value: int) -> Callable[[dict[str, Any]], None]:
     return lambda plan: plan["best"]["parallelism"].update({name: value})
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

@@ -28,6 +28,7 @@ def shown(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return out
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("pins", "reason", "numbers"),
     [
@@ -55,6 +56,7 @@ def test_a_refused_pin_names_its_rule_and_changes_that_work(
     assert again == pytest.approx(lift["step_s"], rel=0.01)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("runtime", "zero_stage"), [("megatron", 1), ("torchtitan", 3)])
 def test_the_nearest_miss_shards_over_the_pinned_group(
     runtime: str, zero_stage: int, capsys: pytest.CaptureFixture[str]
@@ -107,6 +109,7 @@ def test_what_the_planner_chooses_anyway_is_said_to_be_that(capsys: pytest.Captu
     assert "differ" not in out
 
 
+@pytest.mark.thorough(0)
 def test_without_pins_every_alternative_assumption_and_constraint_is_judged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -141,6 +144,7 @@ def test_a_schedule_that_nobody_knows_is_an_error(capsys: pytest.CaptureFixture[
     assert "did you mean 1f1b" in capsys.readouterr().err
 
 
+@pytest.mark.thorough(0)
 def test_the_recipe_is_explained_switch_by_switch(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "8b", "--gpus", "8", "--tp", "1", "--pp", "1", "--time-limit", "3"]
     told = explained([*job, "--recipe"], capsys)

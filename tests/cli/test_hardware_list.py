@@ -39,6 +39,7 @@ def test_a_card_is_shown_with_the_sources_of_its_numbers(name: str, capsys: pyte
     assert shown.count("source: ") >= 4 + len(load_hardware(name).tiers)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", ["t4", "v100-32gb"])
 def test_a_gpu_without_bf16_says_so_and_what_it_asks_for_works(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", "1b", "--gpus", "1", "--hardware", name, "--lora", "--seq-length", "512", "--json"]

@@ -128,6 +128,7 @@ RECIPES = Path(__file__).parents[2] / "docs" / "phases"
 ALIKE = ["--gpus", "64", "--pp", "1", "--micro-batch-size", "1", "--switch", "default", "--top", "1", "--json", "-q"]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("recipe", "job", "tokens", "lengths"),
     [

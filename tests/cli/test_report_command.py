@@ -82,6 +82,7 @@ def test_a_step_too_long_to_be_replayed_is_shown_by_a_shorter_one_and_says_so(
     assert f">peak {fullest_bytes / GIB:.1f}<" in page
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("arguments", ["--pp 1", "--pp 4 --vpp 2", "--pp 4 --runtime torch-eager --schedule auto"])
 def test_short_steps_are_drawn_whole(arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"

@@ -250,6 +250,7 @@ def test_what_nobody_can_keep_is_refused(small: Plan) -> None:
         replan(small, 56, ["tp"], limits=SearchLimits(tp=(4,)))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("runtime", "layout", "loads"),
     [

@@ -54,6 +54,7 @@ def random_job(seed: int) -> tuple[Plan | None, str]:
     return (None if any(REFUSED in warning for warning in chosen.best.warnings) else chosen), trainer
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("seed", JOBS)
 def test_what_is_chosen_is_exported_and_comes_back_at_its_price(seed: int) -> None:
     chosen, trainer = random_job(seed)

@@ -75,6 +75,7 @@ def read_back(plan: Plan, target: str) -> Plan:
     return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("target", ["megatron", "bridge"])
@@ -238,6 +239,7 @@ def test_a_graph_of_the_iteration_waits_for_copies_to_the_host(planned: Planned)
     assert option not in text_of(eager, "megatron", "launch.sh")
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("job", JOBS)
 def test_a_version_exports_what_its_rules_allow(planned: Planned, job: str, version: str) -> None:

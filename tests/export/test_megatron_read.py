@@ -170,6 +170,7 @@ def test_a_batch_size_left_out_is_one_micro_batch_a_rank() -> None:
     assert imported.complete(hardware="h100", num_gpus=16)["global_batch_size"] == 16
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("form", ["megatron.yaml", "launch.sh", "launch.sbatch"])
 @pytest.mark.parametrize(
     ("model", "gpus", "options"),

@@ -109,6 +109,7 @@ IN_BRIDGE = [name for name in expressible(BRIDGE_MODEL_RULES) if name != "opt-17
 """OPT has two learned positions more than its sequences have tokens."""
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", IN_BRIDGE)
 def test_a_model_that_ships_in_fields_of_bridge(planned: Planned, name: str) -> None:
     model = unstretched(load_model(name), BRIDGE_MODEL_RULES)

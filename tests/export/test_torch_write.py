@@ -215,6 +215,7 @@ def test_torchrun_trains_it(planned: Planned, tmp_path: Path) -> None:
     assert measured == {stage.stage: stage.num_parameters for stage in plan.stages}
 
 
+@pytest.mark.thorough(0)
 def test_split_sequences_train_as_whole_ones_do(planned: Planned, tmp_path: Path) -> None:
     losses = []
     for options in ({}, {"cp": 2, "ep": 2}):
@@ -223,6 +224,7 @@ def test_split_sequences_train_as_whole_ones_do(planned: Planned, tmp_path: Path
     assert losses[1] == pytest.approx(losses[0], rel=3e-4), "but for bf16"
 
 
+@pytest.mark.thorough(0)
 def test_the_wrong_number_of_ranks_is_refused(planned: Planned, tmp_path: Path) -> None:
     path = written(eager(planned, SMALL, 2, seq_length=32, pp=2), tmp_path)
     done = subprocess.run(

@@ -23,6 +23,7 @@ def failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, told.get("error", ""), told.get("hint", "")
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fails)
 def test_a_hint_works_when_it_is_typed(
     case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ def _counted_bytes(name: str, width: int, shape: tuple[int, ...]) -> float:
     return float(state_bytes([op], 4096, runtime, expert=False))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "adamw"])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("shape", [(ROWS, 2 * COLUMNS), (ROWS,)])
@@ -111,6 +112,7 @@ def test_states_are_as_large_as_they_are(name: str, width: int, shape: tuple[int
     assert _kept_bytes(optimizer, parameter) == _counted_bytes(name, width, shape)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("width", [2, 4])
 def test_updates_move_as_many_bytes_as_they_do(name: str, width: int) -> None:

@@ -68,6 +68,7 @@ def law_of(kind: type[BaseModel]) -> Callable[[], None]:
     return cast("Callable[[], None]", comes_back)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_any_value_comes_back_from_its_json(kind: type[BaseModel]) -> None:
     law_of(kind)()

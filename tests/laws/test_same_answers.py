@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 KNOWN = Path(__file__).parent / "same_answers.json"
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("hash_seed", ["0", "4321"])
 def test_answers_are_those_of_every_other_process(hash_seed: str, tmp_path: Path) -> None:
     """Held against committed digests, which another Python or another release of a dependency must meet too.

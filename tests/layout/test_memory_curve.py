@@ -54,6 +54,7 @@ def test_the_maximum_is_the_peak_in_every_schedule(schedule: str, moe: dict[str,
     hold(Candidate(problem.pricing, table, uneven, schedule))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(("model", "num_gpus", "trainer", "dtype", "sizes"), LAYOUTS)
 def test_the_maximum_is_the_peak_under_every_trainer(
     model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]

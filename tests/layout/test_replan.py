@@ -34,6 +34,7 @@ def _pipeline_s(layout: PricedLayout, tail_s: float) -> float:
     return layout.step.step_s - parts.exposed_dp_s - parts.optimizer_s - tail_s
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("model", "limits"),
     [

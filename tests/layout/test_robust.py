@@ -52,6 +52,7 @@ def compared(switch: str = TUNED) -> tuple[dict[str, float], ...]:
     )
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("name", "option"),
     [
@@ -123,6 +124,7 @@ def slow() -> Plan:
     )
 
 
+@pytest.mark.thorough(0)
 def test_the_layout_that_loses_least_need_not_be_the_fastest(slow: Plan) -> None:
     table = robust_of(slow.best)
     assert table is not None

@@ -19,6 +19,7 @@ SMALL = ("8b-8", "8b-fsdp", "v2-lite-16", "70b-cp")
 """Jobs of few micro-batches, whose files are small."""
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("cause", "level", "job"),
     [

@@ -175,6 +175,7 @@ def tables_of(model: ModelSpec, around: Surroundings) -> tuple[AttentionTables, 
     return tables, [t for t in (tables.cos, tables.sin, tables.window_mask, tables.alibi) if t is not None]
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", MODELS)

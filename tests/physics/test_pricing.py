@@ -79,6 +79,7 @@ def quantities(table: CostTable) -> dict[str, Any]:
     return numbers | {name: getattr(table, name) for name in ("p2p_s", "usable_bytes", "tail_s")}
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("runtime", ["megatron", "torchtitan", "torch-eager"])
 def test_an_array_of_shapes_costs_what_its_elements_cost(name: str, runtime: str) -> None:
@@ -103,6 +104,7 @@ def test_take_gives_the_tables_of_some_shapes(name: str, index: Any) -> None:
     np.testing.assert_array_equal(pricing.table(shape).take(index).shape.tp, shape.tp[index])
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputing_more_keeps_less_and_costs_more(name: str, runtime: str) -> None:

@@ -77,6 +77,7 @@ def test_narrow_gradients_are_copied_for_the_optimizer() -> None:
     assert held[4].activations_bytes + held[4].logits_bytes + held[4].workspace_bytes < copied
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(("dtype", "trainer"), IN_DTYPES)
 def test_the_relaxation_is_never_above_the_exact_peak(trainer: str, dtype: str) -> None:
     """With the micro-batches that an order certainly holds, and any transient that the rank certainly needs."""
@@ -100,6 +101,7 @@ def test_the_relaxation_is_never_above_the_exact_peak(trainer: str, dtype: str) 
     assert compared
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(("dtype", "trainer"), IN_DTYPES)
 def test_static_bytes_of_a_part_are_those_it_is_priced_with(trainer: str, dtype: str) -> None:
     """Weights that stay in 16 bits under 8-bit recipes too: the head, the embedding."""

@@ -161,6 +161,7 @@ def small(model: dict[str, Any], layout: dict[str, Any]) -> Plan:
     return plan_of(spec, num_gpus, 1024, 8 * int(sizes["dp"]), **sizes)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer_takes_the_bytes_that_it_is_priced_at(kind: str) -> None:
     result = rehearse(small(*KINDS[kind]), "all")

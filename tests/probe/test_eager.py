@@ -141,6 +141,7 @@ def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return probe
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("options", [(), ("--stage", "all")], ids=["ranks", "stages"])
 @pytest.mark.parametrize("name", PLANS)
 def test_gpus_as_fast_as_eager_torch_is_priced_agree_and_slower_ones_do_not(

@@ -92,6 +92,7 @@ RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_one_process(name: str, make_run: Any) -> None:
     order, options = RUNS[name]

@@ -74,6 +74,7 @@ def test_a_hang_ends_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
     assert "wires.py" in stacks[0].read_text()
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("fault", "phase"), [(faulty.hanging_in_reduction, "gradients"), (faulty.hanging_in_optimizer, "optimizer")]
 )
@@ -124,6 +125,7 @@ def test_a_loss_that_is_no_number_is_a_failed_check(check: bool, make_run: Any) 
     json.dumps(measured.model_dump(mode="json"), allow_nan=False)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("phase", "sick_rank", "expected"),
     [
@@ -216,6 +218,7 @@ def test_no_space_for_the_folder(make_run: Any, monkeypatch: pytest.MonkeyPatch)
         launch(small(make_run))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_tmp: Path) -> None:
     launcher = process_context().Process(target=launch_and_wait.main, args=(small(make_run), own_tmp))

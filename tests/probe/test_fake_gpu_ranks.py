@@ -104,6 +104,7 @@ def test_all_have_their_turn() -> None:
     assert {grid for _, grid in RUNS.values()} == set(GRIDS)
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("schedule", RUNS)
 def test_every_phase_of_a_rank(schedule: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, grid = RUNS[schedule]
@@ -116,6 +117,7 @@ def test_every_phase_of_a_rank(schedule: str, make_run: Any, tmp_path: Path, mon
     assert (rank.memory is not None, rank.clock_error_s is not None) == (True, number > 0)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("order", "kind", "grid"),
     [(("1f1b", 2, 1, 2), "tied", "dp2"), (("dualpipe", 2, 1, 4), "dense", "one")],

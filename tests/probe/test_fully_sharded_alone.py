@@ -41,6 +41,7 @@ def alone(make_run: Any, order: tuple[str, int, int, int], **options: Any) -> tu
     return run, trainer_alone(run, 0, "cpu")
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # nothing is added to it in place
 @pytest.mark.parametrize("name", RUNS)
 def test_gradients_are_this_ranks_part_of_the_whole_models(name: str, make_run: Any) -> None:

@@ -29,6 +29,7 @@ def off(result: ProbeResult) -> set[str]:
     return {comparison.name for comparison in result.comparisons if comparison.agrees is False}
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("seed", [2, 4, 5, 6, 7])  # the quickest
 def test_no_healthy_gpu_disagrees(seed: int) -> None:
     random = Random(seed)
@@ -57,6 +58,7 @@ SLOW: dict[str, tuple[Plan, set[str]]] = {
 """For each kind of kernels, a plan where it matters, and what is off if it is slow."""
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_gpu_that_is_slow_in_one_kind_of_kernels_is_noticed(kind: str) -> None:
     plan, names = SLOW[kind]

@@ -66,6 +66,7 @@ def written(run: ProbeRun, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("gpu", [MI300X, H200], ids=["rocm", "cuda"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_stage_alone(
@@ -85,6 +86,7 @@ def test_a_stage_alone(
     assert ("scaled_dot_product_attention" in ran) == (not by_itself or model == "windows")
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("model", ["dense", "mixture", "latent"])
 def test_a_rank_among_others(model: str, make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every phase from the handshake on, with tensor, expert, data and pipeline parallelism over RCCL."""

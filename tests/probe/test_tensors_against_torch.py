@@ -42,6 +42,7 @@ class SizesAlive(BytesAlive):
         super()._see_peak(name, moment_bytes)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("model", "sizes", "stage"),
     [

@@ -74,6 +74,7 @@ def test_the_fit_recovers_the_numbers_that_made_a_table(name: str, unfitted: Har
     assert [found[path] for path in ours] == pytest.approx([truth[path] for path in ours], rel=0.02)
 
 
+@pytest.mark.thorough(0)
 def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
     problem = gemm_problem(GPU)
     seen = log_errors(problem, unfitted, fit(problem, unfitted))
@@ -83,6 +84,7 @@ def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
     assert Residuals.of(unseen[long]).median < Residuals.of(seen[long]).median + 0.5, "few numbers do not overfit"
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("gpu", "count", "median"), [("a100-pcie", 183, 2.0), ("b200", 514, 3.0)])
 def test_products_that_others_timed_hold_on_shapes_left_out(gpu: str, count: int, median: float) -> None:
     problem = gemm_problem(gpu)
@@ -129,6 +131,7 @@ def test_stages_on_h200_are_within_a_few_percent(steps: FitProblem, shipped: Har
         assert (of.num_rows, of.median < median, of.worst < worst) == (14, True, True), (label, of)
 
 
+@pytest.mark.thorough(0)
 def test_stages_of_a_model_left_out_are_within_a_few_percent(steps: FitProblem, shipped: HardwareSpec) -> None:
     assert steps.labels is not None
     errors = left_out(steps, shipped)

@@ -165,6 +165,7 @@ def test_amds_gpus_find_their_data_sheet(
     assert (None if found is None else found.name) == expected
 
 
+@pytest.mark.thorough(0)
 def test_a_profile_made_on_rocm_is_of_its_gpu_and_links(h200: Record) -> None:
     record = no_record(
         name="AMD Instinct MI300X", architecture="cdna3", memory_gib=191.98, num_sms=304, num_devices=8,
@@ -233,6 +234,7 @@ def test_links_without_a_switch_give_back_their_share_of_what_joins_so_few() -> 
     assert (found.gb_per_s, found.efficiency_fraction) == (420.0, pytest.approx(0.7, rel=1e-6))
 
 
+@pytest.mark.thorough(0)
 def test_several_gpus_have_their_links_in_the_profile(h200: Record) -> None:
     both = no_record(num_devices=8)
     both.measured.tables.update(h200.measured.tables)

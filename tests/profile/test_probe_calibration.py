@@ -152,6 +152,7 @@ def errors(rows: list[dict[str, str]], cluster: ClusterSpec) -> list[float]:
     return found
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("model", ["llama3-8b", "llama2-13b", "gpt3-175b"])
 def test_measured_stages_of_one_model_mend_a_wrong_profile_for_the_others(model: str) -> None:
     table = read_table("h200", "stages")
@@ -366,6 +367,7 @@ def test_links_are_doubted_too(efficiency: float, spread: float, verdict: str, r
     assert after == (pytest.approx(efficiency) if verdict == "corrected" else own)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("factor", "reason"), [(2.0, "more than the link has"), (1.35, "")])
 def test_a_link_faster_than_its_data_sheet_is_another_link_unless_its_switch_sums(factor: float, reason: str) -> None:
     plan = make_plan(tp=8, pp=1, dp=1)

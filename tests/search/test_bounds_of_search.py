@@ -187,6 +187,7 @@ def num_held(
     return replayed
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("design", "first"),
     [(None, 0), (None, 10), (None, 20), (MIXED, 0), (MIXED, 10)],
@@ -210,6 +211,7 @@ def test_no_bound_is_above_a_first_chunk_that_is_shorter(seed: int, design: dict
 
 
 # bridge is megatron but for a kernel of the loss
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("trainer", [name for name in RUNTIMES if name != "bridge"])
 def test_no_bound_is_above_any_replay_whatever_the_trainer(trainer: str) -> None:
     """Each trainer prices transfers, shards and kernels in its own way, and the bounds must follow."""
@@ -220,6 +222,7 @@ def test_no_bound_is_above_any_replay_whatever_the_trainer(trainer: str) -> None
     assert replayed > 4
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("design", "first"), [(None, 0), (None, 10), (MIXED, 0)], ids=["any model-0", "any model-10", "three kinds-0"]
 )
@@ -244,6 +247,7 @@ def test_the_program_finds_what_fits_and_is_never_above_it(design: dict[str, Any
     assert compared > 10
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("runtime", ["megatron", "torchtitan", "torch-eager"])
 @pytest.mark.parametrize("network_gb_per_s", [1.0, 50.0])
 def test_on_one_rank_the_program_is_the_replay(runtime: str, network_gb_per_s: float) -> None:

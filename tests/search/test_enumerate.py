@@ -34,6 +34,7 @@ def test_divisors(number: int, most: int) -> None:
     assert divisors(number, most) == [d for d in range(1, number + 1) if number % d == 0 and d <= most]
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("num_gpus", [1, 6, 8, 11])
 @pytest.mark.parametrize("model", [toy_model(5), toy_model(6, moe=MOE)], ids=["dense", "experts"])
 @pytest.mark.parametrize("runtime", RUNTIMES)

@@ -142,6 +142,7 @@ def small(name: str, **cluster: float) -> Problem:
     return toy_problem(**limits)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_joint_program_is_the_same_optimum(name: str) -> None:
     """With free transfers the rows meet the replay, so that both have the very same optimum."""
@@ -155,6 +156,7 @@ def test_the_joint_program_is_the_same_optimum(name: str) -> None:
     assert answer.search.lower_bound_s <= joint.optimum_s * (1 + 1e-6)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_with_real_transfers_it_lies_between_bound_and_replay(name: str) -> None:
     problem = small(name)

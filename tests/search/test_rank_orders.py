@@ -42,6 +42,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_the_search_is_as_fast_as_all_layouts_under_both_orders(seed: int) -> None:
     rng = random.Random(f"orders {seed}")

@@ -40,6 +40,7 @@ def factors_of(plan: Plan, **slow: float) -> list[float]:
     return [slow.get(f"stage{stage}", 1.0) for stage in range(plan.parallelism.pp)]
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_split_of_a_small_model_is_faster(seed: int) -> None:
     rng = random.Random(seed)

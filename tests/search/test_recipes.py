@@ -51,6 +51,7 @@ def _thawed(value: Any) -> Any:
     return dict(value) if isinstance(value, frozenset) else value
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("tps", [(1,), (2,)])
 def test_no_bundle_has_a_faster_layout(tps: tuple[int, ...]) -> None:
     """Every layout is replayed under every bundle that the search starts from."""

@@ -44,6 +44,7 @@ EXHAUSTIVE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", EXHAUSTIVE)
 def test_nothing_that_fits_is_faster(name: str) -> None:
     """Every shape, schedule, recompute count and split is replayed."""
@@ -116,6 +117,7 @@ def check_plan(answer: Plan, limits: SearchLimits) -> None:
     assert answer.search.gap >= 0
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("name", model_names())
 def test_every_shipped_model_gets_a_plan_with_all_its_layers(name: str) -> None:
     model = load_model(name)
@@ -131,6 +133,7 @@ def test_every_shipped_model_gets_a_plan_with_all_its_layers(name: str) -> None:
     check_plan(plan(model, cluster, training, limits=limits), limits)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("num_layers", [61, 126])
 @pytest.mark.parametrize("pp", [1, 5, 8, 24])
 def test_any_number_of_layers_is_split_over_any_number_of_stages(num_layers: int, pp: int) -> None:
@@ -141,6 +144,7 @@ def test_any_number_of_layers_is_split_over_any_number_of_stages(num_layers: int
     check_layout(answer.best, model, answer.cluster, training)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("num_gpus", [384, 1536, 2040, 16380])
 def test_gpu_counts_of_no_power_of_two_and_spare_ranks(num_gpus: int) -> None:
     model, training = load_model("8b"), TrainingSpec(seq_length=8192, global_batch_size=2048)
@@ -160,6 +164,7 @@ def test_ranks_that_no_batch_can_use_stay_spare() -> None:
     check_plan(answer, problem.limits)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("runtime", "memory_gib", "network_gb_per_s"),
     [("megatron", 2.0, 50.0), ("torchtitan", 6.0, 5.0), ("torch-eager", 2.0, 50.0)],
@@ -224,6 +229,7 @@ PINS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("pins", PINS, ids=str)
 def test_pinned_axes_are_honoured(pins: dict[str, Any]) -> None:
     model = toy_model(6, moe=MOE) if "ep" in pins else toy_model(6)

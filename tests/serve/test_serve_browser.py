@@ -57,6 +57,7 @@ def change(page: Any, name: str, value: str) -> str:
     return settled(page)
 
 
+@pytest.mark.thorough(2)
 def test_controls_change_the_plan_the_memory_and_the_timeline(page: Any) -> None:
     def drawn() -> list[str]:
         return page.eval_on_selector_all("svg.plot", "plots => plots.map(plot => plot.outerHTML)")
@@ -72,6 +73,7 @@ def test_controls_change_the_plan_the_memory_and_the_timeline(page: Any) -> None
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.thorough(2)
 def test_what_does_not_fit_is_mended_by_a_click(page: Any) -> None:
     change(page, "global_batch_size", "3")
     assert change(page, "memory_headroom", "79").startswith("Nothing fits")
@@ -84,6 +86,7 @@ def test_what_does_not_fit_is_mended_by_a_click(page: Any) -> None:
     assert page.locator("#answer .figures").count() == 1
 
 
+@pytest.mark.thorough(2)
 def test_a_wrong_value_is_marked_and_said(page: Any) -> None:
     assert "--gpus: 'many' is not a whole number" in change(page, "gpus", "many")
     assert page.get_attribute("[name=gpus]", "aria-invalid") == "true"
@@ -91,6 +94,7 @@ def test_a_wrong_value_is_marked_and_said(page: Any) -> None:
     assert page.get_attribute("[name=gpus]", "aria-invalid") is None
 
 
+@pytest.mark.thorough(2)
 def test_the_command_is_copied_and_an_alternative_looked_at(page: Any) -> None:
     page.click("button[data-copy]")
     page.wait_for_selector("#status:has-text('Copied the command line')")
@@ -102,6 +106,7 @@ def test_the_command_is_copied_and_an_alternative_looked_at(page: Any) -> None:
     assert "alternative=1" in page.url
 
 
+@pytest.mark.thorough(2)
 def test_files_are_downloaded(page: Any) -> None:
     with page.expect_download() as caught:
         page.click("text=plan.json")
@@ -111,6 +116,7 @@ def test_files_are_downloaded(page: Any) -> None:
     assert caught.value.suggested_filename.endswith(".zip")
 
 
+@pytest.mark.thorough(2)
 def test_the_keyboard_reaches_everything(page: Any) -> None:
     page.evaluate("() => document.activeElement.blur()")
     page.keyboard.press("Tab")
@@ -141,6 +147,7 @@ def test_a_screen_reader_finds_names_and_news(page: Any) -> None:
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_stand_out_from_what_is_behind_them(page: Any, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)

@@ -31,6 +31,7 @@ def exposed_s(exchanges: tuple[PassExchange, ...], group: str) -> float:
     return sum(exchange.exposed_s for exchange in exchanges if exchange.group == group)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(("model", "num_gpus", "trainer", "dtype", "sizes"), EXCHANGING)
 def test_they_add_up_to_the_prices_of_every_stage(
     model: str, num_gpus: int, trainer: str, dtype: str, sizes: dict[str, Any]

@@ -47,6 +47,7 @@ def explored(plan: Plan, *stages: int) -> tuple[Candidate, list[MemoryOfStage]]:
     return candidate, [*explore(plan, plan.best, candidate, stages).stages]
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("job", LAYOUTS, ids=lambda job: f"{job[0]} {job[2]} {job[3]}")
 def test_they_add_up_to_the_peak_and_to_the_plans_items(job: Any) -> None:
     plan = plan_of(*job)

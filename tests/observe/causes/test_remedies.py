@@ -36,11 +36,13 @@ def remedies_of(job: str) -> dict[str, Remedy]:
     return {name: remedy for name, remedy in found.items() if remedy is not None and remedy.options}
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(("job", "name"), sorted(HELPED))
 def test_what_is_to_blame_is_found(job: str, name: str) -> None:
     assert name in remedies_of(job)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("job", JOBS)
 def test_options_are_typed_and_give_what_they_promise(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     planned = plan_of_job(job)

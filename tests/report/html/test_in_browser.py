@@ -56,6 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Path:
     return path
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("name", "scheme"), [("405b", "dark"), ("8b", "light")])
 def test_a_phone_shows_it_whole_and_every_text_can_be_read(browser: Any, folder: Path, name: str, scheme: str) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)

@@ -102,6 +102,7 @@ def test_the_shades_of_chunks_differ_and_the_numbers_on_them_are_seen() -> None:
     assert {text.get_color() for text in axes.texts} == {"#ffffff", "#000000"}
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(("ranks", "vpp", "num_microbatches"), [(16, 8, 256), (64, 4, 256), (1, 1, 300)])
 def test_a_drawing_of_any_step_is_small_and_well_formed(ranks: int, vpp: int, num_microbatches: int) -> None:
     name = "interleaved-1f1b" if vpp > 1 else "1f1b"

@@ -25,6 +25,7 @@ def explained(model: str = "8b", num_gpus: int = 16, **limits: Any) -> Explanati
     return explain(load_model(model), cluster, training, limits=SearchLimits(time_limit_s=60.0, **limits))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("pins", "verdict"),
     [

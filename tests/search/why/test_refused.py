@@ -39,6 +39,7 @@ _SINKS = toy_model(6, attention_sinks=True, sliding_window=512)
 _FEW = {"runtime": "torchtitan", "pp": (4,), "training": toy_training(4), "micro_batch_size": (1,)}
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("changes", "hint", "then"),
     [

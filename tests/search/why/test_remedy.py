@@ -202,6 +202,7 @@ def test_a_headroom_in_the_way_is_named_and_giving_it_up_helps() -> None:
     assert solved(filling(**problem, top=1)).fits
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "typed",
     [

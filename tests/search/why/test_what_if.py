@@ -106,6 +106,7 @@ def test_waits_for_the_host_are_told_where_layers_are_small() -> None:
         assert all(line.startswith("-") for line in told)
 
 
+@pytest.mark.thorough(0)
 def test_changes_asked_side_by_side_have_the_outcomes_they_have_alone(
     now: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
