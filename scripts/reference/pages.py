@@ -73,12 +73,13 @@ def _sentence(text: str | None) -> str:
 
 
 def glossary() -> str:
-    """The glossary, which stands in AGENTS.md."""
+    """The glossary: words of the field, and the program's own, which stand in AGENTS.md."""
     table = re.search(r"## Glossary\n\n(.*?)\n\n", (ROOT / "AGENTS.md").read_text(), re.DOTALL)
     assert table is not None
+    field = (Path(__file__).parent / "field_words.md").read_text()
     return (
-        "# Glossary\n\nWords that this program uses for one thing each. The table stands in `AGENTS.md`, for all who"
-        f" work on the code.\n\n{table[1]}\n"
+        f"# Glossary\n\n## Words of the field\n\n{field}\n## Words of this program\n\nThe program uses each of these for one"
+        f" thing. The table stands in `AGENTS.md`, for all who work on the code.\n\n{table[1]}\n"
     )
 
 
