@@ -79,8 +79,8 @@ def glossary() -> str:
     assert table is not None
     field = (Path(__file__).parent / "field_words.md").read_text()
     return (
-        f"# Glossary\n\n## Words of the field\n\n{field}\n## Words of this program\n\nThe program uses each of these for"
-        f" one thing. The table stands in `AGENTS.md`, for all who work on the code.\n\n{table[1]}\n"
+        f"# Glossary\n\n## Words of the field\n\n{field}\n## Words of this program\n\nThe program uses each of these"
+        f" for one thing. The table stands in `AGENTS.md`, for all who work on the code.\n\n{table[1]}\n"
     )
 
 
