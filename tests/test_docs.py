@@ -130,6 +130,10 @@ def test_how_sure_it_is_are_the_figures_that_the_commands_print() -> None:
     ).groups()
     assert f"took {first} longer" in regret
     assert f"over {jobs} jobs; one drawn by chance {chance}." in regret
+    assert f"fastest: {first} on average over {jobs} jobs, where one drawn by chance takes {chance} longer" in words
+    physics = " ".join((ROOT / "docs" / "physics" / "intervals.md").read_text().split())
+    assert f"In {jobs} jobs" in physics
+    assert f"took {first} longer than the fastest, one drawn by chance {chance} (" in physics
     worst = accuracy.partition("\nall  ")[2].split()[5]
     assert f"up to {worst.lstrip('-')}." in unknown
 
@@ -148,6 +152,14 @@ def test_documents_name_files_that_exist() -> None:
         )
         own = [name for name in named if "_my_" not in name]
         assert [name for name in own if not (ROOT / name).exists()] == []
+
+
+def test_every_script_is_listed_once_for_those_who_work_on_the_code() -> None:
+    """Those with a suffix are parts of others."""
+    lines = re.findall(r"^    (scripts/\w+(?:, scripts/\w+)*)", (ROOT / "AGENTS.md").read_text(), re.MULTILINE)
+    listed = [name.removeprefix("scripts/") for line in lines for name in line.split(", ")]
+    files = [path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix]
+    assert sorted(listed) == sorted(files)
 
 
 def test_scripts_stay_small() -> None:

@@ -179,7 +179,7 @@ def _history() -> History:
     if folder is None:
         return History(path="", num_runs=0, trouble="no home folder, and PLANNER_HISTORY names none")
     if folder.exists() and not folder.is_dir():
-        return History(path=str(folder), num_runs=0, trouble="is no folder: nothing is kept")
+        return History(path=str(folder), num_runs=0, trouble="is no folder, so that no runs are kept there")
     try:
         return History(path=str(folder), num_runs=sum(1 for _ in folder.glob(f"{PREFIX}*{SUFFIX}")))
     except OSError as error:

@@ -43,9 +43,12 @@ def says(sweep: Sweep) -> str:
         for name, number in sweep.answers.items()
         if number is not None
     ]
+    num_points, goal = len(sweep.points), _goal(sweep)
     if not told:
-        return f"None of {len(sweep.points)} points fits{_goal(sweep)}."
-    return f"Of {len(sweep.points)} points{_goal(sweep)}, " + "; ".join(told) + "."
+        return f"None of {num_points} points fits{' with a run that' if goal else ''}{goal}."
+    met = sum(map(sweep.goal.is_met, sweep.points))
+    begin = f"The run{goal} at {met} of {num_points} points; " if goal else f"Of {num_points} points, "
+    return begin + "; ".join(told) + "."
 
 
 def _goal(sweep: Sweep) -> str:
@@ -54,7 +57,7 @@ def _goal(sweep: Sweep) -> str:
         terms.append(f"ends within {digits(goal.deadline_days)} days")
     if goal.budget_usd is not None:
         terms.append(f"costs at most ${large(goal.budget_usd)}")
-    return f" whose run {' and '.join(terms)}" if terms else ""
+    return f" {' and '.join(terms)}" if terms else ""
 
 
 def _figures(point: Point) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from reference import schemas
 
+import planner
 from planner import errors
 from planner.cli.app import COMMANDS, _root
 from planner.schedule.orders import SCHEDULES
@@ -73,12 +74,13 @@ def _sentence(text: str | None) -> str:
 
 
 def glossary() -> str:
-    """The glossary, which stands in AGENTS.md."""
+    """The glossary: words of the field, and the program's own, which stand in AGENTS.md."""
     table = re.search(r"## Glossary\n\n(.*?)\n\n", (ROOT / "AGENTS.md").read_text(), re.DOTALL)
     assert table is not None
+    field = (Path(__file__).parent / "field_words.md").read_text()
     return (
-        "# Glossary\n\nWords that this program uses for one thing each. The table stands in `AGENTS.md`, for all who"
-        f" work on the code.\n\n{table[1]}\n"
+        f"# Glossary\n\n## Words of the field\n\n{field}\n## Words of this program\n\nThe program uses each of these"
+        f" for one thing. The table stands in `AGENTS.md`, for all who work on the code.\n\n{table[1]}\n"
     )
 
 
@@ -154,10 +156,43 @@ def _reasons(rules: tuple[Any, ...]) -> str:
     return ", ".join(dict.fromkeys(f"`{rule.reason}`" for rule in rules))
 
 
+def python() -> str:
+    """What `import planner` offers: functions, types and errors, and the descriptions that mkdocstrings puts below."""
+    offered = {name: getattr(planner, name) for name in planner.__all__}
+    types = {name: kind for name, kind in offered.items() if isinstance(kind, type)}
+    wrong = {name: kind for name, kind in types.items() if issubclass(kind, Exception)}
+    groups = {
+        "function": {name: kind for name, kind in offered.items() if name not in types},
+        "type": {name: kind for name, kind in types.items() if name not in wrong},
+        "error": wrong,
+    }
+    lines = [
+        "# Python",
+        "",
+        "What `import planner` offers. A first use:",
+        "",
+        "```python",
+        "from planner import ClusterSpec, TrainingSpec, plan",
+        "",
+        'cluster = ClusterSpec(hardware="h100", num_gpus=64)',
+        'answer = plan("8b", cluster, TrainingSpec(seq_length=8192, global_batch_size=512))',
+        "print(answer.parallelism, answer.step.step_s)",
+        'answer.save("plan.json")',
+        "```",
+        "",
+    ]
+    for title, names in groups.items():
+        lines += [f"| {title} | what it is |", "|---|---|"]
+        lines += [f"| [`{name}`][planner.{name}] | {_sentence(kind.__doc__)} |" for name, kind in names.items()]
+        lines += [""]
+    return "\n".join([*lines, "::: planner", "    options:", '      filters: ["!^_"]', ""])
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands,
     "exit-codes.md": exit_codes,
     "glossary.md": glossary,
+    "python.md": python,
     "schedules.md": schedules,
     "schemas.md": schemas.page,
     "trainers.md": trainers,

@@ -19,7 +19,7 @@ from planner.answer.memory import MemoryAnswer
 from planner.decide.compared import Compared
 from planner.decide.phase_answer import PhaseAnswer, PhasesAnswer
 from planner.decide.point import Point
-from planner.decide.resume.choice import Resume
+from planner.decide.resume.choice import Resume, SpareNodes
 from planner.decide.sweep import Goal
 from planner.doctor.findings import Findings
 from planner.layout.runs import RunSpec
@@ -61,7 +61,9 @@ Hash = _copy("SavedPlan", "A plan, and the hash of what it was made from.", Plan
 SavedRun = _copy("SavedObservation", "What a run shows, beside its prediction.", Observed, digest=Digest)
 SavedFiles = _copy("SavedFiles", "What the files of a run show.", ObservedFiles, digest=Digest)
 SavedProbe = _copy("SavedProbe", "A probe's result.", ProbeResult, digest=Digest)
-Resumed = _copy("ResumedPlan", "A plan for other GPUs, and all ways to go on with them.", Hash, resume=Resume)
+Spares = _copy("SpareNodesSummed", "A number of spare nodes, and what it costs a day.", SpareNodes, gpu_hours=float)
+Ways = _copy("ResumeSummed", "The ways to go on after nodes came or went.", Resume, spares=(list[Spares], []))
+Resumed = _copy("ResumedPlan", "A plan for other GPUs, and all ways to go on with them.", Hash, resume=Ways)
 ErrorText = _type("ErrorText", "A failure in words.", type=str, message=str, hint=str)
 Failed = _type(
     "Failed", "A failure; the exit code says of which kind.", schema_version=(Literal[1], 1), error=ErrorText,

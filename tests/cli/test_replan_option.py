@@ -57,6 +57,9 @@ def test_options_take_the_place_of_the_jobs_own(saved: Path, capsys: pytest.Capt
     more = ["-b", "56", "--spares", "1", "--failures-per-1000-gpu-days", "2", "--tokens", "1T", "--json"]
     assert main(answer(saved, *more)) == 0
     data = json.loads(capsys.readouterr().out)
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the extra test")
+    schema = Path(__file__).parents[2] / "docs" / "schemas" / "resume.json"
+    jsonschema.validate(data, json.loads(schema.read_text()))
     assert data["training"]["global_batch_size"] == 56
     assert data["training"]["operations"]["num_spare_nodes"] == 1
     assert data["run_cost"]["days"] > 0

@@ -80,7 +80,7 @@ def test_software_of_the_past_is_not_exported() -> None:
         (
             RuntimeSpec(name="my-megatron"),
             "names neither its trainer nor its rules",
-            "give trainer, one of automodel, bridge, deepspeed, hf, internevo",
+            "give trainer, one of automodel, bridge, ",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from planner.answer import Interval, Layout
+from planner.answer.quantities import Difference
 from planner.months.failure_kinds import Taken
 from planner.specs.base import Spec
 from planner.trainers.checkpoint import Axis, Checkpoint
@@ -63,8 +64,8 @@ class Choice(Spec):
     """Seconds that a job must run after its return to the old layout for that to pay; null for no shorter step."""
     lost_until_repair_s: float | None = None
     """Seconds of training at the old rate that are lost until the old layout runs again, after the usual repair."""
-    lost_until_repair_s_interval: Interval | None = None
-    """The same for the ends of the repair's interval."""
+    lost_until_repair_s_interval: tuple[Difference, Difference] | None = None
+    """The same for the ends of the repair's interval; below 0 where more is trained than at the old rate."""
     convergence: tuple[str, ...] = ()
     """Changes that what is learned may depend on: batch, order of the data, numerics."""
     execution: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ _MAX_TAGS = 16
 _TELLING = re.compile(rf"[*!]|\S{{{MAX_DIGITS}}}")
 """An alias, a tag or a long word: without one there is nothing to count."""
 _TOO_DEEP = "exceeded maximum nesting depth"
-"""The problem of a thousand brackets to libyaml 0.2.6 (PyYAML 6.0.4), which reads them ahead of the first one's event."""
+"""The problem of a thousand brackets to libyaml 0.2.6 (PyYAML 6.0.4), which reads all before the first event."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
