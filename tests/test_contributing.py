@@ -234,7 +234,6 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 """Something of each kind that is there already, and what its test would have in place of what is to be filled in."""
 
 
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize("kind", NEW["SCAFFOLDS"])
 def test_the_test_that_is_begun_passes_once_it_is_filled_in(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
