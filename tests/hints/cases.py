@@ -70,6 +70,7 @@ CASES = (
     Case("specs/tiers.py", "write {option} {EXAMPLE}", _1B + "--tier pod:64"),
     Case("specs/tiers.py", "mended", _1B + "--tier spine:*:10,pod:64:50"),
     Case("specs/tiers.py", "mended", _1B + "--tier pod:64:50,rack:16:80"),
+    Case("specs/tiers.py", "mended", _1B + "--tier pod:2:50"),
     Case("specs/tiers.py", "inside to the outside", _1B + "--tier pod:64:50,rack:16:80,spine:*:80"),
     Case("trainers/load.py", "nearest(name, RUNTIMES)", _1B + "--runtime megatrn", option="--runtime"),
     Case("trainers/load.py", "known", _1B + "--runtime megatron@0.5", option="--runtime"),
