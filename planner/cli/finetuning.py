@@ -20,7 +20,7 @@ def read_optimizer(asked: JobOptions, runtime: RuntimeSpec) -> Recipe:
     if asked.optimizer is None:
         return {}
     if "," in asked.optimizer:
-        raise SpecError(f"--optimizer: {asked.optimizer[:60]!r} is more than one", "give one, such as --optimizer adamw")
+        raise SpecError(f"--optimizer: {asked.optimizer[:60]!r} is more than one", "--optimizer adamw")
     try:
         stated = stated_switches(f"optimizer={asked.optimizer}", runtime, "--optimizer")
     except SpecError as error:

@@ -14,7 +14,7 @@ LEAST_RATE, MOST_RATE = 1e-9, 1e9
 
 def _in_range(number: float) -> float:
     if not LEAST_RATE <= number <= MOST_RATE:
-        raise PydanticCustomError("rate", "out of range")
+        raise PydanticCustomError("rate", f"is not between {LEAST_RATE:g} and {MOST_RATE:g}")
     return number
 
 

@@ -15,6 +15,7 @@ CASES = (
     Case("cli/batches.py", "--epochs 3", _1B + "--examples 5k --epochs nan"),
     Case("cli/batches.py", "'--example-lengths 400:2048'", _1B + "--batching padded --example-lengths foo"),
     Case("cli/batches.py", "add --example-lengths", _1B + "--batching padded"),
+    Case("cli/finetuning.py", "--optimizer adamw", _1B + "--optimizer adamw,muon"),
     Case("cli/finetuning.py", "--objective dpo has one", _1B + "--reference model"),
     Case("cli/finetuning.py", "add --lora, or --reference", _1B + "--reference adapters --objective dpo"),
     Case("cli/inputs.py", "for example plan --model", "evaluate -m 1b", moves_on=True),
