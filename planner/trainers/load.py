@@ -241,7 +241,9 @@ def _switches(where: str, given: Any) -> Switches:
         check_names(where, "switches", (str(name),), known)
         if not isinstance(values, list):
             listed = f"{name}: [{', '.join(map(written, known[name].values))}]"
-            raise SpecError(f"{where}: switches: {name}: {values!r:.60} is no list", f"write `{listed}`, or some of them")
+            raise SpecError(
+                f"{where}: switches: {name}: {values!r:.60} is no list", f"write `{listed}`, or some of them"
+            )
         for value in values:
             if known[name].fields_of(value) is None:
                 raise SpecError(
