@@ -19,7 +19,13 @@ def read_optimizer(asked: JobOptions, runtime: RuntimeSpec) -> Recipe:
     """The switch that --optimizer pins. SpecError naming the option for one that the trainer does not have."""
     if asked.optimizer is None:
         return {}
-    stated = stated_switches(f"optimizer={asked.optimizer}", runtime, "--optimizer")
+    if "," in asked.optimizer:
+        raise SpecError(f"--optimizer: {asked.optimizer[:60]!r} is more than one", "--optimizer adamw")
+    try:
+        stated = stated_switches(f"optimizer={asked.optimizer}", runtime, "--optimizer")
+    except SpecError as error:
+        error.hint = error.hint.replace("optimizer=", "--optimizer ")
+        raise
     return stated if isinstance(stated, dict) else {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from planner.export.common.config_file import ConfigFile
 from planner.export.common.imported_run import ImportedRun
 from planner.export.folder import configuration_in
 from planner.export.targets import READERS, SOURCES, UNMARKED
-from planner.specs.reading import STDIN
+from planner.specs.reading import STDIN, label
 from planner.specs.reading.text import read_configuration_text
 
 
@@ -30,9 +31,15 @@ def read(path: str | Path, source: str | None = None, recipe: str | None = None)
     of these trainers.
     """
     name = str(path)
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
         name = str(configuration_in(Path(name)))
-    return read_file(ConfigFile(read_configuration_text(name), None if name == STDIN else Path(name), recipe), source)
+    config = ConfigFile(read_configuration_text(name), None if name == STDIN else Path(name), recipe)
+    try:
+        return read_file(config, source)
+    except SpecError as error:
+        if not error.message.startswith((label(name), "--from", "--recipe")):
+            error.message = f"{label(name)}: {error.message}"
+        raise
 
 
 def read_configuration(text: str, source: str | None = None, recipe: str | None = None) -> ImportedRun:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import recipe_of, setting_of, under
 from planner.physics.pricing import Pricing
+from planner.specs.base import LEAST_RATE
 from planner.specs.tiers import tiers_text
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules
@@ -51,14 +52,14 @@ def other_assumptions(pricing: Pricing, beside_switches: bool = False) -> Iterat
         option = f"--moe-imbalance {fuller.moe_imbalance:g}"
         yield Assumption("moe_imbalance", says, option, replace(pricing, training=fuller))
     if len(cluster.tiers) > 1 and cluster.num_gpus > (cluster.tiers[0].num_gpus or 0):
-        rate = cluster.tiers[1].gb_per_s * NETWORK
+        rate = max(cluster.tiers[1].gb_per_s * NETWORK, LEAST_RATE)
         if cluster.network_tiers:
-            rates = [{"gb_per_s": tier.gb_per_s * NETWORK} for tier in cluster.network_tiers]
+            rates = [{"gb_per_s": max(tier.gb_per_s * NETWORK, LEAST_RATE)} for tier in cluster.network_tiers]
             slower_tiers = tuple(t.model_copy(update=r) for t, r in zip(cluster.network_tiers, rates, strict=True))
             slow, option = cluster.changed(network_tiers=slower_tiers), f"--tier {tiers_text(slower_tiers)}"
         else:
             slow, option = cluster.changed(network_gb_per_s=rate), f"--assume network_gb_per_s={rate:g}"
-        says = f"the network between nodes has {rate:g} GB/s a GPU, not {rate / NETWORK:g}"
+        says = f"the network between nodes has {rate:g} GB/s a GPU, not {cluster.tiers[1].gb_per_s:g}"
         yield Assumption("network", says, option, replace(pricing, cluster=slow))
 
 

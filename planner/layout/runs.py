@@ -115,7 +115,8 @@ def evaluate_lines(lines: Iterable[str]) -> Iterator[RunAnswer]:
         where, run_id = f"line {number}", None
         try:
             data = _json_object(line, where)
-            run_id = data.get("id")
+            if isinstance(data.get("id"), str | int):  # NaN and 1e400 are no JSON, and cost the lines after them
+                run_id = data["id"]
             run = parse_run(data, where)
             for name in run.unknown_features:
                 if name not in warned:

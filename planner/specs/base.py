@@ -6,6 +6,17 @@ from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+LEAST_RATE, MOST_RATE = 1e-9, 1e9
+"""Real machines are far inside these limits. Beyond them steps overflow, or are no numbers."""
+
+
+def _in_range(number: float) -> float:
+    if not LEAST_RATE <= number <= MOST_RATE:
+        raise PydanticCustomError("rate", f"is not between {LEAST_RATE:g} and {MOST_RATE:g}")
+    return number
+
 
 # lt and not le: a field that adds its own le would lose it to one given here
 PositiveInt = Annotated[int, Field(gt=0, lt=10**15, strict=True)]
@@ -15,6 +26,14 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 """A share between 0 and 1; names that end in `_fraction` are of this kind."""
+Achieved = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False, strict=True)]
+"""The share of a rate that something reaches. Seconds are divided by it, so that it is never 0."""
+Rate = Annotated[PositiveFloat, AfterValidator(_in_range)]
+"""A rate, a size, a price or a factor of a machine or a trainer, in the unit of its name."""
+Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False, strict=True)]
+"""Seconds, bytes or a count that a machine or a trainer adds to what can be computed."""
+Width = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False, strict=True)]
+"""Half-width of an interval in natural logarithms."""
 
 
 def _printable(text: str) -> str:

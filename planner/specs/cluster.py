@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from planner.specs.base import PositiveFloat, PositiveInt, Spec
+from planner.specs.base import PositiveInt, Rate, Spec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.registry import load_hardware
 
@@ -20,9 +20,9 @@ class ClusterSpec(Spec):
     """The profile; the name, alias or file of one is loaded."""
     num_gpus: PositiveInt = Field(le=10_000_000)
     """GPUs of the cluster."""
-    gpus_per_node: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = Field(default=None, le=10_000_000)
     """GPUs of a node; given none, the profile's. With another number, tiers as wide as a node shrink or grow too."""
-    network_gb_per_s: PositiveFloat | None = None
+    network_gb_per_s: Rate | None = None
     """Network rate per GPU and direction between nodes; given none, the profile's."""
     network_tiers: tuple[LinkTier, ...] = ()
     """The tiers outside NVLink's domain (racks, pods, a spine), innermost first; given none, the profile's."""

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Spec, without
+from planner.specs.base import Achieved, Fraction, Overhead, PositiveInt, Rate, Spec, Width, without
 
 _RETIRED = ("untuned_factor",)
 
-Share = Annotated[float, Field(gt=0, le=1.2, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=1e-6, le=1.2, allow_inf_nan=False)]
 """Achieved share of a data-sheet rate; a boost clock above the nominal one can carry it a little above 1."""
 
 
@@ -29,24 +29,24 @@ class GemmEfficiency(Spec):
     """Share of peak that large products sustain for the weight gradient: dw = dyᵀ·x."""
     wave_fraction: Share = 0.93
     """Share of peak inside one full wave of tiles, before the power limit: what tile and wave quantization divide."""
-    ramp_k: NonNegativeFloat = 180.0
+    ramp_k: Overhead = 180.0
     """Prologue and epilogue of a tile, in steps of the reduction: efficiency k / (k + ramp_k), in bf16."""
-    tile_overhead: NonNegativeFloat = 14.0
+    tile_overhead: Overhead = 14.0
     """Loss of small tiles: a tile of a × b runs at a·b / (a·b + tile_overhead·(a + b)), relative to 128 × 256."""
     memory_fraction: Share = 0.9
     """Share of HBM bandwidth at which thin products stream their operands."""
     accumulate_fraction: Fraction = 0.6
     """Share of the bytes moved to add a product's result to a main gradient that the product's FLOPs do not hide: 0.50
     on A100 and 0.63 on B200 (`scripts/calibrate kernels a100-pcie`, `b200`)."""
-    fp8_factor: PositiveFloat = 1.0
+    fp8_factor: Rate = 1.0
     """Factor on the bf16 fractions for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
-    mx_factor: PositiveFloat = 1.0
+    mx_factor: Rate = 1.0
     """Factor on fp8_factor for mxfp8, where every 32 values have a scale of their own."""
-    fp4_factor: PositiveFloat = 1.0
+    fp4_factor: Rate = 1.0
     """Factor on the bf16 fractions for 4-bit dtypes."""
-    grouped_factor: PositiveFloat = 0.95
+    grouped_factor: Rate = 0.95
     """Factor on the bf16 fractions for grouped products (several experts, or heads, in one launch)."""
-    unaligned_factor: PositiveFloat = 0.1
+    unaligned_factor: Rate = 0.1
     """Factor on the rate of products of heads whose dimension is no multiple of 8 (BLOOM's trials on A100)."""
 
 
@@ -57,21 +57,21 @@ class AttentionEfficiency(Spec):
     """Share of peak that long sequences reach at head dimension 128."""
     backward_fraction: Share = 0.5
     """Share of peak that the backward of long sequences reaches at head dimension 128."""
-    forward_ramp_keys: NonNegativeFloat = 250.0
+    forward_ramp_keys: Overhead = 250.0
     """Masked corners and prologue, in keys a query: efficiency s / (s + ramp_keys)."""
-    backward_ramp_keys: NonNegativeFloat = 450.0
+    backward_ramp_keys: Overhead = 450.0
     """`forward_ramp_keys` of the backward."""
-    tail_fraction: NonNegativeFloat = 0.4
+    tail_fraction: Overhead = 0.4
     """Idle SMs at the end, in rows of 128 queries over all keys: causal rows differ in length."""
-    half_head_dim: NonNegativeFloat = 50.0
+    half_head_dim: Overhead = 50.0
     """The loss to softmax beside the products: efficiency d / (d + half_head_dim)."""
-    wide_factor: PositiveFloat = 0.9
+    wide_factor: Rate = 0.9
     """Factor on the fractions where keys are wider than 128: tiles must shrink."""
-    sink_factor: PositiveFloat = 1.0
+    sink_factor: Rate = 1.0
     """Factor on the fractions where every head has a learned sink (gpt-oss)."""
-    head_dim_multiple: PositiveInt = 64
+    head_dim_multiple: PositiveInt = Field(default=64, le=4096)
     """Head dimensions are padded to a multiple of this."""
-    seconds_factor: PositiveFloat = 1.0
+    seconds_factor: Rate = 1.0
     """Factor on this kernel's seconds alone; 1 unless a probe that ran it asks for more."""
 
     @property
@@ -95,19 +95,19 @@ class Efficiency(Spec):
         forward_fraction=0.36, backward_fraction=0.34, half_head_dim=20.0, head_dim_multiple=32
     )
     """FlashAttention-2; on AMD's GPUs AITER's kernels."""
-    flash1_factor: PositiveFloat = 1.5
+    flash1_factor: Rate = 1.5
     """Seconds of the first FlashAttention (until July 2023) over those of the second: at 512 to 65,536 tokens on A100,
     by MosaicML's tables of MPT. 1.85 on Hopper, whose instructions it does not know."""
     cudnn: AttentionEfficiency | None = None
     """cuDNN's fused attention (FlashAttention-3 is alike), where the GPU has it."""
-    stream_fraction: Fraction = 0.85
+    stream_fraction: Achieved = 0.85
     """Share of HBM bandwidth of a plain copy of large tensors; families not named below run at it."""
-    family_fraction: dict[str, Fraction] = Field(default_factory=dict)
+    family_fraction: dict[str, Achieved] = Field(default_factory=dict)
     """Share of HBM bandwidth of families that reach less: norm, loss, optimizer, accumulate, permute, strided (on
     views), cast."""
-    launch_us: NonNegativeFloat = 3.0
+    launch_us: Overhead = 3.0
     """A kernel's own start and drain when kernels follow each other without gaps."""
-    host_us: NonNegativeFloat = 12.0
+    host_us: Overhead = 12.0
     """Host time to issue one kernel of a layer in eager torch, Python included: small layers are bound by it.
 
     46 µs beside the H200 that was timed, taken for all x86 hosts of its day; 57 beside an A100 (vTrain's 1,440 runs of
@@ -120,15 +120,15 @@ class Efficiency(Spec):
     them."""
     narrow_sustained_fraction: Share = 1.0
     """A further factor on these two for products in 8 and 4 bits."""
-    gemm_factor: PositiveFloat = 1.0
+    gemm_factor: Rate = 1.0
     """Factor on seconds of products; 1 unless whole steps ask for more. Likewise below."""
-    attention_factor: PositiveFloat = 1.0
+    attention_factor: Rate = 1.0
     """Factor on seconds of attention."""
-    stream_factor: PositiveFloat = 1.0
+    stream_factor: Rate = 1.0
     """Factor on seconds of memory-bound kernels."""
-    launch_factor: PositiveFloat = 1.0
+    launch_factor: Rate = 1.0
     """Factor on launch_us."""
-    step_width: PositiveFloat | None = None
+    step_width: Width | None = None
     """Half-width of a dense model's step, in natural logarithms, by the errors that a probe, a run, or the stages
     measured by plan profile left; null where there was none. A profile without a probe or a run is never surer than its
     evidence says."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from planner.specs.base import Fraction, Name, NonNegativeFloat, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Achieved, Fraction, Name, Overhead, PositiveInt, Rate, Spec, Width
 from planner.specs.corrections import Correction
 from planner.specs.efficiency import Efficiency
 from planner.specs.units import GB, GIB, MICRO, TERA
@@ -24,27 +24,27 @@ class LinkTier(Spec):
 
     name: str
     """A short name, such as nvlink or infiniband."""
-    num_gpus: PositiveInt | None = None
+    num_gpus: PositiveInt | None = Field(default=None, le=10**7)
     """GPUs under this tier (an NVLink domain, a pod); null for the outermost."""
-    gb_per_s: PositiveFloat
+    gb_per_s: Rate
     """Per GPU and direction, as the data sheet has it, 10^9 bytes a second."""
-    latency_us: NonNegativeFloat
+    latency_us: Overhead
     """Microseconds that a message of no bytes takes over one link."""
-    efficiency_fraction: Fraction = 0.8
+    efficiency_fraction: Achieved = 0.8
     """Share of gb_per_s that large collectives reach."""
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Uplink contention: bandwidth per GPU is divided by this."""
-    link_gb_per_s: PositiveFloat | None = None
+    link_gb_per_s: Rate | None = None
     """Rate of the link between two GPUs where no switch joins them: among n GPUs each has n − 1 such links."""
     through_host: bool = False
     """GPUs do not reach each other's memory over this tier: drivers give them no peer-to-peer, and bytes pass through
     host memory."""
-    start_us: NonNegativeFloat = 0.0
+    start_us: Overhead = 0.0
     """Microseconds by which a collective that uses this tier is longer than its hops and its bytes, however many."""
     pipelined: bool = False
     """Pieces of a collective cross this tier while others cross the tiers inside it, so that the slowest tier decides;
     without: one tier after the other."""
-    all_to_all_fraction: Fraction = 1.0
+    all_to_all_fraction: Achieved = 1.0
     """Share of the achieved rate that is left to an all-to-all, in which every pair of ranks exchanges at once."""
     source: str = ""
     """Source of the tier's numbers."""
@@ -66,15 +66,15 @@ class LinkTier(Spec):
 class ReservedMemory(Spec):
     """Device memory that no tensor holds: CUDA context, communicator buffers, allocator fragmentation."""
 
-    context_gib: NonNegativeFloat = 1.0
+    context_gib: Overhead = 1.0
     """CUDA context and libraries."""
-    communicator_gib: NonNegativeFloat = 0.3
+    communicator_gib: Overhead = 0.3
     """NCCL buffers, per communicator that spans more than one rank."""
-    expert_peer_gib: NonNegativeFloat = 0.0
+    expert_peer_gib: Overhead = 0.0
     """Buffers for each rank of its node that a rank sends experts' tokens to: pairs have channels of their own."""
     fragmentation_fraction: Fraction = 0.03
     """Share of allocated memory that the allocator holds beside it and nobody can use."""
-    width: NonNegativeFloat = 0.0
+    width: Width = 0.0
     """Half-width that these numbers add to the 80% interval of a rank's memory, in natural logarithms."""
     source: str = ""
     """Source of these numbers."""
@@ -95,13 +95,13 @@ class ReservedMemory(Spec):
 class HostSpec(Spec):
     """The host beside a GPU: the link between them, and the GPU's share of the host's memory bandwidth."""
 
-    link_gb_per_s: PositiveFloat = 64.0
+    link_gb_per_s: Rate = 64.0
     """Per GPU and direction, as the data sheet has it: 64 for PCIe 5.0 x16."""
-    link_efficiency_fraction: Fraction = 0.8
+    link_efficiency_fraction: Achieved = 0.8
     """Share of link_gb_per_s that large copies reach: 50 to 53 GB/s over PCIe 5.0 x16."""
-    memory_gb_per_s: PositiveFloat = 76.8
+    memory_gb_per_s: Rate = 76.8
     """Bandwidth of the host's memory over the number of its GPUs."""
-    memory_gib: PositiveFloat = 256.0
+    memory_gib: Rate = 256.0
     """The host's memory over the number of its GPUs: 256 on DGX H100."""
     is_shared: bool = False
     """GPU and host have one memory: what goes to the host stays where it was, and frees nothing."""
@@ -134,15 +134,15 @@ class HardwareSpec(Spec):
     """The data sheet."""
     architecture: str
     """Silicon generation (volta, turing, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
-    memory_gib: PositiveFloat
+    memory_gib: Rate
     """Total memory as the driver reports it."""
-    hbm_gb_per_s: PositiveFloat
+    hbm_gb_per_s: Rate
     """Memory bandwidth as the data sheet has it, 10^9 bytes a second."""
-    peak_tflops: dict[str, PositiveFloat]
+    peak_tflops: dict[str, Rate]
     """Dense peak per dtype, without sparsity."""
-    num_sms: PositiveInt
+    num_sms: PositiveInt = Field(le=10**6)
     """Streaming multiprocessors (compute units on AMD)."""
-    gpus_per_node: PositiveInt = 8
+    gpus_per_node: PositiveInt = Field(default=8, le=10**7)
     """GPUs of a node."""
     tiers: tuple[LinkTier, ...] = Field(min_length=1)
     """Links, innermost first."""
@@ -154,9 +154,9 @@ class HardwareSpec(Spec):
     """Given none, what a GPU commonly reaches of its data sheet."""
     corrections: tuple[Correction, ...] = ()
     """The numbers above that a probe or a run measured, and what became of each."""
-    usd_per_gpu_hour: PositiveFloat | None = None
+    usd_per_gpu_hour: Rate | None = None
     """Price of one GPU for an hour."""
-    watts_per_gpu: PositiveFloat | None = None
+    watts_per_gpu: Rate | None = None
     """Facility power per GPU, CPUs and network included."""
     price_source: str = ""
     """Source of price and power."""

@@ -32,7 +32,7 @@ def parse_tiers(text: str, hardware: HardwareSpec, option: str = "--tier") -> tu
             )
         if (match["gpus"] == _ALL) != (place == len(parts)):
             says = "joins all GPUs and comes last" if match["gpus"] == _ALL else "is the last and must join all GPUs"
-            inner = [other for other in parts if f":{_ALL}:" not in other]
+            inner = [other for other in parts if _num_gpus(other) > (hardware.tiers[0].num_gpus or 0)]
             mended = [*sorted(inner, key=_num_gpus), f"spine:{_ALL}:{match['rate']}"]
             raise SpecError(f"{option}: {part[:60]!r} {says}", f"write {option} {','.join(mended)[:200]}")
         shared = float(match["shared"] or 1)

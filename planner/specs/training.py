@@ -29,7 +29,7 @@ class DocumentLength(Spec):
 
     length: PositiveInt = Field(le=2**31)
     """Tokens of a document."""
-    share: PositiveFloat
+    share: PositiveFloat = Field(le=1e18)
     """Share of the documents that are so long; shares may add up to any number."""
 
 
@@ -42,7 +42,7 @@ class TrainingSpec(Spec):
     """Sequences per optimizer step."""
     dtype: Dtype = "bf16"
     """Dtype of products; everything else stays in 16 bits."""
-    tokens: PositiveFloat | None = None
+    tokens: PositiveFloat | None = Field(default=None, le=1e18)
     """Tokens of the whole training run, for days and cost."""
     moe_imbalance: PositiveFloat = Field(default=1.0, ge=1.0, le=100.0)
     """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
@@ -234,7 +234,7 @@ class SearchLimits(Spec):
     """A shape is cut when its bound is within this fraction of the incumbent."""
     oom_risk: PositiveFloat = Field(default=0.1, lt=1.0)
     """Largest probability of running out of memory that a layout may have."""
-    memory_headroom_gib: NonNegativeFloat | None = None
+    memory_headroom_gib: NonNegativeFloat | None = Field(default=None, le=1e6)
     """GPU memory to leave free on every rank, in place of the rule of `oom_risk`; null: the rule holds."""
 
 

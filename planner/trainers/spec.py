@@ -12,13 +12,15 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from planner.specs.base import (
+    Achieved,
     Fraction,
     Name,
-    NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
+    Overhead,
     PositiveInt,
+    Rate,
     Spec,
+    Width,
     without,
 )
 from planner.specs.finetuning.adapters import AdapterSpec
@@ -100,7 +102,7 @@ class RuntimeSpec(Spec):
     """Under an 8- or 4-bit recipe the head is of its dtype too."""
     fused_permute: bool = True
     """Without: routing keeps its int64 indices, and weighting the expert rows is a product that keeps both factors."""
-    permute_factor: PositiveFloat = 1.0
+    permute_factor: Rate = 1.0
     """Seconds of the permutations of tokens to rows of experts and back over those of fused kernels: above 1 where
     gathers and atomic additions of torch move the rows."""
     weights_expert_outputs: bool = False
@@ -125,10 +127,10 @@ class RuntimeSpec(Spec):
     included: no logits of a whole micro-batch (Liger's fused linear cross-entropy)."""
     fused_grad_accumulation: bool = True
     """The weight-gradient GEMM adds into the fp32 main gradient itself."""
-    rocm_product_factor: PositiveFloat = 1.0
+    rocm_product_factor: Rate = 1.0
     """Seconds of 16-bit products on AMD's GPUs over those of kernels tuned for their shapes: what this generation of
     software loses that takes what hipBLASLt proposes."""
-    rocm_narrow_factor: PositiveFloat = 1.0
+    rocm_narrow_factor: Rate = 1.0
     """`rocm_product_factor` in 8 and 4 bits."""
     fused_bias_gradients: bool = True
     """Products give bias gradients along (Transformer Engine); without: each is a sum that reads the output's gradient
@@ -156,14 +158,14 @@ class RuntimeSpec(Spec):
     """Tensor-parallel ranks cast what they gather before they send it; without (torchao's scales of rows): after."""
     casts_weights: bool = False
     """Weights are cast to 8 bits in every pass, since ZeRO-3 gathers them anew; without: once a step."""
-    narrow_factor: PositiveFloat = 1.0
+    narrow_factor: Rate = 1.0
     """Seconds of 8- and 4-bit products over those of Transformer Engine's kernels."""
     # bytes per parameter
     weight_bytes: PositiveInt = 2
     """Bytes per parameter of the weights; 4 where the sharded weights are the fp32 masters themselves (FSDP2)."""
-    frozen_weight_bytes: PositiveFloat = 2.0
+    frozen_weight_bytes: Rate = 2.0
     """Bytes per frozen weight of a linear layer (`for_adapters`)."""
-    frozen_wide_bytes: PositiveFloat = 2.0
+    frozen_wide_bytes: Rate = 2.0
     """Bytes per frozen weight of all others: embedding, head, norms, routers."""
     adapters_in_fp32: bool = False
     """Adapters, their gradients and their moments are in fp32 (peft); without: as this trainer keeps other weights."""
@@ -212,7 +214,7 @@ class RuntimeSpec(Spec):
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offloads_masters: bool = False
     """fp32 masters leave the GPU with the states (ZeRO-Offload); without: the GPU keeps them."""
-    host_adam_bytes: PositiveFloat = 80.0
+    host_adam_bytes: Rate = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
     plain_forwards: NonNegativeInt = 0
@@ -251,18 +253,18 @@ class RuntimeSpec(Spec):
     """The numbers that balance the load of experts without a gradient (DeepSeek-V3) are buffers and no parameters."""
     splits_mtp_projection: bool = True
     """The projection before a multi-token-prediction block is split over tp; without: every rank has all of it."""
-    reserved_gib: NonNegativeFloat = 0.0
+    reserved_gib: Overhead = 0.0
     """Device memory that this trainer takes beyond the tensors named here, whatever the layout, and others do not.
 
     Megatron-DeepSpeed: flat buckets to reduce and to gather (5·10⁸ elements each), the gradients laid out anew for the
     step, communicators for pairs of stages, blocks kept by an allocator that could not yet grow them."""
-    memory_width: NonNegativeFloat = 0.0
+    memory_width: Width = 0.0
     """Half-width that this trainer adds to the 80% interval of a rank's memory, in natural logarithms; 0 where what its
     allocator takes beside counted tensors has been found to be as in Megatron."""
-    step_width: NonNegativeFloat = 0.0
+    step_width: Width = 0.0
     """Half-width that this trainer adds to the 80% interval of a step, in natural logarithms; 0 where published runs
     lie in their intervals without it."""
-    head_backward_factor: PositiveFloat = 1.0
+    head_backward_factor: Rate = 1.0
     """Seconds of the head's two gradient products over those of others of their size. Below 1 where weights are
     untrained and data made up: presumably the loss's gradient is then so nearly one value that its products take less
     power, and clocks stay up."""
@@ -305,7 +307,7 @@ class RuntimeSpec(Spec):
     default (--moe-flex-dispatcher-num-sms)."""
     hybridep_sms: NonNegativeInt = 16
     """`deepep_sms` of HybridEP."""
-    ep_row_bytes: NonNegativeFloat = 0.0
+    ep_row_bytes: Overhead = 0.0
     """A token's activation that is shorter than this takes as long as one of this length on the innermost links: rows
     are handed to the experts' ranks one by one."""
     gradient_overlap_fraction: Fraction = 0.9
@@ -324,7 +326,7 @@ class RuntimeSpec(Spec):
     take SMs and memory bandwidth from those that they run beside. Fitted (trainers/data/shared/nccl.yaml)."""
     fsdp_overlap_fraction: Fraction = 0.9
     """Share of a micro-batch's compute that ZeRO-3's gathers and reductions can hide behind. A first guess."""
-    fsdp_rate_fraction: Fraction = 1.0
+    fsdp_rate_fraction: Achieved = 1.0
     """Share of the links' rate that ZeRO-3's exchanges reach; below 1 where they go one parameter at a time."""
     has_torch_stages: bool = False
     """torch.distributed.pipelining runs the pipeline: every micro-batch of a step has its own receive buffers, and
@@ -380,31 +382,31 @@ class RuntimeSpec(Spec):
     # host
     blocking_launches: bool = False
     """Every kernel waits for the one before (CUDA_LAUNCH_BLOCKING=1): host time adds to GPU time."""
-    collective_sync_us: NonNegativeFloat = 0.0
+    collective_sync_us: Overhead = 0.0
     """Microseconds that ranks wait for the last one in an exchange of a layer, per doubling of the group; half as long
     in a CUDA graph. Kernels that send tokens and wait for each rank by itself (DeepEP, HybridEP) do not."""
     tp_jitter_fraction: Fraction = 0.0
     """Share of its compute by which the slowest rank of a tensor-parallel group keeps the others waiting, per doubling
     of the group."""
-    host_factor: NonNegativeFloat = 1.0
+    host_factor: Overhead = 1.0
     """Host seconds of a kernel over the profile's host_us: above 1 by what this trainer's Python adds around it, below
     1 where one call issues several."""
-    moe_kernels: NonNegativeFloat = 0.0
+    moe_kernels: Overhead = 0.0
     """Host time of a mixture-of-experts layer, forward and again backward, routing and exchanges included, counted in
     kernels of an eager layer. It shows unless the GPU takes longer or a CUDA graph replays the whole iteration."""
-    expert_kernels: NonNegativeFloat = 0.0
+    expert_kernels: Overhead = 0.0
     """Host time for each expert of the rank, whose products and casts are launched one by one; counted likewise."""
     awaits_token_counts: bool = True
     """The host waits for the numbers of tokens that experts get, and cannot run ahead of the GPU."""
-    moe_host_factor: NonNegativeFloat = 1.0
+    moe_host_factor: Overhead = 1.0
     """Factor on moe_kernels: below 1 where no counts are awaited."""
     graphed_attention_fraction: Fraction = 0.0
     """Share of moe_kernels that is gone where CUDA graphs replay attention (`graphed_modules`: attn)."""
     graphed_routing_fraction: Fraction = 0.0
     """Share of moe_kernels that is gone where they replay routing (moe_router, with moe_preprocess)."""
-    narrow_host_factor: NonNegativeFloat = 1.0
+    narrow_host_factor: Overhead = 1.0
     """Factor on moe_kernels and expert_kernels in 8 or 4 bits: Transformer Engine's modules issue the casts as well."""
-    ep_overlap_host_factor: NonNegativeFloat = 1.0
+    ep_overlap_host_factor: Overhead = 1.0
     """Factor on both where exchanges hide behind another micro-batch's products: the layer runs in pieces, each with an
     autograd of its own. CUDA graphs of some of them take that back (Megatron-LM, pull request 2168)."""
     sends_tokens_once: bool = False
@@ -412,14 +414,14 @@ class RuntimeSpec(Spec):
     (DeepEP, HybridEP)."""
     visits_experts_in_rows: bool = False
     """A benchmark's gate sends each token to experts that stand in a row, so that it visits one or two ranks."""
-    exchange_kernels: NonNegativeFloat = 0.0
+    exchange_kernels: Overhead = 0.0
     """Host time to start an exchange of tensor- or context-parallel ranks, counted in kernels of an eager layer."""
-    tensor_kernels: NonNegativeFloat = 0.0
+    tensor_kernels: Overhead = 0.0
     """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
     gradients and back, zeroes. None where a CUDA graph replays the whole step."""
-    microbatch_overhead_s: NonNegativeFloat = 0.0
+    microbatch_overhead_s: Overhead = 0.0
     """Host time per micro-batch and stage that no kernel hides."""
-    step_overhead_s: NonNegativeFloat = 0.0
+    step_overhead_s: Overhead = 0.0
     """Host time per optimizer step: data, logging, gradient norm on the host."""
 
     @model_validator(mode="before")

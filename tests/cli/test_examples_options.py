@@ -90,6 +90,7 @@ def test_an_optimizer_is_the_switch_of_that_name() -> None:
     ("options", "says"),
     [
         ({"optimizer": "muon"}, "--optimizer: hf has no optimizer=muon"),
+        ({"optimizer": "sgd,cuda_graph=none"}, "--optimizer: 'sgd,cuda_graph=none' is more than one"),
         ({"optimizer": "sgd", "switch": "optimizer=sgd"}, "--switch and --optimizer: optimizer: given twice"),
         ({"optimizer": "sgd", "switch": "default"}, "--switch default and --optimizer"),
     ],

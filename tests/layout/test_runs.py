@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -101,6 +102,8 @@ def test_the_dp_to_give_is_the_largest_that_batch_and_experts_allow(
         ("[1]", "line 1: holds a list, not an object"),
         ('{"id": 1, "id": 2}', "line 1: id: given twice"),
         ('{"id": 7, "run": {}}', "line 1: id: 7 is an integer, expected text"),
+        ('{"id": NaN, "run": {}}', "line 1: id: nan is a number, expected text"),
+        ('{"id": [1e400], "run": {}}', "line 1: id: [inf] is a list, expected text"),
         ('{"id": "x"}', "line 1: run: is missing"),
         ('{"id": "x", "run": 3}', "line 1: run: 3"),
         ('{"id": "x", "run": {"hardwear": "h100"}}', "line 1: run: hardwear: unknown key"),
@@ -118,6 +121,7 @@ def test_the_dp_to_give_is_the_largest_that_batch_and_experts_allow(
 def test_a_wrong_line_is_an_error_object(line: str, message: str) -> None:
     (answer,) = evaluate_lines([line])
     error = answer.to_json()["error"]
+    json.dumps(answer.to_json(), allow_nan=False)
     assert error["type"] == "SpecError"
     assert error["message"].startswith(message)
     assert error["hint"]

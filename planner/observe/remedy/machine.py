@@ -15,6 +15,7 @@ from planner.observe.observation import Cause, Remedy
 from planner.observe.remedy.running import running
 from planner.observe.remedy.written import settings_about
 from planner.search.rebalance import rebalance
+from planner.specs.base import LEAST_RATE
 
 _RANK = re.compile(r"\b(rank|stage) (\d+)")
 _NOT_FILES = ("the options", "the log's arguments")
@@ -104,7 +105,7 @@ def _network_rate(now: Candidate, cause: Cause) -> float | None:
     pricing, full = now.pricing, now.pricing.cluster.tiers[-1].gb_per_s
 
     def longer_s(factor: float) -> float:
-        slow = pricing.cluster.changed(network_gb_per_s=full / factor)
+        slow = pricing.cluster.changed(network_gb_per_s=max(full / factor, LEAST_RATE))
         return now.priced_as(replace(pricing, cluster=slow)).step_s - now.step_s
 
     factor = None if cause.seconds is None else _solved(longer_s, cause.seconds, MOST_FACTOR)
