@@ -113,6 +113,6 @@ def _lines(file: BinaryIO, path: str) -> Iterator[str]:
         while line := file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES or b"\0" in line:
                 raise SpecError(f"--runs: {path}: is not a file of JSON lines", "write one JSON object a line")
-            yield line.decode(errors="replace")
+            yield line.decode(errors="replace").removeprefix("\ufeff")
     except OSError as error:
         raise SpecError(f"--runs: {path}: {error.strerror}", "name a file of JSON lines, or - for stdin") from None

@@ -304,9 +304,11 @@ def _batch_near(what: str, text: str, num_tokens: int, seq_length: int, num_gpus
     batch = max((choice for choice in choices if choice), key=lambda size: gcd(size, num_gpus), default=None)
     if batch is None:
         sequences = num_tokens // seq_length
-        near = " or ".join(f"--global-batch-size {n}" for n in (sequences, sequences + 1) if n)
+        sizes = (sequences, sequences + 1) if sequences >= num_gpus else (num_gpus,)
+        is_option = what.startswith("--")
+        near = (f"{what} {size * seq_length}" if is_option else f"--global-batch-size {size}" for size in sizes)
         message = f"{what}: {num_tokens:,} tokens are no whole number of sequences of {seq_length:,}"
-        raise SpecError(message, near)
+        raise SpecError(message, " or ".join(near))
     if batch * seq_length != num_tokens:
         taken = f"{batch * seq_length:,}, {batch:,} sequences"
         _log.info("%s: %s is taken as %s: near it, and good for %s GPUs", what, text, taken, f"{num_gpus:,}")

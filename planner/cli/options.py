@@ -6,6 +6,7 @@ No option has a default here: a command must be able to tell what was given from
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -37,8 +38,17 @@ complete_hardware = starting_with(_with_aliases(hardware_names))
 
 
 def text(panel: str, names: str, metavar: str | None, what: str, **more: Any) -> Any:
-    """An option that takes text, or a flag where `metavar` is None."""
+    """An option that takes text that is not empty, or a flag where `metavar` is None."""
+    if metavar is not None and "parser" not in more:
+        more["parser"] = partial(_not_empty, names.split()[0])
     return typer.Option(*names.split(), metavar=metavar, help=what, show_default=False, rich_help_panel=panel, **more)
+
+
+def _not_empty(name: str, word: str) -> str:
+    """An empty word is a variable of a script that was never set, and means no default."""
+    if not word:
+        raise SpecError(f"{name}: is empty", f"give it a value, or leave {name} out")
+    return word
 
 
 def number(panel: str, names: str, what: str, metavar: str = "N", convert: Callable[[str], Any] = int) -> Any:

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from planner.specs.base import Achieved, Fraction, Overhead, PositiveInt, Rate, Spec, Width, without
 
 _RETIRED = ("untuned_factor",)
 
+SLOW_FAMILIES = ("norm", "loss", "optimizer", "accumulate", "permute", "strided", "cast")
+"""Memory-bound kernels that may reach less than a plain copy; strided ones are on views."""
+
+
+def _slow_family(name: str) -> str:
+    if name not in SLOW_FAMILIES:
+        raise PydanticCustomError("family", f"is none of {', '.join(SLOW_FAMILIES)}")
+    return name
+
+
+SlowFamily = Annotated[str, AfterValidator(_slow_family)]
 Share = Annotated[float, Field(ge=1e-6, le=1.2, allow_inf_nan=False)]
 """Achieved share of a data-sheet rate; a boost clock above the nominal one can carry it a little above 1."""
 
@@ -102,9 +114,8 @@ class Efficiency(Spec):
     """cuDNN's fused attention (FlashAttention-3 is alike), where the GPU has it."""
     stream_fraction: Achieved = 0.85
     """Share of HBM bandwidth of a plain copy of large tensors; families not named below run at it."""
-    family_fraction: dict[str, Achieved] = Field(default_factory=dict)
-    """Share of HBM bandwidth of families that reach less: norm, loss, optimizer, accumulate, permute, strided (on
-    views), cast."""
+    family_fraction: dict[SlowFamily, Achieved] = Field(default_factory=dict)
+    """Share of HBM bandwidth of families that reach less."""
     launch_us: Overhead = 3.0
     """A kernel's own start and drain when kernels follow each other without gaps."""
     host_us: Overhead = 12.0

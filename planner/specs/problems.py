@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from planner.errors import SpecError
 from planner.specs.base import LEAST_RATE, MOST_RATE
+from planner.specs.efficiency import SLOW_FAMILIES
 from planner.specs.reading import kind_of, printable
 
 
@@ -121,6 +122,7 @@ _WANTED = {
     "string_too_long": "shorter text",
     "invalid_key": "a key that is text",
     "rate": f"one from {LEAST_RATE:g} to {MOST_RATE:g}",
+    "family": f"one of {', '.join(SLOW_FAMILIES)}",
     "shard_group": "a number of ranks, all or none",
     "count": "a count such as 1048576, 16M or 15T",
     "string_pattern_mismatch": "a name of letters, digits, dots, dashes and underscores",

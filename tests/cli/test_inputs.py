@@ -73,9 +73,10 @@ def test_a_batch_near_that_suits_the_gpus_is_taken_and_said(caplog: pytest.LogCa
 
 
 def test_a_batch_far_from_any_whole_number_of_sequences_is_refused() -> None:
-    error = problem(read_job, batch_tokens="12000")
+    error = problem(read_job, batch_tokens="12000", gpus=1)
     assert error.message == "--batch-tokens: 12,000 tokens are no whole number of sequences of 8,192"
-    assert error.hint == "--global-batch-size 1 or --global-batch-size 2"
+    assert error.hint == "--batch-tokens 8192 or --batch-tokens 16384"
+    assert problem(read_job, batch_tokens="12000", gpus=8).hint == "--batch-tokens 65536"
 
 
 def test_a_model_without_published_training_must_be_told(tmp_path: Path) -> None:

@@ -75,3 +75,9 @@ def test_a_profile_at_the_end_of_a_range_is_priced(path: tuple[str | int, ...], 
 def test_a_network_without_speed_is_refused() -> None:
     with pytest.raises(SpecError, match="network_gb_per_s"):
         checked(ClusterSpec, {"hardware": "h100", "num_gpus": 16, "network_gb_per_s": 1e-300}, "x")
+
+
+def test_a_family_of_kernels_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"family_fraction\.nrom") as refused:
+        checked(HardwareSpec, _with(("efficiency", "family_fraction", "nrom"), 0.5), "x.yaml")
+    assert "norm" in refused.value.hint

@@ -44,6 +44,12 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
     assert load_yaml(written(tmp_path, b"\xef\xbb\xbfname: x\n")) == {"name": "x"}
 
 
+@pytest.mark.parametrize("order", ["le", "be"])
+def test_a_file_in_utf_16_is_read_as_one_in_utf_8(order: str, tmp_path: Path) -> None:
+    """PowerShell's `>` writes it."""
+    assert load_yaml(written(tmp_path, "\ufeffname: é\n".encode(f"utf-16-{order}"))) == {"name": "é"}
+
+
 @pytest.mark.parametrize("text", ["name: x\n", '{"name": "x"}'])
 def test_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))

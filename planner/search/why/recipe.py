@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +16,7 @@ from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.recipes import Recipes, pinned
 from planner.search.search import plan, search
-from planner.search.why.what_if import WORTH_PROCESSES_S, num_processors
+from planner.search.why.side_by_side import side_by_side
 from planner.specs.base import Spec
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
@@ -140,18 +137,7 @@ def _legal(case: Case, name: str, value: Value) -> OtherValue:
 def _planned(case: Case, tried: Sequence[OtherValue], best: Plan, deadline: Deadline) -> Iterator[OtherValue]:
     """Each value with the rest planned again; long searches run side by side if processors are free."""
     assert best.search is not None, "the best layout was searched"
-    workers = min(len(tried), num_processors())
-    ask = partial(_asked, case, best.step.step_s, deadline)
-    if workers > 1 and (best.search.seconds or 0.0) * len(tried) >= WORTH_PROCESSES_S:
-        done = 0
-        context = multiprocessing.get_context("spawn")
-        with suppress(OSError), context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-            for found in pool.imap(ask, tried):
-                yield found
-                done += 1
-        # also where a sandbox allows no semaphores
-        tried = tried[done:]
-    yield from map(ask, tried)
+    return side_by_side(partial(_asked, case, best.step.step_s, deadline), tried, best.search.seconds or 0.0)
 
 
 def _asked(case: Case, now_s: float, deadline: Deadline, asked: OtherValue) -> OtherValue:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,12 +14,11 @@ from planner.layout.replan import reprice, with_microbatches
 from planner.physics.pricing import Pricing
 from planner.search.case import Case
 from planner.search.search import search
+from planner.search.why.side_by_side import side_by_side
 from planner.specs.units import gib
 
 TIME_LIMIT_S = 10.0
 """Most seconds that a search may take if it is not one of the two main searches."""
-WORTH_PROCESSES_S = 3.0
-"""Seconds of all searches together below which they run one after another: a process needs half a second to start."""
 MEMORY, ROOM = 0.05, 0.1
 """Fractions by which memory is changed: for an estimate that is too low, and for a larger GPU."""
 
@@ -74,21 +69,8 @@ def outcome(what_if: WhatIf, now: Plan) -> Outcome:
 
 def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
     """The outcome of each change, in order; long searches run side by side if processors are free."""
-    ask = partial(outcome, now=now)
-    workers = min(len(what_ifs), num_processors())
     assert now.search is not None, "what is asked again was searched"
-    if workers > 1 and (now.search.seconds or 0.0) * len(what_ifs) >= WORTH_PROCESSES_S:
-        # spawned, since whoever shows that this is waited for has threads; Ctrl-C is the parent's, which ends them all
-        context = multiprocessing.get_context("spawn")
-        with suppress(OSError), context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-            return pool.map(ask, what_ifs, chunksize=1)
-    # also where a sandbox allows no semaphores
-    return [ask(what_if) for what_if in what_ifs]
-
-
-def num_processors() -> int:
-    """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return list(side_by_side(partial(outcome, now=now), what_ifs, now.search.seconds or 0.0))
 
 
 def _repriced(now: Plan, what_if: WhatIf) -> tuple[float, float]:

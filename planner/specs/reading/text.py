@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import sys
@@ -66,7 +67,7 @@ def read_configuration_text(path: str | Path) -> str:
         raise SpecError(f"{where}: is no configuration: it is larger than {CONFIGURATION.num_bytes:,} bytes", hint)
     if b"\0" in data:
         raise SpecError(f"{where}: is no configuration: it is a binary file", hint)
-    return data.decode(errors="replace")
+    return data.decode("utf-8-sig", errors="replace")
 
 
 def text_beside(path: Path) -> str | None:
@@ -74,7 +75,7 @@ def text_beside(path: Path) -> str | None:
     try:
         if not path.is_file() or path.stat().st_size > CONFIGURATION.num_bytes:
             return None
-        return path.read_bytes().decode(errors="replace")
+        return _as_utf8(path.read_bytes()).decode("utf-8-sig", errors="replace")
     except (OSError, ValueError):  # the latter of a NUL in the name
         return None
 
@@ -96,7 +97,7 @@ def _read(path: str | Path, max_bytes: int) -> bytes:
     """At most max_bytes + 1 bytes of a file, or of stdin."""
     where = label(path)
     try:
-        return sys.stdin.buffer.read(max_bytes + 1) if str(path) == STDIN else _read_bytes(path, max_bytes)
+        return _as_utf8(sys.stdin.buffer.read(max_bytes + 1) if str(path) == STDIN else _read_bytes(path, max_bytes))
     except FileNotFoundError:
         raise SpecError(f"{where}: no such file", "check the path") from None
     except IsADirectoryError:
@@ -107,6 +108,12 @@ def _read(path: str | Path, max_bytes: int) -> bytes:
         raise SpecError(
             f"{where}: cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
         ) from None
+
+
+def _as_utf8(data: bytes) -> bytes:
+    """The data; those of a text in UTF-16, as PowerShell's `>` writes it, in UTF-8."""
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16", errors="replace").encode() if is_utf16 else data
 
 
 def _read_bytes(path: str | Path, max_bytes: int) -> bytes:

@@ -10,7 +10,7 @@ from planner.answer import Plan
 from planner.layout.evaluate import evaluate
 from planner.search.case import Case
 from planner.search.search import search
-from planner.search.why import what_if
+from planner.search.why import side_by_side
 from planner.search.why.what_if import WhatIf, other_assumptions, other_limits, outcome, outcomes
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -113,7 +113,7 @@ def test_changes_asked_side_by_side_have_the_outcomes_they_have_alone(
     changes = list(other_limits(_case()))[:2]
     alone = outcomes(changes, now)
     assert len(alone) == len(changes) > 1
-    monkeypatch.setattr(what_if, "WORTH_PROCESSES_S", 0.0)
-    monkeypatch.setattr(what_if, "num_processors", lambda: 2)
+    monkeypatch.setattr(side_by_side, "WORTH_PROCESSES_S", 0.0)
+    monkeypatch.setattr(side_by_side, "num_processors", lambda: 2)
     assert outcomes(changes, now) == alone
     assert len({one.kept_s for one in alone}) > 1
