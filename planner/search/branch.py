@@ -154,7 +154,7 @@ class Branch:
         They are judged by replay, and change no proof: that is about equal chunks.
         """
         best = self.best
-        if best is None or not best.pricing.runtime.uneven_chunks or self.deadline.passed:
+        if best is None or not best.pricing.runtime.uneven_chunks or self.deadline.left_s <= 0:
             return
         fastest = sorted(self.candidates.values(), key=lambda candidate: candidate.step_s)[:SHAPES]
         for start in chain(self._level_starts(frontier), self._module_set_starts(frontier, fastest)):
