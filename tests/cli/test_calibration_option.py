@@ -91,6 +91,7 @@ def test_seconds_that_no_such_gpu_can_take_are_refused_with_what_to_check(
     assert "check --hardware, and the clocks, power limit and other processes of NVIDIA H200" in told
 
 
+@pytest.mark.thorough(0)
 def test_the_panel_the_report_and_explain_list_what_was_corrected(
     plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_the_panel_the_report_and_explain_list_what_was_corrected(
     assert "What a probe corrected" in (tmp_path / "p.html").read_text()
 
 
+@pytest.mark.thorough(0)
 def test_seconds_that_factors_do_not_explain_leave_the_profile_and_widen_the_interval(
     plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

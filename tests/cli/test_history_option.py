@@ -119,6 +119,7 @@ def test_without_history_the_plan_is_the_same_to_the_byte(
     assert again.read_bytes() == plan_file.read_bytes(), "an empty folder changes nothing"
 
 
+@pytest.mark.thorough(0)
 def test_a_calibration_that_is_named_wins(run_file: Path, history: Path, tmp_path: Path) -> None:
     alone = planned([*LAYOUT, "--calibration", str(run_file)], tmp_path)
     assert main(["validate", "--add", str(run_file), "-q"]) == 0
@@ -141,6 +142,7 @@ def test_a_run_of_another_trainer_is_doubted_and_not_kept_for_this_one(
     assert "of yours" not in shown.err
 
 
+@pytest.mark.thorough(0)
 def test_a_sweep_takes_it_and_says_so_once(run_file: Path, history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["sweep", "--model", "8b", "--gpus", "8,16", "-s", "8192", "-b", "64", "--dp", "4,8", "--top", "1"]
     sweep += ["--tp", "1", "--pp", "1", "--time-limit", "2"]

@@ -114,6 +114,7 @@ def test_a_plot_on_stdout_is_all_that_is_there(capsys: pytest.CaptureFixture[str
     assert out.endswith("</html>\n")
 
 
+@pytest.mark.thorough(0)
 def test_plans_stand_beside_what_was_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--family", "bloom", "--plans"]) == 0
     out = capsys.readouterr().out

@@ -150,6 +150,7 @@ def test_spare_nodes_that_are_kept_stand_in_too(small: Plan) -> None:
     assert answers[1]["gpu"] == "stands_in"
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("keep", [("tp",), ("tp", "pp"), ("micro_batch_size", "schedule"), ("dp",), ("layers",)])
 def test_kept_axes_are_kept(small: Plan, keep: tuple[str, ...]) -> None:
     resume = replanned(small, 56, *keep).resume

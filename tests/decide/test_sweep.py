@@ -139,6 +139,7 @@ def test_the_fewest_are_those_of_a_linear_scan(
     assert nodes.first_that(goal.is_met, fits_from) == scan
 
 
+@pytest.mark.thorough(0)
 def test_the_fewest_gpus_of_a_real_job_are_those_of_a_linear_scan() -> None:
     one = trial(8, "llama-2-13b", **PINS)
     nodes = Nodes(one, here, 8)

@@ -71,6 +71,7 @@ def test_what_is_chosen_is_exported_and_comes_back_at_its_price(seed: int) -> No
         assert again.step.step_s == pytest.approx(chosen.step.step_s, rel=1e-6)
 
 
+@pytest.mark.thorough(0)
 def test_the_jobs_hold_mixtures_and_consent() -> None:
     """The draw above is worth something: it has mixtures, overlapped exchanges, graphs, and what needs consent."""
     chosen = [answer for answer, _ in map(random_job, JOBS) if answer is not None]

@@ -281,6 +281,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("binds", [True, False])
 @pytest.mark.parametrize(("launcher", "name"), [("torchrun", "launch.sh"), ("slurm", "launch.sbatch")])
 @pytest.mark.parametrize("target", PLANS)

@@ -48,7 +48,7 @@ def parse_stages(layout: str) -> list[str]:
     return expanded(layout).split("|")
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("gpus", SIZES[::2])
 @pytest.mark.parametrize("name", MODELS)
 def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus: int) -> None:

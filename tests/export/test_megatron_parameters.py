@@ -52,6 +52,7 @@ BUILT: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
 """Model, GPUs, layout, and parameters by pipeline rank as core 0.20.0 builds them."""
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("model", "gpus", "layout", "parameters"), BUILT)
 def test_ranks_hold_what_megatron_builds(
     planned: Planned, model: str, gpus: int, layout: dict[str, Any], parameters: tuple[int, ...]

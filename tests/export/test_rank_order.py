@@ -20,6 +20,7 @@ OWN, DP_OUTERMOST = RANK_ORDERS
 OPTION = "--use-tp-pp-dp-mapping"
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("order", RANK_ORDERS)
 @pytest.mark.parametrize("target", ["megatron", "bridge"])
 @pytest.mark.parametrize(

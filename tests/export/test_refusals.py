@@ -17,7 +17,7 @@ TARGETS = {"megatron": "megatron", "torchtitan": "torchtitan", "torch-eager": "t
 ZERO_STAGES = {"megatron": 1, "torchtitan": 3, "torch-eager": 1}
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("runtime", TARGETS)
 def test_what_export_refuses_is_said_with_the_plan(runtime: str, dtype: str) -> None:

@@ -8,7 +8,7 @@ from round_trips import RUNTIME_OF, round_trips
 from planner.export.targets import SOURCES, TRAINERS
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("target", RUNTIME_OF)
 def test_exports_come_back_with_the_same_price(target: str) -> None:
     for trip in round_trips(target, 20):

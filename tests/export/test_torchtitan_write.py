@@ -72,6 +72,7 @@ def call_arguments(source: str, function: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("gpus", SIZES[::2])
 @pytest.mark.parametrize("name", MODELS)
 def test_exported_stages_are_the_planned_ones(planned: Planned, name: str, gpus: int) -> None:

@@ -41,6 +41,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mixer_computes_and_keeps_what_torch_does(name: str, batch: int) -> None:

@@ -35,6 +35,7 @@ def no_group_is_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("pp_rank", [0, 1])
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_left_of_a_rehearsal(name: str, pp_rank: int, make_run: Any) -> None:

@@ -77,6 +77,7 @@ def test_left_out_errors_are_those_of_the_fit_without_the_family() -> None:
     assert np.all(np.abs(errors) > np.abs(fit.log_errors(best)))
 
 
+@pytest.mark.thorough(0)
 def test_nothing_is_fitted_to_what_is_held_out() -> None:
     rows = made_with(1.3)
     held_out = [row.model_copy(update={"family": HELD_OUT[0]}) for row in made_with(1.1)]

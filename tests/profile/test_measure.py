@@ -91,6 +91,7 @@ def test_the_shipped_tables_give_the_shipped_profile(h200: Record) -> None:
     assert found.reserved.context_gib == 0.5
 
 
+@pytest.mark.thorough(0)
 def test_residuals_are_told_table_by_table(h200: Record) -> None:
     residuals = dict(profile_of(h200).residuals)
     assert residuals["gemm forward"].num_rows == 503

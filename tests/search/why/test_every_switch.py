@@ -12,6 +12,7 @@ from planner.search.why.recipe import OtherValue, RecipeTable, other_values, rec
 from planner.trainers.load import switches_of
 from planner.trainers.switches import Value
 
+pytestmark = pytest.mark.thorough(0)  # a search for each value of each switch
 LIMITS = SearchLimits(
     time_limit_s=3600,
     tp=(1,),

@@ -62,6 +62,7 @@ def random_case(seed: int) -> Case:
     return case_of(toy_problem(model, cluster, training, runtime, **limits))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("seed", range(18))
 def test_a_miss_lacks_what_evaluating_it_says(seed: int) -> None:
     case = random_case(seed)
@@ -123,6 +124,7 @@ def test_the_options_can_be_typed(pins: str, capsys: pytest.CaptureFixture[str])
     assert miss.as_data["shortfall_gib"] == miss.shortfall_bytes / GIB
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_shape_misses_by_less(seed: int) -> None:
     rng = random.Random(seed)

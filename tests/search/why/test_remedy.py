@@ -58,6 +58,7 @@ def missing_gib(error: Infeasible) -> float:
     return float(found[1].replace(",", ""))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("memory_gib", [0.25, 0.5, 0.9])
 def test_the_nearest_miss_is_named_in_gib(memory_gib: float) -> None:
     error = refusal(model=toy_model(12), cluster=toy_cluster(4, memory_gib=memory_gib))
@@ -69,11 +70,13 @@ def test_the_nearest_miss_is_named_in_gib(memory_gib: float) -> None:
     assert solved(filling(toy_model(12), toy_cluster(4, memory_gib=enough), top=1)).fits
 
 
+@pytest.mark.thorough(0)
 def test_less_memory_misses_by_more() -> None:
     misses = [missing_gib(refusal(model=toy_model(12), cluster=toy_cluster(4, memory_gib=m))) for m in (0.9, 0.5, 0.25)]
     assert misses == sorted(misses)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("model", [toy_model(12), toy_model(12, moe=MOE)], ids=["dense", "experts"])
 def test_the_number_of_gpus_that_would_do_is_the_least_to_a_node(model: Any) -> None:
     error = refusal(model=model, cluster=toy_cluster(4, memory_gib=0.9))
@@ -100,6 +103,7 @@ def test_the_fewest_gpus_are_the_least_of_all_that_are_allowed(num_gpus: int, no
     assert fewest_gpus(num_gpus, node_size, lambda number: False) is None
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(("num_gpus", "memory_gib"), [(1, 1.2), (5, 0.9), (6, 0.6)])
 def test_within_a_node_any_number_of_gpus_is_named_and_beyond_it_whole_nodes(num_gpus: int, memory_gib: float) -> None:
     error = refusal(model=toy_model(12), cluster=toy_cluster(num_gpus, memory_gib=memory_gib))
@@ -169,6 +173,7 @@ def test_a_search_that_had_too_little_time_says_nothing_about_fewer_gpus() -> No
     assert trials.cut_short
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("pin", "freed", "memory_gib"),
     [

@@ -164,6 +164,7 @@ def test_a_job_on_many_gpus_and_one_of_many_points_have_no_room() -> None:
     assert with_room(found.model_copy(update={"room": None}), case.on_gpus(64)).room is None
 
 
+@pytest.mark.thorough(0)
 def test_the_largest_models_fit_and_are_larger_the_less_of_them_is_kept() -> None:
     case, _ = tuned()
     models: dict[str, LargestModel] = {model.method: model for model in largest_models(case)}
@@ -185,6 +186,7 @@ TOO_LARGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("asked", TOO_LARGE, ids=lambda asked: shlex.join(asked.values()))
 def test_every_remedy_works_when_it_is_typed(asked: dict[str, str]) -> None:
     ways = list(lighter(case_of(**asked)))
@@ -209,6 +211,7 @@ def test_the_error_names_them_and_the_first_is_the_remedy() -> None:
     assert caught.value.hint.startswith("train adapters: --lora; or take another card: --hardware ")
 
 
+@pytest.mark.thorough(0)
 def test_explain_ranks_changes_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explaining, "largest_models", lambda case: ())
     case = case_of(**TOO_LARGE[1])

@@ -55,6 +55,7 @@ def test_pins_can_be_dropped_and_are_named() -> None:
     assert pinned.free().pins == {}
 
 
+@pytest.mark.thorough(0)
 def test_a_slower_network_reaches_the_prices_of_the_choice(now: Plan) -> None:
     case = _case()
     slow = replace(case, cluster=ClusterSpec(hardware=case.cluster.hardware, num_gpus=16, network_gb_per_s=5.0))
