@@ -90,8 +90,12 @@ def _lines(findings: Findings) -> Iterator[tuple[str, str]]:
     for solver in findings.solvers:
         works = "solves a small program" if not solver.trouble else solver.trouble
         yield "solver" if solver.is_needed else "", f"{solver.name} {works}{'' if solver.is_needed else ' (optional)'}"
+    needed = {name for command in findings.commands for name in command.extras}
     for extra in has.extras:
-        yield f"[{extra.name}]", _extra(extra, any(extra.name in command.extras for command in findings.commands))
+        if extra.name in needed:
+            yield f"[{extra.name}]", _extra(extra)
+    others = [_state(extra) for extra in has.extras if extra.name not in needed]
+    yield "extras", f"of developers, which no command needs: {', '.join(others)}"
     yield from _commands(findings.commands)
     yield "GPU", _gpus(findings)
     torch = findings.torch
@@ -122,13 +126,16 @@ def _commands(commands: tuple[Command, ...]) -> Iterator[tuple[str, str]]:
             yield "", f"{command.name} needs {needs}: {runs}{f', {command.note}' if command.note else ''}"
 
 
-def _extra(extra: Extra, is_users: bool) -> str:
-    """An extra with its versions where a command needs it, and in a word where only developers do."""
+def _extra(extra: Extra) -> str:
+    """The versions of an extra, or what it lacks and the line that installs that."""
     lacks = [package for package in extra.packages if package.trouble]
-    if not lacks:
-        return ", ".join(map(_package, extra.packages)) if is_users else "complete"
-    listed = ", ".join(map(_package, lacks)) if is_users else f"{len(lacks)} of {len(extra.packages)} missing"
-    return f"{listed}: {extra.install}"
+    return f"{', '.join(map(_package, lacks))}: {extra.install}" if lacks else ", ".join(map(_package, extra.packages))
+
+
+def _state(extra: Extra) -> str:
+    num_lacking = sum(1 for package in extra.packages if package.trouble)
+    lacks = f"lacks {num_lacking} of {len(extra.packages)}" if num_lacking else "complete"
+    return f"[{extra.name}] {lacks}"
 
 
 def _package(package: Package) -> str:
