@@ -208,7 +208,7 @@ def kept_searches(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> I
     folder.mkdir(exist_ok=True)
     searches = Searches(folder)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("planner.search.search", "planner.search.why.explain"):
+        for module in ("planner.search.search",):
             patch.setattr(f"{module}.search_within_risk", searches)
         yield searches
 

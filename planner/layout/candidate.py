@@ -174,7 +174,7 @@ class Candidate:
     @property
     def activation_room_bytes(self) -> list[float]:
         """Bytes that each rank has for activations beside all else at its peak."""
-        fixed = float(self.table.usable_bytes) - fixed_bytes(self.pricing, self.table)
+        fixed = float(self.table.usable_bytes - fixed_bytes(self.pricing, self.table))
         return [
             fixed - float(cost.static_bytes) - max(float(cost.transient_bytes), float(cost.logits_bytes))
             for cost in self.rank_costs

@@ -25,9 +25,17 @@ class OutsidePipeline(NamedTuple):
 
 
 def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str) -> OutsidePipeline:
+    """`outside_seconds` of one split."""
+    return OutsidePipeline(*(float(seconds) for seconds in outside_seconds(pricing, table, ranks, schedule)))
+
+
+def outside_seconds(
+    pricing: Pricing, table: CostTable, ranks: Sequence[PartCost], schedule: str
+) -> tuple[Number, Number, Number]:
     """Seconds of the exposed data-parallel exchange, of the optimizer, and of the tail on every rank.
 
     Gradients are reduced behind the last micro-batch's backward, parameters gathered behind the first one's forward.
+    The costs of ranks are numbers, or arrays of as many splits.
 
     A rank has as much time for this as a micro-batch takes through a chunk of each rank before it, there or back
     (`lead_passes`). Each of its chunks exchanges an equal part. The part of the last chunk can hide behind this chunk's
@@ -37,40 +45,45 @@ def outside_pipeline(pricing: Pricing, table: CostTable, ranks: Sequence[PartCos
     """
     runtime, shape = pricing.runtime, table.shape
     sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
-    exposed = 0.0
+    exposed: Number = 0.0
     if sharded:
         (first,) = ranks
         exchanged = _each_time_s(first, sharded)
-        behind_s = first.total_s if sharded == 3 else first.backward_total_s
-        hidden = runtime.fsdp_overlap_fraction * float(behind_s)
-        exposed = float(shape.num_microbatches) * max(runtime.contention_fraction * exchanged, exchanged - hidden)
-    vpp, passes = int(shape.vpp), passes_behind(schedule, int(shape.pp), int(shape.vpp))
-    reduced, led = reduce_overlap_fraction(runtime, shape), lead_passes(schedule, vpp)
-    for once, exchange, fraction, way, lead in (
-        (sharded < 2, "reduce_s", reduced, "backward_total_s", led),
-        (sharded < 3, "gather_s", runtime.parameter_overlap_fraction, "forward_total_s", 1 / vpp),
-    ):
-        shown = before_s = 0.0
-        for rank in ranks if once else ():
-            exchanged, passing_s = float(getattr(rank, exchange)), float(getattr(rank, way))
-            hidden = float(fraction) * passing_s
-            showing = runtime.contention_fraction * exchanged
-            shown = max(shown, max(showing, (exchanged - hidden) / vpp, exchanged - passes * hidden) - before_s)
-            before_s += lead * passing_s
-        exposed += shown
-    return OutsidePipeline(exposed, max(float(rank.optimizer_s) for rank in ranks), float(table.tail_s))
+        hidden = runtime.fsdp_overlap_fraction * (first.total_s if sharded == 3 else first.backward_total_s)
+        shown_s = np.maximum(runtime.contention_fraction * exchanged, exchanged - hidden)
+        exposed = float(shape.num_microbatches) * shown_s
+    vpp = int(shape.vpp)
+    passes, led = passes_behind(schedule, int(shape.pp), vpp), lead_passes(schedule, vpp)
+
+    def shown(exchange: str, way: str, fraction: float, lead: float) -> Number:
+        """Seconds of one exchange that show on the rank where most do."""
+        exchanged = np.array([getattr(rank, exchange) for rank in ranks])
+        passing_s = np.array([getattr(rank, way) for rank in ranks])
+        hidden = fraction * passing_s
+        before_s = np.cumsum(lead * passing_s, axis=0) - lead * passing_s
+        own = np.maximum((exchanged - hidden) / vpp, exchanged - passes * hidden)
+        own = np.maximum(own, runtime.contention_fraction * exchanged) - before_s
+        return np.asarray(np.maximum(own.max(axis=0), 0.0))
+
+    if sharded < 2:
+        fraction = float(reduce_overlap_fraction(runtime, shape))
+        exposed = exposed + shown("reduce_s", "backward_total_s", fraction, led)
+    if sharded < 3:
+        exposed = exposed + shown("gather_s", "forward_total_s", runtime.parameter_overlap_fraction, 1 / vpp)
+    optimizers_s = np.array([rank.optimizer_s for rank in ranks])
+    return exposed, optimizers_s.max(axis=0), table.tail_s
 
 
-def _each_time_s(rank: PartCost, sharded: int) -> float:
+def _each_time_s(rank: PartCost, sharded: int) -> Number:
     """Seconds of a rank's exchanges in every micro-batch, hidden or not."""
-    return float(rank.reduce_s) + (2 * float(rank.gather_s) if sharded == 3 else 0.0)
+    return rank.reduce_s + (2 * rank.gather_s if sharded == 3 else 0.0)
 
 
 def exchanged_dp_s(shape: Shape, rank: PartCost) -> float:
     """Seconds of all data-parallel exchanges of a rank in a step, hidden or not."""
     sharded = sharded_each_time(int(shape.zero_stage), int(shape.pp))
     once_s = (sharded < 2) * float(rank.reduce_s) + (sharded < 3) * float(rank.gather_s)
-    return once_s + (float(shape.num_microbatches) * _each_time_s(rank, sharded) if sharded else 0.0)
+    return once_s + (float(shape.num_microbatches) * float(_each_time_s(rank, sharded)) if sharded else 0.0)
 
 
 def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:

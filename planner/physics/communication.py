@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from planner.physics.operators import BF16, NARROW_BYTES, Collective, Group
+from planner.physics.remember import content, remembered
 from planner.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
@@ -236,8 +237,18 @@ def exchange_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype
 
 
 def exchange_tiers_s(collective: Collective, shape: Shape, cluster: ClusterSpec, dtype: str = "bf16") -> list[Number]:
-    """The seconds of `exchange_s` on each tier, innermost first."""
+    """The seconds of `exchange_s` on each tier, innermost first; worked out once for all recipes that exchange so."""
     size, stride = group_of(collective.group, shape)
+    key = (
+        content(collective.num_bytes), content(size), content(stride), dtype, collective.cast, collective.kind,
+        collective.choices, collective.inner_factor, collective.row_fraction,
+    )  # fmt: skip
+    return remembered(cluster, key, lambda: _exchange_tiers_s(collective, size, stride, cluster, dtype))
+
+
+def _exchange_tiers_s(
+    collective: Collective, size: Number, stride: Number, cluster: ClusterSpec, dtype: str
+) -> list[Number]:
     narrow = NARROW_BYTES[dtype] / BF16 if collective.cast and dtype in NARROW_BYTES else 1.0
     num_bytes, choices, slow = collective.num_bytes, collective.choices, collective.inner_factor
     if choices:

@@ -15,6 +15,7 @@ from planner.physics.kernels.products import cast_s, gemm_s, is_narrow
 from planner.physics.kernels.streams import PassSeconds, stream_s
 from planner.physics.layer.scans import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.physics.operators import BF16, Operator
+from planner.physics.remember import content, remembered
 from planner.shape import Number
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import MICRO
@@ -29,8 +30,48 @@ DETERMINISTIC_PERMUTE = 3.0
 (Megatron-LM, docs/developer/determinism). Its share of a mixture's step, 15 to 17%, is where this guess is from."""
 
 
+SIZES_OF_KIND = {
+    "gemm": (
+        "count", "m", "n", "k", "weight", "trained", "wide", "input_shards", "gradient_shards", "takes_cast_input",
+        "takes_cast_gradient", "backward_factor",
+    ),
+    "attention": (
+        "count", "batch", "heads", "kv_heads", "q_len", "kv_len", "window", "documents", "has_sinks", "calls_flash",
+        "imbalance", "qk_dim", "v_dim",
+    ),
+    "elementwise": ("family", "forward_bytes", "backward_bytes", "forward_kernels", "backward_kernels"),
+    "scan": (
+        "family", "forward_bytes", "backward_bytes", "forward_kernels", "backward_kernels", "scan_flops",
+        "backward_factor",
+    ),
+}  # fmt: skip
+"""Fields of an operator of each kind that its seconds depend on."""
+RUNTIME_OF_KIND = {
+    "gemm": (
+        "gradient_bytes", "fused_grad_accumulation", "groups_products", "fuses_experts", "rocm_narrow_factor",
+        "rocm_product_factor", "narrow_factor", "casts_weights", "narrow_exchanges", "transposes_frozen", "fp8_copies",
+    ),
+    "attention": ("attention_kernel", "deterministic"),
+    "elementwise": ("deterministic",),
+    "scan": ("deterministic",),
+}  # fmt: skip
+"""Fields of a trainer that the seconds of an operator of each kind depend on."""
+
+
 def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
-    """GPU seconds of `op` for one micro-batch in a training step; products by a weight are computed in `dtype`."""
+    """GPU seconds of `op` for one micro-batch in a training step; products by a weight are computed in `dtype`.
+
+    They are worked out once for all recipes that share what they depend on.
+    """
+    if op.kind == "elementwise":
+        return _operator_seconds(op, hardware, dtype, runtime)  # two sums: a memory of them would take longer
+    sizes = [content(getattr(op, name)) for name in SIZES_OF_KIND[op.kind]]
+    trainer = [getattr(runtime, name) for name in RUNTIME_OF_KIND[op.kind]]
+    key = (op.kind, dtype, *sizes, *trainer)
+    return remembered(hardware, key, lambda: _operator_seconds(op, hardware, dtype, runtime))
+
+
+def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
     efficiency = hardware.efficiency
     forward, backward = 1 / efficiency.sustained_fraction, 1 / efficiency.backward_sustained_fraction
     if op.kind == "gemm":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, reduce
 from typing import Any
@@ -71,6 +71,8 @@ class PartCost:
     gather_s: Number = 0.0
     """Seconds of the parameter all-gather, once per step (ZeRO-3: per pass of a micro-batch)."""
     optimizer_s: Number = 0.0
+    tensors_s: Number = 0.0
+    """Host seconds of an optimizer step that come tensor by tensor; `optimizer_s` includes them."""
 
     @cached_property
     def forward_total_s(self) -> Number:
@@ -164,6 +166,10 @@ class CostTable:
     """Bytes that tensors may take on a rank."""
     tail_s: Number
     """Seconds per step on every rank: gradient-norm all-reduce, tied-embedding all-reduce, host overhead."""
+    hidden_s: Number = 0.0
+    """Seconds of a micro-batch's expert exchanges, in all layers, that could hide behind another micro-batch."""
+    mtp_parts: tuple[PartCost, ...] = ()
+    """One multi-token-prediction block, and the embedding's copy for them; `mtp` is made of them."""
 
     def take(self, index: Any) -> CostTable:
         return CostTable(
@@ -177,4 +183,28 @@ class CostTable:
             p2p_s=_at(self.p2p_s, index),
             usable_bytes=_at(self.usable_bytes, index),
             tail_s=_at(self.tail_s, index),
+            hidden_s=_at(self.hidden_s, index),
+            mtp_parts=tuple(part.take(index) for part in self.mtp_parts),
         )
+
+    @classmethod
+    def stacked(cls, tables: Sequence[CostTable]) -> CostTable:
+        """The rows of several tables with the same parts, one table's after the other's."""
+        first, length = tables[0], np.shape(tables[0].shape.tp)
+
+        def stack(values: Sequence[Any]) -> Any:
+            if isinstance(values[0], PartCost):
+                return PartCost(**{f.name: stack([getattr(v, f.name) for v in values]) for f in fields(PartCost)})
+            if isinstance(values[0], dict):
+                return {key: stack([value[key] for value in values]) for key in values[0]}
+            if isinstance(values[0], tuple):
+                return tuple(map(stack, zip(*values, strict=True)))
+            if isinstance(values[0], Shape):
+                return Shape(**{name: stack([getattr(v, name) for v in values]) for name in Shape.__slots__})
+            if values[0] is None:
+                return None
+            if not any(isinstance(value, np.ndarray) and value.ndim for value in values) and len(set(values)) == 1:
+                return values[0]
+            return np.concatenate([np.broadcast_to(value, length) for value in values])
+
+        return cls(**{f.name: stack([getattr(table, f.name) for table in tables]) for f in fields(first)})

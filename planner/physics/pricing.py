@@ -54,6 +54,9 @@ from planner.specs.units import GIB
 from planner.trainers.documents import Documents, excess_microbatches, masked_documents
 from planner.trainers.spec import RuntimeSpec
 
+SHARDED = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "reduce_s", "gather_s", "optimizer_s")
+"""Fields of a part that its kernel alone does not decide: sharding, replicas and the optimizer do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
@@ -102,19 +105,65 @@ class Pricing:
                 key: replace(part, transient_bytes=part.transient_bytes - own_head.live_bytes)
                 for key, part in layers.items()
             }
-        mtp = self._mtp(shape, layers, modes) if model.num_nextn_predict_layers else {}
+        beside = self._head(shape, True) if model.tie_word_embeddings else own_head
+        copy = self._plain(self.embedding_items(shape), shape)
+        mtp = (self._plain(self.mtp_block(shape), shape), copy) if model.num_nextn_predict_layers else ()
+        hidden_s = self._hidden_s(shape)
+        return self._assembled(shape, layers, copy, own_head, beside, mtp, hidden_s)
+
+    def of_shapes(self, kernels: CostTable, shape: Shape) -> CostTable:
+        """`table` of shapes whose kernels are priced, row by row: sharding, replicas and the pipeline alone are new."""
+        layers: dict[tuple[LayerKind, Recompute], PartCost] = {}
+        for (kind, mode), part in kernels.layers.items():
+            own = self.sharded(part, shape) if mode == "none" else layers[kind, "none"]
+            layers[kind, mode] = replace(part, **{name: getattr(own, name) for name in SHARDED})
+        head, beside = self.sharded(kernels.head, shape), kernels.head_beside_embedding
+        beside = head if beside is kernels.head else self.sharded(beside, shape)
+        embedding, mtp = (self.sharded(kernels.embedding, shape), [self.sharded(p, shape) for p in kernels.mtp_parts])
+        return self._assembled(shape, layers, embedding, head, beside, tuple(mtp), kernels.hidden_s)
+
+    def _assembled(
+        self,
+        shape: Shape,
+        layers: dict[tuple[LayerKind, Recompute], PartCost],
+        embedding: PartCost,
+        head: PartCost,
+        beside: PartCost,
+        mtp_parts: tuple[PartCost, ...],
+        hidden_s: Number,
+    ) -> CostTable:
+        """The table of a shape whose parts are priced."""
+        mtp = self._mtp(shape, layers, *mtp_parts) if mtp_parts else {}
         return CostTable(
             shape=shape,
             layers=layers,
-            embedding=self._embedding(shape, layers),
-            head=own_head,
-            head_beside_embedding=self._head(shape, True) if model.tie_word_embeddings else own_head,
+            embedding=self._with_table(embedding, shape, layers),
+            head=head,
+            head_beside_embedding=beside,
             mtp=mtp.get("none"),
             mtp_recomputed={mode: part for mode, part in mtp.items() if mode != "none"},
             p2p_s=self.exchanges.p2p_s(shape),
             usable_bytes=self.usable_bytes(shape),
-            tail_s=self.tail_s(shape),
+            tail_s=self.tail_s(shape, hidden_s),
+            hidden_s=hidden_s,
+            mtp_parts=mtp_parts,
         )
+
+    def least_work_s(self, shape: Shape) -> Number:
+        """A lower bound of the seconds of a micro-batch through the whole model, forward and backward.
+
+        It is what `table` adds up to, less what sharding, accumulation and offloading add to it. The axes of `shape`
+        may be arrays that broadcast against each other, so that a grid of kernels is priced axis by axis.
+        """
+        parts = [(self.layer(kind, shape), count) for kind, count in self.kind_counts.items()]
+        parts += [(self.embedding_items(shape), 1), (self.head_items(shape, shares_embedding=False), 1)]
+        if self.model.num_nextn_predict_layers:
+            parts.append((self.mtp_block(shape), self.model.num_nextn_predict_layers))
+        passes = ((self._with_plain_forwards(self.passes.seconds(items, shape), items, shape), n) for items, n in parts)
+        total_s: Number = 0.0
+        for seconds, count in passes:
+            total_s = total_s + count * PartCost(**seconds).total_s
+        return total_s
 
     def layer(self, kind: LayerKind, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a decoder layer of `kind`, as this training runs it."""
@@ -241,7 +290,7 @@ class Pricing:
             **self._states(items, shape),
             **self._reference(items),
         )
-        hardware, runtime, dtype = self.cluster.hardware, self.runtime, self.training.dtype
+        hardware, runtime = self.cluster.hardware, self.runtime
         seconds = self._with_plain_forwards(self.passes.seconds(items, shape), items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
         trained = counted.parameters - counted.frozen_parameters
@@ -266,25 +315,34 @@ class Pricing:
             seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
             seconds["input_grad_s"] = seconds["input_grad_s"] + shown_s(left, hardware, part.backward_total_s)
         own = memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime)
-        weights_bytes, gradients_bytes, optimizer_bytes = memory.static_bytes(counted, shape, runtime, dtype)
-        reduce_s, gather_s = self.exchanges.part_s(counted, shape)
-        return replace(
+        part = replace(
             counted,
             **seconds,
             live_bytes=self._kept_bytes(items),
             # what was sent away is back while the part's backward runs
             transient_bytes=own + left,
-            weights_bytes=weights_bytes,
-            gradients_bytes=gradients_bytes,
-            optimizer_bytes=optimizer_bytes,
+            tensors_s=self._tensors_s(items),
+        )
+        return self.sharded(part, shape)
+
+    def sharded(self, part: PartCost, shape: Shape) -> PartCost:
+        """A part whose kernel is priced, with all that the sharding of `shape` decides (`SHARDED`)."""
+        weights, gradients, optimizer = memory.static_bytes(part, shape, self.runtime, self.training.dtype)
+        reduce_s, gather_s = self.exchanges.part_s(part, shape)
+        return replace(
+            part,
+            weights_bytes=weights,
+            gradients_bytes=gradients,
+            optimizer_bytes=optimizer,
             reduce_s=reduce_s,
             gather_s=gather_s,
-            optimizer_s=self.update_s(counted, shape) + self._tensors_s(items),
+            optimizer_s=self.update_s(part, shape) + part.tensors_s,
         )
 
-    def _embedding(self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]) -> PartCost:
-        """Cost of the embedding, whose table slows down the optimizer of the first shards of its stage."""
-        part = self._plain(self.embedding_items(shape), shape)
+    def _with_table(
+        self, part: PartCost, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]
+    ) -> PartCost:
+        """The embedding `part`, whose table slows down the optimizer of the first shards of its stage."""
         trained = part.parameters - part.frozen_parameters
         plain = [(layers[kind, "none"], count) for kind, count in self.kind_counts.items()]
         stage = trained + sum((one.parameters - one.frozen_parameters) * count for one, count in plain) / shape.pp
@@ -326,18 +384,17 @@ class Pricing:
         return (*(overwritten or memory.working_set(loss, self.runtime)), *beside)
 
     def _mtp(
-        self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost], modes: Sequence[Recompute]
+        self, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost], block: PartCost, copy: PartCost
     ) -> dict[Recompute, PartCost]:
         """Cost of all multi-token-prediction blocks, by the recompute mode of their layers.
 
         Where there are several stages, the stage that holds the blocks has an embedding of its own for them.
         """
         model, runtime, last = self.model, self.runtime, self.model.layers[-1]
-        block = self._plain(self.mtp_block(shape), shape)
-        copy = self._plain(self.embedding_items(shape), shape).times(np.where(shape.pp > 1, 1, 0))
+        copy = copy.times(np.where(shape.pp > 1, 1, 0))
         parts: dict[Recompute, PartCost] = {"none": block}
-        for mode in modes if runtime.recomputes_mtp else ():
-            if mode != "none":
+        for kind, mode in layers if runtime.recomputes_mtp else ():
+            if kind == last and mode != "none":
                 parts[mode] = block.changed_by(layers[last, "none"], layers[last, mode])
         return {mode: part.times(model.num_nextn_predict_layers) + copy for mode, part in parts.items()}
 
@@ -406,27 +463,34 @@ class Pricing:
         kernels = self.runtime.tensor_kernels * num_tensors(items)
         return kernels * compute.issue_s(self.cluster.hardware, self.runtime)
 
-    def tail_s(self, shape: Shape) -> Number:
+    def tail_s(self, shape: Shape, hidden_s: Number | None = None) -> Number:
         """Seconds at the end of a step: gradient norm over all ranks, tied-embedding gradients between first and last
-        stage, host overhead."""
-        once_s = self.exchanges.norm_s(shape) + self.exchanges.tied_s(shape)
-        return once_s + self.unpaired_s(shape) + self.uneven_s(shape) + self.runtime.step_overhead_s
+        stage, host overhead.
 
-    def unpaired_s(self, shape: Shape) -> Number:
+        `hidden_s` is what a cost table knows of the shape's expert exchanges (`CostTable.hidden_s`).
+        """
+        once_s = self.exchanges.norm_s(shape) + self.exchanges.tied_s(shape)
+        return once_s + self.unpaired_s(shape, hidden_s) + self.uneven_s(shape) + self.runtime.step_overhead_s
+
+    def unpaired_s(self, shape: Shape, hidden_s: Number | None = None) -> Number:
         """Seconds per step of expert exchanges that could hide but have no other micro-batch beside them.
 
         The first forwards fill the pipeline and the last backwards drain it: pp micro-batches' worth each, whatever the
         number of chunks. The last rank waits for pp − 1 ranks before it, and starts its first backward when it has run
         one micro-batch forward.
         """
+        hidden_s = self._hidden_s(shape) if hidden_s is None else hidden_s
+        return np.minimum(shape.pp, shape.num_microbatches) * (hidden_s / shape.pp)
+
+    def _hidden_s(self, shape: Shape) -> Number:
+        """Seconds of a micro-batch's expert exchanges, in all layers, that could hide behind another micro-batch."""
         hidden_s: Number = 0.0
         if self.model.moe is None or not self.runtime.overlaps_experts:
             return hidden_s
         for kind, count in self.kind_counts.items():
             if kind.mlp != "dense":
-                items = self.layer(kind, shape)
-                hidden_s = hidden_s + count / shape.pp * self.passes.hidden_exchanges_s(items, shape)
-        return np.minimum(shape.pp, shape.num_microbatches) * hidden_s
+                hidden_s = hidden_s + count * self.passes.hidden_exchanges_s(self.layer(kind, shape), shape)
+        return hidden_s
 
     def uneven_s(self, shape: Shape) -> Number:
         """Seconds per step that ranks wait for the one whose documents make for most attention, without recomputing.

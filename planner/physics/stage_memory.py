@@ -107,15 +107,19 @@ def static_bytes(part: PartCost, shape: Shape, runtime: RuntimeSpec, dtype: str)
     return sum(memory.static_bytes(part, shape, runtime, dtype))
 
 
-def fixed_bytes(pricing: Pricing, table: CostTable) -> float:
+def fixed_bytes(pricing: Pricing, table: CostTable) -> Number:
     """Bytes that every rank holds beside its layers: buffers, tables, token ids."""
     tables = constant_bytes(pricing.model, table.shape, pricing.runtime)
-    return fixed_workspace_bytes(pricing, table) + float(tables)
+    return _buffers_bytes(pricing, table) + tables
 
 
 def fixed_workspace_bytes(pricing: Pricing, table: CostTable) -> float:
     """Bytes of `buffers`."""
-    return float(sum(buffer.num_bytes for buffer in buffers(pricing, table)))
+    return float(_buffers_bytes(pricing, table))
+
+
+def _buffers_bytes(pricing: Pricing, table: CostTable) -> Number:
+    return sum((buffer.num_bytes for buffer in buffers(pricing, table)), start=0.0)
 
 
 def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:

@@ -59,6 +59,37 @@ def in_flight_bounds_s(
     return np.array([trips.bound_s(rank, k) for rank, k in enumerate(max_in_flight_chunks)])
 
 
+def trip_bounds_s(
+    stages_s: tuple[FloatArray, FloatArray, FloatArray],
+    hop_s: FloatArray,
+    stage_to_rank: Sequence[int],
+    num_microbatches: int,
+    max_in_flight_chunks: Sequence[int],
+    *,
+    splits_backward: bool = False,
+) -> FloatArray:
+    """`in_flight_bounds_s` of many pipelines at once: rows are ranks, columns the pipelines.
+
+    `stages_s` has f, b and what may follow at any time (0, or w where the backward is split) of each pipeline (rows)
+    and virtual stage (columns), `hop_s` the seconds of each boundary between two stages.
+    """
+    forward_s, backward_s, weight_s = stages_s
+    trips = _Trips(
+        stage_to_rank=stage_to_rank,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        hop_s=hop_s,
+        num_microbatches=num_microbatches,
+        size_least=1.0,
+        size_most=1.0,
+        size_total=float(num_microbatches),
+        hidden_fraction=0.0,
+        splits_backward=splits_backward,
+    )
+    return np.array([trips.bound_s(rank, k) for rank, k in enumerate(max_in_flight_chunks)])
+
+
 @dataclass(frozen=True, slots=True)
 class _Trips:
     stage_to_rank: Sequence[int]
@@ -98,55 +129,62 @@ class _Trips:
             splits_backward=splits_backward,
         )
 
-    def bound_s(self, rank: int, k: int) -> float:
+    def bound_s(self, rank: int, k: int) -> FloatArray:
         stages = [stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank]
         first, last = stages[0], stages[-1]
         least, most, total = self.size_least, self.size_most, self.size_total
-        head_s = least * float(self.forward_s[:first].sum() + self.hop_s[:first].sum())
-        tail_s = least * float(self.backward_s[:first].sum() + self.hop_s[:first].sum())
-        before_s = least * self._below_s(first, last) - most * k * float(self.forward_s[stages].max())
-        after_s = least * self._above_s(first, last) - most * k * float(self.backward_s[stages].max())
+        hops_s = self.hop_s[..., :first].sum(axis=-1)
+        head_s = least * (self.forward_s[..., :first].sum(axis=-1) + hops_s)
+        tail_s = least * (self.backward_s[..., :first].sum(axis=-1) + hops_s)
+        before_s = least * self._below_s(first, last) - most * k * self.forward_s[..., stages].max(axis=-1)
+        after_s = least * self._above_s(first, last) - most * k * self.backward_s[..., stages].max(axis=-1)
+        before_s, after_s = np.maximum(before_s, 0.0), np.maximum(after_s, 0.0)
         chain_s = total * self._unhidden_s(stages)
         if self.splits_backward:
-            rest_s = max(total * float(self.weight_s[stages].sum()), least * self._last_weight_gradient_s(first))
-            waits_s = head_s + max(0.0, before_s) + chain_s + rest_s
-            return max(waits_s, head_s + least * self._slots_s(stages, k))
+            weights_s = total * self.weight_s[..., stages].sum(axis=-1)
+            rest_s = np.maximum(weights_s, least * self._last_weight_gradient_s(first))
+            return np.asarray(
+                np.maximum(head_s + before_s + chain_s + rest_s, head_s + least * self._slots_s(stages, k))
+            )
         both_count = self.num_microbatches * len(stages) > k
-        waits_s = max(0.0, before_s) + max(0.0, after_s) if both_count else max(0.0, before_s, after_s)
-        return head_s + max(waits_s + chain_s, least * self._slots_s(stages, k)) + tail_s
+        waits_s = before_s + after_s if both_count else np.maximum(before_s, after_s)
+        return np.asarray(head_s + np.maximum(waits_s + chain_s, least * self._slots_s(stages, k)) + tail_s)
 
-    def _unhidden_s(self, stages: list[int]) -> float:
+    def _unhidden_s(self, stages: list[int]) -> FloatArray:
         """Seconds of forward and backward of one micro-batch on the rank, less the most that overlapped pairs hide."""
-        forward_s, backward_s = float(self.forward_s[stages].sum()), float(self.backward_s[stages].sum())
-        full_backward_s = backward_s + float(self.weight_s[stages].sum())
-        return forward_s + backward_s - self.hidden_fraction * min(forward_s, full_backward_s)
+        forward_s = self.forward_s[..., stages].sum(axis=-1)
+        backward_s = self.backward_s[..., stages].sum(axis=-1)
+        full_backward_s = backward_s + self.weight_s[..., stages].sum(axis=-1)
+        return np.asarray(forward_s + backward_s - self.hidden_fraction * np.minimum(forward_s, full_backward_s))
 
-    def _below_s(self, first: int, last: int) -> float:
+    def _below_s(self, first: int, last: int) -> FloatArray:
         """Seconds from the start of a forward on stage `first` to the start of its backward on stage `last`."""
-        down_s = float(self.forward_s[first:].sum() + self.hop_s[first:].sum())
-        return down_s + float(self.backward_s[last + 1 :].sum() + self.hop_s[last:].sum())
+        down_s = self.forward_s[..., first:].sum(axis=-1) + self.hop_s[..., first:].sum(axis=-1)
+        back_s = self.backward_s[..., last + 1 :].sum(axis=-1) + self.hop_s[..., last:].sum(axis=-1)
+        return np.asarray(down_s + back_s)
 
-    def _above_s(self, first: int, last: int) -> float:
+    def _above_s(self, first: int, last: int) -> FloatArray:
         """Seconds from the end of a forward on stage `last` to the end of its backward on stage `first`."""
-        down_s = float(self.forward_s[last + 1 :].sum() + self.hop_s[last:].sum())
-        return down_s + float(self.backward_s[first:].sum() + self.hop_s[first:].sum())
+        down_s = self.forward_s[..., last + 1 :].sum(axis=-1) + self.hop_s[..., last:].sum(axis=-1)
+        back_s = self.backward_s[..., first:].sum(axis=-1) + self.hop_s[..., first:].sum(axis=-1)
+        return np.asarray(down_s + back_s)
 
-    def _slots_s(self, stages: list[int], k: int) -> float:
+    def _slots_s(self, stages: list[int], k: int) -> FloatArray:
         """The least seconds that k slots need to hold all activations of the rank, one after the other."""
         lives_s = [
-            self._below_s(stage, stage) + float(self.backward_s[stage] + self.weight_s[stage]) for stage in stages
+            self._below_s(stage, stage) + self.backward_s[..., stage] + self.weight_s[..., stage] for stage in stages
         ]
         if len(stages) == 1:
-            return math.ceil(self.num_microbatches / k) * lives_s[0]
-        return self.num_microbatches * sum(lives_s) / k
+            return np.asarray(math.ceil(self.num_microbatches / k) * lives_s[0])
+        return np.asarray(self.num_microbatches * np.sum(lives_s, axis=0) / k)
 
-    def _last_weight_gradient_s(self, first: int) -> float:
+    def _last_weight_gradient_s(self, first: int) -> FloatArray:
         """Seconds of the longest way from the last input gradient of stage `first` to the end of a weight gradient.
 
         The weight gradient may be of `first` or of a stage before it.
         """
-        longest_s, trip_s = float(self.weight_s[first]), 0.0
+        longest_s, trip_s = self.weight_s[..., first], np.zeros(self.weight_s.shape[:-1])
         for stage in range(first - 1, -1, -1):
-            trip_s += float(self.hop_s[stage] + self.backward_s[stage])
-            longest_s = max(longest_s, trip_s + float(self.weight_s[stage]))
-        return longest_s
+            trip_s = trip_s + self.hop_s[..., stage] + self.backward_s[..., stage]
+            longest_s = np.maximum(longest_s, trip_s + self.weight_s[..., stage])
+        return np.asarray(longest_s)

@@ -9,6 +9,7 @@ lowest bound is from the best step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -20,10 +21,22 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
+from planner.search.chain import best_split
 from planner.search.deadline import Deadline
-from planner.search.enumerate import Rejections, scalar
-from planner.search.exhaustive import few_splits, fitting, least_step_s
-from planner.search.frontier import Frontier, Open, Prices, blocks_of, bound_of_shapes_s, nodes_of
+from planner.search.enumerate import IntArray, Rejections, scalar
+from planner.search.exhaustive import bounded, few_splits, least_step_s, promising, splits_of
+from planner.search.frontier import (
+    Frontier,
+    Key,
+    Nodes,
+    Open,
+    Prices,
+    blocks_of,
+    bound_of_shapes_s,
+    few_of_a_key,
+    key_of,
+    nodes_of,
+)
 from planner.search.ilp.program import SolverFailed, solve
 from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
@@ -33,8 +46,10 @@ from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec
 
-PRICED = 16
+PRICED = 32
 """Number of nodes that are priced together with the one that is solved next."""
+SHARPENED = 512
+"""Number of nodes that are bounded by their own splits together, once a layout is known."""
 OPENED = 128
 """Number of nodes that stand for any set of modules and are opened together."""
 NOISE = 1e-4
@@ -43,21 +58,11 @@ MAX_FAILURES = 20
 """Most nodes at which the solver may fail before the search gives up."""
 MAX_TRIES = 4
 """Most programs solved for a node; each leaves more bytes free on the ranks that the replay showed to be too full."""
-RUNNERS_UP = 16
-NODES_PER_ALTERNATIVE = 2
-"""Numbers of shapes, and of nodes of each shape, that are solved for alternatives once the best is proven."""
+RUNNERS_UP = 48
+"""Most nodes that are solved for alternatives once the best is proven."""
 ALTERNATIVE_SLACK = 1.5
 ALTERNATIVE_GAP = 0.01
 """The largest step of an alternative over the best step, and the gap to its own optimum that its program may leave."""
-
-
-Key = tuple[int, ...]
-"""The grid and the micro-batch size; a reader takes two layouts with the same key for the same layout."""
-
-
-def key_of(shape: Shape) -> Key:
-    """The sizes by which a reader tells layouts apart."""
-    return tuple(int(v) for v in (shape.tp, shape.cp, shape.ep, shape.etp, shape.pp, shape.micro_batch_size))
 
 
 @dataclass(slots=True)
@@ -104,6 +109,8 @@ class Branch:
         `priced` has the same shapes several times: each time they are priced for one runtime, with limits that name the
         schedules which this runtime runs.
         """
+        if not priced:
+            return Frontier(self.choices)
         coarse = np.min([bound_of_shapes_s(shapes, limits) for shapes, limits in priced], axis=0)
         order = np.argsort(coarse, kind="stable")
         blocks = blocks_of(order, np.asarray(priced[0][0].shape.pp))
@@ -116,7 +123,8 @@ class Branch:
                 self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
-            if not self._late() and frontier.open_sets(OPENED):
+            sharpened = SHARPENED if self.candidates else PRICED
+            if not self._late() and (frontier.open_sets(OPENED) or frontier.sharpen(sharpened, self._sharp_bound_s)):
                 continue
             node = frontier.take()
             if node is None or self._late():
@@ -190,45 +198,82 @@ class Branch:
                     table = pricing.selective_table(known.table)
                     yield Candidate(pricing, table, Split((), "selective"), known.schedule)
 
-    def run_alternatives(self, frontier: Frontier) -> None:
-        """Solve more nodes, the most promising first, until none can be among the alternatives asked for.
+    def run_alternatives(self, frontiers: Sequence[Frontier]) -> None:
+        """Solve more nodes of the frontiers, until none can be among the alternatives asked for.
 
-        These nodes leave the proof as it is.
+        The most promising come first. They recompute the modules that the best layout does. These nodes leave the proof
+        as it is.
         """
-        proof = self.lower_bound_s, self.complete
+        best, proof = self.best, (self.lower_bound_s, self.complete)
+        assert best is not None, "a search without a candidate raises"
         self.slack = ALTERNATIVE_SLACK
-        self._price(frontier.runners_up[:RUNNERS_UP])
-        tried: dict[tuple[int, ...], int] = {}
-        for node in frontier.runners_up:
-            key = key_of(node.shape)
-            if (
-                key in self.candidates
-                or tried.get(key, 0) >= NODES_PER_ALTERNATIVE
-                or node.bound_s >= self.cutoff_s(0.0)
-            ):
-                continue
-            if len(tried) >= RUNNERS_UP or self._late():
+        nodes = few_of_a_key([self._beside(best, node) for frontier in frontiers for node in frontier.runners_up])
+        nodes = [node for node in nodes if key_of(node.shape) not in self.candidates][:RUNNERS_UP]
+        self._price(nodes)
+        for node in nodes:
+            if self._late():
                 break
-            tried[key] = tried.get(key, 0) + 1
-            # how many layers to recompute is worth an integer program for the best layout, not for the runners-up
-            several = node.choice.whole in ("one_count", "any_modules")
-            choice = RecomputeChoice(node.choice.base, "none") if several else node.choice
-            self.solve_choice(node, choice)
+            if node.bound_s < self.cutoff_s(0.0):
+                self.solve_choice(node, node.choice)
         self.lower_bound_s, self.complete = proof
+
+    def _beside(self, best: Candidate, node: Open) -> Open:
+        """A node as it is solved for an alternative: with the best layout's set of modules, or one way to recompute.
+
+        How many layers to recompute is worth an integer program for the best layout, not for the runners-up.
+        """
+        several = node.choice.whole in ("one_count", "any_modules")
+        choice = RecomputeChoice(node.choice.base, "none") if several else node.choice
+        pricing = node.pricing
+        if choice.mode == "selective" and best.split.base == "selective":
+            known = set(best.pricing.selective_modules) <= set(pricing.runtime.recomputable_modules)
+            if known:
+                pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
+        is_known = pricing.selective_modules == node.pricing.selective_modules
+        return replace(node, pricing=pricing, choice=choice, priced=node.priced if is_known else None)
 
     def _price(self, nodes: Sequence[Open]) -> None:
         """Price the shapes of several nodes together, which takes little longer than one."""
-        new = {node.prices: node.pricing for node in nodes if node.prices not in self.tables}
-        for pricing in {prices[:2]: pricing for prices, pricing in new.items()}.values():
-            alike = [prices for prices in new if prices[:2] == (pricing.runtime, pricing.selective_modules)]
-            columns = {f.name: np.array([getattr(shape, f.name) for *_, shape in alike]) for f in fields(Shape)}
-            together = pricing.table(Shape(**columns))
-            self.tables |= {prices: together.take(row) for row, prices in enumerate(alike)}
+        new = {node.prices: node for node in nodes if node.prices not in self.tables}
+        alike: dict[tuple[object, ...], list[Open]] = {}
+        for node in new.values():
+            key = (node.prices[:2]) if node.priced is None else (id(node.priced),)
+            alike.setdefault(key, []).append(node)
+        for group in alike.values():
+            first = group[0]
+            if first.priced is not None:
+                together = first.priced.cost_table(np.array([node.row for node in group]))
+            else:
+                columns = {f.name: np.array([getattr(node.shape, f.name) for node in group]) for f in fields(Shape)}
+                together = first.pricing.table(Shape(**columns))
+            self.tables |= {node.prices: together.take(row) for row, node in enumerate(group)}
 
     def _table(self, node: Open) -> CostTable:
         """The prices of a node's shape."""
         self._price([node])
         return replace(self.tables[node.prices], shape=node.shape)
+
+    def _sharp_bound_s(self, nodes: Nodes, rows: IntArray, choice: RecomputeChoice) -> FloatArray:
+        """A lower bound of the step in seconds of nodes over all splits of each; 0 for one that has many."""
+        shapes, bound_s = nodes.shapes, np.zeros(len(rows))
+        layers, pricing = shapes.pricing.model.num_hidden_layers, shapes.pricing
+        together = shapes.cost_table(rows)
+        for places in nodes.by_pipeline(rows):
+            one = scalar(shapes.shape, int(rows[places[0]]))
+            splits = splits_of(int(one.pp), int(one.vpp), layers, pricing.runtime, choice)
+            if splits is not None and int(one.pp) > 1:
+                alike = together.take(places)
+                sizes = {name: getattr(one, name) for name in ("pp", "vpp", "num_microbatches", "zero_stage")}
+                table = replace(alike, shape=replace(alike.shape, **sizes))
+                *_, least_s = bounded(pricing, table, nodes.schedules[int(rows[places[0]])], choice, splits)
+                bound_s[places] = least_s.min(axis=-1)
+        for place in np.flatnonzero(bound_s < self.cutoff_s(self.limits.gap_fraction)).tolist():
+            row = int(rows[place])
+            modules = nodes.pricing(row).selective_modules
+            self.tables.setdefault(
+                (pricing.runtime, modules, replace(scalar(shapes.shape, row), vpp=1)), together.take(place)
+            )
+        return bound_s
 
     def _solve(self, node: Open) -> None:
         """Solve one node and remember its bound.
@@ -247,26 +292,49 @@ class Branch:
     def solve_choice(self, node: Open, choice: RecomputeChoice) -> float:
         """Find the node's best split and return a lower bound of all its splits, in seconds (∞: no split fits).
 
-        If the program's bound leaves a gap to its replay, and the node has few splits, each of them is tried.
+        A node that has few splits needs no program: each is bounded, and those that are left are replayed.
         """
-        bound_s = self._solve_program(node, choice)
-        if self.slack is not None or bound_s >= self.cutoff_s(self.limits.gap_fraction):
-            return bound_s
-        shape = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
-        splits = few_splits(shape, choice)
+        layout = Candidate(node.pricing, self._table(node), Split(()), node.schedule)
+        splits = few_splits(layout, choice)
         if splits is None:
+            return self._solve_chain(node, choice)
+        cutoff_s = self.cutoff_s(self.limits.gap_fraction)
+        bound_s, candidates = promising(layout, choice, splits, cutoff_s)
+        for least_s, candidate in candidates:
+            if least_s >= self.cutoff_s(self.limits.gap_fraction) or self._late():
+                bound_s = min(bound_s, least_s)
+                break
+            if candidate.fits:
+                self.keep(candidate)
+                bound_s = min(bound_s, candidate.step_s)
+        return bound_s
+
+    def _solve_chain(self, node: Open, choice: RecomputeChoice) -> float:
+        """`solve_choice` where a rank may hold any number of layers: by a dynamic program, or by an integer one."""
+        table, bound_s, short_bytes = self._table(node), 0.0, list[float]()
+        tail_s, objective_s = float(table.tail_s), np.inf
+        for _ in range(MAX_TRIES):
+            cutoff_s = self.cutoff_s(self.limits.gap_fraction)
+            problem = node_of(node.pricing, table, choice, node.schedule, short_bytes, cutoff_s - tail_s)
+            if self.slack is not None:
+                problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
+            solution = best_split(problem)
+            if solution is None:
+                return max(bound_s, self._solve_program(node, choice))
+            if not short_bytes:
+                bound_s = solution.bound_s + tail_s
+            objective_s = solution.objective_s
+            if not solution.counts:
+                break
+            candidate = Candidate(node.pricing, table, split_of(node.pricing, problem, solution), node.schedule)
+            if candidate.fits:
+                self.keep(candidate)
+                break
+            short_bytes = shorter(short_bytes, candidate.excess_bytes, solution.free_bytes)
+        decided = objective_s + tail_s <= bound_s * (1 + NOISE)
+        if decided or self.slack is not None or bound_s >= self.cutoff_s(self.limits.gap_fraction):
             return bound_s
-        fastest_s = np.inf
-        for split in splits:
-            if self._late():
-                return bound_s
-            for candidate in fitting(shape, choice, [split]):
-                least_s = least_step_s(candidate)
-                if least_s < self.cutoff_s(self.limits.gap_fraction):
-                    self.keep(candidate)
-                    least_s = candidate.step_s
-                fastest_s = min(fastest_s, least_s)
-        return max(bound_s, fastest_s)
+        return max(bound_s, self._solve_program(node, choice))
 
     def _solve_program(self, node: Open, choice: RecomputeChoice) -> float:
         """Solve the integer program, replay its split and keep the fastest candidate of its key; the solver's bound.
@@ -287,7 +355,8 @@ class Branch:
             self.num_ilps += 1
             try:
                 # an alternative proves nothing, and bytes left free raise no bound
-                solution = solve(problem, self.deadline.left_s, proves=self.slack is None and not short_bytes)
+                left_s = self.deadline.left_s if self.candidates or not self.deadline.patient else math.inf
+                solution = solve(problem, left_s, proves=self.slack is None and not short_bytes)
             except SolverFailed as error:
                 self.failures.append(error)
                 return float(bound) if short_bytes else 0.0
@@ -332,17 +401,15 @@ class Branch:
     def _late(self) -> bool:
         """True if time is up or the solver keeps failing; the search then stops with the best candidate, unproven.
 
-        Raises SolverError if there is no candidate yet.
+        Without a candidate it goes on whatever the time is. Raises SolverError if the solver keeps failing until then.
         """
         if len(self.failures) >= MAX_FAILURES:
             if not self.candidates:
                 raise self.failures[-1]
             self.complete = False
             return True
-        if not self.deadline.passed:
+        if not self.deadline.gives_up(bool(self.candidates)):
             return False
-        if not self.candidates:
-            self.deadline.check("solving nodes")
         self.complete = False
         return True
 

@@ -8,7 +8,6 @@ from planner.answer import Searched, SearchReport
 from planner.schedule.orders import SCHEDULES
 from planner.search.layouts import Found
 from planner.search.module_sets import MAX_SETS, Modules
-from planner.search.priced_shapes import PricedShapes
 from planner.search.recipes import Recipes
 from planner.search.schedules import schedules_tried
 from planner.trainers.spec import RuntimeSpec
@@ -22,16 +21,16 @@ def certificate(rounds: Sequence[Found], recipes: Recipes, step_s: float, second
     uneven chunks, or with a switch that was moved around it, may be faster than that bound; then there is no gap.
     """
     branches = [found.branch for found in rounds]
-    priced = [pair for found in rounds for pair in found.priced]
+    pricings = [pair for found in rounds for pair in found.pricings]
     limits = recipes.case.limits
     bound_s = min(step_s, *(branch.lower_bound_s for branch in branches))
-    tried = [name for shapes, some in priced for name in schedules_tried(some, shapes.pricing.runtime)]
+    tried = [name for pricing, some in pricings for name in schedules_tried(some, pricing.runtime)]
     schedules = tuple(name for name in dict.fromkeys(tried) if name != "none")
     gap = step_s / bound_s - 1
     is_closed = gap <= limits.gap_fraction * (1 + 1e-9)
     is_complete = all(branch.complete for branch in branches)
     return SearchReport(
-        num_shapes=len(priced[0][0].kernel),
+        num_shapes=rounds[0].num_shapes,
         num_fitting=rounds[0].num_fitting,
         num_ilps=sum(branch.num_ilps for branch in branches),
         seconds=seconds,
@@ -43,10 +42,10 @@ def certificate(rounds: Sequence[Found], recipes: Recipes, step_s: float, second
         searched=Searched(
             schedules=schedules,
             recompute_modules=_module_sets(rounds),
-            switches=_switches(recipes, [shapes.pricing.runtime for shapes, _ in priced]),
+            switches=_switches(recipes, [pricing.runtime for pricing, _ in pricings]),
             chunks="equal" if _interleaves(schedules) else "any",
         ),
-        unsearched=tuple(_unsearched(priced[0][0], schedules, recipes)),
+        unsearched=tuple(_unsearched(rounds, schedules, recipes)),
     )
 
 
@@ -74,11 +73,12 @@ def _interleaves(schedules: Sequence[str]) -> bool:
     return any(SCHEDULES[name].max_vpp > 1 for name in schedules if name in SCHEDULES)
 
 
-def _unsearched(shapes: PricedShapes, schedules: Sequence[str], recipes: Recipes) -> Iterator[str]:
+def _unsearched(rounds: Sequence[Found], schedules: Sequence[str], recipes: Recipes) -> Iterator[str]:
     """The choices that the trainer could be told and the search left out, in words."""
-    if shapes.pricing.runtime.uneven_chunks and _interleaves(schedules):
+    if rounds[0].pricings[0][0].runtime.uneven_chunks and _interleaves(schedules):
         yield "uneven inner chunks but those tried around the best"
-    if shapes.module_sets is not None and len(shapes.module_sets.tables) >= MAX_SETS:
+    all_sets = [shapes.module_sets for found in rounds for shapes, _ in found.priced]
+    if any(sets is not None and len(sets.tables) >= MAX_SETS for sets in all_sets):
         yield "other sets of modules but those a module away from the best's"
     if recipes.free:
         yield "other bundles of switches but single ones moved around the best"

@@ -11,11 +11,13 @@ from planner.errors import SolverError
 class Deadline:
     """A moment by which a search ends, counted from when this object is made.
 
-    `clock` returns seconds; tests pass one that counts how often it is called.
+    A search that is `patient` goes on beyond it until it has a layout. `clock` returns seconds; tests pass one that
+    counts how often it is called.
     """
 
-    def __init__(self, limit_s: float, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, limit_s: float, clock: Callable[[], float] | None = None, patient: bool = True) -> None:
         self.limit_s = limit_s
+        self.patient = patient
         self._clock = clock or time.monotonic
         self._end_s = self._clock() + limit_s
 
@@ -29,10 +31,16 @@ class Deadline:
         """True if time is up."""
         return self.left_s <= 0
 
-    def check(self, doing: str) -> None:
-        """Raise SolverError if time is up before any layout was found."""
-        if self.passed:
+    def gives_up(self, has_layout: bool) -> bool:
+        """True if time is up for a search that has a layout or not.
+
+        Raises SolverError if it has none and is not patient.
+        """
+        if not self.passed or not (has_layout or not self.patient):
+            return False
+        if not has_layout:
             raise SolverError(
-                f"time is up after {self.limit_s:g} s, {doing}: no layout was found yet",
+                f"time is up after {self.limit_s:g} s: no layout was found yet",
                 "raise --time-limit, or pin axes to shrink the search",
             )
+        return True

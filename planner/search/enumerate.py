@@ -15,7 +15,7 @@ from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
 from planner.physics.host_memory import host_rule
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
-from planner.shape import RANK_ORDERS, Shape, divisors
+from planner.shape import RANK_ORDERS, FloatArray, Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits, TrainingSpec
@@ -45,22 +45,69 @@ class Rejections:
             self.examples.setdefault(reason, example)
 
 
+@dataclass(slots=True)
+class Bar:
+    """The step that shapes have to beat; those that cannot, whatever pp and dp, are not multiplied out."""
+
+    step_s: float
+    least_work_s: Callable[[Shape], FloatArray]
+    """At most the seconds of a micro-batch through the whole model, for kernels of any axes that broadcast."""
+    passed_over_s: float = np.inf
+    """The least step in seconds that any shape passed over may have."""
+
+    def least_step_s(
+        self, rows: IntArray, batches: Sequence[int], training: TrainingSpec, gpus: int, sequence_parallel: bool
+    ) -> FloatArray:
+        """The least step of each kernel (tp, cp, ep, etp) and micro-batch size on all GPUs, without any idle second.
+
+        Every size of every axis is priced once with each other, as a grid that broadcasts.
+        """
+        axes = [np.unique(column) for column in rows.T]
+        tp, cp, ep, etp, batch = np.ix_(*axes, np.asarray(batches))
+        kernels = Shape(
+            tp=tp, cp=cp, ep=ep, etp=etp, micro_batch_size=batch, seq_length=training.seq_length, dp=ep * etp,
+            sequence_parallel=(tp > 1) * int(sequence_parallel),
+        )  # fmt: skip
+        work_s = np.broadcast_to(
+            self.least_work_s(kernels), np.broadcast_shapes(*map(np.shape, (tp, cp, ep, etp, batch)))
+        )
+        own_s = work_s[tuple(np.searchsorted(axis, column) for axis, column in zip(axes, rows.T, strict=True))]
+        share = (rows[:, 0] * rows[:, 1])[:, None] / gpus
+        return np.asarray(training.global_batch_size / np.asarray(batches) * own_s * share)
+
+    def passes(self, least_s: FloatArray) -> npt.NDArray[np.bool_]:
+        """True where a step of at least so many seconds may beat the bar; the others are remembered."""
+        promising: npt.NDArray[np.bool_] = least_s < self.step_s
+        self.passed_over_s = min(self.passed_over_s, float(least_s[~promising].min(initial=np.inf)))
+        return promising
+
+
 def _pinned(pins: Sequence[int] | None, free: Sequence[int]) -> list[int]:
     return sorted(set(pins)) if pins is not None else list(free)
 
 
 def enumerate_shapes(
-    model: ModelSpec, cluster: ClusterSpec, training: TrainingSpec, limits: SearchLimits, runtime: RuntimeSpec
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    limits: SearchLimits,
+    runtime: RuntimeSpec,
+    bar: Bar | None = None,
 ) -> tuple[Shape, Rejections]:
     """All legal (tp, cp, ep, etp, pp, micro-batch, ZeRO stage, dp, shard group, order), with as much dp as is allowed.
 
     Interleaving and recompute are chosen later, for each shape. dp is the largest divisor of
     global_batch_size / micro_batch_size that needs no more ranks than there are GPUs, or that leaves as many
-    micro-batches as the schedules ask for (`_data_parallel`). The other GPUs stay spare.
+    micro-batches as the schedules ask for (`_data_parallel`). The other GPUs stay spare. Shapes that cannot pass the
+    bar are left out, and not counted.
     """
     rejections = Rejections()
-    grid = _grid(model, cluster, training, limits, runtime, rejections)
+    grid, least_s = _grid(model, cluster, training, limits, runtime, rejections, bar)
     rows, dp = _data_parallel(grid, cluster, training, limits)
+    if bar is not None:
+        ranks = np.maximum(dp, 1) * (grid["tp"] * grid["cp"] * grid["pp"])[rows]
+        promising = bar.passes(np.where(dp > 0, least_s[rows] * cluster.num_gpus / ranks, 0.0))
+        rows, dp = rows[promising], dp[promising]
     grid = {name: column[rows] for name, column in grid.items()}
     legal = dp > 0
     _reject(grid, ~legal, rejections, cluster, training)
@@ -126,8 +173,9 @@ def _grid(
     limits: SearchLimits,
     runtime: RuntimeSpec,
     rejections: Rejections,
-) -> Grid:
-    """The raw axes, multiplied out."""
+    bar: Bar | None,
+) -> tuple[Grid, FloatArray]:
+    """The raw axes, multiplied out, and the least step in seconds that each row may have; 0 without a bar."""
     gpus, moe = cluster.num_gpus, model.moe
     widest = gpus if limits.tp_across_nodes else min(cluster.nvlink_domain_size, gpus)
     tps = _pinned(limits.tp, range(1, min(widest, model.num_attention_heads) + 1))
@@ -157,16 +205,23 @@ def _grid(
         tp = next((tp for tp in tps if model.num_attention_heads % tp), 0)
         rejections.add(HEADS.reason, lost, HEADS.message(model, training, Shape(tp=tp)))
         rows = rows[split]
-    kernel, pp, batch, zero = (a.ravel() for a in np.meshgrid(np.arange(len(rows)), pps, batches, zeros, indexing="ij"))
-    tp, cp, ep, etp = rows[kernel].T
-    fits = tp * cp * pp <= gpus
+    least_s = np.zeros((len(rows), len(batches)))
+    if bar is not None and rows.size and batches:
+        least_s = bar.least_step_s(rows, batches, training, gpus, runtime.has_sequence_parallel)
+    promising = np.ones_like(least_s, dtype=bool) if bar is None else bar.passes(least_s)
+    ranks, stages, zero = (rows[:, 0] * rows[:, 1])[:, None], np.asarray(pps, dtype=np.int64), np.asarray(zeros)
+    fits = (ranks * stages <= gpus)[:, :, None, None]
     if not runtime.shards_pipelines:
         # not even counted, unless pinned: there are as many as all others
-        fits &= (zero < 2) | (pp == 1) | (limits.zero_stage is not None)
-    columns = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": pp, "micro_batch_size": batch, "zero_stage": zero}
-    if fits.any():  # else kept, too
-        columns = {name: np.asarray(column[fits], dtype=np.int64) for name, column in columns.items()}
-    return {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}
+        fits = fits & ((zero < 2) | (stages[:, None] == 1) | (limits.zero_stage is not None))[:, None, :]
+    if not fits.any():  # they are kept to be refused with a reason
+        fits = np.ones_like(fits)
+    chosen = np.nonzero(fits & promising[:, None, :, None] & np.ones(len(zero), dtype=bool))
+    tp, cp, ep, etp = rows[chosen[0]].T
+    batch = np.asarray(batches, dtype=np.int64)[chosen[2]]
+    columns = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": stages[chosen[1]], "micro_batch_size": batch}
+    columns["zero_stage"] = zero[chosen[3]].astype(np.int64)
+    return columns, least_s[chosen[0], chosen[2]]
 
 
 def _useful_zero_stages(runtime: RuntimeSpec) -> list[int]:

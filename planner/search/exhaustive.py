@@ -5,15 +5,22 @@ If stages interleave, all chunks but the first and the last are equal, so that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
 
 from planner.layout.candidate import Candidate
 from planner.layout.split import Split
+from planner.physics.cost import CostTable
+from planner.physics.pricing import Pricing
 from planner.schedule.bounds import any_order_bounds_s
 from planner.schedule.orders import SCHEDULES
+from planner.search.chain import IntArray, least_steps_s
 from planner.search.chunks import equal_chunk_counts
-from planner.search.ilp.translate import RecomputeChoice
+from planner.search.ilp.translate import RecomputeChoice, node_of
+from planner.shape import FloatArray
 from planner.specs.model import ModelSpec
+from planner.trainers.spec import RuntimeSpec
 
 MAX_SPLITS = 256
 """Most splits of a node for all of them to be tried; most are ruled out by a bound of their own, without a replay."""
@@ -21,12 +28,21 @@ MAX_SPLITS = 256
 
 def few_splits(candidate: Candidate, choice: RecomputeChoice) -> list[tuple[int, ...]] | None:
     """Layers of each virtual stage in every split of the candidate's node; None if an integer program is needed."""
-    shape, runtime = candidate.shape, candidate.pricing.runtime
-    if int(shape.vpp) == 1 or choice.whole == "per_stage":
+    shape, pricing = candidate.shape, candidate.pricing
+    return splits_of(int(shape.pp), int(shape.vpp), pricing.model.num_hidden_layers, pricing.runtime, choice)
+
+
+def splits_of(
+    pp: int, vpp: int, num_layers: int, runtime: RuntimeSpec, choice: RecomputeChoice
+) -> list[tuple[int, ...]] | None:
+    """Every split of so many layers over pp ranks of vpp chunks, if they are few; else None."""
+    if choice.whole == "per_stage":
         return None
-    num_stages = int(shape.pp) * int(shape.vpp)
-    layers = candidate.pricing.model.num_hidden_layers
-    splits = list(equal_chunk_counts(layers, num_stages, runtime.head_only_stage))
+    if pp * vpp == 1:
+        return [(num_layers,)]
+    if vpp == 1:
+        return None
+    splits = list(islice(equal_chunk_counts(num_layers, pp * vpp, runtime.head_only_stage), MAX_SPLITS + 1))
     return splits if len(splits) <= MAX_SPLITS else None
 
 
@@ -42,33 +58,37 @@ def least_step_s(candidate: Candidate) -> float:
     return float(bounds_s.max()) + sum(candidate.outside)
 
 
-def fitting(candidate: Candidate, choice: RecomputeChoice, splits: list[tuple[int, ...]]) -> Iterator[Candidate]:
-    """The candidate with each split that fits, with as few layers recomputed as `choice` allows."""
-    model = candidate.pricing.model
-    for counts in splits:
-        numbers = range(max(counts) + 1) if choice.whole == "one_count" else [max(counts) * (choice.whole == "all")]
-        split = _least_recomputed(candidate, choice, counts, numbers, model)
-        if split is not None:
-            yield split
+def promising(
+    layout: Candidate, choice: RecomputeChoice, splits: list[tuple[int, ...]], cutoff_s: float
+) -> tuple[float, list[tuple[float, Candidate]]]:
+    """Bounds of the steps of a node's splits: the least one that is not below the cutoff, and those below it.
 
-
-def _least_recomputed(
-    candidate: Candidate, choice: RecomputeChoice, counts: tuple[int, ...], numbers: range | list[int], model: ModelSpec
-) -> Candidate | None:
-    """The candidate that fits with the fewest layers of each chunk recomputed whole; None if none fits.
-
-    `numbers` are the numbers of layers to try. More recomputed layers than necessary cannot be faster.
+    The latter come with their candidates, the least first. With one number of layers for all stages that are recomputed
+    whole, each split comes with each number that its memory may need.
     """
-    low, high = 0, len(numbers)
-    fits: Candidate | None = None
-    while low < high:
-        middle = (low + high) // 2
-        tried = candidate.with_split(_split(counts, choice, numbers[middle], model))
-        if tried.fits:
-            fits, high = tried, middle
-        else:
-            low = middle + 1
-    return fits
+    model = layout.pricing.model
+    counts, again, least_s = bounded(layout.pricing, layout.table, layout.schedule, choice, splits)
+    whole = int(counts.max()) if choice.whole == "all" else 0
+    order = np.argsort(least_s, kind="stable")
+    few = [int(at) for at in order if least_s[at] < cutoff_s]
+    others_s = float(least_s[order[len(few)]]) if len(few) < len(order) else np.inf
+    tried = [
+        layout.with_split(_split(tuple(counts[at].tolist()), choice, max(int(again[at]), whole), model)) for at in few
+    ]
+    return others_s, list(zip(least_s[few].tolist(), tried, strict=True))
+
+
+def bounded(
+    pricing: Pricing, table: CostTable, schedule: str, choice: RecomputeChoice, splits: list[tuple[int, ...]]
+) -> tuple[IntArray, IntArray, FloatArray]:
+    """Layers of each stage (columns) of every way to hold a node's layers (rows), and what is recomputed whole in it.
+
+    With them comes a lower bound of the step in seconds, of each shape of the table where it has several.
+    """
+    node, counts = node_of(pricing, table, choice, schedule, exact=True), np.array(splits, dtype=np.int64)
+    numbers = range(counts.max() + 1) if choice.whole == "one_count" else range(1)
+    counts, again = np.repeat(counts, len(numbers), axis=0), np.tile(np.arange(len(numbers)), len(counts))
+    return counts, again, least_steps_s(pricing, table, schedule, node, counts, again)
 
 
 def _split(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, placement
 from planner.search.bounds.orders import Kinds, Orders, orders_of
-from planner.search.bounds.outside_pipeline import with_ends_s
+from planner.search.bounds.outside_pipeline import all_optimizers_s, with_ends_s
 from planner.search.bounds.pipeline import coarse_bound_s, pipeline_bound_s
 from planner.search.enumerate import IntArray, scalar
 from planner.search.ilp.layers import recurring
@@ -42,8 +42,19 @@ ONE_SET = RecomputeChoice("selective", "none")
 ANY_SET = RecomputeChoice("selective", "any_modules")
 """Selective recompute of any set of modules; a node stands for all sets until they are opened one by one."""
 
-KEPT = 64
-"""Number of cut nodes that are remembered; the alternatives are chosen among them."""
+KEPT, KEPT_OF_A_KEY = 32, 3
+"""Numbers of grids whose cut nodes are remembered, and of nodes of each; the alternatives are chosen among them."""
+LOOKED_AT = 1024
+"""Most of the cut nodes that are looked at for that."""
+
+Key = tuple[int, ...]
+"""The grid and the micro-batch size; a reader takes two layouts with the same key for the same layout."""
+
+
+def key_of(shape: Shape, row: int | tuple[()] = ()) -> Key:
+    """The sizes by which a reader tells layouts apart, of a shape or of one row of many."""
+    sizes = (shape.tp, shape.cp, shape.ep, shape.etp, shape.pp, shape.micro_batch_size)
+    return tuple(int(np.asarray(size)[row]) for size in sizes)
 
 
 Prices = tuple[RuntimeSpec, Modules, Shape]
@@ -61,11 +72,24 @@ class Open:
     shape: Shape
     schedule: str
     choice: RecomputeChoice
+    priced: PricedShapes | None = None
+    """The block that the node was opened in, and its row there: what is known of its prices."""
+    row: int = 0
 
     @property
     def prices(self) -> Prices:
         """The key of the node's cost table; vpp changes no price."""
         return self.pricing.runtime, self.pricing.selective_modules, replace(self.shape, vpp=1)
+
+
+def few_of_a_key(nodes: Sequence[Open]) -> list[Open]:
+    """The most promising nodes, the first of all ahead, with a few of each of the first `KEPT` grids."""
+    taken: dict[Key, list[Open]] = {}
+    for node in sorted(nodes, key=lambda node: node.guess_s):
+        key = key_of(node.shape)
+        if len(taken.get(key, ())) < KEPT_OF_A_KEY and (key in taken or len(taken) < KEPT):
+            taken.setdefault(key, []).append(node)
+    return [node for of_key in taken.values() for node in of_key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +100,27 @@ class Nodes:
     """The shape of each row, vpp included."""
     schedules: Sequence[str]
     orders: Orders
+    sets: Sequence[Modules] = ()
+    """The modules that selective recompute means in each row; empty where it means the pricing's own."""
 
     def take(self, rows: IntArray) -> Nodes:
         """The nodes at `rows`."""
         schedules = [self.schedules[row] for row in rows.tolist()]
-        return Nodes(self.shapes.take(rows), schedules, self.orders.take(rows))
+        sets = [self.sets[row] for row in rows.tolist()] if self.sets else ()
+        return Nodes(self.shapes.take(rows), schedules, self.orders.take(rows), sets)
+
+    def pricing(self, row: int) -> Pricing:
+        """The prices of one row."""
+        pricing = self.shapes.pricing
+        return replace(pricing, selective_modules=self.sets[row]) if self.sets else pricing
+
+    def by_pipeline(self, rows: IntArray) -> Iterator[IntArray]:
+        """Places among `rows` of those with the same schedule, numbers of stages and micro-batches, and ZeRO stage."""
+        shape, alike = self.shapes.shape, dict[tuple[str, tuple[int, ...]], list[int]]()
+        columns = [np.asarray(axis)[rows] for axis in (shape.pp, shape.vpp, shape.num_microbatches, shape.zero_stage)]
+        for place, (row, sizes) in enumerate(zip(rows.tolist(), np.stack(columns, axis=1).tolist(), strict=True)):
+            alike.setdefault((self.schedules[row], tuple(sizes)), []).append(place)
+        yield from map(np.array, alike.values())
 
     def bound_s(self, choice: RecomputeChoice) -> FloatArray:
         """A lower bound of each row's step in seconds, recomputing as `choice` says; infinite if it cannot fit.
@@ -132,7 +172,8 @@ def bound_of_shapes_s(shapes: PricedShapes, limits: SearchLimits) -> FloatArray:
         bound_s[left] = bound_of_shapes_s(replace(shapes.take(left), beaten=None), limits)
         return bound_s
     tried = schedules_tried(limits, shapes.pricing.runtime)
-    return coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))
+    pipeline_s = coarse_bound_s(shapes, any(SCHEDULES[name].splits_backward for name in tried))
+    return np.asarray(pipeline_s + all_optimizers_s(shapes) / shapes.shape.pp + shapes.tail_s)
 
 
 def blocks_of(order: IntArray, pps: IntArray) -> Iterator[IntArray]:
@@ -151,8 +192,11 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
     """Every schedule that the shapes may run, as blocks: the index of each row's shape, and the rows."""
     pricing, shape = shapes.pricing, shapes.shape
     pps, steps = np.asarray(shape.pp), np.asarray(shape.num_microbatches)
+    left = np.ones(len(pps), dtype=bool) if shapes.beaten is None else ~shapes.beaten
     for narrow, wide in pairwise(WIDTHS):
-        rows = np.flatnonzero((pps > narrow) & (pps <= wide))
+        rows = np.flatnonzero(left & (pps > narrow) & (pps <= wide))
+        if not len(rows):
+            continue
         distinct, which = np.unique(np.stack([pps[rows], steps[rows]]), axis=1, return_inverse=True)
         options = [
             [(name, pp, vpp, m) for name, vpp in schedules_of(pp, m, pricing.model, limits, pricing.runtime)]
@@ -172,8 +216,6 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
         chosen = replace(chosen, shape=replace(chosen.shape, vpp=vpps[kind]), folded=folded[kind], exchanged_s={})
         setting = Setting(pricing.model, pricing.cluster, pricing.training, pricing.runtime, chosen.shape)
         legal = np.broadcast_to(takes_shapes(setting), index.shape)
-        if chosen.beaten is not None:
-            legal = legal & ~chosen.beaten
         legal = np.flatnonzero(legal)
         if len(legal) < len(index):
             chosen, index, kind = chosen.take(legal), index[legal], kind[legal]
@@ -188,8 +230,7 @@ class Frontier:
 
     choices: Mapping[RuntimeSpec, Sequence[RecomputeChoice]]
     """The ways to recompute that each runtime knows."""
-    runners_up: list[Open] = field(default_factory=list)
-    """The most promising of those cut."""
+    _aside: list[Open] = field(default_factory=list)
     _nodes: list[Nodes] = field(default_factory=list)
     _first_opened: list[int] = field(default_factory=list)
     """Indices of the blocks that were opened under every choice."""
@@ -197,6 +238,8 @@ class Frontier:
     _guess_s: FloatArray = field(default_factory=lambda: np.empty(0))
     _known: list[RecomputeChoice] = field(default_factory=list)
     """Every choice that any node was opened under."""
+    _sharp: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
+    """True for a node whose bound is of its own splits, or that has too many splits for that."""
     _place: IntArray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
     """Three indices of each open node: its block in `_nodes`, its row there, and its choice in `_known`."""
 
@@ -219,6 +262,7 @@ class Frontier:
             place = np.stack([np.full(len(rows), len(self._nodes)), rows, np.full(len(rows), number)], axis=1)
             self._bound_s = np.append(self._bound_s, bound_s[rows])
             self._guess_s = np.append(self._guess_s, np.maximum(nodes.guess_s(choice), bound_s)[rows])
+            self._sharp = np.append(self._sharp, np.zeros(len(rows), dtype=bool))
             self._place = np.append(self._place, place, axis=0)
         if not choices:
             self._first_opened.append(len(self._nodes))
@@ -241,10 +285,28 @@ class Frontier:
             nodes, rows = self._nodes[block], place[at, 1]
             sets = nodes.shapes.module_sets
             assert sets is not None
-            for modules in sets.tables:
-                shapes = nodes.shapes.with_modules(modules).take(rows)
-                some = Nodes(shapes, [nodes.schedules[row] for row in rows.tolist()], nodes.orders.take(rows))
-                self.add(some, bound_s[at], (ONE_SET,))
+            names = [modules for modules in sets.tables for _ in rows]
+            every = np.tile(rows, len(sets.tables))
+            some = nodes.take(every)
+            some = replace(some, shapes=nodes.shapes.with_each_set(rows), sets=names)
+            self.add(some, np.tile(bound_s[at], len(sets.tables)), (ONE_SET,))
+        return True
+
+    def sharpen(self, most: int, sharp_bound_s: Callable[[Nodes, IntArray, RecomputeChoice], FloatArray]) -> bool:
+        """Bound the `most` most promising nodes anew, by their own splits; False if the first of all is bounded so.
+
+        `sharp_bound_s` is asked for the nodes of a block at some rows, under one choice.
+        """
+        if not len(self._guess_s) or self._sharp[np.argmin(self._guess_s)]:
+            return False
+        ranked = np.argsort(self._guess_s, kind="stable")
+        taken = ranked[~self._sharp[ranked]][:most]
+        self._sharp[taken] = True
+        for block, choice in np.unique(self._place[taken][:, [0, 2]], axis=0).tolist():
+            at = taken[(self._place[taken, 0] == block) & (self._place[taken, 2] == choice)]
+            sharp_s = sharp_bound_s(self._nodes[block], self._place[at, 1], self._known[choice])
+            self._bound_s[at] = np.maximum(self._bound_s[at], sharp_s)
+            self._guess_s[at] = np.maximum(self._guess_s[at], self._bound_s[at])
         return True
 
     def _stands_for_sets(self, index: int) -> bool:
@@ -260,14 +322,29 @@ class Frontier:
         if not lost.any():
             return np.inf
         least_s = float(self._bound_s[lost].min())
-        nearest = np.flatnonzero(lost)[np.argsort(self._guess_s[lost], kind="stable")[:KEPT]]
-        self.put_aside([self._open(index) for index in nearest.tolist()])
+        nearest = np.flatnonzero(lost)[np.argsort(self._guess_s[lost], kind="stable")[:LOOKED_AT]]
+        rivals: dict[Key, list[int]] = {}
+        for index in nearest.tolist():
+            block, row, _ = self._place[index]
+            of_key = rivals.setdefault(key_of(self._nodes[block].shapes.shape, int(row)), [])
+            if len(of_key) < KEPT_OF_A_KEY:
+                of_key.append(index)
+            if len(rivals) >= KEPT:
+                break
+        self.put_aside([self._open(index) for of_key in rivals.values() for index in of_key])
         self._keep(~lost)
         return least_s
 
     def put_aside(self, nodes: Sequence[Open]) -> None:
         """Remember nodes that are not the best, since the alternatives are chosen among them."""
-        self.runners_up = sorted([*self.runners_up, *nodes], key=lambda node: node.guess_s)[:KEPT]
+        self._aside += nodes
+        if len(self._aside) > LOOKED_AT:
+            self._aside = few_of_a_key(self._aside)
+
+    @property
+    def runners_up(self) -> list[Open]:
+        """The most promising of the nodes that were cut or put aside."""
+        return few_of_a_key(self._aside)
 
     def take(self) -> Open | None:
         """Remove the most promising node from the frontier and return it."""
@@ -287,7 +364,9 @@ class Frontier:
         nodes = self._nodes[block]
         shape = scalar(nodes.shapes.shape, int(row))
         bound_s, guess_s = float(self._bound_s[index]), float(self._guess_s[index])
-        return Open(bound_s, guess_s, nodes.shapes.pricing, shape, nodes.schedules[row], self._known[choice])
+        known = self._known[choice]
+        return Open(bound_s, guess_s, nodes.pricing(row), shape, nodes.schedules[row], known, nodes.shapes, int(row))
 
     def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
         self._bound_s, self._guess_s, self._place = self._bound_s[kept], self._guess_s[kept], self._place[kept]
+        self._sharp = self._sharp[kept]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -12,17 +13,25 @@ from planner.layout.assemble import assemble
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
 from planner.layout.price import price_layout
+from planner.physics.pricing import Pricing
 from planner.search.branch import Branch
 from planner.search.case import Case
 from planner.search.deadline import Deadline
-from planner.search.enumerate import Rejections, enumerate_shapes
-from planner.search.frontier import ANY_SET, ONE_SET, Frontier
+from planner.search.enumerate import Bar, Rejections, enumerate_shapes
+from planner.search.frontier import ANY_SET, ONE_SET, Frontier, bound_of_shapes_s
 from planner.search.ilp.translate import RecomputeChoice
-from planner.search.priced_shapes import PricedShapes, fits, priced_shapes, with_module_sets, without_beaten
+from planner.search.priced_shapes import (
+    PricedShapes,
+    fits,
+    priced_shapes,
+    with_module_sets,
+    without,
+    without_beaten,
+)
 from planner.search.schedules import by_runtime, schedules_tried
 from planner.search.why.misses import NothingFits, count_misfits
 from planner.search.why.refused import NothingLegal
-from planner.shape import Shape
+from planner.shape import FloatArray, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import SearchLimits
 from planner.trainers.load import switches_of
@@ -72,7 +81,10 @@ class Found:
     branch: Branch
     frontier: Frontier
     priced: Priced
+    pricings: tuple[tuple[Pricing, SearchLimits], ...]
+    """The prices that shapes were searched under, with the schedules of each."""
     rejections: Rejections
+    num_shapes: int
     num_fitting: int
 
     @property
@@ -89,47 +101,91 @@ def find_layouts(
     deadline: Deadline,
     known: Candidate | None = None,
     news: News | None = None,
+    is_first: bool = False,
 ) -> Found:
     """Search the layouts of a case under each of the runtimes; `known` is a candidate that others must beat.
 
-    `news` is told how the search stands while it runs.
+    `news` is told how the search stands while it runs. A search that is only the first one proves nothing, and tries
+    no uneven chunks.
 
     Raises NothingLegal or NothingFits if there is no layout, and SolverError if the solver could not say so.
     """
     model, limits = case.model, case.limits
-    legal_shapes, rejections = enumerate_shapes(model, case.cluster, case.training, limits, case.runtime)
-    if not len(np.atleast_1d(legal_shapes.tp)):
+    tried = _pricings(case, runtimes)
+    bar = None
+    if known is not None:
+        bar = Bar(known.step_s / (1 + limits.gap_fraction), lambda kernels: _least_work_s(tried, kernels))
+    legal_shapes, rejections = enumerate_shapes(model, case.cluster, case.training, limits, case.runtime, bar)
+    num_shapes = len(np.atleast_1d(legal_shapes.tp))
+    if not num_shapes and known is None:
         raise NothingLegal(rejections)
-    deadline.check("enumerating shapes")
-    choices: dict[RuntimeSpec, tuple[RecomputeChoice, ...]] = {}
-    priced = []
-    for shapes, tried in _priced(case, runtimes, legal_shapes, deadline):
-        ways = recompute_choices(model, shapes.pricing.runtime, limits)
-        if any(way.base == "selective" for way in ways):
-            shapes = with_module_sets(shapes)
-            deadline.check("pricing shapes")
-        if shapes.module_sets is not None:
-            ways = tuple(ANY_SET if way == ONE_SET else way for way in ways)
-        choices[shapes.pricing.runtime] = ways
-        priced.append((shapes, tried))
-    may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in priced]
-    fitting = np.flatnonzero(np.any(may_fit, axis=0))
-    count_misfits(case, priced[0][0], fitting, rejections)
+    all_priced = _promising(tried, legal_shapes, bar) if num_shapes else []
+    may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in all_priced]
+    fitting = np.flatnonzero(np.any(may_fit, axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
+    if all_priced:
+        count_misfits(case, all_priced[0][0], fitting, rejections)
+    priced = [(_with_sets(case, shapes.take(fitting)), tried) for shapes, tried in all_priced] if len(fitting) else []
+    choices = {shapes.pricing.runtime: _choices(case, shapes) for shapes, _ in priced}
     branch = Branch(limits, choices, deadline, rejections)
     if known is not None:
         branch.keep(known)
+    if bar is not None:
+        branch.lower_bound_s = bar.passed_over_s
     if news is not None:
-        branch.news = _teller(news, branch, len(np.atleast_1d(legal_shapes.tp)), len(fitting))
-    frontier = branch.run([(shapes.take(fitting), tried) for shapes, tried in priced])
-    branch.try_uneven_chunks(frontier)
+        branch.news = _teller(news, branch, num_shapes, len(fitting))
+    frontier = branch.run(priced)
+    if not is_first:
+        branch.try_uneven_chunks(frontier)
     if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise NothingLegal(rejections)
     if branch.best is None and branch.failures:  # nobody knows whether those nodes have a layout that fits
         raise branch.failures[-1]
     if branch.best is None:
-        rejections.counts.setdefault("does_not_fit", len(priced[0][0].kernel))
+        rejections.counts.setdefault("does_not_fit", num_shapes)
         raise NothingFits(case, rejections.counts)
-    return Found(branch, frontier, priced, rejections, len(fitting))
+    return Found(branch, frontier, priced, tuple(tried), rejections, num_shapes, len(fitting))
+
+
+def _pricings(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[tuple[Pricing, SearchLimits]]:
+    """The prices under each runtime that may recompute as the user allows, with limits that name its schedules."""
+    return [
+        (pricing_of(case.model, case.cluster, case.training, priced_as, case.limits), tried)
+        for runtime in runtimes
+        for priced_as, tried in by_runtime(case.limits, runtime)
+        if recompute_choices(case.model, priced_as, case.limits)
+    ]
+
+
+def _least_work_s(tried: Sequence[tuple[Pricing, SearchLimits]], kernels: Shape) -> FloatArray:
+    """The least seconds of a micro-batch through the whole model under any of the prices."""
+    return np.asarray(reduce(np.minimum, [pricing.least_work_s(kernels) for pricing, _ in tried]))
+
+
+def _promising(
+    pricings: Sequence[tuple[Pricing, SearchLimits]], shapes: Shape, bar: Bar | None
+) -> list[tuple[PricedShapes, SearchLimits]]:
+    """The shapes under each runtime, without those that another runtime beats, or that the bar beats under all."""
+    all_priced = [priced_shapes(pricing, shapes) for pricing, _ in pricings]
+    kept = without_beaten(all_priced, [_stricter(pricing.runtime) for pricing, _ in pricings])
+    if bar is not None:
+        coarse = [bound_of_shapes_s(each, tried) for each, (_, tried) in zip(kept, pricings, strict=True)]
+        promising = [bar.passes(bound_s) for bound_s in coarse]
+        left = np.flatnonzero(np.any(promising, axis=0))
+        kept = [without(each, ~mask).take(left) for each, mask in zip(kept, promising, strict=True)]
+    pairs = zip(kept, (tried for _, tried in pricings), strict=True)
+    return [(each, tried) for each, tried in pairs if each.beaten is None or not each.beaten.all()]
+
+
+def _with_sets(case: Case, shapes: PricedShapes) -> PricedShapes:
+    """The shapes with every useful set of modules to recompute, where selective recompute is tried."""
+    ways = recompute_choices(case.model, shapes.pricing.runtime, case.limits)
+    return with_module_sets(shapes) if any(way.base == "selective" for way in ways) else shapes
+
+
+def _choices(case: Case, shapes: PricedShapes) -> tuple[RecomputeChoice, ...]:
+    """The ways to recompute that are tried; one way stands for all sets of modules where there are several."""
+    ways = recompute_choices(case.model, shapes.pricing.runtime, case.limits)
+    return ways if shapes.module_sets is None else tuple(ANY_SET if way == ONE_SET else way for way in ways)
 
 
 def _teller(news: News, branch: Branch, num_shapes: int, num_fitting: int) -> Callable[[float], None]:
@@ -141,24 +197,6 @@ def _teller(news: News, branch: Branch, num_shapes: int, num_fitting: int) -> Ca
             news(Standing(best, bound_s, num_shapes, num_fitting, branch.num_ilps))
 
     return tell
-
-
-def _priced(case: Case, runtimes: Sequence[RuntimeSpec], shapes: Shape, deadline: Deadline) -> Priced:
-    """The shapes under each runtime that may recompute as the user allows, without what another runtime beats."""
-    model, cluster, training, limits = case.model, case.cluster, case.training, case.limits
-    priced = []
-    for runtime in runtimes:
-        for priced_as, tried in by_runtime(limits, runtime):
-            if recompute_choices(model, priced_as, limits):
-                pricing = pricing_of(model, cluster, training, priced_as, limits)
-                priced.append((priced_shapes(pricing, shapes), tried))
-                deadline.check("pricing shapes")
-    kept = without_beaten([each for each, _ in priced], [_stricter(each.pricing.runtime) for each, _ in priced])
-    return [
-        (each, tried)
-        for each, (_, tried) in zip(kept, priced, strict=True)
-        if each.beaten is None or not each.beaten.all()
-    ]
 
 
 def _stricter(runtime: RuntimeSpec) -> frozenset[str]:

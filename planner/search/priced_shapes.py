@@ -18,7 +18,7 @@ from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.schedule.orders import SCHEDULES, placement
-from planner.search.module_sets import TINY, Modules, ModuleSets, useful_sets
+from planner.search.module_sets import TINY, ModuleSets, useful_sets
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
@@ -60,12 +60,16 @@ class PricedShapes:
     """True for a shape that another recipe beats in every price, and whose prices are not kept; None if none is."""
     exchanged_s: dict[PartName, tuple[FloatArray, FloatArray]] = field(default_factory=dict, compare=False, repr=False)
     """Results of `exchanges_s`, which no set of modules, mode, schedule or vpp changes."""
+    static: dict[int, tuple[PartCost, FloatArray]] = field(default_factory=dict, compare=False, repr=False)
+    """Results of `static_bytes`, with the part that each is of."""
 
-    def with_modules(self, modules: Modules) -> PricedShapes:
-        """The same shapes, priced so that selective recompute means `modules`."""
+    def with_each_set(self, rows: npt.NDArray[np.int64]) -> PricedShapes:
+        """The shapes at `rows` once for each set of modules, priced so that selective recompute means that set."""
         assert self.module_sets is not None
-        sets = self.module_sets
-        return replace(self, pricing=sets.pricings[modules], table=sets.tables[modules])
+        sets, kernels = len(self.module_sets.tables), len(np.asarray(self.table.shape.tp))
+        some = self.take(np.tile(rows, sets))
+        offset = np.repeat(np.arange(sets) * kernels, len(rows))
+        return replace(some, table=self.module_sets.stacked, kernel=some.kernel + offset, static={})
 
     def with_any_modules(self) -> PricedShapes:
         """The same shapes, priced so that a mixture of plain and full layers is no dearer than any set of modules.
@@ -73,7 +77,7 @@ class PricedShapes:
         `ModuleSets.together` says how.
         """
         assert self.module_sets is not None
-        return replace(self, table=self.module_sets.together)
+        return replace(self, table=self.module_sets.together, static={})
 
     def part(self, part: PartCost, quantity: str) -> FloatArray:
         """A quantity of a part for every shape; in a folded pipeline the head is priced beside its embedding."""
@@ -95,10 +99,12 @@ class PricedShapes:
         return PartCost(**{name: self.part(part, name) for name in names})
 
     def static_bytes(self, part: PartCost) -> FloatArray:
-        """Bytes of a part's weights, gradients and optimizer under each shape's sharding."""
-        return np.asarray(
-            static_bytes(self.counted(part), self.shape, self.pricing.runtime, self.pricing.training.dtype), dtype=float
-        )
+        """Bytes of a part's weights, gradients and optimizer under each shape's sharding; worked out once a part."""
+        if id(part) not in self.static:
+            runtime, dtype = self.pricing.runtime, self.pricing.training.dtype
+            num_bytes = np.asarray(static_bytes(self.counted(part), self.shape, runtime, dtype), dtype=float)
+            self.static[id(part)] = part, num_bytes
+        return self.static[id(part)][1]
 
     def exchanges_s(self, name: PartName, part: PartCost) -> tuple[FloatArray, FloatArray]:
         """Seconds to reduce the gradients of a part, and to gather its weights; asked for once under each name."""
@@ -113,7 +119,19 @@ class PricedShapes:
         beaten = None if self.beaten is None else self.beaten[index]
         shape, kernel, folded = self.shape.take(index), self.kernel[index], self.folded[index]
         exchanged_s = {name: (reduce[index], gather[index]) for name, (reduce, gather) in self.exchanged_s.items()}
-        return replace(self, shape=shape, kernel=kernel, folded=folded, beaten=beaten, exchanged_s=exchanged_s)
+        return replace(
+            self, shape=shape, kernel=kernel, folded=folded, beaten=beaten, exchanged_s=exchanged_s, static={}
+        )
+
+    def cost_table(self, rows: npt.NDArray[np.int64]) -> CostTable:
+        """The prices of the shapes at `rows`, with a row for each."""
+        return self.pricing.of_shapes(self.table.take(self.kernel[rows]), self.shape.take(rows))
+
+    @property
+    def tail_s(self) -> FloatArray:
+        """Seconds at the end of each shape's step."""
+        hidden_s = self._column(self.table.hidden_s)
+        return np.asarray(np.broadcast_to(self.pricing.tail_s(self.shape, hidden_s), self.kernel.shape))
 
     @property
     def p2p_s(self) -> FloatArray:
@@ -231,20 +249,24 @@ def without_beaten(priced: Sequence[PricedShapes], stricter: Sequence[frozenset[
     kept = []
     for shapes, switches in zip(priced, stricter, strict=True):
         others = [other for other, fewer in zip(priced, stricter, strict=True) if fewer < switches]
-        kept.append(_without(shapes, np.any([_is_no_dearer(other, shapes) for other in others], axis=0)))
+        beaten = np.zeros(np.shape(shapes.table.shape.tp), dtype=bool)
+        for other in others:
+            beaten |= _is_no_dearer(other, shapes)
+        kept.append(without(shapes, beaten[shapes.kernel]))
     return kept
 
 
-def _without(shapes: PricedShapes, beaten: npt.NDArray[np.bool_]) -> PricedShapes:
-    """The shapes with the rows of the table that are not beaten; if all are, they stay to be left out as a whole."""
-    if not beaten.any():
+def without(shapes: PricedShapes, lost: npt.NDArray[np.bool_]) -> PricedShapes:
+    """The shapes with those marked as beaten that are lost, and prices of the kernels of the others alone."""
+    if not lost.any():
         return shapes
-    lost = beaten[shapes.kernel]
-    if beaten.all():
+    lost = lost if shapes.beaten is None else lost | shapes.beaten
+    used = np.zeros(np.shape(shapes.table.shape.tp), dtype=bool)
+    used[shapes.kernel[~lost]] = True
+    if lost.all() or used.all():  # if all are lost they stay, to be left out as a whole
         return replace(shapes, beaten=lost)
-    place = np.maximum(np.cumsum(~beaten) - 1, 0)
-    table = shapes.table.take(np.flatnonzero(~beaten))
-    return replace(shapes, table=table, kernel=place[shapes.kernel], beaten=lost)
+    place = np.maximum(np.cumsum(used) - 1, 0)
+    return replace(shapes, table=shapes.table.take(np.flatnonzero(used)), kernel=place[shapes.kernel], beaten=lost)
 
 
 def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> npt.NDArray[np.bool_]:
@@ -262,7 +284,7 @@ def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> npt.NDArray[np.
         for quantity in _PRICES:
             no_dearer = no_dearer & (getattr(part, quantity) <= getattr(against, quantity) * (1 + TINY))
     has_room: npt.NDArray[np.bool_] = np.asarray(table.usable_bytes >= other.usable_bytes * (1 - TINY))
-    hidden_s, other_s = (priced.pricing.unpaired_s(priced.table.shape) for priced in (shapes, others))
+    hidden_s, other_s = (priced.table.hidden_s for priced in (shapes, others))
     has_less: npt.NDArray[np.bool_] = np.asarray(hidden_s <= other_s * (1 + TINY))
     return no_dearer & has_room & has_less
 

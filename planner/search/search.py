@@ -15,10 +15,11 @@ from planner.layout.price import price_layout
 from planner.layout.robust import robust_steps
 from planner.physics.layers import ModelTotals
 from planner.search.auto import AUTO, made_to_measure
-from planner.search.branch import key_of
 from planner.search.case import Case
 from planner.search.certificate import certificate
 from planner.search.deadline import Deadline
+from planner.search.first import first_layouts, some_layout
+from planner.search.frontier import key_of
 from planner.search.layouts import Found, News, find_layouts
 from planner.search.offers import batch_offer, risk_offer
 from planner.search.recipe_answer import with_recipe
@@ -58,7 +59,7 @@ def plan(
     try:
         found = search(case, news)
     except Infeasible as error:
-        raise with_remedy(error, case, search_within_risk, deadline) from None
+        raise with_remedy(error, case, some_layout, deadline) from None
     for narrow in narrower(case):
         with suppress(Infeasible):
             found = min(found, search(narrow), key=lambda other: (exceeds_risk(other, case), other.best.step.step_s))
@@ -89,18 +90,26 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     deadline = deadline or Deadline(case.limits.time_limit_s)
     check_expressible(case.limits, case.runtime)
     recipes = Recipes.of(case)
-    rounds = [find_layouts(case, recipes.starts(), deadline, news=news)]
+    first = first_layouts(case, recipes)
+    known = None if first is None else recipes.refined(first.best, deadline)
+    starts = recipes.starts()
+    if known is not None:
+        starts = list(dict.fromkeys([*starts, known.pricing.runtime, *recipes.offloading(known)]))
+    rounds = [find_layouts(case, starts, deadline, known=known, news=news)]
     best = recipes.refined(rounds[0].best, deadline)
     # the layout that was best for a bundle may not be so for a moved recipe, or for one that frees memory
     gained = best.step_s < rounds[0].best.step_s * (1 - REPLAN_GAIN)
-    again = [*([best.pricing.runtime] if gained else []), *recipes.offloading(best)]
+    again = [best.pricing.runtime] if gained else []
+    if known is None:
+        again += recipes.offloading(best)
     if again and not deadline.passed:
         rounds.append(find_layouts(case, again, deadline, known=best))
         best = recipes.refined(rounds[1].best, deadline)
     branch = rounds[-1].branch
     branch.keep(best)
-    branch.run_alternatives(rounds[-1].frontier)
-    best, *others = _ranked(rounds, best, recipes, deadline)
+    beside = [first] if first is not None else []
+    branch.run_alternatives([found.frontier for found in (*rounds[-1:], *beside)])
+    best, *others = _ranked([*rounds, *beside], best, recipes, deadline)
     if AUTO in (case.limits.schedule or ()) and not best.pricing.runtime.compiled and not deadline.passed:
         best = made_to_measure(best)
     totals = best.pricing.totals
@@ -131,7 +140,7 @@ def _ranked(rounds: list[Found], best: Candidate, recipes: Recipes, deadline: De
     ranked = sorted(known.values(), key=lambda other: other.step_s)[: most + 1]
     others = sorted((_with_recipe_of(best, other, recipes) for other in ranked), key=lambda other: other.step_s)
     near = [other for other in others if other.step_s < best.step_s * (1 + REPLAN_GAIN)][:CONTENDERS]
-    if len(rounds[0].priced) == 1:  # with one bundle, recipes are too much alike for that
+    if len(rounds[0].pricings) == 1:  # with one bundle, recipes are too much alike for that
         near = [other for other in near if other.step_s < best.step_s * (1 - LEAST_GAIN)]
     fastest = min((recipes.refined(other, deadline) for other in near), key=lambda o: o.step_s, default=best)
     if fastest.step_s < best.step_s * (1 - LEAST_GAIN):

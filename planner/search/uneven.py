@@ -35,7 +35,7 @@ def level_guess_s(nodes: Nodes) -> FloatArray:
     shapes = nodes.shapes
     no_trips = np.zeros(nodes.orders.full.shape)
     busiest = busiest_rank_s(shapes, "none", False, nodes.orders, no_trips)
-    least_s = schedule_bound_s(shapes, busiest, "none", nodes.orders) + shapes.pricing.tail_s(shapes.shape)
+    least_s = schedule_bound_s(shapes, busiest, "none", nodes.orders) + shapes.tail_s
     interleaves = np.array([SCHEDULES[name].bound == "interleaved" for name in nodes.schedules], dtype=bool)
     return np.asarray(np.where(interleaves, least_s, np.inf))
 

@@ -15,7 +15,7 @@ from planner.decide.resume.split import NoSplit, split_for, split_near, tokens_p
 from planner.errors import Infeasible
 from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice
-from planner.search.search import search_within_risk
+from planner.search.first import some_layout
 from planner.search.why.remedy import with_remedy
 
 
@@ -125,7 +125,7 @@ class Ways:
         if self.nothing is None or isinstance(case, NoReshard):
             why = "; ".join(f"{closed.kind}: {closed.reason}" for closed in self.closed)
             return Infeasible(f"{says}: {why}", self._enough())
-        told = with_remedy(self.nothing, case, search_within_risk, job.deadline)
+        told = with_remedy(self.nothing, case, some_layout, job.deadline)
         option = (told.remedy or {}).get("options", ["", ""])
         axis = option[0].removeprefix("--").replace("-", "_")
         hint = f"leave {axis} out of --keep: a layout fits with {' '.join(option)}" if axis in job.keep else told.hint

@@ -24,7 +24,7 @@ def with_ends_s(shapes: PricedShapes, pipeline_s: FloatArray, base: Recompute, e
     bounds = [
         _with_exchange_s(shapes, pipeline_s, base, exchanging, exchange_s_of) for exchange_s_of in (beyond_s, showing_s)
     ]
-    return np.asarray(np.maximum(*bounds) + all_optimizers_s(shapes) / pps + shapes.pricing.tail_s(shapes.shape))
+    return np.asarray(np.maximum(*bounds) + all_optimizers_s(shapes) / pps + shapes.tail_s)
 
 
 def _with_exchange_s(

@@ -56,10 +56,10 @@ def _shape(node: Node) -> Iterator[str]:
     yield _wrapped(f"{node.num_layers} layers: {_layers(node)}")
     stages = "1 stage" if node.vpp == 1 else f"{node.vpp} virtual stages"
     yield f"  {node.pp} ranks with {stages} each, {node.num_microbatches} micro-batches"
-    yield f"  rows of time hold for {_BOUNDS[node.bound]}; a transfer takes {_number(node.p2p_s)} s"
+    yield f"  rows of time hold for {_BOUNDS[node.bound]}; a transfer takes {_number(float(node.p2p_s))} s"
     yield f"  recompute mode of a layer: {' or '.join(node.modes)}"
     in_flight = ", ".join(map(_number, node.in_flight))
-    yield f"  a rank can use {_number(node.usable_bytes / GIB)} GiB"
+    yield f"  a rank can use {_number(float(node.usable_bytes) / GIB)} GiB"
     yield _wrapped(f"micro-batches in flight where a rank holds most, ranks 0 … {node.pp - 1}: {in_flight}")
 
 

@@ -20,7 +20,7 @@ from planner.specs.units import GIB
 def add_memory(program: Formulation, sums: RankSums) -> list[Expression]:
     """Add row 6 and return the bytes that each rank needs, with the least transient bytes that it can have."""
     node = sums.node
-    usable_gib = node.usable_bytes / GIB
+    usable_gib = float(node.usable_bytes) / GIB
     least = min(float(node.layers[kind, node.modes[0]].transient_bytes) for kind in node.kinds)
     needed_bytes: list[Expression] = []
     for rank in range(node.pp):
@@ -49,7 +49,7 @@ def _live_bytes(sums: RankSums, rank: int) -> Expression:
     layers = in_flight[0] * sums.of_layers(rank, "live_bytes") if node.vpp == 1 else sums.in_flight_bytes(rank)
     live_bytes = layers + sums.of_ends(rank, "live_bytes")
     sending = sum(in_flight) - (in_flight[-1] if rank == node.placement[-1] else 0.0)
-    live_bytes = live_bytes + sending * node.sent_bytes
+    live_bytes = live_bytes + sending * float(node.sent_bytes)
     if rank == 0:
         live_bytes = live_bytes + (in_flight[0] - 1) * float(node.embedding.live_bytes)
     return live_bytes

@@ -9,6 +9,7 @@ from typing import Literal
 
 from planner.physics.cost import PartCost
 from planner.schedule.orders import Bound
+from planner.shape import Number
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -30,7 +31,10 @@ Runs = Sequence[tuple[LayerKind, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One shape whose layers are to be split: schedule, prices and limits, as the rows of the program need them."""
+    """One shape whose layers are to be split: schedule, prices and limits, as the rows of the program need them.
+
+    Where splits are bounded (`search/chain.py`) it may be several shapes with one pipeline: its prices are arrays.
+    """
 
     runs: Runs
     layers: dict[tuple[LayerKind, Recompute], PartCost]
@@ -48,10 +52,10 @@ class Node:
     """Micro-batches that each rank holds at its peak; a micro-batch in all of the rank's chunks counts as 1."""
     chunk_in_flight: Sequence[Sequence[float]] = ()
     """Micro-batches of each chunk that each rank holds at its peak; empty if it holds as many of every chunk."""
-    usable_bytes: float
-    sent_bytes: float = 0.0
+    usable_bytes: Number
+    sent_bytes: Number = 0.0
     """Bytes that each virtual stage but the last keeps of a micro-batch because it sent them."""
-    p2p_s: float
+    p2p_s: Number
     bound: Bound
     """The lower bounds that hold for the schedule."""
     placement: Sequence[int]

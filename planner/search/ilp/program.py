@@ -133,5 +133,5 @@ def _read(program: Program, answer: Checked) -> Solution:
         recomputed=tuple(tuple(map(count, kinds.values())) for kinds in program.recomputed.settings),
         objective_s=answer.objective_s,
         bound_s=answer.bound_s,
-        free_bytes=tuple(node.usable_bytes - value(needed) for needed in program.needed_bytes),
+        free_bytes=tuple(float(node.usable_bytes) - value(needed) for needed in program.needed_bytes),
     )

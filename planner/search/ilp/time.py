@@ -39,7 +39,7 @@ def _add_any_order(program: Formulation, sums: RankSums, pipeline_s: Expression)
     for rank in range(node.pp):
         quickest_s = sum(min(sums.per_layer(rank, name)) for name in passes)
         busy_s = node.num_microbatches * sums.total(rank, "total_s")
-        hops_s = len(passes) * rank * node.p2p_s
+        hops_s = len(passes) * rank * float(node.p2p_s)
         program.add_row("time", f"time_{rank}", pipeline_s >= busy_s + before_s + hops_s)
         ends_s = sum(sums.of_ends(rank, name, last_row=False) for name in passes)
         meaning = f"seconds of one micro-batch on the first-row stages 0 … {rank}, at least"
@@ -55,7 +55,9 @@ def _add_trips(program: Formulation, sums: RankSums, pipeline_s: Expression, bac
     node = sums.node
     there = "forward_total_s"
     hops = sum(a != b for a, b in pairwise(node.placement)) if node.pp > 1 else 0
-    trip_s = add_up(sums.total(rank, name) for rank in range(node.pp) for name in (there, back)) + 2 * hops * node.p2p_s
+    trip_s = add_up(sums.total(rank, name) for rank in range(node.pp) for name in (there, back)) + 2 * hops * float(
+        node.p2p_s
+    )
     trip_s = program.named("time", "trip", "seconds of one micro-batch through all stages and back", trip_s)
     for name in (there, back):
         stages_s: list[Expression] = []
@@ -76,8 +78,8 @@ def _add_one_f_one_b(program: Formulation, sums: RankSums, pipeline_s: Expressio
     rank nothing between a forward and its backward.
     """
     node, pp, steps = sums.node, sums.node.pp, sums.node.num_microbatches
-    hop_s = 2 * node.p2p_s
-    pause_s = node.p2p_s if node.blocking_p2p and pp > 1 else 0.0
+    hop_s = 2 * float(node.p2p_s)
+    pause_s = float(node.p2p_s) if node.blocking_p2p and pp > 1 else 0.0
     forward_s: list[Expression] = []
     backward_s: list[Expression] = []
     before_s = [constant(0)]
@@ -109,7 +111,7 @@ def _add_interleaved(program: Formulation, sums: RankSums, pipeline_s: Expressio
     trips through the chunks before s. The first gradient comes back after Σ_{j≥s} f_j + Σ_{j>e} b_j, the last one after
     Σ_{j>e} f_j + Σ_{j≥s} b_j.
     """
-    node, pp, hop_s = sums.node, sums.node.pp, sums.node.p2p_s
+    node, pp, hop_s = sums.node, sums.node.pp, float(sums.node.p2p_s)
     num_chunks = node.num_microbatches * node.vpp
     all_s = {}
     for name in PASSES:

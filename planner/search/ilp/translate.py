@@ -58,8 +58,12 @@ def node_of(
     short_bytes: Sequence[float] = (),
     cutoff_s: float = math.inf,
     rank_factors: Sequence[float] = (),
+    exact: bool = False,
 ) -> Node:
-    """The numbers of the integer program for one shape, schedule and way to recompute."""
+    """The numbers of the integer program for one shape, schedule and way to recompute.
+
+    If `exact`, layers of many kinds stay what they are, as all do but a program with interleaved stages.
+    """
     shape, runtime, model = table.shape, pricing.runtime, pricing.model
     pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
     ranks = placement(schedule, pp, vpp)
@@ -68,7 +72,7 @@ def node_of(
     # the first chunks of all ranks hold at least this many layers, however few the first one holds
     least_first_row = (pp - 1) * -(-model.num_hidden_layers // (pp * vpp))
     too_many_runs = len(runs) > MAX_RUNS_INTERLEAVED or sum(length for _, length in runs[:-1]) > least_first_row
-    of_mean_layers = vpp > 1 and too_many_runs and recurring(runs) is None
+    of_mean_layers = not exact and vpp > 1 and too_many_runs and recurring(runs) is None
     if of_mean_layers:
         runs, layers = _mean_kind(pricing, table)
     return Node(
@@ -83,10 +87,10 @@ def node_of(
         whole=choice.whole,
         in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
         chunk_in_flight=chunks_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else (),
-        usable_bytes=float(table.usable_bytes) - fixed_bytes(pricing, table),
-        sent_bytes=float(sent_bytes(model, shape, runtime)),
+        usable_bytes=table.usable_bytes - fixed_bytes(pricing, table),
+        sent_bytes=sent_bytes(model, shape, runtime),
         short_bytes=short_bytes,
-        p2p_s=float(table.p2p_s),
+        p2p_s=table.p2p_s,
         bound=SCHEDULES[schedule].bound,
         placement=ranks,
         blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),

@@ -12,8 +12,9 @@ from planner.layout.evaluate import evaluate, price_given, runtime_of
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case
 from planner.search.deadline import Deadline
+from planner.search.first import some_layout
 from planner.search.recipes import pinned
-from planner.search.search import plan, search, search_within_risk
+from planner.search.search import plan, search
 from planner.search.why.explanation import Beaten, Change, ChangedAssumption, Constraint, Explanation
 from planner.search.why.misses import Miss, nearest_miss
 from planner.search.why.refused import Refusal, hint_for, refusal
@@ -111,7 +112,7 @@ def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
 
 def _trials(case: Case) -> Trials:
     """Short searches that together take no longer than one search may."""
-    return Trials(search_within_risk, Deadline(case.limits.time_limit_s))
+    return Trials(some_layout, Deadline(case.limits.time_limit_s))
 
 
 def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change, ...]:

@@ -116,9 +116,13 @@ def fitting_candidate(case: Case) -> Candidate | None:
 def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
     """The layouts of the shapes that probably need least memory.
 
-    With `may_fit` they are only those of shapes that pass the test of `priced_shapes.fits`.
+    With `may_fit` they are only those of shapes that pass the test of `priced_shapes.fits`. Micro-batches
+    are the smallest that may be.
     """
-    legal_shapes, _ = shapes_of(case)
+    batches = case.limits.micro_batch_size or (1,)
+    legal_shapes, _ = shapes_of(case.limited(micro_batch_size=(min(batches),)))
+    if not np.size(legal_shapes.tp) and len(batches) > 1:
+        legal_shapes, _ = shapes_of(case)
     if not np.size(legal_shapes.tp) or not modes_allowed(case):
         return
     pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
