@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from threading import Timer
 from typing import Any
 
 from rich.console import Console, RenderableType
 
-import planner
 from planner.answer import Plan
-from planner.distribution import DISTRIBUTION
 from planner.files import STDOUT, write_text
 from planner.report.pieces import Plain
 from planner.report.terminal import render
-from planner.trainers.fits import calibration_date
 
 _log = logging.getLogger(__name__)
 MIN_WIDTH, MAX_WIDTH = 80, 100
@@ -113,15 +108,3 @@ def show(*renderables: RenderableType) -> None:
 def width() -> int:
     """The columns that answers take."""
     return min(max(Console().width, MIN_WIDTH), MAX_WIDTH)
-
-
-def versions() -> str:
-    """One line: ours with the day of its calibration, and what it runs on; torch is looked up, not imported."""
-    ours = f"{DISTRIBUTION} {planner.__version__} (calibration of {calibration_date()})"
-    parts = [ours, f"Python {platform.python_version()}"]
-    for name in ("pulp", "highspy", "torch"):
-        try:
-            parts.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            parts.append(f"{name} not installed")
-    return ", ".join(parts)

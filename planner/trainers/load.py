@@ -27,13 +27,12 @@ from planner.specs.training import Dtype
 from planner.trainers.checkpoint import UNKNOWN, Checkpoint, read_checkpoints
 from planner.trainers.likely import Likely, read_likely
 from planner.trainers.rules.named import EXPORT_RULES, RULES
+from planner.trainers.shipped import DATA as _DATA
+from planner.trainers.shipped import RUNTIMES as RUNTIMES
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, changes, written
 
-_DATA = Path(__file__).parent / "data"
 _SUFFIXES = (".yaml", ".yml")
-RUNTIMES = tuple(sorted(path.stem for path in _DATA.glob("*.yaml")))
-"""Names of the trainers that ship with the planner."""
 _BASES = (*RUNTIMES, *sorted(f"shared/{path.stem}" for path in (_DATA / "shared").glob("*.yaml")))
 _FILE_KEYS = ("source", "base", "features", "switches", "versions", "since", "likely", "checkpoint")
 """Keys of a trainer's file beside the fields of RuntimeSpec."""
