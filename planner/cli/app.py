@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from importlib import import_module
@@ -181,6 +182,7 @@ class Commands(_Sections, TyperGroup):
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; PlannerError where it is wrong or cannot be done."""
+    _start_lightly(arguments)
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
@@ -193,6 +195,14 @@ def run(arguments: list[str]) -> int:
     except _ClickException as error:
         raise _usage_error(error) from None
     return code if isinstance(code, int) else 0
+
+
+def _start_lightly(words: list[str]) -> None:
+    """Leave out what libraries do when they are imported, and no command has a use for."""
+    gc.set_threshold(50_000)  # what imports make stays, and looking through it again and again is a tenth of a start
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it would look through all that is installed
+    if not {"probe", "profile"} & set(words):  # numpy starts a thread for each core; torch may read the variable too
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def _run(words: list[str]) -> Any:

@@ -47,7 +47,6 @@ def evaluate_command(
     from planner.cli.output import dumps, save, show
     from planner.files import refuse_to_overwrite
     from planner.layout.evaluate import evaluate
-    from planner.report.terminal import render
     from planner.trainers.stated import consented
 
     job = read_job(asked)
@@ -62,6 +61,8 @@ def evaluate_command(
     if json:
         sys.stdout.write(dumps(plan.to_json()))
     else:
+        from planner.report.terminal import render
+
         show(render(plan, _own_choice(job, consented(run.runtime_spec))))
 
 

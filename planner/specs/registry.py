@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from planner.errors import SpecError
 from planner.specs.base import Spec
 from planner.specs.hardware import HardwareSpec
-from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest, spec_error
 from planner.specs.reading import STDIN, label, load_yaml
@@ -42,6 +41,8 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
             )
     data = load_yaml(path)
     if path.name == "config.json" or "model_type" in data or "architectures" in data:
+        from planner.specs.huggingface import from_config
+
         return from_config(data, label(path))
     return _validate(ModelSpec, {"name": _stem(path), **data}, label(path))
 

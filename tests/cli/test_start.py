@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.cli.app import COMMANDS, _named
+from planner.trainers.load import load_runtime
+from planner.trainers.shipped import RUNTIMES, architectures_of
 
 LIBRARIES = ("numpy", "pydantic", "yaml", "rich", "pulp", "highspy", "matplotlib", "plotille", "torch")
 LOADED = """
@@ -65,10 +68,29 @@ def test_completion_loads_nothing_but_what_the_parser_loads_itself(words: str, i
     assert commands == ({"planner.cli.evaluate_command"} if "evaluate" in words else set())
 
 
-def test_a_plan_reads_one_model_one_gpu_and_one_trainer() -> None:
-    texts, sources = said(COUNTED, "--model", "8b", "--gpus", "8", "--no-history")
-    assert texts == ["llama-3.1-8b.yaml", "h100-sxm-80gb.yaml", "megatron.yaml"]
+def test_a_plan_reads_one_model_one_gpu_and_one_trainer_once_and_no_source() -> None:
+    texts, sources = said(COUNTED, "--model", "8b", "--gpus", "8", "--no-history", "--json")
+    assert [Path(text).name for text in texts] == [
+        "llama-3.1-8b.yaml",
+        "h100-sxm-80gb.yaml",
+        "megatron.yaml",
+        "nccl.yaml",
+    ]
     assert sources == []
+
+
+def test_json_is_written_without_what_draws_and_a_price_without_the_solver() -> None:
+    loaded = set(said(LOADED, "--model", "8b", "--gpus", "8", "--no-history", "--json"))
+    assert not loaded & {"rich.console", "matplotlib", "plotille", "torch", "planner.report.terminal"}
+    assert not loaded & {"planner.months.whole_run", "planner.specs.huggingface"}, "no tokens, no config.json"
+    priced = set(said(LOADED, "evaluate", "--model", "8b", "--gpus", "8", "--no-history", "--json"))
+    assert not priced & {"rich.console", "pulp", "highspy", "planner.search.search"}
+
+
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_the_silicon_found_by_a_scan_is_what_the_trainers_file_says(name: str) -> None:
+    stand_in = load_runtime(name).stand_in
+    assert not stand_in or architectures_of(stand_in) == load_runtime(stand_in).architectures != ()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
