@@ -10,18 +10,15 @@ or ten thousand. Arrays of one `Shape` broadcast against each other.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.errors import SpecError
+from planner.rank_orders import RANK_ORDERS as RANK_ORDERS
 
 FloatArray = npt.NDArray[np.float64]
-
-RANK_ORDERS: Final = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
-"""Orders in which ranks are numbered, the innermost group first: pipelines are outermost, or data parallelism is. The
-first is the default of all trainers."""
 
 Number = float | npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]
 """One number, or a numpy array of them."""

@@ -2,40 +2,120 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import planner
 from planner.cli.plan_command import plan_command
+from planner.distribution import DISTRIBUTION
 from planner.errors import SpecError, one_line
-from planner.specs.problems import nearest
+from planner.trainers.shipped import calibration_date
+
+
+class Row(NamedTuple):
+    """A command: the module that has it, and its line in lists."""
+
+    module: str
+    function: str
+    """Its name in the module. Heavy imports belong inside it."""
+    says: str
+    """The first sentence of its help, which lists and completions show without loading the module."""
+
 
 COMMANDS = {
-    "evaluate": ("planner.cli.evaluate_command", "evaluate_command"),
-    "explain": ("planner.cli.explain_command", "explain_command"),
-    "sweep": ("planner.cli.sweep_command", "sweep_command"),
-    "compare": ("planner.cli.compare_command", "compare_command"),
-    "models": ("planner.cli.catalogue", "models_command"),
-    "hardware": ("planner.cli.catalogue", "hardware_command"),
-    "export": ("planner.cli.export_command", "export_command"),
-    "import": ("planner.cli.import_command", "import_command"),
-    "observe": ("planner.cli.observe_command", "observe_command"),
-    "report": ("planner.cli.report_command", "report_command"),
-    "schedule": ("planner.cli.schedule", "schedule_command"),
-    "memory": ("planner.cli.memory_command", "memory_command"),
-    "serve": ("planner.cli.serve_command", "serve_command"),
-    "trace": ("planner.cli.trace_command", "trace_command"),
-    "validate": ("planner.cli.validate_command", "validate_command"),
-    "probe": ("planner.cli.probe_command", "probe_command"),
-    "profile": ("planner.cli.profile_command", "profile_command"),
-    "rebalance": ("planner.cli.rebalance_command", "rebalance_command"),
-    "doctor": ("planner.cli.doctor_command", "doctor_command"),
+    "evaluate": Row(
+        "planner.cli.evaluate_command", "evaluate_command", "Price a given layout, fit or not, or a file of many."
+    ),
+    "explain": Row(
+        "planner.cli.explain_command",
+        "explain_command",
+        "Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.",
+    ),
+    "sweep": Row(
+        "planner.cli.sweep_command",
+        "sweep_command",
+        "Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.",
+    ),
+    "compare": Row(
+        "planner.cli.compare_command",
+        "compare_command",
+        "Say what differs between plans, probes and runs (imported, observed), "
+        "and why one is faster: terms that add up.",
+    ),
+    "models": Row("planner.cli.catalogue", "models_command", "List the models, or show one with its sources."),
+    "hardware": Row("planner.cli.catalogue", "hardware_command", "List the hardware, or show one with its sources."),
+    "export": Row(
+        "planner.cli.export_command",
+        "export_command",
+        "Write the files that a trainer or a scheduler takes as they are, or say what it cannot express.",
+    ),
+    "import": Row(
+        "planner.cli.import_command",
+        "import_command",
+        "Read the configuration of a run you have, price it, and say what the planner would do instead, and why.",
+    ),
+    "observe": Row(
+        "planner.cli.observe_command",
+        "observe_command",
+        "Read a run's log: its steady step, what made steps slow, memory, "
+        "where the wall time went; beside the prediction.",
+    ),
+    "report": Row(
+        "planner.cli.report_command",
+        "report_command",
+        "Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, "
+        "alternatives, inputs.",
+    ),
+    "schedule": Row("planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."),
+    "memory": Row(
+        "planner.cli.memory_command",
+        "memory_command",
+        "Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.",
+    ),
+    "serve": Row(
+        "planner.cli.serve_command",
+        "serve_command",
+        "Serve the planner as a page: controls change the plan, its memory and its timeline",
+    ),
+    "trace": Row(
+        "planner.cli.trace_command",
+        "trace_command",
+        "Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.",
+    ),
+    "validate": Row(
+        "planner.cli.validate_command",
+        "validate_command",
+        "Hold the planner against published training runs, or against your own.",
+    ),
+    "probe": Row(
+        "planner.cli.probe_command",
+        "probe_command",
+        "Run the plan's pipeline for a few steps, and put measured beside predicted.",
+    ),
+    "profile": Row(
+        "planner.cli.profile_command",
+        "profile_command",
+        "Measure this machine into a hardware profile that plan --hardware reads; eight minutes on a GPU.",
+    ),
+    "rebalance": Row(
+        "planner.cli.rebalance_command",
+        "rebalance_command",
+        "Move layers between stages that a probe found slow and fast, and say what it gains.",
+    ),
+    "doctor": Row(
+        "planner.cli.doctor_command",
+        "doctor_command",
+        "Say what is installed, what each command needs and whether it can run here: "
+        "one screen to paste into an issue.",
+    ),
 }
-"""Module and function of every command beside the main job. Heavy imports belong inside that function."""
+"""Every command beside the main job."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -67,11 +147,7 @@ class _Sections:
                 formatter.write_dl(records)
         if isinstance(self, Commands):
             with formatter.section("Commands"):
-                formatter.write_dl([(name, _first_sentence(self.get_command(ctx, name).help)) for name in COMMANDS])
-
-
-def _first_sentence(text: str) -> str:
-    return text.split("\n\n")[0].split(". ")[0].replace("\n", " ")
+                formatter.write_dl([(name, row.says) for name, row in COMMANDS.items()])
 
 
 class Subcommand(_Sections, TyperCommand):
@@ -79,17 +155,25 @@ class Subcommand(_Sections, TyperCommand):
 
 
 class Commands(_Sections, TyperGroup):
-    """Loads a command's module when the command is named or listed."""
+    """Loads a command's module when the command is named."""
+
+    is_completed = False
+    """True where a shell asks for the names of commands that begin as a word does, and runs none of them."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        self.is_completed = True
+        return super().shell_complete(ctx, incomplete)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in COMMANDS:
-            module, function = COMMANDS[cmd_name]
-            return _command(cmd_name, getattr(import_module(module), function))
+            return TyperCommand(cmd_name, help=COMMANDS[cmd_name].says) if self.is_completed else _named(cmd_name)
         if ctx.resilient_parsing:  # completing a word that is not whole yet
             return None
+        from planner.specs.problems import nearest
+
         raise SpecError(
             f"unknown command {cmd_name[:60]!r}",
             f"plan --model 405b --gpus 2048, or one of the commands {', '.join(COMMANDS)}{nearest(cmd_name, COMMANDS)}",
@@ -98,18 +182,35 @@ class Commands(_Sections, TyperGroup):
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; PlannerError where it is wrong or cannot be done."""
+    _start_lightly(arguments)
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     logging.addLevelName(logging.WARNING, "warning")
     logging.addLevelName(logging.INFO, "note")
     try:
-        code = _root().main(args=arguments or ["--help"], prog_name="plan", standalone_mode=False)
+        code = _run(arguments or ["--help"])
     except typer.Abort:
         raise KeyboardInterrupt from None
     except _ClickException as error:
         raise _usage_error(error) from None
     return code if isinstance(code, int) else 0
+
+
+def _start_lightly(words: list[str]) -> None:
+    """Leave out what libraries do when they are imported, and no command has a use for."""
+    gc.set_threshold(50_000)  # what imports make stays, and looking through it again and again is a tenth of a start
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it would look through all that is installed
+    if not {"probe", "profile"} & set(words):  # numpy starts a thread for each core; torch may read the variable too
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def _run(words: list[str]) -> Any:
+    """A command that is named first needs nothing of the main job, whose options take as long to build as its own."""
+    name, *rest = words
+    if name in COMMANDS:
+        return _named(name).main(args=rest, prog_name=f"plan {name}", standalone_mode=False)
+    return _root().main(args=words, prog_name="plan", standalone_mode=False)
 
 
 def _root() -> Any:
@@ -123,9 +224,11 @@ def _root() -> Any:
     return root
 
 
-def _command(name: str, function: Any) -> Any:
+def _named(name: str) -> Any:
+    """The command of a row, whose module is loaded."""
+    row = COMMANDS[name]
     app = typer.Typer(context_settings=_SETTINGS, add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=Subcommand)(function)
+    app.command(name, cls=Subcommand)(getattr(import_module(row.module), row.function))
     command = typer.main.get_command(app)
     command.params += _parameters(_everywhere)
     return command
@@ -150,10 +253,23 @@ def _uncolour(no_color: bool) -> None:
 
 def _show_version(version: bool) -> None:
     if version:
-        from planner.cli.output import versions
-
-        typer.echo(versions())
+        typer.echo(_versions())
         raise typer.Exit
+
+
+def _versions() -> str:
+    """One line: ours with the day of its calibration, and what it runs on; torch is looked up, not imported."""
+    import platform
+    from importlib import metadata
+
+    ours = f"{DISTRIBUTION} {planner.__version__} (calibration of {calibration_date()})"
+    parts = [ours, f"Python {platform.python_version()}"]
+    for name in ("pulp", "highspy", "torch"):
+        try:
+            parts.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            parts.append(f"{name} not installed")
+    return ", ".join(parts)
 
 
 def _everywhere(

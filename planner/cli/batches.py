@@ -9,7 +9,6 @@ from typing import Any
 
 from planner.cli.job_options import JobOptions
 from planner.errors import SpecError
-from planner.specs.documents import LogNormal, read_lengths
 from planner.specs.finetuning.objective import ObjectiveSpec
 from planner.specs.reading import load_yaml
 from planner.specs.training import DocumentLength
@@ -53,6 +52,8 @@ def read_batches(
 
 def _lengths(text: str) -> tuple[DocumentLength, ...]:
     """The lengths of a file, of `400`, or of `400:2048`."""
+    from planner.specs.documents import LogNormal, read_lengths
+
     if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json")):
         data = load_yaml(text)
         given = read_lengths(data.get("lengths", data), f"--example-lengths {text}")

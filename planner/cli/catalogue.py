@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from planner.cli import options as o
 from planner.errors import printable
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from planner.specs.hardware import HardwareSpec
 
 HEADS = ("name", "short", "GiB", "TFLOP/s", "GB/s", "next", "$/h")

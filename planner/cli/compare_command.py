@@ -9,7 +9,6 @@ import typer
 
 from planner.cli import options as o
 from planner.errors import SpecError
-from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
     from planner.decide.compared import Compared
@@ -60,6 +59,7 @@ def _side(path: str) -> Compared:
     from planner.observe.saved import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml
+    from planner.specs.reading.limits import SAVED
 
     data, where = load_yaml(path, SAVED), label(path)
     if is_probe(data):

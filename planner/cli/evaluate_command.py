@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
-from planner.answer import PricedLayout
 from planner.cli import options as o
 from planner.cli.job_options import LayoutOptions, command_line, job_options
 from planner.errors import PlannerError, SpecError, one_line
-from planner.files import STDOUT as STDIN
-from planner.files import refuse_to_overwrite
-from planner.specs.training import SearchLimits
 
 if TYPE_CHECKING:
+    from planner.answer import PricedLayout
     from planner.cli.inputs import Job
 
 MAX_LINE_BYTES = 2**20
@@ -48,8 +45,8 @@ def evaluate_command(
         return
     from planner.cli.inputs import read_described, read_job, read_parallelism
     from planner.cli.output import dumps, save, show
+    from planner.files import refuse_to_overwrite
     from planner.layout.evaluate import evaluate
-    from planner.report.terminal import render
     from planner.trainers.stated import consented
 
     job = read_job(asked)
@@ -64,6 +61,8 @@ def evaluate_command(
     if json:
         sys.stdout.write(dumps(plan.to_json()))
     else:
+        from planner.report.terminal import render
+
         show(render(plan, _own_choice(job, consented(run.runtime_spec))))
 
 
@@ -71,6 +70,7 @@ def _own_choice(job: Job, allow: tuple[str, ...]) -> PricedLayout | None:
     """The planner's choice for the same job, under the same consent; None where it finds no layout that fits."""
     from planner.cli.output import waiting
     from planner.search.search import plan
+    from planner.specs.training import SearchLimits
 
     limits = SearchLimits(time_limit_s=OWN_CHOICE_LIMIT_S, allow=allow)
     try:
@@ -99,6 +99,8 @@ def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:
 
 
 def _opened(path: str) -> BinaryIO:
+    from planner.specs.reading import STDIN
+
     if path == STDIN:
         return sys.stdin.buffer
     try:

@@ -10,13 +10,11 @@ from typing import Any, TypeVar
 
 from planner.cli import finetuning
 from planner.cli.batches import read_batches
-from planner.cli.calibration_file import read_calibration
 from planner.cli.finetuning import read_adapters
 from planner.cli.history import with_history
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.errors import SpecError
-from planner.months.whole_run import check_spares
 from planner.shape import liked_batch
 from planner.specs.base import Spec
 from planner.specs.checking import checked
@@ -101,12 +99,17 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     if assumed:
         runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
     if asked.calibration is not None:
+        from planner.cli.calibration_file import read_calibration
+
         calibration = read_calibration(asked.calibration, cluster, runtime.family)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
     training = _training(asked, model, adapters)
-    check_spares(cluster, training)
+    if training.operations.num_spare_nodes is not None:
+        from planner.months.whole_run import check_spares
+
+        check_spares(cluster, training)
     return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
 
 

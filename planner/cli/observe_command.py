@@ -13,7 +13,6 @@ import typer
 from planner.cli import options as o
 from planner.cli.job_options import LayoutOptions, job_options
 from planner.errors import SpecError
-from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
     from planner.answer import Plan
@@ -165,6 +164,7 @@ def _planned(path: str, asked: LayoutOptions) -> Plan | Observed:
     from planner.observe.saved import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml
+    from planner.specs.reading.limits import SAVED
 
     if given := _given(asked):
         raise SpecError(f"--plan and {option(given[0])}: both given", "the plan says the job: leave the options out")

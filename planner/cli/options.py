@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from planner.errors import SpecError
-from planner.shape import RANK_ORDERS
-from planner.specs.registry import hardware_names, model_names
+from planner.rank_orders import RANK_ORDERS
+from planner.specs.shipped import hardware_names, model_names
 from planner.specs.tiers import EXAMPLE
-from planner.trainers.load import RUNTIMES
+from planner.trainers.shipped import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
 JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"

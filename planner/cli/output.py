@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from threading import Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-
-import planner
-from planner.answer import Plan
-from planner.distribution import DISTRIBUTION
 from planner.files import STDOUT, write_text
-from planner.report.pieces import Plain
-from planner.report.terminal import render
-from planner.trainers.fits import calibration_date
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.answer import Plan
 
 _log = logging.getLogger(__name__)
 MIN_WIDTH, MAX_WIDTH = 80, 100
@@ -35,6 +30,8 @@ def answer(plan: Plan, as_json: bool, output: str | None, force: bool) -> None:
     if as_json:
         sys.stdout.write(dumps(plan.to_json()))
     else:
+        from planner.report.terminal import render
+
         show(render(plan))
 
 
@@ -67,6 +64,8 @@ def waiting(what: str) -> Iterator[None]:
     if not sys.stderr.isatty() or not _log.isEnabledFor(logging.INFO):
         yield
         return
+    from rich.console import Console
+
     status = Console(stderr=True).status(what)
     timer = Timer(1.0, status.start)
     timer.start()
@@ -84,6 +83,7 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
     if not sys.stderr.isatty() or not _log.isEnabledFor(logging.INFO):
         yield lambda: None
         return
+    from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bars:
@@ -98,6 +98,10 @@ def dumps(data: Any, indent: int | None = 2) -> str:
 
 def show(*renderables: RenderableType) -> None:
     """Renderables on stdout: colour on a terminal only, and no blanks at the ends of lines."""
+    from rich.console import Console
+
+    from planner.report.pieces import Plain
+
     # text in [brackets] or between :colons: is text, also where a file that somebody wrote holds it
     plain = partial(Console, highlight=False, markup=False, emoji=False)
     console = plain()
@@ -112,16 +116,6 @@ def show(*renderables: RenderableType) -> None:
 
 def width() -> int:
     """The columns that answers take."""
+    from rich.console import Console
+
     return min(max(Console().width, MIN_WIDTH), MAX_WIDTH)
-
-
-def versions() -> str:
-    """One line: ours with the day of its calibration, and what it runs on; torch is looked up, not imported."""
-    ours = f"{DISTRIBUTION} {planner.__version__} (calibration of {calibration_date()})"
-    parts = [ours, f"Python {platform.python_version()}"]
-    for name in ("pulp", "highspy", "torch"):
-        try:
-            parts.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            parts.append(f"{name} not installed")
-    return ", ".join(parts)

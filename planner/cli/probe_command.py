@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.cli import options as o
-from planner.specs.reading.limits import CSV
 
 if TYPE_CHECKING:
     from planner.answer import Plan
@@ -216,5 +215,6 @@ def _read_order(path: str | None) -> Schedule | None:
         return None
     from planner.schedule.torch_csv import from_torch_csv
     from planner.specs.reading import read_text
+    from planner.specs.reading.limits import CSV
 
     return from_torch_csv(read_text(path, CSV.num_bytes))

@@ -9,7 +9,6 @@ import typer
 
 from planner.cli import options as o
 from planner.cli.schedule_seconds import rank_seconds, slow_links_of, slow_stages_of
-from planner.specs.reading.limits import CSV
 
 if TYPE_CHECKING:
     from planner.schedule.actions import Schedule
@@ -189,6 +188,7 @@ def _read_csv(path: str) -> Schedule:
     from planner.errors import SpecError
     from planner.schedule.torch_csv import from_torch_csv
     from planner.specs.reading import read_text
+    from planner.specs.reading.limits import CSV
 
     schedule = from_torch_csv(read_text(path, CSV.num_bytes), path)
     if len(schedule.stage_to_rank) % schedule.pp:

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from planner import __version__
 from planner.answer import Goodput, ModelSummary, Plan, PricedLayout, RunCost, SearchReport
 from planner.layout.step.padded import Examples, run_of_examples
-from planner.months.whole_run import whole_run
 from planner.physics.layers import ModelTotals
 from planner.physics.pricing import Pricing
 from planner.specs.training import TrainingSpec
@@ -71,6 +70,10 @@ def whole_run_of(
     pricing: Pricing, best: PricedLayout, num_parameters: int, longer_factor: float = 1.0
 ) -> tuple[RunCost, Goodput] | tuple[None, None]:
     """Cost and goodput of the whole training run, as `whole_run` says; None where the training has no tokens."""
+    if pricing.training.tokens is None:
+        return None, None
+    from planner.months.whole_run import whole_run
+
     runtime = pricing.runtime
     return whole_run(
         best,

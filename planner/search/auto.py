@@ -7,7 +7,6 @@ from dataclasses import replace
 from planner.errors import Infeasible
 from planner.layout.candidate import Candidate
 from planner.schedule.replay import makespan_s
-from planner.schedule.synthesis import synthesize
 
 AUTO = "auto"
 MAX_ACTIONS = 24_000
@@ -24,6 +23,8 @@ def made_to_measure(candidate: Candidate) -> Candidate:
     pp, vpp, num_microbatches = int(shape.pp), int(shape.vpp), candidate.num_microbatches
     if pp == 1 or 3 * pp * vpp * num_microbatches > MAX_ACTIONS:
         return candidate
+    from planner.schedule.synthesis import synthesize
+
     room, ranks = candidate.activation_room_bytes, candidate.placement
     try:
         better = synthesize(candidate.durations, pp, num_microbatches, max_activation_bytes=room, stage_to_rank=ranks)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
-from typing import Annotated, Any
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 LEAST_RATE, MOST_RATE = 1e-9, 1e9
 """Real machines are far inside these limits. Beyond them steps overflow, or are no numbers."""
@@ -54,4 +61,49 @@ def without(data: Any, retired: Collection[str]) -> Any:
 class Spec(BaseModel):
     """A value the user gives or reads: immutable, unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema, in which the docstring below a field is its description."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in descriptions(cls).items():
+            field = cls.model_fields[name]
+            for written in {name, field.alias, field.serialization_alias} & properties.keys():
+                properties[written].setdefault("description", text)
+        return schema
+
+
+def descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring below each field of a model, those of its bases included.
+
+    They are read from the sources, and only where a schema is asked for: pydantic's `use_attribute_docstrings` would
+    read them in every command.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        found |= _documented(base.__module__).get(base.__qualname__, {})
+    return {name: text for name, text in found.items() if text and name in model.model_fields}
+
+
+@cache
+def _documented(module: str) -> dict[str, dict[str, str]]:
+    """The annotated names of each class of a module, each with the string that follows it; empty where none does."""
+    import ast
+    import inspect
+
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):  # built in, or from a notebook
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for written in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        fields = found[written.name] = {}
+        for node, after in zip(written.body, [*written.body[1:], None], strict=True):
+            match node, after:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    fields[name] = inspect.cleandoc(text)
+                case ast.AnnAssign(target=ast.Name(name)), _:
+                    fields[name] = ""
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from planner.errors import SpecError
@@ -36,8 +36,6 @@ Count = Annotated[PositiveInt, BeforeValidator(_count)]
 
 class Rampup(Spec):
     """A batch that grows: `from` sequences, by `by` more each time, spread evenly over `tokens` or `samples`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     start: PositiveInt = Field(alias="from", le=2**31)
     by: PositiveInt = Field(le=2**31)

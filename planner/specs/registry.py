@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import cache
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.base import Spec
 from planner.specs.hardware import HardwareSpec
-from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest, spec_error
 from planner.specs.reading import STDIN, label, load_yaml
+from planner.specs.shipped import Kind, find, hardware_names, model_names, names
 
 __all__ = [
     "hardware_names", "load_hardware", "load_model", "load_yaml", "model_names", "nearest", "spec_error",
 ]  # fmt: skip
 
-Kind = Literal["model", "hardware"]
-_FOLDERS: dict[Kind, str] = {"model": "model_specs", "hardware": "hardware_profiles"}
 _SUFFIXES = (".yaml", ".yml", ".json")
-_ALIASES = re.compile(r"^aliases: *\[(.*)\]", re.MULTILINE)
 S = TypeVar("S", bound=Spec)
 
 
@@ -45,6 +41,8 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
             )
     data = load_yaml(path)
     if path.name == "config.json" or "model_type" in data or "architectures" in data:
+        from planner.specs.huggingface import from_config
+
         return from_config(data, label(path))
     return _validate(ModelSpec, {"name": _stem(path), **data}, label(path))
 
@@ -60,16 +58,6 @@ def load_hardware(name_or_path: str | Path) -> HardwareSpec:
     if shipped:
         return _shipped_hardware(path)
     return _validate(HardwareSpec, {"name": _stem(path), **load_yaml(path)}, label(path))
-
-
-def model_names() -> dict[str, tuple[str, ...]]:
-    """Every model that ships with the planner, with its aliases."""
-    return dict(_names("model"))
-
-
-def hardware_names() -> dict[str, tuple[str, ...]]:
-    """Every hardware profile that ships with the planner, with its aliases."""
-    return dict(_names("hardware"))
 
 
 @cache
@@ -99,13 +87,13 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
     separators = [sep for sep in (os.sep, os.altsep) if sep]
     looks_like_path = name == STDIN or name.lower().endswith(_SUFFIXES) or any(sep in name for sep in separators)
     if not looks_like_path:
-        shipped = _find(kind, name.lower())
+        shipped = find(kind, name.lower())
         if shipped is not None:
             return shipped, True
     if os.path.exists(name) or (looks_like_path and not _is_missing(name)):
         return Path(name), False
-    names = _names(kind)
-    known = [*names, *(alias for aliases in names.values() for alias in aliases)]
+    shipped_names = names(kind)
+    known = [*shipped_names, *(alias for aliases in shipped_names.values() for alias in aliases)]
     if looks_like_path:  # a repository of the Hugging Face hub looks like one
         raise SpecError(f"{label(name)}: no such file", f"check the path{nearest(PurePath(name).name, known)}")
     close = nearest(name, known)
@@ -122,29 +110,3 @@ def _is_missing(path: str) -> bool:
     except (OSError, ValueError):  # no permission, too long, a NUL
         return False
     return False
-
-
-def _folder(kind: Kind) -> Path:
-    """Package data of the wheel, else the folder at the top of the repository."""
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "_data" / _FOLDERS[kind]
-    return packaged if packaged.is_dir() else package.parent / _FOLDERS[kind]
-
-
-@cache
-def _names(kind: Kind) -> dict[str, tuple[str, ...]]:
-    """Canonical names and aliases, by a scan of first lines: parsing forty files would take as long as a plan."""
-    names = {}
-    for path in sorted(_folder(kind).glob("*.yaml")):
-        with path.open(encoding="utf-8") as file:
-            match = _ALIASES.search(file.read(1000))
-        names[path.stem] = tuple(alias.strip(" '\"") for alias in match[1].split(",")) if match else ()
-    return names
-
-
-def _find(kind: Kind, name: str) -> Path | None:
-    """The shipped file of a canonical name or, failing that, of an alias, in lower case."""
-    names = _names(kind)
-    if name not in names:
-        name = next((known for known, aliases in names.items() if name in aliases), "")
-    return _folder(kind) / f"{name}.yaml" if name else None

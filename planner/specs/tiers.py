@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from planner.errors import SpecError
-from planner.specs.hardware import HardwareSpec, LinkTier
+
+if TYPE_CHECKING:
+    from planner.specs.hardware import HardwareSpec, LinkTier
 
 EXAMPLE = "pod:3072:50,spine:*:50:7x"
 _ALL = "*"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import datetime
 from functools import cache
-from pathlib import Path
 
 from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.reading import load_yaml
-
-_FILE = Path(__file__).parent / "fits.yaml"
+from planner.trainers.shipped import FITS
 
 
 class Fit(Spec):
@@ -33,9 +31,4 @@ class Fits(Spec):
 @cache
 def shipped_fits() -> Fits:
     """The fits behind the profiles and trainers of this version."""
-    return checked(Fits, load_yaml(_FILE), _FILE.name)
-
-
-def calibration_date() -> datetime.date:
-    """The day of the last fit."""
-    return shipped_fits().fits[-1].date
+    return checked(Fits, load_yaml(FITS), FITS.name)

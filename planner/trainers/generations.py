@@ -11,6 +11,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.training import Parallelism
 from planner.trainers.likely import Likely
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of
+from planner.trainers.shipped import architectures_of
 from planner.trainers.spec import RuntimeSpec
 
 _ONE_RECIPE = (None, "bf16", "fp16", "fp8")
@@ -44,7 +45,7 @@ def runtime_of_its_day(
 def todays(name: str, architecture: str) -> str:
     """The trainer of today that a name means on such silicon: Megatron-LM on AMD's GPUs is Primus'."""
     other = load_runtime(name).stand_in
-    return other if other and architecture in load_runtime(other).architectures else name
+    return other if other and architecture in architectures_of(other) else name
 
 
 def objection_to_silicon(runtime: RuntimeSpec, hardware: HardwareSpec) -> str | None:

@@ -27,13 +27,12 @@ from planner.specs.training import Dtype
 from planner.trainers.checkpoint import UNKNOWN, Checkpoint, read_checkpoints
 from planner.trainers.likely import Likely, read_likely
 from planner.trainers.rules.named import EXPORT_RULES, RULES
+from planner.trainers.shipped import DATA as _DATA
+from planner.trainers.shipped import RUNTIMES as RUNTIMES
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, changes, written
 
-_DATA = Path(__file__).parent / "data"
 _SUFFIXES = (".yaml", ".yml")
-RUNTIMES = tuple(sorted(path.stem for path in _DATA.glob("*.yaml")))
-"""Names of the trainers that ship with the planner."""
 _BASES = (*RUNTIMES, *sorted(f"shared/{path.stem}" for path in (_DATA / "shared").glob("*.yaml")))
 _FILE_KEYS = ("source", "base", "features", "switches", "versions", "since", "likely", "checkpoint")
 """Keys of a trainer's file beside the fields of RuntimeSpec."""
@@ -63,12 +62,12 @@ def load_runtime(name_or_path: str | Path) -> RuntimeSpec:
     name, version = _named_version(str(name_or_path))
     path = _path(name)
     runtime = _shipped(path) if path.parent == _DATA else _runtime(path)
-    return _of_version(runtime, _read(path), version) if version else runtime
+    return _of_version(runtime, _file(path), version) if version else runtime
 
 
 def sources_of(name_or_path: str | Path) -> dict[str, str]:
     """The source of each number of a trainer, by field; other numbers are the defaults of RuntimeSpec."""
-    return _read(_path(str(name_or_path))).sources
+    return _file(_path(str(name_or_path))).sources
 
 
 def switches_of(runtime: RuntimeSpec) -> Switches:
@@ -121,6 +120,7 @@ def _shipped_switches(name: str, version: str) -> Switches:
 
 @cache
 def _shipped_file(name: str) -> TrainerFile:
+    """The file of a trainer, or of one of `shared/`, which is parsed once."""
     return _read(_DATA / f"{name}.yaml")
 
 
@@ -170,11 +170,15 @@ def _shipped(path: Path) -> RuntimeSpec:
 
 def _runtime(path: Path) -> RuntimeSpec:
     where = _where(path)
-    runtime = checked(RuntimeSpec, {"name": path.stem, **_read(path).values}, where)
+    runtime = checked(RuntimeSpec, {"name": path.stem, **_file(path).values}, where)
     check_names(where, "rules", runtime.rules, RULES)
     check_names(where, "export_rules", runtime.export_rules, EXPORT_RULES)
     check_names(where, "trainer", (runtime.trainer,) if runtime.trainer else (), RUNTIMES)
     return runtime
+
+
+def _file(path: Path) -> TrainerFile:
+    return _shipped_file(path.stem) if path.parent == _DATA else _read(path)
 
 
 def _read(path: Path) -> TrainerFile:
@@ -208,7 +212,7 @@ def _base(where: str, name: Any) -> TrainerFile:
     if name is None:
         return TrainerFile({}, {}, {})
     check_names(where, "base", (str(name),), _BASES)
-    file = _read(_DATA / f"{name}.yaml")
+    file = _shipped_file(name)
     return file._replace(values={"trainer": name, **file.values, "stand_in": ""}) if name in RUNTIMES else file
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ from planner.probe.rehearse.result import RehearsalResult
 from planner.probe.result import ProbeResult
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
+from planner.specs.base import descriptions
 from planner.specs.documents import LogNormal
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import MLASpec, ModelSpec, MoESpec
@@ -52,7 +54,13 @@ def _type(name: str, says: str, base: type[BaseModel] | None = None, /, **fields
 
 def _copy(name: str, says: str, of: type[BaseModel], /, **changed: Any) -> type[BaseModel]:
     """A type with the fields of another, some of them of another kind; what the other computes is no field of it."""
-    fields = {key: (field.annotation, field) for key, field in of.model_fields.items() if not field.exclude}
+    says_of = descriptions(of)
+    fields = {}
+    for key, field in of.model_fields.items():
+        if not field.exclude:
+            described = copy(field)
+            described.description = says_of.get(key, field.description)
+            fields[key] = (field.annotation, described)
     return _type(name, says, **{**fields, **changed})
 
 

@@ -7,7 +7,7 @@ import pytest
 import planner
 from planner.cli import main
 from planner.cli.app import COMMANDS
-from planner.trainers.fits import calibration_date
+from planner.trainers.shipped import calibration_date
 
 EVERY = [[], *([name] for name in COMMANDS)]
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli import app, main
+from planner.cli import main
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(app.COMMANDS, "schedule", ("planner.cli.schedule", "schedule_command"))
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 

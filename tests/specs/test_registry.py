@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from planner.errors import SpecError
-from planner.specs import registry
+from planner.specs import registry, shipped
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency, GemmEfficiency
@@ -177,7 +177,7 @@ def test_a_dash_reads_a_model_from_stdin(monkeypatch: pytest.MonkeyPatch, text: 
 
 def test_hardware_of_ones_own_works_like_ours(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml"
-    text = (registry._folder("hardware") / "a100-sxm-80gb.yaml").read_text()
+    text = (shipped.folder("hardware") / "a100-sxm-80gb.yaml").read_text()
     path.write_text(text.replace("name: a100-sxm-80gb", "name: lab").replace("memory_gib: 79.15", "memory_gib: 60"))
     assert load_hardware(path).memory_gib == 60
 
@@ -197,10 +197,10 @@ def test_a_hardware_directory_is_refused(tmp_path: Path) -> None:
 def test_package_data_wins_where_the_wheel_brought_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "planner"
     (package / "specs").mkdir(parents=True)
-    monkeypatch.setattr(registry, "__file__", str(package / "specs" / "registry.py"))
-    assert registry._folder("model") == tmp_path / "model_specs"
+    monkeypatch.setattr(shipped, "__file__", str(package / "specs" / "registry.py"))
+    assert shipped.folder("model") == tmp_path / "model_specs"
     (package / "_data" / "model_specs").mkdir(parents=True)
-    assert registry._folder("model") == package / "_data" / "model_specs"
+    assert shipped.folder("model") == package / "_data" / "model_specs"
 
 
 def test_loading_specs_needs_no_torch() -> None:
@@ -224,4 +224,5 @@ def test_a_cluster_takes_its_hardware_by_name_and_refuses_it_as_load_hardware_do
      Parallelism, ReservedMemory, RuntimeSpec, SearchLimits, TrainingDefaults, TrainingSpec],
 )  # fmt: skip
 def test_the_docstring_below_a_field_is_its_description(spec: type[Spec]) -> None:
-    assert [name for name, field in spec.model_fields.items() if not field.description] == []
+    properties = spec.model_json_schema()["properties"]
+    assert [name for name in spec.model_fields if not properties[name].get("description")] == []

@@ -13,10 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pulp
-
 from planner.search.ilp import solver
-from planner.search.ilp.formulation import Formulation
+from planner.search.ilp.formulation import INTEGER, Formulation
+from planner.search.ilp.formulation import value as value_of
 from planner.search.ilp.solver import LEAST_TIME_S, Claim, below
 
 AGAIN = 0.5
@@ -82,7 +81,7 @@ def _checked(program: Formulation, claim: Claim) -> Claim:
     violated = violated_row(program)
     if violated is not None:
         return claim.refused(f"its answer violates {violated}")
-    objective_s = float(pulp.value(program.problem.objective))
+    objective_s = value_of(program.problem.objective)
     if not abs(objective_s - claim.objective_s) <= TOLERANCE * (1 + abs(objective_s)):
         return claim.refused(f"its objective {claim.objective_s:.6g} is {objective_s:.6g}")
     if claim.outcome == "optimal" and not below(claim.bound_s) <= objective_s:
@@ -94,7 +93,7 @@ def _checked(program: Formulation, claim: Claim) -> Claim:
 def _assign(program: Formulation, values: Sequence[float]) -> None:
     """Give the variables these values, integers to the nearest whole number."""
     for variable, value in zip(program.problem.variables(), values, strict=True):
-        is_whole = variable.cat == pulp.LpInteger and _is_number(value) and abs(value - round(value)) <= TOLERANCE
+        is_whole = variable.cat == INTEGER and _is_number(value) and abs(value - round(value)) <= TOLERANCE
         variable.varValue = float(round(value)) if is_whole else value
 
 
@@ -102,7 +101,7 @@ def violated_row(program: Formulation) -> str | None:
     """The name of the first variable or row that the values of the variables violate; None if they hold."""
     for variable in program.problem.variables():
         value = variable.varValue
-        if not _is_number(value) or (variable.cat == pulp.LpInteger and value != round(value)):
+        if not _is_number(value) or (variable.cat == INTEGER and value != round(value)):
             return f"the range of {variable.name}"
         slack = TOLERANCE * (1 + abs(value))
         if variable.lowBound is not None and value < variable.lowBound - slack:

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import pulp
+INTEGER, CONTINUOUS = "Integer", "Continuous"
+"""The kinds of variables, as pulp spells them."""
 
 
 class Expression(Protocol):
@@ -49,11 +50,17 @@ Group = Literal["layers", "order", "chunks", "recompute", "time", "memory", "end
 """Groups of rows, as the module docstring of `program` numbers them."""
 
 
+def _empty_problem() -> Any:
+    import pulp  # which loads the solver, and takes longer than many an answer: only where a program is written
+
+    return pulp.LpProblem("split", pulp.LpMinimize)
+
+
 @dataclass(frozen=True, slots=True)
 class Formulation:
     """The variables and rows of one integer program, and what they mean."""
 
-    problem: Any = field(default_factory=lambda: pulp.LpProblem("split", pulp.LpMinimize))
+    problem: Any = field(default_factory=_empty_problem)
     meanings: dict[str, str] = field(default_factory=dict)
     """The quantity that each variable counts or measures, by the variable's name."""
     groups: dict[str, Group] = field(default_factory=dict)
@@ -64,7 +71,7 @@ class Formulation:
     ) -> Expression:
         """A new variable between `least` and `most` (None: without limit)."""
         self.meanings[name] = meaning
-        category = pulp.LpInteger if integer else pulp.LpContinuous
+        category = INTEGER if integer else CONTINUOUS
         variable: Expression = self.problem.add_variable(name, lowBound=least, upBound=most, cat=category)
         return variable
 
@@ -102,12 +109,16 @@ class Formulation:
 
 def constant(value: float) -> Expression:
     """A number as an expression."""
+    import pulp
+
     expression: Expression = pulp.LpAffineExpression(constant=value)
     return expression
 
 
 def scaled(coefficient: float, variable: Expression) -> Expression:
     """`coefficient` times a variable; the variable stays in the expression even if the coefficient is 0."""
+    import pulp
+
     expression: Expression = pulp.LpAffineExpression([(variable, coefficient)])
     return expression
 
@@ -120,12 +131,16 @@ def equal(left: Expression, right: Expression | float) -> Row:
 
 def add_up(expressions: Iterable[Expression]) -> Expression:
     """The sum of `expressions`."""
+    import pulp
+
     total: Expression = pulp.lpSum(expressions)
     return total
 
 
 def value(expression: Expression) -> float:
     """The value of an expression after the solver has run."""
+    import pulp
+
     return float(pulp.value(expression))
 
 

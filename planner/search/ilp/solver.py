@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import highspy
-import pulp
-
 Outcome = Literal["optimal", "found", "infeasible", "nothing"]
 """`found` is a split without a proof, `nothing` neither a split nor a proof that there is none."""
 
@@ -57,6 +54,8 @@ class Claim:
 
 def run(problem: Any, time_limit_s: float, gap_fraction: float, presolve: bool = True) -> Claim:
     """Minimise the problem; whatever the solver raises is its failure."""
+    import pulp
+
     without = {} if presolve else {"presolve": "off"}
     solver = pulp.HiGHS(
         msg=False, timeLimit=time_limit_s, gapRel=gap_fraction, threads=1, **_NO_HEURISTICS, **_SOUND, **without
@@ -70,6 +69,8 @@ def run(problem: Any, time_limit_s: float, gap_fraction: float, presolve: bool =
 
 def run_below(problem: Any, bound_s: float, time_limit_s: float) -> Claim:
     """Minimise the same problem without presolve, for splits that are faster than `bound_s`: there should be none."""
+    import highspy
+
     try:
         model = problem.solverModel
         model.clearSolver()
@@ -100,6 +101,9 @@ def below(bound_s: float) -> float:
 
 def _claim(problem: Any) -> Claim:
     """The answer that pulp read from HiGHS."""
+    import highspy
+    import pulp
+
     status, model = problem.sol_status, problem.solverModel
     if status == pulp.LpSolutionInfeasible:
         return Claim("infeasible", bound_s=math.inf)
