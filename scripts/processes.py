@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+VARIABLE = re.compile(r"[A-Z_]+=")
 DEEP = {
     "name": "deep", "num_hidden_layers": 10_000, "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000,
     "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "tie_word_embeddings": False,
@@ -40,14 +44,19 @@ class Ended:
         return found
 
 
-def python(arguments: list[str], tree: Path = ROOT, folder: Path = ROOT) -> Ended:
-    """A Python process in `folder` that imports the planner of `tree`."""
+def environment(tree: Path, by_cpu: bool = False) -> dict[str, str]:
+    """Of a Python that imports the planner of a tree; by_cpu, its time limits are CPU seconds."""
+    clock = [str(ROOT / "scripts" / "cpu_clock")] if by_cpu else []
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*clock, str(tree)])}
+
+
+def _ended(words: list[str], tree: Path, folder: Path, by_cpu: bool) -> Ended:
+    """`plan WORDS` of a tree in a folder; words before the first that hold a = are variables."""
+    variables = dict(word.split("=", 1) for word in takewhile(VARIABLE.match, words))
+    arguments = [sys.executable, "-m", "planner.cli", *words[len(variables) :]]
     with tempfile.TemporaryFile() as out:
-        start = time.perf_counter()
-        environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore"}
-        process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=out, stderr=subprocess.DEVNULL, cwd=folder, env=environ
-        )
+        start, env = time.perf_counter(), environment(tree, by_cpu) | variables
+        process = subprocess.Popen(arguments, stdout=out, stderr=subprocess.DEVNULL, cwd=folder, env=env)
         _, status, usage = os.wait4(process.pid, 0)
         wall_s = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -56,10 +65,10 @@ def python(arguments: list[str], tree: Path = ROOT, folder: Path = ROOT) -> Ende
         return Ended(process.returncode, out.read(), cpu_s, wall_s, usage.ru_maxrss / 1024)
 
 
-def plan(line: str, tree: Path = ROOT, folder: Path = ROOT) -> Ended:
+def plan(line: str, tree: Path, folder: Path, by_cpu: bool = False) -> Ended:
     """`plan LINE`, of several joined by && the last."""
     for part in line.split(" && "):
-        ended = python(["-m", "planner.cli", *part.format(root=ROOT).split()], tree, folder)
+        ended = _ended(shlex.split(part.format(root=ROOT)), tree, folder, by_cpu)
         if ended.code:
             break
     return ended
