@@ -12,7 +12,7 @@ import numpy.typing as npt
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import lead_passes, passes_behind
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, maximum
 from planner.trainers.spec import RuntimeSpec
 
 
@@ -127,7 +127,7 @@ def groups_pay(pricing: Pricing, of_all: Shape, grouped: Shape) -> npt.NDArray[n
             stage = replace(stage, parameters=held + adapters, **frozen)
         exchanges_s = pricing.exchanges.part_s(stage, shape)
         return sum(
-            np.maximum(runtime.contention_fraction * exchange_s, exchange_s - hidden_s)
+            maximum(runtime.contention_fraction * exchange_s, exchange_s - hidden_s)
             for exchange_s, hidden_s in zip(exchanges_s, windows, strict=True)
         )
 

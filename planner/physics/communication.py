@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from planner.physics.operators import BF16, NARROW_BYTES, Collective, Group
 from planner.physics.remember import content, remembered
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, any_of, ceil, clip, floor, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
 
@@ -33,14 +31,14 @@ class Blocks(NamedTuple):
 
     def every(self, count: Number) -> Blocks:
         """The places of each `count`-th member, where a block has a multiple of so many members or divides them."""
-        inside = np.minimum(count, self.size)
+        inside = minimum(count, self.size)
         return Blocks(self.stride * inside, self.size / inside, self.block_stride * count / inside)
 
     def members_under(self, num_gpus: int, size: Number) -> Number:
         """Number of the group's `size` ranks that share a unit of `num_gpus`."""
-        blocks = np.floor(num_gpus / self.block_stride)
-        whole = self.size * np.maximum(blocks, 1)
-        return np.minimum(np.where(blocks >= 1, whole, np.clip(np.floor(num_gpus / self.stride), 1, self.size)), size)
+        blocks = floor(num_gpus / self.block_stride)
+        whole = self.size * maximum(blocks, 1)
+        return minimum(where(blocks >= 1, whole, clip(floor(num_gpus / self.stride), 1, self.size)), size)
 
 
 Places = Number | Blocks
@@ -55,7 +53,7 @@ def members_by_tier(size: Number, places: Places, tiers: tuple[LinkTier, ...]) -
         if isinstance(places, Blocks):
             counts.append(places.members_under(tier.num_gpus, size))
         else:
-            counts.append(np.clip(np.floor(tier.num_gpus / places), 1, size))
+            counts.append(clip(floor(tier.num_gpus / places), 1, size))
     return [*counts, size]
 
 
@@ -93,6 +91,8 @@ def collective_tiers_s(
     are together. The rings that do so pass through all ranks one after the other, and not unit by unit: (n−1)/n · S
     leaves a unit of inner ranks, with n = members.
     """
+    if is_nothing(num_bytes, size):
+        return [0.0] * len(cluster.tiers)
     seconds: list[Number] = []
     inner: Number = 1.0
     carried_s: Number = 0.0
@@ -104,12 +104,17 @@ def collective_tiers_s(
         moved = _moved_bytes(kind, num_bytes, size, inner, members, tier)
         here_s = slow * moved / (bytes_per_s_among(tier, members) * share)
         if tier.pipelined:
-            here_s = np.maximum(here_s - carried_s, 0.0)
+            here_s = maximum(here_s - carried_s, 0.0)
         carried_s = carried_s + here_s
         waited_s = waits_s(kind, size, inner, members, tier, level == 0, exchanges)
         seconds.append((here_s + waited_s) * ((num_bytes > 0) * (size > 1)))
         inner = members
     return seconds
+
+
+def is_nothing(num_bytes: Number, size: Number) -> bool:
+    """True for an exchange of no bytes, or among one rank."""
+    return not any_of(num_bytes) or not any_of(size > 1)
 
 
 def _moved_bytes(kind: Kind, num_bytes: Number, size: Number, inner: Number, members: Number, tier: LinkTier) -> Number:
@@ -137,7 +142,7 @@ def joined_fraction(tier: LinkTier, members: Number) -> Number:
     """
     if tier.link_gb_per_s is None:
         return 1.0
-    return np.minimum((np.maximum(members, 2) - 1) * tier.link_gb_per_s / tier.gb_per_s, 1.0)
+    return minimum((maximum(members, 2) - 1) * tier.link_gb_per_s / tier.gb_per_s, 1.0)
 
 
 def bytes_per_s_among(tier: LinkTier, members: Number) -> Number:
@@ -156,7 +161,7 @@ def num_hops(kind: Kind, size: Number, inner: Number, members: Number, innermost
         return 1.0 * (members > inner)
     if kind == "all_reduce":
         units = members / inner
-        return 2 * (units - 1 if innermost else np.ceil(np.log2(units)))
+        return 2 * (units - 1 if innermost else ceil(log2(units)))
     return size / inner - size / members
 
 
@@ -177,6 +182,8 @@ def dispatch_tiers_s(
     once to each unit below the tier that it visits: (members / inner − 1) · p(inner) copies. Over the innermost tier it
     is handed on to its ranks: n · p(1) copies, but for the one that is there already (DeepEP, HybridEP).
     """
+    if is_nothing(num_bytes, size):
+        return [0.0] * len(cluster.tiers)
     token_bytes = num_bytes / choices
     is_any = (token_bytes > 0) * (size > 1)
     seconds: list[Number] = []
@@ -184,7 +191,7 @@ def dispatch_tiers_s(
     for level, (tier, members) in enumerate(
         zip(cluster.tiers, members_by_tier(size, stride, cluster.tiers), strict=True)
     ):
-        visited = np.minimum(inner / size + row_fraction, 1.0) if row_fraction else 1 - (1 - inner / size) ** choices
+        visited = minimum(inner / size + row_fraction, 1.0) if row_fraction else 1 - (1 - inner / size) ** choices
         copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
         slow = inner_factor if level == 0 else 1.0
         handed_s = slow * token_bytes * copies / bytes_per_s_among(tier, members)
@@ -204,19 +211,19 @@ def p2p_s(num_bytes: Number, distance: Number, cluster: ClusterSpec, start: Numb
     for tier in reversed(cluster.tiers[:-1]):
         assert tier.num_gpus is not None
         within = start // tier.num_gpus == (start + distance) // tier.num_gpus
-        seconds = np.where(within, num_bytes / bytes_per_s_among(tier, 2) + tier.latency_s, seconds)
+        seconds = where(within, num_bytes / bytes_per_s_among(tier, 2) + tier.latency_s, seconds)
     return seconds
 
 
 def data_parallel_places(shape: Shape) -> tuple[Places, Places]:
     """Places of the ranks that hold the same dense weights (dp·cp of them), and of those with the same experts."""
-    if not np.any(shape.dp_outermost):
+    if not any_of(shape.dp_outermost):
         return shape.tp, shape.ep * shape.etp
-    outermost = np.asarray(shape.dp_outermost) > 0
-    replica = shape.tp * shape.cp * np.where(outermost, shape.pp, shape.dp)
-    dense = Blocks(shape.tp, np.where(outermost, shape.cp, shape.cp * shape.dp), replica)
+    outermost = shape.dp_outermost > 0
+    replica = shape.tp * shape.cp * where(outermost, shape.pp, shape.dp)
+    dense = Blocks(shape.tp, where(outermost, shape.cp, shape.cp * shape.dp), replica)
     # there, the experts of a stage fill its tp·cp ranks (planner/trainers/rules/megatron.py)
-    return dense, Blocks(shape.ep * shape.etp, np.where(outermost, 1, shape.expert_dp), replica)
+    return dense, Blocks(shape.ep * shape.etp, where(outermost, 1, shape.expert_dp), replica)
 
 
 def group_of(group: Group, shape: Shape) -> tuple[Number, Number]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from planner.physics.kernels.attention import ATTENTION_BACKWARD_KERNELS, attention_s
 from planner.physics.kernels.products import cast_s, gemm_s, is_narrow
 from planner.physics.kernels.streams import PassSeconds, stream_s
 from planner.physics.layer.scans import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.physics.operators import BF16, Operator
 from planner.physics.remember import content, remembered
-from planner.shape import Number
+from planner.shape import Number, maximum
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import MICRO
 from planner.trainers.spec import RuntimeSpec
@@ -105,7 +103,7 @@ def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime:
     )
     if op.kind == "scan":
         scan_s, slow = scan_flops_s(op, hardware), 1 / SCAN_STREAM_FRACTION
-        passes_s = (np.maximum(slow * passes_s[0], scan_s), np.maximum(slow * passes_s[1], op.backward_factor * scan_s))
+        passes_s = (maximum(slow * passes_s[0], scan_s), maximum(slow * passes_s[1], op.backward_factor * scan_s))
     slow = DETERMINISTIC_PERMUTE if runtime.deterministic and op.family == "permute" else 1.0
     return PassSeconds(slow * passes_s[0], slow * passes_s[1], 0.0)
 
@@ -125,7 +123,7 @@ def with_host(gpu: PassSeconds, host: PassSeconds, runtime: RuntimeSpec) -> Pass
     """Seconds of a part that takes the GPU `gpu` seconds to run and the host `host` seconds to issue."""
     if runtime.blocking_launches:
         return PassSeconds(gpu[0] + host[0], gpu[1] + host[1], gpu[2] + host[2])
-    return PassSeconds(np.maximum(gpu.forward_s, host.forward_s), *at_host_pace(gpu[1:], host[1:]))
+    return PassSeconds(maximum(gpu.forward_s, host.forward_s), *at_host_pace(gpu[1:], host[1:]))
 
 
 def at_host_pace(gpu_s: Sequence[Number], host_s: Sequence[Number]) -> tuple[Number, Number]:
@@ -137,11 +135,11 @@ def at_host_pace(gpu_s: Sequence[Number], host_s: Sequence[Number]) -> tuple[Num
     """
     first_gpu_s, second_gpu_s = gpu_s
     first_host_s, second_host_s = host_s
-    first_late_s = np.maximum(first_host_s - first_gpu_s, 0.0)
-    second_late_s = np.maximum(second_host_s - second_gpu_s, 0.0)
+    first_late_s = maximum(first_host_s - first_gpu_s, 0.0)
+    second_late_s = maximum(second_host_s - second_gpu_s, 0.0)
     return (
-        np.maximum(first_gpu_s - second_late_s, first_host_s),
-        np.maximum(second_gpu_s - first_late_s, second_host_s),
+        maximum(first_gpu_s - second_late_s, first_host_s),
+        maximum(second_gpu_s - first_late_s, second_host_s),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, maximum, where
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -116,7 +116,7 @@ class PartCost:
         They run one after the other, so that the transient bytes of one are enough for all.
         """
         scaled = {f.name: count * getattr(self, f.name) for f in fields(self)}
-        scaled["transient_bytes"] = np.where(count > 0, self.transient_bytes, 0.0)
+        scaled["transient_bytes"] = where(count > 0, self.transient_bytes, 0.0)
         return PartCost(**scaled)
 
     def changed_by(self, before: PartCost, after: PartCost, count: int = 1) -> PartCost:
@@ -132,7 +132,7 @@ class PartCost:
     def __add__(self, other: PartCost) -> PartCost:
         """Cost of both parts on one rank: a sum, but for the transient bytes, of which the larger number counts."""
         total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        total["transient_bytes"] = np.maximum(self.transient_bytes, other.transient_bytes)
+        total["transient_bytes"] = maximum(self.transient_bytes, other.transient_bytes)
         return PartCost(**total)
 
 

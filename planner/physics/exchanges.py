@@ -12,7 +12,7 @@ from planner.physics import memory
 from planner.physics.communication import Blocks, collective_s, data_parallel_places, p2p_s
 from planner.physics.cost import PartCost
 from planner.physics.operators import BF16, FP32
-from planner.shape import FloatArray, Number, Shape
+from planner.shape import FloatArray, Number, Shape, any_of, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
@@ -35,7 +35,7 @@ class Exchanges:
         """
         trained = part.trained_dense_parameters, part.trained_expert_parameters
         gather_s = self.gather_s(*trained, shape)
-        if np.any(part.frozen_parameters):
+        if any_of(part.frozen_parameters):
             gather_s = gather_s + self._frozen_s(part.frozen_parameters, part.frozen_expert_parameters, shape)
         if self.runtime.plain_forwards:
             once_s = self._frozen_s(part.reference_parameters, part.reference_expert_parameters, shape)
@@ -71,14 +71,14 @@ class Exchanges:
         seconds: Number = 0.0
         tensors = self.runtime.gathers_tensors and not reduces
         # one parameter at a time, ZeRO-3's exchanges are small
-        rate = np.where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
+        rate = where(shape.zero_stage == 3, self.runtime.fsdp_rate_fraction, 1.0)
         dense_places, expert_places = data_parallel_places(shape)
         groups = (
             (dense, shape.dp * shape.cp, shape.shard_size, dense_places),
             (expert, shape.expert_dp, memory.expert_shards(shape, self.runtime), expert_places),
         )
         for parameters, size, shards, places in groups:
-            shard = np.minimum(shards, size)
+            shard = minimum(shards, size)
             payload = num_bytes * parameters / rate
             bucket = self._tensor_parameters(shape) if tensors else self.runtime.bucket_among(shard)
             exchanges = 1.0 if bucket is None else parameters / bucket
@@ -91,7 +91,7 @@ class Exchanges:
             replicas = seconds_of("all_reduce", payload / shard, size / shard, each)
             among_all = seconds_of("all_reduce", payload, size, places)
             scatters = (shape.zero_stage >= 1) & (not self.runtime.all_reduces_gradients)
-            seconds = seconds + np.where(scatters, scatter + replicas, among_all)
+            seconds = seconds + where(scatters, scatter + replicas, among_all)
         return seconds
 
     def _tensor_parameters(self, shape: Shape) -> Number:
@@ -112,7 +112,7 @@ class Exchanges:
         `ranks` has the pipeline rank of each virtual stage. None takes less than the first.
         """
         pairs = np.sort(np.stack([ranks[:-1], ranks[1:]]), axis=0) * shape.stage_stride
-        hops_s = np.maximum(self._hop_s(shape, pairs[0], pairs[1] - pairs[0]), self.p2p_s(shape))
+        hops_s = maximum(self._hop_s(shape, pairs[0], pairs[1] - pairs[0]), self.p2p_s(shape))
         return np.broadcast_to(hops_s, pairs[0].shape)  # a cluster of one tier has one number for all distances
 
     def _hop_s(self, shape: Shape, start: Number, distance: Number) -> Number:
@@ -123,7 +123,7 @@ class Exchanges:
         num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
         if not self.runtime.scatters_p2p:
             return p2p_s(num_bytes, distance, self.cluster, start)
-        slices = np.where(shape.sequence_parallel, 1, shape.tp)
+        slices = where(shape.sequence_parallel, 1, shape.tp)
         gather_s = collective_s("all_gather", num_bytes, slices, 1, self.cluster)
         return p2p_s(num_bytes / slices, distance, self.cluster, start) + gather_s
 
@@ -136,5 +136,5 @@ class Exchanges:
         if not self.model.tie_word_embeddings:
             return 0.0
         num_bytes = self.model.vocab_size / shape.tp * self.model.hidden_size * self.runtime.gradient_bytes
-        distance = shape.stage_stride * np.maximum(shape.pp - 1, 1)
+        distance = shape.stage_stride * maximum(shape.pp - 1, 1)
         return 2 * p2p_s(num_bytes, distance, self.cluster) * (shape.pp > 1)

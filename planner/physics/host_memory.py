@@ -11,7 +11,7 @@ from planner.physics.memory import sharded_parameters
 from planner.physics.offload import is_decoder_layer
 from planner.physics.operators import Item, num_parameters
 from planner.physics.pricing import Pricing
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, minimum
 from planner.specs.units import GIB
 from planner.trainers.rules.common import Rule
 
@@ -38,7 +38,7 @@ def host_bytes(pricing: Pricing, shape: Shape) -> Number:
     )
     updated = runtime.optimizer_offload_fraction * sharded_parameters(dense, expert, shape, runtime)
     waiting = sum(count * pricing.offloaded_bytes_of(items) for count, items in layers if is_decoder_layer(items))
-    in_flight = np.minimum((shape.pp + 1) / 2, shape.num_microbatches)
+    in_flight = minimum((shape.pp + 1) / 2, shape.num_microbatches)
     return HOST_STATE_BYTES * updated + waiting / shape.pp * in_flight
 
 

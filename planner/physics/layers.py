@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
-
-import numpy as np
 
 from planner.physics.adapters import adapted
 from planner.physics.layer.blocks import enter_tp, leave_tp, norm
@@ -21,7 +20,7 @@ from planner.physics.operators import (
     operators_of,
     within_documents,
 )
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, ceil, minimum
 from planner.specs.finetuning.adapters import AdapterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.documents import Documents
@@ -62,7 +61,7 @@ def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:
 def padded_vocab(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
     """Rows of the padded vocabulary: vocab_size rounded up to a multiple of vocab_divisible_by·tp, as trainers do."""
     multiple = runtime.vocab_divisible_by * shape.tp
-    return np.ceil(model.vocab_size / multiple) * multiple
+    return ceil(model.vocab_size / multiple) * multiple
 
 
 def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Item, ...]:
@@ -116,7 +115,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
         # cast, maximum, shifted, exponentials, their sum, divided by it; scaled and cast back
         passes = (BF16 + 9 * FP32, BF16 + 3 * FP32)
     # in chunks, each of as many logits as a hidden state has elements (liger_kernel/ops/fused_linear_cross_entropy.py)
-    rows = shape.tokens * np.minimum(model.hidden_size / columns, 1.0) if runtime.chunks_loss else shape.tokens
+    rows = shape.tokens * minimum(model.hidden_size / columns, 1.0) if runtime.chunks_loss else shape.tokens
     # a metric casts, normalizes and looks up
     metrics = runtime.loss_metrics * (BF16 + 3 * FP32)
     product = Operator(
@@ -192,6 +191,7 @@ class ModelTotals(NamedTuple):
     """Parameters that are trained: all of them, or those of adapters alone, which `num_parameters` leaves out."""
 
 
+@lru_cache(64)
 def model_totals(
     model: ModelSpec,
     runtime: RuntimeSpec,

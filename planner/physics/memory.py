@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.physics.cost import PartCost
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, Saved, operators_of
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, any_of, maximum, minimum, where
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
@@ -89,7 +89,7 @@ def gathered_weights_bytes(parameters: Number, shape: Shape, runtime: RuntimeSpe
     """Bytes of the bf16 copies that stay gathered from a step's first micro-batch to its last."""
     zero = shape.zero_stage
     gathered = ((zero == 3) & (shape.pp > 1)) | ((zero == 2) & (runtime.weight_bytes > BF16))
-    return np.where(gathered, BF16 * parameters, 0.0)
+    return where(gathered, BF16 * parameters, 0.0)
 
 
 def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number:
@@ -101,7 +101,7 @@ def _cast_weight_bytes(shape: Shape, runtime: RuntimeSpec, dtype: str) -> Number
     """
     if runtime.casts_weights:
         return runtime.weight_bytes
-    beside = np.where(runtime.narrow_parameters & (shape.zero_stage >= 1), 0, runtime.weight_bytes)
+    beside = where(runtime.narrow_parameters & (shape.zero_stage >= 1), 0, runtime.weight_bytes)
     return beside + cast_copies(runtime, dtype) * NARROW_BYTES[dtype]
 
 
@@ -123,13 +123,13 @@ def gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: Runtim
     # of plain replicas, buckets beside the gradients
     is_copied = runtime.copies_to_buckets * (shape.zero_stage == 0) * (shape.dp * shape.cp > 1)
     buckets = runtime.gradient_bytes * is_copied * (dense + expert)
-    return np.where(is_late, 0.0, whole_gradients_bytes(dense, expert, shape, runtime)) + buckets
+    return where(is_late, 0.0, whole_gradients_bytes(dense, expert, shape, runtime)) + buckets
 
 
 def whole_gradients_bytes(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec) -> Number:
     """`gradients_bytes` when the backward is done."""
     bytes_per_parameter, is_piped = runtime.gradient_bytes + runtime.kept_gradient_bytes, shape.pp > 1
-    return bytes_per_parameter * np.where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
+    return bytes_per_parameter * where(is_piped, dense + expert, _sharded(dense, expert, shape, runtime, 2))
 
 
 def embedding_moment_bytes(part: PartCost, shape: Shape, model: ModelSpec, runtime: RuntimeSpec) -> Number:
@@ -141,7 +141,7 @@ def embedding_moment_bytes(part: PartCost, shape: Shape, model: ModelSpec, runti
     """
     trained = part.parameters - part.frozen_parameters
     tokens, hidden = shape.tokens, model.hidden_size
-    sums = FP32 * hidden * (tokens / 10 + np.minimum(tokens, model.vocab_size)) * (tokens > 3072)
+    sums = FP32 * hidden * (tokens / 10 + minimum(tokens, model.vocab_size)) * (tokens > 3072)
     tables = 1.0 * (shape.num_microbatches > 1) + model.tie_word_embeddings
     return (trained > 0) * (BF16 * tokens * hidden + sums + tables * runtime.gradient_bytes * trained)
 
@@ -178,15 +178,15 @@ def _sharded(dense: Number, expert: Number, shape: Shape, runtime: RuntimeSpec, 
     """Parameters per rank, sharded over shard_size ranks (experts: over others) where zero_stage ≥ from_stage."""
     is_sharded = shape.zero_stage >= from_stage
     expert_ranks = expert_shards(shape, runtime)
-    return dense / np.where(is_sharded, shape.shard_size, 1) + expert / np.where(is_sharded, expert_ranks, 1)
+    return dense / where(is_sharded, shape.shard_size, 1) + expert / where(is_sharded, expert_ranks, 1)
 
 
 def expert_shards(shape: Shape, runtime: RuntimeSpec) -> Number:
     """Ranks over which ZeRO shards what belongs to experts: those that hold the same ones."""
     if runtime.shards_experts_apart:
-        return np.maximum(shape.tp * shape.shard_size / (shape.ep * shape.etp), 1)
+        return maximum(shape.tp * shape.shard_size / (shape.ep * shape.etp), 1)
     # HSDP shards experts over no more ranks than it shards the rest
-    return np.minimum(np.maximum(shape.expert_dp, 1), shape.shard_size)
+    return minimum(maximum(shape.expert_dp, 1), shape.shard_size)
 
 
 def communicators(shape: Shape) -> Number:
@@ -197,7 +197,7 @@ def communicators(shape: Shape) -> Number:
         shape.pp,
         shape.dp * shape.cp,
         shape.ep,
-        np.where(shape.ep > 1, shape.expert_dp, 1),
+        where(shape.ep > 1, shape.expert_dp, 1),
     )
     return sum(1.0 * (size > 1) for size in sizes)
 
@@ -210,7 +210,7 @@ def reserved_bytes(allocated_bytes: Number, shape: Shape, hardware: HardwareSpec
 def fixed_reserved_bytes(shape: Shape, hardware: HardwareSpec) -> Number:
     """Bytes of the reserve that do not grow with the allocated bytes."""
     reserved = hardware.reserved
-    peers = np.minimum(shape.ep * shape.etp, hardware.gpus_per_node) - 1.0
+    peers = minimum(shape.ep * shape.etp, hardware.gpus_per_node) - 1.0
     experts = reserved.expert_peer_bytes * peers * (shape.ep > 1)
     return reserved.context_bytes + reserved.communicator_bytes * communicators(shape) + experts
 
@@ -251,7 +251,7 @@ def transient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number:
     """The most bytes that a part's backward needs above the bytes that the part saved."""
     worst: Number = 0.0
     for moment in moments(items, runtime):
-        worst = np.maximum(worst, moment.num_bytes)
+        worst = maximum(worst, moment.num_bytes)
     return worst
 
 
@@ -316,7 +316,7 @@ def _attention_working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, .
         return backward
     # a ring holds all blocks of keys and values, and an output for each, until the last (Transformer Engine)
     blocks = BF16 * op.batch * op.kv_len * (op.kv_heads * dims + op.heads * op.v_dim)
-    needed = np.maximum(sum(tensor.num_bytes for tensor in backward), blocks * (op.kv_len > op.q_len))
+    needed = maximum(sum(tensor.num_bytes for tensor in backward), blocks * (op.kv_len > op.q_len))
     return (Saved("queries, keys, values, outputs and gradients", (needed,), dtype="bytes"),)
 
 
@@ -336,7 +336,7 @@ def constants(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Sav
         "ALiBi scores": (model.num_attention_heads / shape.tp * (model.position_embedding == "alibi"), seq, seq),
         "mask of chunked attention": (seq * (chunk < seq), seq),
     }
-    kept = [Saved(name, dims) for name, dims in tables.items() if np.any(dims[0])]
+    kept = [Saved(name, dims) for name, dims in tables.items() if any_of(dims[0])]
     return (*kept, Saved("token ids", (shape.tokens,), dtype="int64"), Saved("loss", (ALIGNMENT,), dtype="uint8"))
 
 

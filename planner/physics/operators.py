@@ -14,9 +14,7 @@ from functools import reduce
 from operator import mul
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, minimum, where
 from planner.trainers.documents import Documents, attended_fraction, rank_imbalance
 
 BF16 = 2
@@ -160,8 +158,8 @@ class Operator:
     @property
     def width(self) -> Number:
         """The most keys that a query attends to; with documents, the length of the mean token's."""
-        width: Number = np.where(self.window > 0, np.minimum(self.window, self.kv_len), self.kv_len)
-        return np.minimum(width, 2 * self.kv_len * self.attended_fraction) if self.documents else width
+        width: Number = where(self.window > 0, minimum(self.window, self.kv_len), self.kv_len)
+        return minimum(width, 2 * self.kv_len * self.attended_fraction) if self.documents else width
 
     @property
     def attention_flops(self) -> Number:

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from planner.physics.kernels.products import product_s
 from planner.physics.kernels.streams import stream_s
 from planner.physics.operators import BF16, FP32, Item, Operator, operators_of
-from planner.shape import Number
+from planner.shape import Number, maximum, minimum, where
 from planner.specs.hardware import HardwareSpec
 from planner.trainers.optimizers import BLOCK, LEAST_NARROW, LEAST_PAGED, Optimizer
 from planner.trainers.spec import RuntimeSpec
@@ -40,8 +38,8 @@ def tensors_of(op: Operator, hidden_size: int) -> Iterator[Tensor]:
     if not op.trained:
         return
     if op.kind == "gemm" and op.weight:
-        weight = np.minimum(op.count * op.n * op.k, op.parameters)
-        yield Tensor("head" if op.name == "head" else "matrix", weight / np.maximum(op.n * op.k, 1), op.n, op.k)
+        weight = minimum(op.count * op.n * op.k, op.parameters)
+        yield Tensor("head" if op.name == "head" else "matrix", weight / maximum(op.n * op.k, 1), op.n, op.k)
         yield Tensor("vector", 1, op.parameters - weight, 1)
     elif op.family == "embedding":
         yield Tensor("embedding", 1, op.parameters / hidden_size, hidden_size)
@@ -67,11 +65,11 @@ def states_of(tensor: Tensor, runtime: RuntimeSpec) -> States:
     size = tensor.rows * tensor.columns
     # transformers.Trainer keeps the states of embeddings in 32 bits (GlobalOptimManager.register_module_override)
     is_narrow = (row.bits == 8) & (size >= LEAST_NARROW) & (tensor.kind != "embedding")
-    width = np.where(is_narrow, 1, FP32 if row.bits else runtime.moment_bytes)
+    width = where(is_narrow, 1, FP32 if row.bits else runtime.moment_bytes)
     states: Number = moments * width * elements
-    scales: Number = np.where(is_narrow, moments * FP32 / BLOCK * elements, 0.0)
+    scales: Number = where(is_narrow, moments * FP32 / BLOCK * elements, 0.0)
     leaves = row.is_paged & (size >= LEAST_PAGED)
-    return States(np.where(leaves, 0.0, states) + scales, np.where(leaves, states, 0.0))
+    return States(where(leaves, 0.0, states) + scales, where(leaves, states, 0.0))
 
 
 def state_bytes(items: Sequence[Item], hidden_size: int, runtime: RuntimeSpec, expert: bool) -> Number:
@@ -113,7 +111,7 @@ def workspace_bytes(items: Sequence[Item], hidden_size: int, runtime: RuntimeSpe
     largest: Number = 0.0
     for op in operators_of(items) if each else ():
         for tensor in tensors_of(op, hidden_size):
-            largest = np.maximum(largest, tensor.elements)
+            largest = maximum(largest, tensor.elements)
     return each * largest
 
 
@@ -128,9 +126,9 @@ def _orthogonal_s(tensor: Tensor, hidden_size: int, tp: Number, hardware: Hardwa
 
     Of a split product, the dimension that is not the hidden state's is split.
     """
-    rows = np.where(tensor.rows == hidden_size, tensor.rows, tensor.rows * tp)
-    columns = np.where(tensor.rows == hidden_size, tensor.columns * tp, tensor.columns)
-    short, long = np.minimum(rows, columns), np.maximum(rows, columns)
+    rows = where(tensor.rows == hidden_size, tensor.rows, tensor.rows * tp)
+    columns = where(tensor.rows == hidden_size, tensor.columns * tp, tensor.columns)
+    short, long = minimum(rows, columns), maximum(rows, columns)
     fraction = hardware.efficiency.gemm.forward_fraction
 
     def seconds(m: Number, n: Number, k: Number) -> Number:

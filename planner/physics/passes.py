@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from planner.physics import compute
 from planner.physics.communication import exchange_tiers_s, group_of
 from planner.physics.cost import PartCost
 from planner.physics.kernels import products, streams
 from planner.physics.operators import Collective, Item, Operator, collectives_of, operators_of
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, any_of, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
@@ -119,10 +117,10 @@ class Passes:
         behind_s: Number = sum(behind.values())
         waits_s = 0.0 if self.runtime.delays_weight_gradients else self._expert_weight_gradients_s(operators)
         late_s = behind.get("backward", 0.0) / 2 - (beside_s - waits_s)
-        shown_s = np.maximum(np.maximum(behind_s - beside_s, late_s), 0.0)
+        shown_s = maximum(maximum(behind_s - beside_s, late_s), 0.0)
         added_s = shown_s + self._taken_fraction() * (behind_s - shown_s)
         for way, hidden_s in behind.items():
-            share = hidden_s / np.where(behind_s > 0, behind_s, 1.0)
+            share = hidden_s / where(behind_s > 0, behind_s, 1.0)
             seconds[f"ep_{way}_s"] = seconds[f"ep_{way}_s"] + share * added_s
 
     def _exchanges(
@@ -143,7 +141,7 @@ class Passes:
             # what waits for no product waits for the host beside it
             keys = [f"{g}_{way}_s" for g in COMM_GROUPS]
             all_s = sum(shown_of_hideable[key] for key in keys)
-            hidden_fraction = np.minimum(all_s, waited_s) / np.where(all_s > 0, all_s, 1.0)
+            hidden_fraction = minimum(all_s, waited_s) / where(all_s > 0, all_s, 1.0)
             for key in keys:
                 seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
         return seconds, behind
@@ -159,9 +157,9 @@ class Passes:
             else:
                 hideable_s = hidden_s = self._hidden_fraction(exchange, size) * exchanged_s
             if exchange.overlap == "cp":
-                hidden_s = np.minimum(hidden_s, self._other_blocks_s(items, exchange, size))
-            if exchange.beside and np.any(hidden_s):
-                hidden_s = np.minimum(hidden_s, self._products_s(exchange))
+                hidden_s = minimum(hidden_s, self._other_blocks_s(items, exchange, size))
+            if exchange.beside and any_of(hidden_s):
+                hidden_s = minimum(hidden_s, self._products_s(exchange))
             yield ExchangeSeconds(exchange, exchanged_s, hideable_s, hidden_s)
 
     def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
@@ -171,7 +169,7 @@ class Passes:
         waits = (REPLAYED if runtime.cuda_graphs else 1.0) * (exchange.num_bytes > 0)
         sent = dtype if runtime.narrow_exchanges else "bf16"
         inner_s, *outer_s = exchange_tiers_s(exchange, shape, self.cluster, sent)
-        return [inner_s + waits * sync_us * MICRO * np.log2(size), *outer_s]
+        return [inner_s + waits * sync_us * MICRO * log2(size), *outer_s]
 
     def _hidden_of_experts_s(self, tiers_s: Sequence[Number]) -> Number:
         """Seconds of an expert exchange that can hide behind another micro-batch: a share of those on each tier."""
@@ -207,7 +205,7 @@ class Passes:
         passes = compute.gpu_seconds(shared, self.cluster.hardware, self.training.dtype, self.runtime)
         for way, pass_s in (("forward", passes[0]), ("backward", passes[1] + passes[2])):
             key = f"ep_{way}_s"
-            seconds[key] = seconds[key] - np.minimum(seconds[key], pass_s)
+            seconds[key] = seconds[key] - minimum(seconds[key], pass_s)
 
     def _hidden_fraction(self, exchange: Collective, size: Number) -> Number:
         """Share of an exchange among `size` ranks that the runtime hides behind compute.
@@ -239,7 +237,7 @@ class Passes:
         """`seconds` and the time that tensor-parallel ranks wait for the slowest one, in proportion to its compute."""
         if not any(exchange.group == "tp" for exchange in collectives_of(items)):
             return seconds
-        late = self.runtime.tp_jitter_fraction * np.log2(shape.tp)
+        late = self.runtime.tp_jitter_fraction * log2(shape.tp)
         backward_s = seconds["input_grad_s"] + seconds["weight_grad_s"]
         return seconds | {
             "tp_forward_s": seconds["tp_forward_s"] + late * seconds["forward_s"],
@@ -261,7 +259,7 @@ class Passes:
         part = PartCost(**seconds)
         forward_s, backward_s = part.forward_total_s, part.backward_total_s
         if self.runtime.awaits_token_counts:
-            late_s = np.maximum(host_s[0] - forward_s, 0.0), np.maximum(host_s[1] - backward_s, 0.0)
+            late_s = maximum(host_s[0] - forward_s, 0.0), maximum(host_s[1] - backward_s, 0.0)
         else:
             paced = compute.at_host_pace((forward_s, backward_s), host_s)
             late_s = paced[0] - forward_s, paced[1] - backward_s

@@ -21,9 +21,8 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from planner.physics import compute, memory
 from planner.physics.adapters import adapted, without_adapters
@@ -46,7 +45,7 @@ from planner.physics.operators import (
 )
 from planner.physics.optimizers import state_bytes, state_update_s, workspace_bytes
 from planner.physics.passes import COMM_GROUPS, Passes, lateness
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
@@ -68,6 +67,10 @@ class Pricing:
     runtime: RuntimeSpec
     selective_modules: tuple[str, ...] = ("core_attn",)
     headroom_bytes: float = 0.0
+    _latest: dict[str, tuple[Shape, dict[Any, Any]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """The latest shape whose sizes are numbers, with the layers that were worked out for it and their seconds."""
 
     def __post_init__(self) -> None:
         # what a dtype and adapters mean for the trainer is settled once, for all that reads its fields
@@ -167,8 +170,31 @@ class Pricing:
 
     def layer(self, kind: LayerKind, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a decoder layer of `kind`, as this training runs it."""
-        items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
-        return self.as_trained(items, shape)
+        known: dict[LayerKind, tuple[Item, ...]] = self._known_of(shape)
+        if kind not in known:
+            items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+            known[kind] = self.as_trained(items, shape)
+        return known[kind]
+
+    def _known_of(self, shape: Shape) -> dict[Any, Any]:
+        """What is kept of a shape: only of the latest, and nothing of arrays."""
+        if not shape.is_single:
+            return {}
+        latest, known = self._latest.get("latest", (None, {}))
+        if latest is not shape:
+            known = {}
+            self._latest["latest"] = shape, known
+        return known
+
+    def _seconds(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Seconds of a part by pass and kind, worked out once for the layers of a shape."""
+        known = self._known_of(shape)
+        if not any(items is layer for layer in known.values()):
+            return self.passes.seconds(items, shape)
+        key = id(items)
+        if key not in known:
+            known[key] = self.passes.seconds(items, shape)
+        return dict(known[key])
 
     def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
@@ -275,7 +301,7 @@ class Pricing:
         for kind, count in self.kind_counts.items():
             items = self.layer(kind, shape)
             host_s += count * float(passes.host_s(items, shape))
-            layers_s += count * float(PartCost(**passes.seconds(items, shape)).total_s)
+            layers_s += count * float(PartCost(**self._seconds(items, shape)).total_s)
         return min(host_s / layers_s, 1.0)
 
     def _plain(self, items: Sequence[Item], shape: Shape) -> PartCost:
@@ -291,7 +317,7 @@ class Pricing:
             **self._reference(items),
         )
         hardware, runtime = self.cluster.hardware, self.runtime
-        seconds = self._with_plain_forwards(self.passes.seconds(items, shape), items, shape)
+        seconds = self._with_plain_forwards(self._seconds(items, shape), items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
         trained = counted.parameters - counted.frozen_parameters
         is_gathered = (zero == 3) * alone * (shape.shard_size > 1)
@@ -306,7 +332,7 @@ class Pricing:
         )
         if not runtime.fused_grad_accumulation:
             # ZeRO-2 and 3 sum the shards alone, but for a pipeline's
-            shards = np.where((zero >= 2) & alone, shape.shard_size, 1)
+            shards = where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = updates.accumulate_s(hardware, trained / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
         left = self.offloaded_bytes_of(items)
@@ -346,7 +372,7 @@ class Pricing:
         trained = part.parameters - part.frozen_parameters
         plain = [(layers[kind, "none"], count) for kind, count in self.kind_counts.items()]
         stage = trained + sum((one.parameters - one.frozen_parameters) * count for one, count in plain) / shape.pp
-        table = np.minimum(trained, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
+        table = minimum(trained, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
         slower_s = updates.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
@@ -391,7 +417,7 @@ class Pricing:
         Where there are several stages, the stage that holds the blocks has an embedding of its own for them.
         """
         model, runtime, last = self.model, self.runtime, self.model.layers[-1]
-        copy = copy.times(np.where(shape.pp > 1, 1, 0))
+        copy = copy.times(where(shape.pp > 1, 1, 0))
         parts: dict[Recompute, PartCost] = {"none": block}
         for kind, mode in layers if runtime.recomputes_mtp else ():
             if kind == last and mode != "none":
@@ -480,7 +506,7 @@ class Pricing:
         one micro-batch forward.
         """
         hidden_s = self._hidden_s(shape) if hidden_s is None else hidden_s
-        return np.minimum(shape.pp, shape.num_microbatches) * (hidden_s / shape.pp)
+        return minimum(shape.pp, shape.num_microbatches) * (hidden_s / shape.pp)
 
     def _hidden_s(self, shape: Shape) -> Number:
         """Seconds of a micro-batch's expert exchanges, in all layers, that could hide behind another micro-batch."""

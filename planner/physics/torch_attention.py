@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from planner.physics.operators import BF16, FP32, Operator
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, where
 
 
 def chunks_of(shape: Shape) -> Number:
     """Kernels of one attention: two where sequences are split, since each rank holds an early and a late chunk."""
-    return np.where(shape.cp > 1, 2, 1)
+    return where(shape.cp > 1, 2, 1)
 
 
 def around_flash(
@@ -32,7 +30,7 @@ def around_flash(
 def _rows_of_keys(shape: Shape) -> Number:
     """Rows of keys that a rank's kernels take: chunks r and 2·cp − 1 − r see (2·cp + 1) / (2·cp) sequences together."""
     whole = shape.tokens * shape.cp
-    return np.where(shape.cp > 1, whole * (1 + 1 / (2 * shape.cp)), whole)
+    return where(shape.cp > 1, whole * (1 + 1 / (2 * shape.cp)), whole)
 
 
 def _gathered(shape: Shape, heads: Number, kv_heads: Number, qk_dim: int, v_dim: int) -> Operator:
@@ -45,7 +43,7 @@ def _gathered(shape: Shape, heads: Number, kv_heads: Number, qk_dim: int, v_dim:
     query, value, output = (BF16 * shape.tokens * n for n in (heads * qk_dim, kv_heads * v_dim, heads * v_dim))
     # values are a view of the projection's output, which an exchange copies first
     ordered = 2 * whole + 2 * value
-    per_head = np.where(heads > kv_heads, used * (heads / kv_heads + 1), 0.0)
+    per_head = where(heads > kv_heads, used * (heads / kv_heads + 1), 0.0)
     is_split = shape.cp > 1
     return Operator(
         name="gathered keys and values",

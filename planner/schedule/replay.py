@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -271,5 +272,5 @@ def _sweep(graph: Graph, costs: Costs) -> list[float]:
 
 def _rows(*columns: IntArray | FloatArray) -> Iterator[tuple[Any, ...]]:
     """The columns row by row, as Python's numbers; a stretch of them at a time, since they are large."""
-    for start in range(0, len(columns[0]), STRETCH):
-        yield from zip(*(column[start : start + STRETCH].tolist() for column in columns), strict=True)
+    starts = range(0, len(columns[0]), STRETCH)
+    return chain.from_iterable(zip(*(one[at : at + STRETCH].tolist() for one in columns), strict=True) for at in starts)

@@ -265,12 +265,14 @@ class ModelSpec(Spec):
 
     def of_layer(self, kind: LayerKind) -> ModelSpec:
         """The model with the heads that attention has on layers of `kind`."""
-        return self._with_sliding_heads if kind.attention == "sliding" else self
+        has_own = kind.attention == "sliding" and self.sliding_heads is not None
+        return self._with_sliding_heads if has_own else self
 
     @cached_property
     def _with_sliding_heads(self) -> ModelSpec:
+        # never the model itself: two equal ones that hold themselves could not be compared
         heads = {} if self.sliding_heads is None else self.sliding_heads.model_dump(exclude_none=True)
-        return self.model_copy(update=heads) if heads else self
+        return self.model_copy(update=heads)
 
     @property
     def qkv_bias(self) -> bool:

@@ -19,10 +19,10 @@ KNOWN = Path(__file__).parent / "same_answers.json"
 def test_answers_are_those_of_every_other_process(hash_seed: str, tmp_path: Path) -> None:
     """Held against committed digests, which another Python or another release of a dependency must meet too.
 
-    `scripts/same_answers tests/laws/same_answers.json --digests` writes them anew after a change that means to move a
-    price; without --digests it writes the answers themselves, whose difference says which number moved.
+    `scripts/answers tests/laws/same_answers.json --only law --digests` writes them anew after a change that means to
+    move a price; without --digests it writes the answers themselves, whose difference says which number moved.
     """
     out = tmp_path / "digests.json"
-    command = [sys.executable, str(ROOT / "scripts" / "same_answers"), str(out), "--digests"]
+    command = [sys.executable, str(ROOT / "scripts" / "answers"), str(out), "--only", "law", "--digests"]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": hash_seed}, cwd=tmp_path)
     assert json.loads(out.read_text()) == json.loads(KNOWN.read_text())

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from planner.physics.kernels.streams import launch_s
 from planner.physics.operators import Operator
-from planner.shape import Number
+from planner.shape import Number, ceil, minimum, where
 from planner.specs.efficiency import AttentionEfficiency
 from planner.specs.hardware import HardwareSpec
 from planner.trainers.torch_attention import torch_choice
@@ -37,10 +35,10 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     peak = hardware.peak_flops("bf16")
     assert peak is not None, "HardwareSpec has bf16 or fp16"
     multiple = attention.head_dim_multiple
-    qk_dim: Number = np.ceil(op.qk_dim / multiple) * multiple
-    v_dim: Number = np.ceil(op.v_dim / multiple) * multiple
+    qk_dim: Number = ceil(op.qk_dim / multiple) * multiple
+    v_dim: Number = ceil(op.v_dim / multiple) * multiple
     rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
-    diagonal = np.minimum(op.width, op.q_len)
+    diagonal = minimum(op.width, op.q_len)
     ramped = _ramped_keys(op, diagonal)
     scores = op.count * op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
     seconds: list[Number] = []
@@ -69,7 +67,7 @@ def _ramped_keys(op: Operator, diagonal: Number) -> tuple[Number, Number]:
     is_part = (op.count > 1) & (op.window == 0)
     seen = op.kv_len * op.attended_fraction
     seeing = op.count * op.q_len * seen / (op.kv_len + op.q_len)
-    return np.where(is_part, 2 * seen, diagonal), np.where(is_part, 2 * seeing, diagonal)
+    return where(is_part, 2 * seen, diagonal), where(is_part, 2 * seeing, diagonal)
 
 
 def _torch_attention_s(op: Operator, hardware: HardwareSpec, taken: str) -> tuple[Number, Number]:
@@ -82,10 +80,10 @@ def _torch_attention_s(op: Operator, hardware: HardwareSpec, taken: str) -> tupl
     if taken == "flash" or hardware.efficiency.cudnn is None:
         return flash
     forward, backward = zip(flash, attention_s(op, hardware, "cudnn"), strict=True)
-    return np.where(op.calls_flash, *forward), np.where(op.calls_flash, *backward)
+    return where(op.calls_flash, *forward), where(op.calls_flash, *backward)
 
 
 def _head_dim_factor(attention: AttentionEfficiency, qk_dim: Number, v_dim: Number) -> Number:
     """Rate at these head dimensions over the rate at 128: wider heads amortise the softmax, until tiles must shrink."""
     dim, half = (qk_dim + v_dim) / 2, attention.half_head_dim
-    return dim / (dim + half) * (1 + half / 128) * np.where(qk_dim > 128, attention.wide_factor, 1.0)
+    return dim / (dim + half) * (1 + half / 128) * where(qk_dim > 128, attention.wide_factor, 1.0)

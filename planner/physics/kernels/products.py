@@ -8,7 +8,7 @@ import numpy as np
 
 from planner.physics.kernels.streams import PassSeconds, launch_s, stream_s
 from planner.physics.operators import BF16, Operator
-from planner.shape import Number
+from planner.shape import Number, ceil, maximum, minimum, where
 from planner.specs.efficiency import GemmEfficiency
 from planner.specs.hardware import HardwareSpec
 from planner.trainers.spec import RuntimeSpec
@@ -53,14 +53,14 @@ def gemm_s(
     moved per weight for dw: it is written, and where it is added to a main gradient, that gradient is read as well.
     """
     gemm = hardware.efficiency.gemm
-    count: Number = op.count if grouped or not op.weight else np.minimum(op.count, EXPERT_STREAMS)
+    count: Number = op.count if grouped or not op.weight else minimum(op.count, EXPERT_STREAMS)
     times = op.count / count
     forward_s = times * product_s(hardware, dtype, gemm.forward_fraction, count, op.m, op.n, op.k)
     dgrad_s = times * product_s(hardware, dtype, gemm.dgrad_fraction, count, op.m, op.k, op.n)
     wgrad_s = times * product_s(hardware, dtype, gemm.wgrad_fraction, count, op.n, op.k, op.m, gradient_bytes)
     if not op.weight:
         # heads lie in memory one after the other: rows of 16 bytes, or a fallback without tensor cores
-        slow = np.where((op.n % ALIGNED) + (op.k % ALIGNED) == 0, 1.0, 1 / gemm.unaligned_factor)
+        slow = where((op.n % ALIGNED) + (op.k % ALIGNED) == 0, 1.0, 1 / gemm.unaligned_factor)
         return PassSeconds(slow * forward_s, slow * (dgrad_s + wgrad_s), 0.0)
     return PassSeconds(forward_s, dgrad_s, wgrad_s if op.trained else 0.0)
 
@@ -100,7 +100,7 @@ def _cast_bytes(dtype: str, shards: Number, runtime: RuntimeSpec) -> Number:
     """
     ranks = shards if runtime.narrow_exchanges else 1
     share = CAST_BYTES[dtype] / ranks
-    transposed = np.where(ranks > 1, 2 * FP8, FP8)
+    transposed = where(ranks > 1, 2 * FP8, FP8)
     return share + transposed * (runtime.fp8_copies - 1) if dtype == "fp8" else share
 
 
@@ -136,7 +136,7 @@ def product_s(
     # prologue and epilogue take the same time whatever the dtype of the products
     steps = k + gemm.ramp_k * peak / wide_peak
     flops_per_step = 2 * count * m * n
-    grouped = np.where(count > 1, gemm.grouped_factor, 1.0)
+    grouped = where(count > 1, gemm.grouped_factor, 1.0)
     rate = _narrow_factor(gemm, dtype, narrow) * peak
     power_s = flops_per_step * steps / (power_fraction * rate)
     wave_s = steps * _tile_waves(hardware, count, m, n) * (num_sms / (gemm.wave_fraction * rate))
@@ -144,7 +144,7 @@ def product_s(
     bytes_per_s = gemm.memory_fraction * hardware.hbm_bytes_per_s
     memory_s = count * (operand * (m * k + k * n) + result_bytes * m * n) / bytes_per_s
     accumulate_s = gemm.accumulate_fraction * count * (result_bytes - BF16) * m * n / bytes_per_s
-    seconds = np.maximum(np.maximum(power_s, wave_s) / grouped + accumulate_s, memory_s)
+    seconds = maximum(maximum(power_s, wave_s) / grouped + accumulate_s, memory_s)
     return seconds + launch_s(hardware)
 
 
@@ -158,11 +158,11 @@ def _tile_waves(hardware: HardwareSpec, count: Number, m: Number, n: Number) -> 
     """FLOPs of one SM per step of the reduction: min over tiles of waves · 2·a·b / (the tile's efficiency)."""
     overhead, num_sms = hardware.efficiency.gemm.tile_overhead, hardware.num_sms
     tiles = CDNA_TILES if hardware.architecture.startswith("cdna") else TILES
-    rows = {a: np.ceil(m / a) * count for a in {a for a, _ in tiles}}
-    columns = {b: np.ceil(n / b) for b in {b for _, b in tiles}}
+    rows = {a: ceil(m / a) * count for a in {a for a, _ in tiles}}
+    columns = {b: ceil(n / b) for b in {b for _, b in tiles}}
     best: Number = np.inf
     for a, b in tiles:
         # relative to a tile of 128 x 256, whose loss is part of wave_fraction
         loss = (1 + overhead * (1 / a + 1 / b)) / (1 + overhead * (1 / 128 + 1 / 256))
-        best = np.minimum(best, np.ceil(rows[a] * columns[b] / num_sms) * (2 * a * b * loss))
+        best = minimum(best, ceil(rows[a] * columns[b] / num_sms) * (2 * a * b * loss))
     return best

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from planner.physics.operators import BF16, Collective, Item, Operator, Saved
 from planner.physics.torch_attention import around_flash, chunks_of
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.torch_attention import calls_flash, head_dims, window_of
@@ -16,7 +14,7 @@ from planner.trainers.torch_attention import calls_flash, head_dims, window_of
 
 def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
     """Key-value heads on a rank: k / tp, and at least one (replicated where tp exceeds k)."""
-    return np.maximum(model.num_key_value_heads / shape.tp, 1.0)
+    return maximum(model.num_key_value_heads / shape.tp, 1.0)
 
 
 def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
@@ -33,7 +31,7 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     q_bytes = BF16 * shape.tokens * heads * (qk_dim + v_dim)
     yield from _context_exchange(runtime, shape, kv_bytes, q_bytes)
     # exchanging heads for tokens, both the kernel's output and what comes back from the exchange are kept
-    copies = np.where(shape.cp > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
+    copies = where(shape.cp > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
     output = Saved("output", (copies, shape.tokens, heads, v_dim))
     if not runtime.flash_attention:
         yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output)
@@ -42,7 +40,7 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     gathered = shape.tokens * (shape.cp - 1), kv_heads, qk_dim + v_dim
     if kind.attention == "chunked":
         # as many sequences as there are chunks, each as long as one
-        span = np.minimum(span, model.attention_chunk_size or span)
+        span = minimum(span, model.attention_chunk_size or span)
     if runtime.cp_comm_type == "p2p":
         yield _merged(shape, BF16 * shape.tokens * heads, kv_bytes, qk_dim, v_dim)
     num_kernels: Number = 1

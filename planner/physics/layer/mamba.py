@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from planner.physics.layer.blocks import bias_gradients, enter_tp, leave_tp
 from planner.physics.layer.scans import convolution, gated_norm, scan
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
-from planner.shape import Number, Shape
+from planner.shape import Number, Shape, maximum
 from planner.specs.mixers import MambaSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec
@@ -35,7 +33,7 @@ def mamba2(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec
     assert mamba is not None
     assert mamba.num_heads is not None
     heads, width = mamba.num_heads / shape.tp, mamba.intermediate_size / shape.tp
-    groups = np.maximum(mamba.n_groups / shape.tp, 1.0)
+    groups = maximum(mamba.n_groups / shape.tp, 1.0)
     both = 2 * groups * mamba.state_size
     yield from _project_in(model, mamba, 2 * width + both + heads, shape, runtime)
     yield convolution("mamba convolution", width + both, mamba.conv_kernel, shape, mamba.conv_bias)

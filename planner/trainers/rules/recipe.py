@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.shape import Shape
+from planner.shape import Shape, all_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
@@ -379,7 +379,7 @@ def _is_whole_graph(setting: Setting) -> bool:
 
 def broken_recipe_rules(setting: Setting) -> Iterator[RecipeRule]:
     """The rules that a recipe breaks; those about a layout only if the setting has one (one shape, no arrays)."""
-    return (rule for rule in RECIPE_RULES if not bool(np.all(rule.holds(setting))))
+    return (rule for rule in RECIPE_RULES if not all_of(rule.holds(setting)))
 
 
 def takes_shapes(setting: Setting) -> Any:
