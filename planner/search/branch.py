@@ -213,7 +213,7 @@ class Branch:
         for node in nodes:
             if self._late():
                 break
-            if node.bound_s < self.cutoff_s(0.0):
+            if node.bound_s < self.cutoff_s(0.0) and key_of(node.shape) not in self.candidates:
                 self.solve_choice(node, node.choice)
         self.lower_bound_s, self.complete = proof
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from planner.answer import Plan
-from planner.errors import Infeasible, SolverError
+from planner.errors import Infeasible
 from planner.layout.evaluate import pricing_of
 from planner.search.case import Case
 from planner.search.deadline import Deadline
@@ -34,7 +34,7 @@ def first_layouts(case: Case, recipes: Recipes, deadline: Deadline | None = None
     """A search for a layout within `FIRST_GAP`: among few shapes under the quickest bundles, else with small batches.
 
     Without a deadline it goes on until it ends. None if it does not say whether anything fits. Raises NothingFits if
-    nothing does: what does not fit in the smallest micro-batch fits in none.
+    nothing does: what does not fit in the smallest micro-batch fits in none. Raises SolverError if the solver fails.
     """
     deadline = deadline or Deadline(float("inf"))
     gap_fraction = max(FIRST_GAP, case.limits.gap_fraction)
@@ -43,7 +43,7 @@ def first_layouts(case: Case, recipes: Recipes, deadline: Deadline | None = None
     )
     try:
         return find_layouts(narrow, _quickest(narrow, recipes.starts()), deadline, is_first=True)
-    except (Infeasible, SolverError):
+    except Infeasible:
         pass
     try:
         return find_layouts(light, recipes.starts(), deadline, is_first=True)
@@ -51,7 +51,7 @@ def first_layouts(case: Case, recipes: Recipes, deadline: Deadline | None = None
         if case.runtime.counts_moments:  # a step's only micro-batch may free its activations for gradients
             return None
         raise
-    except (Infeasible, SolverError):
+    except Infeasible:
         return None
 
 
