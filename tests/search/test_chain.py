@@ -1,0 +1,109 @@
+"""Splits without an integer program: bounds of all splits at once, and the dynamic program for 1F1B."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from solver_nodes import random_node, recurring_node
+from toys import NO_LIMIT_S, toy_cluster, toy_model, toy_problem, toy_training
+
+from planner.layout.candidate import Candidate
+from planner.layout.split import Split
+from planner.search.chain import best_split
+from planner.search.enumerate import enumerate_shapes, scalar
+from planner.search.exhaustive import promising, splits_of
+from planner.search.frontier import nodes_of
+from planner.search.ilp.node import Node
+from planner.search.ilp.program import solve
+from planner.search.ilp.translate import RecomputeChoice
+from planner.search.layouts import recompute_choices
+from planner.search.priced_shapes import priced_shapes
+
+
+def nodes() -> list[Node]:
+    """Nodes of 1F1B that a dynamic program takes; memory is tight in half of them."""
+    drawn = [random_node(seed) for seed in range(120)] + [recurring_node(seed) for seed in range(60)]
+    return [node for node in drawn if best_split(node) is not None]
+
+
+def test_a_dynamic_program_is_never_above_the_integer_one_and_finds_what_fits() -> None:
+    decided = 0
+    for node in nodes():
+        found, program = best_split(node), solve(node, NO_LIMIT_S)
+        assert found is not None
+        if program is None:
+            continue
+        assert found.bound_s <= program.objective_s * (1 + 1e-6)
+        assert sum(found.counts) == node.num_layers
+        assert found.objective_s >= program.objective_s * (1 - 1e-6), "its split is one of the program's"
+        decided += found.objective_s <= found.bound_s * (1 + 1e-4)
+    assert decided >= 20
+
+
+def test_a_cutoff_leaves_no_split_and_the_same_bound() -> None:
+    for node in nodes()[:30]:
+        free = best_split(node)
+        assert free is not None
+        if not free.counts:
+            continue
+        cut = best_split(replace(node, cutoff_s=0.9 * free.bound_s))
+        assert cut is not None
+        assert cut.counts == ()
+        assert cut.bound_s >= 0.9 * free.bound_s
+
+
+def test_what_a_dynamic_program_does_not_take_is_left_to_the_solver() -> None:
+    node = random_node(3, pp=3, placement=(0, 1, 2), in_flight=[3.0, 2.0, 1.0], num_microbatches=8, whole="none")
+    assert best_split(node) is not None
+    assert best_split(replace(node, bound="any_order")) is None
+    assert best_split(replace(node, rank_factors=(1.0, 1.2, 1.0))) is None
+
+
+@pytest.mark.parametrize("kinds", [{}, {"sliding_window": 256, "sliding_window_pattern": 2}], ids=["one kind", "two"])
+def test_no_bound_of_a_split_is_above_its_replay(kinds: dict[str, int]) -> None:
+    """Every split of every interleaved node of a small job, under each way to recompute."""
+    problem = toy_problem(toy_model(8, **kinds), toy_cluster(8, memory_gib=3.0), toy_training(16), pp=(2, 4), tp=(1, 2))
+    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    priced, held = priced_shapes(problem.pricing, shapes), 0
+    for _, block in nodes_of(priced, problem.limits):
+        for row in range(0, len(block.schedules), 5):
+            shape = scalar(block.shapes.shape, row)
+            for choice in recompute_choices(problem.model, problem.runtime, problem.limits):
+                pp, vpp = int(shape.pp), int(shape.vpp)
+                splits = splits_of(pp, vpp, problem.model.num_hidden_layers, problem.runtime, choice)
+                if splits is None or pp == 1:
+                    continue
+                layout = Candidate(problem.pricing, problem.pricing.table(shape), Split(()), block.schedules[row])
+                others_s, candidates = promising(layout, choice, splits, math.inf)
+                assert others_s == math.inf or not candidates or candidates[-1][0] <= others_s
+                for least_s, candidate in candidates[:6]:
+                    held += 1
+                    assert least_s <= candidate.step_s * (1 + 1e-9)
+    assert held >= 15
+
+
+def test_a_table_of_shapes_is_made_of_their_kernels() -> None:
+    """Whatever the sharding and the pipeline: the same prices as of each shape by itself."""
+    problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(16))
+    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
+    priced = priced_shapes(problem.pricing, shapes)
+    rows = np.arange(0, len(priced.kernel), 7)
+    together = priced.cost_table(rows)
+    for place, row in enumerate(rows.tolist()):
+        alone, known = problem.pricing.table(scalar(shapes, row)), together.take(place)
+        for key, part in alone.layers.items():
+            for quantity in ("total_s", "live_bytes", "static_bytes", "reduce_s", "gather_s", "optimizer_s"):
+                assert getattr(known.layers[key], quantity) == pytest.approx(getattr(part, quantity), rel=1e-12)
+        assert known.tail_s == pytest.approx(alone.tail_s, rel=1e-12)
+        assert known.embedding.optimizer_s == pytest.approx(alone.embedding.optimizer_s, rel=1e-12)
+        assert known.p2p_s == pytest.approx(alone.p2p_s, rel=1e-12)
+
+
+def test_one_split_is_all_that_a_single_rank_has() -> None:
+    problem = toy_problem()
+    for whole in ("none", "all", "one_count"):
+        assert splits_of(1, 1, 8, problem.runtime, RecomputeChoice("none", whole)) == [(8,)]
+    assert splits_of(2, 1, 8, problem.runtime, RecomputeChoice("none", "none")) is None
