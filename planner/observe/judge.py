@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.case import Case
-from planner.observe.causes.rank import diagnosed
-from planner.observe.causes.says import conclusion
-from planner.observe.gap.beside import beside_steps
-from planner.observe.gap.waterfall import waterfall
-from planner.observe.ideal.passes import passes_of
-from planner.observe.ideal.what_if import idealised
+from planner.observe.gap.rows import next_recording, shown_rows
+from planner.observe.gap.stated import recipe_terms
+from planner.observe.gap.waterfall import beside_steps, waterfall
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
-from planner.observe.remedy.recipe_gap import recipe_terms
 from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
 
@@ -53,21 +47,17 @@ def judged_alone(observation: Observation, recorded: Recorded | None = None) -> 
 
 def _told(case: Case) -> Observed:
     """All that is said of a case."""
-    case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
-    gap, (replayed, changed) = waterfall(case, recipe_terms(case)), idealised(case)
+    gap, causes = waterfall(case, recipe_terms(case)), shown_rows(case)
     verdict, says = (None, "") if case.prediction is None else verdict_of(case.observation, case.prediction)
-    found = diagnosed(case, gap, changed, verdict)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
         waterfall=gap,
         beside=beside_steps(case),
-        what_if=changed,
-        replayed=replayed,
         verdict=verdict,
-        says=conclusion(verdict, says, case.observation, found.causes),
-        causes=found.causes,
-        next_test=found.next_test,
+        says=says,
+        causes=causes,
+        next_test=next_recording(case, gap, verdict, causes),
         plan=case.plan,
     )
 

@@ -33,12 +33,31 @@ def is_observed(data: dict[str, Any]) -> bool:
 def observed_of(data: dict[str, Any], where: str) -> Observed:
     """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
     edited."""
-    observed = checked(ObservedFiles if "recorded" in data else Observed, as_saved(data, where, _HINT), where)
+    data = _without_retired(as_saved(data, where, _HINT))
+    observed = checked(ObservedFiles if "recorded" in data else Observed, data, where)
     if observed.plan is not None:
         refuse_contradiction(observed.plan, f"{where}: plan")
     if (problem := _wrong_sum(observed)) is not None:
         raise SpecError(f"{where}: {problem}", _HINT)
     return observed
+
+
+_RETIRED = {"": ("what_if", "replayed"), "observation": ("passes",), "causes": ("likelihood", "test")}
+"""Fields that observations saved by 0.2 have and that nothing reads any more, by the entry that they are in."""
+
+
+def _without_retired(data: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file without the fields that nothing reads any more."""
+
+    def kept(entry: Any, place: str) -> Any:
+        return {k: v for k, v in entry.items() if k not in _RETIRED[place]} if isinstance(entry, dict) else entry
+
+    data = kept(data, "")
+    observation, causes = data.get("observation"), data.get("causes")
+    data["observation"] = kept(observation, "observation")
+    if isinstance(causes, list):
+        data["causes"] = [kept(cause, "causes") for cause in causes]
+    return data
 
 
 def _wrong_sum(observed: Observed) -> str | None:

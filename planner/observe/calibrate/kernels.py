@@ -9,9 +9,8 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
-from planner.observe.calibrate.evidence import Evidence
-from planner.observe.calibrate.priced import STEP, PricedRun, plausible_factors
-from planner.observe.traces.families import NAMES, OTHER
+from planner.observe.calibrate.observed_run import STEP, PricedRun, RunEvidence, plausible_factors
+from planner.observe.traces.kernels_and_groups import NAMES, OTHER
 from planner.observe.traces.results import RankReport, TraceStep
 from planner.physics.passes import lateness
 from planner.profile.probed.doubt import LEAST_SENSITIVE, REPEATS
@@ -30,7 +29,7 @@ LEAST_SHARE = 0.02
 """Least share of a step's computing by which a kind of kernel is told."""
 
 
-def common_factor(run: PricedRun, evidence: Evidence, calibration: Calibration, where: str) -> tuple[Factor, float]:
+def common_factor(run: PricedRun, evidence: RunEvidence, calibration: Calibration, where: str) -> tuple[Factor, float]:
     """The factor on all kernels with which the priced step is the measured one, and the error that stays, in natural
     logarithms. Raises SpecError where no factor that such GPUs can have does."""
     step_s, planned_s = evidence.step_s, run.step_s(calibration)

@@ -9,9 +9,9 @@ from statistics import median
 from typing import NamedTuple
 
 from planner.layout.placement import groups_of
-from planner.observe.calibrate.priced import PricedRun
-from planner.observe.measured import Link
-from planner.observe.traces.collectives import bus_factor, kind_of
+from planner.observe.calibrate.observed_run import PricedRun
+from planner.observe.observation import Link
+from planner.observe.traces.collectives import bus_factor, collective_of
 from planner.observe.traces.results import RankReport
 from planner.physics.communication import Kind, Places, collective_s, members_by_tier
 from planner.profile.probed.plausible import LEAST_LINK_SHARE, MOST_LINK_SHARE, opinion_of_link
@@ -94,7 +94,7 @@ def _of_logs(run: PricedRun, links: Sequence[Link]) -> Iterator[Timed]:
         return
     group, size, places = groups[0]
     for link in links:
-        name = kind_of(link.op)
+        name = collective_of(link.op)
         if name in KINDS and link.seconds > 0:
             num_bytes = link.bus_bytes_per_s * link.seconds / bus_factor(name, size)
             yield Timed(group, KINDS[name], num_bytes, link.seconds, True, size, places)

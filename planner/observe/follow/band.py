@@ -18,7 +18,7 @@ from typing import Literal
 Place = Literal["learning", "warm-up", "in band", "above", "below"]
 DEFAULT_STEPS = 20
 """Steps in a row that are out before the alarm: minutes of most jobs, against months of a run; a spell of congestion is
-shorter. The false alarms are in docs/OBSERVE_LIVE.md."""
+shorter. The false alarms are in docs/OBSERVE.md."""
 LEAST_S, FAR_FRACTION = 120.0, 0.2
 """Short steps have to be out for two minutes, unless by a fifth: in MLPerf's logs of steps of half a second, spells of
 10 to 90 s in which they take 5 to 10% longer follow evaluations, and pass."""
@@ -38,7 +38,7 @@ class Band:
 
 
 @dataclass(slots=True)
-class Watch:
+class BandWatch:
     """Counts the steps that a run is out of its band."""
 
     allowed_steps: int = DEFAULT_STEPS

@@ -1,17 +1,18 @@
-"""Follows a run line by line: holds each step against the band, and says where the run stands when asked."""
+"""A run that is followed: each step is held against the band, and where the run stands is said when asked."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from planner.answer import Plan
+from planner.answer import Interval, Plan
 from planner.errors import SpecError
 from planner.observe.describe import described
-from planner.observe.follow.band import Band, Watch
-from planner.observe.follow.window import KEPT_ROWS, keep_last, last_rows
+from planner.observe.follow.band import Band, BandWatch, Place
+from planner.observe.follow.tail import LineSource
 from planner.observe.judge import (
     RUN_FRACTION,
     differences,
@@ -21,36 +22,78 @@ from planner.observe.judge import (
     of_run,
     predicted,
     verdict_of,
+    with_mfu,
 )
-from planner.observe.measured import Source
-from planner.observe.observation import Observation, Observed, Prediction
-from planner.observe.reader import Reader, trainer_of
-from planner.observe.record import Record
+from planner.observe.log_reader import LogReader, trainer_of
+from planner.observe.observation import Cause, Observation, Observed, Prediction, SourceFile, Verdict
+from planner.observe.record import KEPT_ROWS, StepRecord
+from planner.specs.base import Spec
 
 LEARNED_STEPS, LEARNED_ROWS = 50, 10
 """Steady steps after the warm-up, and lines of them, by which a run without a prediction says its own band."""
 OWN_FRACTION = 0.05
 """Least distance of a band from the run's own first steps: spells of a minute in which steps take 2 to 4% longer come
-and go in MLPerf's logs (docs/OBSERVE_LIVE.md)."""
-LEAST_WINDOW_STEPS = 100
+and go in MLPerf's logs (docs/OBSERVE.md)."""
+WINDOW_STEPS = 100
+"""Last steps that are judged, where fewer are out of the band."""
+SILENT_S = 1800.0
+"""Seconds without a step that ring the alarm: evaluations and checkpoints take minutes, a hang takes for ever."""
+BURST = 50
+"""Lines about a log that is read faster than it was written, before they become rarer."""
 EXPLAINED = {"checkpoint", "evaluation", "gc"}
 """Marks of a row that say why it may be long."""
 Expected = tuple[Plan | Observed | None, str]
 """A plan or an earlier run, and where it is from."""
+Ended = Literal["", "alarm", "silent", "last step", "end of input", "interrupted"]
 
 
-@dataclass(slots=True)
-class Totals:
-    """Counts over the whole run, beyond the rows that are kept."""
+class Standing(Spec):
+    """A followed run, as its log shows it now; None for what is not known."""
 
-    rows: int = 0
-    steps: int = 0
-    restarts: int = 0
-    lost_steps: int = 0
-    checkpoint_step: int | None = None
-    evaluation_step: int | None = None
-    first_steady_s: float | None = None
-    """The median of the first steady steps."""
+    schema_version: Literal[1] = 1
+    source: str
+    """The log."""
+    final: bool = False
+    """True for the last one of a command."""
+    step: int | None = None
+    """The number of the last step."""
+    total_steps: int | None = None
+    num_steps: int = 0
+    """Steps that were read, those made again included."""
+    step_s: float | None = None
+    """Seconds of the last step, or the mean of as many as the log's last line covers."""
+    window_steps: int = 0
+    window_step_s: float | None = None
+    """The median of that many last steps."""
+    band_s: Interval | None = None
+    """The seconds of a step that are as they should be."""
+    band_source: str = ""
+    """A plan, an earlier run, or the run's own first steps."""
+    predicted_step_s: float | None = None
+    place: Place = "learning"
+    out_steps: int = 0
+    """Steps in a row outside of the band, until now."""
+    allowed_steps: int = 0
+    """As many of them ring the alarm."""
+    rings: bool = False
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    """By the planner's definition."""
+    peak_memory_bytes: int | None = None
+    """The highest so far."""
+    predicted_memory_bytes: int | None = None
+    num_restarts: int = 0
+    eta_s: float | None = None
+    """Seconds until the last step, at the median of the last ones."""
+    silent_s: float = 0.0
+    """Seconds since the log last showed a step."""
+    verdict: Verdict | None = None
+    """By the last steps: as `plan observe` judges them."""
+    causes: tuple[Cause, ...] = ()
+    """Rows of the gap that the last steps show, in the last line of a command."""
+    says: str = ""
+    """The place of the run in one sentence."""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -59,88 +102,71 @@ class Follower:
 
     where: str
     """The log as messages name it."""
-    watch: Watch
+    watch: BandWatch
     expected: Callable[[Observation], Expected]
     """Asked once, when the first steps are known: the price of what the log or the options say."""
-    totals: Totals = field(default_factory=Totals)
+    num_steps: int = 0
+    num_restarts: int = 0
     plan: Plan | None = None
     earlier: Observed | None = None
     """The earlier run that it is held against, its own first steps where nothing else is known."""
     prediction: Prediction | None = None
-    expected_source: str = ""
+    source: str = ""
+    """The file or the words that the prediction is from."""
 
     def __post_init__(self) -> None:
-        self._reader = Reader(self.where)
-        self._grammar = ""
-        self._seen = 0
-        self._seen_backs = 0
-        self._is_asked = self._is_learned = False
-        self._seq_length: int | None = None
+        self._reader = LogReader(self.where)
+        self._grammar, self._seen, self._backs = "", 0, 0
+        self._is_asked = self._is_learned = self._is_own = False
 
     def feed(self, line: bytes) -> bool:
         """Take a line; true where it showed a step. Raises SpecError for a log of another job than the plan's."""
         matched = self._reader.num_matched
         self._reader.feed((line,))
-        if self._reader.num_matched == matched:
-            return False
         record = self._reader.leading()
         if record.grammar != self._grammar:
-            self._grammar, self._seen, self._seen_backs = record.grammar, 0, 0
-            self.totals = Totals()
-        if len(record.numbers) <= self._seen:
+            self._grammar, self._seen, self._backs, self.num_steps = record.grammar, 0, 0, 0
+        if len(record.numbers) < self._seen:  # another run begins in the same file
+            self._seen, self._backs = 0, 0
+            self.watch.start()
+        if self._reader.num_matched == matched or len(record.numbers) <= self._seen:
             return False
         if not self._is_asked:
             self._ask()
         for row in range(self._seen, len(record.numbers)):
             self._take(record, row)
         self._seen = len(record.numbers)
-        if self.totals.first_steady_s is None:
+        if not self._is_learned or (self._is_own and self.watch.rings and self.watch.side < 0):
             self._learn()
-        elif self.is_own and self.watch.rings and self.watch.side < 0:
-            self._learn_again()
         if self._seen >= 2 * KEPT_ROWS:
-            self._forget()
+            self._seen -= record.forget(KEPT_ROWS)
+            for other in self._reader.all_records():
+                other.forget(KEPT_ROWS)
+            self._backs = len(record.backs)
         return True
 
-    def _take(self, record: Record, row: int) -> None:
-        totals, covers = self.totals, record.covers[row]
-        if len(record.backs) > self._seen_backs:
-            first, end = record.backs[-1].lost_rows
-            totals.restarts += 1
-            totals.lost_steps += sum(record.covers[first:end])
-            self._seen_backs = len(record.backs)
+    def _take(self, record: StepRecord, row: int) -> None:
+        if len(record.backs) > self._backs:
+            self._backs = len(record.backs)
+            self.num_restarts += 1
             self.watch.start()
-        marks = record.marks.get(row, set())
-        before = record.numbers[row - 1] if row else record.numbers[row] - covers
-        if "checkpoint" in marks:
-            totals.checkpoint_step = before
-        if "evaluation" in marks:
-            totals.evaluation_step = before
-        totals.rows += 1
-        totals.steps += covers
-        self.watch.take(record.seconds[row], covers, bool(marks & EXPLAINED))
+        covers = record.covers[row]
+        self.num_steps += covers
+        self.watch.take(record.seconds[row], covers, bool(record.marks.get(row, set()) & EXPLAINED))
 
-    def _forget(self) -> None:
-        cut = keep_last(self._reader.leading(), KEPT_ROWS)
-        for record in self._reader.all_records():
-            keep_last(record, KEPT_ROWS)
-        self._seen -= cut
-        self._seen_backs = len(self._reader.leading().backs)
-
-    def record(self) -> Record:
+    def record(self) -> StepRecord:
         """A finished copy of the rows that are kept."""
         return copy.deepcopy(self._reader).record()
 
-    def observation(self, record: Record) -> Observation:
+    def observation(self, record: StepRecord) -> Observation:
         """The observation of a record of this log; it is completed thereby, and no other may be made of it."""
-        source = Source(path=self.where, format=record.grammar)
+        source = SourceFile(path=self.where, format=record.grammar)
         return described(record, trainer_of(record.grammar), (source,))
 
     def _ask(self) -> None:
         """Find what the run is held against."""
         self._is_asked = True
         observation = self.observation(self.record())
-        self._seq_length = observation.facts.seq_length
         self.watch.precision_fraction = observation.step_s_precision_fraction
         expected, source = self.expected(observation)
         if isinstance(expected, Plan):
@@ -158,39 +184,25 @@ class Follower:
     def _hold_against(self, prediction: Prediction, source: str) -> None:
         step_s = prediction.step_s
         low_s, high_s = prediction.step_s_interval or (step_s * (1 - RUN_FRACTION), step_s * (1 + RUN_FRACTION))
-        self.prediction, self.expected_source = prediction, source
+        self.prediction, self.source, self._is_learned = prediction, source, True
         self.watch.settle(Band(low_s, high_s, source))
 
     def _learn(self) -> None:
-        """The first steady steps, and the band where nothing else says one."""
-        if self.totals.steps < LEARNED_STEPS or self.totals.rows < LEARNED_ROWS:
-            return
-        first = self.observation(self.record())
-        if first.num_steps - first.num_warmup_steps < LEARNED_STEPS:
-            return
-        self.totals.first_steady_s = first.step_s
-        if self.watch.band is None:
-            self._own(first, f"the run's own first {first.num_steps:,} steps")
-
-    @property
-    def is_own(self) -> bool:
-        """True where nothing but the run's own steps says its band."""
-        return self.plan is None and self._is_learned
-
-    def _learn_again(self) -> None:
-        """Take the last steps for the band: a run that became faster had not settled when it was learned."""
+        """The run's own steps as its band: the first steady ones, or the last of one that became faster."""
         record = self.record()
-        last = self.observation(last_rows(record, max(self.watch.allowed_steps, LEARNED_ROWS)))
-        self._own(last, f"the run's own steps until {record.numbers[-1]:,}")
-
-    def _own(self, steady: Observation, source: str) -> None:
-        self._is_learned = True
-        self.totals.first_steady_s = steady.step_s
-        self.earlier = Observed(observation=steady)
-        known = of_run(self.earlier, source)
+        if self._is_own:
+            record.forget(max(self.watch.allowed_steps, LEARNED_ROWS))
+        elif self.num_steps < LEARNED_STEPS or len(record.numbers) < LEARNED_ROWS:
+            return
+        steady, last = self.observation(record), record.numbers[-1]
+        if steady.step_s is None or (not self._is_own and steady.num_steps - steady.num_warmup_steps < LEARNED_STEPS):
+            return
+        steps = f"own steps until {last:,}" if self._is_own else f"own first {steady.num_steps:,} steps"
+        self._is_own, self.earlier = True, Observed(observation=steady)
+        known = of_run(self.earlier, f"the run's {steps}")
         low_s, high_s = known.step_s_interval or (known.step_s, known.step_s)
         own = (min(low_s, known.step_s * (1 - OWN_FRACTION)), max(high_s, known.step_s * (1 + OWN_FRACTION)))
-        self._hold_against(known.model_copy(update={"step_s_interval": own}), source)
+        self._hold_against(known.model_copy(update={"step_s_interval": own}), f"the run's {steps}")
 
     def last_step(self, total_tokens: float | None) -> tuple[int, int] | None:
         """The number of the last step made, and of the run's last one, by its log or by its tokens."""
@@ -200,7 +212,7 @@ class Follower:
         facts = record.job_facts()
         tokens = total_tokens or (plan.training.tokens if plan else None)
         batch = facts.global_batch_size or (plan.training.global_batch_size if plan else None)
-        length = facts.seq_length or (plan.training.seq_length if plan else self._seq_length)
+        length = facts.seq_length or (plan.training.seq_length if plan else None)
         if facts.num_steps_asked:
             return record.numbers[-1], facts.num_steps_asked
         if tokens and batch and length:
@@ -213,30 +225,142 @@ class Follower:
         record = self._reader.leading()
         return record.seconds[-1] * record.covers[-1] if record.numbers else 0.0
 
-    def window_rows(self, record: Record) -> int:
-        """Rows of the last steps that are judged: those out of the band, else five times as many as ring the alarm."""
-        steps, rows = self.watch.out_steps or max(LEAST_WINDOW_STEPS, 5 * self.watch.allowed_steps), 0
+    def window(self) -> Observation:
+        """The observation of the last steps: those out of the band, else `WINDOW_STEPS`."""
+        record, steps, rows = self.record(), self.watch.out_steps or WINDOW_STEPS, 0
         while rows < len(record.numbers) and steps > 0:
             rows += 1
             steps -= record.covers[-rows]
-        # the median of five was out when three of them were
-        return min(rows + 2, len(record.numbers)) if self.watch.out_steps else rows
-
-    def window(self, record: Record) -> Observation:
-        """The observation of the last steps."""
-        return self.observation(last_rows(record, self.window_rows(record)))
-
-    def is_worth_a_cause(self, window: Observation) -> bool:
-        """True where the last steps are not as expected: what is in order needs no cause."""
-        prediction = self.prediction
-        if prediction is None:
-            return False
-        return self.watch.side != 0 or verdict_of(window, prediction)[0] not in (None, "expected")
+        record.forget(rows + 2 if self.watch.out_steps else rows)  # the median of five was out when three were
+        return self.observation(record)
 
     def judged(self, observation: Observation) -> Observed:
-        """The last steps, or all, beside what the run is held against, with the causes that they show."""
+        """The last steps, or all, beside what the run is held against, with what they show."""
         if self.plan is not None:
-            return judged(observation, self.plan, self.expected_source)
+            return judged(observation, self.plan, self.source)
         if self.earlier is not None:
-            return judged_beside(observation, self.earlier, self.expected_source)
+            return judged_beside(observation, self.earlier, self.source)
         return judged_alone(observation)
+
+    def standing(self, total_tokens: float | None, silent_s: float, final: bool, is_silent: bool) -> Standing:
+        """The run as it stands. `total_tokens` of the whole run say its last step where the log does not."""
+        watch, prediction, record = self.watch, self.prediction, self._reader.leading()
+        known = {"source": self.where, "final": final, "silent_s": silent_s, "allowed_steps": watch.allowed_steps}
+        if not record.numbers:
+            return Standing(**known, says="no line of a step yet")  # type: ignore[arg-type]
+        seen = self.window() if self.plan is None else with_mfu(self.window(), self.plan)
+        last = self.last_step(total_tokens)
+        verdict = None if prediction is None or self._is_own else verdict_of(seen, prediction)[0]
+        is_odd = watch.side != 0 or verdict not in (None, "expected")
+        found = Standing(
+            **known,  # type: ignore[arg-type]
+            step=record.numbers[-1],
+            total_steps=None if last is None else last[1],
+            num_steps=self.num_steps,
+            step_s=record.seconds[-1],
+            window_steps=seen.num_steps,
+            window_step_s=seen.step_s,
+            band_s=None if watch.band is None else (watch.band.low_s, watch.band.high_s),
+            band_source="" if watch.band is None else watch.band.source,
+            predicted_step_s=None if prediction is None else prediction.step_s,
+            place=watch.place,
+            out_steps=watch.out_steps,
+            rings=watch.rings or is_silent,
+            tokens_per_s=seen.tokens_per_s,
+            mfu=seen.mfu,
+            peak_memory_bytes=seen.peak_memory_bytes,
+            predicted_memory_bytes=prediction.peak_memory_bytes or None if prediction else None,
+            num_restarts=self.num_restarts,
+            eta_s=None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
+            verdict=verdict,
+            causes=self.judged(self.window()).causes if final and is_odd else (),
+            notes=seen.notes,
+        )
+        silent = f"no step for {silent_s / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
+        return found.model_copy(update={"says": silent if is_silent else sentence(found)})
+
+
+def sentence(found: Standing) -> str:
+    """The place of a run to its band, in words."""
+    if found.band_s is None:
+        return "learning the run's own band from its first steady steps: nothing was predicted"
+    low_s, high_s = found.band_s
+    band = f"the band of {low_s:.4g} to {high_s:.4g} s ({found.band_source})"
+    if found.place == "in band":
+        return f"in {band}"
+    if found.place == "warm-up":
+        return f"warm-up, held against {band}"
+    return f"{found.place} {band} for {found.out_steps:,} steps"
+
+
+@dataclass
+class FollowLoop:
+    """New lines in, standings out, until the run ends or has left its band."""
+
+    follower: Follower
+    source: LineSource
+    now: Callable[[], float]
+    """Seconds of a clock that never goes back."""
+    wait: Callable[[], None]
+    """Called where nothing is new, before the log is asked again."""
+    is_live: bool = False
+    """False until all that the file held at the begin is read: a run that was out and is not now rings no alarm."""
+    total_tokens: float | None = None
+    ended: Ended = ""
+    _step_at_s: float = 0.0
+    _shown: int = 0
+    _in_burst: int = 0
+
+    def standings(self) -> Iterator[Standing]:
+        """The run as it stands, once in as many steps as ring the alarm, until it ends."""
+        self._step_at_s = self.now()
+        while not self.ended:
+            lines = self.source.read()
+            for line in lines or ():
+                if self.follower.feed(line):
+                    self._step_at_s = self.now()
+                    if self.is_live and self.follower.watch.rings:
+                        self.ended = "alarm"
+                        return
+                    if self.is_live and self._is_due(is_idle=False):
+                        yield self.standing()
+            if lines is None:
+                self.is_live, self.ended = True, "alarm" if self.follower.watch.rings else "end of input"
+            elif not lines:
+                self.is_live, self._in_burst, self.ended = True, 0, self._ends()
+                if not self.ended:
+                    if self._is_due(is_idle=True):
+                        yield self.standing()
+                    self.wait()
+
+    def _is_due(self, is_idle: bool) -> bool:
+        """True once in so many steps; rarer while a log is read faster than it was written."""
+        rarer = 1 if is_idle else 2 ** (self._in_burst // BURST)
+        if self.follower.num_steps - self._shown < self.follower.watch.allowed_steps * rarer:
+            return False
+        self._shown, self._in_burst = self.follower.num_steps, self._in_burst + (not is_idle)
+        return True
+
+    def _ends(self) -> Ended:
+        if self.follower.watch.rings:
+            return "alarm"
+        found = self.follower.last_step(self.total_tokens)
+        if found is not None and found[0] >= found[1]:
+            return "last step"
+        watch = self.follower.watch
+        if watch.band is None:
+            return ""
+        patience_s = max(SILENT_S, watch.allowed_steps * watch.band.high_s, 3 * self.follower.line_s)
+        return "silent" if self.now() - self._step_at_s >= patience_s else ""
+
+    def standing(self, final: bool = False) -> Standing:
+        """The run as it stands now."""
+        silent_s = self.now() - self._step_at_s
+        return self.follower.standing(self.total_tokens, silent_s, final, self.ended == "silent")
+
+    def answer(self, last_steps: bool) -> Observed | None:
+        """The answer of `plan observe` by the last steps, or by all that are kept; None without a step."""
+        follower, record = self.follower, self.follower.record()
+        if not record.numbers:
+            return None
+        return follower.judged(follower.window() if last_steps else follower.observation(record))

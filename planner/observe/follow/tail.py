@@ -30,7 +30,7 @@ Identity = tuple[int, int]
 """A file's device and number."""
 
 
-class Source(Protocol):
+class LineSource(Protocol):
     """A place where lines come from."""
 
     def read(self) -> list[bytes] | None:
@@ -258,7 +258,7 @@ class StdinEnd:
         return self._lines.of(block) if block else self._lines.last()
 
 
-def source_of(path: str, say: Callable[[str], None] = lambda text: None) -> Source:
+def source_of(path: str, say: Callable[[str], None] = lambda text: None) -> LineSource:
     """The end of a file, or of standard input. `say` takes what a user should know of it."""
     return StdinEnd() if path == STDIN else FileEnd(path, say)
 

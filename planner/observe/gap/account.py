@@ -1,17 +1,89 @@
-"""An account of a step: the seconds of one rank by what it did, which add up to the step."""
+"""An account of a step, the seconds of one rank by what it did, and the terms of a difference of two of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from planner.observe.gap.terms import EXCHANGES, LINK_RATE, OVERLAP, SKEW
 from planner.observe.observation import Term
-from planner.report.format import seconds
+
+LINK_RATE, SKEW, OVERLAP, EXCHANGES = "link_rate", "skew", "overlap", "exchanges"
+PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = "passes", "gradients", "optimizer", "unattributed"
+PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER = (
+    "compute_products",
+    "compute_attention",
+    "compute_memory_bound",
+    "compute_other",
+)
+BUBBLE, PP_LINK_RATE, PIPELINE = "bubble", "pp_link_rate", "pipeline_waits"
+HOST_GAPS, DATA, COPIES, WAITS, PROFILER = "host_gaps", "data_loading", "copies", "waits", "profiler"
+EXCHANGE_TERMS = {
+    ("tp", LINK_RATE): "tp_link_rate", ("tp", SKEW): "tp_skew", ("tp", EXCHANGES): "tp_exchanges",
+    ("tp", OVERLAP): "tp_overlap", ("cp", LINK_RATE): "cp_link_rate", ("cp", SKEW): "cp_skew",
+    ("cp", EXCHANGES): "cp_exchanges", ("cp", OVERLAP): "cp_overlap", ("ep", LINK_RATE): "ep_link_rate",
+    ("ep", SKEW): "ep_skew", ("ep", EXCHANGES): "ep_exchanges", ("ep", OVERLAP): "ep_overlap",
+    ("dp", LINK_RATE): "dp_link_rate", ("dp", SKEW): "dp_skew", ("dp", EXCHANGES): "dp_exchanges",
+    ("dp", OVERLAP): "dp_overlap",
+}  # fmt: skip
+"""The term of each kind of seconds of a group's exchanges; expert tensor parallelism counts with ep, as in a plan."""
+STEP_TERMS = {
+    PASSES: "passes, with exchanges and bubble",
+    PRODUCTS: "compute: products",
+    ATTENTION: "compute: attention",
+    MEMORY_BOUND: "compute: memory-bound kernels",
+    OTHER: "compute: other kernels",
+    "tp_link_rate": "tensor-parallel: transfers",
+    "tp_skew": "tensor-parallel: late ranks",
+    "tp_exchanges": "tensor-parallel: exchanges",
+    "tp_overlap": "tensor-parallel: overlap",
+    "cp_link_rate": "context-parallel: transfers",
+    "cp_skew": "context-parallel: late ranks",
+    "cp_exchanges": "context-parallel: exchanges",
+    "cp_overlap": "context-parallel: overlap",
+    "ep_link_rate": "expert-parallel: transfers",
+    "ep_skew": "expert-parallel: late ranks",
+    "ep_exchanges": "expert-parallel: exchanges",
+    "ep_overlap": "expert-parallel: overlap",
+    "dp_link_rate": "data-parallel: transfers",
+    "dp_skew": "data-parallel: late ranks",
+    "dp_exchanges": "data-parallel: exchanges",
+    "dp_overlap": "data-parallel: overlap",
+    EXCHANGES: "exchanges of unnamed groups",
+    BUBBLE: "pipeline bubble",
+    PP_LINK_RATE: "pipeline transfers",
+    PIPELINE: "pipeline bubble and transfers",
+    GRADIENTS: "gradients and parameters",
+    OPTIMIZER: "optimizer",
+    HOST_GAPS: "GPU waits for the host",
+    DATA: "waits for data",
+    COPIES: "copies",
+    WAITS: "launched work that waits",
+    PROFILER: "the profiler",
+    UNATTRIBUTED: "not attributed",
+}
+"""Terms of the step, measured less predicted seconds, in the order of a waterfall, and how people call them."""
+WALL_TERMS = {
+    "jitter": "jitter of steady steps",
+    "slow_unexplained": "slow steps now and then",
+    "slow_periodic": "slow steps, regularly",
+    "slow_spells": "slow spells",
+    "slow_after_checkpoints": "slow steps after checkpoints",
+    "slow_after_evaluations": "slow steps after evaluations",
+    "warm_up": "warm-up",
+    "checkpoints": "checkpoints",
+    "evaluation": "evaluation",
+    "start_up": "start-up",
+    "interruptions": "interruptions",
+    "steps_made_again": "steps made again",
+    "idle": "idle, or not said",
+    "counted_twice": "counted twice",
+    "log_clock": "clock of the log",
+}
+"""Terms of the wall time: seconds per step beside the steady step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanges:
+class GroupExchanges:
     """All exchanges of one group on a rank in a step."""
 
     busy_s: float
@@ -30,7 +102,7 @@ class Account:
     """The place that the numbers come from, as a sentence goes on: `in the trace of rank 3`."""
     parts: Mapping[str, float]
     """Seconds by term, of what is one number on either side."""
-    exchanges: Mapping[str, Exchanges] = field(default_factory=dict)
+    exchanges: Mapping[str, GroupExchanges] = field(default_factory=dict)
     """Exchanges by group."""
     details: Mapping[str, str] = field(default_factory=dict)
     """More words on a part."""
@@ -41,7 +113,7 @@ class Account:
         return sum(self.parts.values()) + sum(one.busy_s - one.hidden_s for one in self.exchanges.values())
 
 
-_NONE = Exchanges(0.0, 0.0, 0.0)
+_NONE = GroupExchanges(0.0, 0.0, 0.0)
 
 
 def differences(measured: Account, expected: Account) -> Iterator[Term]:
@@ -57,7 +129,9 @@ def differences(measured: Account, expected: Account) -> Iterator[Term]:
         yield from _of_exchanges(group, pair[0], pair[1], measured, expected)
 
 
-def _of_exchanges(group: str, found: Exchanges, wanted: Exchanges, measured: Account, expected: Account) -> list[Term]:
+def _of_exchanges(
+    group: str, found: GroupExchanges, wanted: GroupExchanges, measured: Account, expected: Account
+) -> list[Term]:
     """Transfers, waits for late ranks and overlap of a group: what shows of them less what was to show.
 
     Δshown = Δtransfers + Δwaits − Δhidden. A longer transfer of which more hides, and a shorter one of which less does,
@@ -72,14 +146,14 @@ def _of_exchanges(group: str, found: Exchanges, wanted: Exchanges, measured: Acc
     raw = {kind: is_s - was_s for kind, (_, is_s, was_s) in told.items()}
     shown = netted(raw | {OVERLAP: wanted.hidden_s - found.hidden_s}, OVERLAP)
     hid = (
-        f"{seconds(found.hidden_s)} of {seconds(found.busy_s)} hid behind computing {measured.where}, "
-        f"{seconds(wanted.hidden_s)} of {seconds(wanted.busy_s)} {expected.where}"
+        f"{in_seconds(found.hidden_s)} of {in_seconds(found.busy_s)} hid behind computing {measured.where}, "
+        f"{in_seconds(wanted.hidden_s)} of {in_seconds(wanted.busy_s)} {expected.where}"
     )
     says = {kind: _both(words, is_s, measured, was_s, expected) for kind, (words, is_s, was_s) in told.items()}
     says = {kind: f"{text}; {hid}" if shown[kind] != raw[kind] else text for kind, text in says.items()}
     says[OVERLAP] = hid
     return [
-        Term(term=f"{group}_{kind}", seconds=cost_s, evidence=says[kind], recoverable_s=max(0.0, cost_s))
+        Term(term=EXCHANGE_TERMS[group, kind], seconds=cost_s, evidence=says[kind], recoverable_s=max(0.0, cost_s))
         for kind, cost_s in shown.items()
     ]
 
@@ -103,5 +177,9 @@ def netted(terms: Mapping[str, float], name: str) -> dict[str, float]:
 
 
 def _both(words: str, is_s: float, measured: Account, was_s: float, expected: Account) -> str:
-    like_s = max(abs(is_s), abs(was_s))
-    return f"{words}{seconds(is_s, like_s)} {measured.where}, {seconds(was_s, like_s)} {expected.where}"
+    return f"{words}{in_seconds(is_s)} {measured.where}, {in_seconds(was_s)} {expected.where}"
+
+
+def in_seconds(value_s: float) -> str:
+    """Seconds as evidence has them: `0.5512 s`."""
+    return f"{value_s:.4g} s"

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.observe.traces.families import COMMUNICATION, FAMILIES, NAMES, OTHER, families_of
-from planner.observe.traces.groups import POINT_TO_POINT, UNKNOWN, axis_of
-from planner.observe.traces.intervals import (
+from planner.observe.traces.events import (
+    NO_EVENTS,
     NONE,
+    Events,
+    RankTrace,
     Spans,
     Times,
     intersect,
@@ -28,11 +29,19 @@ from planner.observe.traces.intervals import (
     union,
     window,
 )
+from planner.observe.traces.kernels_and_groups import (
+    COMMUNICATION,
+    FAMILIES,
+    NAMES,
+    OTHER,
+    POINT_TO_POINT,
+    UNKNOWN,
+    axis_of,
+    families_of,
+)
 from planner.observe.traces.kineto import launch_of
-from planner.observe.traces.phases import Phases
 from planner.observe.traces.results import FamilyTime, GroupTime, TraceStep
-from planner.observe.traces.steps import StepWindow
-from planner.observe.traces.trace import NO_EVENTS, Events, RankTrace
+from planner.observe.traces.steps import StepPhases, StepWindow
 
 NS = 1e-9
 MAX_NAMES = 3
@@ -54,7 +63,7 @@ class Sorted:
     """An index in `labels`, −1 for what does not communicate."""
     labels: tuple[str, ...]
     launch: NDArray[np.int64]
-    phases: Phases | None
+    phases: StepPhases | None
     waits: tuple[tuple[str, Spans], ...]
     """Times at which the host waits or is busy with something else, by name."""
     reach_ns: Times
@@ -79,7 +88,7 @@ class Sorted:
         launch = launch_of(trace.gpu, trace.launches)
         reach = np.maximum.accumulate(trace.gpu.end_ns) if len(trace.gpu) else trace.gpu.end_ns
         group = np.where(communicates, group, -1)
-        return cls(trace, family, group, labels, launch, Phases.of(trace, launch), _waits_of(trace), reach)
+        return cls(trace, family, group, labels, launch, StepPhases.of(trace, launch), _waits_of(trace), reach)
 
     def exchanges(self) -> Sorted:
         """The communication alone: what is kept of a rank while the next one's file is read."""
@@ -210,8 +219,6 @@ def _groups(
 def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
     """Idle time as host gaps, dependencies and what cannot be told."""
     gpu, launches = events.trace.gpu, events.trace.launches
-    if events.trace.is_timeline:
-        return NONE, NONE, idle
     if events.trace.on_host:  # between operators the host itself is what works
         return idle, NONE, NONE
     if not len(idle) or not len(gpu):

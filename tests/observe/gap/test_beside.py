@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.observe.case import Case
-from planner.observe.gap.beside import beside_steps
+from planner.observe.gap.waterfall import beside_steps
 from planner.observe.observation import Observation, Term
 from tests.observe.written import BEGIN_S, iterations, read
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.observe.traces.groups import Group, axis_of, axis_of_description, ranks_by_stride, ranks_of
+from planner.observe.traces.kernels_and_groups import Group, axis_of, axis_of_description, ranks_by_stride, ranks_of
 
 DESCRIPTIONS = [
     ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
