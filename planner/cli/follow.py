@@ -16,7 +16,7 @@ from planner.files import STDOUT, write_text
 from planner.saved import with_digest
 
 if TYPE_CHECKING:
-    from planner.observe.follow.follower import Expected, FollowLoop, Standing
+    from planner.observe.follow.follower import Expected, FollowedRun, FollowLoop
     from planner.observe.observation import Observation
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def follow(options: FollowOptions, expected: Callable[[Observation], Expected]) 
     _conclude(options, loop, found)
 
 
-def _show(options: FollowOptions, found: Standing) -> None:
+def _show(options: FollowOptions, found: FollowedRun) -> None:
     """One line on where the run stands; nothing where stdout is another's."""
     from planner.report.observe.live import line_of
 
@@ -78,7 +78,7 @@ def _show(options: FollowOptions, found: Standing) -> None:
     sys.stdout.flush()
 
 
-def _conclude(options: FollowOptions, loop: FollowLoop, found: Standing) -> None:
+def _conclude(options: FollowOptions, loop: FollowLoop, found: FollowedRun) -> None:
     """The final answer, and the alarm if there is one."""
     from planner.report.observe.answer import render_observed
 

@@ -15,7 +15,7 @@ from planner.shape import RANK_ORDERS, Shape
 
 
 @dataclass(frozen=True)
-class Case:
+class ObservedCase:
     """An observed run; None for what is not known of it."""
 
     observation: Observation
@@ -34,7 +34,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class RankGrid:
+class ObservedGrid:
     """Sizes of a run's grid; pipelines of one run differ in their data-parallel, tensor and context ranks."""
 
     tp: int
@@ -61,11 +61,11 @@ class RankGrid:
         return rank - self.stage(rank) * self.stride
 
 
-def grid_of(case: Case) -> RankGrid | None:
+def grid_of(case: ObservedCase) -> ObservedGrid | None:
     """The plan's grid, or else that which the log's arguments state; None where neither says it."""
     if case.plan is not None:
         layout = case.plan.parallelism
-        return RankGrid(
+        return ObservedGrid(
             layout.tp, layout.cp, layout.pp, layout.dp, layout.vpp, layout.dp_outermost, layout.num_microbatches
         )
     facts, stated = case.observation.facts, case.observation.facts.run.get("parallelism") or {}
@@ -77,7 +77,7 @@ def grid_of(case: Case) -> RankGrid | None:
     even = sequences and micro and sequences % (micro * dp) == 0
     num_microbatches = sequences // (micro * dp) if even and sequences and micro else None
     order = stated.get("rank_order", RANK_ORDERS[0])
-    return RankGrid(tp, cp, pp, dp, _size(stated, "vpp") or 1, order != RANK_ORDERS[0], num_microbatches)
+    return ObservedGrid(tp, cp, pp, dp, _size(stated, "vpp") or 1, order != RANK_ORDERS[0], num_microbatches)
 
 
 def _size(stated: dict[str, Any], name: str) -> int | None:

@@ -19,8 +19,8 @@ from planner.observe.observation import (
     Link,
     MemorySeries,
     Observation,
+    ObservedMemory,
     Outlier,
-    RankMemory,
     RankSpread,
     Restart,
     SourceFile,
@@ -28,7 +28,7 @@ from planner.observe.observation import (
     Timer,
     Wall,
 )
-from planner.observe.record import FallBack, StepRecord
+from planner.observe.record import FallBack, RunRecord
 from planner.observe.stated_job import facts_of
 from planner.observe.steady import Steady, steady
 from planner.specs.units import is_count
@@ -66,7 +66,7 @@ _MOST_OVER_FRACTION = 0.03
 _PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
 
 
-def breakdown_of(record: StepRecord, step_s: float) -> dict[str, float]:
+def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
     """The seconds of a step by its timers, and what they leave."""
     found: dict[str, float] = {}
     for names, term in TIMER_TERMS:
@@ -90,7 +90,7 @@ def breakdown_of(record: StepRecord, step_s: float) -> dict[str, float]:
     return {**found, "unattributed_s": step_s - total} if total <= step_s else {"unattributed_s": step_s}
 
 
-def _most_s(record: StepRecord, name: str) -> float | None:
+def _most_s(record: RunRecord, name: str) -> float | None:
     """The most that a timer shows over the ranks, in seconds: the median over what was printed."""
     highs = record.timers.get(name, ((), ()))[1]
     if highs:
@@ -98,7 +98,7 @@ def _most_s(record: StepRecord, name: str) -> float | None:
     return max(record.of_ranks(name).values(), default=None)
 
 
-def timers_of(record: StepRecord) -> Iterator[Timer]:
+def timers_of(record: RunRecord) -> Iterator[Timer]:
     for name, (lows, highs) in record.timers.items():
         if len(lows) and name not in _SET_UP:
             low, high = (float(np.median(np.frombuffer(values, dtype=float))) for values in (lows, highs))
@@ -111,7 +111,7 @@ def timers_of(record: StepRecord) -> Iterator[Timer]:
             yield Timer(name=name, min_s=min(values), max_s=max(values), num_values=len(values), per_rank_s=ranks)
 
 
-def data_s(record: StepRecord) -> float | None:
+def data_s(record: RunRecord) -> float | None:
     """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
     values = next((record.timers[name][1] for name in DATA_TIMERS if record.timers.get(name, ((), ()))[1]), None)
     if values:
@@ -124,7 +124,7 @@ _COARSE_S, _FINE_S = 1.0, 0.002
 """Times of whole seconds are cut, not rounded, so that two of them are off by up to one."""
 
 
-def wall_of(record: StepRecord) -> Wall | None:
+def wall_of(record: RunRecord) -> Wall | None:
     """The wall time, divided; None where the lines have no times."""
     ends = np.frombuffer(record.ends, dtype=float)
     if not len(ends) or not np.isfinite(ends).all():
@@ -161,7 +161,7 @@ def wall_of(record: StepRecord) -> Wall | None:
     )
 
 
-def _share(items: dict[str, float], gap: float, record: StepRecord, row: int, restarts: bool, timed: set[str]) -> None:
+def _share(items: dict[str, float], gap: float, record: RunRecord, row: int, restarts: bool, timed: set[str]) -> None:
     """Give a gap to what happened in it: as much as each is said to have taken, all of it to one that says nothing."""
     if restarts:
         items["down"] += gap
@@ -175,7 +175,7 @@ def _share(items: dict[str, float], gap: float, record: StepRecord, row: int, re
     items["idle"] += gap
 
 
-def restart_gap_s(record: StepRecord, row: int) -> float | None:
+def restart_gap_s(record: RunRecord, row: int) -> float | None:
     """Seconds from the last row before an interruption to the begin of the first after it; None without times."""
     if row == 0 or row >= len(record.ends):
         return None
@@ -206,7 +206,7 @@ SERIES: dict[str, tuple[str, bool]] = {
 """The kind of each series of memory, and whether it is of peaks."""
 
 
-def described(record: StepRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
+def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
     """The observation of a record, whose statistics are robust."""
     _complete_first_row(record)
     facts = facts_of(record, trainer)
@@ -264,14 +264,14 @@ def described(record: StepRecord, trainer: str, sources: tuple[SourceFile, ...])
     )
 
 
-def _only_first(record: StepRecord) -> str:
+def _only_first(record: RunRecord) -> str:
     """A sentence where the first iteration alone is there, which holds the start of everything."""
     if len(record.numbers) > 1 or record.is_first_alike or record.covers[0] > 1 or record.numbers[0] > 1:
         return ""
     return f"only the first iteration is there, of {record.seconds[0]:.4g} s: no steady step can be said of it"
 
 
-def _contradicted(record: StepRecord, facts: JobFacts, step_s: float) -> str:
+def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:
     """A sentence where the wall clock or the tokens per second of the same log say another step by over 10%."""
     said = [(step_s * ratio, "by the times of its lines") for ratio in (_wall_ratio(record),) if ratio]
     batch, length, gpus = facts.global_batch_size, facts.seq_length, facts.num_gpus
@@ -287,7 +287,7 @@ def _contradicted(record: StepRecord, facts: JobFacts, step_s: float) -> str:
     return ""
 
 
-def _wall_ratio(record: StepRecord) -> float | None:
+def _wall_ratio(record: RunRecord) -> float | None:
     """Seconds between lines of steps over those that the lines say, where nothing else is said to lie between them."""
     ends, seconds = (np.frombuffer(values, dtype=float) for values in (record.ends, record.seconds))
     lengths, apart = (seconds * np.asarray(record.covers, dtype=float))[1:], np.diff(ends)
@@ -307,7 +307,7 @@ def _wall_ratio(record: StepRecord) -> float | None:
     return float(np.median(apart / lengths))
 
 
-def _complete_first_row(record: StepRecord) -> None:
+def _complete_first_row(record: RunRecord) -> None:
     """The first row covers as many steps as the others do where its number is a multiple of that."""
     if len(record.covers) > 1 and record.covers[0] == 1:
         usual = int(median(record.covers[1:]))
@@ -315,7 +315,7 @@ def _complete_first_row(record: StepRecord) -> None:
             record.covers[0] = usual
 
 
-def _statistics(record: StepRecord, precision_fraction: float) -> Steady:
+def _statistics(record: RunRecord, precision_fraction: float) -> Steady:
     starts = (0, *(back.row for back in record.backs))
     return steady(
         np.asarray(record.numbers, dtype=np.int64),
@@ -336,7 +336,7 @@ def _explained(outlier: Outlier, arguments: dict[str, str]) -> Outlier:
     return outlier
 
 
-def _tokens_per_s(record: StepRecord, facts: JobFacts, step_s: float) -> tuple[float | None, tuple[str, ...]]:
+def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, tuple[str, ...]]:
     """Tokens per second of the whole job, and the options that would say it."""
     if facts.global_batch_size and facts.seq_length:
         return facts.global_batch_size * facts.seq_length / step_s, ()
@@ -352,13 +352,13 @@ def _tokens_per_s(record: StepRecord, facts: JobFacts, step_s: float) -> tuple[f
     return None, tuple(option for option, value in missing if not value)
 
 
-def _printed(record: StepRecord, name: str) -> float | None:
+def _printed(record: RunRecord, name: str) -> float | None:
     """The median of what the trainer prints under a name; None where it does not."""
     values = record.printed.get(name)
     return float(np.median(np.frombuffer(values, dtype=float))) if values else None
 
 
-def _series(record: StepRecord) -> StepSeries:
+def _series(record: RunRecord) -> StepSeries:
     stride = math.ceil(len(record.numbers) / MOST_SHOWN)
     ends = np.frombuffer(record.ends, dtype=float)[::stride]
     timed = bool(len(ends)) and bool(np.isfinite(ends).all())
@@ -370,12 +370,12 @@ def _series(record: StepRecord) -> StepSeries:
     )
 
 
-def _memory(record: StepRecord) -> Iterator[RankMemory]:
+def _memory(record: RunRecord) -> Iterator[ObservedMemory]:
     for rank, kinds in sorted(record.memory.items(), key=lambda pair: -1 if pair[0] is None else pair[0]):
-        yield RankMemory(rank=rank, **kinds)
+        yield ObservedMemory(rank=rank, **kinds)
 
 
-def _spreads(record: StepRecord) -> Iterator[RankSpread]:
+def _spreads(record: RunRecord) -> Iterator[RankSpread]:
     for name, spread in record.spreads.items():
         if spread.lows:
             (low_rank, low_times), (high_rank, high_times) = (
@@ -394,7 +394,7 @@ def _spreads(record: StepRecord) -> Iterator[RankSpread]:
             )
 
 
-def memory_series(record: StepRecord) -> Iterator[MemorySeries]:
+def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
     """For each kind of memory its bytes over the steps, on the rank that has most at the end."""
     for name, (kind, is_peak) in SERIES.items():
         of_kind = {rank: series for (rank, known), series in record.memory_series.items() if known == name}
@@ -410,7 +410,7 @@ def memory_series(record: StepRecord) -> Iterator[MemorySeries]:
             )
 
 
-def _peak(record: StepRecord) -> dict[str, Any]:
+def _peak(record: RunRecord) -> dict[str, Any]:
     for kind, name in (
         ("max_allocated_bytes", "allocated"),
         ("max_reserved_bytes", "reserved"),
@@ -422,13 +422,13 @@ def _peak(record: StepRecord) -> dict[str, Any]:
     return {}
 
 
-def _links(record: StepRecord) -> Iterator[Link]:
+def _links(record: RunRecord) -> Iterator[Link]:
     for op, values in record.links.items():
         size, seconds, rate = (median(column) for column in zip(*values, strict=True))
         yield Link(op=op, message_bytes=size, seconds=seconds, bus_bytes_per_s=rate, num_values=len(values))
 
 
-def _restart(record: StepRecord, back: FallBack) -> Restart:
+def _restart(record: RunRecord, back: FallBack) -> Restart:
     first, end = back.lost_rows
     covers = record.covers[first:end]
     return Restart(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.observe.case import Case
+from planner.observe.case import ObservedCase
 from planner.observe.gap.rows import next_recording, shown_rows
 from planner.observe.gap.stated import recipe_terms
 from planner.observe.gap.waterfall import beside_steps, waterfall
@@ -27,7 +27,7 @@ def judged(
     if doubt:
         alone = judged_alone(observation, recorded)
         return alone.model_copy(update={"prediction": prediction, "says": f"no verdict: {doubt}"})
-    return _told(Case(observation, recorded, prediction, plan))
+    return _told(ObservedCase(observation, recorded, prediction, plan))
 
 
 def judged_beside(
@@ -37,15 +37,15 @@ def judged_beside(
     plan = earlier.plan
     if plan is not None:
         observation = with_mfu(observation, plan)
-    return _told(Case(observation, recorded, of_run(earlier, source), plan, earlier))
+    return _told(ObservedCase(observation, recorded, of_run(earlier, source), plan, earlier))
 
 
 def judged_alone(observation: Observation, recorded: Recorded | None = None) -> Observed:
     """The observation by itself: no verdict, but the causes that its own files show."""
-    return _told(Case(observation, recorded))
+    return _told(ObservedCase(observation, recorded))
 
 
-def _told(case: Case) -> Observed:
+def _told(case: ObservedCase) -> Observed:
     """All that is said of a case."""
     gap, causes = waterfall(case, recipe_terms(case)), shown_rows(case)
     verdict, says = (None, "") if case.prediction is None else verdict_of(case.observation, case.prediction)

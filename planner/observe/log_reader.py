@@ -18,7 +18,7 @@ from planner.observe.logs.nemo import DLLOGGER, MLPERF, NEMO
 from planner.observe.logs.one_line import MAXTEXT, NANOTRON, VERL
 from planner.observe.logs.torchtitan import TORCHTITAN
 from planner.observe.observation import Observation, SourceFile
-from planner.observe.record import StepRecord
+from planner.observe.record import RunRecord
 from planner.specs.reading import label
 
 GRAMMARS = (
@@ -52,11 +52,11 @@ class LogReader:
     def __init__(self, where: str) -> None:
         self.where = where
         """The file as messages name it."""
-        self.records = [StepRecord(grammar.name) for grammar in GRAMMARS]
+        self.records = [RunRecord(grammar.name) for grammar in GRAMMARS]
         """One for each grammar, every line given to the rows whose words it holds."""
         self.num_matched = 0
         """Lines that said something, each counted once for every row that it is of."""
-        self._table: table.Table | None = None
+        self._table: table.StepTable | None = None
         self._begun = False
 
     def feed(self, lines: Iterable[bytes]) -> None:
@@ -67,7 +67,7 @@ class LogReader:
             if first is None:
                 return
             self._begun = True
-            self._table = table.Table(self.where) if table.recognises(first) else None
+            self._table = table.StepTable(self.where) if table.recognises(first) else None
             stream = chain((first,), stream)
         if self._table is not None:
             self._table.feed(stream)
@@ -96,15 +96,15 @@ class LogReader:
                 self.num_matched += 1
                 row.take(record, match)
 
-    def leading(self) -> StepRecord:
+    def leading(self) -> RunRecord:
         """The record that has most steps so far, unfinished: it grows with the lines that follow."""
         return self._table.record if self._table is not None else _ranked(self.records)[0]
 
-    def all_records(self) -> list[StepRecord]:
+    def all_records(self) -> list[RunRecord]:
         """Every record that grows."""
         return self.records if self._table is None else [self._table.record]
 
-    def record(self) -> StepRecord:
+    def record(self) -> RunRecord:
         """The record of all lines, finished: no line can be given any more. SpecError for a log of two trainers."""
         if self._table is not None:
             return self._table.finished()
@@ -113,7 +113,7 @@ class LogReader:
         return _chosen(self.records, self.where)
 
 
-def _in_timers(record: StepRecord, line: bytes) -> bool:
+def _in_timers(record: RunRecord, line: bytes) -> bool:
     """True for the lines of Megatron-LM's timers of all ranks, whose only words are the timers' own."""
     return record.state.get("timers") == "all" and (b"rank" in line or _TIMER_LINES.match(line) is not None)
 
@@ -121,12 +121,12 @@ def _in_timers(record: StepRecord, line: bytes) -> bool:
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
 
 
-def _ranked(records: list[StepRecord]) -> list[StepRecord]:
+def _ranked(records: list[RunRecord]) -> list[RunRecord]:
     """Records, the one that read most first."""
     return sorted(records, key=lambda record: (-len(record.numbers), _RANKS[record.grammar], -len(record.words)))
 
 
-def _chosen(records: list[StepRecord], where: str) -> StepRecord:
+def _chosen(records: list[RunRecord], where: str) -> RunRecord:
     """The record of the grammar that read most; SpecError where two trainers wrote into one file."""
     first, *others = _ranked(records)
     for other in others:
@@ -164,7 +164,7 @@ def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) ->
     return described(record, trainer_of(grammar), tuple(source for _, source in read))
 
 
-def _read_file(path: str, advance: Callable[[], None]) -> tuple[StepRecord, SourceFile]:
+def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, SourceFile]:
     """The record of one file, and what it is."""
     tally, where = Tally(), label(path)
     reader = LogReader(where)
@@ -193,7 +193,7 @@ _HINT = (
 )
 
 
-def _joined(records: list[StepRecord], best: int) -> StepRecord:
+def _joined(records: list[RunRecord], best: int) -> RunRecord:
     """One record of several files: parts of a run after one another, ranks of it beside each other."""
     base = records[best]
     parts = [base]
@@ -211,7 +211,7 @@ def _joined(records: list[StepRecord], best: int) -> StepRecord:
     return parts[0]
 
 
-def _is_apart(one: StepRecord, other: StepRecord) -> bool:
+def _is_apart(one: RunRecord, other: RunRecord) -> bool:
     """True if two files are of different times, or without times of different steps."""
     times = (one.first_s, one.last_s, other.first_s, other.last_s)
     if all(map(math.isfinite, times)):
@@ -219,7 +219,7 @@ def _is_apart(one: StepRecord, other: StepRecord) -> bool:
     return one.numbers[0] > other.numbers[-1] or other.numbers[0] > one.numbers[-1]
 
 
-def _add_beside(base: StepRecord, record: StepRecord) -> None:
+def _add_beside(base: RunRecord, record: RunRecord) -> None:
     """Take what another rank's file has beside the steps: memory, timers of ranks, links, arguments."""
     for rank, kinds in record.memory.items():
         key = rank if rank is not None or None not in base.memory else record.rank
@@ -244,7 +244,7 @@ def _add_beside(base: StepRecord, record: StepRecord) -> None:
     base.links |= record.links
 
 
-def _append(base: StepRecord, later: StepRecord) -> None:
+def _append(base: RunRecord, later: RunRecord) -> None:
     """Add the steps of a later part of the same run."""
     _add_beside(base, later)
     shift = len(base.numbers)

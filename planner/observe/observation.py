@@ -144,7 +144,7 @@ class Timer(Spec):
     """The mean of the most over the ranks: far above `max_s` where the timer is long now and then."""
 
 
-class RankMemory(Spec):
+class ObservedMemory(Spec):
     """Memory of one rank, the highest that was printed."""
 
     rank: int | None = None
@@ -236,7 +236,7 @@ class Observation(Spec):
     outliers: tuple[Outlier, ...] = ()
     restarts: tuple[Restart, ...] = ()
     timers: tuple[Timer, ...] = ()
-    memory: tuple[RankMemory, ...] = ()
+    memory: tuple[ObservedMemory, ...] = ()
     memory_series: tuple[MemorySeries, ...] = ()
     """One for each kind: that of the rank with the highest last value."""
     num_alloc_retries: int | None = None
@@ -294,7 +294,7 @@ class Term(Spec):
     """The most that could be won back; None where nothing tells."""
 
 
-class Remedy(Spec):
+class GapRemedy(Spec):
     """A change of the job, and the step that it would give."""
 
     options: tuple[str, ...]
@@ -306,7 +306,7 @@ class Remedy(Spec):
     says: str = ""
 
 
-class Cause(Spec):
+class GapCause(Spec):
     """A row of the gap whose mechanism the files show: why the run is not as it should be."""
 
     name: str
@@ -316,7 +316,7 @@ class Cause(Spec):
     """The numbers of the files that show it."""
     where: str = ""
     """The rank, stage, group, switch or file that it is about."""
-    remedy: Remedy | None = None
+    remedy: GapRemedy | None = None
 
 
 class Observed(Spec):
@@ -333,7 +333,7 @@ class Observed(Spec):
     """None where nothing was predicted."""
     says: str = ""
     """The verdict in one sentence."""
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[GapCause, ...] = ()
     """The rows of the gap whose mechanism the files show, the one that takes most first."""
     next_test: str = ""
     """The recording that would tell most, where a run is slow, or takes more memory, and no file shows why."""

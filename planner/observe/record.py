@@ -93,13 +93,13 @@ class SpreadOverRanks:
     """The last value of single ranks, where a line lists them."""
 
 
-def vars_of(record: StepRecord) -> dict[str, Any]:
+def vars_of(record: RunRecord) -> dict[str, Any]:
     """The fields of a record by name."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 @dataclass(slots=True)
-class StepRecord:
+class RunRecord:
     """The facts that one grammar read in one file."""
 
     grammar: str
@@ -220,7 +220,7 @@ class StepRecord:
             "give that part of the log by itself"
         )
         kept = {name: getattr(self, name) for name in ("rank", "facts", "arguments", "state", "notes", "words")}
-        for name, value in vars_of(StepRecord(self.grammar)).items():
+        for name, value in vars_of(RunRecord(self.grammar)).items():
             setattr(self, name, kept.get(name, value))
         self.state.pop("restarted", None)
 

@@ -42,22 +42,22 @@ def observed_of(data: dict[str, Any], where: str) -> Observed:
     return observed
 
 
-_RETIRED = {"": ("what_if", "replayed"), "observation": ("passes",), "causes": ("likelihood", "test")}
-"""Fields that observations saved by 0.2 have and that nothing reads any more, by the entry that they are in."""
+_RETIRED = (
+    "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline",
+)  # fmt: skip
+"""Fields of observations that 0.2 saved and that nothing reads any more."""
+_OTHERS = ("plan", "facts")
+"""Entries whose fields are of other types, or of a trainer."""
 
 
-def _without_retired(data: dict[str, Any]) -> dict[str, Any]:
+def _without_retired(data: Any) -> Any:
     """The content of a file without the fields that nothing reads any more."""
-
-    def kept(entry: Any, place: str) -> Any:
-        return {k: v for k, v in entry.items() if k not in _RETIRED[place]} if isinstance(entry, dict) else entry
-
-    data = kept(data, "")
-    observation, causes = data.get("observation"), data.get("causes")
-    data["observation"] = kept(observation, "observation")
-    if isinstance(causes, list):
-        data["causes"] = [kept(cause, "causes") for cause in causes]
-    return data
+    if isinstance(data, list):
+        return [_without_retired(entry) for entry in data] if data and isinstance(data[0], dict) else data
+    if not isinstance(data, dict):
+        return data
+    kept = ((name, value) for name, value in data.items() if name not in _RETIRED)
+    return {name: value if name in _OTHERS else _without_retired(value) for name, value in kept}
 
 
 def _wrong_sum(observed: Observed) -> str | None:

@@ -19,7 +19,7 @@ from planner.export.read import read_configuration
 from planner.export.scripts.shell import Script
 from planner.observe.logs.grammar import MOST
 from planner.observe.observation import JobFacts
-from planner.observe.record import StepRecord
+from planner.observe.record import RunRecord
 from planner.specs.reading import parse_yaml
 from planner.specs.reading.limits import Limits
 from planner.specs.units import is_count
@@ -43,7 +43,7 @@ _MOST_CHARACTERS, _VALUE = 2**18, Limits(2**16, 1_000, 20)
 _UNSET = ("None", "False", "[]", "")
 
 
-def run_stated(record: StepRecord) -> ImportedRun | None:
+def run_stated(record: RunRecord) -> ImportedRun | None:
     """The run in the arguments that a log dumps; None where it dumps none, or where they are no run."""
     with suppress(SpecError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
         if record.grammar == "dllogger" and "num_layers" in record.arguments:
@@ -115,7 +115,7 @@ def _defaults(arguments: dict[str, str]) -> list[str]:
     return left_out
 
 
-def _of_nemo(record: StepRecord) -> ImportedRun:
+def _of_nemo(record: RunRecord) -> ImportedRun:
     tree: dict[str, Any] = {}
     if sum(map(len, record.arguments.values())) > _MOST_CHARACTERS:
         raise SpecError(f"the log's configuration has more than {_MOST_CHARACTERS:,} characters", "name its file")
@@ -131,7 +131,7 @@ def _of_nemo(record: StepRecord) -> ImportedRun:
     return read_configuration(yaml.safe_dump({"name": "gpt", "trainer": trainer, "model": tree}), "nemo")
 
 
-def _stated_switches(record: StepRecord, imported: ImportedRun) -> tuple[str, ...]:
+def _stated_switches(record: RunRecord, imported: ImportedRun) -> tuple[str, ...]:
     """The features of a run that its arguments name; a part of a dump, or an old one, names few of them."""
     features = imported.run.get("features") or {}
     if "num_layers" not in record.arguments or record.grammar == "dllogger":
@@ -146,7 +146,7 @@ def _count(value: Any) -> int | None:
     return value if isinstance(value, int) and 0 < value < MOST else None
 
 
-def facts_of(record: StepRecord, trainer: str) -> JobFacts:
+def facts_of(record: RunRecord, trainer: str) -> JobFacts:
     """The facts of a record: those of single lines, and those of the run that it states."""
     stated = record.job_facts()
     imported = run_stated(record)

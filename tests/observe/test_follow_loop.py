@@ -15,7 +15,7 @@ from planner.answer import Plan
 from planner.cli import main
 from planner.errors import SpecError
 from planner.observe.follow.band import BandWatch
-from planner.observe.follow.follower import BURST, Follower, FollowLoop, Standing
+from planner.observe.follow.follower import BURST, FollowedRun, Follower, FollowLoop
 from planner.observe.log_reader import LogReader
 
 
@@ -48,7 +48,7 @@ def lines_of(text: str | Iterable[str]) -> list[bytes]:
 
 def run(
     *parts: Any, expected: Any = None, watch: BandWatch | None = None, **more: Any
-) -> tuple[FollowLoop, list[Standing], Standing]:
+) -> tuple[FollowLoop, list[FollowedRun], FollowedRun]:
     source = Parts([lines_of(part) for part in parts], more.pop("ends", True))
     follower = Follower(
         "train.log", watch or BandWatch(), lambda observation: (expected, "plan.json" if expected else "")

@@ -12,7 +12,7 @@ from written import LLAMA_8B, arguments, iterations, read
 from planner.answer import Plan
 from planner.cli import main
 from planner.layout.evaluate import evaluate
-from planner.observe.case import Case
+from planner.observe.case import ObservedCase
 from planner.observe.gap.stated import recipe_terms, restored, running, stated_otherwise
 from planner.observe.judge import judged, judged_beside, of_run, predicted
 from planner.observe.observation import Observation, Observed
@@ -47,8 +47,8 @@ def typed(capsys: pytest.CaptureFixture[str], words: list[str]) -> Plan:
     return plan_of(json.loads(capsys.readouterr().out), "stdout")
 
 
-def beside(planned: Plan, observation: Observation) -> Case:
-    return Case(observation, None, predicted(planned, "plan.json"), planned)
+def beside(planned: Plan, observation: Observation) -> ObservedCase:
+    return ObservedCase(observation, None, predicted(planned, "plan.json"), planned)
 
 
 def test_a_log_of_the_plan_has_no_terms(planned: Plan, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_switch_at_another_value_than_planned_goes_back(planned: Plan, tmp_pat
 
 
 def test_without_a_plan_there_is_no_gap(tmp_path: Path) -> None:
-    alone = Case(observed(tmp_path))
+    alone = ObservedCase(observed(tmp_path))
     assert recipe_terms(alone) == ()
     assert running(alone) is None
 
@@ -154,7 +154,7 @@ def test_beside_an_earlier_run_the_recipes_of_both_logs_are_held_together(planne
     assert [name for name in names if name.startswith("recipe")] == ["recipe: cross_entropy_fusion"]
     assert "the earlier run has native" in answer.waterfall[0].evidence
     bare = Observed(observation=Observation(sources=(), step_s=9.0), plan=planned)
-    assert recipe_terms(Case(later, None, of_run(bare, "observed.json"), planned, bare)) == ()
+    assert recipe_terms(ObservedCase(later, None, of_run(bare, "observed.json"), planned, bare)) == ()
 
 
 def test_the_waterfall_has_the_recipes_terms_and_adds_up(planned: Plan, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from planner.observe.judge import (
     with_mfu,
 )
 from planner.observe.log_reader import LogReader, trainer_of
-from planner.observe.observation import Cause, Observation, Observed, Prediction, SourceFile, Verdict
-from planner.observe.record import KEPT_ROWS, StepRecord
+from planner.observe.observation import GapCause, Observation, Observed, Prediction, SourceFile, Verdict
+from planner.observe.record import KEPT_ROWS, RunRecord
 from planner.specs.base import Spec
 
 LEARNED_STEPS, LEARNED_ROWS = 50, 10
@@ -47,7 +47,7 @@ Expected = tuple[Plan | Observed | None, str]
 Ended = Literal["", "alarm", "silent", "last step", "end of input", "interrupted"]
 
 
-class Standing(Spec):
+class FollowedRun(Spec):
     """A followed run, as its log shows it now; None for what is not known."""
 
     schema_version: Literal[1] = 1
@@ -89,7 +89,7 @@ class Standing(Spec):
     """Seconds since the log last showed a step."""
     verdict: Verdict | None = None
     """By the last steps: as `plan observe` judges them."""
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[GapCause, ...] = ()
     """Rows of the gap that the last steps show, in the last line of a command."""
     says: str = ""
     """The place of the run in one sentence."""
@@ -145,7 +145,7 @@ class Follower:
             self._backs = len(record.backs)
         return True
 
-    def _take(self, record: StepRecord, row: int) -> None:
+    def _take(self, record: RunRecord, row: int) -> None:
         if len(record.backs) > self._backs:
             self._backs = len(record.backs)
             self.num_restarts += 1
@@ -154,11 +154,11 @@ class Follower:
         self.num_steps += covers
         self.watch.take(record.seconds[row], covers, bool(record.marks.get(row, set()) & EXPLAINED))
 
-    def record(self) -> StepRecord:
+    def record(self) -> RunRecord:
         """A finished copy of the rows that are kept."""
         return copy.deepcopy(self._reader).record()
 
-    def observation(self, record: StepRecord) -> Observation:
+    def observation(self, record: RunRecord) -> Observation:
         """The observation of a record of this log; it is completed thereby, and no other may be made of it."""
         source = SourceFile(path=self.where, format=record.grammar)
         return described(record, trainer_of(record.grammar), (source,))
@@ -242,17 +242,17 @@ class Follower:
             return judged_beside(observation, self.earlier, self.source)
         return judged_alone(observation)
 
-    def standing(self, total_tokens: float | None, silent_s: float, final: bool, is_silent: bool) -> Standing:
+    def standing(self, total_tokens: float | None, silent_s: float, final: bool, is_silent: bool) -> FollowedRun:
         """The run as it stands. `total_tokens` of the whole run say its last step where the log does not."""
         watch, prediction, record = self.watch, self.prediction, self._reader.leading()
         known = {"source": self.where, "final": final, "silent_s": silent_s, "allowed_steps": watch.allowed_steps}
         if not record.numbers:
-            return Standing(**known, says="no line of a step yet")  # type: ignore[arg-type]
+            return FollowedRun(**known, says="no line of a step yet")  # type: ignore[arg-type]
         seen = self.window() if self.plan is None else with_mfu(self.window(), self.plan)
         last = self.last_step(total_tokens)
         verdict = None if prediction is None or self._is_own else verdict_of(seen, prediction)[0]
         is_odd = watch.side != 0 or verdict not in (None, "expected")
-        found = Standing(
+        found = FollowedRun(
             **known,  # type: ignore[arg-type]
             step=record.numbers[-1],
             total_steps=None if last is None else last[1],
@@ -280,7 +280,7 @@ class Follower:
         return found.model_copy(update={"says": silent if is_silent else sentence(found)})
 
 
-def sentence(found: Standing) -> str:
+def sentence(found: FollowedRun) -> str:
     """The place of a run to its band, in words."""
     if found.band_s is None:
         return "learning the run's own band from its first steady steps: nothing was predicted"
@@ -311,7 +311,7 @@ class FollowLoop:
     _shown: int = 0
     _in_burst: int = 0
 
-    def standings(self) -> Iterator[Standing]:
+    def standings(self) -> Iterator[FollowedRun]:
         """The run as it stands, once in as many steps as ring the alarm, until it ends."""
         self._step_at_s = self.now()
         while not self.ended:
@@ -353,7 +353,7 @@ class FollowLoop:
         patience_s = max(SILENT_S, watch.allowed_steps * watch.band.high_s, 3 * self.follower.line_s)
         return "silent" if self.now() - self._step_at_s >= patience_s else ""
 
-    def standing(self, final: bool = False) -> Standing:
+    def standing(self, final: bool = False) -> FollowedRun:
         """The run as it stands now."""
         silent_s = self.now() - self._step_at_s
         return self.follower.standing(self.total_tokens, silent_s, final, self.ended == "silent")

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from planner.observe.case import Case, grid_of
-from planner.observe.gap.account import (
-    Account,
-    GroupExchanges,
-    in_seconds,
-)
-from planner.observe.gap.planned import planned
+from planner.observe.case import ObservedCase, grid_of
+from planner.observe.gap.account import Account, GroupExchanges, in_seconds, planned
 from planner.observe.gap.traced import DATA_RANGES, Traced, account_of
 from planner.observe.gap.waterfall import traced_of
 from planner.observe.observation import RankSpread
@@ -67,7 +62,7 @@ class RankAccounts:
 class RunFiles:
     """A case as the rows of the gap read it."""
 
-    case: Case
+    case: ObservedCase
 
     @cached_property
     def step_s(self) -> float:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from planner.observe.case import Case
+from planner.observe.case import ObservedCase
 from planner.observe.gap import evidence as e
 from planner.observe.gap import own_evidence as own
 from planner.observe.gap.evidence import Finding, RunFiles
 from planner.observe.gap.stated import Layouts, chunked, fewer_recomputed, remedy_of_change, running, slower_settings
-from planner.observe.observation import Cause, Remedy, Term, Verdict
+from planner.observe.observation import GapCause, GapRemedy, Term, Verdict
 from planner.specs.units import GIB
 
 _PROFILE = "torch.profiler for 5 steps with profiler.step()"
@@ -135,7 +135,7 @@ _SHOWN_BY_PRICE = ("recompute_unneeded", "recipe")
 """Rows that are a choice of the job, so that the plan's own step may have them, too."""
 
 
-def shown_rows(case: Case) -> tuple[Cause, ...]:
+def shown_rows(case: ObservedCase) -> tuple[GapCause, ...]:
     """The rows whose mechanism the files show, the one that takes most first, each with its remedy."""
     files, settings = RunFiles(case), slower_settings(case, _ROW_OF_SWITCH)
     causes = []
@@ -153,32 +153,32 @@ def shown_rows(case: Case) -> tuple[Cause, ...]:
 _ROW_OF_SWITCH = {name: row.name for row in GAP_ROWS.values() for name in row.switches}
 
 
-def _cause(case: Case, row: GapRow, found: Finding, switches: Sequence[str]) -> Cause:
+def _cause(case: ObservedCase, row: GapRow, found: Finding, switches: Sequence[str]) -> GapCause:
     """The row as an answer has it; its seconds are no more than the step is above what was predicted at least."""
     prediction, step_s, seconds = case.prediction, case.observation.step_s, found.seconds
     if prediction is not None and step_s is not None and seconds is not None and row.name not in _SHOWN_BY_PRICE:
         low_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
         seconds = min(seconds, max(0.0, step_s - low_s))
-    return Cause(
+    return GapCause(
         name=row.name, seconds=seconds, evidence=found.says, where=found.where,
         remedy=remedy_of_change(case, switches, row.layouts) or _advice(case, row, seconds),
     )  # fmt: skip
 
 
-def _advice(case: Case, row: GapRow, seconds: float | None) -> Remedy | None:
+def _advice(case: ObservedCase, row: GapRow, seconds: float | None) -> GapRemedy | None:
     """The advice where no change of the job is priced: the step without the row, never below what was predicted."""
     if not row.helps:
         return None
     step_s = case.observation.step_s
     if step_s is not None and seconds:
         least_s = case.prediction.step_s if case.prediction is not None else 0.0
-        return Remedy(
+        return GapRemedy(
             options=row.options, step_s=max(step_s - seconds, min(least_s, step_s)), is_priced=False, says=row.helps
         )
-    return Remedy(options=row.options, is_priced=False, says=row.helps)
+    return GapRemedy(options=row.options, is_priced=False, says=row.helps)
 
 
-def next_recording(case: Case, gap: Sequence[Term], verdict: Verdict | None, causes: Sequence[Cause]) -> str:
+def next_recording(case: ObservedCase, gap: Sequence[Term], verdict: Verdict | None, causes: Sequence[GapCause]) -> str:
     """The recording to make of a run that is slow, or takes more memory, and of which no file shows why."""
     if verdict == "memory":
         return "" if any(cause.name in OF_MEMORY for cause in causes) else _lacking(case, (MEMORY_LOG, SNAPSHOT))
@@ -189,7 +189,7 @@ def next_recording(case: Case, gap: Sequence[Term], verdict: Verdict | None, cau
     return _lacking(case, (*dict.fromkeys(wanted), ONE_TRACE, STAGE_TRACES, ARGUMENTS))
 
 
-def _lacking(case: Case, recordings: Iterable[str]) -> str:
+def _lacking(case: ObservedCase, recordings: Iterable[str]) -> str:
     """The first of some recordings that the files do not have yet."""
     files, observation = RunFiles(case), case.observation
     has = {

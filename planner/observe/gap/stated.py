@@ -13,8 +13,8 @@ from planner.layout.given import given_layout
 from planner.layout.price import price_layout
 from planner.layout.recipe import setting_of, settled, under
 from planner.layout.risk import headroom_bytes
-from planner.observe.case import Case
-from planner.observe.observation import Prediction, Remedy, Term
+from planner.observe.case import ObservedCase
+from planner.observe.observation import GapRemedy, Prediction, Term
 from planner.schedule.orders import SCHEDULES
 from planner.specs.checking import checked
 from planner.specs.training import Parallelism, SearchLimits
@@ -138,7 +138,7 @@ LEAST_GAIN = 1e-3
 """Least share of a step that a remedy has to win."""
 
 
-def expected_step_s(case: Case, now: Candidate, changed: Candidate) -> float:
+def expected_step_s(case: ObservedCase, now: Candidate, changed: Candidate) -> float:
     """Seconds of the step after a change: measured − (price now − price changed) · min(1, measured / price now).
 
     Whatever else makes a run slower than its price stays as it is, so that no more is won than the price says; a run
@@ -173,7 +173,7 @@ class StatedDifference:
     candidate: Candidate
 
 
-def stated_otherwise(case: Case) -> tuple[StatedDifference, ...]:
+def stated_otherwise(case: ObservedCase) -> tuple[StatedDifference, ...]:
     """The settings that the log states otherwise than the plan, one after the other, in the order of `SWITCHES`.
 
     Only what acts on the layout is one: switches, fused kernels, what is recomputed, what ZeRO shards. Beside an
@@ -190,15 +190,15 @@ def stated_otherwise(case: Case) -> tuple[StatedDifference, ...]:
     return ()
 
 
-def layout_before(case: Case) -> Candidate | None:
+def layout_before(case: ObservedCase) -> Candidate | None:
     """The layout that the run is held against: the plan's, with what the log of an earlier run says otherwise."""
     if case.earlier is None:
         return case.candidate
-    known = stated_otherwise(Case(case.earlier.observation, plan=case.plan))
+    known = stated_otherwise(ObservedCase(case.earlier.observation, plan=case.plan))
     return known[-1].candidate if known else case.candidate
 
 
-def running(case: Case) -> Candidate | None:
+def running(case: ObservedCase) -> Candidate | None:
     """The layout that the run has, as far as plan and log tell; it keeps free what a search keeps free.
 
     What was measured above the price of its layout is no room for changes either.
@@ -212,7 +212,7 @@ def running(case: Case) -> Candidate | None:
     return candidate.priced_as(replace(pricing, headroom_bytes=free))
 
 
-def restored(case: Case, names: Collection[str], now: Candidate) -> Iterator[Candidate]:
+def restored(case: ObservedCase, names: Collection[str], now: Candidate) -> Iterator[Candidate]:
     """The layout that runs, with some switches at the values that it is held against, whatever else rules say."""
     before = layout_before(case)
     changed = {row.name for row in stated_otherwise(case)} & set(names)
@@ -221,12 +221,12 @@ def restored(case: Case, names: Collection[str], now: Candidate) -> Iterator[Can
         yield under(now, switched(now.pricing.runtime, recipe))
 
 
-def states_switches(case: Case) -> bool:
+def states_switches(case: ObservedCase) -> bool:
     """True where the log's own arguments say which switches are on."""
     return bool(case.observation.facts.stated_switches)
 
 
-def _measured_above(case: Case, candidate: Candidate) -> float:
+def _measured_above(case: ObservedCase, candidate: Candidate) -> float:
     """Bytes that the run allocates above the price of its layout."""
     observation = case.observation
     if observation.peak_memory_bytes is None or observation.peak_memory_kind != "allocated":
@@ -234,7 +234,7 @@ def _measured_above(case: Case, candidate: Candidate) -> float:
     return max(0.0, observation.peak_memory_bytes - max(stage.peak_allocated_bytes for stage in candidate.memory))
 
 
-def _stated_runtime(case: Case, candidate: Candidate) -> RuntimeSpec:
+def _stated_runtime(case: ObservedCase, candidate: Candidate) -> RuntimeSpec:
     """The trainer as the log's arguments describe it; of another trainer, its words under the plan's own."""
     run, pricing = case.observation.facts.run, candidate.pricing
     hardware, model = pricing.cluster.hardware, pricing.model
@@ -259,7 +259,7 @@ def _of_recipe(candidate: Candidate, stated: RuntimeSpec, named: Collection[str]
             yield StatedDifference(name, written(planned), written(found), candidate)
 
 
-def _of_layout(case: Case, candidate: Candidate) -> Iterator[StatedDifference]:
+def _of_layout(case: ObservedCase, candidate: Candidate) -> Iterator[StatedDifference]:
     """The log's way to recompute, and what its ZeRO shards, where they are not the plan's."""
     stated = checked(Parallelism, case.observation.facts.run.get("parallelism") or {}, "the log")
     runtime = candidate.pricing.runtime
@@ -343,7 +343,7 @@ def _fitting(now: Candidate, **others: Any) -> Iterator[Candidate]:
         yield moved
 
 
-def remedy_of_change(case: Case, switches: Collection[str], layouts: Layouts | None = None) -> Remedy | None:
+def remedy_of_change(case: ObservedCase, switches: Collection[str], layouts: Layouts | None = None) -> GapRemedy | None:
     """The fastest change of some switches or of the layout, priced for this job; None where none wins anything."""
     now = running(case)
     if now is None or not (switches or layouts):
@@ -352,10 +352,10 @@ def remedy_of_change(case: Case, switches: Collection[str], layouts: Layouts | N
     best = best_of(now, (*restored(case, switches, now), *moved, *(layouts(now) if layouts else ())))
     if best is None:
         return None
-    return Remedy(options=options_between(now, best), step_s=expected_step_s(case, now, best))
+    return GapRemedy(options=options_between(now, best), step_s=expected_step_s(case, now, best))
 
 
-def recipe_terms(case: Case) -> tuple[Term, ...]:
+def recipe_terms(case: ObservedCase) -> tuple[Term, ...]:
     """The price of the layout under the log's recipe less that under the plan's, one switch at a time.
 
     The order is fixed, and the terms add up to the whole difference, whichever way switches act on each other. Beside
@@ -364,12 +364,12 @@ def recipe_terms(case: Case) -> tuple[Term, ...]:
     return tuple(term for _, term in _costs(case))
 
 
-def _costs(case: Case) -> tuple[tuple[str, Term], ...]:
+def _costs(case: ObservedCase) -> tuple[tuple[str, Term], ...]:
     """Each setting that the log states otherwise than what it is held against, with what that costs by the price."""
     before, terms, theirs = layout_before(case), list[tuple[str, Term]](), "the plan"
     if case.earlier is not None:
         theirs = "the earlier run"
-        if not states_switches(Case(case.earlier.observation)):
+        if not states_switches(ObservedCase(case.earlier.observation)):
             return ()
     for row in stated_otherwise(case):
         assert before is not None
@@ -381,7 +381,7 @@ def _costs(case: Case) -> tuple[tuple[str, Term], ...]:
     return tuple(terms)
 
 
-def slower_settings(case: Case, row_of_switch: Mapping[str, str]) -> dict[str, list[tuple[str, Term]]]:
+def slower_settings(case: ObservedCase, row_of_switch: Mapping[str, str]) -> dict[str, list[tuple[str, Term]]]:
     """The settings that the log states and that cost `LEAST_WORD` of the step, by the row of the gap that each is of.
 
     Beside a plan or an earlier run they are those that it has otherwise; where the log's own arguments are the plan,
@@ -403,7 +403,7 @@ def _is_worth(term: Term, prediction: Prediction) -> bool:
     return term.seconds > LEAST_WORD * prediction.step_s
 
 
-def _better(case: Case) -> Iterator[tuple[str, Term]]:
+def _better(case: ObservedCase) -> Iterator[tuple[str, Term]]:
     """The switches that the log names and that would win something at another value."""
     now = running(case)
     for name in spoken(now) if now is not None else ():

@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
-from planner.observe.case import Case, grid_of
+from planner.observe.case import ObservedCase, grid_of
 from planner.observe.gap.account import (
     BUBBLE,
     EXCHANGES,
@@ -26,8 +26,10 @@ from planner.observe.gap.account import (
     differences,
     in_seconds,
     netted,
+    planned,
+    priced,
+    timed,
 )
-from planner.observe.gap.planned import planned, priced, timed
 from planner.observe.gap.stated import stated_otherwise
 from planner.observe.gap.traced import Traced, account_of, traced_ranks, typical, unnamed
 from planner.observe.observation import Observation, Prediction, Term, Wall
@@ -48,7 +50,7 @@ _NEEDED = ("evaluation", "start_up")
 """Terms of which nothing tells how much is needed."""
 
 
-def beside_steps(case: Case) -> tuple[Term, ...]:
+def beside_steps(case: ObservedCase) -> tuple[Term, ...]:
     """Terms that add up to the wall time per step less the steady step; nothing where lines have no times.
 
     A step counts once, however often it was made.
@@ -129,7 +131,7 @@ RankPair = tuple[Traced, Account, Account]
 """A traced rank, its account, and the expected one."""
 
 
-def paired(case: Case, candidate: Candidate | None, where: str) -> RankPair | None:
+def paired(case: ObservedCase, candidate: Candidate | None, where: str) -> RankPair | None:
     """The typical rank beside the candidate, or the earlier run; None without traces of steps and their stage."""
     assert case.prediction is not None
     ranks = traced_of(case, case.recorded)
@@ -144,7 +146,7 @@ def paired(case: Case, candidate: Candidate | None, where: str) -> RankPair | No
     return pair[0], *_merged(*pair[1:])
 
 
-def traced_of(case: Case, recorded: Recorded | None) -> list[Traced]:
+def traced_of(case: ObservedCase, recorded: Recorded | None) -> list[Traced]:
     """The traced ranks of a run; the layout says the stage and the group of those whose traces do not."""
     if recorded is None or recorded.traces is None:
         return []
@@ -152,7 +154,7 @@ def traced_of(case: Case, recorded: Recorded | None) -> list[Traced]:
     return traced_ranks(recorded.traces.ranks, grid.stage if grid else None, only_group(case))
 
 
-def only_group(case: Case) -> str:
+def only_group(case: ObservedCase) -> str:
     """The one group of a job's ranks where all exchanges are of one; else empty."""
     layout, grid = case.plan.parallelism if case.plan else None, grid_of(case)
     if grid is None:
@@ -209,7 +211,7 @@ def _one_pipeline(account: Account) -> Account:
     return replace(account, parts={**parts, PIPELINE: both_s + parts.get(PIPELINE, 0.0)})
 
 
-def _beside_run(case: Case, ranks: Sequence[Traced], where: str) -> RankPair | None:
+def _beside_run(case: ObservedCase, ranks: Sequence[Traced], where: str) -> RankPair | None:
     """The typical rank, its account, and that of the earlier run's same rank, or of one of its stage."""
     assert case.prediction is not None
     earlier = case.earlier
@@ -249,7 +251,7 @@ _SMALL, _NOTHING = 1e-6, 1e-9
 """Shares of a step: a smaller term is the rounding of clocks and counts to the rest, a smaller rest is nothing."""
 
 
-def waterfall(case: Case, known: Sequence[Term] = ()) -> tuple[Term, ...]:
+def waterfall(case: ObservedCase, known: Sequence[Term] = ()) -> tuple[Term, ...]:
     """Terms that add up to the observed step less the predicted one; nothing where one of them is not known.
 
     `known` are what switches cost that the log shows otherwise than the plan (`recipe_terms`): other terms are beside
@@ -287,7 +289,7 @@ def _without(terms: list[Term], known: Sequence[Term]) -> list[Term]:
     ]
 
 
-def _as_run(case: Case) -> Candidate | None:
+def _as_run(case: ObservedCase) -> Candidate | None:
     """The plan's layout with all that the log states otherwise."""
     stated = stated_otherwise(case)
     return stated[-1].candidate if stated else case.candidate
@@ -299,7 +301,7 @@ def _alone(step_s: float, prediction: Prediction) -> str:
     return f"{steps}; no file tells more than the step apart"
 
 
-def _of_timers(case: Case, changed: Candidate | None, where: str) -> tuple[list[Term], str]:
+def _of_timers(case: ObservedCase, changed: Candidate | None, where: str) -> tuple[list[Term], str]:
     """Terms by the timers of the log, and a sentence on what they leave; none where they tell nothing apart.
 
     `changed` is priced in the plan's place.
@@ -322,7 +324,7 @@ def _of_timers(case: Case, changed: Candidate | None, where: str) -> tuple[list[
     return list(differences(found, expected)), rest
 
 
-def _of_traces(case: Case, candidate: Candidate | None, where: str) -> tuple[list[Term], str]:
+def _of_traces(case: ObservedCase, candidate: Candidate | None, where: str) -> tuple[list[Term], str]:
     """Terms by the trace of a typical rank, and a sentence on what they leave; none where nothing can be compared."""
     pair, step_s = paired(case, candidate, where), case.observation.step_s
     if pair is None or step_s is None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from planner.observe.observation import FailedAllocation, HungCollective
-from planner.observe.record import StepRecord
+from planner.observe.record import RunRecord
 
-Take = Callable[[StepRecord, re.Match[str]], None]
+Take = Callable[[RunRecord, re.Match[str]], None]
 _ISO = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)")
 _FLOAT = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?")
@@ -42,7 +42,7 @@ class Grammar:
     rows: tuple[LineRow, ...]
     rank: int = 0
     """The grammar with the lowest counts if several read equally many steps of a file."""
-    finish: Callable[[StepRecord], None] = field(default=lambda record: None)
+    finish: Callable[[RunRecord], None] = field(default=lambda record: None)
     """Works out what only the whole file says."""
 
 
@@ -109,7 +109,7 @@ def mark(kind: str) -> Take:
 def fact(name: str, convert: Callable[[str], str | int | None] = whole) -> Take:
     """A row whose first group is a fact of the job."""
 
-    def take(record: StepRecord, match: re.Match[str]) -> None:
+    def take(record: RunRecord, match: re.Match[str]) -> None:
         value = convert(match[1])
         if value:
             record.facts[name] = value
@@ -122,21 +122,21 @@ def text_of(value: str) -> str:
     return "".join(letter for letter in value.strip() if letter.isprintable())[:120]
 
 
-def _retried(record: StepRecord, match: re.Match[str]) -> None:
+def _retried(record: RunRecord, match: re.Match[str]) -> None:
     """torchtitan's `9 CUDA memory allocation retries.`, counted from the begin by each rank."""
     _at_least(record, "num_alloc_retries", match[1])
 
 
-def _out_of_memory(record: StepRecord, match: re.Match[str]) -> None:
+def _out_of_memory(record: RunRecord, match: re.Match[str]) -> None:
     """torchtitan's `2 CUDA OOM errors thrown.`, counted from the begin by each rank."""
     _at_least(record, "num_ooms", match[1])
 
 
-def _at_least(record: StepRecord, name: str, text: str) -> None:
+def _at_least(record: RunRecord, name: str, text: str) -> None:
     record.counts[name] = max(record.counts[name], int(number(text)))
 
 
-def _failed(record: StepRecord, match: re.Match[str]) -> None:
+def _failed(record: RunRecord, match: re.Match[str]) -> None:
     """PyTorch 2.13's warning of one attempt that the allocator may repeat."""
     record.counts["num_alloc_retries"] += 1
 
@@ -154,7 +154,7 @@ def _bytes(amount: str, unit: str) -> int:
     return round(number(amount) * _UNITS[unit])
 
 
-def _oom(record: StepRecord, match: re.Match[str]) -> None:
+def _oom(record: RunRecord, match: re.Match[str]) -> None:
     """`CUDA out of memory. Tried to allocate 2.00 GiB. … 70.1 GiB is allocated by PyTorch, and 5.3 GiB …`"""
     record.counts["num_ooms"] += 1
     allocated = unused = None
@@ -175,7 +175,7 @@ def _oom(record: StepRecord, match: re.Match[str]) -> None:
         )  # fmt: skip
 
 
-def _hung(record: StepRecord, match: re.Match[str]) -> None:
+def _hung(record: RunRecord, match: re.Match[str]) -> None:
     """`[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=…`"""
     ran = re.search(r"ran for (\d{1,12}) milliseconds", match.string)
     if len(record.hung_collectives) < _MOST_ERRORS:

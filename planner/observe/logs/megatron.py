@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from planner.observe.logs.grammar import MOST, Grammar, fact, fields, line_row, mark, moment, number, whole
-from planner.observe.record import MOST_RANKS, SpreadOverRanks, StepRecord
+from planner.observe.record import MOST_RANKS, RunRecord, SpreadOverRanks
 from planner.specs.units import GB, GIB, MIB
 
 _STRAGGLER_UNITS = {"ms": 1e-3, "us": 1e-6, "s": 1.0, "%": 1e-2}
@@ -26,7 +26,7 @@ _MOST_WATTS = 1e4
 """No GPU takes more: such a number is in milliwatts, as NVML has it."""
 
 
-def _straggler(record: StepRecord, match: re.Match[str]) -> None:
+def _straggler(record: RunRecord, match: re.Match[str]) -> None:
     """`MnRtt/Rnk: 3453.08ms/8 | MxRtt/Rnk: 3468.20ms/0 | …`: least and most, each with its rank."""
     found: dict[str, dict[str, tuple[float, int]]] = {}
     for side, word, text, unit, rank in _VALUE.findall(match.string):
@@ -44,7 +44,7 @@ def _straggler(record: StepRecord, match: re.Match[str]) -> None:
                 record.rank_timer(_STRAGGLER_TIMERS[name], rank, value)
 
 
-def _listed(record: StepRecord, match: re.Match[str]) -> None:
+def _listed(record: RunRecord, match: re.Match[str]) -> None:
     """`Bottom 4 Ranks with lowest Etpt(TF): 296.02/0, 296.17/2, …`."""
     ranks = record.spreads.setdefault("tflops", SpreadOverRanks()).ranks
     for value, rank in _LISTED.findall(match[1]):
@@ -106,7 +106,7 @@ _MEMORY = re.compile(r"\[Rank (\d{1,7})\] (?:\(after (\d{1,15}) iter)?[^|\[]{0,6
 _PROGRESS = re.compile(r"Iteration: *(\d+)")
 
 
-def _iteration(record: StepRecord, match: re.Match[str]) -> None:
+def _iteration(record: RunRecord, match: re.Match[str]) -> None:
     found = fields(match[3])
     begin = match.string[: match.start()]
     before = fields(begin) if "|" in begin else {}
@@ -143,23 +143,23 @@ def _iteration(record: StepRecord, match: re.Match[str]) -> None:
     _memory_of(record, None, found, GB)
 
 
-def _rank(record: StepRecord) -> int | None:
+def _rank(record: RunRecord) -> int | None:
     rank = record.state.get("rank")
     return None if rank is None else int(rank)
 
 
-def _memory(record: StepRecord, match: re.Match[str]) -> None:
+def _memory(record: RunRecord, match: re.Match[str]) -> None:
     """A rank's memory; ranks that print at once leave several on a line."""
     for rank, step, text in _MEMORY.findall(match.string):
         _memory_of(record, int(rank), fields(text), MIB, whole(step))
 
 
-def _memory_of(record: StepRecord, rank: int | None, found: dict[str, str], unit: int, step: int | None = None) -> None:
+def _memory_of(record: RunRecord, rank: int | None, found: dict[str, str], unit: int, step: int | None = None) -> None:
     kinds = {kind: number(found[name]) * unit for name, kind in MEMORY.items() if name in found}
     record.bytes_of(rank, step, **kinds)
 
 
-def _old_timers(record: StepRecord, match: re.Match[str]) -> None:
+def _old_timers(record: RunRecord, match: re.Match[str]) -> None:
     for name, value in fields(match[1]).items():
         seconds = number(value) * _MS
         if not seconds >= 0:
@@ -168,20 +168,20 @@ def _old_timers(record: StepRecord, match: re.Match[str]) -> None:
         _outside(record, name, seconds)
 
 
-def _minmax(record: StepRecord, match: re.Match[str]) -> None:
+def _minmax(record: RunRecord, match: re.Match[str]) -> None:
     low, high = number(match[2]) * _MS, number(match[3]) * _MS
     record.timer(match[1], low, high)
     _outside(record, match[1], high)
 
 
-def _outside(record: StepRecord, name: str, seconds: float) -> None:
+def _outside(record: RunRecord, name: str, seconds: float) -> None:
     """Timers of what happens between iterations, which say how long the gap before the next one was."""
     kind = {"save-checkpoint": "checkpoint", "evaluate": "evaluation", "eval-time": "evaluation"}.get(name)
     if kind is not None:
         record.mark(kind, seconds)
 
 
-def _maximum(record: StepRecord, match: re.Match[str]) -> None:
+def _maximum(record: RunRecord, match: re.Match[str]) -> None:
     seconds = number(match[2]) * _MS
     if record.state.get("dump"):
         record.argument(match[1], match[2])
@@ -190,21 +190,21 @@ def _maximum(record: StepRecord, match: re.Match[str]) -> None:
         _outside(record, match[1], seconds)
 
 
-def _timers_begin(record: StepRecord, match: re.Match[str]) -> None:
+def _timers_begin(record: RunRecord, match: re.Match[str]) -> None:
     record.state["timers"] = match[1] or "all"
 
 
-def _timer_of_ranks(record: StepRecord, match: re.Match[str]) -> None:
+def _timer_of_ranks(record: RunRecord, match: re.Match[str]) -> None:
     record.state["timer"] = match[1]
 
 
-def _timer_of_rank(record: StepRecord, match: re.Match[str]) -> None:
+def _timer_of_rank(record: RunRecord, match: re.Match[str]) -> None:
     name = record.state.get("timer")
     if name is not None:
         record.rank_timer(name, int(match[1]), number(match[2]) * _MS)
 
 
-def _dump_begins(record: StepRecord, match: re.Match[str]) -> None:
+def _dump_begins(record: RunRecord, match: re.Match[str]) -> None:
     record.state["dump"] = "yes"
     record.restart()
 
@@ -217,12 +217,12 @@ _LAYOUT = (
 """Arguments that make another job of a run."""
 
 
-def _dump_ends(record: StepRecord, match: re.Match[str]) -> None:
+def _dump_ends(record: RunRecord, match: re.Match[str]) -> None:
     record.state.pop("dump", None)
     record.starts_with(" ".join(record.arguments.get(name, "") for name in _LAYOUT))
 
 
-def _argument(record: StepRecord, match: re.Match[str]) -> None:
+def _argument(record: RunRecord, match: re.Match[str]) -> None:
     if record.state.get("dump"):
         record.argument(match[1], match[2].strip())
     else:
@@ -232,26 +232,26 @@ def _argument(record: StepRecord, match: re.Match[str]) -> None:
             _outside(record, match[1], float(value[0]) * _MS)
 
 
-def _datetime(record: StepRecord, match: re.Match[str]) -> None:
+def _datetime(record: RunRecord, match: re.Match[str]) -> None:
     record.time(moment(match[1]))
 
 
-def _sizes(record: StepRecord, match: re.Match[str]) -> None:
+def _sizes(record: RunRecord, match: re.Match[str]) -> None:
     for name, size in re.findall(r"([\w-]+?)[- ]size: (\d{1,9})", match.string):
         record.argument({"world": "world_size"}.get(name, f"{name.replace('-', '_')}_size"), size)
 
 
-def _theoretical(record: StepRecord, match: re.Match[str]) -> None:
+def _theoretical(record: RunRecord, match: re.Match[str]) -> None:
     record.prints("theoretical_bytes", number(match[1]) * MIB)
 
 
-def _bridge_step(record: StepRecord, match: re.Match[str]) -> None:
+def _bridge_step(record: RunRecord, match: re.Match[str]) -> None:
     record.facts["trainer"] = "megatron-bridge"
     record.prints("bridge_step_s", number(match[1]))
     record.prints("tflops", number(match[2]))
 
 
-def _progress(record: StepRecord, match: re.Match[str]) -> None:
+def _progress(record: RunRecord, match: re.Match[str]) -> None:
     """`--log-progress`: the mean step between two checkpoints, whatever else took part of that time."""
     at_s, number_of_gpus = moment(match[1]), whole(match[2])
     if number_of_gpus:
@@ -307,7 +307,7 @@ ROWS = (
 )  # fmt: skip
 
 
-def _finish(record: StepRecord) -> None:
+def _finish(record: RunRecord) -> None:
     size = whole(record.arguments.get("world_size"))
     if size:
         record.facts["num_gpus"] = size
@@ -320,7 +320,7 @@ def _finish(record: StepRecord) -> None:
 MEGATRON = Grammar("megatron", "megatron", ROWS, finish=_finish)
 
 
-def _numberless(record: StepRecord, match: re.Match[str]) -> None:
+def _numberless(record: RunRecord, match: re.Match[str]) -> None:
     record.step((record.numbers[-1] if record.numbers else 0) + 1, number(match[1]))
     record.prints("tflops", number(match[2]))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.observe.logs.grammar import Grammar, line_row, number, text_of, whole
-from planner.observe.record import StepRecord
+from planner.observe.record import RunRecord
 from planner.specs.reading import parse_json
 from planner.specs.units import GIB, is_count
 
@@ -39,7 +39,7 @@ def _value(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else number(str(value))
 
 
-def _mllog(record: StepRecord, match: re.Match[str]) -> None:
+def _mllog(record: RunRecord, match: re.Match[str]) -> None:
     data = _object(match[1])
     key, value, metadata = data.get("key"), data.get("value"), data.get("metadata")
     at_s, metadata = _value(data.get("time_ms")) / 1e3, metadata if isinstance(metadata, dict) else {}
@@ -81,7 +81,7 @@ _MLPERF_FACTS: dict[str, Any] = {
 }
 
 
-def _tracked(record: StepRecord, value: dict[str, Any], metadata: dict[str, Any], at_s: float) -> None:
+def _tracked(record: RunRecord, value: dict[str, Any], metadata: dict[str, Any], at_s: float) -> None:
     """A step's seconds, or the mean of a block of steps, which is no step: counted, it makes totals 2 to 3% too high.
 
     A block says its throughput (5.0), or only the samples and no step (5.1). `step` counts tokens in 4.1, samples in
@@ -110,7 +110,7 @@ def _tracked(record: StepRecord, value: dict[str, Any], metadata: dict[str, Any]
         record.step(round(counted), _value(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
 
 
-def _finish_mlperf(record: StepRecord) -> None:
+def _finish_mlperf(record: RunRecord) -> None:
     if not record.numbers:
         _means_as_steps(record)
     if not record.numbers:
@@ -120,7 +120,7 @@ def _finish_mlperf(record: StepRecord) -> None:
     record.facts.pop("trainer", None)
 
 
-def _means_as_steps(record: StepRecord) -> None:
+def _means_as_steps(record: RunRecord) -> None:
     """Take the recorded means of stretches of steps, in place of steps, where it is known how many each is of."""
     ends = _in_steps(record, [counted for counted, _, _ in record.means])
     before = 0
@@ -132,7 +132,7 @@ def _means_as_steps(record: StepRecord) -> None:
         record.note("no step is recorded: seconds are the means that the log has of stretches of steps")
 
 
-def _blocks_as_steps(record: StepRecord) -> None:
+def _blocks_as_steps(record: RunRecord) -> None:
     """Take the means of the stretches between evaluations, whose tokens or samples are stated, in place of steps."""
     stretches = _stretches(record)
     ends = _ends_of_stretches(record, len(stretches))
@@ -144,7 +144,7 @@ def _blocks_as_steps(record: StepRecord) -> None:
             record.step(number_, (end - begin) / (number_ - before), end_s=end, covers=number_ - before)
 
 
-def _stretches(record: StepRecord) -> list[tuple[float, float]]:
+def _stretches(record: RunRecord) -> list[tuple[float, float]]:
     """Begin and end of what was trained without a break: blocks, cut at the evaluations that are inside of them."""
     evaluations = sorted((begin, end) for kind, begin, end in record.activities if kind == "evaluation")
     found = []
@@ -160,7 +160,7 @@ def _stretches(record: StepRecord) -> list[tuple[float, float]]:
     return sorted(found)
 
 
-def _ends_of_stretches(record: StepRecord, count: int) -> list[int]:
+def _ends_of_stretches(record: RunRecord, count: int) -> list[int]:
     """The last step of each stretch; none where that is not stated."""
     batch = int(record.facts.get("global_batch_size", 0))
     per_step, tokens = batch * int(record.facts.get("seq_length", 0)), number(record.state.get("block"))
@@ -170,7 +170,7 @@ def _ends_of_stretches(record: StepRecord, count: int) -> list[int]:
     return _in_steps(record, trained) if len(trained) == count else []
 
 
-def _in_steps(record: StepRecord, counts: list[float]) -> list[int]:
+def _in_steps(record: RunRecord, counts: list[float]) -> list[int]:
     """Counts of tokens, else of samples, as steps; none where they are of no whole steps."""
     batch = int(record.facts.get("global_batch_size", 0))
     for per_step in (batch * int(record.facts.get("seq_length", 0)), batch):
@@ -188,7 +188,7 @@ MLPERF = Grammar(
 )
 
 
-def _dllogger(record: StepRecord, match: re.Match[str]) -> None:
+def _dllogger(record: RunRecord, match: re.Match[str]) -> None:
     line = _object(match[1])
     data, step = line.get("data"), line.get("step")
     if not isinstance(data, dict):
@@ -211,7 +211,7 @@ def _dllogger(record: StepRecord, match: re.Match[str]) -> None:
     record.step(step, seconds, end_s=at_s, covers=1)
 
 
-def _finish_dllogger(record: StepRecord) -> None:
+def _finish_dllogger(record: RunRecord) -> None:
     for name, fact in (("global_batch_size", "global_batch_size"), ("encoder_seq_length", "seq_length")):
         value = whole(record.arguments.get(name))
         if value:
@@ -223,7 +223,7 @@ DLLOGGER = Grammar(
 )
 
 
-def _progress(record: StepRecord, match: re.Match[str]) -> None:
+def _progress(record: RunRecord, match: re.Match[str]) -> None:
     text = match.string
     step = re.search(r"global_step[:=] ?([\d.]{1,20})", text)
     batch = re.search(r"global_batch_size[:=] ?(\d{1,12})", text)

@@ -6,12 +6,12 @@ import re
 from statistics import median
 
 from planner.observe.logs.grammar import MOST, Grammar, fields, line_row, mark, moment, number, suffixed
-from planner.observe.record import StepRecord
+from planner.observe.record import RunRecord
 
 _NANOTRON_TIMES = ("elapsed_time_per_iteration_ms", "time_per_iteration_ms")
 
 
-def _iteration(record: StepRecord, match: re.Match[str]) -> None:
+def _iteration(record: RunRecord, match: re.Match[str]) -> None:
     found = fields(match[3])
     text = next((found[name] for name in _NANOTRON_TIMES if name in found), None)
     if text is None:
@@ -48,7 +48,7 @@ NANOTRON = Grammar(
 known to 0.5%."""
 
 
-def _completed(record: StepRecord, match: re.Match[str]) -> None:
+def _completed(record: RunRecord, match: re.Match[str]) -> None:
     """`completed step: 3, seconds: 11.715, TFLOP/s/device: 193.354, Tokens/s/device: 4195.595, …`."""
     found, seconds = fields(match.string, ","), number(match[2])
     if record.step(int(match[1]), seconds, end_s=moment(match.string[: match.start()])):
@@ -56,7 +56,7 @@ def _completed(record: StepRecord, match: re.Match[str]) -> None:
         record.prints("tokens_per_s_per_gpu", number(found.get("Tokens/s/device")))
 
 
-def _finish_maxtext(record: StepRecord) -> None:
+def _finish_maxtext(record: RunRecord) -> None:
     """Leave out the first steps, of which some return before they have run, and others wait for them."""
     usual = median(record.seconds) if len(record.seconds) > 2 else 0.0
     early = [row for row, seconds in enumerate(record.seconds) if seconds < _RETURNED * usual]
@@ -75,7 +75,7 @@ MAXTEXT = Grammar(
 """As of 2026 (MaxText/metric_logger.py)."""
 
 
-def _verl(record: StepRecord, match: re.Match[str]) -> None:
+def _verl(record: RunRecord, match: re.Match[str]) -> None:
     """`step:1 - … timing_s/gen:698.88 - timing_s/step:1268.49 - perf/throughput:524.5`: minutes, without a warm-up."""
     found = fields(match.string[match.start() :], " - ")
     seconds = number(found.get("timing_s/step") or found.get("perf/time_per_step"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.observe.logs.grammar import moment, number, text_of
-from planner.observe.record import StepRecord
+from planner.observe.record import RunRecord
 from planner.specs.reading import parse_json
 from planner.specs.reading.csv_text import row_of
 from planner.specs.units import GB, GIB, KIB, MIB
@@ -51,7 +51,7 @@ _HEAD = 1 << 15
 _MOST_COLUMNS = 2_000
 
 
-class Columns:
+class TableColumns:
     """The columns of a table that are read, found by name."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -117,7 +117,7 @@ def _first(names: Sequence[str], plain: Sequence[str], pattern: re.Pattern[str])
 def recognises(first: bytes) -> bool:
     """True if a file whose first line is this one begins as a table of step times."""
     line = first.decode("utf-8-sig", errors="replace")
-    return bool(_names(line[:_HEAD]) and Columns(_names(line[:_HEAD])).tells_time) or _is_number(line)
+    return bool(_names(line[:_HEAD]) and TableColumns(_names(line[:_HEAD])).tells_time) or _is_number(line)
 
 
 def _names(line: str) -> list[str]:
@@ -143,15 +143,15 @@ def _is_number(line: str) -> bool:
     return re.fullmatch(r"\s*\d{1,9}(\.\d{1,12})?\s*", line) is not None
 
 
-class Table:
+class StepTable:
     """The steps of a table so far, of the lines that were given."""
 
     def __init__(self, where: str) -> None:
-        self.record = StepRecord(NAME)
+        self.record = RunRecord(NAME)
         self._where = where
         self._names: list[str] | None = None
         """The names of the columns; empty where each line is an object that names its own."""
-        self._columns = Columns(["seconds"])
+        self._columns = TableColumns(["seconds"])
         self._delimiter = ","
         self._untimed = 0
 
@@ -173,7 +173,7 @@ class Table:
             self.record.note("numbers without a head are taken as seconds of one step after the other")
             self._names = ["seconds"]
             return False
-        self._columns = columns = Columns(_names(first))
+        self._columns = columns = TableColumns(_names(first))
         if not columns.tells_time:
             raise SpecError(f"{self._where}: no column has step times", "name one step_time_s or step_time_ms")
         if columns.time is None:
@@ -210,14 +210,14 @@ class Table:
         record.prints("tokens_per_s", number(str(row.get(columns.tokens, ""))) if columns.tokens else None)
         _take_beside(record, row, columns)
 
-    def finished(self) -> StepRecord:
+    def finished(self) -> RunRecord:
         """The record of all rows: no other can be given any more."""
         if self._untimed:
             self.record.note(f"{self._untimed:,} rows without a time were left out")
         return self.record
 
 
-def _take_beside(record: StepRecord, row: dict[str, Any], columns: Columns) -> None:
+def _take_beside(record: RunRecord, row: dict[str, Any], columns: TableColumns) -> None:
     """Take what a row has beside the step: memory, waits for data, retries, power and clocks."""
 
     def value(name: str | None) -> float:

@@ -8,7 +8,7 @@ from operator import mul
 from statistics import median
 
 from planner.observe.logs.grammar import Grammar, LineRow, fact, line_row, mark, moment, number, text_of, whole
-from planner.observe.record import StepRecord
+from planner.observe.record import RunRecord
 from planner.specs.units import GIB
 
 _CLOCK_S, _SHARP_FRACTION, _LEAST_TO_SHARPEN = 1e-3, 0.002, 5
@@ -18,7 +18,7 @@ _NAN = re.compile(r"loss: *nan\b")
 _MEMORY = re.compile(r"memory: *([\d.]{1,12})GiB\(([\d.]{1,6})%\)")
 
 
-def _step(record: StepRecord, match: re.Match[str]) -> None:
+def _step(record: RunRecord, match: re.Match[str]) -> None:
     """A line of a step: tokens/s of a device since the last line, from whose time the seconds follow."""
     step, at_s, text = int(match[1]), moment(match.string[: match.start()]), match.string
     speed, rank = _SPEED.search(text), record.state.get("rank")
@@ -57,14 +57,14 @@ def _step(record: StepRecord, match: re.Match[str]) -> None:
         record.prints("mfu_percent", number(text.partition("mfu: ")[2]))
 
 
-def _remember(record: StepRecord, step: int, at_s: float, tokens_per_s: float) -> None:
+def _remember(record: RunRecord, step: int, at_s: float, tokens_per_s: float) -> None:
     """The first line of a log without its head: only its end is known."""
     record.state.setdefault("begin", f"{step + 1} {at_s}")
     record.prints("tokens_per_s_per_gpu", tokens_per_s)
     record.time(at_s)
 
 
-def _begin(record: StepRecord, match: re.Match[str]) -> None:
+def _begin(record: RunRecord, match: re.Match[str]) -> None:
     """`Training starts at step 1, with local batch size 1, global batch size 8, sequence length 8192, …`."""
     at_s = moment(match.string[: match.start()])
     record.restart()
@@ -81,7 +81,7 @@ _BATCH = {
 }  # fmt: skip
 
 
-def _batch(record: StepRecord, match: re.Match[str]) -> None:
+def _batch(record: RunRecord, match: re.Match[str]) -> None:
     """`… with local batch size 1, global batch size 8, …, sequence length 8192`."""
     if (local := re.search(r"local batch size (\d{1,9})", match.string)) is not None:
         record.state["local batch"] = local[1]
@@ -91,7 +91,7 @@ def _batch(record: StepRecord, match: re.Match[str]) -> None:
             record.facts[name] = int(value[1])
 
 
-def _validated(record: StepRecord, match: re.Match[str]) -> None:
+def _validated(record: RunRecord, match: re.Match[str]) -> None:
     """The end of an evaluation, from which the next line's tokens and seconds are counted."""
     step, at_s = int(match[1]), moment(match.string[: match.start()])
     if record.numbers and step == record.numbers[-1]:
@@ -100,32 +100,32 @@ def _validated(record: StepRecord, match: re.Match[str]) -> None:
     record.state["begin"] = f"{step + 1} {at_s}"
 
 
-def _gpu(record: StepRecord, match: re.Match[str]) -> None:
+def _gpu(record: RunRecord, match: re.Match[str]) -> None:
     record.facts["hardware"] = text_of(match[1])
 
 
-def _saved(record: StepRecord, match: re.Match[str]) -> None:
+def _saved(record: RunRecord, match: re.Match[str]) -> None:
     record.mark("checkpoint", number(match[1]))
 
 
-def _collected(record: StepRecord, match: re.Match[str]) -> None:
+def _collected(record: RunRecord, match: re.Match[str]) -> None:
     record.mark("gc", number(match[1]))
 
 
-def _parameters(record: StepRecord, match: re.Match[str]) -> None:
+def _parameters(record: RunRecord, match: re.Match[str]) -> None:
     if count := whole(match[2]):
         record.facts["num_parameters"] = count
     record.facts.setdefault("model", text_of(match[1]))
 
 
-def _grid(record: StepRecord, match: re.Match[str]) -> None:
+def _grid(record: RunRecord, match: re.Match[str]) -> None:
     """`pp=2, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=2`, of which experts take none of their own."""
     sizes = dict(pair.split("=") for pair in match[1].strip(", ").split(", "))
     record.state["grid"] = match[1]
     record.facts["num_gpus"] = math.prod(int(size) for name, size in sizes.items() if not name.startswith("e"))
 
 
-def _sizes(record: StepRecord, match: re.Match[str]) -> None:
+def _sizes(record: RunRecord, match: re.Match[str]) -> None:
     sizes = [int(size) for size in re.findall(r"\d{1,7}", match[1])]
     record.facts["num_gpus"] = math.prod(sizes)
 
@@ -148,7 +148,7 @@ ROWS: tuple[LineRow, ...] = (
 )
 
 
-def _take_excerpt(record: StepRecord) -> None:
+def _take_excerpt(record: RunRecord) -> None:
     """The one line of an excerpt: its tokens of a device and step are those of its local batch, or of its GPUs."""
     step, tokens_per_s, at_s = (float(word) for word in record.state["excerpt"].split())
     length, gpus = int(record.facts.get("seq_length", 0)), int(record.facts.get("num_gpus", 0))
@@ -162,7 +162,7 @@ def _take_excerpt(record: StepRecord) -> None:
     record.step(int(step), sequences * length / tokens_per_s, end_s=at_s, covers=int(step) - 1)
 
 
-def _finish(record: StepRecord) -> None:
+def _finish(record: RunRecord) -> None:
     """Sharpen short steps: their tokens are equal, so that tokens/s tell them apart where the clock does not."""
     if not record.numbers and "excerpt" in record.state:
         _take_excerpt(record)

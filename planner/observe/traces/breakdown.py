@@ -151,10 +151,9 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
         dependencies_s=length_ns(dependencies) * NS,
         idle_s=length_ns(unknown) * NS,
         long_gaps_s=length_ns(gaps[gaps[:, 1] - gaps[:, 0] > LONG * (step.end_ns - step.start_ns)]) * NS,
-        first_idle_s=length_ns(idle[:1][idle[:1, 0] == step.start_ns]) * NS,
         families=_families(events, computing, inside),
         groups=groups,
-        phases=events.phases.times(computing, communicating, step) if events.phases else (),
+        phases=events.phases.times(computing, step) if events.phases else (),
         waits=_waits(events, merge(gaps, unknown)),
     )
 

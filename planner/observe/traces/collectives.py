@@ -263,13 +263,6 @@ def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | Non
     return 0 if described or trace.world_size == 1 else None
 
 
-def pipeline_of(events: Sorted) -> int | None:
-    """The first rank of a rank's pipeline group; None where the trace lists none."""
-    rank = events.trace.rank
-    groups = (group for group in events.trace.groups.values() if group.label == "pp" and rank in group.ranks)
-    return next((group.ranks[0] for group in groups), None)
-
-
 def stragglers(reports: Sequence[RankReport], late_ns: Sequence[int]) -> tuple[Straggler, ...]:
     """Each rank beside the ranks of its own stage; ranks of different stages hold different layers."""
     if len(reports) < 2:

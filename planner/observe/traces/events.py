@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.observe.traces.kernels_and_groups import Group
+from planner.observe.traces.kernels_and_groups import ProcessGroup
 from planner.specs.reading import printable
 
 Times = NDArray[np.int64]
@@ -141,7 +141,7 @@ class RankTrace:
     device: str
     origin_ns: int
     names: tuple[str, ...]
-    groups: dict[str, Group]
+    groups: dict[str, ProcessGroup]
     calls: tuple[Call, ...]
     gpu: Events
     """Kernels, copies and fills; on a host without a GPU its innermost operators."""
@@ -188,7 +188,7 @@ class Names:
 
 
 @dataclass(slots=True)
-class Columns:
+class EventColumns:
     """Events while a file is read: 40 bytes each, whatever the file says of them."""
 
     start_ns: array[int] = field(default_factory=lambda: array("q"))
@@ -215,4 +215,4 @@ class Columns:
         return Events(start[order], end[order], *others), order
 
 
-NO_EVENTS = Columns().events()[0]
+NO_EVENTS = EventColumns().events()[0]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class KernelFamily:
     """Kernels that do the same kind of work."""
 
     name: str
@@ -29,67 +29,69 @@ OTHER = "other"
 """The family of names that no row knows; its share is told, with the largest of them."""
 
 FAMILIES = (
-    Family(
+    KernelFamily(
         "communication",
         r"nccl|rccl|^gloo:|c10d::|multimem_\w*(reduce|gather)|(one|two)_?shot_all_?reduce|cross_device_reduce|symm_mem"
         r"|nvshmem|ishmem|deep_?ep|hybrid_?ep|(intranode|internode)::|low_latency::|allreduce_\w*kernel|mscclpp?"
         r"|userbuffers|all_?gather_kernel|reduce_?scatter_kernel|quick_?reduce",
         communicates=True,
     ),
-    Family("fused by Inductor", r"^triton_(poi|red|per|for|unk|_)"),
-    Family(
+    KernelFamily("fused by Inductor", r"^triton_(poi|red|per|for|unk|_)"),
+    KernelFamily(
         "attention",
         r"flash|fmha|attn|attention|scaled_dot_product|sdpa|\bmha_|sage_fwd|cudnn_generated_.*sdp|_attn_|mla_",
     ),
-    Family(
+    KernelFamily(
         "MoE routing",
         r"permute_kernel|unpermute|moe_|_moe|topk|top_k|router|gating|expert|group_?token|token_dispatch|sinkhorn"
         r"|sort_chunks|row_id_map|aux_loss|(gatherTopK|sbtopk|mbtopk)",
     ),
-    Family(
+    KernelFamily(
         OPTIMIZER,
         r"adam|\blamb(?!da)|adagrad|muon|newton_?schulz|multi_tensor|_foreach_|fused_sgd|optimizer|l2norm",
     ),
-    Family("loss", r"cross_?entropy|nll_loss|log_?softmax|logsumexp|vocab_parallel"),
-    Family("softmax", r"soft_?max"),
-    Family(
+    KernelFamily("loss", r"cross_?entropy|nll_loss|log_?softmax|logsumexp|vocab_parallel"),
+    KernelFamily("softmax", r"soft_?max"),
+    KernelFamily(
         "norm",
         r"layer_?norm|rms_?norm|batch_?norm|group_?norm|\bln_(fwd|bwd)|_ln_|GammaBeta|RowwiseMoments|bn_(fw|bw)_|Welford"
         r"|native_norm|rmsnorm",
     ),
-    Family("position embedding", r"rotary|rope"),
-    Family(
+    KernelFamily("position embedding", r"rotary|rope"),
+    KernelFamily(
         "scan",
         r"selective_scan|mamba|chunk_(scan|state|cumsum|fwd|bwd)|ssd_|causal_conv1d|gated_delta|state_passing",
     ),
-    Family(
+    KernelFamily(
         "convolution",
         r"conv(?!ert)|im2col|col2im|max_pool|average_pool|winograd|wgrad_alg|dgrad_engine|wgrad2d|scudnn"
         r"|implicit_gemm|igemm_(fwd|bwd|wrw)|fprop|dgrad_opt",
     ),
-    Family(
+    KernelFamily(
         "gemm",
         r"gemm|Cijk_|nvjet|cublas|matmul|cutlass|splitk_?reduce|\bbmm_|gemv|_mm_|\bck::kernel_|addmm"
         r"|aten::(mm|bmm|linear)|xmma_|hipblaslt|mma_|dot_kernel|deep_?gemm|tensile",
     ),
-    Family("embedding", r"embedding|pooled_embs|indexing_backward|index_?select|vectorized_gather"),
-    Family(
+    KernelFamily("embedding", r"embedding|pooled_embs|indexing_backward|index_?select|vectorized_gather"),
+    KernelFamily(
         "casts and quantisation",
         r"quant|cast_transpose|fp8|mxfp|amax|float8|_to_copy|to_float|(b?float16|half)_copy|(?<!no)cast",
     ),
-    Family(
+    KernelFamily(
         "copies",
         r"copy|CatArray|transpose|contiguous|aten::(cat|clone|to|stack|fill_|zero_)|memcpy|memset|ToN[hc]|pad",
     ),
-    Family(
+    KernelFamily(
         "elementwise",
         r"elementwise|Functor|gelu|silu|swiglu|geglu|\brelu|dropout|bias|act_and_mul|activation|tanh|sigmoid"
         r"|aten::(add|mul|sub|div|normal|uniform|rand|exp|neg|pow|sqrt|masked_fill|where|copy)|distribution_|SubTensorOp",
     ),
-    Family("reductions", r"reduce|aten::(sum|mean|max|min|norm)|argmax|argmin|cunn_|Reduce"),
-    Family("sorting and indexing", r"cub::|sort|scatter|gather|index|cumsum|scan|nonzero|unique|thrust|rocprim|hipcub"),
-    Family("dispatch on the host", r"^aten::|^autograd::|Backward\d*$|^torch::|^detach$"),
-    Family(OTHER, ""),
+    KernelFamily("reductions", r"reduce|aten::(sum|mean|max|min|norm)|argmax|argmin|cunn_|Reduce"),
+    KernelFamily(
+        "sorting and indexing", r"cub::|sort|scatter|gather|index|cumsum|scan|nonzero|unique|thrust|rocprim|hipcub"
+    ),
+    KernelFamily("dispatch on the host", r"^aten::|^autograd::|Backward\d*$|^torch::|^detach$"),
+    KernelFamily(OTHER, ""),
 )
 
 NAMES = tuple(family.name for family in FAMILIES)
@@ -139,7 +141,7 @@ PLANNED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProcessGroup:
     """A process group as a trace says it: ranks are unknown where the list was truncated and no stride is said."""
 
     name: str
@@ -169,7 +171,7 @@ def axis_of_description(description: str) -> str | None:
     return next((axis for axis, pattern in _AXIS_PATTERNS if pattern.search(lowered)), None)
 
 
-def axis_of(group: Group, grid: Mapping[str, int] | None = None) -> str:
+def axis_of(group: ProcessGroup, grid: Mapping[str, int] | None = None) -> str:
     """The axis of a group: as described, else as its size and stride are in `grid` (sizes of tp, cp, dp and pp)."""
     described = axis_of_description(group.description)
     if described and described != "world":

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError
-from planner.observe.traces.events import Call, Columns, Events, Names, RankTrace, rank_in_name
-from planner.observe.traces.kernels_and_groups import Group, ranks_by_stride, ranks_of
+from planner.observe.traces.events import Call, EventColumns, Events, Names, RankTrace, rank_in_name
+from planner.observe.traces.kernels_and_groups import ProcessGroup, ranks_by_stride, ranks_of
 from planner.observe.traces.results import HOST
 from planner.observe.traces.source import CHUNK_BYTES, Progress, TraceFile
 from planner.specs.reading import printable
@@ -187,9 +187,14 @@ class _Reader:
         self.num_kept = 0
         self.names, self.lanes = Names(), {}  # type: tuple[Names, dict[tuple[int | str, int | str], int]]
         self.calls: dict[Call, int] = {}
-        self.groups: dict[str, Group] = {}
-        self.gpu, self.launches, self.operators, self.marks = Columns(), Columns(), Columns(), Columns()
-        self.comms = Columns()
+        self.groups: dict[str, ProcessGroup] = {}
+        self.gpu, self.launches, self.operators, self.marks = (
+            EventColumns(),
+            EventColumns(),
+            EventColumns(),
+            EventColumns(),
+        )
+        self.comms = EventColumns()
         self.copies: list[bool] = []
         self.origin_us: float | None = None
         self.num_negative = 0
@@ -254,7 +259,7 @@ class _Reader:
                 arguments.get("Global rank start"), arguments.get("Global rank stride"), size
             )
             description = _text(arguments.get("Process Group Description", ""))
-            self.groups[group] = Group(group, description, ranks, size if isinstance(size, int) else None)
+            self.groups[group] = ProcessGroup(group, description, ranks, size if isinstance(size, int) else None)
         source, destination = (arguments.get(f"{end} Rank") for end in ("Src", "Dst"))
         call = Call(
             _text(arguments["Collective name"]).lower(),
@@ -297,7 +302,7 @@ class _Reader:
     def _of_host(self, operators: Events, marks: Events) -> Events:
         """Innermost operators, and the annotations that gloo leaves of its collectives."""
         communicates = np.array([bool(_COMMUNICATION_ANNOTATION.match(name)) for name in self.names.texts], bool)
-        both = Columns()
+        both = EventColumns()
         calls = np.array([name.startswith("c10d::") for name in self.names.texts], bool)
         works = ~np.array([bool(_BOOKKEEPING.match(name)) for name in self.names.texts], bool)
         if communicates.any():  # the operator that calls an exchange returns before it has run
@@ -356,7 +361,7 @@ def _innermost(events: Events) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return innermost
 
 
-def _configured(header: Mapping[str, Any]) -> dict[str, Group]:
+def _configured(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
     """The groups of `distributedInfo.pg_config`, which lists every rank."""
     info = header.get("distributedInfo")
     entries = info.get("pg_config") if isinstance(info, dict) else None
@@ -365,7 +370,9 @@ def _configured(header: Mapping[str, Any]) -> dict[str, Group]:
         if isinstance(entry, dict):
             name, ranks, size = _text(entry.get("pg_name", "")), ranks_of(entry.get("ranks")), entry.get("pg_size")
             whole = ranks if len(ranks) == size else ()
-            groups[name] = Group(name, _text(entry.get("pg_desc", "")), whole, size if isinstance(size, int) else None)
+            groups[name] = ProcessGroup(
+                name, _text(entry.get("pg_desc", "")), whole, size if isinstance(size, int) else None
+            )
     return {name: group for name, group in groups.items() if group.ranks}
 
 

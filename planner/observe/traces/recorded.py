@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import Field
 
 from planner.errors import SpecError
-from planner.observe.observation import JobFacts, Observation, Observed, RankMemory, SourceFile
+from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SourceFile
 from planner.observe.traces.breakdown import Sorted, break_down
-from planner.observe.traces.collectives import PeerTimes, collective_times, pipeline_of, stage_of, stragglers
+from planner.observe.traces.collectives import PeerTimes, collective_times, stage_of, stragglers
 from planner.observe.traces.events import RankTrace
 from planner.observe.traces.flight_recorder import FlightReport, read_flight_recorder
 from planner.observe.traces.kernels_and_groups import OPTIMIZER, PLANNED
@@ -69,7 +69,6 @@ def read_traces(
     reports = tuple(
         RankReport(
             file=events.trace.where, rank=events.trace.rank, stage=stage_of(events, grid),
-            pipeline=pipeline_of(events),
             world_size=events.trace.world_size, device=events.trace.device, steps=steps[place],
             collectives=collective_times(events, peers.transfer_ns[place], peers.wait_ns[place]),
             warnings=events.trace.warnings,
@@ -190,7 +189,7 @@ def observation_of(recorded: Recorded) -> Observation:
         peak_memory_bytes=max(peaks, default=None),
         peak_memory_kind="allocated" if peaks else None,
         memory=tuple(
-            RankMemory(max_allocated_bytes=s.peak_bytes, max_reserved_bytes=s.peak_reserved_bytes)
+            ObservedMemory(max_allocated_bytes=s.peak_bytes, max_reserved_bytes=s.peak_reserved_bytes)
             for s in recorded.snapshots
         ),
         breakdown=terms(steps, step_s) if step_s is not None else {},

@@ -306,7 +306,7 @@ class LargestAllocation(Spec):
     """File, line and function of the innermost frame in Python; empty without frames."""
 
 
-class OutOfMemory(Spec):
+class SnapshotOutOfMemory(Spec):
     """The allocator gave up."""
 
     requested_bytes: int
@@ -343,7 +343,7 @@ class SnapshotReport(Spec):
     num_events: int
     expandable_segments: bool | None
     allocator_settings: dict[str, str]
-    out_of_memory: OutOfMemory | None
+    out_of_memory: SnapshotOutOfMemory | None
     warnings: tuple[str, ...] = ()
 
 
@@ -391,12 +391,12 @@ def _report(
     )  # fmt: skip
 
 
-def _out_of_memory(replay: MemoryReplay, inactive: int, largest: int) -> OutOfMemory | None:
+def _out_of_memory(replay: MemoryReplay, inactive: int, largest: int) -> SnapshotOutOfMemory | None:
     """The last time that the allocator gave up."""
     if replay.out_of_memory is None:
         return None
     requested, free = replay.out_of_memory
-    return OutOfMemory(
+    return SnapshotOutOfMemory(
         requested_bytes=requested, device_free_bytes=free, inactive_bytes=inactive, largest_free_block_bytes=largest,
         fragmented=largest < requested <= inactive,
     )  # fmt: skip

@@ -10,15 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.observe.traces.events import (
-    NONE,
     Events,
     RankTrace,
-    Spans,
     Times,
     intersect,
     length_ns,
-    merge,
-    subtract,
     union,
     window,
 )
@@ -121,9 +117,6 @@ ANNOTATIONS = (
 )
 """(phase, pattern of its annotation)."""
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
-ALIKE = 0.05
-"""Ranges whose computing differs by less are alike."""
-MOST_LENGTHS = 1024
 _PATTERNS = tuple((phase, re.compile(pattern)) for phase, pattern in ANNOTATIONS)
 _NEVER = np.iinfo(np.int64).min
 NS = 1e-9
@@ -137,8 +130,6 @@ class StepPhases:
     source: str
     masks: dict[str, NDArray[np.bool_]]
     ranges: dict[str, NDArray[np.int64]]
-    marks: dict[str, Events]
-    """The ranges themselves, on the host."""
 
     @classmethod
     def of(cls, trace: RankTrace, launch: NDArray[np.int64]) -> StepPhases | None:
@@ -157,58 +148,38 @@ class StepPhases:
         optimizer = ranges["optimizer"] >= 0
         backward = (ranges["backward"] >= 0) & ~optimizer
         masks = {"forward": forward & ~backward & ~optimizer, "backward": backward, "optimizer": optimizer}
-        return cls(trace, source, masks, ranges, marks)
+        return cls(trace, source, masks, ranges)
 
     def part(self, trace: RankTrace, chosen: slice) -> StepPhases:
         """The phases of a slice of the events, which `trace` holds."""
         masks = {phase: mask[chosen] for phase, mask in self.masks.items()}
         ranges = {phase: of[chosen] for phase, of in self.ranges.items()}
-        return StepPhases(trace, self.source, masks, ranges, self.marks)
+        return StepPhases(trace, self.source, masks, ranges)
 
-    def times(self, computing: NDArray[np.bool_], exchanging: Spans, step: StepWindow) -> tuple[PhaseTime, ...]:
-        """Computing time by phase in one step; `exchanging` is when the rank communicates."""
+    def times(self, computing: NDArray[np.bool_], step: StepWindow) -> tuple[PhaseTime, ...]:
+        """Computing time by phase in one step."""
         inside, times, gpu = window(step.start_ns, step.end_ns), [], self.trace.gpu
         for phase, mask in self.masks.items():
-            mine, others = mask & computing, ~mask & computing
+            mine = mask & computing
             spans = intersect(union(gpu.start_ns[mine], gpu.end_ns[mine]), inside)
             if length_ns(spans):
                 said = self.source != "autograd" or phase == "optimizer"
-                parts = _by_range(mine, self.ranges[phase]) if said else []
-                lengths = self._lengths_ns(parts)
-                taken = subtract(merge(exchanging, union(gpu.start_ns[others], gpu.end_ns[others])), spans)
-                ranges = intersect(self._spans(parts, phase), inside) if parts else NONE
+                lengths = self._lengths_ns(_by_range(mine, self.ranges[phase]) if said else [])
                 times.append(
                     PhaseTime(
                         phase=phase,
                         seconds=length_ns(spans) * NS,
                         num_ranges=len(lengths),
                         median_s=float(np.median(lengths)) * NS if lengths else None,
-                        each_s=_uneven(lengths),
-                        own_s=length_ns(subtract(ranges, taken)) * NS if parts else None,
                         source=self.source if phase != "optimizer" else "annotations",
                     )
                 )
         return tuple(times)
 
-    def _spans(self, parts: Sequence[NDArray[np.int64]], phase: str) -> Spans:
-        """The ranges of a phase: on a host as they are marked, on a GPU from the first kernel of each to its last."""
-        if self.trace.on_host and len(marks := self.marks[phase]):
-            chosen = [self.ranges[phase][part[0]] for part in parts]
-            return union(marks.start_ns[chosen], marks.end_ns[chosen])
-        gpu = self.trace.gpu
-        return union(gpu.start_ns[[part[0] for part in parts]], np.array([gpu.end_ns[part].max() for part in parts]))
-
     def _lengths_ns(self, parts: Sequence[NDArray[np.int64]]) -> list[int]:
         """Computing time of each range."""
         gpu = self.trace.gpu
         return [length_ns(union(gpu.start_ns[part], gpu.end_ns[part])) for part in parts]
-
-
-def _uneven(lengths_ns: Sequence[int]) -> tuple[float, ...]:
-    """The lengths in seconds; empty where they are alike, or too many to be kept."""
-    if not 1 < len(lengths_ns) <= MOST_LENGTHS or max(lengths_ns) - min(lengths_ns) <= ALIKE * max(lengths_ns):
-        return ()
-    return tuple(length * NS for length in lengths_ns)
 
 
 def _by_range(mine: NDArray[np.bool_], range_of: NDArray[np.int64]) -> list[NDArray[np.int64]]:

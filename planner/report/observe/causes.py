@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.observe.gap.rows import GAP_ROWS, OF_MEMORY
-from planner.observe.observation import Cause, Observed, Remedy
+from planner.observe.observation import GapCause, GapRemedy, Observed
 from planner.report.format import percent, seconds
 from planner.report.pieces import columns, section
 
@@ -35,13 +35,13 @@ def causes_section(observed: Observed) -> RenderableType | None:
     return section("What the files show", Group(*parts)) if parts else None
 
 
-def _clause(cause: Cause) -> str:
+def _clause(cause: GapCause) -> str:
     row = GAP_ROWS.get(cause.name)
     text = row.at(cause.where) if row else cause.name
     return text if not cause.seconds else f"{text}, {seconds(cause.seconds)} of a step"
 
 
-def _cause(cause: Cause, step_s: float | None) -> Iterator[RenderableType]:
+def _cause(cause: GapCause, step_s: float | None) -> Iterator[RenderableType]:
     row = GAP_ROWS.get(cause.name)
     head = Text(row.at(cause.where) if row else cause.name)
     head.append(f"  {cause.name}", style="dim")
@@ -49,7 +49,7 @@ def _cause(cause: Cause, step_s: float | None) -> Iterator[RenderableType]:
     yield Padding(_details(cause, step_s), (0, 0, 0, 3))
 
 
-def _details(cause: Cause, step_s: float | None) -> Table:
+def _details(cause: GapCause, step_s: float | None) -> Table:
     table = columns("l", None)
     table.add_row("seen", cause.evidence)
     if cause.seconds:
@@ -60,7 +60,7 @@ def _details(cause: Cause, step_s: float | None) -> Table:
     return table
 
 
-def remedy_says(remedy: Remedy) -> str:
+def remedy_says(remedy: GapRemedy) -> str:
     """The remedy in words, with its options and the step that it gives."""
     by = "by the price of this job" if remedy.is_priced else "without it"
     given = f"a step of {seconds(remedy.step_s)} {by}" if remedy.step_s is not None else ""

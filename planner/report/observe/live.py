@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from planner.observe.follow.follower import Standing
+from planner.observe.follow.follower import FollowedRun
 from planner.report.format import gibibytes, large, percent, seconds, span
 from planner.report.months import duration
 
 _DAY_S = 86400.0
 
 
-def line_of(found: Standing) -> str:
+def line_of(found: FollowedRun) -> str:
     """`step 80 of 500  11.00 s a step  above 8.578–9.482 s, 8 of 20 steps  1.3 h left`."""
     if found.step is None or found.window_step_s is None:
         return found.says
@@ -27,7 +27,7 @@ def line_of(found: Standing) -> str:
     return "  ".join(parts)
 
 
-def _place(found: Standing) -> str:
+def _place(found: FollowedRun) -> str:
     if found.band_s is None:
         return found.place
     around = span(*found.band_s, found.band_s[1])

@@ -14,8 +14,8 @@ from toys import toy_cluster
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.confidence import hardware_width
-from planner.observe.calibrate.from_run import ONE_RUN_WIDTH, from_run
-from planner.observe.observation import Cause, JobFacts, RankMemory
+from planner.observe.calibration_by_run import ONE_RUN_WIDTH, from_run
+from planner.observe.observation import GapCause, JobFacts, ObservedMemory
 from planner.specs.units import GIB
 
 
@@ -83,7 +83,9 @@ def test_seconds_say_nothing_of_memory_whose_width_stays(plan: Plan) -> None:
 
 
 def test_memory_beside_tensors_is_measured(plan: Plan) -> None:
-    memory = RankMemory(rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB, device_bytes=int(54.5 * GIB))
+    memory = ObservedMemory(
+        rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB, device_bytes=int(54.5 * GIB)
+    )
     calibration = from_run(observed(plan, plan.step.step_s, memory=(memory,)), plan.cluster)
     assert calibration.fragmentation_fraction is not None
     assert calibration.context_gib is not None
@@ -150,8 +152,8 @@ def test_a_step_that_links_decide_says_nothing_of_kernels() -> None:
     assert any(warning.startswith("a poor fit") for warning in calibration.warnings)
 
 
-def cause(name: str, seconds: float | None) -> Cause:
-    return Cause(name=name, evidence="seen", seconds=seconds)
+def cause(name: str, seconds: float | None) -> GapCause:
+    return GapCause(name=name, evidence="seen", seconds=seconds)
 
 
 def test_what_a_data_stall_takes_is_not_learned(plan: Plan) -> None:
@@ -182,7 +184,7 @@ def test_slow_clocks_are_left_in(plan: Plan) -> None:
 
 
 def test_memory_that_leaked_is_left_out(plan: Plan) -> None:
-    memory = RankMemory(rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB)
+    memory = ObservedMemory(rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB)
     leak = observed(plan, 1.2 * plan.step.step_s, (cause("leak", None),), memory=(memory,))
     calibration = from_run(leak, plan.cluster)
     assert calibration.fragmentation_fraction is None

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from planner.observe.case import Case
+from planner.observe.case import ObservedCase
 from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
 from planner.observe.gap.rows import GAP_ROWS, GapRow, shown_rows
 from planner.observe.judge import judged_alone, judged_beside
 from planner.observe.observation import (
-    Cause,
     FailedAllocation,
+    GapCause,
     HungCollective,
     JobFacts,
     MemorySeries,
     Observation,
     Observed,
+    ObservedMemory,
     Outlier,
-    RankMemory,
     SourceFile,
     StepSeries,
     Timer,
@@ -69,8 +69,8 @@ def observed(**more: Any) -> Observation:
     return Observation(**{"sources": (SourceFile(path="a.log", format="megatron"),), "step_s": WALL_S, **more})
 
 
-def named(recorded: Recorded | None = None, **more: Any) -> tuple[Cause, ...]:
-    return shown_rows(Case(observed(**more), recorded))
+def named(recorded: Recorded | None = None, **more: Any) -> tuple[GapCause, ...]:
+    return shown_rows(ObservedCase(observed(**more), recorded))
 
 
 HEALTHY = tuple(report(rank) for rank in range(4))
@@ -112,7 +112,7 @@ def test_gaps_on_all_ranks_are_the_host() -> None:
 
 def test_gaps_that_a_loader_covers_are_data_and_not_the_host() -> None:
     waits = (("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 0.2),)
-    slow = [report(rank, gaps_s=0.3, first_idle_s=0.2, long_gaps_s=0.2, waits=waits) for rank in range(4)]
+    slow = [report(rank, gaps_s=0.3, long_gaps_s=0.2, waits=waits) for rank in range(4)]
     (first,) = named(traced(*slow))
     assert (first.name, first.where) == ("data_stall", "")
     assert first.seconds == pytest.approx(0.2)
@@ -166,8 +166,8 @@ def test_memory_that_grows_to_the_end_is_a_leak(sizes: list[float], names: list[
 
 
 def test_more_reserved_than_allocated_accuses_nobody() -> None:
-    def memory(reserved_gib: float) -> tuple[RankMemory, ...]:
-        return (RankMemory(rank=0, max_allocated_bytes=40 * GIB, max_reserved_bytes=round(reserved_gib * GIB)),)
+    def memory(reserved_gib: float) -> tuple[ObservedMemory, ...]:
+        return (ObservedMemory(rank=0, max_allocated_bytes=40 * GIB, max_reserved_bytes=round(reserved_gib * GIB)),)
 
     assert named(memory=memory(60)) == ()
 

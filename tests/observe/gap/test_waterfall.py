@@ -16,9 +16,8 @@ from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
-from planner.observe.case import Case
-from planner.observe.gap.account import STEP_TERMS, Account, GroupExchanges
-from planner.observe.gap.planned import planned
+from planner.observe.case import ObservedCase
+from planner.observe.gap.account import STEP_TERMS, Account, GroupExchanges, planned
 from planner.observe.gap.stated import recipe_terms
 from planner.observe.gap.stated import stated_otherwise as stated_otherwise
 from planner.observe.gap.waterfall import waterfall
@@ -96,7 +95,7 @@ def told(
 ) -> Observed:
     """The gap alone, to the plan or to an earlier run."""
     prediction = predicted(plan, "plan.json") if earlier is None else of_run(earlier, "observed.json")
-    case = Case(observation, files, prediction, plan, earlier)
+    case = ObservedCase(observation, files, prediction, plan, earlier)
     return Observed(observation=observation, prediction=prediction, waterfall=waterfall(case), plan=plan)
 
 
@@ -197,7 +196,7 @@ def test_a_step_alone_is_not_attributed() -> None:
     (term,) = told(observation, plan).waterfall
     assert (term.term, term.seconds, term.recoverable_s) == ("unattributed", pytest.approx(1), None)
     known = Term(term="recipe: ep_overlap", seconds=0.25, evidence="the log says so")
-    cut = waterfall(Case(observation, None, predicted(plan, "plan.json"), plan), (known,))
+    cut = waterfall(ObservedCase(observation, None, predicted(plan, "plan.json"), plan), (known,))
     assert [(one.term, one.seconds) for one in cut] == [
         ("recipe: ep_overlap", 0.25), ("unattributed", pytest.approx(0.75)),
     ]  # fmt: skip
@@ -288,7 +287,9 @@ def test_a_switch_that_the_log_shows_off_is_a_term_and_no_other(traced: bool, tm
     plan = plan_of("pipeline")
     features = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     facts = JobFacts(run={"features": features}, stated_switches=tuple(features))
-    stated = stated_otherwise(Case(Observation(sources=(), facts=facts), None, predicted(plan, "plan.json"), plan))
+    stated = stated_otherwise(
+        ObservedCase(Observation(sources=(), facts=facts), None, predicted(plan, "plan.json"), plan)
+    )
     run = stated[-1].candidate
     files, rest_s = recorded(tmp_path, "pipeline", {0: accounts(run)[0]}), run.outside.tail_s
     observation = observation_of(files).model_copy(update={"facts": facts})
@@ -298,7 +299,7 @@ def test_a_switch_that_the_log_shows_off_is_a_term_and_no_other(traced: bool, tm
         observation = Observation(
             sources=(SourceFile(path="a", format="b"),), facts=facts, step_s=run.step_s, breakdown=breakdown
         )
-    case = Case(observation, files if traced else None, predicted(plan, "plan.json"), plan)
+    case = ObservedCase(observation, files if traced else None, predicted(plan, "plan.json"), plan)
     terms = waterfall(case, recipe_terms(case))
     assert [term.term for term in terms if abs(term.seconds) > 1e-5 * run.step_s] == [
         f"recipe: {one.name}" for one in stated
