@@ -295,16 +295,21 @@ def _wall_ratio(record: RunRecord) -> float | None:
         row = int(np.searchsorted(ends, end))
         if kind in _WALL_KINDS and 0 < row < len(ends):
             apart[row - 1] -= end - begin
-    is_plain = np.isfinite(apart) & (apart > 0)
+    is_plain = np.isfinite(apart) & (apart >= 0)
     for row in (*record.marks, *(back.row for back in record.backs)):
         if 0 < row < len(ends):
             is_plain[row - 1] = False
     lengths, apart = lengths[is_plain], apart[is_plain]
     if len(apart) < LEAST_APART or len(apart) < len(ends) // 2:
         return None
-    if np.all(ends == np.floor(ends)) and float(np.median(apart)) < LEAST_OF_WHOLE_S:
-        return float(apart.sum() / lengths.sum())
-    return float(np.median(apart / lengths))
+    if not np.all(ends == np.floor(ends)) or float(np.median(apart)) >= LEAST_OF_WHOLE_S:
+        return float(np.median(apart / lengths))
+    unbroken = apart <= 2 * lengths + 2  # a pause that nobody names is no step
+    if 2 * np.count_nonzero(unbroken) < len(apart):
+        return float(np.median(apart / lengths))
+    total_s, cut = float(lengths[unbroken].sum()), len(ends) - np.count_nonzero(unbroken)
+    ratio = float(apart[unbroken].sum()) / total_s
+    return ratio if abs(ratio - 1) > cut / total_s else None  # each stretch is known to a second
 
 
 def _complete_first_row(record: RunRecord) -> None:
