@@ -16,7 +16,7 @@ from planner.files import STDOUT, write_text
 from planner.saved import with_digest
 
 if TYPE_CHECKING:
-    from planner.observe.follow.follower import Expected, FollowedRun, FollowLoop
+    from planner.observe.follower import Expected, FollowedRun, FollowLoop
     from planner.observe.observation import Observation
 
 _log = logging.getLogger(__name__)
@@ -46,9 +46,8 @@ class FollowOptions:
 
 def follow(options: FollowOptions, expected: Callable[[Observation], Expected]) -> None:
     """Follow a run until it ends, is interrupted, or leaves its band, which raises OutOfBand."""
-    from planner.observe.follow.band import BandWatch
-    from planner.observe.follow.follower import Follower, FollowLoop
-    from planner.observe.follow.tail import source_of
+    from planner.observe.follower import BandWatch, Follower, FollowLoop
+    from planner.observe.log_tail import source_of
     from planner.specs.reading import STDIN, label
 
     path = options.files[0]

@@ -16,6 +16,8 @@ from planner.errors import SpecError
 from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from planner.answer import Plan
     from planner.observe.observation import Observation, Observed
 
@@ -64,18 +66,10 @@ def observe_command(
       plan observe train.log --json
       plan observe --follow train.log --plan plan.json
     """
-    from rich.console import Group
-
     from planner.cli.follow import FollowOptions
     from planner.cli.follow import follow as follow_run
-    from planner.cli.output import progress, show_and_save
+    from planner.cli.output import show_and_save
     from planner.files import STDOUT, refuse_to_overwrite
-    from planner.observe.judge import judged, judged_alone, judged_beside
-    from planner.observe.log_reader import observe
-    from planner.observe.observation import Observed
-    from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
-    from planner.report.observe.answer import render_observed
-    from planner.report.observe.recorded import recorded_sections
     from planner.saved import with_digest
 
     if len(files) > MOST_FILES or files.count("-") > 1:
@@ -88,7 +82,24 @@ def observe_command(
         options = FollowOptions(files, only_slow, asked.tokens, json, output, force)
         follow_run(options.checked(), _expected(plan, asked))
         return
-    expected = None if plan is None else _planned(plan, asked)
+    answer, rendered = _observed(files, None if plan is None else _planned(plan, asked), plan, asked)
+    show_and_save(with_digest(answer.model_dump(mode="json")), rendered, json, output, force)
+
+
+def _observed(
+    files: list[str], expected: Plan | Observed | None, plan: str | None, asked: LayoutOptions
+) -> tuple[Observed, RenderableType]:
+    """The answer and how it is shown: the files beside the plan's file, else beside what options or the log say."""
+    from rich.console import Group
+
+    from planner.cli.output import progress
+    from planner.observe.judge import judged, judged_alone, judged_beside
+    from planner.observe.log_reader import observe
+    from planner.observe.observation import Observed
+    from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
+    from planner.report.observe.answer import render_observed
+    from planner.report.observe.recorded import recorded_sections
+
     kinds = kinds_of(files)
     logs = [path for path in files if path not in kinds]
     with progress("reading", _mebibytes(files)) as advance:
@@ -104,11 +115,10 @@ def observe_command(
         answer = judged_beside(observation, expected, source, recorded)
     else:
         answer = judged(observation, expected, source, recorded, doubt)
-    rendered = render_observed(answer)
-    if recorded is not None:
-        answer = ObservedFiles(**dict(answer), recorded=recorded)
-        rendered = Group(rendered, *recorded_sections(recorded))
-    show_and_save(with_digest(answer.model_dump(mode="json")), rendered, json, output, force)
+    if recorded is None:
+        return answer, render_observed(answer)
+    whole = ObservedFiles(**dict(answer), recorded=recorded)
+    return whole, Group(render_observed(answer), *recorded_sections(recorded))
 
 
 def _expected(path: str | None, asked: LayoutOptions) -> Callable[[Observation], tuple[Plan | Observed | None, str]]:

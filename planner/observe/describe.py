@@ -206,13 +206,9 @@ SERIES: dict[str, tuple[str, bool]] = {
 """The kind of each series of memory, and whether it is of peaks."""
 
 
-def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
-    """The observation of a record, whose statistics are robust."""
-    _complete_first_row(record)
-    facts = facts_of(record, trainer)
-    common: dict[str, Any] = {
-        "sources": sources,
-        "facts": facts,
+def _beside_steps(record: RunRecord) -> dict[str, Any]:
+    """The fields of an observation that need no step."""
+    return {
         "timers": tuple(timers_of(record)),
         "memory": tuple(_memory(record)),
         "memory_series": tuple(memory_series(record)),
@@ -228,6 +224,13 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
         "printed_mfu": None if (mfu := _printed(record, "mfu_percent")) is None else mfu / 100,
         **_peak(record),
     }
+
+
+def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
+    """The observation of a record, whose statistics are robust."""
+    _complete_first_row(record)
+    facts = facts_of(record, trainer)
+    common: dict[str, Any] = {"sources": sources, "facts": facts, **_beside_steps(record)}
     notes = list(record.notes)
     if (theory := _printed(record, "theoretical_bytes")) is not None:
         notes.append(f"the trainer's own estimate of the first rank's memory is {theory / 2**30:.1f} GiB")

@@ -23,7 +23,7 @@ from planner.decide.resume.choice import Resume, SpareNodes
 from planner.decide.sweep import Goal
 from planner.doctor.findings import Findings
 from planner.layout.runs import RunSpec
-from planner.observe.follow.follower import FollowedRun
+from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
 from planner.probe.rehearse.result import RehearsalResult

@@ -21,7 +21,7 @@ from planner.decide.sweep import Sweep
 from planner.gpu_check.report import GpuCheck
 from planner.layout.runs import RunSpec
 from planner.months.facts import Fact
-from planner.observe.follow.follower import FollowedRun
+from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import Recorded
 from planner.probe.result import ProbeResult

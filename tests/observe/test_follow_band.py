@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from planner.observe.follow.band import Band, BandWatch
+from planner.observe.follower import Band, BandWatch
 
 BAND = Band(9.0, 10.0, "plan.json")
 

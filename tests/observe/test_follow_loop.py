@@ -14,8 +14,7 @@ from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, iteration, iterations,
 from planner.answer import Plan
 from planner.cli import main
 from planner.errors import SpecError
-from planner.observe.follow.band import BandWatch
-from planner.observe.follow.follower import BURST, FollowedRun, Follower, FollowLoop
+from planner.observe.follower import BURST, BandWatch, FollowedRun, Follower, FollowLoop
 from planner.observe.log_reader import LogReader
 
 
@@ -164,7 +163,7 @@ def test_restarts_are_counted_and_what_the_log_explains_is_not_out() -> None:
 
 
 def test_a_record_of_months_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.observe.follow.follower.KEPT_ROWS", 200)
+    monkeypatch.setattr("planner.observe.follower.KEPT_ROWS", 200)
     reader = Follower("train.log", BandWatch(), lambda observation: (None, ""))
     for step in range(1, 2000):
         text = f"{iteration(step, 9.0 if step % 100 else 9.5, BEGIN_S + 9.0 * step)}\n{TIMERS}{report(0, step, 1, 2)}"

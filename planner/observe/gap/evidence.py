@@ -85,14 +85,17 @@ class RunFiles:
         """Every traced rank with what was expected of it: the plan's stage, or the same rank of the earlier run."""
         grid = grid_of(self.case)
         piped = grid is None or grid.pp > 1
-        expected: Callable[[Traced], Account | None]
+        of_rank: dict[int | None, Account] = {}
         if self.case.prediction is not None and self.case.prediction.kind == "run":
-            then = {rank.report.rank: account_of(rank, piped) for rank in self.earlier}
-            expected = lambda rank: then.get(rank.report.rank)  # noqa: E731
+            of_rank = {rank.report.rank: account_of(rank, piped) for rank in self.earlier}
         else:
             of_stage = self._priced()
-            expected = lambda rank: None if rank.stage is None else of_stage.get(rank.stage)  # noqa: E731
-        return tuple(RankAccounts(rank, account_of(rank, piped), expected(rank)) for rank in self.ranks)
+            of_rank = {
+                rank.report.rank: of_stage[rank.stage]
+                for rank in self.ranks
+                if rank.stage is not None and rank.stage in of_stage
+            }
+        return tuple(RankAccounts(rank, account_of(rank, piped), of_rank.get(rank.report.rank)) for rank in self.ranks)
 
     def _priced(self) -> dict[int, Account]:
         candidate, stages = self.case.candidate, {rank.stage for rank in self.ranks}

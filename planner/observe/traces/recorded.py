@@ -13,7 +13,7 @@ from pydantic import Field
 
 from planner.errors import SpecError
 from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SourceFile
-from planner.observe.traces.breakdown import Sorted, break_down
+from planner.observe.traces.breakdown import Sorted, break_down, step_windows
 from planner.observe.traces.collectives import PeerTimes, collective_times, stage_of, stragglers
 from planner.observe.traces.events import RankTrace
 from planner.observe.traces.flight_recorder import FlightReport, read_flight_recorder
@@ -22,7 +22,6 @@ from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.results import HOST, RankReport, TraceReport, TraceStep
 from planner.observe.traces.snapshot import SnapshotReport, read_snapshot
 from planner.observe.traces.source import Progress, TraceFile
-from planner.observe.traces.steps import step_windows
 from planner.specs.base import Spec
 from planner.specs.reading import STDIN
 

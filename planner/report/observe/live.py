@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.observe.follow.follower import FollowedRun
+from planner.observe.follower import FollowedRun
 from planner.report.format import gibibytes, large, percent, seconds, span
 from planner.report.months import duration
 
