@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from planner.observe.gap.account import Account
-from planner.observe.gap.terms import (
+from planner.observe.gap.account import (
     ATTENTION,
     BUBBLE,
     COPIES,
@@ -17,6 +16,7 @@ from planner.observe.gap.terms import (
     PP_LINK_RATE,
     PRODUCTS,
     WAITS,
+    Account,
 )
 from tests.made_traces import ALL_REDUCE, GEMM, SEND_RECV, MadeTrace
 from tests.made_traces import ATTENTION as ATTENTION_KERNEL

@@ -1,4 +1,4 @@
-"""Made files in the formats of torch and nsys: made by hand from their schemas, with numbers that a reader can add up.
+"""Made files in the formats of torch: made by hand from their schemas, with numbers that a reader can add up.
 
 They are no recordings; what was recorded stands in tests/observe/data.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -133,49 +132,4 @@ def event(
 
 def write_pickle(path: Path, data: Any, protocol: int = 4) -> Path:
     path.write_bytes(pickle.dumps(data, protocol))
-    return path
-
-
-def write_nsys(path: Path, devices: int = 1, ranges: bool = True) -> Path:
-    """An export by the schema of Nsight Systems 2025: two steps of kernels and NVTX ranges on each GPU."""
-    database = sqlite3.connect(path)
-    database.executescript(
-        """
-        CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
-        CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT, streamId INT, correlationId INT,
-            demangledName INT, shortName INT, gridX INT);
-        CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, nameId INT, correlationId INT, globalTid INT);
-        CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT, end INT, deviceId INT, streamId INT, correlationId INT,
-            copyKind INT, bytes INT);
-        CREATE TABLE TARGET_INFO_GPU (id INT, name TEXT);
-        CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INT);
-        INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES (1700000000000000000);
-        """
-    )
-    strings = {1: GEMM, 2: ALL_REDUCE, 3: "cudaLaunchKernel", 4: "forward_step"}
-    database.executemany("INSERT INTO StringIds VALUES (?, ?)", strings.items())
-    if ranges:
-        database.execute(
-            "CREATE TABLE NVTX_EVENTS (start INT, end INT, text TEXT, textId INT, eventType INT, globalTid INT)"
-        )
-    for device in range(devices):
-        database.execute("INSERT INTO TARGET_INFO_GPU VALUES (?, 'NVIDIA H100 80GB HBM3')", (device,))
-        for number in range(2):
-            at, link = number * 1_000_000, 10 * device + 2 * number
-            rows = [
-                (at + 10_000, at + 410_000, device, 7, link, 1, 1, 8),
-                (at + 310_000, at + 510_000, device, 20, link + 1, 2, 2, 8),
-            ]
-            database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
-            calls = [(at + 5_000, at + 6_000, 3, link, 1), (at + 7_000, at + 8_000, 3, link + 1, 1)]
-            database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", calls)
-            copy = (at + 600_000, at + 650_000, device, 7, 99, 1, 4096)
-            database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?, ?, ?, ?, ?, ?, ?)", copy)
-            if ranges and not device:
-                marks = [(at, at + 900_000, f"iteration {number}", None, 59, 1),
-                         (at + 1_000, at + 400_000, None, 4, 59, 1),
-                         (at + 5, None, "never ended", None, 59, 1)]  # fmt: skip
-                database.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", marks)
-    database.commit()
-    database.close()
     return path

@@ -9,8 +9,7 @@ from toys import toy_cluster, toy_model, toy_training
 from planner.answer import Plan
 from planner.layout.evaluate import evaluate
 from planner.observe.judge import judged
-from planner.observe.measured import Source, StepSeries
-from planner.observe.observation import Cause, Observation, Observed
+from planner.observe.observation import GapCause, Observation, Observed, SourceFile, StepSeries
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import Parallelism
 from planner.trainers.calibration import Calibration, Factor
@@ -39,11 +38,11 @@ def slower(cluster: ClusterSpec, **factors: float) -> ClusterSpec:
     ).of_cluster(cluster)
 
 
-def observed(plan: Plan, step_s: float | None, causes: tuple[Cause, ...] = (), **changes: Any) -> Observed:
+def observed(plan: Plan, step_s: float | None, causes: tuple[GapCause, ...] = (), **changes: Any) -> Observed:
     """A run of the plan with a log of a hundred steps, each `step_s` within a percent."""
     seconds = step_s or 1.0
     log: dict[str, Any] = {
-        "sources": (Source(path="train.log", format="megatron"),),
+        "sources": (SourceFile(path="train.log", format="megatron"),),
         "step_s": step_s,
         "step_s_spread": (0.99 * seconds, 1.01 * seconds),
         "num_steps": 100,

@@ -30,8 +30,8 @@ from planner import (
 from planner.errors import SpecError
 from planner.export.common.refusal import Inexpressible
 from planner.export.targets import TRAINERS
-from planner.observe import reader
-from planner.observe.read import observe
+from planner.observe import log_reader as reader
+from planner.observe.log_reader import observe
 from planner.schedule.orders import SCHEDULES
 from planner.specs.registry import load_hardware, load_model
 from planner.trainers import load

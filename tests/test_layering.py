@@ -58,8 +58,8 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment", "decide", "observe.measured", "observe.observation",
-        "observe.traces", "observe.causes.hypotheses", "observe.gap.terms", "observe.follow.state",
+        "layout.replan", "export.megatron.environment", "decide", "observe.observation",
+        "observe.traces", "observe.gap.rows", "observe.gap.account", "observe.follower",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },
@@ -81,17 +81,16 @@ ALLOWED = {
         "errors", "shape", "specs", "trainers", "schedule", "answer", "plan_file", "layout", "search",
         "report", "export",
     },
-    # a log's argument dump is a configuration that the importer reads; a run that was read is priced, replayed with one
-    # thing idealised, and changed by what would help; what was observed is shown by `report`; a run that calibrates is
-    # believed as a probe is, and one that is kept holds its plan
+    # a log's argument dump is a configuration that the importer reads; a run that was read is priced, and changed by
+    # what would help; a run that calibrates is believed as a probe is, and one that is kept holds its plan
     "observe": {
         "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
-        "search.rebalance", "report.format", "plan_file", "saved", "profile.probed",
+        "plan_file", "saved", "profile.probed",
     },
     # what a machine has of what the planner needs; the solver tests itself
     "doctor": {
         "distribution", "errors", "specs", "trainers.fits", "search.ilp.self_test", "observe.history",
-        "probe.verdict.same_hardware",
+        "observe.history_place", "probe.verdict.same_hardware",
     },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {

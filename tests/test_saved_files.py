@@ -17,9 +17,9 @@ from planner.cli import main
 from planner.cli.probe_file import probe_of
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
-from planner.observe.history.kept import kept_run, read_kept, text_of
+from planner.observe.history import kept_run, read_kept, text_of
 from planner.observe.judge import judged
-from planner.observe.read import observe
+from planner.observe.log_reader import observe
 from planner.observe.saved import observed_of
 from planner.plan_file import plan_of
 from planner.profile.record import Machine, Record

@@ -51,7 +51,7 @@ def _by_probe(result: ProbeResult, cluster: ClusterSpec, where: str) -> Calibrat
 
 def _by_run(observed: Observed, cluster: ClusterSpec, trainer: str, where: str) -> Calibration:
     """Raises SpecError where the log names another GPU than the hardware's, or the run teaches nothing."""
-    from planner.observe.calibrate.from_run import from_run
+    from planner.observe.calibration_by_run import from_run
 
     refuse_device(observed, cluster.hardware, where)
     calibration = from_run(observed, cluster, where)

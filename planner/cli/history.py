@@ -11,7 +11,7 @@ from planner.specs.reading import printable
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from planner.observe.history.posterior import KeptPrice
+    from planner.observe.history import KeptPrice
     from planner.specs.cluster import ClusterSpec
     from planner.trainers.spec import RuntimeSpec
 
@@ -23,13 +23,12 @@ def with_history(cluster: ClusterSpec, runtime: RuntimeSpec, said: set[str] | No
 
     What was said once of a command with many jobs stands in `said`, and is not said again.
     """
-    from planner.observe.history.place import default_folder
+    from planner.observe.history_place import default_folder
 
     folder = default_folder()
     if folder is None or not os.path.isdir(folder):
         return cluster
-    from planner.observe.history.belongs import calibration_of, runs_of
-    from planner.observe.history.folder import prices_of, said_of
+    from planner.observe.history import calibration_of, prices_of, runs_of, said_of
 
     prices = prices_of(folder, _priced)
     said = set() if said is None else said
@@ -46,7 +45,7 @@ def with_history(cluster: ClusterSpec, runtime: RuntimeSpec, said: set[str] | No
 
 
 def _priced(path: Path) -> KeptPrice:
-    from planner.observe.history.kept import price_of_file
+    from planner.observe.history import price_of_file
 
     return price_of_file(path)
 

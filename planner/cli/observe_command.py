@@ -15,6 +15,8 @@ from planner.cli.job_options import LayoutOptions, job_options
 from planner.errors import SpecError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from planner.answer import Plan
     from planner.observe.observation import Observation, Observed
 
@@ -26,7 +28,7 @@ Files = Annotated[
     list[str],
     typer.Argument(
         metavar="FILE",
-        help="Logs, CSV of step times, profiler traces, memory snapshots, flight-recorder dumps, nsys; - is stdin.",
+        help="Logs, CSV of step times, profiler traces, memory snapshots, flight-recorder dumps; - is stdin.",
         show_default=False,
         rich_help_panel=o.JOB,
     ),
@@ -38,17 +40,7 @@ Output = Annotated[str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the
 Follow = Annotated[
     bool, o.text(o.FOLLOW, "--follow", None, "Go on as the log grows; exit code 7 when the run leaves its band.")
 ]
-BandSteps = Annotated[
-    int | None, o.number(o.FOLLOW, "--band-steps", "Steps in a row out of the band that end it. [20, of two minutes]")
-]
 OnlySlow = Annotated[bool, o.text(o.FOLLOW, "--only-slow", None, "Only steps above the band end it.")]
-SilentMinutes = Annotated[
-    float | None,
-    o.number(o.FOLLOW, "--silent-minutes", "Minutes without a step that end it, 0 for never. [30]", "X", float),
-]
-Prometheus = Annotated[
-    str | None, o.text(o.FOLLOW, "--prometheus", "FILE", "Rewrite this file with metrics as text; - is stdout.")
-]
 
 
 @job_options
@@ -57,10 +49,7 @@ def observe_command(
     asked: LayoutOptions,
     plan: PlanFile = None,
     follow: Follow = False,
-    band_steps: BandSteps = None,
     only_slow: OnlySlow = False,
-    silent_minutes: SilentMinutes = None,
-    prometheus: Prometheus = None,
     json: o.Json = False,
     output: Output = None,
     force: o.Force = False,
@@ -74,33 +63,42 @@ def observe_command(
       plan observe train.log --plan plan.json
       plan observe train.log --model llama3-8b --gpus 8 --tp 2 --hardware h100
       plan observe train.log --json
-      plan observe --follow train.log --plan plan.json --prometheus planner.prom
+      plan observe --follow train.log --plan plan.json
     """
-    from rich.console import Group
-
-    from planner.cli.follow import Followed
+    from planner.cli.follow import FollowOptions
     from planner.cli.follow import follow as follow_run
-    from planner.cli.output import progress, show_and_save
+    from planner.cli.output import show_and_save
     from planner.files import STDOUT, refuse_to_overwrite
-    from planner.observe.judge import judged, judged_alone, judged_beside
-    from planner.observe.observation import Observed
-    from planner.observe.read import observe
-    from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
-    from planner.report.observe.answer import render_observed
-    from planner.report.observe.recorded import recorded_sections
     from planner.saved import with_digest
 
     if len(files) > MOST_FILES or files.count("-") > 1:
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
     if output is not None and output != STDOUT:
         refuse_to_overwrite(output, force)
-    options = Followed(files, band_steps, only_slow, silent_minutes, prometheus, asked.tokens, json, output, force)
-    if not follow and options.only_here:
-        raise SpecError(f"{options.only_here[0]}: given without --follow", "add --follow, or leave it out")
+    if only_slow and not follow:
+        raise SpecError("--only-slow: given without --follow", "add --follow, or leave it out")
     if follow:
+        options = FollowOptions(files, only_slow, asked.tokens, json, output, force)
         follow_run(options.checked(), _expected(plan, asked))
         return
-    expected = None if plan is None else _planned(plan, asked)
+    answer, rendered = _observed(files, None if plan is None else _planned(plan, asked), plan, asked)
+    show_and_save(with_digest(answer.model_dump(mode="json")), rendered, json, output, force)
+
+
+def _observed(
+    files: list[str], expected: Plan | Observed | None, plan: str | None, asked: LayoutOptions
+) -> tuple[Observed, RenderableType]:
+    """The answer and how it is shown: the files beside the plan's file, else beside what options or the log say."""
+    from rich.console import Group
+
+    from planner.cli.output import progress
+    from planner.observe.judge import judged, judged_alone, judged_beside
+    from planner.observe.log_reader import observe
+    from planner.observe.observation import Observed
+    from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
+    from planner.report.observe.answer import render_observed
+    from planner.report.observe.recorded import recorded_sections
+
     kinds = kinds_of(files)
     logs = [path for path in files if path not in kinds]
     with progress("reading", _mebibytes(files)) as advance:
@@ -116,11 +114,10 @@ def observe_command(
         answer = judged_beside(observation, expected, source, recorded)
     else:
         answer = judged(observation, expected, source, recorded, doubt)
-    rendered = render_observed(answer)
-    if recorded is not None:
-        answer = ObservedFiles(**dict(answer), recorded=recorded)
-        rendered = Group(rendered, *recorded_sections(recorded))
-    show_and_save(with_digest(answer.model_dump(mode="json")), rendered, json, output, force)
+    if recorded is None:
+        return answer, render_observed(answer)
+    whole = ObservedFiles(**dict(answer), recorded=recorded)
+    return whole, Group(render_observed(answer), *recorded_sections(recorded))
 
 
 def _expected(path: str | None, asked: LayoutOptions) -> Callable[[Observation], tuple[Plan | Observed | None, str]]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from planner.observe.history.posterior import KeptPrice, Posterior
+    from planner.observe.history import KeptPrice, KernelPosterior
 
 _log = logging.getLogger(__name__)
 
@@ -23,9 +23,19 @@ def add_run(path: str, folder: str | None, as_json: bool) -> None:
     """Keep an observed run in the folder of the user's runs, and show those of its cluster and trainer."""
     from planner.cli.calibration_file import refuse_device
     from planner.cli.output import dumps, show
-    from planner.observe.history.belongs import belongs_to, calibration_of, runs_of
-    from planner.observe.history.folder import keep, prices_of, said_of
-    from planner.observe.history.kept import kept_run, name_of, price_of, price_of_file, text_of
+    from planner.observe.history import (
+        belongs_to,
+        calibration_of,
+        keep,
+        kept_run,
+        name_of,
+        price_of,
+        price_of_file,
+        prices_of,
+        runs_of,
+        said_of,
+        text_of,
+    )
     from planner.observe.saved import read_observed
     from planner.specs.reading import label
 
@@ -52,7 +62,7 @@ def add_run(path: str, folder: str | None, as_json: bool) -> None:
 
 
 def _folder(given: str | None) -> Path:
-    from planner.observe.history.place import VARIABLE, default_folder
+    from planner.observe.history_place import VARIABLE, default_folder
 
     folder = Path(given) if given else default_folder()
     if folder is None:
@@ -61,7 +71,7 @@ def _folder(given: str | None) -> Path:
 
 
 def _described(
-    folder: Path, name: str, is_new: bool, belongs: str, kept: Sequence[KeptPrice], found: Posterior
+    folder: Path, name: str, is_new: bool, belongs: str, kept: Sequence[KeptPrice], found: KernelPosterior
 ) -> dict[str, Any]:
     runs = [
         {
@@ -95,8 +105,8 @@ def _table(kept: Sequence[KeptPrice], added: str) -> Table:
     return table
 
 
-def _sentences(folder: Path, name: str, is_new: bool, belongs: str, found: Posterior) -> list[str]:
-    from planner.observe.history.place import VARIABLE, default_folder
+def _sentences(folder: Path, name: str, is_new: bool, belongs: str, found: KernelPosterior) -> list[str]:
+    from planner.observe.history_place import VARIABLE, default_folder
     from planner.specs.reading import printable
 
     low, high = found.factor_interval

@@ -35,7 +35,7 @@ from planner.doctor.findings import (
 )
 from planner.doctor.gpus import find_gpus, profile_of
 from planner.doctor.installed import installed, torch_of
-from planner.observe.history.place import VARIABLE, default_folder
+from planner.observe.history_place import VARIABLE, default_folder
 from planner.search.ilp.self_test import SolverName, solver_trouble
 from planner.specs.registry import load_hardware
 from planner.trainers.fits import shipped_fits
@@ -173,7 +173,7 @@ def _calibration(today: datetime.date) -> Calibration:
 
 
 def _history() -> History:
-    from planner.observe.history.folder import PREFIX, SUFFIX
+    from planner.observe.history import PREFIX, SUFFIX
 
     folder = default_folder()
     if folder is None:

@@ -1,4 +1,8 @@
-"""An observation of what a record holds."""
+"""An observation of what a record holds: steps, timers, memory, and the wall time divided.
+
+Every row of steps ends at its line's time and began as many seconds earlier as it covers. What lies between two rows is
+what the log says happened there, and idle where it says nothing; what two records both claim is counted as overlap.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,174 @@ from typing import Any
 
 import numpy as np
 
-from planner.observe.facts import facts_of
-from planner.observe.measured import (
+from planner.observe.observation import (
     JobFacts,
     Link,
     MemorySeries,
+    Observation,
+    ObservedMemory,
     Outlier,
-    RankMemory,
     RankSpread,
     Restart,
-    Source,
+    SourceFile,
     StepSeries,
+    Timer,
+    Wall,
 )
-from planner.observe.observation import Observation
-from planner.observe.record import Back, Record
+from planner.observe.record import FallBack, RunRecord
+from planner.observe.stated_job import facts_of
 from planner.observe.steady import Steady, steady
-from planner.observe.timers import breakdown_of, data_s, timers_of
-from planner.observe.wall import restart_gap_s, wall_of
 from planner.specs.units import is_count
+
+TIMER_TERMS = (
+    (("forward-backward", "forward_backward"), "forward_backward_s"),
+    (
+        ("all-grads-sync", "grads-all-reduce", "backward-params-all-reduce", "backward-reduce-model-grads"),
+        "gradients_s",
+    ),
+    (("params-all-gather",), "parameters_s"),
+    (("forward-compute", "forward", "fwd"), "forward_s"),
+    (("backward-compute", "backward", "bwd"), "backward_s"),
+    (("optimizer", "step"), "optimizer_s"),
+)
+"""Timers that follow each other in a step, and the term that each is; of several names the first found counts."""
+_INSIDE = {
+    "all-grads-sync": ("gradients_s", "forward_backward_s"),
+    "params-all-gather": ("parameters_s", "optimizer_s"),
+}
+"""Timers that Megatron core runs inside of another: its schedules finalise the gradients before `forward-backward` ends
+(schedules.py, since core 0.7), and the distributed optimizer gathers parameters in its step (distrib_optimizer.py)."""
+_BESIDE = {"grads-all-reduce", "grads-reduce-scatter", "backward-params-all-reduce"}
+"""Timers of older versions, which ran all of these one after the other."""
+DATA_TIMERS = ("batch-generator", "batch_input", "data_loading", "straggler-get-batch")
+"""Timers of waiting for a batch: Megatron-LM's, DeepSpeed's pipeline engine's, a column of torchtitan's metrics, and
+that of `--log-straggler`; the first found counts."""
+_SET_UP = (
+    "model-and-optimizer-setup", "train/valid/test-data-iterators-setup", "load-checkpoint", "model and optimizer",
+    "train/valid/test data iterators",
+)  # fmt: skip
+"""Timers of what happens once, before the first step."""
+_MOST_OVER_FRACTION = 0.03
+"""Terms may add up to this much more than a step, and are then scaled: the most of each is of another rank."""
+_PARTS_OF_FORWARD_BACKWARD = ("forward_s", "backward_s")
+
+
+def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
+    """The seconds of a step by its timers, and what they leave."""
+    found: dict[str, float] = {}
+    for names, term in TIMER_TERMS:
+        seconds = next((most for name in names if (most := _most_s(record, name)) is not None), None)
+        if seconds is not None:
+            found[term] = seconds
+    if "forward_backward_s" in found:
+        for part in _PARTS_OF_FORWARD_BACKWARD:
+            found.pop(part, None)
+    for inner, (term, outer) in _INSIDE.items():
+        if (
+            inner in record.timers
+            and not _BESIDE & record.timers.keys()
+            and found.get(outer, 0.0) > found.get(term, 0.0)
+        ):
+            found[outer] -= found.get(term, 0.0)
+    total = sum(found.values())
+    if step_s < total <= step_s * (1 + _MOST_OVER_FRACTION):
+        found, total = {term: seconds * step_s / total for term, seconds in found.items()}, step_s
+    # timers inside each other, or of micro-batches, are no parts of a step
+    return {**found, "unattributed_s": step_s - total} if total <= step_s else {"unattributed_s": step_s}
+
+
+def _most_s(record: RunRecord, name: str) -> float | None:
+    """The most that a timer shows over the ranks, in seconds: the median over what was printed."""
+    highs = record.timers.get(name, ((), ()))[1]
+    if highs:
+        return float(np.median(np.frombuffer(highs, dtype=float)))
+    return max(record.of_ranks(name).values(), default=None)
+
+
+def timers_of(record: RunRecord) -> Iterator[Timer]:
+    for name, (lows, highs) in record.timers.items():
+        if len(lows) and name not in _SET_UP:
+            low, high = (float(np.median(np.frombuffer(values, dtype=float))) for values in (lows, highs))
+            ranks, mean_s = record.of_ranks(name), math.fsum(highs) / len(highs)
+            yield Timer(name=name, min_s=low, max_s=high, num_values=len(lows), per_rank_s=ranks, mean_s=mean_s)
+    for name in record.rank_timers:
+        if name not in record.timers:
+            ranks = record.of_ranks(name)
+            values = list(ranks.values())
+            yield Timer(name=name, min_s=min(values), max_s=max(values), num_values=len(values), per_rank_s=ranks)
+
+
+def data_s(record: RunRecord) -> float | None:
+    """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
+    values = next((record.timers[name][1] for name in DATA_TIMERS if record.timers.get(name, ((), ()))[1]), None)
+    if values:
+        return math.fsum(values) / len(values)
+    return next((most for name in DATA_TIMERS if (most := _most_s(record, name)) is not None), None)
+
+
+_WALL_KINDS = ("evaluation", "checkpoint")
+_COARSE_S, _FINE_S = 1.0, 0.002
+"""Times of whole seconds are cut, not rounded, so that two of them are off by up to one."""
+
+
+def wall_of(record: RunRecord) -> Wall | None:
+    """The wall time, divided; None where the lines have no times."""
+    ends = np.frombuffer(record.ends, dtype=float)
+    if not len(ends) or not np.isfinite(ends).all():
+        return None
+    lengths = np.frombuffer(record.seconds, dtype=float) * np.asarray(record.covers, dtype=float)
+    slack_s = _COARSE_S if np.all(ends == np.floor(ends)) else _FINE_S
+    first_s = min(record.first_s, float((ends - lengths)[0]))
+    items = dict.fromkeys(("steps", "down", "idle", "overlap", *_WALL_KINDS), 0.0)
+    restarts = {back.row for back in record.backs}
+    timed = [(begin, end - begin, -1, kind) for kind, begin, end in record.activities if kind in _WALL_KINDS]
+    rows = [(end - length, length, row, "steps") for row, (end, length) in enumerate(zip(ends, lengths, strict=True))]
+    has_times = {kind for _, _, _, kind in timed}
+    cursor = rows[0][0]
+    startup_s = cursor - first_s
+    for begin, length, row, kind in sorted([*rows, *timed]):
+        if row == 0:
+            cursor = begin
+        items[kind] += length
+        gap = begin - cursor
+        if abs(gap) <= slack_s:
+            cursor += length
+            continue
+        if gap > 0:
+            _share(items, gap, record, row, row in restarts, has_times)
+        else:
+            items["overlap"] += cursor + length - max(cursor, begin + length)
+        cursor = max(cursor, begin + length)
+    last_s = max(record.last_s, cursor)
+    items["idle"] += last_s - cursor
+    return Wall(
+        wall_s=last_s - first_s,
+        startup_s=startup_s,
+        **{f"{name}_s": value for name, value in items.items()},
+    )
+
+
+def _share(items: dict[str, float], gap: float, record: RunRecord, row: int, restarts: bool, timed: set[str]) -> None:
+    """Give a gap to what happened in it: as much as each is said to have taken, all of it to one that says nothing."""
+    if restarts:
+        items["down"] += gap
+        return
+    marks = [kind for kind in _WALL_KINDS if kind in record.marks.get(row, ()) and kind not in timed]
+    for kind in marks:
+        said_s = record.mark_s.get(kind, {}).get(row)
+        taken = min(gap, said_s if said_s is not None else gap)
+        items[kind] += taken
+        gap -= taken
+    items["idle"] += gap
+
+
+def restart_gap_s(record: RunRecord, row: int) -> float | None:
+    """Seconds from the last row before an interruption to the begin of the first after it; None without times."""
+    if row == 0 or row >= len(record.ends):
+        return None
+    down = record.ends[row] - record.seconds[row] * record.covers[row] - record.ends[row - 1]
+    return max(0.0, down) if math.isfinite(down) else None
+
 
 MOST_SHOWN = 4_000
 """The most rows of steps in an answer; of more, every n-th."""
@@ -38,6 +192,10 @@ INTERVALS = {
     "tensorboard_log_interval": "logging",
 }
 """Arguments of Megatron-LM that say how often something happens."""
+MOST_APART = 0.1
+"""Share by which what one log says of its step in two ways may differ."""
+LEAST_APART, LEAST_OF_WHOLE_S = 5, 20.0
+"""Fewest lines whose times say a step; times of whole seconds say one of fewer only in their sum."""
 COUNTS = ("num_alloc_retries", "num_ooms", "num_skipped_steps", "num_nan_steps")
 SERIES: dict[str, tuple[str, bool]] = {
     "allocated_bytes": ("allocated", False),
@@ -48,16 +206,14 @@ SERIES: dict[str, tuple[str, bool]] = {
 """The kind of each series of memory, and whether it is of peaks."""
 
 
-def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Observation:
-    """The observation of a record, whose statistics are robust."""
-    _complete_first_row(record)
-    facts = facts_of(record, trainer)
-    common: dict[str, Any] = {
-        "sources": sources,
-        "facts": facts,
+def _beside_steps(record: RunRecord) -> dict[str, Any]:
+    """The fields of an observation that need no step."""
+    return {
         "timers": tuple(timers_of(record)),
         "memory": tuple(_memory(record)),
         "memory_series": tuple(memory_series(record)),
+        "failed_allocations": tuple(record.failed_allocations),
+        "hung_collectives": tuple(record.hung_collectives),
         "links": tuple(_links(record)),
         "rank_spreads": tuple(_spreads(record)),
         "data_s": data_s(record),
@@ -68,6 +224,13 @@ def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Obse
         "printed_mfu": None if (mfu := _printed(record, "mfu_percent")) is None else mfu / 100,
         **_peak(record),
     }
+
+
+def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) -> Observation:
+    """The observation of a record, whose statistics are robust."""
+    _complete_first_row(record)
+    facts = facts_of(record, trainer)
+    common: dict[str, Any] = {"sources": sources, "facts": facts, **_beside_steps(record)}
     notes = list(record.notes)
     if (theory := _printed(record, "theoretical_bytes")) is not None:
         notes.append(f"the trainer's own estimate of the first rank's memory is {theory / 2**30:.1f} GiB")
@@ -78,6 +241,10 @@ def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Obse
     precision = _printed(record, "precision_fraction") or 0.0
     found = _statistics(record, precision)
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
+    if refused := _only_first(record) or _contradicted(record, facts, found.step_s):
+        return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
+    if record.numbers[0] - record.covers[0] > 1 and not record.backs:
+        notes.append(f"the log begins at step {record.numbers[0]:,}: what was before is not known")
     if max(record.covers) > 1:
         notes.append(f"a line is the mean of up to {max(record.covers):,} steps: single slow ones do not show")
     return Observation(
@@ -100,7 +267,55 @@ def described(record: Record, trainer: str, sources: tuple[Source, ...]) -> Obse
     )
 
 
-def _complete_first_row(record: Record) -> None:
+def _only_first(record: RunRecord) -> str:
+    """A sentence where the first iteration alone is there, which holds the start of everything."""
+    if len(record.numbers) > 1 or record.is_first_alike or record.covers[0] > 1 or record.numbers[0] > 1:
+        return ""
+    return f"only the first iteration is there, of {record.seconds[0]:.4g} s: no steady step can be said of it"
+
+
+def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:
+    """A sentence where the wall clock or the tokens per second of the same log say another step by over 10%."""
+    said = [(step_s * ratio, "by the times of its lines") for ratio in (_wall_ratio(record),) if ratio]
+    batch, length, gpus = facts.global_batch_size, facts.seq_length, facts.num_gpus
+    per_gpu, speed = _printed(record, "tokens_per_s_per_gpu"), _printed(record, "tokens_per_s")
+    speed = per_gpu * gpus if per_gpu and gpus else speed
+    if batch and length and speed:
+        said.append((batch * length / speed, "by its tokens per second"))
+    if batch and (samples := _printed(record, "samples_per_s")):
+        said.append((batch / samples, "by its samples per second"))
+    for other_s, how in said:
+        if abs(other_s / step_s - 1) > MOST_APART:
+            return f"no step is said: {step_s:.4g} s by the lines of steps, {other_s:.4g} s {how}"
+    return ""
+
+
+def _wall_ratio(record: RunRecord) -> float | None:
+    """Seconds between lines of steps over those that the lines say, where nothing else is said to lie between them."""
+    ends, seconds = (np.frombuffer(values, dtype=float) for values in (record.ends, record.seconds))
+    lengths, apart = (seconds * np.asarray(record.covers, dtype=float))[1:], np.diff(ends)
+    for kind, begin, end in record.activities:
+        row = int(np.searchsorted(ends, end))
+        if kind in _WALL_KINDS and 0 < row < len(ends):
+            apart[row - 1] -= end - begin
+    is_plain = np.isfinite(apart) & (apart >= 0)
+    for row in (*record.marks, *(back.row for back in record.backs)):
+        if 0 < row < len(ends):
+            is_plain[row - 1] = False
+    lengths, apart = lengths[is_plain], apart[is_plain]
+    if len(apart) < LEAST_APART or len(apart) < len(ends) // 2:
+        return None
+    if not np.all(ends == np.floor(ends)) or float(np.median(apart)) >= LEAST_OF_WHOLE_S:
+        return float(np.median(apart / lengths))
+    unbroken = apart <= 2 * lengths + 2  # a pause that nobody names is no step
+    if 2 * np.count_nonzero(unbroken) < len(apart):
+        return float(np.median(apart / lengths))
+    total_s, cut = float(lengths[unbroken].sum()), len(ends) - np.count_nonzero(unbroken)
+    ratio = float(apart[unbroken].sum()) / total_s
+    return ratio if abs(ratio - 1) > cut / total_s else None  # each stretch is known to a second
+
+
+def _complete_first_row(record: RunRecord) -> None:
     """The first row covers as many steps as the others do where its number is a multiple of that."""
     if len(record.covers) > 1 and record.covers[0] == 1:
         usual = int(median(record.covers[1:]))
@@ -108,7 +323,7 @@ def _complete_first_row(record: Record) -> None:
             record.covers[0] = usual
 
 
-def _statistics(record: Record, precision_fraction: float) -> Steady:
+def _statistics(record: RunRecord, precision_fraction: float) -> Steady:
     starts = (0, *(back.row for back in record.backs))
     return steady(
         np.asarray(record.numbers, dtype=np.int64),
@@ -129,7 +344,7 @@ def _explained(outlier: Outlier, arguments: dict[str, str]) -> Outlier:
     return outlier
 
 
-def _tokens_per_s(record: Record, facts: JobFacts, step_s: float) -> tuple[float | None, tuple[str, ...]]:
+def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, tuple[str, ...]]:
     """Tokens per second of the whole job, and the options that would say it."""
     if facts.global_batch_size and facts.seq_length:
         return facts.global_batch_size * facts.seq_length / step_s, ()
@@ -145,13 +360,13 @@ def _tokens_per_s(record: Record, facts: JobFacts, step_s: float) -> tuple[float
     return None, tuple(option for option, value in missing if not value)
 
 
-def _printed(record: Record, name: str) -> float | None:
+def _printed(record: RunRecord, name: str) -> float | None:
     """The median of what the trainer prints under a name; None where it does not."""
     values = record.printed.get(name)
     return float(np.median(np.frombuffer(values, dtype=float))) if values else None
 
 
-def _series(record: Record) -> StepSeries:
+def _series(record: RunRecord) -> StepSeries:
     stride = math.ceil(len(record.numbers) / MOST_SHOWN)
     ends = np.frombuffer(record.ends, dtype=float)[::stride]
     timed = bool(len(ends)) and bool(np.isfinite(ends).all())
@@ -163,12 +378,12 @@ def _series(record: Record) -> StepSeries:
     )
 
 
-def _memory(record: Record) -> Iterator[RankMemory]:
+def _memory(record: RunRecord) -> Iterator[ObservedMemory]:
     for rank, kinds in sorted(record.memory.items(), key=lambda pair: -1 if pair[0] is None else pair[0]):
-        yield RankMemory(rank=rank, **kinds)
+        yield ObservedMemory(rank=rank, **kinds)
 
 
-def _spreads(record: Record) -> Iterator[RankSpread]:
+def _spreads(record: RunRecord) -> Iterator[RankSpread]:
     for name, spread in record.spreads.items():
         if spread.lows:
             (low_rank, low_times), (high_rank, high_times) = (
@@ -187,7 +402,7 @@ def _spreads(record: Record) -> Iterator[RankSpread]:
             )
 
 
-def memory_series(record: Record) -> Iterator[MemorySeries]:
+def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
     """For each kind of memory its bytes over the steps, on the rank that has most at the end."""
     for name, (kind, is_peak) in SERIES.items():
         of_kind = {rank: series for (rank, known), series in record.memory_series.items() if known == name}
@@ -203,7 +418,7 @@ def memory_series(record: Record) -> Iterator[MemorySeries]:
             )
 
 
-def _peak(record: Record) -> dict[str, Any]:
+def _peak(record: RunRecord) -> dict[str, Any]:
     for kind, name in (
         ("max_allocated_bytes", "allocated"),
         ("max_reserved_bytes", "reserved"),
@@ -215,13 +430,13 @@ def _peak(record: Record) -> dict[str, Any]:
     return {}
 
 
-def _links(record: Record) -> Iterator[Link]:
+def _links(record: RunRecord) -> Iterator[Link]:
     for op, values in record.links.items():
         size, seconds, rate = (median(column) for column in zip(*values, strict=True))
         yield Link(op=op, message_bytes=size, seconds=seconds, bus_bytes_per_s=rate, num_values=len(values))
 
 
-def _restart(record: Record, back: Back) -> Restart:
+def _restart(record: RunRecord, back: FallBack) -> Restart:
     first, end = back.lost_rows
     covers = record.covers[first:end]
     return Restart(

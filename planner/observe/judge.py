@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.observe.case import Case
-from planner.observe.causes.rank import diagnosed
-from planner.observe.causes.says import conclusion
-from planner.observe.gap.beside import beside_steps
-from planner.observe.gap.waterfall import waterfall
-from planner.observe.ideal.passes import passes_of
-from planner.observe.ideal.what_if import idealised
+from planner.observe.case import ObservedCase
+from planner.observe.gap.rows import next_recording, shown_rows
+from planner.observe.gap.stated import recipe_terms
+from planner.observe.gap.waterfall import beside_steps, waterfall
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
-from planner.observe.remedy.recipe_gap import recipe_terms
 from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
 
@@ -33,7 +27,7 @@ def judged(
     if doubt:
         alone = judged_alone(observation, recorded)
         return alone.model_copy(update={"prediction": prediction, "says": f"no verdict: {doubt}"})
-    return _told(Case(observation, recorded, prediction, plan))
+    return _told(ObservedCase(observation, recorded, prediction, plan))
 
 
 def judged_beside(
@@ -43,31 +37,27 @@ def judged_beside(
     plan = earlier.plan
     if plan is not None:
         observation = with_mfu(observation, plan)
-    return _told(Case(observation, recorded, of_run(earlier, source), plan, earlier))
+    return _told(ObservedCase(observation, recorded, of_run(earlier, source), plan, earlier))
 
 
 def judged_alone(observation: Observation, recorded: Recorded | None = None) -> Observed:
     """The observation by itself: no verdict, but the causes that its own files show."""
-    return _told(Case(observation, recorded))
+    return _told(ObservedCase(observation, recorded))
 
 
-def _told(case: Case) -> Observed:
+def _told(case: ObservedCase) -> Observed:
     """All that is said of a case."""
-    case = replace(case, observation=case.observation.model_copy(update={"passes": passes_of(case)}))
-    gap, (replayed, changed) = waterfall(case, recipe_terms(case)), idealised(case)
+    gap, causes = waterfall(case, recipe_terms(case)), shown_rows(case)
     verdict, says = (None, "") if case.prediction is None else verdict_of(case.observation, case.prediction)
-    found = diagnosed(case, gap, changed, verdict)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
         waterfall=gap,
         beside=beside_steps(case),
-        what_if=changed,
-        replayed=replayed,
         verdict=verdict,
-        says=conclusion(verdict, says, case.observation, found.causes),
-        causes=found.causes,
-        next_test=found.next_test,
+        says=says,
+        causes=causes,
+        next_test=next_recording(case, gap, verdict, causes),
         plan=case.plan,
     )
 

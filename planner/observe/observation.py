@@ -5,26 +5,201 @@ Readers of logs, traces and snapshots each fill what their files show; what a fi
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from planner.answer import Interval, Plan
-from planner.observe.measured import (
-    JobFacts,
-    Link,
-    MemorySeries,
-    Outlier,
-    RankMemory,
-    RankPasses,
-    RankSpread,
-    Restart,
-    Source,
-    StepSeries,
-    Timer,
-    Wall,
-)
 from planner.specs.base import Spec
+
+
+class RankSpread(Spec):
+    """A number of each rank, of which the log names the least and the most, as `--log-straggler` does; medians."""
+
+    name: Literal["round_trip_s", "power_w", "temperature_c", "utilization_fraction", "clock_mhz", "data_s", "tflops"]
+    low: float
+    low_rank: int
+    """The rank that most often had the least."""
+    low_share: float
+    """The share of the lines in which it had: near 1 where it is always the same, near 0 where chance decides."""
+    high: float
+    high_rank: int
+    high_share: float
+    num_values: int
+    per_rank: dict[int, float] = Field(default_factory=dict)
+    """The last value of single ranks, where the log lists some."""
+
+
+class Wall(Spec):
+    """The wall time from the first to the last thing that has a time, and what took it."""
+
+    wall_s: float
+    startup_s: float
+    """From the first line with a time to the begin of the first step."""
+    steps_s: float
+    evaluation_s: float
+    checkpoint_s: float
+    down_s: float
+    """From an interruption to the first step made after it."""
+    idle_s: float
+    """Between those, where nothing was recorded."""
+    overlap_s: float
+    """Seconds that records claim twice: the items less this are the wall time."""
+
+    @property
+    def error_fraction(self) -> float:
+        """The share of the wall time that the items miss: 0 where they add up."""
+        return self.overlap_s / self.wall_s if self.wall_s else 0.0
+
+
+OutlierKind = Literal["checkpoint", "evaluation", "periodic", "slow_spell", "unexplained"]
+
+
+class SourceFile(Spec):
+    """A file that was read."""
+
+    path: str
+    format: str
+    """The grammar or format that was recognised, such as `megatron`, `torchtitan`, `kineto`."""
+    num_lines: int = 0
+    num_bytes: int = 0
+    partial: str = ""
+    """The reason why only a part was read; empty where all of it was."""
+
+
+class JobFacts(Spec):
+    """The job as its own files state it; None where they do not."""
+
+    trainer: str | None = None
+    trainer_version: str | None = None
+    model: str | None = None
+    """The model by name."""
+    hardware: str | None = None
+    """The GPU as the log names it, such as `NVIDIA H100 80GB HBM3`."""
+    num_gpus: int | None = None
+    seq_length: int | None = None
+    global_batch_size: int | None = None
+    num_parameters: int | None = None
+    lora_rank: int | None = None
+    """Rank of the adapters that are trained in the place of the weights; None where no line says so."""
+    num_steps_asked: int | None = None
+    """The number of the last step that the run is to make."""
+    run: dict[str, Any] = Field(default_factory=dict)
+    """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
+    stated_switches: tuple[str, ...] = ()
+    """The features in it that the log names, and `recompute`; the others are what the trainer does unasked."""
+
+
+class StepSeries(Spec):
+    """The steps in the order of the log; of very many, every `stride`-th row."""
+
+    steps: tuple[int, ...] = ()
+    """Numbers of the optimizer steps, each the last one that its row covers."""
+    seconds: tuple[float, ...] = ()
+    """Mean seconds of the steps that a row covers."""
+    end_s: tuple[float, ...] = ()
+    """Seconds from the first timestamp of the log to each row; empty where lines have no time."""
+    stride: int = 1
+
+
+class Outlier(Spec):
+    """Steps that took longer than the noise of the others, under one name."""
+
+    kind: OutlierKind
+    steps: tuple[int, ...]
+    """The numbers of the first steps of this kind."""
+    num_steps: int
+    extra_s: float
+    """Seconds of all of them beyond as many steady steps."""
+    period_steps: int | None = None
+    """Steps from one to the next, where they come regularly."""
+    likely: str = ""
+    """The likely cause in words, such as garbage collection every 100 steps."""
+
+
+class Restart(Spec):
+    """A place where the step number falls back: the run went on from an earlier checkpoint."""
+
+    from_step: int
+    """The last step before the interruption."""
+    to_step: int
+    """The first step after it."""
+    lost_steps: int
+    lost_s: float
+    """Seconds of the steps that had to be made again."""
+    down_s: float | None = None
+    """Seconds from the last line of a step to the first one made after it, less that step's own; None without times."""
+
+
+class Timer(Spec):
+    """A timer that the trainer prints, in seconds of one step; the median over what was printed."""
+
+    name: str
+    min_s: float
+    max_s: float
+    """The least and the most over the ranks; equal where one number is printed."""
+    num_values: int
+    per_rank_s: dict[int, float] = Field(default_factory=dict)
+    mean_s: float | None = None
+    """The mean of the most over the ranks: far above `max_s` where the timer is long now and then."""
+
+
+class ObservedMemory(Spec):
+    """Memory of one rank, the highest that was printed."""
+
+    rank: int | None = None
+    allocated_bytes: int | None = None
+    max_allocated_bytes: int | None = None
+    max_reserved_bytes: int | None = None
+    device_bytes: int | None = None
+    """Bytes in use on the GPU, of everything."""
+
+
+class MemorySeries(Spec):
+    """Memory of one rank in the order of the log, of one kind; of very many lines, every n-th."""
+
+    kind: Literal["allocated", "reserved", "device"]
+    is_peak: bool = False
+    """True for the highest since the begin or since the line before, false for the bytes in use at the line."""
+    rank: int | None = None
+    steps: tuple[int, ...]
+    """The step before each line."""
+    num_bytes: tuple[int, ...]
+
+
+class FailedAllocation(Spec):
+    """An error of memory that ran out, in the words of torch."""
+
+    rank: int | None = None
+    requested_bytes: int
+    allocated_bytes: int | None = None
+    """Bytes that torch had allocated."""
+    unused_bytes: int | None = None
+    """Bytes that torch had reserved and not allocated."""
+    total_bytes: int | None = None
+    """Bytes of the GPU."""
+
+
+class HungCollective(Spec):
+    """A collective that NCCL's watchdog ended, on one rank."""
+
+    rank: int | None = None
+    sequence: int
+    collective: str = ""
+    num_elements: int | None = None
+    seconds: float | None = None
+    """How long the rank had waited."""
+
+
+class Link(Spec):
+    """A collective that a log times with its size: a measured rate."""
+
+    op: str
+    message_bytes: float
+    seconds: float
+    bus_bytes_per_s: float
+    num_values: int
+
 
 Verdict = Literal["expected", "slow", "fast", "memory"]
 """The place of the step to its predicted interval; `memory` if the step is inside and the peak above its own."""
@@ -33,7 +208,7 @@ Verdict = Literal["expected", "slow", "fast", "memory"]
 class Observation(Spec):
     """A run as its files show it."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
     facts: JobFacts = JobFacts()
     step_s: float | None = None
     """The median of the steps after the warm-up."""
@@ -61,7 +236,7 @@ class Observation(Spec):
     outliers: tuple[Outlier, ...] = ()
     restarts: tuple[Restart, ...] = ()
     timers: tuple[Timer, ...] = ()
-    memory: tuple[RankMemory, ...] = ()
+    memory: tuple[ObservedMemory, ...] = ()
     memory_series: tuple[MemorySeries, ...] = ()
     """One for each kind: that of the rank with the highest last value."""
     num_alloc_retries: int | None = None
@@ -71,7 +246,10 @@ class Observation(Spec):
     num_skipped_steps: int | None = None
     """Steps whose update was left out, mostly because the loss scale was too high."""
     num_nan_steps: int | None = None
-    passes: tuple[RankPasses, ...] = ()
+    failed_allocations: tuple[FailedAllocation, ...] = ()
+    """Errors of memory that ran out, as the log has them."""
+    hung_collectives: tuple[HungCollective, ...] = ()
+    """Collectives that a watchdog ended, as the log has them."""
     links: tuple[Link, ...] = ()
     rank_spreads: tuple[RankSpread, ...] = ()
     data_s: float | None = None
@@ -116,30 +294,7 @@ class Term(Spec):
     """The most that could be won back; None where nothing tells."""
 
 
-class WhatIf(Spec):
-    """The step replayed with one thing idealised."""
-
-    kind: Literal["operation", "rank", "stage"]
-    name: str
-    """The thing: `backward`, `rank 3`, `stage 2`."""
-    step_s: float
-    recoverable_s: float
-    """The replayed step as observed, less this one."""
-
-
-class Replayed(Spec):
-    """The step replayed from what its ranks were seen to compute."""
-
-    step_s: float
-    measured_s: float
-    """The step that the same files show: of a profiled run, the profiled one."""
-    even_s: float | None
-    """The step if every rank, stage and operation were as its peers; None where none has any."""
-    notes: tuple[str, ...] = ()
-    """Sentences on what was taken from elsewhere, and on how much the replay leaves open."""
-
-
-class Remedy(Spec):
+class GapRemedy(Spec):
     """A change of the job, and the step that it would give."""
 
     options: tuple[str, ...]
@@ -151,20 +306,17 @@ class Remedy(Spec):
     says: str = ""
 
 
-class Cause(Spec):
-    """A hypothesis why the run is not as it should be."""
+class GapCause(Spec):
+    """A row of the gap whose mechanism the files show: why the run is not as it should be."""
 
     name: str
-    likelihood: float
-    """Probability by the signs that were seen, among all hypotheses and none of them."""
-    evidence: str
-    remedy: Remedy | None = None
-    where: str = ""
-    """The rank, stage, group or file that it is about."""
     seconds: float | None = None
     """Seconds of a step that it accounts for, as far as something shows it."""
-    test: str = ""
-    """A measurement that would tell it from the cause that is next in likelihood."""
+    evidence: str
+    """The numbers of the files that show it."""
+    where: str = ""
+    """The rank, stage, group, switch or file that it is about."""
+    remedy: GapRemedy | None = None
 
 
 class Observed(Spec):
@@ -177,16 +329,13 @@ class Observed(Spec):
     """Measured less predicted seconds of a step, the terms adding up to it."""
     beside: tuple[Term, ...] = ()
     """Wall time per step less the steady step, the terms adding up to it."""
-    what_if: tuple[WhatIf, ...] = ()
-    """Changes of the replayed step, the most winning first."""
-    replayed: Replayed | None = None
     verdict: Verdict | None = None
     """None where nothing was predicted."""
     says: str = ""
     """The verdict in one sentence."""
-    causes: tuple[Cause, ...] = ()
-    """The likeliest first."""
+    causes: tuple[GapCause, ...] = ()
+    """The rows of the gap whose mechanism the files show, the one that takes most first."""
     next_test: str = ""
-    """The measurement that would tell most, where a run is slow, or takes more memory, and no file shows why."""
+    """The recording that would tell most, where a run is slow, or takes more memory, and no file shows why."""
     plan: Plan | None = None
     """The plan that the run is of: inputs and best layout."""

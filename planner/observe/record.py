@@ -5,14 +5,56 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from statistics import median
+from typing import Any
 
-from planner.observe.measured import JobFacts
-from planner.observe.thinned import Thinned
+from planner.observe.observation import FailedAllocation, HungCollective, JobFacts
+
+MOST_VALUES = 4_000
+"""The most values of a series; of more, every 2nd, 4th, … in even distances, the last one always."""
+
+
+@dataclass(slots=True)
+class ThinnedSeries:
+    """Values at steps, in the order in which they came; values of one step are one, the highest."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+    stride: int = 1
+    """Each kept value stands for so many, of which it is the highest."""
+    _num_of_last: int = 0
+
+    def add(self, step: int, value: float) -> None:
+        """Take a value at a step."""
+        if self.steps and (step == self.steps[-1] or self._num_of_last < self.stride):
+            self._num_of_last += step != self.steps[-1]
+            self.values[-1] = max(self.values[-1], value)
+            self.steps[-1] = step
+            return
+        if len(self.steps) >= MOST_VALUES:
+            self._halve()
+        self.steps.append(step)
+        self.values.append(value)
+        self._num_of_last = 1
+
+    def extend(self, later: ThinnedSeries) -> None:
+        """Take the values of a later part."""
+        for step, value in zip(later.steps, later.values, strict=True):
+            self.add(step, value)
+
+    def _halve(self) -> None:
+        pairs = range(0, len(self.steps) - 1, 2)
+        self.values = array("d", (max(self.values[row], self.values[row + 1]) for row in pairs))
+        self.steps = array("q", (self.steps[row + 1] for row in pairs))
+        self.stride *= 2
+
 
 MAX_STEPS = 2_000_000
 """The most rows of steps that are kept: 64 MB. A year of steps of 16 s; later ones are counted and said to be left."""
+KEPT_ROWS = 8_192
+"""Rows that a record of a followed run keeps at least, and twice as many at most: 1 MB, and 64 kB for every timer."""
 MAX_TIMER_VALUES = 20_000
 MAX_NAMES = 2_000
 """The most timers, ranks or arguments: a file with more is no log of one job."""
@@ -28,7 +70,7 @@ _LONG_GAP = 8.0
 
 
 @dataclass(slots=True)
-class Back:
+class FallBack:
     """A place where the step number fell back."""
 
     row: int
@@ -39,7 +81,7 @@ class Back:
 
 
 @dataclass(slots=True)
-class Spread:
+class SpreadOverRanks:
     """The least and the most of a number over the ranks, line after line."""
 
     lows: array[float] = field(default_factory=lambda: array("d"))
@@ -51,8 +93,13 @@ class Spread:
     """The last value of single ranks, where a line lists them."""
 
 
+def vars_of(record: RunRecord) -> dict[str, Any]:
+    """The fields of a record by name."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}
+
+
 @dataclass(slots=True)
-class Record:
+class RunRecord:
     """The facts that one grammar read in one file."""
 
     grammar: str
@@ -64,7 +111,7 @@ class Record:
     """Steps that a row is the mean of."""
     ends: array[float] = field(default_factory=lambda: array("d"))
     """Seconds since 1970, not a number where a line has no time."""
-    backs: list[Back] = field(default_factory=list)
+    backs: list[FallBack] = field(default_factory=list)
     marks: dict[int, set[str]] = field(default_factory=dict)
     """Row to what was said to happen between it and the row before: checkpoint, evaluation, gc, …"""
     activities: list[tuple[str, float, float]] = field(default_factory=list)
@@ -74,12 +121,16 @@ class Record:
     timers: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
     rank_timers: dict[str, dict[int, array[float]]] = field(default_factory=dict)
     memory: dict[int | None, dict[str, int]] = field(default_factory=dict)
-    memory_series: dict[tuple[int | None, str], Thinned] = field(default_factory=dict)
+    memory_series: dict[tuple[int | None, str], ThinnedSeries] = field(default_factory=dict)
     """The same over steps, by rank and kind."""
-    spreads: dict[str, Spread] = field(default_factory=dict)
+    spreads: dict[str, SpreadOverRanks] = field(default_factory=dict)
     """Numbers of single ranks that a line names: clocks, power, seconds."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often something happened: out of memory, retries of the allocator, steps skipped."""
+    means: list[tuple[float, float, float]] = field(default_factory=list)
+    """Stretches of steps whose mean alone is recorded: what was counted at the end, seconds of a step, the time."""
+    failed_allocations: list[FailedAllocation] = field(default_factory=list)
+    hung_collectives: list[HungCollective] = field(default_factory=list)
     links: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
     printed: dict[str, array[float]] = field(default_factory=dict)
     """Numbers that the trainer works out itself, such as tflops, mfu and tokens_per_s."""
@@ -90,6 +141,8 @@ class Record:
     notes: dict[str, None] = field(default_factory=dict)
     first_s: float = math.nan
     last_s: float = math.nan
+    is_first_alike: bool = False
+    """True where the first step has no warm-up that is worth a word, as an iteration of minutes has not."""
     duplicates: int = 0
     left_steps: int = 0
     words: Counter[str] = field(default_factory=Counter)
@@ -149,13 +202,27 @@ class Record:
         begin = number - (covers or self.covers[-1])
         while lost > (self.backs[-1].row if self.backs else 0) and self.numbers[lost - 1] > begin:
             lost -= 1
-        self.backs.append(Back(len(self.numbers), self.numbers[-1], (lost, len(self.numbers))))
+        self.backs.append(FallBack(len(self.numbers), self.numbers[-1], (lost, len(self.numbers))))
         self.state.pop("restarted", None)
 
     def restart(self) -> None:
         """Note that the trainer started anew, so that a number that falls back is a step made again."""
         if self.numbers:
             self.state["restarted"] = "yes"
+
+    def starts_with(self, layout: str) -> None:
+        """Note the layout with which the trainer starts: steps that were made with another one are of another run."""
+        before, self.state["layout"] = self.state.get("layout", layout), layout
+        if before == layout or not self.numbers:
+            return
+        self.note(
+            f"{len(self.numbers):,} lines of steps before are of a run with another layout, and left out: "
+            "give that part of the log by itself"
+        )
+        kept = {name: getattr(self, name) for name in ("rank", "facts", "arguments", "state", "notes", "words")}
+        for name, value in vars_of(RunRecord(self.grammar)).items():
+            setattr(self, name, kept.get(name, value))
+        self.state.pop("restarted", None)
 
     def time(self, at_s: float) -> None:
         """Note a moment that the log has."""
@@ -207,7 +274,7 @@ class Record:
         for kind, value in known.items():
             key = (rank, kind)
             if key in self.memory_series or len(self.memory_series) < MOST_SERIES:
-                self.memory_series.setdefault(key, Thinned()).add(at, value)
+                self.memory_series.setdefault(key, ThinnedSeries()).add(at, value)
 
     def highest(self, rank: int | None, **kinds: float | None) -> dict[str, int]:
         """Keep the highest of each kind of memory, and return what is a number of bytes."""
@@ -221,7 +288,7 @@ class Record:
 
     def spread(self, name: str, low: tuple[float, int], high: tuple[float, int]) -> None:
         """Take the least and the most of a number over the ranks, each with its rank."""
-        spread = self.spreads.setdefault(name, Spread())
+        spread = self.spreads.setdefault(name, SpreadOverRanks())
         if math.isfinite(low[0]) and math.isfinite(high[0]) and len(spread.lows) < MAX_TIMER_VALUES:
             spread.lows.append(low[0])
             spread.highs.append(high[0])
@@ -239,6 +306,38 @@ class Record:
         """Take an argument of the trainer's dump; the last value of a name counts."""
         if name in self.arguments or len(self.arguments) < MAX_NAMES:
             self.arguments[name] = value
+
+    def forget(self, rows: int) -> int:
+        """Keep the last rows of steps, and of timers and others as many values; the number of rows forgotten.
+
+        Memory, facts, counts and notes stay those of the whole run.
+        """
+        cut = max(0, len(self.numbers) - rows)
+        if not cut:
+            return 0
+        begin_s = self.ends[cut] - self.seconds[cut] * self.covers[cut]
+        self.backs = [
+            FallBack(back.row - cut, back.from_step, (max(0, back.lost_rows[0] - cut), max(0, back.lost_rows[1] - cut)))
+            for back in self.backs
+            if back.row > cut
+        ]
+        self.marks = {row - cut: kinds for row, kinds in self.marks.items() if row >= cut}
+        self.mark_s = {
+            kind: {row - cut: seconds for row, seconds in of_kind.items() if row >= cut}
+            for kind, of_kind in self.mark_s.items()
+        }
+        if math.isfinite(begin_s):
+            self.first_s = begin_s
+            self.activities = [activity for activity in self.activities if activity[2] > begin_s]
+        else:
+            del self.activities[:-rows]
+        for values in (self.numbers, self.seconds, self.covers, self.ends):
+            del values[:cut]
+        of_spreads = [(s.lows, s.highs, s.low_ranks, s.high_ranks) for s in self.spreads.values()]
+        lists: list[Any] = [*self.printed.values(), *self.links.values(), *chain(*self.timers.values(), *of_spreads)]
+        for longest in lists:
+            del longest[:-rows]
+        return cut
 
     def note(self, text: str) -> None:
         self.notes[text] = None

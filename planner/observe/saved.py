@@ -33,12 +33,31 @@ def is_observed(data: dict[str, Any]) -> bool:
 def observed_of(data: dict[str, Any], where: str) -> Observed:
     """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
     edited."""
-    observed = checked(ObservedFiles if "recorded" in data else Observed, as_saved(data, where, _HINT), where)
+    data = _without_retired(as_saved(data, where, _HINT))
+    observed = checked(ObservedFiles if "recorded" in data else Observed, data, where)
     if observed.plan is not None:
         refuse_contradiction(observed.plan, f"{where}: plan")
     if (problem := _wrong_sum(observed)) is not None:
         raise SpecError(f"{where}: {problem}", _HINT)
     return observed
+
+
+_RETIRED = (
+    "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline",
+)  # fmt: skip
+"""Fields of observations that 0.2 saved and that nothing reads any more."""
+_OTHERS = ("plan", "facts")
+"""Entries whose fields are of other types, or of a trainer."""
+
+
+def _without_retired(data: Any) -> Any:
+    """The content of a file without the fields that nothing reads any more."""
+    if isinstance(data, list):
+        return [_without_retired(entry) for entry in data] if data and isinstance(data[0], dict) else data
+    if not isinstance(data, dict):
+        return data
+    kept = ((name, value) for name, value in data.items() if name not in _RETIRED)
+    return {name: value if name in _OTHERS else _without_retired(value) for name, value in kept}
 
 
 def _wrong_sum(observed: Observed) -> str | None:

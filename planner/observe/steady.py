@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.observe.measured import Outlier, OutlierKind
+from planner.observe.observation import Outlier, OutlierKind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -21,7 +21,7 @@ _SIGMA_OF_MAD = 1.4826
 _OUTLIER_SIGMAS, _OUTLIER_FRACTION = 6.0, 0.05
 """A row is an outlier from both on: a step 5% longer is worth a word, and noise of 6σ is none."""
 _MOST_WARMUP_FRACTION = 0.25
-_LEAST_FOR_DRIFT, _MOST_FOR_DRIFT = 20, 400
+_LEAST_FOR_HALF, _LEAST_FOR_DRIFT, _MOST_FOR_DRIFT = 4, 20, 400
 _SPELL_ROWS = 5
 _SHOWN = 20
 
@@ -72,6 +72,9 @@ def steady(
     limit = _limit(middle, noise, precision_fraction)
     for start, end in pairwise((*starts, len(seconds))):
         most = max(1, int((end - start) * _MOST_WARMUP_FRACTION)) if end - start > 1 else 0
+        if _LEAST_FOR_HALF <= end - start < _LEAST_FOR_DRIFT:  # of few rows, half may be warm-up: the others say it
+            most, later = (end - start) // 2, slice(end - (end - start + 1) // 2, end)
+            limit = min(limit, _limit(*_level(seconds[later], covers[later]), precision_fraction))
         row = start
         while row < start + most and seconds[row] > limit:
             warmup[row] = True

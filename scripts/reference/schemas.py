@@ -24,7 +24,7 @@ from planner.decide.resume.choice import Resume, SpareNodes
 from planner.decide.sweep import Goal
 from planner.doctor.findings import Findings
 from planner.layout.runs import RunSpec
-from planner.observe.follow.state import Standing
+from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
 from planner.probe.rehearse.result import RehearsalResult
@@ -205,7 +205,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "export": Schema("`plan export --json`, with `texts` where nothing is written", Exported | DryRun | Manifest),
     "import": Schema("`plan import --json`", Imported),
     "observe": Schema("`plan observe --json`, and the file that `-o` saves", SavedFiles | SavedRun),
-    "follow": Schema("a line of `plan observe --follow --json`", Standing),
+    "follow": Schema("a line of `plan observe --follow --json`", FollowedRun),
     "memory": Schema("`plan memory --json`", MemoryAnswer),
     "schedule": Schema("`plan schedule NAME --json`", Replay),
     "schedules": Schema("`plan schedule --compare --json`", list[Row]),

@@ -11,8 +11,7 @@ from planner.answer import Plan
 from planner.decide.compare import compare
 from planner.decide.compared import Compared, of_observation, of_plan
 from planner.layout.evaluate import evaluate
-from planner.observe.measured import Source
-from planner.observe.observation import Observation
+from planner.observe.observation import Observation, SourceFile
 from planner.report.comparison import render_comparison
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -27,7 +26,7 @@ def plan() -> Plan:
 
 
 def observed(step_s: float, **breakdown: float) -> Compared:
-    source = Source(path="a.log", format="megatron")
+    source = SourceFile(path="a.log", format="megatron")
     return of_observation(
         Observation(sources=(source,), step_s=step_s, tokens_per_s=1e5, breakdown=breakdown), "observed.json"
     )

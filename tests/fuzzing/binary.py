@@ -1,4 +1,4 @@
-"""Changes pickles by their opcodes and by the data in them, and databases by what their tables hold."""
+"""Changes pickles by their opcodes and by the data in them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import copy
 import pickle
 import pickletools
 import random
-import sqlite3
 import struct
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from fuzzing.trees import change
-from fuzzing.values import NUMBERS, WORDS
 
 _OPCODES = (
     b"cos\nsystem\n", b"cbuiltins\neval\n", b"cposix\nsystem\n", b"R", b"b", b"i__main__\nA\n", b"o", b"\x81",
@@ -68,44 +66,3 @@ def _data(pickled: bytes) -> Any:
         if not any(op.name in _NAMES for op, _, _ in pickletools.genops(pickled)):
             return pickle.loads(pickled)
     return None
-
-
-def changed_database(data: bytes, chance: random.Random) -> bytes:
-    """The SQLite file with some rows, columns or tables changed."""
-    with closing(sqlite3.connect(":memory:")) as database:
-        try:
-            database.deserialize(data)
-            for _ in range(chance.choice((1, 1, 2, 4))):
-                _change_database(database, chance)
-            database.commit()
-            return database.serialize()
-        except (sqlite3.Error, OverflowError):
-            return data
-
-
-def _change_database(database: sqlite3.Connection, chance: random.Random) -> None:
-    tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    if not tables:
-        return
-    table = chance.choice(tables)
-    columns = [row[1] for row in database.execute(f'PRAGMA table_info("{table}")')]
-    if not columns:
-        return
-    column, other = chance.choice(columns), chance.choice(columns)
-    values = (*NUMBERS, *WORDS, b"\xff\xfe", 2**62, -(2**62))
-    value = chance.choice([value for value in values if not isinstance(value, int) or abs(value) < 2**63])
-    match chance.randrange(8):
-        case 0 | 1 | 2:
-            database.execute(
-                f'UPDATE "{table}" SET "{column}" = ? WHERE rowid % ? = 0', (value, chance.choice((1, 2, 3)))
-            )
-        case 3:
-            database.execute(f'UPDATE "{table}" SET "{column}" = "{other}"')
-        case 4:
-            database.execute(f'DROP TABLE "{table}"')
-        case 5:
-            database.execute(f'ALTER TABLE "{table}" RENAME COLUMN "{column}" TO "{column}x"')
-        case 6:
-            database.execute(f'DELETE FROM "{table}" WHERE rowid % 2 = ?', (chance.randrange(2),))
-        case _:
-            database.execute(f'ALTER TABLE "{table}" RENAME TO "{table}x"')

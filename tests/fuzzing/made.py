@@ -1,4 +1,4 @@
-"""Corpus that is made by code: what our own commands save, and traces, pickles and databases by their schemas."""
+"""Corpus that is made by code: what our own commands save, and traces and pickles by their schemas."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from made_traces import event, frames, made_snapshot, segment, training_trace, write_nsys, write_pickle
+from made_traces import event, frames, made_snapshot, segment, training_trace, write_pickle
 from measured_runs import observed, priced
 from probes import probe_result
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
 from planner.layout.evaluate import evaluate
-from planner.observe.history.kept import kept_run, name_of, price_of, text_of
-from planner.observe.history.posterior import KeptPrice
+from planner.observe.history import KeptPrice, kept_run, name_of, price_of, text_of
 from planner.observe.observation import Observed
 from planner.probe.plan_side.eager import in_eager_torch
 from planner.profile.record import Machine
@@ -131,11 +130,6 @@ def snapshots() -> Seeds:
 
 def flight_dumps() -> Seeds:
     return {path.name: path.read_bytes() for path in sorted((TESTS / "observe" / "data").glob("*_[01]"))}
-
-
-def databases() -> Seeds:
-    with tempfile.TemporaryDirectory() as folder:
-        return {"run.sqlite": write_nsys(Path(folder) / "n.sqlite").read_bytes()}
 
 
 def exported(target: str, runtime: str | None = None, **sizes: int) -> Seeds:

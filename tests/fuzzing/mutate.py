@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fuzzing.binary import changed_database, changed_pickle
+from fuzzing.binary import changed_pickle
 from fuzzing.cells import changed_cells, changed_command, changed_lines, changed_words
 from fuzzing.source import changed_source
 from fuzzing.trees import changed_tree
@@ -23,7 +23,6 @@ GRAMMARS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "command": changed_command,
     "python": changed_source,
     "pickle": changed_pickle,
-    "database": changed_database,
 }
 """Each gives the file with a part of it changed, or the file itself where it is not of its kind."""
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")

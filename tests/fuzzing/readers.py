@@ -85,7 +85,6 @@ _RUNS = {
     "timeline": Reader(reads.recorded, made.timelines, cases=200),
     "snapshot": Reader(reads.recorded, made.snapshots, "pickle"),
     "flight recorder": Reader(reads.recorded, made.flight_dumps, "pickle"),
-    "nsys": Reader(reads.recorded, made.databases, "database"),
 }
 _IMPORTS = {
     "import shell": Reader(reads.imported, _corpus("shell", "*.s*"), "words"),

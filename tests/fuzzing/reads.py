@@ -22,11 +22,9 @@ from planner.errors import PlannerError
 from planner.export.patch.patch import patch_of
 from planner.export.read import read as read_configuration
 from planner.layout.runs import evaluate_lines, parse_run
-from planner.observe.history.folder import prices_of
-from planner.observe.history.kept import read_kept
-from planner.observe.history.posterior import KeptPrice
+from planner.observe.history import KeptPrice, prices_of, read_kept
 from planner.observe.judge import judged_alone
-from planner.observe.read import observe
+from planner.observe.log_reader import observe
 from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
 from planner.profile.record import Record

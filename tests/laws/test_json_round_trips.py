@@ -21,7 +21,7 @@ from planner.decide.sweep import Sweep
 from planner.gpu_check.report import GpuCheck
 from planner.layout.runs import RunSpec
 from planner.months.facts import Fact
-from planner.observe.follow.state import Standing
+from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import Recorded
 from planner.probe.result import ProbeResult
@@ -41,7 +41,7 @@ from planner.trainers.spec import RuntimeSpec
 SPECS = (ModelSpec, HardwareSpec, ClusterSpec, TrainingSpec, OperationsSpec, Parallelism, SearchLimits, RuntimeSpec)
 FILES = (PhasesFile, RunSpec, Calibration, Checkpoint, Fact, Machine)
 ANSWERS = (
-    Plan, PricedLayout, MemoryAnswer, Comparison, PhaseAnswer, Resume, Sweep, Observed, Standing, Recorded, ProbeRun,
+    Plan, PricedLayout, MemoryAnswer, Comparison, PhaseAnswer, Resume, Sweep, Observed, FollowedRun, Recorded, ProbeRun,
     ProbeResult, Explanation, GpuCheck,
 )  # fmt: skip
 

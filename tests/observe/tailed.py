@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from planner.observe.follow.tail import FileEnd
+from planner.observe.log_tail import FileEnd
 
 TEXTS = ("iteration {} | lm loss: 2.0 |", "[rank0]: étape {} — 损失 2.0", "{}", "checkpoint {} \U0001f4be " + "x" * 400)
 

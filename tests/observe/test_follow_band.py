@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from planner.observe.follow.band import Band, Watch
+from planner.observe.follower import Band, BandWatch
 
 BAND = Band(9.0, 10.0, "plan.json")
 
 
-def watched(seconds: Iterable[float], covers: int = 1, **changes: object) -> tuple[Watch, int | None]:
+def watched(seconds: Iterable[float], covers: int = 1, **changes: object) -> tuple[BandWatch, int | None]:
     """The watch after the first step of the alarm, and the number of that step."""
-    watch = Watch(**{"band": BAND, "allowed_steps": 20, **changes})  # type: ignore[arg-type]
+    watch = BandWatch(**{"band": BAND, "allowed_steps": 20, **changes})  # type: ignore[arg-type]
     for number, value in enumerate(seconds, start=1):
         watch.take(value, covers, False)
         if watch.rings:
@@ -73,7 +73,7 @@ def test_below_the_band_rings_unless_only_slow_ones_do() -> None:
 
 
 def test_steps_that_the_log_explains_are_not_counted() -> None:
-    watch = Watch(5, BAND, least_s=0.0)
+    watch = BandWatch(5, BAND, least_s=0.0)
     for number in range(200):
         watch.take(9.5 if number % 2 else 15.0, 1, number % 2 == 0)
     assert (watch.place, watch.out_steps) == ("in band", 0)

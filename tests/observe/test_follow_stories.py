@@ -11,8 +11,8 @@ import pytest
 from tailed import failing, told
 
 from planner.errors import SpecError
-from planner.observe.follow.tail import FileEnd
 from planner.observe.lines import BLOCK_BYTES, MAX_LINE_BYTES
+from planner.observe.log_tail import FileEnd
 
 FIRST = b"".join(b"iteration %d | a line that is long enough to be known again\n" % step for step in range(20))
 

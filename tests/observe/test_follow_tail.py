@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from planner.errors import SpecError
-from planner.observe.follow.tail import FileEnd, Lines, StdinEnd, source_of
 from planner.observe.lines import MAX_LINE_BYTES
+from planner.observe.log_tail import FileEnd, Lines, StdinEnd, source_of
 
 
 @pytest.fixture

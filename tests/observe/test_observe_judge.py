@@ -9,8 +9,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.observe.judge import judged, judged_beside, predicted
-from planner.observe.measured import JobFacts, Source
-from planner.observe.observation import Observation, Observed
+from planner.observe.observation import JobFacts, Observation, Observed, SourceFile
 from planner.specs.units import GIB
 
 
@@ -25,7 +24,7 @@ def priced(make_plan: Callable[..., Plan]) -> Plan:
 
 
 def observed(plan: Plan, factor: float, **more: object) -> Observation:
-    sources = (Source(path="a.log", format="megatron"),)
+    sources = (SourceFile(path="a.log", format="megatron"),)
     return Observation(**{"sources": sources, "step_s": factor * plan.step.step_s, **more})  # type: ignore[arg-type]
 
 

@@ -19,8 +19,8 @@ from planner.cli.output import dumps
 from planner.errors import SpecError
 from planner.observe import lines as lines_module
 from planner.observe.lines import MAX_LINE_BYTES, Tally, cleaned, lines
+from planner.observe.log_reader import observe
 from planner.observe.observation import Observed
-from planner.observe.read import observe
 from planner.report.observe.answer import render_observed
 
 LOG = "\n".join(iterations([2.0] * 20))

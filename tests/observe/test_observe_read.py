@@ -9,7 +9,7 @@ from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mlperf,
 
 from planner.errors import SpecError
 from planner.observe import record as record_module
-from planner.observe.reader import GRAMMARS
+from planner.observe.log_reader import GRAMMARS
 
 
 def test_grammars_have_names_and_rows() -> None:

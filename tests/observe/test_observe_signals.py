@@ -9,9 +9,8 @@ from test_observe_deepspeed import BATCH, OLD
 from test_observe_torchtitan import LINE
 from written import iteration, read
 
-from planner.observe.measured import MemorySeries
-from planner.observe.observation import Observation
-from planner.observe.thinned import MOST_VALUES, Thinned
+from planner.observe.observation import MemorySeries, Observation
+from planner.observe.record import MOST_VALUES, ThinnedSeries
 from planner.specs.units import GB, GIB, MIB
 
 # megatron/core/README_STRAGGLER.md
@@ -59,8 +58,8 @@ def test_torchtitan_memory_over_steps(tmp_path: Path) -> None:
         for step, size in enumerate(("49.66", "49.70", "50.10", "51.00"))
     ]
     seen = series(read(tmp_path, "\n".join(lines)), "reserved", True)
-    assert (seen.rank, seen.steps) == (0, (201, 202, 203))
-    assert seen.num_bytes == tuple(round(size * GIB) for size in (49.7, 50.1, 51.0))
+    assert (seen.rank, seen.steps) == (0, (200, 201, 202, 203))
+    assert seen.num_bytes == tuple(round(size * GIB) for size in (49.66, 49.7, 50.1, 51.0))
 
 
 def test_deepspeed_memory_in_use_and_at_most(tmp_path: Path) -> None:
@@ -193,7 +192,7 @@ def test_the_parts_of_a_run_have_one_series(tmp_path: Path) -> None:
 
 
 def test_a_series_never_grows_beyond_its_limit() -> None:
-    thin = Thinned()
+    thin = ThinnedSeries()
     for step in range(3 * MOST_VALUES + 1):
         thin.add(step, 1000.0 if step == 5001 else float(step % 7))
     assert len(thin.steps) <= MOST_VALUES

@@ -8,7 +8,7 @@ import pytest
 from written import read
 
 from planner.errors import SpecError
-from planner.observe.logs.table import Columns
+from planner.observe.logs.table import TableColumns
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from planner.observe.logs.table import Columns
     ],
 )  # fmt: skip
 def test_columns_of_time(name: str, unit: float) -> None:
-    columns = Columns(["loss", name, "lr"])
+    columns = TableColumns(["loss", name, "lr"])
     assert (columns.time, columns.unit) == (name, unit)
 
 
 @pytest.mark.parametrize("name", ["lifetime", "time_ms_total", "loss", "timestamp", "steps", "timeout"])
 def test_columns_of_no_time(name: str) -> None:
-    assert Columns([name]).time is None
+    assert TableColumns([name]).time is None
 
 
 def test_csv(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from planner.observe.log_reader import observe
 from planner.observe.observation import Observation
-from planner.observe.read import observe
 
 BEGIN_S = 1_712_372_000
 """2024-04-06 02:53:20 UTC."""

@@ -7,12 +7,11 @@ import re
 import pytest
 from rich.console import Console
 
-from planner.observe.gap.terms import BESIDE, GROUPS, TERMS
-from planner.observe.measured import Source
-from planner.observe.observation import Observation, Observed, Prediction, Term
+from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
+from planner.observe.observation import Observation, Observed, Prediction, SourceFile, Term
 from planner.report.observe.gap import SignedBar, gap_section
 
-SOURCE = Source(path="a.log", format="megatron")
+SOURCE = SourceFile(path="a.log", format="megatron")
 
 
 def observed(waterfall: list[Term], beside: list[Term], predicted_s: float = 6.1) -> Observed:
@@ -39,9 +38,11 @@ def term(name: str, seconds: float, evidence: str = "1.0 s here, 2.0 s there") -
 
 
 def test_all_terms_fit_in_eighty_columns() -> None:
-    text = text_of(observed([term(name, 1234.5) for name in TERMS], [term(name, -1234.5) for name in BESIDE], 5000.0))
+    text = text_of(
+        observed([term(name, 1234.5) for name in STEP_TERMS], [term(name, -1234.5) for name in WALL_TERMS], 5000.0)
+    )
     assert max(map(len, text.splitlines())) <= 80
-    for label in (*TERMS.values(), *BESIDE.values()):
+    for label in (*STEP_TERMS.values(), *WALL_TERMS.values()):
         assert f"{label} " in re.sub(r"\s+", " ", text)
 
 
@@ -81,8 +82,3 @@ def test_what_is_won_stands_left_of_what_is_lost(fraction: float, text: str) -> 
     with console.capture() as capture:
         console.print(SignedBar(fraction), end="")
     assert capture.get().rstrip() == text.rstrip()
-
-
-def test_every_group_has_all_its_terms() -> None:
-    kinds = {name.partition("_")[2] for name in TERMS if name.partition("_")[0] in GROUPS}
-    assert all(f"{group}_{kind}" in TERMS for group in GROUPS for kind in kinds)

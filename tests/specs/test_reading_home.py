@@ -56,10 +56,8 @@ EXCEPTIONS = {
     "planner/probe/launch/stages.py": WIRE,
     "planner/probe/worker/handshake.py": WIRE,
     "planner/observe/lines.py": "logs, inflated a MiB at a time, up to a limit; no line is longer than 64 KiB",
-    "planner/observe/traces/json_events.py": LARGE,
-    "planner/observe/traces/nsys.py": "read-only queries of columns by name; limits on rows",
-    "planner/observe/traces/pickles.py": "an unpickler that knows no class and no function, in bounded memory",
-    "planner/observe/traces/source.py": LARGE,
+    "planner/observe/traces/kineto.py": LARGE,
+    "planner/observe/traces/source.py": "inflated up to a limit; an unpickler that knows no class, in bounded memory",
 }
 """Modules that call a parser themselves, and why they may."""
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from planner.observe.gap.account import Account, Exchanges
-from planner.observe.gap.terms import (
+from planner.observe.gap.account import (
     ATTENTION,
     COPIES,
     DATA,
@@ -23,14 +22,16 @@ from planner.observe.gap.terms import (
     PIPELINE,
     PRODUCTS,
     WAITS,
+    Account,
+    GroupExchanges,
+    in_seconds,
 )
-from planner.observe.traces.families import OTHER as OTHER_FAMILY
-from planner.observe.traces.groups import PLANNED, POINT_TO_POINT
+from planner.observe.traces.kernels_and_groups import OTHER as OTHER_FAMILY
+from planner.observe.traces.kernels_and_groups import PLANNED, POINT_TO_POINT
 from planner.observe.traces.results import CollectiveTime, GroupTime, RankReport, TraceStep
 from planner.physics.passes import COMM_GROUPS
-from planner.report.format import seconds
 
-Row = TypeVar("Row", GroupTime, CollectiveTime)
+Timed = TypeVar("Timed", GroupTime, CollectiveTime)
 
 KINDS = {
     "gemm": PRODUCTS,
@@ -43,7 +44,7 @@ KINDS = {
 """The part that each family of kernels counts to; all others are bound by memory."""
 _OTHERS = ("embedding", "model", "world")
 """Groups that a plan has at the end of a step, or not at all."""
-_DATA = re.compile(r"data_?load|batch.generator|(get|next)_batch", re.IGNORECASE)
+DATA_RANGES = re.compile(r"data_?load|batch.?generator|(get|next)_batch|data.?iter", re.IGNORECASE)
 """Annotations of waiting for a batch: those of torch's loader and of Megatron-LM's timers."""
 _WORTH_SAYING = 0.001
 """Share of a step that a wait of the host must have to be named."""
@@ -92,6 +93,10 @@ class Traced:
         """Mean seconds of a step in which one of a group's exchanges runs."""
         return self.mean(lambda step: sum(one.busy_s for one in step.groups if one.group == group))
 
+    def middle(self, seconds_of: Callable[[TraceStep], float]) -> float:
+        """The median of a number over the steps."""
+        return float(np.median([seconds_of(step) for step in self.steps]))
+
     def mean(self, seconds_of: Callable[[TraceStep], float]) -> float:
         """Mean of a number over the steps."""
         return sum(map(seconds_of, self.steps)) / len(self.steps)
@@ -120,7 +125,7 @@ def traced_ranks(
 def _named(report: RankReport, only: str) -> RankReport:
     """The report with one name for all groups that the trace does not name."""
 
-    def named(rows: Iterable[Row]) -> tuple[Row, ...]:
+    def named(rows: Iterable[Timed]) -> tuple[Timed, ...]:
         return tuple(row.model_copy(update={"group": only}) if _is_strange(row.group) else row for row in rows)
 
     steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
@@ -164,7 +169,7 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
     }
     exchanges = _exchanges(rank, has_pipeline)
     for name, part in (("pp", PIPELINE), ("", EXCHANGES)):
-        one = exchanges.pop(name, Exchanges(0.0, 0.0))
+        one = exchanges.pop(name, GroupExchanges(0.0, 0.0))
         parts[part] = one.busy_s - one.hidden_s
     number = "" if rank.report.rank is None else f" of rank {rank.report.rank}"
     return Account(f"in the trace{number}", parts, exchanges, _details(rank, families))
@@ -172,7 +177,7 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
 
 def _data_s(step: TraceStep) -> float:
     """Seconds of host gaps in which the host waits for a batch; annotations of it stand inside each other."""
-    return max((value for name, value in step.waits if _DATA.search(name)), default=0.0)
+    return max((value for name, value in step.waits if DATA_RANGES.search(name)), default=0.0)
 
 
 def _move_optimizer(rank: Traced, kernels: dict[str, float]) -> None:
@@ -183,8 +188,8 @@ def _move_optimizer(rank: Traced, kernels: dict[str, float]) -> None:
     kernels[MEMORY_BOUND] -= moved_s
 
 
-def _exchanges(rank: Traced, has_pipeline: bool) -> dict[str, Exchanges]:
-    """Exchanges by group of the plan; those of no group of its own under the empty name."""
+def _exchanges(rank: Traced, has_pipeline: bool) -> dict[str, GroupExchanges]:
+    """GroupExchanges by group of the plan; those of no group of its own under the empty name."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for label in rank.groups:
         total = sums[axis_of(label, has_pipeline)]
@@ -192,7 +197,7 @@ def _exchanges(rank: Traced, has_pipeline: bool) -> dict[str, Exchanges]:
         total[1] += rank.shown_s(label)
     late = _late(rank.report.collectives, len(rank.report.steps), has_pipeline)
     return {
-        axis: Exchanges(busy_s, busy_s - shown_s, min(late[axis], busy_s) if axis in late else None)
+        axis: GroupExchanges(busy_s, busy_s - shown_s, min(late[axis], busy_s) if axis in late else None)
         for axis, (busy_s, shown_s) in sums.items()
     }
 
@@ -240,8 +245,8 @@ def _details(rank: Traced, families: Mapping[str, float]) -> dict[str, str]:
         details[OTHER] = f"the largest is {next(iter(names))}"
     for part, of_data in ((HOST_GAPS, False), (DATA, True)):
         longest = max(
-            ((value, name) for name, value in waits.items() if bool(_DATA.search(name)) == of_data), default=None
+            ((value, name) for name, value in waits.items() if bool(DATA_RANGES.search(name)) == of_data), default=None
         )
         if longest is not None and longest[0] > _WORTH_SAYING * rank.wall_s:
-            details[part] = f"the host was in {longest[1]} for {seconds(longest[0])} of them"
+            details[part] = f"the host was in {longest[1]} for {in_seconds(longest[0])} of them"
     return details

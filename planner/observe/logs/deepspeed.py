@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from planner.observe.logs.grammar import Grammar, Row, fact, mark, moment, number, row, whole
-from planner.observe.record import Record
+from planner.observe.logs.grammar import Grammar, LineRow, fact, line_row, mark, moment, number, whole
+from planner.observe.record import RunRecord
 from planner.specs.units import GB, GIB, KIB, MIB
 
 _CURRENT = re.compile(r"CurrSamplesPerSec=([\d.eE+-]{1,30})")
@@ -17,7 +17,7 @@ _UNITS = {"B": 1, "KB": KIB, "MB": MIB, "GB": GIB}
 _BITS_PER_BYTE = 8
 
 
-def _throughput(record: Record, match: re.Match[str]) -> None:
+def _throughput(record: RunRecord, match: re.Match[str]) -> None:
     """`0/40, RunningAvgSamplesPerSec=…, CurrSamplesPerSec=…`: samples of the whole job in a second."""
     step, at_s, text = int(match[1] or match[2]), moment(match.string), match.string
     for pattern, kind in ((_ALLOCATED, "max_allocated_bytes"), (_NOW, "allocated_bytes")):
@@ -41,14 +41,14 @@ def _throughput(record: Record, match: re.Match[str]) -> None:
         record.state["last"] = f"{step} {at_s}"
 
 
-def _breakdown(record: Record, match: re.Match[str]) -> None:
+def _breakdown(record: RunRecord, match: re.Match[str]) -> None:
     for name, value in re.findall(r"([A-Za-z_0-9]{1,60}): ([\d.]{1,20})", match[1]):
         seconds = number(value) / 1e3
         record.timer(name, seconds, seconds)
     record.note("wall_clock_breakdown synchronises the GPUs: steps are slower than without it")
 
 
-def _collective(record: Record, match: re.Match[str]) -> None:
+def _collective(record: RunRecord, match: re.Match[str]) -> None:
     """`comm op: all_reduce | time (ms): 1.2 | msg size: 3 MB | algbw (Gbps): … | busbw (Gbps): …`, in gigabits."""
     seconds, size, unit = number(match[2]) / 1e3, number(match[3]), _UNITS.get(match[4], 1)
     rate = number(match[5]) * GB / _BITS_PER_BYTE
@@ -57,7 +57,7 @@ def _collective(record: Record, match: re.Match[str]) -> None:
         values.append((size * unit, seconds, rate))
 
 
-def _configured(record: Record, match: re.Match[str]) -> None:
+def _configured(record: RunRecord, match: re.Match[str]) -> None:
     record.argument(match[1], match[2].strip())
     value = whole(match[2])
     if match[1] == "train_batch_size" and value:
@@ -66,7 +66,7 @@ def _configured(record: Record, match: re.Match[str]) -> None:
         record.facts["num_gpus"] = value
 
 
-def _memory(record: Record, match: re.Match[str]) -> None:
+def _memory(record: RunRecord, match: re.Match[str]) -> None:
     """`MA 1.75 GB         Max_MA 2.6 GB         CA 3.1 GB         Max_CA 3 GB`, in gigabytes of 1024³ bytes.
 
     What was reserved at most is rounded to a whole one; what is reserved now is not, and hardly ever shrinks.
@@ -79,24 +79,24 @@ def _memory(record: Record, match: re.Match[str]) -> None:
     )
 
 
-ROWS: tuple[Row, ...] = (
-    row(
+ROWS: tuple[LineRow, ...] = (
+    line_row(
         "memory", "Max_MA",
         r"\bMA ([\d.]{1,12}) GB\s+Max_MA ([\d.]{1,12}) GB\s+CA ([\d.]{1,12}) GB\s+Max_CA", _memory,
     ),
-    row(
+    line_row(
         "throughput", "SamplesPerSec=",
         r"(?:\b\d{1,9}/(\d{1,12})|global_step=(\d{1,12})),? .{0,40}?SamplesPerSec=", _throughput,
     ),
-    row("breakdown", "time (ms) |", r"time \(ms\) \| (\w+: .*)", _breakdown),
-    row(
+    line_row("breakdown", "time (ms) |", r"time \(ms\) \| (\w+: .*)", _breakdown),
+    line_row(
         "collective", "comm op:",
         r"comm op: (\w{1,60}) \| time \(ms\): ([\d.]{1,20}) \| msg size: ([\d.]{1,20}) (\w?B) \|"
         r".{0,80}busbw \(Gbps\): ([\d.]{1,20})", _collective,
     ),
-    row("configuration", ":print]", r":print\] +(\w{1,80}) \.{2,80} (.{0,2000})$", _configured),
-    row("version", "DeepSpeed info", r"DeepSpeed info: version=([\w.+]{1,40})", fact("trainer_version", str)),
-    row("world", "dp_world_size", r"world_size=(\d{1,7})", fact("num_gpus")),
-    row("checkpoint", "Saving model checkpoint", r"Saving model checkpoint", mark("checkpoint")),
+    line_row("configuration", ":print]", r":print\] +(\w{1,80}) \.{2,80} (.{0,2000})$", _configured),
+    line_row("version", "DeepSpeed info", r"DeepSpeed info: version=([\w.+]{1,40})", fact("trainer_version", str)),
+    line_row("world", "dp_world_size", r"world_size=(\d{1,7})", fact("num_gpus")),
+    line_row("checkpoint", "Saving model checkpoint", r"Saving model checkpoint", mark("checkpoint")),
 )  # fmt: skip
 DEEPSPEED = Grammar("deepspeed", "deepspeed", ROWS, rank=1)

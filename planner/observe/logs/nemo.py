@@ -1,6 +1,6 @@
 """NeMo's progress lines, its DLLogger file, and MLPerf's log, whose Llama and GPT runs are NeMo's.
 
-NeMo 1 and 2; MLPerf training 4.1, 5.0 and 5.1 (mlcommons/training_results_v*).
+NeMo 1 and 2; MLPerf training 3.0 to 5.1 (mlcommons/training_results_v*).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from typing import Any
 
 from planner.errors import SpecError
-from planner.observe.logs.grammar import Grammar, number, row, text_of, whole
-from planner.observe.record import Record
+from planner.observe.logs.grammar import Grammar, line_row, number, text_of, whole
+from planner.observe.record import RunRecord
 from planner.specs.reading import parse_json
 from planner.specs.units import GIB, is_count
 
-_TIMES = ("train_step_time", "train_step_timing in s")
+_TIMES = ("train_step_time", "train_step_timing in s", "train_step_timing")
 _MEMORY = {
     "memory_allocated": "allocated_bytes", "peak_memory_usage": "max_allocated_bytes",
     "max_memory_allocated": "max_allocated_bytes", "max_memory_reserved": "max_reserved_bytes",
@@ -39,7 +39,7 @@ def _value(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else number(str(value))
 
 
-def _mllog(record: Record, match: re.Match[str]) -> None:
+def _mllog(record: RunRecord, match: re.Match[str]) -> None:
     data = _object(match[1])
     key, value, metadata = data.get("key"), data.get("value"), data.get("metadata")
     at_s, metadata = _value(data.get("time_ms")) / 1e3, metadata if isinstance(metadata, dict) else {}
@@ -52,9 +52,10 @@ def _mllog(record: Record, match: re.Match[str]) -> None:
     elif key in ("eval_start", "run_start", "block_start"):
         record.state[key] = str(at_s)
         record.state["block"] = str(metadata.get("epoch_count", record.state.get("block", "")))
-        if key == "eval_start" and "samples_count" in metadata:
-            # all of 4.0 to 5.1 count here what was trained until then; at a block's ends they count different things
-            record.state["samples"] = f"{record.state.get('samples', '')} {_value(metadata['samples_count']):.0f}"
+        if key == "eval_start":
+            # all of 3.1 to 5.1 count here what was trained until then; at a block's ends they count different things
+            trained = _value(metadata.get("samples_count", metadata.get("epoch_num")))
+            record.state["trained"] = f"{record.state.get('trained', '')} {trained:.0f}"
     elif key == "block_stop" and "block_start" in record.state:
         record.activity("block", float(record.state.pop("block_start")), at_s)
     elif key == "eval_stop" and "eval_start" in record.state:
@@ -80,7 +81,7 @@ _MLPERF_FACTS: dict[str, Any] = {
 }
 
 
-def _tracked(record: Record, value: dict[str, Any], metadata: dict[str, Any], at_s: float) -> None:
+def _tracked(record: RunRecord, value: dict[str, Any], metadata: dict[str, Any], at_s: float) -> None:
     """A step's seconds, or the mean of a block of steps, which is no step: counted, it makes totals 2 to 3% too high.
 
     A block says its throughput (5.0), or only the samples and no step (5.1). `step` counts tokens in 4.1, samples in
@@ -93,9 +94,13 @@ def _tracked(record: Record, value: dict[str, Any], metadata: dict[str, Any], at
         record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GIB)
     name = next((name for name in _TIMES if name in value), None)
     step = metadata.get("step")
-    if name is None or "throughput" in value or step is None:
+    if name is None or step is None:
         return
     counted = _value(step)
+    if "throughput" in value:
+        if math.isfinite(counted) and counted > 0 and len(record.means) < _MOST_ARGUMENTS:
+            record.means.append((counted, _value(value[name]), at_s))
+        return
     if "samples_count" in metadata:
         counted += 1  # the first step is 0
     elif (batch := int(record.facts.get("global_batch_size", 0))) > 0:
@@ -105,7 +110,9 @@ def _tracked(record: Record, value: dict[str, Any], metadata: dict[str, Any], at
         record.step(round(counted), _value(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
 
 
-def _finish_mlperf(record: Record) -> None:
+def _finish_mlperf(record: RunRecord) -> None:
+    if not record.numbers:
+        _means_as_steps(record)
     if not record.numbers:
         _blocks_as_steps(record)
     if record.facts.get("num_gpus", 0) in (0, 1):
@@ -113,40 +120,75 @@ def _finish_mlperf(record: Record) -> None:
     record.facts.pop("trainer", None)
 
 
-def _blocks_as_steps(record: Record) -> None:
-    """Take the means of the blocks between evaluations, whose tokens or samples are stated, in place of steps."""
-    blocks = [(begin, end) for kind, begin, end in record.activities if kind == "block"]
-    ends = _ends_of_blocks(record, len(blocks))
+def _means_as_steps(record: RunRecord) -> None:
+    """Take the recorded means of stretches of steps, in place of steps, where it is known how many each is of."""
+    ends = _in_steps(record, [counted for counted, _, _ in record.means])
+    before = 0
+    for number_, (_, seconds, at_s) in zip(ends, record.means, strict=False):
+        if number_ > before:
+            record.step(number_, seconds, end_s=at_s, covers=number_ - before)
+        before = number_
+    if record.numbers:
+        record.note("no step is recorded: seconds are the means that the log has of stretches of steps")
+
+
+def _blocks_as_steps(record: RunRecord) -> None:
+    """Take the means of the stretches between evaluations, whose tokens or samples are stated, in place of steps."""
+    stretches = _stretches(record)
+    ends = _ends_of_stretches(record, len(stretches))
     if not ends:
         return
     record.note("no step is recorded: seconds are means of the blocks between evaluations")
-    for before, number_, (begin, end) in zip((0, *ends), ends, blocks, strict=False):
+    for before, number_, (begin, end) in zip((0, *ends), ends, stretches, strict=False):
         if number_ > before:
             record.step(number_, (end - begin) / (number_ - before), end_s=end, covers=number_ - before)
 
 
-def _ends_of_blocks(record: Record, count: int) -> list[int]:
-    """The last step of each block; none where that is not stated."""
+def _stretches(record: RunRecord) -> list[tuple[float, float]]:
+    """Begin and end of what was trained without a break: blocks, cut at the evaluations that are inside of them."""
+    evaluations = sorted((begin, end) for kind, begin, end in record.activities if kind == "evaluation")
+    found = []
+    for kind, begin, end in record.activities:
+        if kind != "block":
+            continue
+        inside = [(start, stop) for start, stop in evaluations if begin < start and stop <= end]
+        if not inside:
+            found.append((begin, end))
+        for start, stop in inside:  # what follows the last one is no whole stretch
+            found.append((begin, start))
+            begin = stop
+    return sorted(found)
+
+
+def _ends_of_stretches(record: RunRecord, count: int) -> list[int]:
+    """The last step of each stretch; none where that is not stated."""
     batch = int(record.facts.get("global_batch_size", 0))
     per_step, tokens = batch * int(record.facts.get("seq_length", 0)), number(record.state.get("block"))
     if per_step and tokens >= per_step and tokens % per_step == 0:
         return [round(tokens / per_step) * block for block in range(1, count + 1)]
-    samples = [int(text) for text in record.state.get("samples", "").split() if is_count(text)]
-    if not batch or len(samples) != count or any(trained % batch for trained in samples):
-        return []
-    return [trained // batch for trained in samples]
+    trained = [float(text) for text in record.state.get("trained", "").split() if is_count(text)]
+    return _in_steps(record, trained) if len(trained) == count else []
+
+
+def _in_steps(record: RunRecord, counts: list[float]) -> list[int]:
+    """Counts of tokens, else of samples, as steps; none where they are of no whole steps."""
+    batch = int(record.facts.get("global_batch_size", 0))
+    for per_step in (batch * int(record.facts.get("seq_length", 0)), batch):
+        if per_step and counts and all(count % per_step == 0 for count in counts):
+            return [round(count / per_step) for count in counts]
+    return []
 
 
 MLPERF = Grammar(
     "mlperf",
     "nemo",
-    (row("record", ":::MLLOG", r":::MLLOG (\{.*)", _mllog),),
+    (line_row("record", ":::MLLOG", r":::MLLOG (\{.*)", _mllog),),
     rank=-1,
     finish=_finish_mlperf,
 )
 
 
-def _dllogger(record: Record, match: re.Match[str]) -> None:
+def _dllogger(record: RunRecord, match: re.Match[str]) -> None:
     line = _object(match[1])
     data, step = line.get("data"), line.get("step")
     if not isinstance(data, dict):
@@ -169,7 +211,7 @@ def _dllogger(record: Record, match: re.Match[str]) -> None:
     record.step(step, seconds, end_s=at_s, covers=1)
 
 
-def _finish_dllogger(record: Record) -> None:
+def _finish_dllogger(record: RunRecord) -> None:
     for name, fact in (("global_batch_size", "global_batch_size"), ("encoder_seq_length", "seq_length")):
         value = whole(record.arguments.get(name))
         if value:
@@ -177,11 +219,11 @@ def _finish_dllogger(record: Record) -> None:
 
 
 DLLOGGER = Grammar(
-    "dllogger", "nemo", (row("record", "DLLL {", r"DLLL (\{.*)", _dllogger),), rank=-1, finish=_finish_dllogger
+    "dllogger", "nemo", (line_row("record", "DLLL {", r"DLLL (\{.*)", _dllogger),), rank=-1, finish=_finish_dllogger
 )
 
 
-def _progress(record: Record, match: re.Match[str]) -> None:
+def _progress(record: RunRecord, match: re.Match[str]) -> None:
     text = match.string
     step = re.search(r"global_step[:=] ?([\d.]{1,20})", text)
     batch = re.search(r"global_batch_size[:=] ?(\d{1,12})", text)
@@ -201,5 +243,5 @@ def _progress(record: Record, match: re.Match[str]) -> None:
 NEMO = Grammar(
     "nemo",
     "nemo",
-    (row("step", "train_step_timing in s", r"train_step_timing in s[:=] ?([\d.eE+-]{1,30})", _progress),),
+    (line_row("step", "train_step_timing in s", r"train_step_timing in s[:=] ?([\d.eE+-]{1,30})", _progress),),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.observe.logs.grammar import moment, number, text_of
-from planner.observe.record import Record
+from planner.observe.record import RunRecord
 from planner.specs.reading import parse_json
 from planner.specs.reading.csv_text import row_of
 from planner.specs.units import GB, GIB, KIB, MIB
@@ -25,7 +25,8 @@ _TIME = re.compile(
 )
 _STEP = re.compile(r"(?:global[_ .-]?|train(?:er)?[/_ .-])?(?:step|iter|iteration)s?|_step|consumed[_ ]steps")
 _MOMENT = re.compile(r"_?timestamp|datetime|date|wall[_ ]?time|time[_ ]?stamp")
-_TOKENS = re.compile(r"tokens[_ /.-]?(?:per[_ .-]?)?(?:s|sec|second)")
+_TOKENS = re.compile(r"tokens[_ /.-]?(?:per[_ .-]?)?(?:s|sec|second)|tps")
+_TOKENS_OF_STEP = re.compile(r"(?:num_)?tokens_per_step")
 _DATA = re.compile(
     r"(?:time_metrics/)?(?:data|batch|input)[_ .-]?(?:load(?:er|ing)?|wait|fetch|generator)?(?:[_ .-]?(?:time|wait))?"
     r"(?:[_ .(\[-]*(?P<unit>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)"
@@ -50,7 +51,7 @@ _HEAD = 1 << 15
 _MOST_COLUMNS = 2_000
 
 
-class Columns:
+class TableColumns:
     """The columns of a table that are read, found by name."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -67,6 +68,7 @@ class Columns:
         self.step = _first(names, plain, _STEP)
         self.moment = _first(names, plain, _MOMENT)
         self.tokens = _first(names, plain, _TOKENS)
+        self.tokens_of_step = _first(names, plain, _TOKENS_OF_STEP)
         self.retries = _first(names, plain, _RETRIES)
         self.data = self._with_unit(names, plain, _DATA, _UNITS, 1.0)
         self.memory = {
@@ -75,7 +77,14 @@ class Columns:
             if (match := _MEMORY.fullmatch(short)) is not None and not _NO_BYTES.search(short)
         }
         self.gigabytes = [text_of(name) for name, unit in self.memory.values() if unit in _DECIMAL]
+        if self.tokens_of_step is not None and "mem" in names:  # NeMo Automodel's, of torch's peak in GiB
+            self.memory["max_allocated_bytes"] = ("mem", GIB)
         self.gauges = {ours: _first(names, plain, pattern) for ours, pattern in _GAUGES.items()}
+
+    @property
+    def tells_time(self) -> bool:
+        """True where a column has step times, or where the tokens of a step and their rate say them."""
+        return self.time is not None or (self.tokens is not None and self.tokens_of_step is not None)
 
     @staticmethod
     def _with_unit(
@@ -108,7 +117,7 @@ def _first(names: Sequence[str], plain: Sequence[str], pattern: re.Pattern[str])
 def recognises(first: bytes) -> bool:
     """True if a file whose first line is this one begins as a table of step times."""
     line = first.decode("utf-8-sig", errors="replace")
-    return bool(_names(line[:_HEAD]) and Columns(_names(line[:_HEAD])).time) or _is_number(line)
+    return bool(_names(line[:_HEAD]) and TableColumns(_names(line[:_HEAD])).tells_time) or _is_number(line)
 
 
 def _names(line: str) -> list[str]:
@@ -134,15 +143,15 @@ def _is_number(line: str) -> bool:
     return re.fullmatch(r"\s*\d{1,9}(\.\d{1,12})?\s*", line) is not None
 
 
-class Table:
+class StepTable:
     """The steps of a table so far, of the lines that were given."""
 
     def __init__(self, where: str) -> None:
-        self.record = Record(NAME)
+        self.record = RunRecord(NAME)
         self._where = where
         self._names: list[str] | None = None
         """The names of the columns; empty where each line is an object that names its own."""
-        self._columns = Columns(["seconds"])
+        self._columns = TableColumns(["seconds"])
         self._delimiter = ","
         self._untimed = 0
 
@@ -164,13 +173,15 @@ class Table:
             self.record.note("numbers without a head are taken as seconds of one step after the other")
             self._names = ["seconds"]
             return False
-        self._columns = columns = Columns(_names(first))
-        if columns.time is None:
+        self._columns = columns = TableColumns(_names(first))
+        if not columns.tells_time:
             raise SpecError(f"{self._where}: no column has step times", "name one step_time_s or step_time_ms")
-        self.record.state["column"] = text_of(columns.time)
+        if columns.time is None:
+            self.record.note(f"seconds are {columns.tokens_of_step} over {columns.tokens}: no column has step times")
+        self.record.state["column"] = text_of(columns.time or columns.tokens or "")
         if columns.gigabytes:
             self.record.note(f"{', '.join(columns.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3")
-        if not columns.says_unit:
+        if columns.time is not None and not columns.says_unit:
             self.record.note(f"{text_of(columns.time)} states no unit: taken as seconds")
         self._delimiter = _delimiter(first)
         is_head = not first.startswith("{")
@@ -186,6 +197,8 @@ class Table:
         """Take a row; those without a time, as trackers export them, are passed over."""
         record, columns = self.record, self._columns
         seconds = number(str(row.get(columns.time or "", ""))) * columns.unit
+        if columns.time is None and (speed := number(str(row.get(columns.tokens or "", "")))) > 0:
+            seconds = number(str(row.get(columns.tokens_of_step or "", ""))) / speed
         if not seconds > 0:
             self._untimed += 1
             return
@@ -197,14 +210,14 @@ class Table:
         record.prints("tokens_per_s", number(str(row.get(columns.tokens, ""))) if columns.tokens else None)
         _take_beside(record, row, columns)
 
-    def finished(self) -> Record:
+    def finished(self) -> RunRecord:
         """The record of all rows: no other can be given any more."""
         if self._untimed:
             self.record.note(f"{self._untimed:,} rows without a time were left out")
         return self.record
 
 
-def _take_beside(record: Record, row: dict[str, Any], columns: Columns) -> None:
+def _take_beside(record: RunRecord, row: dict[str, Any], columns: TableColumns) -> None:
     """Take what a row has beside the step: memory, waits for data, retries, power and clocks."""
 
     def value(name: str | None) -> float:

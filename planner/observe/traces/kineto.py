@@ -1,25 +1,154 @@
-"""Traces of torch.profiler (Kineto's JSON, plain or gzipped) as columns.
+"""The events of a Chrome trace, one at a time: a file of gigabytes is never in memory as a whole.
 
-Kept: kernels, copies, fills, calls of the runtime, operators, annotations and collectives. Passed over: Python frames,
-arrows and counters, which are most of a file.
+A window of text moves over the file; the standard library's decoder reads one JSON value at its front.
 """
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from planner.observe.traces.gloo import with_groups
-from planner.observe.traces.groups import Group, ranks_by_stride, ranks_of
-from planner.observe.traces.json_events import EventScanner
+from planner.errors import SpecError
+from planner.observe.traces.events import Call, EventColumns, Events, Names, RankTrace, rank_in_name
+from planner.observe.traces.kernels_and_groups import ProcessGroup, ranks_by_stride, ranks_of
 from planner.observe.traces.results import HOST
-from planner.observe.traces.source import Progress, Source
-from planner.observe.traces.trace import Call, Columns, Events, Names, RankTrace, rank_in_name
+from planner.observe.traces.source import CHUNK_BYTES, Progress, TraceFile
 from planner.specs.reading import printable
+
+EVENTS_KEY = "traceEvents"
+MAX_VALUE_CHARS = 2**25
+"""The longest value beside or inside `traceEvents`; the longest seen in real traces is a call stack of 100 kB."""
+MAX_KEYS = 1000
+"""The most keys beside `traceEvents`; torch writes about 15."""
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+class EventScanner:
+    """Iterate over `events()`; then `header` holds what stands beside them."""
+
+    def __init__(self, source: TraceFile) -> None:
+        self.header: dict[str, Any] = {}
+        self.num_events = 0
+        self._source = source
+        self._text, self._at, self._num_dropped = "", 0, 0
+        self._bytes = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+        self._ended = False
+        self._decode = json.JSONDecoder().raw_decode
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Every event, a mapping; SpecError names the place of anything that is none."""
+        if self._peek() == "[":  # the format's bare list
+            self._at += 1
+            yield from self._elements()
+        else:
+            self._take("{", "a trace is a mapping with `traceEvents`")
+            yield from self._members()
+        if self._peek():
+            raise self._broken("something follows the end of the trace")
+
+    def _members(self) -> Iterator[dict[str, Any]]:
+        seen: set[str] = set()
+        mark = self._peek()
+        if mark == "}":
+            self._at += 1
+        while mark != "}":
+            key = self._value()
+            if not isinstance(key, str):
+                raise self._broken("a key is no text")
+            if key in seen:
+                raise self._broken(f"{key[:60]!r} is given twice")
+            seen.add(key)
+            if len(seen) > MAX_KEYS:
+                raise self._broken(f"has more than {MAX_KEYS:,} keys beside {EVENTS_KEY}")
+            self._take(":", "a key has a colon behind it")
+            if key == EVENTS_KEY:
+                self._take("[", "the list of events")
+                yield from self._elements()
+            else:
+                self.header[key] = self._value()
+            mark = self._take(",}", "a comma or the end of the mapping")
+        if EVENTS_KEY not in seen:
+            raise self._source.broken(f"holds no `{EVENTS_KEY}`", "name a trace that torch.profiler exported")
+
+    def _elements(self) -> Iterator[dict[str, Any]]:
+        mark = self._peek()
+        if mark == "]":
+            self._at += 1
+        while mark != "]":
+            event = self._value()
+            if not isinstance(event, dict):
+                raise self.broken("is not an event, which is a mapping")
+            yield event
+            self.num_events += 1
+            mark = self._take(",]", "a comma or the end of the list")
+
+    def broken(self, problem: str) -> SpecError:
+        """The error that the event caused which was read last."""
+        return self._source.broken(f"{EVENTS_KEY}[{self.num_events}]: {problem}")
+
+    def _broken(self, problem: str) -> SpecError:
+        where = f"{EVENTS_KEY}[{self.num_events}], " if self.num_events else ""
+        return self._source.broken(f"{where}character {self._num_dropped + self._at:,}: {problem}")
+
+    def _peek(self) -> str:
+        """The next character that is no blank, or nothing at the end of the file."""
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            assert match  # an empty one at least
+            self._at = match.end()
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if self._ended:
+                return ""
+            self._more()
+
+    def _take(self, wanted: str, meaning: str) -> str:
+        mark = self._peek()
+        if not mark:
+            raise self._broken("the file ends in the middle")
+        if mark not in wanted:
+            raise self._broken(f"{mark!r} stands where {meaning} should")
+        self._at += 1
+        return mark
+
+    def _value(self) -> Any:
+        """The value at the front; text is added until it is whole."""
+        if not self._peek():
+            raise self._broken("the file ends in the middle")
+        while True:
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if self._ended:
+                    whole = error.pos < len(self._text) - 1 and "Unterminated" not in error.msg
+                    raise self._broken(f"not JSON: {error.msg}" if whole else "the file ends in the middle") from None
+            except RecursionError:
+                raise self._broken("nested too deeply") from None
+            except ValueError:  # an integer of thousands of digits
+                raise self._broken("a number of thousands of digits") from None
+            else:
+                if end < len(self._text) or self._ended:  # a number may go on in the next piece
+                    self._at = end
+                    return value
+            if len(self._text) - self._at > MAX_VALUE_CHARS:
+                raise self._broken(f"not JSON, or a value of more than {MAX_VALUE_CHARS:,} characters")
+            self._more()
+
+    def _more(self) -> None:
+        """Drop what was read, and read at least as much again as is left: a long value is not decoded often."""
+        self._num_dropped += self._at
+        rest = self._text[self._at :]
+        data = self._source.read(max(CHUNK_BYTES, len(rest)))
+        self._ended = not data
+        self._text, self._at = rest + self._bytes.decode(data, final=self._ended), 0
+
 
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime"}
@@ -39,7 +168,7 @@ _MAX_CALLS = 10**6
 
 def read_kineto(path: str | Path, progress: Progress | None = None) -> tuple[RankTrace, ...]:
     """The trace of each GPU in one file, mostly one. SpecError for whatever is none."""
-    with Source(path, progress) as source:
+    with TraceFile(path, progress) as source:
         scanner = EventScanner(source)
         reader = _Reader(scanner)
         for event in scanner.events():
@@ -58,9 +187,14 @@ class _Reader:
         self.num_kept = 0
         self.names, self.lanes = Names(), {}  # type: tuple[Names, dict[tuple[int | str, int | str], int]]
         self.calls: dict[Call, int] = {}
-        self.groups: dict[str, Group] = {}
-        self.gpu, self.launches, self.operators, self.marks = Columns(), Columns(), Columns(), Columns()
-        self.comms = Columns()
+        self.groups: dict[str, ProcessGroup] = {}
+        self.gpu, self.launches, self.operators, self.marks = (
+            EventColumns(),
+            EventColumns(),
+            EventColumns(),
+            EventColumns(),
+        )
+        self.comms = EventColumns()
         self.copies: list[bool] = []
         self.origin_us: float | None = None
         self.num_negative = 0
@@ -125,7 +259,7 @@ class _Reader:
                 arguments.get("Global rank start"), arguments.get("Global rank stride"), size
             )
             description = _text(arguments.get("Process Group Description", ""))
-            self.groups[group] = Group(group, description, ranks, size if isinstance(size, int) else None)
+            self.groups[group] = ProcessGroup(group, description, ranks, size if isinstance(size, int) else None)
         source, destination = (arguments.get(f"{end} Rank") for end in ("Src", "Dst"))
         call = Call(
             _text(arguments["Collective name"]).lower(),
@@ -145,11 +279,11 @@ class _Reader:
         )
         copies, on_host = np.array(self.copies, bool)[order], not len(gpu)
         if on_host:
-            rank, lanes = _rank(header, where)[0], tuple(self.lanes)
-            gpu, calls = with_groups(self._of_host(operators, marks), self.names.texts, lanes, groups, rank, marks)
+            gpu = self._of_host(operators, marks)
             copies = np.zeros(len(gpu), bool)
         else:
-            gpu, calls, lanes = _with_calls(gpu, launches, comms), tuple(self.calls), tuple(self.lanes)
+            gpu = _with_calls(gpu, launches, comms)
+        lanes = tuple(self.lanes)
         devices = [0] if on_host else sorted({lanes[lane][0] for lane in np.unique(gpu.lane)}, key=str)
         of_lane = np.array([0 if on_host else devices.index(d) if d in devices else -1 for d, _ in lanes] or [0])
         rank, world_size = _rank(header, where)
@@ -158,7 +292,7 @@ class _Reader:
                 where=where, rank=rank if len(devices) == 1 else None, world_size=world_size,
                 device=HOST if on_host else _device_name(header, device),
                 origin_ns=_whole(header.get("baseTimeNanoseconds")) + round((self.origin_us or 0.0) * 1e3),
-                names=tuple(self.names.texts), groups=groups, calls=calls,
+                names=tuple(self.names.texts), groups=groups, calls=tuple(self.calls),
                 gpu=gpu.where(mine := of_lane[gpu.lane] == number), copies=copies[mine], launches=launches,
                 operators=operators, marks=marks, on_host=on_host, lanes=lanes, warnings=self._warnings(on_host),
             )
@@ -168,7 +302,7 @@ class _Reader:
     def _of_host(self, operators: Events, marks: Events) -> Events:
         """Innermost operators, and the annotations that gloo leaves of its collectives."""
         communicates = np.array([bool(_COMMUNICATION_ANNOTATION.match(name)) for name in self.names.texts], bool)
-        both = Columns()
+        both = EventColumns()
         calls = np.array([name.startswith("c10d::") for name in self.names.texts], bool)
         works = ~np.array([bool(_BOOKKEEPING.match(name)) for name in self.names.texts], bool)
         if communicates.any():  # the operator that calls an exchange returns before it has run
@@ -227,7 +361,7 @@ def _innermost(events: Events) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return innermost
 
 
-def _configured(header: Mapping[str, Any]) -> dict[str, Group]:
+def _configured(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
     """The groups of `distributedInfo.pg_config`, which lists every rank."""
     info = header.get("distributedInfo")
     entries = info.get("pg_config") if isinstance(info, dict) else None
@@ -236,7 +370,9 @@ def _configured(header: Mapping[str, Any]) -> dict[str, Group]:
         if isinstance(entry, dict):
             name, ranks, size = _text(entry.get("pg_name", "")), ranks_of(entry.get("ranks")), entry.get("pg_size")
             whole = ranks if len(ranks) == size else ()
-            groups[name] = Group(name, _text(entry.get("pg_desc", "")), whole, size if isinstance(size, int) else None)
+            groups[name] = ProcessGroup(
+                name, _text(entry.get("pg_desc", "")), whole, size if isinstance(size, int) else None
+            )
     return {name: group for name, group in groups.items() if group.ranks}
 
 

@@ -2,24 +2,122 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 
-from planner.observe.measured import JobFacts, RankMemory, Source
-from planner.observe.observation import Observation, Observed
-from planner.observe.traces.detect import Kind, kind_of
-from planner.observe.traces.families import OPTIMIZER
-from planner.observe.traces.flight.recorder import FlightReport, read_flight_recorder
-from planner.observe.traces.groups import PLANNED
-from planner.observe.traces.memory.snapshot import SnapshotReport, read_snapshot
-from planner.observe.traces.report import read_traces
+from planner.errors import SpecError
+from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SourceFile
+from planner.observe.traces.breakdown import Sorted, break_down, step_windows
+from planner.observe.traces.collectives import PeerTimes, collective_times, stage_of, stragglers
+from planner.observe.traces.events import RankTrace
+from planner.observe.traces.flight_recorder import FlightReport, read_flight_recorder
+from planner.observe.traces.kernels_and_groups import OPTIMIZER, PLANNED
+from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.results import HOST, RankReport, TraceReport, TraceStep
-from planner.observe.traces.source import Progress
+from planner.observe.traces.snapshot import SnapshotReport, read_snapshot
+from planner.observe.traces.source import Progress, TraceFile
 from planner.specs.base import Spec
 from planner.specs.reading import STDIN
+
+_START_BYTES = 2**16
+_IS_TRACE = re.compile(rb'"traceEvents"|"deviceProperties"|"schemaVersion"\s*:\s*\d|"ph"\s*:\s*"[A-Za-z]"')
+_FLIGHT = re.compile(rb'"pg_config"|"pg_status"|"comm_lib_version"|"nccl_version"')
+
+
+class FileKind(StrEnum):
+    """Files that are no text log."""
+
+    KINETO = "torch profiler trace"
+    SNAPSHOT = "memory snapshot"
+    FLIGHT_RECORDER = "flight-recorder dump"
+
+
+def file_kind_of(path: str | Path) -> FileKind | None:
+    """The kind of a file, or None if it is none of these, such as a text log. Nothing in it is trusted yet."""
+    with TraceFile(path) as source:
+        start = source.read(_START_BYTES)
+    if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05":  # a pickle's protocol
+        flight = any(word in start for word in (b"pg_config", b"pg_status", b"comm_lib_version", b"collective_seq_id"))
+        return FileKind.FLIGHT_RECORDER if flight else FileKind.SNAPSHOT
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if text[:1] not in (b"{", b"["):
+        return None
+    if _FLIGHT.search(text) and b'"traceEvents"' not in text and b'"schemaVersion"' not in text:
+        return FileKind.FLIGHT_RECORDER
+    return FileKind.KINETO if _IS_TRACE.search(text) else None
+
+
+def read_traces(
+    paths: Sequence[str | Path], grid: Mapping[str, int] | None = None, progress: Progress | None = None
+) -> TraceReport:
+    """Read the profiler's traces of one run, one rank after the other and beside each other.
+
+    `grid` holds the sizes of tp, cp, dp and pp, and names the axes of process groups that the traces leave undescribed.
+    Raises SpecError for a file that is no trace, and where two files are of one rank.
+    """
+    read = [rank for path in paths for rank in _cut(path, grid, progress)]
+    ranks, steps = [events for events, _ in read], [cut for _, cut in read]
+    _refuse_twins([events.trace for events in ranks])
+    peers = PeerTimes.of(ranks)
+    reports = tuple(
+        RankReport(
+            file=events.trace.where, rank=events.trace.rank, stage=stage_of(events, grid),
+            world_size=events.trace.world_size, device=events.trace.device, steps=steps[place],
+            collectives=collective_times(events, peers.transfer_ns[place], peers.wait_ns[place]),
+            warnings=events.trace.warnings,
+        )
+        for place, events in enumerate(ranks)
+    )  # fmt: skip
+    return TraceReport(
+        ranks=reports, stragglers=stragglers(reports, peers.late_ns), clock_error_s=peers.clock_error_s,
+        not_shown=_not_shown(ranks, reports, peers),
+    )  # fmt: skip
+
+
+def _cut(
+    path: str | Path, grid: Mapping[str, int] | None, progress: Progress | None
+) -> list[tuple[Sorted, tuple[TraceStep, ...]]]:
+    """The exchanges and the steps of each rank in a file; nothing else of it stays in memory."""
+    ranks = [Sorted.of(trace, grid) for trace in read_kineto(path, progress)]
+    return [
+        (events.exchanges(), tuple(break_down(events, step) for step in step_windows(events.trace))) for events in ranks
+    ]
+
+
+def _refuse_twins(traces: Sequence[RankTrace]) -> None:
+    seen: dict[int, str] = {}
+    for trace in traces:
+        if trace.rank is not None and seen.setdefault(trace.rank, trace.where) != trace.where:
+            raise SpecError(f"{trace.where}: is of rank {trace.rank}, as {seen[trace.rank]} is", "name one of them")
+
+
+def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: PeerTimes) -> tuple[str, ...]:
+    """Sentences on what these traces cannot tell."""
+    told = []
+    communicates = any((events.group >= 0).any() for events in ranks)
+    if communicates and not peers.num_matched:
+        why = "one rank's trace" if len(ranks) == 1 else "no collective is found on two ranks"
+        told.append(f"transfer and wait are one number: {why}")
+    if any((events.trace.gpu.call[events.group >= 0] < 0).any() for events in ranks):
+        told.append("some communication kernels say neither group nor bytes (old torch, DeepEP, NVSHMEM)")
+    if communicates and any(len(g.ranks) == 0 for e in ranks for g in e.trace.groups.values()):
+        told.append("ranks of some groups: the trace truncates lists after 30 entries")
+    if all(step.number is None for report in reports for step in report.steps):
+        told.append(
+            "steps: nothing marks them (call `profiler.step()` in the loop); the numbers are of the whole trace"
+        )
+    if not any(step.phases for report in reports for step in report.steps):
+        told.append("forward and backward: no annotation and no autograd operator tells them apart")
+    if len(ranks) > 1 and any(report.stage is None for report in reports):
+        told.append("stragglers: the traces do not say which stage a rank is of, so that none is judged")
+    return tuple(told)
+
 
 _TERMS = {
     "tp": "tp_comm_s", "cp": "cp_comm_s", "ep": "ep_comm_s", "dp": "exposed_dp_s", "pp": "pp_comm_and_waits_s",
@@ -44,14 +142,14 @@ class ObservedFiles(Observed):
     recorded: Recorded
 
 
-def kinds_of(paths: Sequence[str]) -> dict[str, Kind]:
+def kinds_of(paths: Sequence[str]) -> dict[str, FileKind]:
     """The files that are no text logs, with their kinds; SpecError for one that cannot be read."""
-    kinds = {path: kind_of(path) for path in paths if path != STDIN}
+    kinds = {path: file_kind_of(path) for path in paths if path != STDIN}
     return {path: kind for path, kind in kinds.items() if kind is not None}
 
 
 def read_recorded(
-    kinds: Mapping[str, Kind], grid: Mapping[str, int] | None = None, progress: Progress | None = None
+    kinds: Mapping[str, FileKind], grid: Mapping[str, int] | None = None, progress: Progress | None = None
 ) -> Recorded:
     """Read files by their kinds, those of one kind together.
 
@@ -62,9 +160,9 @@ def read_recorded(
 
     `grid` holds sizes of tp, cp, dp and pp, for process groups that the traces do not describe. Raises SpecError.
     """
-    traces = [path for path, kind in kinds.items() if kind in (Kind.KINETO, Kind.NSYS, Kind.OP_TIMELINE)]
-    snapshots = [path for path, kind in kinds.items() if kind is Kind.SNAPSHOT]
-    dumps = [path for path, kind in kinds.items() if kind is Kind.FLIGHT_RECORDER]
+    traces = [path for path, kind in kinds.items() if kind is FileKind.KINETO]
+    snapshots = [path for path, kind in kinds.items() if kind is FileKind.SNAPSHOT]
+    dumps = [path for path, kind in kinds.items() if kind is FileKind.FLIGHT_RECORDER]
     return Recorded(
         traces=read_traces(traces, grid, progress) if traces else None,
         snapshots=tuple(report for path in snapshots for report in read_snapshot(path, progress)),
@@ -81,7 +179,7 @@ def observation_of(recorded: Recorded) -> Observation:
     num_warmup = sum(step.warm_up for rank in recorded.traces.ranks for step in rank.steps) if recorded.traces else 0
     step_s = float(np.median(walls)) if walls else None
     return Observation(
-        sources=tuple(Source(path=path, format=kind) for path, kind in recorded.kinds.items()),
+        sources=tuple(SourceFile(path=path, format=kind) for path, kind in recorded.kinds.items()),
         facts=_facts(recorded.traces),
         step_s=step_s,
         step_s_spread=(float(np.quantile(walls, 0.1)), float(np.quantile(walls, 0.9))) if len(walls) > 1 else None,
@@ -90,7 +188,7 @@ def observation_of(recorded: Recorded) -> Observation:
         peak_memory_bytes=max(peaks, default=None),
         peak_memory_kind="allocated" if peaks else None,
         memory=tuple(
-            RankMemory(max_allocated_bytes=s.peak_bytes, max_reserved_bytes=s.peak_reserved_bytes)
+            ObservedMemory(max_allocated_bytes=s.peak_bytes, max_reserved_bytes=s.peak_reserved_bytes)
             for s in recorded.snapshots
         ),
         breakdown=terms(steps, step_s) if step_s is not None else {},

@@ -45,13 +45,8 @@ class PhaseTime(Spec):
     """How often the phase ran, such as once a micro-batch; 0 where operators and no annotation tell the phase."""
     median_s: float | None = None
     """Median computing time of one range."""
-    each_s: tuple[float, ...] = ()
-    """Computing time of each range, in their order; empty where they are alike."""
-    own_s: float | None = None
-    """Length of the ranges without exposed exchanges and without what other phases compute in them: computing and what
-    the rank itself leaves between; on a GPU a range is from its first kernel to its last. None without ranges."""
     source: str
-    """The evidence for the phase: `annotations`, `autograd`, or `operators` of a timeline, with all that is in them."""
+    """The evidence for the phase: `annotations` or `autograd`."""
 
 
 class TraceStep(Spec):
@@ -73,8 +68,6 @@ class TraceStep(Spec):
     """Idle, with the next kernel launched: it waited for another stream, a copy or another rank."""
     idle_s: float
     """Idle, and nothing in the trace tells why."""
-    first_idle_s: float = 0.0
-    """The part of the idle time before anything runs in the step."""
     long_gaps_s: float = 0.0
     """The part of the host gaps that are each longer than 1% of the step: a host that stands still, not one that is
     slow."""
@@ -111,8 +104,6 @@ class RankReport(Spec):
     file: str
     rank: int | None
     stage: int | None = None
-    pipeline: int | None = None
-    """The rank of its pipeline's first stage, where the trace lists the pipeline's ranks."""
     world_size: int | None = None
     device: str
     steps: tuple[TraceStep, ...]

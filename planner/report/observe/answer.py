@@ -8,13 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.measured import Outlier, Wall
-from planner.observe.observation import Observation, Observed, Prediction
+from planner.observe.observation import Observation, Observed, Outlier, Prediction, Wall
 from planner.report.format import digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN
-from planner.report.observe.causes import causes_section
+from planner.report.observe.causes import causes_section, conclusion
 from planner.report.observe.gap import gap_section
-from planner.report.observe.ideal import ideal_sections
 from planner.report.pieces import Bar, bullets, columns, headed, section
 from planner.specs.units import GIB
 
@@ -44,9 +42,9 @@ def render_observed(observed: Observed) -> Group:
 
 def _sections(observed: Observed) -> Iterator[RenderableType]:
     observation, prediction = observed.observation, observed.prediction
-    if observed.says:
-        yield Text(f"{observed.says[0].upper()}{observed.says[1:]}.", style="bold")
-    yield Text(_what(observation), style="" if observed.says else "bold")
+    if says := conclusion(observed):
+        yield Text(f"{says[0].upper()}{says[1:]}.", style="bold")
+    yield Text(_what(observation), style="" if says else "bold")
     if observation.step_s is not None:
         yield section("The step", _step(observation, prediction))
     if (causes := causes_section(observed)) is not None:
@@ -57,7 +55,6 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
         yield section("Steps that took longer, and interruptions", bullets(remarks))
     if observation.wall is not None and not observed.beside:
         yield section("Where the wall time went", _wall(observation.wall))
-    yield from ideal_sections(observed)
     if observation.peak_memory_bytes is not None:
         yield section("Memory", _memory(observation, prediction))
     if observation.timers:

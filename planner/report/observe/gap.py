@@ -10,14 +10,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.gap.terms import BESIDE, TERMS
+from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
 from planner.observe.observation import Observation, Observed, Term
 from planner.report.format import bar, percent, seconds, signed_seconds
 from planner.report.labels import LEAST_SHARE
 from planner.report.pieces import bullets, headed, section
 from planner.specs.reading import printable
 
-_LABELS = {**TERMS, **BESIDE}
+_LABELS = {**STEP_TERMS, **WALL_TERMS}
 _WIDEST_HALF, _LONGEST = 8, 300
 _MOST_LINES, _WIDTH = 6, 76
 _WORTH_A_SENTENCE = 0.01

@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.traces.flight.recorder import FlightReport
-from planner.observe.traces.memory.snapshot import SnapshotReport
+from planner.observe.traces.flight_recorder import FlightReport
 from planner.observe.traces.recorded import Recorded, steady
 from planner.observe.traces.results import HOST, CollectiveTime, TraceReport, TraceStep
+from planner.observe.traces.snapshot import SnapshotReport
 from planner.report.format import gibibytes, percent, seconds
 from planner.report.pieces import Bar, columns, headed, section
 

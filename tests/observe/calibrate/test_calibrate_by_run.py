@@ -14,9 +14,8 @@ from toys import toy_cluster
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.confidence import hardware_width
-from planner.observe.calibrate.from_run import ONE_RUN_WIDTH, from_run
-from planner.observe.measured import JobFacts, RankMemory
-from planner.observe.observation import Cause
+from planner.observe.calibration_by_run import ONE_RUN_WIDTH, from_run
+from planner.observe.observation import GapCause, JobFacts, ObservedMemory
 from planner.specs.units import GIB
 
 
@@ -84,7 +83,9 @@ def test_seconds_say_nothing_of_memory_whose_width_stays(plan: Plan) -> None:
 
 
 def test_memory_beside_tensors_is_measured(plan: Plan) -> None:
-    memory = RankMemory(rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB, device_bytes=int(54.5 * GIB))
+    memory = ObservedMemory(
+        rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB, device_bytes=int(54.5 * GIB)
+    )
     calibration = from_run(observed(plan, plan.step.step_s, memory=(memory,)), plan.cluster)
     assert calibration.fragmentation_fraction is not None
     assert calibration.context_gib is not None
@@ -151,13 +152,13 @@ def test_a_step_that_links_decide_says_nothing_of_kernels() -> None:
     assert any(warning.startswith("a poor fit") for warning in calibration.warnings)
 
 
-def cause(name: str, likelihood: float, seconds: float | None) -> Cause:
-    return Cause(name=name, likelihood=likelihood, evidence="seen", seconds=seconds)
+def cause(name: str, seconds: float | None) -> GapCause:
+    return GapCause(name=name, evidence="seen", seconds=seconds)
 
 
 def test_what_a_data_stall_takes_is_not_learned(plan: Plan) -> None:
     step_s = plan.step.step_s
-    stalled = observed(plan, 1.3 * step_s, (cause("data_stall", 0.9, 0.1 * step_s),))
+    stalled = observed(plan, 1.3 * step_s, (cause("data_stall", 0.1 * step_s),))
     calibration = from_run(stalled, plan.cluster)
     assert calibration.kernels_factor is not None
     assert priced(calibration.of_cluster(plan.cluster)).step.step_s == pytest.approx(1.2 * step_s, rel=1e-6)
@@ -170,21 +171,21 @@ def test_what_a_data_stall_takes_is_not_learned(plan: Plan) -> None:
 def test_a_straggler_that_cannot_be_taken_out_is_no_teacher(plan: Plan, seconds: float | None, says: str) -> None:
     took = None if seconds is None else seconds * plan.step.step_s
     with pytest.raises(SpecError, match=says) as refused:
-        from_run(observed(plan, 1.3 * plan.step.step_s, (cause("straggler_rank", 0.8, took),)), plan.cluster)
+        from_run(observed(plan, 1.3 * plan.step.step_s, (cause("straggler_rank", took),)), plan.cluster)
     assert "observe it again" in refused.value.hint
 
 
-def test_a_guess_at_a_cause_and_slow_clocks_are_left_in(plan: Plan) -> None:
+def test_slow_clocks_are_left_in(plan: Plan) -> None:
     step_s = 1.2 * plan.step.step_s
-    guesses = (cause("data_stall", 0.3, 0.1), cause("clocks", 0.9, 0.1))
+    guesses = (cause("clocks", 0.1),)
     calibration = from_run(observed(plan, step_s, guesses), plan.cluster)
     assert priced(calibration.of_cluster(plan.cluster)).step.step_s == pytest.approx(step_s, rel=1e-6)
     assert calibration.warnings == ()
 
 
 def test_memory_that_leaked_is_left_out(plan: Plan) -> None:
-    memory = RankMemory(rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB)
-    leak = observed(plan, 1.2 * plan.step.step_s, (cause("leak", 0.9, None),), memory=(memory,))
+    memory = ObservedMemory(rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB)
+    leak = observed(plan, 1.2 * plan.step.step_s, (cause("leak", None),), memory=(memory,))
     calibration = from_run(leak, plan.cluster)
     assert calibration.fragmentation_fraction is None
     assert calibration.kernels_factor is not None

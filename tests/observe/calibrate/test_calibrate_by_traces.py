@@ -11,11 +11,9 @@ from toys import toy_cluster
 
 from planner.answer import Plan
 from planner.layout.replan import reprice
-from planner.observe.calibrate.from_run import from_run
-from planner.observe.calibrate.links import link_shares
-from planner.observe.calibrate.priced import PricedRun
-from planner.observe.measured import Link, StepSeries
-from planner.observe.observation import Observed
+from planner.observe.calibration_by_run import from_run, link_shares
+from planner.observe.observation import Link, Observed, StepSeries
+from planner.observe.observed_run import PricedRun
 from planner.observe.traces.collectives import bus_factor
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.observe.traces.results import CollectiveTime, FamilyTime, RankReport, TraceReport, TraceStep

@@ -16,16 +16,13 @@ from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
-from planner.observe.case import Case
-from planner.observe.gap.account import Account, Exchanges
-from planner.observe.gap.planned import planned
-from planner.observe.gap.terms import TERMS
+from planner.observe.case import ObservedCase
+from planner.observe.gap.account import STEP_TERMS, Account, GroupExchanges, planned
+from planner.observe.gap.stated import recipe_terms
+from planner.observe.gap.stated import stated_otherwise as stated_otherwise
 from planner.observe.gap.waterfall import waterfall
 from planner.observe.judge import of_run, predicted
-from planner.observe.measured import JobFacts, Source, Timer
-from planner.observe.observation import Observation, Observed, Term
-from planner.observe.remedy.recipe_gap import recipe_terms
-from planner.observe.remedy.running import differences as stated_otherwise
+from planner.observe.observation import JobFacts, Observation, Observed, SourceFile, Term, Timer
 from planner.observe.traces.recorded import ObservedFiles, Recorded, kinds_of, observation_of, read_recorded
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -88,7 +85,7 @@ def held(job: str, files: Recorded, step_s: float | None = None) -> Observed:
     """The answer for traces, with a log whose step is given, or without one."""
     observation = observation_of(files)
     if step_s is not None:
-        sources = (*observation.sources, Source(path="a.log", format="megatron"))
+        sources = (*observation.sources, SourceFile(path="a.log", format="megatron"))
         observation = observation.model_copy(update={"sources": sources, "step_s": step_s})
     return ObservedFiles(**dict(told(observation, plan_of(job), files)), recorded=files)
 
@@ -98,7 +95,7 @@ def told(
 ) -> Observed:
     """The gap alone, to the plan or to an earlier run."""
     prediction = predicted(plan, "plan.json") if earlier is None else of_run(earlier, "observed.json")
-    case = Case(observation, files, prediction, plan, earlier)
+    case = ObservedCase(observation, files, prediction, plan, earlier)
     return Observed(observation=observation, prediction=prediction, waterfall=waterfall(case), plan=plan)
 
 
@@ -109,7 +106,7 @@ def adds_up(answer: Observed) -> None:
     assert sum(term.seconds for term in answer.waterfall) == pytest.approx(gap_s, abs=1e-8 * answer.observation.step_s)
     for term in answer.waterfall:
         assert term.evidence
-        assert term.term in TERMS
+        assert term.term in STEP_TERMS
         assert term.recoverable_s is None or 0 <= term.recoverable_s <= max(0.0, term.seconds)
 
 
@@ -157,7 +154,7 @@ def test_terms_add_up_for_any_trace(
     for (group, one), factor, share in zip(account.exchanges.items(), factors, hiding, strict=False):
         busy_s = one.busy_s * factor
         hidden_s = share * min(busy_s, 0.4 * room_s)
-        exchanges[group] = Exchanges(busy_s, hidden_s, None)
+        exchanges[group] = GroupExchanges(busy_s, hidden_s, None)
     rank = int(candidate_of(job).shape.stage_stride) * (int(candidate_of(job).shape.pp) - 1)
     files = recorded(tmp_path, job, {rank: replace(account, parts=parts, exchanges=exchanges)})
     step_s = None if log is None else log * plan_of(job).step.step_s
@@ -172,7 +169,7 @@ TIMERS = ("forward_backward_s", "forward_s", "backward_s", "gradients_s", "param
 def test_terms_add_up_for_any_timers(seconds: dict[str, float], rest: float) -> None:
     step_s = sum(seconds.values()) + rest + 0.1
     breakdown = {**seconds, "unattributed_s": rest + 0.1}
-    observation = Observation(sources=(Source(path="a", format="b"),), step_s=step_s, breakdown=breakdown)
+    observation = Observation(sources=(SourceFile(path="a", format="b"),), step_s=step_s, breakdown=breakdown)
     adds_up(told(observation, plan_of("pipeline")))
     earlier = told(observation, plan_of("pipeline"))
     slower = observation.model_copy(update={"step_s": step_s + 1, "breakdown": breakdown | {"optimizer_s": 1.0}})
@@ -184,7 +181,7 @@ def test_timers_that_are_as_planned_have_no_gap() -> None:
     step, tail_s = plan.step.breakdown, candidate_of("pipeline").outside.tail_s
     breakdown = {"gradients_s": step.exposed_dp_s, "optimizer_s": step.optimizer_s, "unattributed_s": tail_s}
     breakdown["forward_backward_s"] = plan.step.step_s - sum(breakdown.values())
-    observation = Observation(sources=(Source(path="a", format="b"),), step_s=plan.step.step_s, breakdown=breakdown)
+    observation = Observation(sources=(SourceFile(path="a", format="b"),), step_s=plan.step.step_s, breakdown=breakdown)
     assert told(observation, plan).waterfall == ()
     slow = observation.model_copy(
         update={"step_s": plan.step.step_s + 1, "breakdown": breakdown | {"optimizer_s": step.optimizer_s + 1}}
@@ -195,11 +192,11 @@ def test_timers_that_are_as_planned_have_no_gap() -> None:
 
 def test_a_step_alone_is_not_attributed() -> None:
     plan = plan_of("pipeline")
-    observation = Observation(sources=(Source(path="a", format="b"),), step_s=plan.step.step_s + 1)
+    observation = Observation(sources=(SourceFile(path="a", format="b"),), step_s=plan.step.step_s + 1)
     (term,) = told(observation, plan).waterfall
     assert (term.term, term.seconds, term.recoverable_s) == ("unattributed", pytest.approx(1), None)
     known = Term(term="recipe: ep_overlap", seconds=0.25, evidence="the log says so")
-    cut = waterfall(Case(observation, None, predicted(plan, "plan.json"), plan), (known,))
+    cut = waterfall(ObservedCase(observation, None, predicted(plan, "plan.json"), plan), (known,))
     assert [(one.term, one.seconds) for one in cut] == [
         ("recipe: ep_overlap", 0.25), ("unattributed", pytest.approx(0.75)),
     ]  # fmt: skip
@@ -242,7 +239,7 @@ def test_a_rank_that_comes_late_is_skew_of_the_others(tmp_path: Path) -> None:
     wait_s = 0.2
     one = account.exchanges["tp"]
     waiting = replace(
-        account, exchanges={**account.exchanges, "tp": Exchanges(one.busy_s + wait_s, one.hidden_s, wait_s)}
+        account, exchanges={**account.exchanges, "tp": GroupExchanges(one.busy_s + wait_s, one.hidden_s, wait_s)}
     )
     parts = {**account.parts, "compute_products": account.parts["compute_products"] + wait_s}
     late = replace(account, parts=parts)
@@ -260,7 +257,7 @@ def test_a_rank_that_comes_late_is_skew_of_the_others(tmp_path: Path) -> None:
 def test_an_overlap_that_is_gone_is_its_own_term(tmp_path: Path) -> None:
     account = accounts(candidate_of("sharded"))[0]
     one = account.exchanges["dp"]
-    shown = replace(account, exchanges={"dp": Exchanges(one.busy_s, 0.0, 0.0)})
+    shown = replace(account, exchanges={"dp": GroupExchanges(one.busy_s, 0.0, 0.0)})
     answer = held("sharded", recorded(tmp_path, "sharded", {0: shown}))
     term = largest(answer)
     assert (term.term, term.seconds) == ("dp_overlap", pytest.approx(one.hidden_s, rel=1e-3))
@@ -290,7 +287,9 @@ def test_a_switch_that_the_log_shows_off_is_a_term_and_no_other(traced: bool, tm
     plan = plan_of("pipeline")
     features = {"overlap_grad_reduce": False, "overlap_param_gather": False}
     facts = JobFacts(run={"features": features}, stated_switches=tuple(features))
-    stated = stated_otherwise(Case(Observation(sources=(), facts=facts), None, predicted(plan, "plan.json"), plan))
+    stated = stated_otherwise(
+        ObservedCase(Observation(sources=(), facts=facts), None, predicted(plan, "plan.json"), plan)
+    )
     run = stated[-1].candidate
     files, rest_s = recorded(tmp_path, "pipeline", {0: accounts(run)[0]}), run.outside.tail_s
     observation = observation_of(files).model_copy(update={"facts": facts})
@@ -298,9 +297,9 @@ def test_a_switch_that_the_log_shows_off_is_a_term_and_no_other(traced: bool, tm
         breakdown = {"optimizer_s": run.outside.optimizer_s, "gradients_s": run.outside.exposed_dp_s}
         breakdown |= {"unattributed_s": rest_s, "forward_backward_s": run.step_s - sum(breakdown.values()) - rest_s}
         observation = Observation(
-            sources=(Source(path="a", format="b"),), facts=facts, step_s=run.step_s, breakdown=breakdown
+            sources=(SourceFile(path="a", format="b"),), facts=facts, step_s=run.step_s, breakdown=breakdown
         )
-    case = Case(observation, files if traced else None, predicted(plan, "plan.json"), plan)
+    case = ObservedCase(observation, files if traced else None, predicted(plan, "plan.json"), plan)
     terms = waterfall(case, recipe_terms(case))
     assert [term.term for term in terms if abs(term.seconds) > 1e-5 * run.step_s] == [
         f"recipe: {one.name}" for one in stated
@@ -313,7 +312,10 @@ def test_timers_tell_waits_for_a_batch_from_passes() -> None:
     breakdown = {"forward_backward_s": plan.step.step_s + more, "unattributed_s": 0.1}
     timer = Timer(name="batch-generator", min_s=0.001, max_s=more, num_values=9)
     observation = Observation(
-        sources=(Source(path="a", format="b"),), step_s=sum(breakdown.values()), breakdown=breakdown, timers=(timer,)
+        sources=(SourceFile(path="a", format="b"),),
+        step_s=sum(breakdown.values()),
+        breakdown=breakdown,
+        timers=(timer,),
     )
     answer = told(observation, plan)
     adds_up(answer)

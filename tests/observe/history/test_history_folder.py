@@ -13,12 +13,24 @@ from measured_runs import observed, priced
 
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
-from planner.observe.history import folder as stored
-from planner.observe.history.belongs import belongs_to, calibration_of, runs_of
-from planner.observe.history.folder import PRICES, keep, prices_of, said_of
-from planner.observe.history.kept import kept_run, name_of, price_of, price_of_file, read_kept, text_of
-from planner.observe.history.place import default_folder
-from planner.observe.history.posterior import KeptPrice
+from planner.observe import history as stored
+from planner.observe.history import (
+    PRICES,
+    KeptPrice,
+    belongs_to,
+    calibration_of,
+    keep,
+    kept_run,
+    name_of,
+    price_of,
+    price_of_file,
+    prices_of,
+    read_kept,
+    runs_of,
+    said_of,
+    text_of,
+)
+from planner.observe.history_place import default_folder
 from planner.observe.observation import Observed
 from planner.trainers.load import load_runtime
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.answer import SIGMAS_TO_END
-from planner.observe.history.posterior import KeptPrice, Posterior, posterior
+from planner.observe.history import KeptPrice, KernelPosterior, posterior
 from planner.profile.probed.doubt import TRANSFER_WIDTH
 
 factors = st.floats(0.7, 1.6)
@@ -25,7 +25,7 @@ def kept(log_factor: float, job: str = "a", own_width: float = 0.005, **changes:
     )  # fmt: skip
 
 
-def of_jobs(num_jobs: int, log_factor: float, width: float = 0.09) -> Posterior:
+def of_jobs(num_jobs: int, log_factor: float, width: float = 0.09) -> KernelPosterior:
     return posterior([kept(log_factor, f"job {number}") for number in range(num_jobs)], width)
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from planner.observe.traces.groups import Group, axis_of, axis_of_description, ranks_by_stride, ranks_of
+from planner.observe.traces.kernels_and_groups import (
+    ProcessGroup,
+    axis_of,
+    axis_of_description,
+    ranks_by_stride,
+    ranks_of,
+)
 
 DESCRIPTIONS = [
     ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
@@ -46,7 +52,7 @@ def test_a_description_names_its_axis(description: str, axis: str | None) -> Non
 )
 def test_size_and_stride_name_an_axis_of_the_grid(ranks: tuple[int, ...], axis: str) -> None:
     grid = {"tp": 2, "cp": 2, "dp": 4, "pp": 2}
-    assert axis_of(Group("7", "undefined", ranks, len(ranks)), grid) == axis
+    assert axis_of(ProcessGroup("7", "undefined", ranks, len(ranks)), grid) == axis
 
 
 @pytest.mark.parametrize("text", ["[0, 1, ...]", "0, 1", "[a]", "[" + "1," * 10**6 + "]", [0, "1"], [True], [-1], None])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.observe.traces.intervals import Spans, intersect, length_ns, merge, subtract, union, window
+from planner.observe.traces.events import Spans, intersect, length_ns, merge, subtract, union, window
 
 PAIRS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=8)
 

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_traces import event, frames, made_snapshot, segment, training_trace, write_nsys, write_pickle
+from made_traces import event, frames, made_snapshot, segment, training_trace, write_pickle
 
 from planner.errors import SpecError
-from planner.observe.traces.detect import Kind, kind_of
-from planner.observe.traces.flight.recorder import read_flight_recorder
-from planner.observe.traces.memory.snapshot import read_snapshot
-from planner.observe.traces.report import read_traces
+from planner.observe.traces.flight_recorder import read_flight_recorder
+from planner.observe.traces.recorded import FileKind, file_kind_of, read_traces
+from planner.observe.traces.snapshot import read_snapshot
 
 DATA = Path(__file__).parents[1] / "data"
 NUM_MUTANTS = 150
@@ -46,10 +45,6 @@ def json_dump(folder: Path) -> bytes:
     return (DATA / "flight_0.json").read_bytes()
 
 
-def database(folder: Path) -> bytes:
-    return write_nsys(folder / "n.sqlite").read_bytes()
-
-
 def mutated(data: bytes, chance: random.Random) -> bytes:
     """Some bytes changed, cut out, doubled or moved, or the end cut off."""
     changed = bytearray(data)
@@ -70,16 +65,16 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 
 
 def read(path: Path) -> None:
-    match kind_of(path):
-        case Kind.SNAPSHOT:
+    match file_kind_of(path):
+        case FileKind.SNAPSHOT:
             [report.model_dump_json() for report in read_snapshot(path)]
-        case Kind.FLIGHT_RECORDER:
+        case FileKind.FLIGHT_RECORDER:
             read_flight_recorder([path]).model_dump_json()
-        case Kind.KINETO | Kind.NSYS:
+        case FileKind.KINETO:
             read_traces([path]).model_dump_json()
 
 
-@pytest.mark.parametrize("make", [trace, zipped, snapshot, dump, json_dump, database])
+@pytest.mark.parametrize("make", [trace, zipped, snapshot, dump, json_dump])
 def test_a_mutant_is_read_or_is_one_error(tmp_path: Path, make: Callable[[Path], bytes]) -> None:
     chance, whole = random.Random(27), make(tmp_path)
     path, refused = tmp_path / "mutant_0", []

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from planner.errors import SpecError
-from planner.observe.traces import pickles
-from planner.observe.traces.pickles import load_plain
+from planner.observe.traces import source
+from planner.observe.traces.source import load_plain
 
 
 class Runs:
@@ -102,7 +102,7 @@ def test_nesting_has_an_end(tmp_path: Path) -> None:
 
 
 def test_a_large_pickle_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles, "MAX_BYTES", 1000)
+    monkeypatch.setattr(source, "MAX_PICKLE_BYTES", 1000)
     with pytest.raises(SpecError, match="is larger than"):
         loaded(tmp_path, pickle.dumps("x" * 2000))
 

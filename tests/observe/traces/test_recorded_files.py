@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,13 +99,3 @@ def test_a_broken_file_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (code, printed.out) == (2, "")
     assert printed.err.startswith(f"error: {path}: traceEvents[")
     assert len(printed.err.splitlines()) == 2
-
-
-def test_the_page_shows_what_the_command_prints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = Path(__file__).parents[3]
-    monkeypatch.chdir(root)
-    page = (root / "docs" / "OBSERVE_TRACES.md").read_text()
-    words, shown = re.findall(r"<!-- \$ plan observe (.*?) -->\n```text\n(.*?)```", page, re.DOTALL)[0]
-    assert said(capsys, shlex.split(words)) == shown

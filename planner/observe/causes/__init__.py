@@ -1,1 +1,0 @@
-"""Hypotheses why a run is slow, and what would help."""

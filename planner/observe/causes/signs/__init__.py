@@ -1,1 +1,0 @@
-"""Signs of causes: patterns that a run leaves in its steps, ranks, exchanges, kernels and memory."""

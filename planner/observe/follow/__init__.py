@@ -1,1 +1,0 @@
-"""A log that still grows: where its run stands, and when it leaves its band."""

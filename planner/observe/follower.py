@@ -1,0 +1,493 @@
+"""A run that is followed: each step is held against the band, and where the run stands is said when asked.
+
+A step is out where the median of the last five is: three of five have to be, so that single slow ones, and one in ten
+of them, are none. Beyond the band's end it has to be by two standard errors of that median, 1.2533 σ / √5, and by what
+the printed digits hide; σ follows from the differences of neighbours, median |difference| · 1.4826 / √2, which a shift
+of the level does not touch. Steps that the log itself explains (checkpoint, evaluation, garbage collection) are not
+counted, and of those after a start the first ones that are out are warm-up, at most as many as the alarm takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from planner.answer import Interval, Plan
+from planner.errors import SpecError
+from planner.observe.describe import described
+from planner.observe.judge import (
+    RUN_FRACTION,
+    differences,
+    judged,
+    judged_alone,
+    judged_beside,
+    of_run,
+    predicted,
+    verdict_of,
+    with_mfu,
+)
+from planner.observe.log_reader import LogReader, trainer_of
+from planner.observe.log_tail import LineSource
+from planner.observe.observation import GapCause, Observation, Observed, Prediction, SourceFile, Verdict
+from planner.observe.record import KEPT_ROWS, RunRecord
+from planner.specs.base import Spec
+
+Place = Literal["learning", "warm-up", "in band", "above", "below"]
+DEFAULT_STEPS = 20
+"""Steps in a row that are out before the alarm: minutes of most jobs, against months of a run; a spell of congestion is
+shorter. The false alarms are in docs/OBSERVE.md."""
+LEAST_S, FAR_FRACTION = 120.0, 0.2
+"""Short steps have to be out for two minutes, unless by a fifth: in MLPerf's logs of steps of half a second, spells of
+10 to 90 s in which they take 5 to 10% longer follow evaluations, and pass."""
+_MEDIAN_OF, _LEAST_ROWS, _NEIGHBOURS = 5, 3, 50
+_ERRORS = 2.0
+_ERROR_OF_MEDIAN = 1.2533  # of a normal distribution's, in standard deviations over √n
+_SIGMA_OF_DIFFERENCE = 1.4826 / math.sqrt(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The seconds of a step that are as they should be."""
+
+    low_s: float
+    high_s: float
+    source: str
+
+
+@dataclass(slots=True)
+class BandWatch:
+    """Counts the steps that a run is out of its band."""
+
+    allowed_steps: int = DEFAULT_STEPS
+    band: Band | None = None
+    precision_fraction: float = 0.0
+    """Half a unit of the last digit that the log prints, as a share of the step."""
+    side: int = 0
+    """1 where the last steps are above the band, -1 below, 0 inside."""
+    out_steps: int = 0
+    """Steps in a row on that side."""
+    out_s: float = 0.0
+    """Seconds of those steps."""
+    is_far: bool = False
+    """True where the last steps are far beyond the band's end."""
+    least_s: float = LEAST_S
+    """Seconds that the steps have to take before the alarm, unless they are far out."""
+    only_slow: bool = False
+    """True where a run below its band rings no alarm."""
+    _out_rows: int = 0
+    _warm_up_left: int = -1
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MEDIAN_OF))
+    _differences: deque[float] = field(default_factory=lambda: deque(maxlen=_NEIGHBOURS))
+
+    def start(self) -> None:
+        """The trainer started, or started anew: what comes first may be slow."""
+        self._warm_up_left = self.allowed_steps
+        self._recent.clear()
+        self._reset(0)
+
+    def take(self, seconds: float, covers: int, explained: bool) -> None:
+        """Take a row: the mean seconds of as many steps as it covers, which the log may explain."""
+        if explained or self._is_warm_up(seconds, covers):
+            return
+        if self._recent:
+            self._differences.append(abs(seconds - self._recent[-1]))
+        self._recent.append(seconds)
+        if self.band is None or len(self._recent) < self._needed(covers):
+            return
+        side = self._side_of(median(self._recent), self._error_s())
+        if side != self.side:
+            self._reset(side)
+        if side:
+            self.out_steps += covers
+            self.out_s += covers * seconds
+            self._out_rows += 1
+            end_s = self.band.high_s if side > 0 else self.band.low_s
+            self.is_far = abs(median(self._recent) / end_s - 1) > FAR_FRACTION
+
+    def settle(self, band: Band) -> None:
+        """Take another band; the steps so far count no more."""
+        self.band = band
+        self._reset(0)
+
+    def _reset(self, side: int) -> None:
+        self.side, self.out_steps, self.out_s, self._out_rows, self.is_far = side, 0, 0.0, 0, False
+
+    def _needed(self, covers: int) -> int:
+        """Rows whose median counts: five, or three where a row is the mean of so many steps that five take too long."""
+        return _MEDIAN_OF if covers * _MEDIAN_OF <= self.allowed_steps else _LEAST_ROWS
+
+    def _is_warm_up(self, seconds: float, covers: int) -> bool:
+        if self._warm_up_left < 0:
+            self._warm_up_left = self.allowed_steps
+        if self._warm_up_left > 0 and self.band is not None and self._side_of(seconds, 0.0):
+            self._warm_up_left = max(0, self._warm_up_left - covers)
+            return True
+        self._warm_up_left = 0 if self.band is not None else self._warm_up_left
+        return False
+
+    def _error_s(self) -> float:
+        """The seconds by which the median may miss the level: its standard errors."""
+        sigma = _SIGMA_OF_DIFFERENCE * median(self._differences) if self._differences else 0.0
+        return _ERRORS * _ERROR_OF_MEDIAN * sigma / math.sqrt(len(self._recent))
+
+    def _side_of(self, seconds: float, slack_s: float) -> int:
+        assert self.band is not None
+        slack_s += self.precision_fraction * seconds
+        return (seconds - slack_s > self.band.high_s) - (seconds + slack_s < self.band.low_s)
+
+    @property
+    def place(self) -> Place:
+        """The place of the run to its band."""
+        if self.band is None:
+            return "learning"
+        if len(self._recent) == 0:
+            return "warm-up"
+        return "above" if self.side > 0 else "below" if self.side else "in band"
+
+    @property
+    def rings(self) -> bool:
+        """True once the run has been out for as many steps as are allowed, and for so long, or far."""
+        enough = self.out_steps >= self.allowed_steps and self._out_rows >= _LEAST_ROWS
+        return enough and (self.side > 0 or not self.only_slow) and (self.is_far or self.out_s >= self.least_s)
+
+
+LEARNED_STEPS, LEARNED_ROWS = 50, 10
+"""Steady steps after the warm-up, and lines of them, by which a run without a prediction says its own band."""
+OWN_FRACTION = 0.05
+"""Least distance of a band from the run's own first steps: spells of a minute in which steps take 2 to 4% longer come
+and go in MLPerf's logs (docs/OBSERVE.md)."""
+WINDOW_STEPS = 100
+"""Last steps that are judged, where fewer are out of the band."""
+SILENT_S = 1800.0
+"""Seconds without a step that ring the alarm: evaluations and checkpoints take minutes, a hang takes for ever."""
+BURST = 50
+"""Lines about a log that is read faster than it was written, before they become rarer."""
+EXPLAINED = {"checkpoint", "evaluation", "gc"}
+"""Marks of a row that say why it may be long."""
+Expected = tuple[Plan | Observed | None, str]
+"""A plan or an earlier run, and where it is from."""
+Ended = Literal["", "alarm", "silent", "last step", "end of input", "interrupted"]
+
+
+class FollowedRun(Spec):
+    """A followed run, as its log shows it now; None for what is not known."""
+
+    schema_version: Literal[1] = 1
+    source: str
+    """The log."""
+    final: bool = False
+    """True for the last one of a command."""
+    step: int | None = None
+    """The number of the last step."""
+    total_steps: int | None = None
+    num_steps: int = 0
+    """Steps that were read, those made again included."""
+    step_s: float | None = None
+    """Seconds of the last step, or the mean of as many as the log's last line covers."""
+    window_steps: int = 0
+    window_step_s: float | None = None
+    """The median of that many last steps."""
+    band_s: Interval | None = None
+    """The seconds of a step that are as they should be."""
+    band_source: str = ""
+    """A plan, an earlier run, or the run's own first steps."""
+    predicted_step_s: float | None = None
+    place: Place = "learning"
+    out_steps: int = 0
+    """Steps in a row outside of the band, until now."""
+    allowed_steps: int = 0
+    """As many of them ring the alarm."""
+    rings: bool = False
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    """By the planner's definition."""
+    peak_memory_bytes: int | None = None
+    """The highest so far."""
+    predicted_memory_bytes: int | None = None
+    num_restarts: int = 0
+    eta_s: float | None = None
+    """Seconds until the last step, at the median of the last ones."""
+    silent_s: float = 0.0
+    """Seconds since the log last showed a step."""
+    verdict: Verdict | None = None
+    """By the last steps: as `plan observe` judges them."""
+    causes: tuple[GapCause, ...] = ()
+    """Rows of the gap that the last steps show, in the last line of a command."""
+    says: str = ""
+    """The place of the run in one sentence."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Follower:
+    """A run that is followed."""
+
+    where: str
+    """The log as messages name it."""
+    watch: BandWatch
+    expected: Callable[[Observation], Expected]
+    """Asked once, when the first steps are known: the price of what the log or the options say."""
+    num_steps: int = 0
+    num_restarts: int = 0
+    plan: Plan | None = None
+    earlier: Observed | None = None
+    """The earlier run that it is held against, its own first steps where nothing else is known."""
+    prediction: Prediction | None = None
+    source: str = ""
+    """The file or the words that the prediction is from."""
+
+    def __post_init__(self) -> None:
+        self._reader = LogReader(self.where)
+        self._grammar, self._seen, self._backs = "", 0, 0
+        self._is_asked = self._is_learned = self._is_own = False
+
+    def feed(self, line: bytes) -> bool:
+        """Take a line; true where it showed a step. Raises SpecError for a log of another job than the plan's."""
+        matched = self._reader.num_matched
+        self._reader.feed((line,))
+        record = self._reader.leading()
+        if record.grammar != self._grammar:
+            self._grammar, self._seen, self._backs, self.num_steps = record.grammar, 0, 0, 0
+        if len(record.numbers) < self._seen:  # another run begins in the same file
+            self._seen, self._backs = 0, 0
+            self.watch.start()
+        if self._reader.num_matched == matched or len(record.numbers) <= self._seen:
+            return False
+        if not self._is_asked:
+            self._ask()
+        for row in range(self._seen, len(record.numbers)):
+            self._take(record, row)
+        self._seen = len(record.numbers)
+        if not self._is_learned or (self._is_own and self.watch.rings and self.watch.side < 0):
+            self._learn()
+        if self._seen >= 2 * KEPT_ROWS:
+            self._seen -= record.forget(KEPT_ROWS)
+            for other in self._reader.all_records():
+                other.forget(KEPT_ROWS)
+            self._backs = len(record.backs)
+        return True
+
+    def _take(self, record: RunRecord, row: int) -> None:
+        if len(record.backs) > self._backs:
+            self._backs = len(record.backs)
+            self.num_restarts += 1
+            self.watch.start()
+        covers = record.covers[row]
+        self.num_steps += covers
+        self.watch.take(record.seconds[row], covers, bool(record.marks.get(row, set()) & EXPLAINED))
+
+    def record(self) -> RunRecord:
+        """A finished copy of the rows that are kept."""
+        return copy.deepcopy(self._reader).record()
+
+    def observation(self, record: RunRecord) -> Observation:
+        """The observation of a record of this log; it is completed thereby, and no other may be made of it."""
+        source = SourceFile(path=self.where, format=record.grammar)
+        return described(record, trainer_of(record.grammar), (source,))
+
+    def _ask(self) -> None:
+        """Find what the run is held against."""
+        self._is_asked = True
+        observation = self.observation(self.record())
+        self.watch.precision_fraction = observation.step_s_precision_fraction
+        expected, source = self.expected(observation)
+        if isinstance(expected, Plan):
+            if differing := differences(observation, expected):
+                raise SpecError(
+                    f"{self.where}: is of another job than {source}: {'; '.join(differing)}",
+                    "name the plan that the run was launched from, or leave --plan out",
+                )
+            self.plan = expected.model_copy(update={"alternatives": (), "search": None})
+            self._hold_against(predicted(expected, source), source)
+        elif expected is not None:
+            self.earlier = expected
+            self._hold_against(of_run(expected, source), source)
+
+    def _hold_against(self, prediction: Prediction, source: str) -> None:
+        step_s = prediction.step_s
+        low_s, high_s = prediction.step_s_interval or (step_s * (1 - RUN_FRACTION), step_s * (1 + RUN_FRACTION))
+        self.prediction, self.source, self._is_learned = prediction, source, True
+        self.watch.settle(Band(low_s, high_s, source))
+
+    def _learn(self) -> None:
+        """The run's own steps as its band: the first steady ones, or the last of one that became faster."""
+        record = self.record()
+        if self._is_own:
+            record.forget(max(self.watch.allowed_steps, LEARNED_ROWS))
+        elif self.num_steps < LEARNED_STEPS or len(record.numbers) < LEARNED_ROWS:
+            return
+        steady, last = self.observation(record), record.numbers[-1]
+        if steady.step_s is None or (not self._is_own and steady.num_steps - steady.num_warmup_steps < LEARNED_STEPS):
+            return
+        steps = f"own steps until {last:,}" if self._is_own else f"own first {steady.num_steps:,} steps"
+        self._is_own, self.earlier = True, Observed(observation=steady)
+        known = of_run(self.earlier, f"the run's {steps}")
+        low_s, high_s = known.step_s_interval or (known.step_s, known.step_s)
+        own = (min(low_s, known.step_s * (1 - OWN_FRACTION)), max(high_s, known.step_s * (1 + OWN_FRACTION)))
+        self._hold_against(known.model_copy(update={"step_s_interval": own}), f"the run's {steps}")
+
+    def last_step(self, total_tokens: float | None) -> tuple[int, int] | None:
+        """The number of the last step made, and of the run's last one, by its log or by its tokens."""
+        record, plan = self._reader.leading(), self.plan
+        if not record.numbers:
+            return None
+        facts = record.job_facts()
+        tokens = total_tokens or (plan.training.tokens if plan else None)
+        batch = facts.global_batch_size or (plan.training.global_batch_size if plan else None)
+        length = facts.seq_length or (plan.training.seq_length if plan else None)
+        if facts.num_steps_asked:
+            return record.numbers[-1], facts.num_steps_asked
+        if tokens and batch and length:
+            return record.numbers[-1], math.ceil(tokens / (batch * length))
+        return None
+
+    @property
+    def line_s(self) -> float:
+        """Seconds of the steps that the last line of steps covers."""
+        record = self._reader.leading()
+        return record.seconds[-1] * record.covers[-1] if record.numbers else 0.0
+
+    def window(self) -> Observation:
+        """The observation of the last steps: those out of the band, else `WINDOW_STEPS`."""
+        record, steps, rows = self.record(), self.watch.out_steps or WINDOW_STEPS, 0
+        while rows < len(record.numbers) and steps > 0:
+            rows += 1
+            steps -= record.covers[-rows]
+        record.forget(rows + 2 if self.watch.out_steps else rows)  # the median of five was out when three were
+        return self.observation(record)
+
+    def judged(self, observation: Observation) -> Observed:
+        """The last steps, or all, beside what the run is held against, with what they show."""
+        if self.plan is not None:
+            return judged(observation, self.plan, self.source)
+        if self.earlier is not None:
+            return judged_beside(observation, self.earlier, self.source)
+        return judged_alone(observation)
+
+    def standing(self, total_tokens: float | None, silent_s: float, final: bool, is_silent: bool) -> FollowedRun:
+        """The run as it stands. `total_tokens` of the whole run say its last step where the log does not."""
+        watch, prediction, record = self.watch, self.prediction, self._reader.leading()
+        known = {"source": self.where, "final": final, "silent_s": silent_s, "allowed_steps": watch.allowed_steps}
+        if not record.numbers:
+            return FollowedRun(**known, says="no line of a step yet")  # type: ignore[arg-type]
+        seen = self.window() if self.plan is None else with_mfu(self.window(), self.plan)
+        last = self.last_step(total_tokens)
+        verdict = None if prediction is None or self._is_own else verdict_of(seen, prediction)[0]
+        is_odd = watch.side != 0 or verdict not in (None, "expected")
+        found = FollowedRun(
+            **known,  # type: ignore[arg-type]
+            step=record.numbers[-1],
+            total_steps=None if last is None else last[1],
+            num_steps=self.num_steps,
+            step_s=record.seconds[-1],
+            window_steps=seen.num_steps,
+            window_step_s=seen.step_s,
+            band_s=None if watch.band is None else (watch.band.low_s, watch.band.high_s),
+            band_source="" if watch.band is None else watch.band.source,
+            predicted_step_s=None if prediction is None else prediction.step_s,
+            place=watch.place,
+            out_steps=watch.out_steps,
+            rings=watch.rings or is_silent,
+            tokens_per_s=seen.tokens_per_s,
+            mfu=seen.mfu,
+            peak_memory_bytes=seen.peak_memory_bytes,
+            predicted_memory_bytes=prediction.peak_memory_bytes or None if prediction else None,
+            num_restarts=self.num_restarts,
+            eta_s=None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
+            verdict=verdict,
+            causes=self.judged(self.window()).causes if final and is_odd else (),
+            notes=seen.notes,
+        )
+        silent = f"no step for {silent_s / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
+        return found.model_copy(update={"says": silent if is_silent else sentence(found)})
+
+
+def sentence(found: FollowedRun) -> str:
+    """The place of a run to its band, in words."""
+    if found.band_s is None:
+        return "learning the run's own band from its first steady steps: nothing was predicted"
+    low_s, high_s = found.band_s
+    band = f"the band of {low_s:.4g} to {high_s:.4g} s ({found.band_source})"
+    if found.place == "in band":
+        return f"in {band}"
+    if found.place == "warm-up":
+        return f"warm-up, held against {band}"
+    return f"{found.place} {band} for {found.out_steps:,} steps"
+
+
+@dataclass
+class FollowLoop:
+    """New lines in, standings out, until the run ends or has left its band."""
+
+    follower: Follower
+    source: LineSource
+    now: Callable[[], float]
+    """Seconds of a clock that never goes back."""
+    wait: Callable[[], None]
+    """Called where nothing is new, before the log is asked again."""
+    is_live: bool = False
+    """False until all that the file held at the begin is read: a run that was out and is not now rings no alarm."""
+    total_tokens: float | None = None
+    ended: Ended = ""
+    _step_at_s: float = 0.0
+    _shown: int = 0
+    _in_burst: int = 0
+
+    def standings(self) -> Iterator[FollowedRun]:
+        """The run as it stands, once in as many steps as ring the alarm, until it ends."""
+        self._step_at_s = self.now()
+        while not self.ended:
+            lines = self.source.read()
+            for line in lines or ():
+                if self.follower.feed(line):
+                    self._step_at_s = self.now()
+                    if self.is_live and self.follower.watch.rings:
+                        self.ended = "alarm"
+                        return
+                    if self.is_live and self._is_due(is_idle=False):
+                        yield self.standing()
+            if lines is None:
+                self.is_live, self.ended = True, "alarm" if self.follower.watch.rings else "end of input"
+            elif not lines:
+                self.is_live, self._in_burst, self.ended = True, 0, self._ends()
+                if not self.ended:
+                    if self._is_due(is_idle=True):
+                        yield self.standing()
+                    self.wait()
+
+    def _is_due(self, is_idle: bool) -> bool:
+        """True once in so many steps; rarer while a log is read faster than it was written."""
+        rarer = 1 if is_idle else 2 ** (self._in_burst // BURST)
+        if self.follower.num_steps - self._shown < self.follower.watch.allowed_steps * rarer:
+            return False
+        self._shown, self._in_burst = self.follower.num_steps, self._in_burst + (not is_idle)
+        return True
+
+    def _ends(self) -> Ended:
+        if self.follower.watch.rings:
+            return "alarm"
+        found = self.follower.last_step(self.total_tokens)
+        if found is not None and found[0] >= found[1]:
+            return "last step"
+        watch = self.follower.watch
+        if watch.band is None:
+            return ""
+        patience_s = max(SILENT_S, watch.allowed_steps * watch.band.high_s, 3 * self.follower.line_s)
+        return "silent" if self.now() - self._step_at_s >= patience_s else ""
+
+    def standing(self, final: bool = False) -> FollowedRun:
+        """The run as it stands now."""
+        silent_s = self.now() - self._step_at_s
+        return self.follower.standing(self.total_tokens, silent_s, final, self.ended == "silent")
+
+    def answer(self, last_steps: bool) -> Observed | None:
+        """The answer of `plan observe` by the last steps, or by all that are kept; None without a step."""
+        follower, record = self.follower, self.follower.record()
+        if not record.numbers:
+            return None
+        return follower.judged(follower.window() if last_steps else follower.observation(record))

@@ -1,1 +1,0 @@
-"""The step of a run, replayed with one operation, rank or stage idealised."""

@@ -1,0 +1,184 @@
+"""An observed run as evidence: the step that its hardware answers for, and its price on a changed cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.layout.candidate import Candidate
+from planner.layout.replan import reprice
+from planner.observe.judge import differences
+from planner.observe.observation import Observation, Observed
+from planner.observe.traces.recorded import ObservedFiles
+from planner.profile.probed.plausible import MOST_FACTOR, MOST_SPREAD, least_factor
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec
+from planner.trainers.calibration import Calibration, Factor
+
+LEAST_STEPS = 10
+"""Fewest steps of a log behind its warm-up: the median of fewer may be that of a slow minute."""
+MOST_DRIFT = 0.05
+"""Largest change of the step from begin to end: a run that gets slower has more than one speed."""
+MOST_LEFT_OUT = 0.3
+"""Largest share of a step that a cause may take for the rest to tell something about the hardware."""
+OF_THE_STEP = (
+    "data_stall", "straggler_rank", "expert_imbalance", "host_bound", "slow_link", "no_ep_overlap", "exposed_dp",
+    "bubble", "unfused_kernels", "attention_kernel", "garbage_collection",
+)  # fmt: skip
+"""Causes whose seconds say nothing about the GPU's kernels: input, one slow rank, routing, the host, links and waits,
+and a recipe other than the one that was priced. Clocks are the GPUs' own, and what stands beside steps is in none."""
+OF_THE_MEMORY = ("leak",)
+_MEND = "mend that, let the job run on, and observe it again"
+
+
+class RunEvidence(NamedTuple):
+    """The step that the hardware answers for."""
+
+    step_s: float
+    width: float
+    """Half-width that the run itself gives the step: its own spread and the digits that it was printed with."""
+    has_log: bool
+    """True where a log printed the steps, and not a profiler."""
+    left_out: tuple[str, ...] = ()
+    """Sentences on what was left out, and why."""
+    leaks: bool = False
+
+
+def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | None, where: str) -> RunEvidence:
+    """The step of a run as evidence of the speed of `cluster`; SpecError where it is none."""
+    observation = observed.observation
+    if plan is None or cluster is None:
+        hint = "plan observe train.log --plan plan.json -o observed.json"
+        why = observed.says.removeprefix("no verdict: ") if observed.prediction else ""
+        raise SpecError(f"{where}: {why or 'does not say the plan that it is a run of'}", hint)
+    if observation.step_s is None:
+        raise SpecError(f"{where}: the run in it has no steps", "observe a log that prints the seconds of its steps")
+    if differing := differences(observation, plan):
+        hint = "plan observe its log with --plan of that job"
+        raise SpecError(f"{where}: the log is of another job than its plan: {'; '.join(differing)}", hint)
+    ours, theirs = cluster.hardware.name, plan.cluster.hardware.name
+    if ours != theirs:
+        raise SpecError(f"{where}: is of a run on {theirs}, which says nothing about {ours}", f"--hardware {theirs}")
+    has_log = bool(observation.series.seconds) or not isinstance(observed, ObservedFiles)
+    if problem := _unsteady(observation, has_log):
+        raise SpecError(
+            f"{where}: {problem}", "observe a longer stretch of the run, and look at what plan observe says"
+        )
+    return _without_other_causes(observed, observation.step_s, has_log, where)
+
+
+def _unsteady(observation: Observation, has_log: bool) -> str:
+    """The reason why the median of a run's steps is not the step; empty where it is."""
+    num_steady = observation.num_steps - observation.num_warmup_steps
+    if has_log and num_steady < LEAST_STEPS:
+        return f"has {num_steady} steps behind the warm-up, of which {LEAST_STEPS} are the fewest that tell a speed"
+    drift = observation.drift_fraction
+    if drift is not None and abs(drift) > MOST_DRIFT:
+        return f"is not steady: its steps {'grow' if drift > 0 else 'shrink'} by {abs(drift):.0%} from begin to end"
+    if (width := _own_width(observation)) > MOST_SPREAD:
+        return f"is not steady: four in five of its steps differ by {width:.0%} from the median"
+    return ""
+
+
+def _own_width(observation: Observation) -> float:
+    low_s, high_s = observation.step_s_spread or (0.0, 0.0)
+    spread = math.log(high_s / low_s) / 2 if low_s > 0 else 0.0
+    return math.hypot(spread, observation.step_s_precision_fraction)
+
+
+def _without_other_causes(observed: Observed, step_s: float, has_log: bool, where: str) -> RunEvidence:
+    """The step less what causes take that are no property of the hardware."""
+    left_s, left_out = step_s, []
+    for cause in observed.causes:
+        if cause.name not in OF_THE_STEP:
+            continue
+        name = cause.name.replace("_", " ")
+        if cause.seconds is None:
+            raise SpecError(
+                f"{where}: {name}, which is no property of the GPUs, slowed the run by an unknown time", _MEND
+            )
+        left_s -= cause.seconds
+        left_out.append(f"{cause.seconds:.3g} of {step_s:.3g} s are left out: {name}, no property of the GPUs")
+    if left_s < (1 - MOST_LEFT_OUT) * step_s:
+        taken = f"{step_s - left_s:.3g} of {step_s:.3g} s"
+        names = ", ".join(cause.name.replace("_", " ") for cause in observed.causes if cause.name in OF_THE_STEP)
+        raise SpecError(f"{where}: {taken} went to {names}, which is no property of the GPUs", _MEND)
+    leaks = any(cause.name in OF_THE_MEMORY for cause in observed.causes)
+    if leaks:
+        left_out.append("its memory is left out: it leaked")
+    return RunEvidence(left_s, _own_width(observed.observation), has_log, tuple(left_out), leaks)
+
+
+NO_CALIBRATION = Calibration(source="")
+STEP = 0.02
+"""Step of the numerical derivatives, in natural logarithms: far above what the replay rounds."""
+CLOSE = 1e-9
+MOST_ROUNDS = 60
+MOST_FACTOR_OF_CPUS = 50.0
+
+
+def plausible_factors(hardware: HardwareSpec) -> tuple[float, float]:
+    """The least and the largest factor that all kernels of such GPUs can have; one profile stands for all CPUs."""
+    if hardware.architecture == "cpu":
+        return 1 / MOST_FACTOR_OF_CPUS, MOST_FACTOR_OF_CPUS
+    return max(1 / MOST_FACTOR, least_factor("gemm_factor", hardware)), MOST_FACTOR
+
+
+@dataclass(frozen=True, slots=True)
+class PricedRun:
+    """A run's plan on a cluster without anything that calibrated it before."""
+
+    plan: Plan
+    cluster: ClusterSpec
+
+    @classmethod
+    def of(cls, plan: Plan, cluster: ClusterSpec) -> PricedRun:
+        """The plan on GPUs and links as `cluster` has them, as many and in such nodes as the run had."""
+        own = {tier.name: tier for tier in cluster.network_tiers}
+        tiers = tuple(own.get(tier.name, tier) for tier in plan.cluster.network_tiers)
+        ran_on = plan.cluster.changed(hardware=cluster.hardware, network_tiers=tiers)
+        clean = {"microbatch_overhead_s": 0.0}
+        runtime = (plan.best.runtime_spec or plan.runtime_spec).model_copy(update=clean)
+        best = plan.best.model_copy(update={"runtime_spec": None})
+        return cls(plan.model_copy(update={"runtime_spec": runtime, "best": best, "cluster": ran_on}), ran_on)
+
+    def candidate(self, calibration: Calibration = NO_CALIBRATION) -> Candidate:
+        """The layout with measured numbers in place of the cluster's own."""
+        runtime = calibration.of_runtime(self.plan.runtime_spec)
+        update = {"cluster": calibration.of_cluster(self.cluster), "runtime_spec": runtime}
+        return reprice(self.plan.model_copy(update=update), self.plan.best)
+
+    def step_s(self, calibration: Calibration = NO_CALIBRATION) -> float:
+        """Seconds of the step with it."""
+        return self.candidate(calibration).step_s
+
+    def with_kernels(self, log_factor: float, calibration: Calibration = NO_CALIBRATION) -> float:
+        """Seconds of the step where all kernels take exp(log_factor) times as long."""
+        factor = Factor(value=math.exp(log_factor), source="")
+        return self.step_s(calibration.model_copy(update={"kernels_factor": factor}))
+
+    def sensitivity(self, calibration: Calibration = NO_CALIBRATION) -> float:
+        """Change of the step by a change of all kernels, in natural logarithms: 1 where nothing else takes time."""
+        low, high = self.with_kernels(-STEP, calibration), self.with_kernels(STEP, calibration)
+        return math.log(high / low) / (2 * STEP)
+
+    def log_kernels(self, step_s: float, calibration: Calibration = NO_CALIBRATION) -> float | None:
+        """The logarithm of the one factor on all kernels with which a step takes `step_s`; None where no plausible
+        factor does. Exchanges keep their price."""
+        low, high = map(math.log, plausible_factors(self.cluster.hardware))
+        below, above = (math.log(self.with_kernels(end, calibration) / step_s) for end in (low, high))
+        if below > 0 or above < 0:
+            return None
+        for _ in range(MOST_ROUNDS):  # regula falsi of Illinois: a step is nearly a power of the factor
+            middle = (low * above - high * below) / (above - below) if above > below else low
+            at = math.log(self.with_kernels(middle, calibration) / step_s)
+            if abs(at) < CLOSE or high - low < CLOSE:
+                return middle
+            if at > 0:
+                high, above, below = middle, at, below / 2
+            else:
+                low, below, above = middle, at, above / 2
+        return middle

@@ -1,1 +1,0 @@
-"""Dumps of torch's flight recorder."""

@@ -1,1 +1,0 @@
-"""Memory snapshots of torch's allocator."""

@@ -1,1 +1,0 @@
-"""A small GPT that trains for real on CPUs, and what can be made wrong with it: the runs of `scripts/inject_causes`."""

@@ -1,0 +1,244 @@
+"""Made runs with one thing wrong each: its row is shown with its place and seconds; a run without one shows none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.observe.case import ObservedCase
+from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
+from planner.observe.gap.rows import GAP_ROWS, GapRow, shown_rows
+from planner.observe.judge import judged_alone, judged_beside
+from planner.observe.observation import (
+    FailedAllocation,
+    GapCause,
+    HungCollective,
+    JobFacts,
+    MemorySeries,
+    Observation,
+    Observed,
+    ObservedMemory,
+    Outlier,
+    SourceFile,
+    StepSeries,
+    Timer,
+)
+from planner.observe.traces.recorded import ObservedFiles, Recorded
+from planner.observe.traces.results import CollectiveTime, FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
+from planner.specs.units import GIB
+from planner.trainers.switches import SWITCHES
+
+WALL_S = 1.0
+COLLECTIVE = {"group": "dp", "collective": "all_reduce", "num_bytes": 10**9, "group_size": 4}
+
+
+def step(number: int, compute_s: float = 0.76, shown_s: float = 0.2, gaps_s: float = 0.04, **more: Any) -> TraceStep:
+    """A step that compute, communication and gaps fill; a thousandth of noise."""
+    compute_s += 0.001 * (number % 3 - 1)
+    families = [("gemm", 0.6), ("attention", 0.2), ("elementwise", 0.2)]
+    return TraceStep(
+        **{
+            "number": number, "start_s": number * WALL_S, "wall_s": compute_s + shown_s + gaps_s, "warm_up": False,
+            "compute_s": compute_s, "exposed_communication_s": shown_s, "copies_s": 0.0, "host_gaps_s": gaps_s,
+            "dependencies_s": 0.0, "idle_s": 0.0,
+            "families": tuple(
+                FamilyTime(family=name, seconds=share * compute_s, share_fraction=share, num_kernels=3000)
+                for name, share in families
+            ),
+            "groups": (GroupTime(group="dp", busy_s=shown_s, hidden_s=0.0, exposed_s=shown_s),),
+            **more,
+        }
+    )  # fmt: skip
+
+
+def report(rank: int, wait_s: float = 0.01, **more: Any) -> RankReport:
+    """The trace of one of four ranks of one stage."""
+    return RankReport(
+        file=f"rank{rank}.json", rank=rank, stage=0, world_size=4, device="NVIDIA H100 80GB HBM3",
+        steps=tuple(step(number, **more) for number in range(4)),
+        collectives=(CollectiveTime(**COLLECTIVE, count=4, median_s=0.2, transfer_s=0.19, wait_s=wait_s),),
+    )  # fmt: skip
+
+
+def traced(*reports: RankReport) -> Recorded:
+    return Recorded(traces=TraceReport(ranks=reports), kinds={one.file: "torch profiler trace" for one in reports})
+
+
+def observed(**more: Any) -> Observation:
+    return Observation(**{"sources": (SourceFile(path="a.log", format="megatron"),), "step_s": WALL_S, **more})
+
+
+def named(recorded: Recorded | None = None, **more: Any) -> tuple[GapCause, ...]:
+    return shown_rows(ObservedCase(observed(**more), recorded))
+
+
+HEALTHY = tuple(report(rank) for rank in range(4))
+
+
+def test_ranks_alike_have_no_cause() -> None:
+    assert named(traced(*HEALTHY)) == ()
+
+
+def test_a_rank_that_computes_longer() -> None:
+    slow = report(2, compute_s=0.912, shown_s=0.048)
+    (first,) = named(traced(*HEALTHY[:2], slow, HEALTHY[3]))
+    assert (first.name, first.where) == ("straggler_rank", "rank 2")
+    assert first.seconds == pytest.approx(0.152, abs=0.005)
+    assert "rank 2 computes 20% longer" in first.evidence
+
+
+def test_the_order_of_files_changes_nothing() -> None:
+    ranks = (*HEALTHY[:2], report(2, compute_s=0.912, shown_s=0.048), HEALTHY[3])
+    assert named(traced(*ranks)) == named(traced(*ranks[::-1]))
+
+
+def test_a_rank_of_another_stage_is_no_peer() -> None:
+    other = report(3, compute_s=0.912, shown_s=0.048).model_copy(update={"stage": 1})
+    assert named(traced(*HEALTHY[:3], other)) == ()
+
+
+def test_a_rank_that_stands_still_while_the_others_wait() -> None:
+    late = report(1, shown_s=0.02, gaps_s=0.22, long_gaps_s=0.18)
+    (first,) = named(traced(HEALTHY[0], late, *HEALTHY[2:]))
+    assert (first.name, first.where) == ("straggler_rank", "rank 1")
+    assert first.seconds == pytest.approx(0.18, abs=0.005)
+
+
+def test_gaps_on_all_ranks_are_the_host() -> None:
+    (first,) = named(traced(*(report(rank, compute_s=0.6, gaps_s=0.25, shown_s=0.15) for rank in range(4))))
+    assert first.name == "host_bound"
+
+
+def test_gaps_that_a_loader_covers_are_data_and_not_the_host() -> None:
+    waits = (("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 0.2),)
+    slow = [report(rank, gaps_s=0.3, long_gaps_s=0.2, waits=waits) for rank in range(4)]
+    (first,) = named(traced(*slow))
+    assert (first.name, first.where) == ("data_stall", "")
+    assert first.seconds == pytest.approx(0.2)
+
+
+def test_the_loader_of_one_rank_is_named_with_the_rank() -> None:
+    waits = (("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0.2),)
+    late = report(3, gaps_s=0.3, shown_s=0.0, long_gaps_s=0.2, waits=waits)
+    first = named(traced(*HEALTHY[:3], late))[0]
+    assert (first.name, first.where) == ("data_stall", "rank 3")
+
+
+def test_a_timer_of_batches_is_data() -> None:
+    assert named(data_s=0.15)[0].name == "data_stall"
+    assert named(data_s=0.005) == ()
+
+
+def test_timers_of_all_ranks_name_the_slow_one() -> None:
+    seconds = {rank: 0.5 + 0.002 * (rank % 3) for rank in range(8)} | {5: 0.6}
+    timers = tuple(
+        Timer(name=name, min_s=0.5, max_s=0.6, num_values=9, per_rank_s=seconds)
+        for name in ("forward-compute", "backward-compute")
+    )
+    run = {"parallelism": {"tp": 1, "cp": 1, "pp": 1, "dp": 8, "micro_batch_size": 1}}
+    facts = JobFacts(num_gpus=8, global_batch_size=64, seq_length=4096, run=run)
+    first = named(timers=timers, facts=facts)[0]
+    assert (first.name, first.where) == ("straggler_rank", "rank 5")
+
+
+def series(*sizes_gib: float) -> tuple[MemorySeries, ...]:
+    return (
+        MemorySeries(
+            kind="allocated", rank=0, steps=tuple(range(0, 10 * len(sizes_gib), 10)),
+            num_bytes=tuple(round(size * GIB) for size in sizes_gib),
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ([20 + 0.2 * n for n in range(20)], ["leak"]),
+        ([20.0] * 20, []),
+        ([20 + 0.3 * (n % 3) for n in range(20)], []),
+        ([12 + min(n, 6) for n in range(20)], []),
+        ([24 - 0.2 * n for n in range(20)], []),
+    ],
+)
+def test_memory_that_grows_to_the_end_is_a_leak(sizes: list[float], names: list[str]) -> None:
+    assert [one.name for one in named(memory_series=series(*sizes))] == names
+
+
+def test_more_reserved_than_allocated_accuses_nobody() -> None:
+    def memory(reserved_gib: float) -> tuple[ObservedMemory, ...]:
+        return (ObservedMemory(rank=0, max_allocated_bytes=40 * GIB, max_reserved_bytes=round(reserved_gib * GIB)),)
+
+    assert named(memory=memory(60)) == ()
+
+
+def test_the_allocator_s_retries_are_fragments() -> None:
+    assert [one.name for one in named(num_alloc_retries=40)] == ["fragmentation"]
+    assert named(num_alloc_retries=0) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "likely", "name"),
+    [
+        ("periodic", "garbage collection, by its manual_gc_interval", "garbage_collection"),
+        ("checkpoint", "", "checkpoint_stall"),
+    ],
+)
+def test_slow_steps_that_the_log_explains(kind: Any, likely: str, name: str) -> None:
+    rows = (Outlier(kind=kind, steps=(10, 20), num_steps=10, extra_s=12.0, period_steps=10, likely=likely),)
+    steps = StepSeries(steps=tuple(range(100)), seconds=(1.0,) * 100)
+    assert [one.name for one in named(outliers=rows, series=steps, num_steps=100)] == [name]
+
+
+def beside(now: Recorded, then: Recorded, step_s: float) -> Observed:
+    before = ObservedFiles(**dict(judged_alone(observed(), then)), recorded=then)
+    return judged_beside(observed(step_s=step_s), before, "before.json", now)
+
+
+def test_transfers_that_take_longer_than_before_are_a_link() -> None:
+    slow = traced(*(report(rank, shown_s=0.5) for rank in range(4)))
+    found = beside(slow, traced(*HEALTHY), 1.3)
+    assert found.causes[0].name == "slow_link"
+    assert found.causes[0].seconds == pytest.approx(0.3, abs=0.03)
+    assert beside(traced(*HEALTHY), traced(*HEALTHY), 1.0).causes == ()
+
+
+def test_waits_for_a_late_rank_are_no_link() -> None:
+    waiting = [report(rank, shown_s=0.5, wait_s=0.3) for rank in range(3)]
+    late = report(3, gaps_s=0.4, long_gaps_s=0.3)
+    found = beside(traced(*waiting, late), traced(*HEALTHY), 1.3)
+    assert (found.causes[0].name, found.causes[0].where) == ("straggler_rank", "rank 3")
+    assert "slow_link" not in [one.name for one in found.causes]
+
+
+def test_a_slow_run_that_shows_no_cause_says_what_to_measure() -> None:
+    before = judged_alone(observed())
+    slow = judged_beside(observed(step_s=1.3), before, "before.json")
+    assert (slow.verdict, slow.causes) == ("slow", ())
+    assert "torch.profiler" in slow.next_test
+    assert judged_beside(observed(), before, "before.json").next_test == ""
+
+
+def test_memory_that_ran_out_is_told_with_its_bytes() -> None:
+    failed = FailedAllocation(rank=3, requested_bytes=2 * GIB, allocated_bytes=70 * GIB, unused_bytes=GIB)
+    first = named(failed_allocations=(failed,))[0]
+    assert (first.name, first.where) == ("out_of_memory", "rank 3")
+    assert "2.00 GiB" in first.evidence
+    assert [one.name for one in named(failed_allocations=(failed.model_copy(update={"unused_bytes": 9 * GIB}),))] == [
+        "fragmentation", "out_of_memory",
+    ]  # fmt: skip
+
+
+def test_a_collective_that_a_watchdog_ended_is_a_hang() -> None:
+    hung = tuple(HungCollective(rank=rank, sequence=7, collective="allreduce", seconds=600.0) for rank in (0, 3))
+    assert [(one.name, "number 7" in one.evidence) for one in named(hung_collectives=hung)] == [("hang", True)]
+
+
+@pytest.mark.parametrize("row", GAP_ROWS.values())
+def test_a_row_says_what_it_is_what_shows_it_and_what_helps(row: GapRow) -> None:
+    assert set(row.terms) <= {*STEP_TERMS, *WALL_TERMS}
+    assert set(row.switches) <= SWITCHES.keys()
+    assert row.says
+    assert row.record
+    assert row.sees or row.name == "recipe"
+    assert row.helps or row.name == "recipe"

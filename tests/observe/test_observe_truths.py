@@ -1,0 +1,171 @@
+"""Numbers that a log must not be read for, and those that it must: each with the truth that its own lines have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, mllog, read
+
+from planner.observe.case import ObservedCase
+from planner.observe.gap.rows import shown_rows
+from planner.specs.units import GIB
+
+
+def gpt3(step_s: float, evaluations: int, counted: bool = True) -> str:
+    """MLPerf's GPT-3 as Habana logs it in 3.1: one block, an evaluation every 12 steps, 66 s each."""
+    lines = [mllog("global_batch_size", 2048, BEGIN_S), mllog("max_sequence_length", 2048, BEGIN_S)]
+    tokens = 12 * 2048 * 2048
+    lines.append(mllog("block_start", None, BEGIN_S, first_epoch_num=0, **({"epoch_count": tokens} if counted else {})))
+    at_s = float(BEGIN_S)
+    for number in range(1, evaluations + 1):
+        at_s += 12 * step_s
+        lines.append(mllog("eval_start", None, at_s, epoch_num=number * tokens))
+        at_s += 66.0
+        lines.append(mllog("eval_stop", None, at_s, epoch_num=number * tokens))
+    return "\n".join([*lines, mllog("block_stop", None, at_s + 0.04, first_epoch_num=0)])
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_block_is_cut_at_the_evaluations_inside_of_it(tmp_path: Path, counted: bool) -> None:
+    seen = read(tmp_path, gpt3(40.0, 24, counted))
+    assert (seen.step_s, seen.num_steps) == (pytest.approx(40.0, rel=1e-4), 24 * 12)
+    assert seen.tokens_per_s == pytest.approx(2048 * 2048 / 40.0, rel=1e-4)
+    assert seen.wall is not None
+    assert seen.wall.evaluation_s == pytest.approx(24 * 66.0)
+
+
+def test_recorded_means_are_steps_where_there_are_no_others(tmp_path: Path) -> None:
+    lines = [mllog("global_batch_size", 1536, BEGIN_S), mllog("max_sequence_length", 2048, BEGIN_S)]
+    for number in range(1, 9):
+        value = {"throughput": 2.9, "train_step_timing": 11.6 + 0.01 * (number % 3)}
+        lines.append(mllog("tracked_stats", value, BEGIN_S + number * 186, step=number * 16 * 1536 * 2048))
+    seen = read(tmp_path, "\n".join(lines))
+    assert (seen.step_s, seen.num_steps) == (pytest.approx(11.61), 128)
+
+
+def test_the_first_iteration_alone_is_no_step(tmp_path: Path) -> None:
+    alone = read(tmp_path, iteration(1, 271.6))
+    assert (alone.step_s, alone.num_steps) == (None, 1)
+    assert "271.6 s" in alone.notes[0]
+    assert read(tmp_path, iteration(182, 127.8)).step_s == 127.8
+
+
+def test_of_a_short_log_half_may_be_warm_up(tmp_path: Path) -> None:
+    seen = read(tmp_path, "\n".join(iterations([40.0, 14.0, 9.1, 9.0, 9.0])))
+    assert (seen.step_s, seen.num_warmup_steps) == (9.0, 2)
+
+
+@pytest.mark.parametrize("factor", [3.0, 0.5])
+def test_a_step_that_the_clock_contradicts_is_not_said(tmp_path: Path, factor: float) -> None:
+    lines = (iteration(number, 9.0, BEGIN_S + factor * 9.0 * number) for number in range(1, 30))
+    seen = read(tmp_path, "\n".join(lines))
+    assert seen.step_s is None
+    assert "9 s" in seen.notes[0]
+    assert f"{9 * factor:g} s" in seen.notes[0]
+
+
+def test_a_step_that_tokens_a_second_contradict_is_not_said(tmp_path: Path) -> None:
+    dump = arguments(**LLAMA_8B)
+    steps = [
+        line.replace("| lm loss", "| tokens-per-second-per-gpu: 3640.9 | lm loss") for line in iterations([9.0] * 9)
+    ]
+    assert "tokens-per-second-per-gpu" in steps[0]
+    seen = read(tmp_path, "\n".join([dump, *steps]))  # 128 × 8,192 tokens in 18 s on 16 GPUs
+    assert seen.step_s is None
+    assert "18 s by its tokens per second" in seen.notes[0]
+
+
+def test_two_layouts_in_one_file_are_two_runs(tmp_path: Path) -> None:
+    first = [arguments(**LLAMA_8B), *iterations([9.0] * 20)]
+    again = [arguments(**LLAMA_8B), *iterations([9.0] * 20, first=21, begin_s=BEGIN_S + 900)]
+    other = [arguments(**{**LLAMA_8B, "tensor_model_parallel_size": 4}), *iterations([6.0] * 20, begin_s=BEGIN_S + 900)]
+    assert read(tmp_path, "\n".join([*first, *again])).num_steps == 40
+    seen = read(tmp_path, "\n".join([*first, *other]))
+    assert (seen.step_s, seen.num_steps) == (6.0, 20)
+    assert seen.facts.run["parallelism"]["tp"] == 4
+    assert any(note.startswith("20 lines of steps before") for note in seen.notes)
+
+
+def test_an_excerpt_of_torchtitan_is_told(tmp_path: Path) -> None:
+    # pytorch/torchtitan issue 708: the line of step 1 is not quoted
+    lines = (
+        "1: [rank0]:2024-11-27 14:28:39,087 - root - INFO - Training starts at step 1, with local batch size 1, global "
+        "batch size 32, sequence length 8192, total steps 1000 (warmup 200)\n"
+        "0: [rank0]:2024-11-27 14:29:40,378 - root - INFO - step: 10  loss:  1.5568  memory: 26.47GiB(33.47%)  wps: "
+        "1,786  mfu: 10.46%\n"
+    )
+    seen = read(tmp_path, lines)
+    assert seen.step_s == pytest.approx(4.587, rel=1e-3)
+    assert seen.peak_memory_bytes == round(26.47 * GIB)
+    assert any("excerpt" in note for note in seen.notes)
+
+
+MAXTEXT = """\
+completed step: 0, seconds: 1.353, TFLOP/s/device: 1674.038, Tokens/s/device: 36325.072, loss: 10.874
+completed step: 1, seconds: 12.444, TFLOP/s/device: 182.028, Tokens/s/device: 3949.842, loss: 10.410
+completed step: 2, seconds: 0.002, TFLOP/s/device: 917442.589, Tokens/s/device: 19907654.921, loss: 10.043
+completed step: 3, seconds: 11.715, TFLOP/s/device: 193.354, Tokens/s/device: 4195.595, loss: 9.774
+completed step: 4, seconds: 11.645, TFLOP/s/device: 194.526, Tokens/s/device: 4221.032, loss: 9.610
+"""
+VERL = (
+    "step:1 - training/global_step:1 - timing_s/gen:698.88 - timing_s/agent_loop/slowest/tool_calls:0.0 - "
+    "timing_s/update_actor:327.78 - timing_s/step:1268.49 - perf/total_num_tokens:5322462 - perf/throughput:524.49"
+)
+AUTOMODEL = "\n".join(
+    json.dumps(
+        {"step": n, "timestamp": f"{clock(BEGIN_S + n)}.0", "mem": 26.9, "tps": 18000.0, "num_tokens_per_step": 18000}
+    )
+    for n in range(12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "step_s", "num_gpus"),
+    [(MAXTEXT, "maxtext", 11.68, None), (VERL, "verl", 1268.49, 8), (AUTOMODEL, "table", 1.0, None)],
+)
+def test_lines_of_other_trainers(tmp_path: Path, text: str, kind: str, step_s: float, num_gpus: int | None) -> None:
+    seen = read(tmp_path, text)
+    assert (seen.sources[0].format, seen.facts.num_gpus) == (kind, num_gpus)
+    assert seen.step_s == pytest.approx(step_s)
+    if kind == "verl":
+        assert {timer.name for timer in seen.timers} == {"gen", "update_actor"}
+    if kind == "table":
+        assert seen.peak_memory_bytes == round(26.9 * GIB)
+
+
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
+    "of which 1.20 GiB is free. Of the allocated memory 70.10 GiB is allocated by PyTorch, and {0} GiB is reserved by "
+    "PyTorch but unallocated."
+)
+OLD_ONE = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 512.00 MiB (GPU 0; 79.15 GiB total capacity; 77.80 GiB "
+    "already allocated; 12.69 MiB free; 78.00 GiB reserved in total by PyTorch)"
+)
+WATCHDOG = (
+    "[rank4]:[E321 02:07:08.414640780 ProcessGroupNCCL.cpp:607] [Rank 4] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600067 "
+    "milliseconds before timing out."
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        (OUT_OF_MEMORY.format("5.30"), {"fragmentation", "out_of_memory"}),
+        (OUT_OF_MEMORY.format("0.30"), {"out_of_memory"}),
+        (OLD_ONE, {"out_of_memory"}),
+        (WATCHDOG, {"hang"}),
+    ],
+)
+def test_errors_are_read_without_a_step(tmp_path: Path, line: str, names: set[str]) -> None:
+    seen = read(tmp_path, line)
+    assert (seen.sources[0].format, seen.step_s) == ("errors", None)
+    assert {cause.name for cause in shown_rows(ObservedCase(seen))} == names
+    for failed in seen.failed_allocations:
+        assert failed.requested_bytes in (2 * GIB, GIB // 2)
+        assert failed.total_bytes is not None
+    for hung in seen.hung_collectives:
+        assert (hung.rank, hung.sequence, hung.num_elements, hung.seconds) == (4, 1580, 466119168, 600.067)
