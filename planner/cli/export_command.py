@@ -39,10 +39,6 @@ To = Annotated[
 Alternative = Annotated[
     int | None, o.number(_TARGET, "--alternative", "Export the plan's N-th alternative, not its best layout.")
 ]
-PatchFile = Annotated[
-    str | None,
-    o.text(_TARGET, "--patch", "FILE", "Print a diff against your own script, YAML, TOML or ds_config.json."),
-]
 Trials = Annotated[
     int | None,
     o.number(_TARGET, "--trials", "Add the N next best layouts as short runs, and a script that ranks their logs."),
@@ -60,7 +56,6 @@ def export_command(
     to: To,
     alternative: Alternative = None,
     image: Image = None,
-    patch: PatchFile = None,
     trials: Trials = None,
     output: Folder = None,
     dry_run: DryRun = False,
@@ -73,7 +68,6 @@ def export_command(
     Example:
       plan export plan.json --to megatron -o run
       plan export plan.json --to torchtitan,kubernetes --dry-run
-      plan export plan.json --to megatron --patch my_launch.sh | patch -p1
     """
     from pathlib import Path
 
@@ -83,9 +77,6 @@ def export_command(
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
-    if patch is not None:
-        _print_patch(chosen, patch, to, output, force)
-        return
     if trials is not None:
         _write_trials(chosen, trials, to, image, output, force)
         return
@@ -98,22 +89,6 @@ def export_command(
     folder = Path(output or default_folder(chosen, bundle))
     paths = write_bundle(bundle, folder, force)
     sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else printable(_listing(paths)))
-
-
-def _print_patch(plan: Plan, path: str, target: str, output: str | None, force: bool) -> None:
-    """The diff on stdout, or in the file that -o names."""
-    from planner.export.patch.patch import patch_of
-    from planner.files import STDOUT, write_text
-
-    patch = patch_of(plan, path, target)
-    for name, value in patch.imported.unknown.items():
-        _log.warning("%s: not understood, and left as it is: %s", path, f"{name} {value}".strip())
-    if not patch.diff():
-        _log.info("%s says what the plan says already", path)
-    if output is None:
-        write_text(STDOUT, patch.diff())
-    else:
-        write_text(output, patch.diff(), force)
 
 
 def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: str | None, force: bool) -> None:

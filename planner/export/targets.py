@@ -118,8 +118,7 @@ _TRAINERS = (
         "hf", "huggingface.write:export_hf", "huggingface.trainer:read_trainer", runtimes=("hf",),
     ),
     Trainer(
-        "torchtune", "torchtune.write:export_torchtune", "torchtune.read:read_torchtune",
-        mark=r"_component_: torchtune\.", runtimes=("torchtune",),
+        "torchtune", None, "torchtune.read:read_torchtune", mark=r"_component_: torchtune\.",
     ),
     Trainer(
         "accelerate", None, "huggingface.accelerate:read_accelerate",

@@ -153,4 +153,5 @@ def test_presets_that_extend_each_other_many_times_are_read_once_each(tmp_path: 
         (folder / f"m{number}.yaml").write_text(f"extends: [m{number + 1}.yaml, m{number + 1}.yaml]\nk{number}: 1\n")
     (folder / "m40.yaml").write_text("last: 2\n")
     tree = preset(ConfigFile("", tmp_path / "experiment.yaml"), "models", "megatron", "m0")
+    assert tree is not None
     assert (tree["k0"], tree["k39"], tree["last"]) == (1, 1, 2)

@@ -58,6 +58,14 @@ def num_layers_of(model: Model | None) -> int | None:
     return None if model is None else int(model["num_hidden_layers"])
 
 
+def moe_of(model: Model | None) -> dict[str, Any] | None:
+    """Fields of a model's mixture of experts; None where it has none."""
+    if isinstance(model, str):
+        mixture = load_model(model).moe
+        return None if mixture is None else mixture.model_dump()
+    return None if model is None else model.get("moe")
+
+
 @cache
 def _plain_names() -> dict[str, str]:
     return {

@@ -1,4 +1,4 @@
-"""Primus' presets of modules and models: those of the checkout around a file, else the facts of the shipped ones.
+"""Primus' presets of modules and models, in the checkout around an experiment.
 
 A preset's values lie over those of the presets that it `extends`; in an experiment, a model's preset fills in what the
 module's leaves out, and `overrides` lie over both (primus/core/config and primus/core/launcher/parser.py).
@@ -6,12 +6,9 @@ module's leaves out, and `overrides` lie over both (primus/core/config and primu
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 from collections.abc import Mapping
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from planner.errors import SpecError
@@ -69,53 +66,36 @@ def merged(base: Tree, over: Tree) -> Tree:
     return result
 
 
-def preset(config: ConfigFile, section: str, framework: str, name: Any) -> Tree:
-    """A preset with all that it extends. Raises SpecError where there is none of that name.
+def preset(config: ConfigFile, section: str, framework: str, name: Any) -> Tree | None:
+    """A preset with all that it extends; None where no checkout of Primus around the experiment has it.
 
-    `section` is `models` or `modules`.
+    `section` is `models` or `modules`. Raises SpecError for a name that is none.
     """
     if not isinstance(name, str) or not name:
         raise SpecError(f"{section[:-1]}: {name!r:.60} is {kind_of(name)}, no preset's name", "name one of Primus'")
     file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-    return _extended(config, posixpath.join(section, framework, file), (), {})
+    path = posixpath.normpath(posixpath.join(section, framework, file))
+    return None if _text(config, path) is None else _extended(config, path, (), {})
+
+
+def _text(config: ConfigFile, path: str) -> str | None:
+    return None if path.startswith(("..", "/")) else config.above(f"{_ROOT}/{path}")
 
 
 def _extended(config: ConfigFile, path: str, on_the_way: tuple[str, ...], known: dict[str, Tree]) -> Tree:
     """A preset with all that it extends; `known` has those that were read on the way, since many may extend one."""
-    path = posixpath.normpath(path)
     if path in known:
         return known[path]
     if path in on_the_way or len(on_the_way) > _MAX_DEPTH:
         raise SpecError(f"{printable(path, 80)}: extends itself", "mend its `extends:`")
-    own = _own(config, path)
+    text = _text(config, path)
+    if text is None:
+        raise SpecError(f"{printable(path, 80)}: the checkout has no such preset", f"one below {_ROOT}")
+    own = tree_of(text, path)
     bases = own.pop("extends", [])
     result: Tree = {}
     for base in bases if isinstance(bases, list) else [bases]:
-        beside = posixpath.join(posixpath.dirname(path), str(base))
+        beside = posixpath.normpath(posixpath.join(posixpath.dirname(path), str(base)))
         result = merged(result, _extended(config, beside, (*on_the_way, path), known))
     known[path] = merged(result, own)
     return known[path]
-
-
-def _own(config: ConfigFile, path: str) -> Tree:
-    """A preset's own values, without those of others."""
-    is_inside = not path.startswith(("..", "/"))
-    text = config.above(f"{_ROOT}/{path}") if is_inside else None
-    if text is not None:
-        return tree_of(text, path)
-    if path not in shipped():
-        raise SpecError(
-            f"{printable(path, 80)}: Primus ships no such preset",
-            f"put the experiment into a checkout of Primus that has {_ROOT}/{posixpath.basename(path)[:60]}"
-            if not is_inside
-            else "put the experiment into the checkout of Primus that has it, or add --model NAME",
-        )
-    return dict(shipped()[path])
-
-
-@cache
-def shipped() -> dict[str, Tree]:
-    """The facts of the presets that Primus ships, by their paths below its configs."""
-    data = json.loads(files("planner.export.primus").joinpath("presets.json").read_text())
-    presets: dict[str, Tree] = data["presets"]
-    return presets

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.bridge.read import model_of_recipe
 from planner.export.common.config_file import ConfigFile
-from planner.export.common.exported_model import Model, num_layers_of
+from planner.export.common.exported_model import Model, exported_gpus, model_called, moe_of, num_layers_of
 from planner.export.common.imported_run import ImportedRun, least_gpus
 from planner.export.primus.presets import Tree, merged, preset, tree_of
 from planner.export.primus.read_megatron import run_of_keys
@@ -28,6 +27,8 @@ _OTHERS = {
     "nemo_automodel": "NeMo AutoModel's",
 }
 """Frameworks of Primus without a reader, and what they are."""
+_OTHER_MODELS = re.compile(r"mamba|zebra|deepseek_v4|kimi_k3")
+"""Parts of the names of presets whose models are no transformer that the planner has."""
 _HARDWARE = re.compile(r"(?<![a-z0-9])MI(300|325|350|355)X?(?![a-z0-9])", re.IGNORECASE)
 _DEFAULT_HARDWARE = "mi300x"
 _LEFT_OUT = re.compile(
@@ -36,20 +37,41 @@ _LEFT_OUT = re.compile(
 """Settings of torchtitan's experiments that are Primus' own, and change nothing or are read for themselves."""
 
 
+_PRE_TRAINER: dict[str, Tree] = {
+    "megatron": {
+        "bf16": True, "use_distributed_optimizer": True, "sequence_parallel": True, "micro_batch_size": 2,
+        "hidden_dropout": 0.0, "use_flash_attn": True, "cp_comm_type": "p2p", "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False, "swiglu": True, "untie_embeddings_and_output_weights": True,
+    },
+    "torchtitan": {"activation_checkpoint": {"mode": "none"}, "compile": {"enable": True}},
+    "megatron_bridge": {"bf16": True},
+}  # fmt: skip
+"""Values of `pre_trainer.yaml` and of what all models extend, where no checkout is around it (Primus,
+commit fd1eeab, August 2026)."""
+
+
 def read_primus(config: ConfigFile) -> ImportedRun:
     """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
     module = trainer_of(_experiment(config))
-    if module.get("framework") == "megatron" and isinstance(said := module.get("overrides"), dict):
-        check_is_transformer(said)  # the presets of other models are not read
-    values, overrides = values_of(config)
-    imported: ImportedRun = READERS[str(module["framework"])](values, overrides)
-    _name_model(imported, module.get("model"))
+    name = str(module.get("model") or "")
+    if module.get("framework") == "megatron":
+        if (found := _OTHER_MODELS.search(name)) is not None:
+            check_is_transformer({"model_type": "mamba" if found[0] == "zebra" else found[0]})
+        if isinstance(said := module.get("overrides"), dict):
+            check_is_transformer(said)
+    values, overrides, missing = values_of(config)
+    framework = str(module["framework"])
+    imported = READERS[framework](values, overrides, re.sub(r"\.ya?ml$", "", name))
+    if missing and framework != "megatron_bridge" and exported_gpus(config.text) is None:
+        said_by = " and ".join(missing)
+        imported.notes.append(f"no checkout of Primus around the experiment has {said_by}: what they set is not read")
+    _name_model(imported, name)
     _place(imported, config)
     return imported
 
 
-def values_of(config: ConfigFile) -> tuple[Tree, Tree]:
-    """All values that the trainer gets, and those among them that the experiment itself says."""
+def values_of(config: ConfigFile) -> tuple[Tree, Tree, list[str]]:
+    """All values that the trainer gets, those that the experiment itself says, and the presets that are missing."""
     module = trainer_of(_experiment(config))
     framework = str(module.get("framework"))
     if framework not in READERS:
@@ -61,8 +83,13 @@ def values_of(config: ConfigFile) -> tuple[Tree, Tree]:
     overrides = module.get("overrides") or {}
     if not isinstance(overrides, dict):
         raise SpecError(f"overrides: is {kind_of(overrides)}, expected a mapping", "write `key: value` lines")
-    base = _presets(config, module, framework) if "config" in module else {}
-    return merged(base, overrides), overrides
+    if "config" not in module:
+        return overrides, overrides, []
+    of_model = preset(config, "models", framework, module.get("model"))
+    of_module = preset(config, "modules", framework, module.get("config"))
+    missing = [str(module[key])[:60] for key, found in (("config", of_module), ("model", of_model)) if found is None]
+    base = _PRE_TRAINER[framework] if of_module is None else of_module
+    return merged((of_model or {}) | base, overrides), overrides, missing
 
 
 def _experiment(config: ConfigFile, depth: int = 0) -> Tree:
@@ -89,18 +116,26 @@ def trainer_of(experiment: Tree) -> Tree:
     return module
 
 
-def _presets(config: ConfigFile, module: Tree, framework: str) -> Tree:
-    """The module's preset, with what the model's has beside it."""
-    names = {"modules": module.get("config"), "models": module.get("model")}
-    of_module, of_model = (preset(config, section, framework, name) for section, name in names.items())
-    return of_model | of_module
+def _read_megatron(values: Tree, written: Tree, model: str) -> ImportedRun:
+    """Megatron-LM's arguments; a model that they do not describe is the one of the preset's name."""
+    named = None if "num_layers" in values else model_called(model)
+    if (mixture := moe_of(named)) is not None:
+        values = {"num_experts": mixture["num_experts"], **values}
+    imported = run_of_keys(values, written, num_layers_of(named))
+    if imported.run["model"] is None:
+        imported.run["model"] = named
+        if named is None:
+            imported.notes.append(f"{printable(model, 60)} is no model that the planner knows: add --model")
+    return imported
 
 
-def _read_torchtitan(values: Tree, written: Tree) -> ImportedRun:
+def _read_torchtitan(values: Tree, written: Tree, model: str) -> ImportedRun:
     """The settings of torchtitan, whose sections Primus' keys are."""
     settings = of_today(flat({name: value for name, value in values.items() if isinstance(value, dict)}))
     own = {name: settings.pop(name) for name in [*settings] if _LEFT_OUT.match(name)}
     settings = {name: value for name, value in settings.items() if value is not None}
+    if "model.name" not in settings:
+        settings["model.published"] = model_called(model)
     imported = run_of_settings(settings, None)
     imported.source = "primus"
     imported.run["runtime"] = "primus-torchtitan"
@@ -111,7 +146,7 @@ def _read_torchtitan(values: Tree, written: Tree) -> ImportedRun:
     return imported
 
 
-def _read_bridge(values: Tree, written: Tree) -> ImportedRun:
+def _read_bridge(values: Tree, written: Tree, model: str) -> ImportedRun:
     """Overrides of one of Megatron-Bridge's recipes, by the names of Megatron-LM's arguments."""
     flavor = str(values.get("flavor") or "")
     tuned = str(values.get("peft") or "none")
@@ -130,14 +165,14 @@ def _read_bridge(values: Tree, written: Tree) -> ImportedRun:
     return imported
 
 
-READERS = {"megatron": run_of_keys, "torchtitan": _read_torchtitan, "megatron_bridge": _read_bridge}
+READERS = {"megatron": _read_megatron, "torchtitan": _read_torchtitan, "megatron_bridge": _read_bridge}
 """Framework to the reader of its values."""
 
 
-def _name_model(imported: ImportedRun, name: Any) -> None:
+def _name_model(imported: ImportedRun, name: str) -> None:
     """Models that are described go by their preset's name, unless a published one has their sizes."""
     model = imported.run["model"]
-    if isinstance(model, dict) and model.get("name") == "imported" and isinstance(name, str):
+    if isinstance(model, dict) and model.get("name") == "imported":
         model["name"] = re.sub(r"\.ya?ml$", "", name)[:60] or "imported"
 
 

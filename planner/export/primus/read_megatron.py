@@ -34,8 +34,6 @@ _OWN = frozenset({
     "lora", "stage", "peft", "flavor", "recipe", "precision_config", "num_virtual_stages_per_pipeline_rank",
     "virtual_pipeline_model_parallel_size", "data_parallel_replicate_degree",
 })  # fmt: skip
-KEYS = frozenset({*_OPTIONS, "tokenizer_type", "tokenizer_model", *_OWN, *TURBO, *SCHEDULES, *MODEL_KEYS})
-"""The keys that are read: the facts of a preset."""
 _HARMLESS = re.compile(
     r"(\w+_sink_level|(log|mlflow|wandb|tensorboard|profile|torch_profiler|pytorch_profiler|memory_snapshot)_\w+|"
     r"disable_(mlflow|tensorboard|wandb|last_saving|delayed_scaling_patches)|auto_continue_train|pp_warmup|skip_save|"

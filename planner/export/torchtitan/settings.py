@@ -77,11 +77,6 @@ def is_recipe(text: str) -> bool:
     return bool(re.search(r"ParallelismConfig|TrainingConfig|Trainer\.Config|import .*model_registry", text))
 
 
-def toml_settings(text: str) -> Settings | None:
-    """The settings of a TOML file, as it spells them; None for any other text."""
-    return _toml(text) if _is_toml(text) and not is_recipe(text) else None
-
-
 def _is_toml(text: str) -> bool:
     return bool(re.search(r"^\[(parallelism|training|model)\]", text, re.MULTILINE))
 

@@ -1,9 +1,8 @@
-"""torchtune's names: builders of models and tokenizers, kinds of checkpoints, modules with adapters, optimizers."""
+"""torchtune's names: builders of models, modules with adapters, optimizers."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from planner.export.common.exported_model import Model, model_called
 
@@ -20,25 +19,6 @@ OPTIMIZERS = {
 _BUILDER = re.compile(r"torchtune\.models\.\w+\.(q?lora_|q?dora_)?(\w+)")
 
 
-class Family(NamedTuple):
-    """The names in recipes of one family of models beside the model's own."""
-
-    folder: str
-    tokenizer: str
-    model_type: str
-    tokenizer_file: str
-    """The tokenizer's file in the checkpoint's folder."""
-    merges_file: str = ""
-
-
-_LLAMA3 = "original/tokenizer.model"
-_FAMILIES = {
-    "llama2": Family("llama2", "llama2.llama2_tokenizer", "LLAMA2", "tokenizer.model"),
-    "llama3_1": Family("llama3_1", "llama3.llama3_tokenizer", "LLAMA3", _LLAMA3),
-    "llama3_2": Family("llama3_2", "llama3.llama3_tokenizer", "LLAMA3_2", _LLAMA3),
-    "qwen2_5": Family("qwen2_5", "qwen2_5.qwen2_5_tokenizer", "QWEN2", "vocab.json", "merges.txt"),
-    "qwen3": Family("qwen3", "qwen3.qwen3_tokenizer", "QWEN3", "vocab.json", "merges.txt"),
-}
 _BUILDERS = {
     "llama-2-7b": "llama2_7b", "llama-2-13b": "llama2_13b", "llama-2-70b": "llama2_70b",
     "llama-3.1-8b": "llama3_1_8b", "llama-3.1-70b": "llama3_1_70b", "llama-3.1-405b": "llama3_1_405b",
@@ -46,15 +26,6 @@ _BUILDERS = {
     "qwen3-8b": "qwen3_8b_instruct", "qwen3-32b": "qwen3_32b",
 }  # fmt: skip
 """Builders in torchtune/models, of the models that ship here."""
-
-
-def builder_of(name: str) -> tuple[Family, str] | None:
-    """The family and the builder of a shipped model; None where torchtune has none."""
-    builder = _BUILDERS.get(name)
-    if builder is None:
-        return None
-    family = next(family for stem, family in _FAMILIES.items() if builder.startswith(f"{stem}_"))
-    return family, builder
 
 
 def model_of_builder(component: str) -> tuple[Model | None, str]:
