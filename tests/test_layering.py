@@ -57,7 +57,7 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment", "decide", "observe.measured", "observe.observation",
+        "layout.replan", "export.environment", "decide", "observe.measured", "observe.observation",
         "observe.traces", "observe.causes.hypotheses", "observe.gap.terms", "observe.follow.state",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",

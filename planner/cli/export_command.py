@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from planner.answer import Plan
-    from planner.export.bundle import Bundle
+    from planner.export.export import Bundle
 
 _log = logging.getLogger(__name__)
 _TARGET, _OUTPUT = "Target", "Output"
@@ -72,8 +72,7 @@ def export_command(
     from pathlib import Path
 
     from planner.cli.output import dumps
-    from planner.export.bundle import write_bundle
-    from planner.export.export import bundle_of, default_folder
+    from planner.export.export import bundle_of, default_folder, write_bundle
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
@@ -95,8 +94,8 @@ def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: st
     """The plan and its next best layouts, each in a folder of its own; their paths on stdout."""
     from pathlib import Path
 
-    from planner.export.common.header import slug
-    from planner.export.trials.trials import trials_of, write_trials
+    from planner.export.launch.trials import trials_of, write_trials
+    from planner.export.trainer_files import slug
     from planner.plan_file import with_alternative
 
     most = len(plan.alternatives)

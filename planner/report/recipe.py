@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
 
 from planner.answer import Offer, Plan, PricedLayout, RecipeGain, RecipeRefusal
-from planner.export.megatron.environment import environment
+from planner.export.environment import megatron_environment
 from planner.report.format import percent
 from planner.trainers.switches import SWITCHES, Value, written
 
@@ -39,7 +39,7 @@ def recipe_heading(layout: PricedLayout) -> str:
 def environment_of(plan: Plan) -> dict[str, str]:
     """The variables that the plan's recipe needs, as the trainer's export sets them."""
     has_export = plan.runtime_spec.family == "megatron" and plan.runtime_spec.year is None
-    return environment(plan) if has_export else {}
+    return megatron_environment(plan) if has_export else {}
 
 
 def named(switch: str, value: Value) -> str:

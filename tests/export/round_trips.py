@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 from planner.answer import Plan
 from planner.errors import PlannerError
-from planner.export.common.imported_run import ImportedRun
-from planner.export.common.recipe import setting_of
-from planner.export.common.refusal import Inexpressible
-from planner.export.common.trainer_files import ExportFile
 from planner.export.export import bundle_of
-from planner.export.read import read
+from planner.export.import_run import read
+from planner.export.imported_run import ImportedRun
+from planner.export.refusal import Inexpressible
+from planner.export.spelling import setting_of
+from planner.export.trainer_files import ExportFile
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.specs.cluster import ClusterSpec

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.bridge.fields import DERIVED, SAME
-from planner.export.bridge.overrides import bridge_overrides
-from planner.export.bridge.write import export_bridge, hydra
-from planner.export.common.refusal import Inexpressible
+from planner.export.megatron.bridge_files import export_bridge, hydra
+from planner.export.megatron.bridge_overrides import DERIVED, SAME, bridge_overrides
+from planner.export.refusal import Inexpressible
 from planner.specs.model import ModelSpec
 
 Planned = Callable[..., Plan]

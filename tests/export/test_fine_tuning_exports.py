@@ -11,9 +11,9 @@ import yaml
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.common.refusal import Inexpressible
 from planner.export.export import bundle_of, export
-from planner.export.read import read, read_configuration
+from planner.export.import_run import read, read_configuration
+from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
 from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec

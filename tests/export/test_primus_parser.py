@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 
-from planner.export.common.config_file import ConfigFile
-from planner.export.primus.presets import Tree, tree_of
-from planner.export.primus.read import READERS, trainer_of, values_of
-from planner.export.primus.read_megatron import _OPTIONS, _OWN
-from planner.export.primus.read_model import MODEL_KEYS
-from planner.export.primus.read_turbo import SCHEDULES, TURBO
-from planner.export.torchtitan.settings import flat
+from planner.export.imported_run import ConfigFile
+from planner.export.primus.experiment_reading import READERS, Tree, trainer_of, tree_of, values_of
+from planner.export.primus.key_reading import _OPTIONS, _OWN, MODEL_KEYS, SCHEDULES, TURBO
+from planner.export.torchtitan.recipe_settings import flat
 
 CHECKOUT = os.environ.get("PRIMUS_CHECKOUT")
 KEYS = {*_OPTIONS, "tokenizer_type", "tokenizer_model", *_OWN, *TURBO, *SCHEDULES, *MODEL_KEYS}

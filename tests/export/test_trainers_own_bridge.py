@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.export.bridge.fields import SAME
-from planner.export.bridge.model import UNASKED, model_overrides
-from planner.export.common.model import listed
-from planner.export.megatron.model.write import model_arguments
+from planner.export.megatron.bridge_overrides import SAME, UNASKED, model_overrides
+from planner.export.megatron.model_arguments import model_arguments
+from planner.export.stated_model import listed
 from planner.specs.registry import load_model
 from planner.trainers.rules.bridge_model import family_of
 

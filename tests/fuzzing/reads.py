@@ -19,7 +19,7 @@ from planner.cli.serve_command import read_question
 from planner.decide.compare import compare
 from planner.decide.compared import of_plan
 from planner.errors import PlannerError
-from planner.export.read import read as read_configuration
+from planner.export.import_run import read as read_configuration
 from planner.layout.runs import evaluate_lines, parse_run
 from planner.observe.history.folder import prices_of
 from planner.observe.history.kept import read_kept

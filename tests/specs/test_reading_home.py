@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "planner/doctor/gpus.py": "the tables that nvidia-smi and rocm-smi print",
     "planner/doctor/installed.py": "metadata of our own package, as pip wrote it, and our pyproject.toml",
     "planner/export/launch/node_check.py": JOB,
-    "planner/export/trials/rank_trials.py": JOB,
+    "planner/export/launch/rank_trials.py": JOB,
     "planner/layout/runs.py": OWN,
     "planner/months/facts.py": OWN,
     "planner/profile/measure_links.py": WIRE,

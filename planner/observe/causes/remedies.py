@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from planner.export.common.spelling import spelling_of
-from planner.export.megatron.switches import SWITCH_OPTIONS
+from planner.export.megatron.switch_options import SWITCH_OPTIONS
+from planner.export.spelling import spelling_of
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import under
 from planner.observe.case import Case

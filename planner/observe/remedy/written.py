@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from planner.answer import Plan
 from planner.errors import PlannerError
-from planner.export.targets import TRAINERS, Trainer
+from planner.export.targets import TRAINERS, TrainerTarget
 from planner.layout.candidate import Candidate
 from planner.layout.replan import layout_again
 
@@ -46,13 +46,13 @@ def settings_about(plan: Plan, candidate: Candidate, pattern: str) -> tuple[str,
     return ()
 
 
-def _target(plan: Plan) -> Trainer | None:
+def _target(plan: Plan) -> TrainerTarget | None:
     """The exporter of the plan's trainer, or of what it is a kind of."""
     names = (plan.runtime, plan.runtime_spec.name, plan.runtime_spec.family)
     return next((target for name in names for target in TRAINERS.values() if name in target.runtimes), None)
 
 
-def _lines(target: Trainer, plan: Plan, candidate: Candidate) -> list[str]:
+def _lines(target: TrainerTarget, plan: Plan, candidate: Candidate) -> list[str]:
     """The settings in the files of a layout; steps, which say when to save, are those of the plan."""
     layout = layout_again(plan, candidate, exact=False)
     layout = layout.model_copy(update={"step": plan.best.step, "sustained": plan.best.sustained})
