@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from planner.export.megatron.plan_arguments import fold, layout_string
+from planner.export.megatron.layout_options import fold, layout_string
 from planner.export.stages import VirtualStage
 from planner.layout.split import parse_layout
 from planner.specs.model import ModelSpec

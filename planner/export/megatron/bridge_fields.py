@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from planner.export.followed.python_values import CallRecord
-from planner.export.megatron.bridge_overrides import RECIPES, SAME, TANH
+from planner.export.megatron.bridge_rows import FLAGS, MOMENTS, RECIPES, SAME, TANH
 from planner.export.megatron.option_words import Options
 from planner.trainers.rules.facts import every_nth
 
@@ -106,33 +106,9 @@ Fields = Mapping[str, Any]
 """Path of a field (`model.num_layers`) to its value."""
 
 _PATHS = {path: option for option, path in SAME.items()}
-_WHEN: dict[str, dict[Any, str]] = {
-    "model.sequence_parallel": {True: "--sequence-parallel"},
-    "model.share_embeddings_and_output_weights": {False: "--untie-embeddings-and-output-weights"},
-    "model.add_bias_linear": {False: "--disable-bias-linear"},
-    "model.qk_layernorm": {True: "--qk-layernorm"},
-    "model.gated_linear_unit": {True: "--swiglu"},
-    "model.activation_func": {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"},
-    "model.layernorm_zero_centered_gamma": {True: "--apply-layernorm-1p"},
-    "model.gradient_accumulation_fusion": {False: "--no-gradient-accumulation-fusion"},
-    "model.cross_entropy_loss_fusion": {True: "--cross-entropy-loss-fusion"},
-    "model.account_for_embedding_in_pipeline_split": {True: "--account-for-embedding-in-pipeline-split"},
-    "model.account_for_loss_in_pipeline_split": {True: "--account-for-loss-in-pipeline-split"},
-    "ddp.use_distributed_optimizer": {True: "--use-distributed-optimizer"},
-    "optimizer.use_distributed_optimizer": {True: "--use-distributed-optimizer"},
-    "ddp.overlap_grad_reduce": {True: "--overlap-grad-reduce"},
-    "ddp.overlap_param_gather": {True: "--overlap-param-gather"},
-    "ddp.check_for_nan_in_grad": {False: "--no-check-for-nan-in-loss-and-grad"},
-    "comm_overlap.tp_comm_overlap": {True: "--tp-comm-overlap"},
-    "comm_overlap.overlap_grad_reduce": {True: "--overlap-grad-reduce"},
-    "comm_overlap.overlap_param_gather": {True: "--overlap-param-gather"},
-    "comm_overlap.overlap_moe_expert_parallel_comm": {True: "--overlap-moe-expert-parallel-comm"},
-    "comm_overlap.delay_wgrad_compute": {True: "--delay-wgrad-compute"},
-    "mixed_precision.fp16": {True: "--fp16"},
-    "mixed_precision.bf16": {True: "--bf16"},
-    "dist.use_tp_pp_dp_mapping": {True: "--use-tp-pp-dp-mapping"},
-}
-"""Fields that stand for a bare option, and the value that does."""
+# the check of the loss is read as that of the gradients
+_FLAGS = {flag.field: flag for flag in FLAGS if not flag.field.startswith("rerun_state_machine.")}
+_ACTIVATIONS = {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"}
 _VALUED = {
     "model.seq_length": "--seq-length",
     "model.vocab_size": "--vocab-size",
@@ -144,11 +120,12 @@ _VALUED = {
     "mixed_precision.fp8": "--fp8-format",
     "mixed_precision.fp4": "--fp4-format",
 }
-READ_FIELDS = frozenset({*_PATHS, *_WHEN, *_VALUED, "dataset.seq_length", "model.moe_layer_freq",
-                  "model.window_attn_skip_freq", "model.overlap_p2p_comm",
-                  "mixed_precision", "mixed_precision.fp8_recipe", "mixed_precision.grad_reduce_in_fp32",
-                  "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "model.bias_activation_fusion",
-                  *MODEL_FIELDS})  # fmt: skip
+READ_FIELDS = frozenset({
+    *_PATHS, *_FLAGS, *_VALUED, *MODEL_FIELDS, "model.activation_func", "dataset.seq_length", "model.moe_layer_freq",
+    "model.window_attn_skip_freq", "model.overlap_p2p_comm", "mixed_precision", "mixed_precision.fp8_recipe",
+    "mixed_precision.grad_reduce_in_fp32", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype",
+    "model.bias_activation_fusion",
+})  # fmt: skip
 """Paths that are read."""
 _WHOLE = """
     logger checkpoint dataset tokenizer scheduler rng validation profiling env_vars straggler nvrx
@@ -193,7 +170,7 @@ IGNORED = re.compile(
     )
 )
 """Paths of fields that change neither seconds nor bytes of a step."""
-_MOMENTS = {"bfloat16": "bf16", "float32": "fp32"}
+_OPTION_MOMENTS = {theirs: ours for ours, theirs in MOMENTS.items()}
 _RECIPES = (
     (r"mxfp8", {"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "mxfp8"}),
     (r"nvfp4", {"mixed_precision.fp4": "e2m1"}),
@@ -239,9 +216,11 @@ def options_of_fields(fields: Fields) -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
     for path, value in fields.items():
         name = _PATHS.get(path) or _VALUED.get(path)
-        flag = None if isinstance(value, (list, dict)) else _WHEN.get(path, {}).get(value)
-        if flag is not None:
-            options[flag] = []
+        flag = _FLAGS.get(path)
+        if flag is not None and value is flag.value:
+            options[flag.option] = []
+        elif path == "model.activation_func" and value in _ACTIVATIONS:
+            options[_ACTIVATIONS[value]] = []
         elif name is not None and value is not None and value is not False and value != []:
             items = value if isinstance(value, list) else [] if value is True else [value]
             options[name] = [str(item) for item in items]
@@ -284,7 +263,7 @@ def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:
         derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if dtype := fields.get(f"optimizer.{name}"):
-            derived[f"--{name.replace('_', '-')}"] = [_MOMENTS.get(str(dtype), str(dtype))]
+            derived[f"--{name.replace('_', '-')}"] = [_OPTION_MOMENTS.get(str(dtype), str(dtype))]
     if fields.get("model.bias_activation_fusion") is False and "--swiglu" in options:
         derived["--no-bias-swiglu-fusion"] = []
     return derived

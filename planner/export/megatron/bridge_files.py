@@ -8,7 +8,8 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.environment import megatron_environment
-from planner.export.megatron.bridge_overrides import DOWNLOADS, RECIPES, SAME, arguments_for_bridge, bridge_overrides
+from planner.export.megatron.bridge_overrides import arguments_for_bridge, bridge_overrides
+from planner.export.megatron.bridge_rows import DOWNLOADS, RECIPES, SAME
 from planner.export.megatron.megatron_files import LOG, notes_on_options, requirements
 from planner.export.megatron.plan_arguments import (
     DATA_PATH,

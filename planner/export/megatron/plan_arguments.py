@@ -3,78 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from planner.answer import Plan
-from planner.export.megatron.model_arguments import model_arguments
+from planner.export.megatron.layout_options import grid_arguments, is_fsdp, recompute_arguments
+from planner.export.megatron.model_options import model_arguments
+from planner.export.megatron.option_rows import OptionRow, row, written
 from planner.export.megatron.switch_options import SWITCH_OPTIONS, switch_arguments
 from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.run_settings import EVALUATION_STEPS, FIRST_RUN_STEPS, RunSettings, run_settings
+from planner.export.run_settings import EVALUATION_STEPS, FIRST_RUN_STEPS, run_settings
 from planner.export.spelling import broken_rules_of_recipe, unspelled
-from planner.export.stages import VirtualStage, block_size, check_recompute, is_even, is_looped, virtual_stages
-from planner.export.trainer_files import Arguments, Placeholder, ShellText, Value
+from planner.export.stages import VirtualStage, check_recompute, is_looped, virtual_stages
+from planner.export.trainer_files import Arguments, Placeholder, ShellText
 from planner.trainers.load import has_dtype
-from planner.trainers.rules.common import Rule, release
+from planner.trainers.rules.common import Rule
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
-
-
-def layout_string(stages: Iterable[VirtualStage], num_mtp: int = 0) -> str:
-    """E embedding, t decoder layer, m MTP block, L loss, | between virtual stages, and x*n, (…)*n for repetition.
-
-    `Et|(tt|)*62tL` is 64 stages: one layer in the first and the last, two in each between.
-    """
-    return fold([_symbols(stage, num_mtp) for stage in stages])
-
-
-def fold(stages: list[str]) -> str:
-    """Join the stages by |, runs of equal ones as (stage|)*n; the last has no | behind it."""
-    *inner, last = stages
-    parts = []
-    for symbols, group in groupby(inner):
-        times = len(list(group))
-        stage = f"{symbols}|"
-        # Megatron unrolls one level of parentheses, then x*n of one symbol
-        parts.append(stage if times == 1 else f"|*{times}" if not symbols else f"({stage})*{times}")
-    return "".join(parts) + last
-
-
-def _symbols(stage: VirtualStage, num_mtp: int) -> str:
-    text = "E" if stage.embedding else ""
-    text += _repeat("t", stage.num_layers)
-    text += _repeat("m", num_mtp) if stage.mtp else ""
-    return text + ("L" if stage.head else "")
-
-
-def _repeat(symbol: str, times: int) -> str:
-    return symbol * times if times < 3 else f"{symbol}*{times}"
-
-
-def is_fsdp(plan: Plan) -> bool:
-    """ZeRO-2 and 3 are Megatron-FSDP; ZeRO-1 is the distributed optimizer."""
-    return plan.parallelism.zero_stage >= 2
-
-
-def data_parallel(plan: Plan) -> Arguments:
-    """Distributed optimizer or FSDP, the ranks it shards over, and the size of its buckets."""
-    layout, runtime, arguments = plan.parallelism, plan.runtime_spec, Arguments()
-    if is_fsdp(plan):
-        strategy = "optim_grads_params" if layout.zero_stage == 3 else "optim_grads"
-        arguments |= {
-            "--use-megatron-fsdp": True,
-            "--data-parallel-sharding-strategy": strategy,
-            "--ckpt-format": "fsdp_dtensor",
-        }
-    if layout.zero_stage >= 1:
-        arguments["--use-distributed-optimizer"] = True
-        if layout.shard_size < layout.dp * layout.cp:
-            arguments["--num-distributed-optimizer-instances"] = layout.dp * layout.cp // layout.shard_size
-    if runtime.gradient_overlap_fraction > 0 and not is_fsdp(plan) and runtime.bucket_parameters is not None:
-        arguments["--ddp-bucket-size"] = runtime.bucket_among(layout.shard_size)
-    return arguments
-
 
 _PRECISION: dict[str, Arguments] = {
     "bf16": {"--bf16": True},
@@ -105,23 +49,25 @@ def precision(plan: Plan) -> Arguments:
     return arguments
 
 
-def kernels(plan: Plan) -> Arguments:
-    """Kernels and fusions that no switch chooses."""
-    runtime, model = plan.runtime_spec, plan.model.spec
-    arguments: Arguments = {
-        "--transformer-impl": "transformer_engine",
-        "--attention-backend": "auto" if runtime.flash_attention else "unfused",
-    }
-    if not runtime.fused_grad_accumulation:
-        arguments["--no-gradient-accumulation-fusion"] = True
-    if not runtime.fused_rotary and model.position_embedding == "rope":
-        arguments["--no-rope-fusion"] = True
-    if not runtime.fused_activation:
-        is_swiglu = model.gated_mlp and model.activation == "silu"
-        arguments["--no-bias-swiglu-fusion" if is_swiglu else "--no-bias-gelu-fusion"] = True
-    return arguments
+def _is_swiglu(plan: Plan) -> bool:
+    return plan.model.spec.gated_mlp and plan.model.spec.activation == "silu"
 
 
+_KERNELS: tuple[OptionRow, ...] = (
+    row("--transformer-impl", "model.transformer_impl", lambda plan: "transformer_engine"),
+    row(
+        "--attention-backend", "model.attention_backend",
+        lambda plan: "auto" if plan.runtime_spec.flash_attention else "unfused",
+    ),
+    row("--no-gradient-accumulation-fusion", "", lambda plan: not plan.runtime_spec.fused_grad_accumulation),
+    row(
+        "--no-rope-fusion", "",
+        lambda plan: not plan.runtime_spec.fused_rotary and plan.model.spec.position_embedding == "rope",
+    ),
+    row("--no-bias-swiglu-fusion", "", lambda plan: not plan.runtime_spec.fused_activation and _is_swiglu(plan)),
+    row("--no-bias-gelu-fusion", "", lambda plan: not plan.runtime_spec.fused_activation and not _is_swiglu(plan)),
+)  # fmt: skip
+"""Kernels and fusions that no switch chooses."""
 GC_INTERVAL_STEPS = 100
 """Steps between collections of Python's garbage, which all ranks do at once (Megatron-Bridge's recipes)."""
 SPLIT = "99,1,0"
@@ -135,78 +81,89 @@ CHECKPOINTS = Placeholder("CHECKPOINTS", "folder for checkpoints, which all node
 PLACEHOLDERS = (DATA_PATH, TOKENIZER, CHECKPOINTS)
 
 
-class _Row(NamedTuple):
-    """An option, its value, and the first version that has it."""
-
-    option: str
-    value: Callable[[RunSettings], Value]
-    since: str = ""
-
-
-_SCHEDULE = (
-    _Row("--lr", lambda run: run.optimizer.learning_rate),
-    _Row("--min-lr", lambda run: run.optimizer.min_learning_rate),
-    _Row("--lr-warmup-iters", lambda run: run.warmup_steps),
-    _Row("--lr-decay-iters", lambda run: max(run.num_steps, run.warmup_steps + 1)),
-    _Row("--weight-decay", lambda run: run.optimizer.weight_decay),
-    _Row("--adam-beta1", lambda run: run.optimizer.beta1),
-    _Row("--adam-beta2", lambda run: run.optimizer.beta2),
-    _Row("--adam-eps", lambda run: run.optimizer.epsilon),
-    _Row("--clip-grad", lambda run: run.optimizer.clip_grad),
-    _Row("--init-method-std", lambda run: run.optimizer.init_std),
+_SCHEDULE: tuple[OptionRow, ...] = (
+    row("--lr", "optimizer.lr", lambda run: run.optimizer.learning_rate),
+    row("--min-lr", "optimizer.min_lr", lambda run: run.optimizer.min_learning_rate),
+    row("--lr-warmup-iters", "scheduler.lr_warmup_iters", lambda run: run.warmup_steps),
+    row("--lr-decay-iters", "scheduler.lr_decay_iters", lambda run: max(run.num_steps, run.warmup_steps + 1)),
+    row("--weight-decay", "optimizer.weight_decay", lambda run: run.optimizer.weight_decay),
+    row("--adam-beta1", "optimizer.adam_beta1", lambda run: run.optimizer.beta1),
+    row("--adam-beta2", "optimizer.adam_beta2", lambda run: run.optimizer.beta2),
+    row("--adam-eps", "optimizer.adam_eps", lambda run: run.optimizer.epsilon),
+    row("--clip-grad", "optimizer.clip_grad", lambda run: run.optimizer.clip_grad),
+    row("--init-method-std", "model.init_method_std", lambda run: run.optimizer.init_std),
 )
-_AT_ONCE = (_Row("--lr-decay-style", lambda run: run.optimizer.decay_style),)
-_AT_THE_END = (
-    _Row("--lr-decay-style", lambda run: "WSD"),
-    _Row("--lr-wsd-decay-style", lambda run: run.optimizer.decay_style),
-    _Row("--lr-wsd-decay-iters", lambda run: run.decay_steps),
+_AT_ONCE: tuple[OptionRow, ...] = (
+    row("--lr-decay-style", "scheduler.lr_decay_style", lambda run: run.optimizer.decay_style),
+)
+_AT_THE_END: tuple[OptionRow, ...] = (
+    row("--lr-decay-style", "scheduler.lr_decay_style", lambda run: "WSD"),
+    row("--lr-wsd-decay-style", "scheduler.lr_wsd_decay_style", lambda run: run.optimizer.decay_style),
+    row("--lr-wsd-decay-iters", "scheduler.lr_wsd_decay_iters", lambda run: run.decay_steps),
 )
 """The rate is constant before it falls."""
-_EVERY_RUN = (
-    _Row("--log-interval", lambda run: 1),
-    _Row("--log-throughput", lambda run: True),
-    _Row("--log-memory-interval", lambda run: GC_INTERVAL_STEPS, since="0.16"),
-    _Row("--manual-gc", lambda run: True),
-    _Row("--manual-gc-interval", lambda run: GC_INTERVAL_STEPS),
-    _Row("--distributed-timeout-minutes", lambda run: run.init_timeout_minutes),
-    _Row("--distributed-timeout-seconds-after-init", lambda run: 60 * run.timeout_minutes, since="0.15"),
+_EVERY_RUN: tuple[OptionRow, ...] = (
+    row("--log-interval", "logger.log_interval", lambda run: 1),
+    row("--log-throughput", "logger.log_throughput", lambda run: True),
+    row("--log-memory-interval", "logger.log_memory_interval", lambda run: GC_INTERVAL_STEPS, since="0.16"),
+    row("--manual-gc", "train.manual_gc", lambda run: True),
+    row("--manual-gc-interval", "train.manual_gc_interval", lambda run: GC_INTERVAL_STEPS),
+    row("--distributed-timeout-minutes", "dist.distributed_timeout_minutes", lambda run: run.init_timeout_minutes),
+    row(
+        "--distributed-timeout-seconds-after-init",
+        "dist.distributed_timeout_seconds_after_init",
+        lambda run: 60 * run.timeout_minutes,
+        since="0.15",
+    ),
 )
-_TRAINING_RUN = (
-    _Row("--train-iters", lambda run: run.num_steps),
-    _Row("--eval-interval", lambda run: run.evaluation_interval_steps),
-    _Row("--eval-iters", lambda run: EVALUATION_STEPS),
-    _Row("--data-path", lambda run: DATA_PATH.words),
-    _Row("--split", lambda run: ShellText(f'"{SPLIT}"')),
-    _Row("--data-cache-path", lambda run: ShellText('"${CHECKPOINTS}/data-cache"')),
-    _Row("--tokenizer-type", lambda run: "HuggingFaceTokenizer"),
-    _Row("--tokenizer-model", lambda run: TOKENIZER.value),
-    _Row("--save", lambda run: CHECKPOINTS.value),
-    _Row("--load", lambda run: CHECKPOINTS.value),
-    _Row("--save-interval", lambda run: run.save_interval_steps),
-    _Row("--save-retain-interval", lambda run: run.kept_save_interval_steps),
-    _Row("--exit-signal-handler", lambda run: True),
+_TRAINING_RUN: tuple[OptionRow, ...] = (
+    row("--train-iters", "train.train_iters", lambda run: run.num_steps),
+    row("--eval-interval", "validation.eval_interval", lambda run: run.evaluation_interval_steps),
+    row("--eval-iters", "validation.eval_iters", lambda run: EVALUATION_STEPS),
+    row("--data-path", "dataset.data_path", lambda run: DATA_PATH.words),
+    row("--split", "dataset.split", lambda run: ShellText(f'"{SPLIT}"')),
+    row("--data-cache-path", "dataset.path_to_cache", lambda run: ShellText('"${CHECKPOINTS}/data-cache"')),
+    row("--tokenizer-type", "tokenizer.tokenizer_type", lambda run: "HuggingFaceTokenizer"),
+    row("--tokenizer-model", "tokenizer.tokenizer_model", lambda run: TOKENIZER.value),
+    row("--save", "checkpoint.save", lambda run: CHECKPOINTS.value),
+    row("--load", "checkpoint.load", lambda run: CHECKPOINTS.value),
+    row("--save-interval", "checkpoint.save_interval", lambda run: run.save_interval_steps),
+    row("--save-retain-interval", "", lambda run: run.kept_save_interval_steps),
+    row("--exit-signal-handler", "train.exit_signal_handler", lambda run: True),
 )
-_ASYNCHRONOUS = (
-    _Row("--ckpt-format", lambda run: "torch_dist"),
-    _Row("--async-save", lambda run: True),
-    _Row("--use-persistent-ckpt-worker", lambda run: True),
+_ASYNCHRONOUS: tuple[OptionRow, ...] = (
+    row("--ckpt-format", "checkpoint.ckpt_format", lambda run: "torch_dist"),
+    row("--async-save", "checkpoint.async_save", lambda run: True),
+    row("--use-persistent-ckpt-worker", "checkpoint.use_persistent_ckpt_worker", lambda run: True),
     # the other needs nvidia-resiliency-ext
-    _Row("--async-strategy", lambda run: "mcore", since="0.17"),
+    row("--async-strategy", "checkpoint.async_strategy", lambda run: "mcore", since="0.17"),
 )
 """Saves beside training, which the format of Megatron-FSDP has not in all versions."""
-_FIRST_RUN = (
-    _Row("--mock-data", lambda run: True),
-    _Row("--tokenizer-type", lambda run: "NullTokenizer"),
-    _Row("--train-iters", lambda run: FIRST_RUN_STEPS),
-    _Row("--eval-iters", lambda run: 0),
+_FIRST_RUN: tuple[OptionRow, ...] = (
+    row("--mock-data", "", lambda run: True),
+    row("--tokenizer-type", "tokenizer.tokenizer_type", lambda run: "NullTokenizer"),
+    row("--train-iters", "train.train_iters", lambda run: FIRST_RUN_STEPS),
+    row("--eval-iters", "validation.eval_iters", lambda run: 0),
 )
+
+_BALANCED: tuple[OptionRow, ...] = (
+    row("--moe-router-force-load-balancing", "model.moe_router_force_load_balancing", lambda plan: True),
+)
+BRIDGE_OF_RUN = {
+    name: path
+    for option in (
+        *_KERNELS, *_SCHEDULE, *_AT_ONCE, *_AT_THE_END, *_EVERY_RUN, *_TRAINING_RUN, *_ASYNCHRONOUS, *_FIRST_RUN,
+        *_BALANCED,
+    )
+    for name, path in option.bridge.items()
+}  # fmt: skip
 
 
 def run_arguments(plan: Plan) -> Arguments:
     """The options of every run: optimizer, schedule of its rate, logs, timeouts."""
     run = run_settings(plan)
     falls = _AT_ONCE if run.optimizer.decay_fraction == 1 else _AT_THE_END
-    return _written(plan, run, (*_SCHEDULE, *falls, *_EVERY_RUN))
+    return written((*_SCHEDULE, *falls, *_EVERY_RUN), run, plan.runtime_spec.version)
 
 
 def training_arguments(plan: Plan) -> Arguments:
@@ -215,24 +172,13 @@ def training_arguments(plan: Plan) -> Arguments:
     multiple = plan.runtime_spec.vocab_divisible_by * plan.parallelism.tp
     # a tokenizer with fewer words would make a smaller embedding
     rows = {"--padded-vocab-size": multiple * math.ceil(plan.model.spec.vocab_size / multiple)}
-    return _written(plan, run_settings(plan), (*_TRAINING_RUN, *saves)) | rows
+    return written((*_TRAINING_RUN, *saves), run_settings(plan), plan.runtime_spec.version) | rows
 
 
 def first_run_arguments(plan: Plan) -> Arguments:
     """The options of a short run on random tokens with balanced experts, as the plan prices them."""
-    arguments = _written(plan, run_settings(plan), _FIRST_RUN)
-    if plan.model.spec.moe is not None:
-        arguments["--moe-router-force-load-balancing"] = True
-    return arguments
-
-
-def _written(plan: Plan, run: RunSettings, rows: Iterable[_Row]) -> Arguments:
-    version = plan.runtime_spec.version
-    return {
-        row.option: row.value(run)
-        for row in rows
-        if not version or not row.since or release(row.since) <= release(version)
-    }
+    balanced = written(_BALANCED, plan) if plan.model.spec.moe is not None else {}
+    return written(_FIRST_RUN, run_settings(plan), plan.runtime_spec.version) | balanced
 
 
 NEWEST = "0.20"
@@ -265,13 +211,10 @@ def megatron_arguments(
     runtime = plan.runtime_spec
     return {
         **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
-        **_grid(plan),
-        **_pipeline(plan, stages),
-        **_batch(plan),
-        **data_parallel(plan),
+        **grid_arguments(plan),
         **precision(plan),
-        **_recompute(plan, stages),
-        **kernels(plan),
+        **recompute_arguments(plan),
+        **written(_KERNELS, plan),
         **switch_arguments(plan),
         **run_arguments(plan),
     }
@@ -324,58 +267,3 @@ def _unknown_modules(plan: Plan) -> Iterator[tuple[str, str]]:
             yield module, "needs latent attention"
         elif module == "moe_act" and model.moe is None:
             yield module, "needs experts"
-
-
-def _grid(plan: Plan) -> Arguments:
-    layout = plan.parallelism
-    arguments: Arguments = {
-        "--tensor-model-parallel-size": layout.tp,
-        "--pipeline-model-parallel-size": layout.pp,
-        "--context-parallel-size": layout.cp,
-    }
-    if layout.tp > 1 and layout.sequence_parallel:
-        arguments["--sequence-parallel"] = True
-    if layout.dp_outermost:
-        arguments["--use-tp-pp-dp-mapping"] = True
-    if plan.model.spec.moe is None and layout.dp_outermost and layout.cp > 1:
-        # it asks for as many replicas of experts as of the rest, also where there are none
-        arguments["--expert-tensor-parallel-size"] = layout.tp * layout.cp
-    if plan.model.spec.moe is not None:
-        # the default would be tp
-        arguments["--expert-model-parallel-size"] = layout.ep
-        arguments["--expert-tensor-parallel-size"] = layout.etp
-    return arguments
-
-
-def _pipeline(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
-    """The split of layers: even stages by their number, all others by a layout string."""
-    layout, arguments = plan.parallelism, Arguments()
-    if layout.pp == 1:
-        return arguments
-    if not is_even(stages):
-        arguments["--pipeline-model-parallel-layout"] = layout_string(stages, plan.model.spec.num_nextn_predict_layers)
-    elif layout.vpp > 1:
-        arguments["--num-virtual-stages-per-pipeline-rank"] = layout.vpp
-    return arguments
-
-
-def _batch(plan: Plan) -> Arguments:
-    return {
-        "--seq-length": plan.training.seq_length,
-        "--micro-batch-size": plan.parallelism.micro_batch_size,
-        "--global-batch-size": plan.training.global_batch_size,
-    }
-
-
-def _recompute(plan: Plan, stages: tuple[VirtualStage, ...]) -> Arguments:
-    layout = plan.parallelism
-    if layout.recompute == "none":
-        return {}
-    if layout.recompute == "selective":
-        return {
-            "--recompute-granularity": "selective",
-            "--recompute-modules": layout.recompute_modules or ("core_attn",),
-        }
-    size = block_size(plan.best, stages)
-    method, layers = ("uniform", 1) if size is None else ("block", size)
-    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}

@@ -114,6 +114,36 @@ SWITCH_OPTIONS: tuple[Spelling, ...] = (
 """The table that the exporter and the importer share."""
 SWITCHING = frozenset(name for row in SWITCH_OPTIONS for name in row.settings)
 """All options that say a switch."""
+BRIDGE_OF_SWITCHES = {
+    "--moe-token-dispatcher-type": "model.moe_token_dispatcher_type",
+    "--moe-flex-dispatcher-backend": "model.moe_flex_dispatcher_backend",
+    "--cp-comm-type": "model.cp_comm_type",
+    "--cross-entropy-fusion-impl": "model.cross_entropy_fusion_impl",
+    "--deterministic-mode": "model.deterministic_mode",
+    "--tp-comm-overlap": "model.tp_comm_overlap",
+    "--overlap-moe-expert-parallel-comm": "model.overlap_moe_expert_parallel_comm",
+    "--delay-wgrad-compute": "model.delay_wgrad_compute",
+    "--moe-shared-expert-overlap": "model.moe_shared_expert_overlap",
+    "--cuda-graph-impl": "model.cuda_graph_impl",
+    "--cuda-graph-scope": "model.cuda_graph_scope",
+    "--cuda-graph-modules": "model.cuda_graph_modules",
+    "--use-transformer-engine-op-fuser": "model.use_transformer_engine_op_fuser",
+    "--moe-mlp-glu-interleave-size": "model.moe_mlp_glu_interleave_size",
+    "--moe-expert-rank-capacity-factor": "model.moe_expert_rank_capacity_factor",
+    "--moe-paged-stash": "model.moe_paged_stash",
+    "--moe-paged-stash-buffer-size-factor-cuda": "model.moe_paged_stash_buffer_size_factor_cuda",
+    "--moe-expert-capacity-factor": "model.moe_expert_capacity_factor",
+    "--moe-pad-expert-input-to-capacity": "model.moe_pad_expert_input_to_capacity",
+    "--fine-grained-activation-offloading": "model.fine_grained_activation_offloading",
+    "--offload-modules": "model.offload_modules",
+    "--fine-grained-offloading-max-inflight-offloads": "model.fine_grained_offloading_max_inflight_offloads",
+    "--optimizer": "optimizer.optimizer",
+    "--use-precision-aware-optimizer": "optimizer.use_precision_aware_optimizer",
+    "--optimizer-cpu-offload": "optimizer.optimizer_cpu_offload",
+    "--optimizer-offload-fraction": "optimizer.optimizer_offload_fraction",
+    "--overlap-cpu-optimizer-d2h-h2d": "optimizer.overlap_cpu_optimizer_d2h_h2d",
+}
+"""Megatron-Bridge's field of the same value of each option of a switch; the others it says otherwise."""
 
 
 STASH = 1.2

@@ -10,7 +10,7 @@ from planner.export.followed.shell_script import Script
 from planner.export.imported_run import ImportedRun
 from planner.export.megatron.option_words import Options
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
-from planner.export.primus.primus_keys import ALGORITHMS, key_of
+from planner.export.primus.primus_keys import ALGORITHMS, NEGATED, key_of
 
 Values = dict[str, Any]
 TURBO = frozenset({
@@ -160,10 +160,7 @@ _OPTIONS = {key_of(option): option for option in sorted(READ_OPTIONS, reverse=Tr
     "original_max_position_embeddings": "--yarn-original-max-position-embeddings",
 }
 """Key to the option of Megatron-LM that sets it."""
-_OFF = frozenset({
-    "add_bias_linear", "add_position_embedding", "apply_rope_fusion", "bias_gelu_fusion", "bias_swiglu_fusion",
-    "check_for_nan_in_loss_and_grad", "gradient_accumulation_fusion", "overlap_p2p_comm",
-})  # fmt: skip
+_OFF = frozenset({*NEGATED.values(), "add_position_embedding"})
 """Keys that an option sets to false."""
 _LISTS = ("recompute_modules", "offload_modules", "cuda_graph_modules", "cuda_graph_scope", "cp_comm_type")
 """Keys whose options take several words."""

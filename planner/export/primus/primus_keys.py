@@ -19,7 +19,7 @@ from planner.specs.units import is_count
 Keys = dict[str, Any]
 """Keys of `overrides:` and their values."""
 
-_OFF = {
+NEGATED = {
     "--disable-bias-linear": "add_bias_linear",
     "--no-bias-gelu-fusion": "bias_gelu_fusion",
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
@@ -62,7 +62,7 @@ and that decide what is trained; they stand at the parser's values wherever a pl
 
 def key_of(option: str) -> str:
     """The name under which Primus knows an option of Megatron-LM."""
-    return _OFF.get(option) or _RENAMED.get(option) or option.removeprefix("--").replace("-", "_")
+    return NEGATED.get(option) or _RENAMED.get(option) or option.removeprefix("--").replace("-", "_")
 
 
 def keys_of(arguments: Mapping[str, Value]) -> Keys:
@@ -71,7 +71,7 @@ def keys_of(arguments: Mapping[str, Value]) -> Keys:
 
 
 def _value(option: str, value: Value) -> Any:
-    if option in _OFF:
+    if option in NEGATED:
         return False
     if isinstance(value, tuple):
         return list(value)
