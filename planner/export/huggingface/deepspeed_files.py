@@ -11,6 +11,7 @@ from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.run_settings import FIRST_RUN_STEPS, RunSettings, run_settings
 from planner.export.stages import VirtualStage, all_full, check_recompute, virtual_stages
 from planner.export.target_price import notes_on_price
+from planner.export.templating import rendered
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -37,92 +38,6 @@ REQUIREMENTS = (
 )
 LOG = "in the log: seconds of each step, and the first rank's peak in GiB (max_memory_allocated)"
 
-
-def training_source(plan: Plan, run: RunSettings, config_file: str) -> str:
-    """The program, which torchrun starts on every rank."""
-    layout, training = plan.parallelism, plan.training
-    dtype = "bfloat16" if training.dtype == "bf16" else "float16"
-    shards = f"network = deepspeed.tp_model_init(network, {layout.tp}, torch.{dtype})" if layout.tp > 1 else ""
-    recompute = "network.gradient_checkpointing_enable()" if layout.recompute == "full" else ""
-    batch_size = ""
-    if layout.tp > 1:
-        batch_size = 'del CONFIG["train_batch_size"]  # DeepSpeed would count the ranks of TP as replicas\n'
-    inside = "".join(f"    {line}\n" for line in (recompute, shards) if line)
-    return f'''
-import json
-import os
-import time
-from pathlib import Path
-
-import deepspeed
-import numpy
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
-
-FIRST_RUN = os.environ.get("MOCK") == "1"
-STEPS = {FIRST_RUN_STEPS} if FIRST_RUN else {run.num_steps}
-SAVE_EVERY = {run.save_interval_steps}
-SEQ_LENGTH = {training.seq_length}
-TP = {layout.tp}
-CONFIG = json.loads(Path(__file__).with_name("{config_file}").read_text())
-{batch_size}SEQUENCES, PASSES = CONFIG["train_micro_batch_size_per_gpu"], CONFIG["gradient_accumulation_steps"]
-
-
-def batch(ids, vocab_size, number, device):
-    """The sequences of one pass on one rank; random tokens where there are no ids."""
-    first = number * SEQUENCES
-    if ids is None:
-        generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(vocab_size, (SEQUENCES, SEQ_LENGTH), generator=generator)
-    else:
-        starts = [(first + i) * SEQ_LENGTH % (len(ids) - SEQ_LENGTH) for i in range(SEQUENCES)]
-        tokens = torch.from_numpy(numpy.stack([ids[start : start + SEQ_LENGTH] for start in starts]).astype("int64"))
-    return tokens.to(device)
-
-
-def build():
-    """The model with random weights, which ZeRO-3 shards as they are made."""
-    config = AutoConfig.from_pretrained(os.environ["MODEL"])
-    sharded = HfDeepSpeedConfig(CONFIG)  # heeded while it lives
-    network = AutoModelForCausalLM.from_config(config, dtype=torch.{dtype})
-{inside}    network.train()
-    return network, config.vocab_size, sharded
-
-
-def main():
-    deepspeed.init_distributed()
-    network, vocab_size, _ = build()
-    engine, *_ = deepspeed.initialize(model=network, model_parameters=network.parameters(), config=CONFIG)
-    replica, replicas = torch.distributed.get_rank() // TP, torch.distributed.get_world_size() // TP
-    folder, first = os.environ.get("CHECKPOINTS"), 0
-    if not FIRST_RUN and Path(folder, "latest").exists():
-        _, state = engine.load_checkpoint(folder)
-        first = state["step"]
-    ids = None if FIRST_RUN else numpy.load(os.environ["DATA_PATH"], mmap_mode="r")
-    for step in range(first, STEPS):
-        began = time.perf_counter()
-        for i in range(PASSES):
-            number = (step * PASSES + i) * replicas + replica
-            tokens = batch(ids, vocab_size, number, engine.device)
-            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-            engine.backward(loss)
-            engine.step()
-        value = loss.item()  # waits for the device
-        if torch.distributed.get_rank() == 0:
-            peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0
-            seconds = time.perf_counter() - began
-            said = f"{{seconds:.3f}} s, loss {{value:.4f}}, peak {{peak:.1f}} GiB"
-            print(f"step {{step + 1}} of {{STEPS}}: {{said}}", flush=True)
-        if not FIRST_RUN and ((step + 1) % SAVE_EVERY == 0 or step + 1 == STEPS):
-            engine.save_checkpoint(folder, client_state={{"step": step + 1}})
-
-
-if __name__ == "__main__":
-    main()
-'''.lstrip("\n")
-
-
 WRITTEN_FOR = "DeepSpeed 0.19"
 CONFIG_FILE, PIPELINE_FILE = "ds_config.json", "planned_pipeline.py"
 
@@ -146,7 +61,13 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
             f"{run.save_interval_steps} steps",
             f"export DEEPSPEED_TIMEOUT={run.init_timeout_minutes}: minutes that ranks wait for each other",
         ]
-        files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + _pipeline_source(plan, stages)))
+        pipeline = rendered(
+            "deepspeed_pipeline.py",
+            layout=plan.parallelism,
+            num_layers=stages[-1].last_layer,
+            boundaries=_boundaries(stages),
+        )
+        files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + pipeline))
         return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
     notes.append(f"{TRAINING_FILE} evaluates nothing; DeepSpeed saves while training waits")
     if plan.parallelism.tp > 1:
@@ -154,7 +75,16 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
             f"a script of your own passes {CONFIG_FILE} without train_batch_size, which counts ranks of TP, too"
         )
     comments = header(plan, WRITTEN_FOR, notes)
-    files.append(ExportFile(TRAINING_FILE, comments + training_source(plan, run, CONFIG_FILE)))
+    training = rendered(
+        "deepspeed_training.py",
+        layout=plan.parallelism,
+        training=plan.training,
+        run=run,
+        first_run_steps=FIRST_RUN_STEPS,
+        config_file=CONFIG_FILE,
+        dtype="bfloat16" if plan.training.dtype == "bf16" else "float16",
+    )
+    files.append(ExportFile(TRAINING_FILE, comments + training))
     command = LaunchCommand(
         program=f'"$PLAN_DIR"/{TRAINING_FILE}',
         arguments={},
@@ -255,40 +185,3 @@ def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
     """The first item of each stage in the list [embedding, *layers, final norm, head], and the list's length."""
     num_layers = stages[-1].last_layer
     return [0, *(1 + stage.first_layer for stage in stages[1:]), num_layers + 3]
-
-
-def _pipeline_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
-    """A Python module with `pipeline(layers)`."""
-    layout = plan.parallelism
-    recompute = 'options.setdefault("activation_checkpoint_interval", 0)'
-    if layout.recompute == "full":
-        # the embedding has no input with a gradient, which DeepSpeed's recomputation needs
-        recompute = (
-            'decoder_layer = getattr(layers[1], "typename", type(layers[1])).__name__\n    '
-            'options = {"activation_checkpoint_interval": 1, "checkpointable_layers": [decoder_layer], **options}'
-        )
-    return f'''
-from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
-# stage i holds items BOUNDARIES[i] to BOUNDARIES[i + 1] of: embedding, {stages[-1].last_layer} layers, final norm, head
-BOUNDARIES = {_boundaries(stages)}
-
-
-class PlannedPipeline(PipelineModule):
-    """A pipeline cut at BOUNDARIES; none of DeepSpeed's partition methods takes given ones."""
-
-    def _partition_layers(self, method="planned"):
-        if len(self._layer_specs) != BOUNDARIES[-1]:
-            raise ValueError(f"{{len(self._layer_specs)}} layers given, the plan cuts {{BOUNDARIES[-1]}}")
-        self.parts = list(BOUNDARIES)
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
-
-
-def pipeline(layers, **options):
-    """The model for deepspeed.initialize: [embedding, *layers, final_norm, head], split over tp {layout.tp}."""
-    topology = PipeModelDataParallelTopology(num_pp={layout.pp}, num_mp={layout.tp}, num_dp={layout.dp})
-    {recompute}
-    return PlannedPipeline(layers=layers, topology=topology, partition_method="planned", **options)
-'''.lstrip("\n")

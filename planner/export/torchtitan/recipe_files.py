@@ -21,6 +21,7 @@ from planner.export.stages import (
 )
 from planner.export.stated_model import notes_on_model, stated
 from planner.export.target_price import notes_on_price
+from planner.export.templating import rendered
 from planner.export.torchtitan.model_source import balancing_rate, model_source
 from planner.export.trainer_files import (
     ExportFile,
@@ -48,68 +49,6 @@ PLACEHOLDERS = (
     Placeholder("DATA_PATH", "data set at Hugging Face, or a folder in its format, with a column `text`"),
     Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder"),
 )
-
-
-def run_source(plan: Plan) -> str:
-    """The function `run(config)`, which sets them; the first run reads torchtitan's own sample of text."""
-    run = run_settings(plan)
-    optimizer = run.optimizer
-    factor = optimizer.min_learning_rate / optimizer.learning_rate
-    ratio = None if optimizer.decay_fraction == 1 else optimizer.decay_fraction
-    return f'''
-FIRST_RUN = os.environ.get("MOCK") == "1"
-STEPS = {FIRST_RUN_STEPS} if FIRST_RUN else {run.num_steps}
-
-
-def data(config):
-    path = os.environ.get("DATA_PATH")
-    if FIRST_RUN or not path:
-        return config.dataloader  # tests/assets/c4_test of a checkout of torchtitan
-    try:
-        from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-
-        return HuggingFaceTextDataLoader.Config(dataset="c4", dataset_path=path)
-    except ImportError:  # after 0.3.0
-        from dataclasses import replace
-
-        from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader, HuggingFaceStreamingSource
-        from torchtitan.hf_datasets.text_datasets import DATASETS
-
-        source = HuggingFaceStreamingSource.Config(path=path, split="train")
-        packed = ConcatThenSplitPackingConfig(dataset=replace(DATASETS["c4"], source=source))
-        return GrainDataLoader.Config(dataset=packed, shuffle=False)
-
-
-def run(config):
-    config.hf_assets_path = os.environ.get("HF_ASSETS_PATH") or config.hf_assets_path
-    config.dataloader = data(config)
-    config.optimizer = default_adamw(
-        lr={optimizer.learning_rate:g},
-        betas=({optimizer.beta1:g}, {optimizer.beta2:g}),
-        eps={optimizer.epsilon:g},
-        weight_decay={optimizer.weight_decay:g},
-    )
-    config.lr_scheduler = LRSchedulersContainer.Config(
-        warmup_steps={run.warmup_steps},
-        total_steps={run.num_steps},
-        decay_ratio={ratio},
-        decay_type="{optimizer.decay_style}",
-        min_lr_factor={factor:.4g},
-    )
-    config.dump_folder = os.environ.get("CHECKPOINTS") or config.dump_folder
-    config.checkpoint.enable = not FIRST_RUN
-    config.checkpoint.folder = "checkpoint"  # the latest in it is loaded
-    config.checkpoint.interval = {run.save_interval_steps}
-    config.checkpoint.async_mode = "async_with_pinned_mem"
-    config.checkpoint.last_save_model_only = False
-    config.metrics.log_freq = 1
-    config.comm.init_timeout_seconds = {60 * run.init_timeout_minutes}
-    config.comm.train_timeout_seconds = {60 * run.timeout_minutes}
-    config.debug.moe_force_load_balance = FIRST_RUN
-    config.validator.enable = False  # no other data is known
-'''.lstrip("\n")
-
-
 _CHECKPOINT_MODULE = "torchtitan.distributed.activation_checkpoint"
 _CHECKPOINT = {"selective": "SelectiveAC", "full": "FullAC"}
 _LOSS = ["from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss"]
@@ -136,11 +75,28 @@ def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
     ]
     torchtitan = sorted((line for line in imports if "torchtitan" in line), key=lambda line: line.split()[1])
     others = [line for line in imports if "torchtitan" not in line]
-    split = _stages_source(stages) if layout.pp > 1 else ""
-    if _recomputes_some(plan):
-        split += _some_recomputed(plan, stages)
-    parts = [model, split, run_source(plan), "", _function_source(plan)]
-    return "\n".join([*_standard_first(others), "", *torchtitan, "", "", *parts])
+    recomputed = zip(stages, recomputed_layers(plan.best, stages), strict=True) if _recomputes_some(plan) else ()
+    run, spec = run_settings(plan), stated(plan.model.spec)
+    body = rendered(
+        "torchtitan_recipe.py",
+        model_source=model,
+        layout=layout,
+        training=plan.training,
+        stages=stages,
+        recomputed=[f"range({stage.first_layer}, {stage.first_layer + count})" for stage, count in recomputed if count],
+        run=run,
+        optimizer=run.optimizer,
+        first_run_steps=FIRST_RUN_STEPS,
+        schedule=_schedule_class(plan),
+        order_file=ORDER_FILE if has_order_of_its_own(plan) else "",
+        shard=layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1,
+        in_pipeline=layout.num_microbatches if layout.pp > 1 else 1,
+        mtp_scale=spec.mtp_loss_scaling_factor if spec.num_nextn_predict_layers else None,
+        policy="PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute),
+        compiled=_compiled(plan),
+        deterministic=plan.runtime_spec.deterministic,
+    )
+    return "\n".join([*_standard_first(others), "", *torchtitan, "", "", body])
 
 
 def _recomputes_some(plan: Plan) -> bool:
@@ -148,49 +104,11 @@ def _recomputes_some(plan: Plan) -> bool:
     return plan.parallelism.recompute == "full" and not all_full(plan.best)
 
 
-def _some_recomputed(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
-    """A policy that checkpoints only the layers which the plan recomputes; torchtitan's own takes all or none."""
-    counts = recomputed_layers(plan.best, stages)
-    ranges = [
-        f"range({stage.first_layer}, {stage.first_layer + count})"
-        for stage, count in zip(stages, counts, strict=True)
-        if count
-    ]
-    return f"""
-RECOMPUTED = {{i for layers in ({", ".join(ranges)},) for i in layers}}
-
-
-class PlannedAC(FullAC):
-    @dataclass(kw_only=True, slots=True)
-    class Config(FullAC.Config):
-        pass
-
-    def _wrap_block(self, module, *, base_fqn=None):
-        recomputed = int(base_fqn.rsplit(".", 1)[1]) in RECOMPUTED
-        return FullAC._wrap_block(self, module, base_fqn=base_fqn) if recomputed else module
-
-"""
-
-
 def _standard_first(lines: list[str]) -> list[str]:
     """Standard library, then torch after an empty line."""
     standard = sorted((line for line in lines if "torch" not in line), key=lambda line: (line[:4] == "from", line))
     torch = [line for line in lines if "torch" in line]
     return [*standard, "", *torch] if torch else standard
-
-
-def _stages_source(stages: tuple[VirtualStage, ...]) -> str:
-    """Module names of each stage, in model order."""
-    rows = []
-    for stage in stages:
-        layers = f'*(f"layers.{{i}}" for i in range({stage.first_layer}, {stage.last_layer}))'
-        names = [
-            *(['"tok_embeddings"'] if stage.embedding else []),
-            layers,
-            *(['"norm"', '"lm_head"'] if stage.head else []),
-        ]
-        rows.append(f"    [{', '.join(names)}],")
-    return "\n".join(["", "STAGES = [", *rows, "]", "", ""])
 
 
 def _schedule_class(plan: Plan) -> str:
@@ -212,64 +130,6 @@ def _compiled(plan: Plan) -> str:
         return 'enable=True, components=["loss"]'
     overlaps = runtime.compiled and runtime.tp_overlap_fraction > 0
     return f"enable={runtime.compiled}{', enable_async_tensor_parallel=True' if overlaps else ''}"
-
-
-def _function_source(plan: Plan) -> str:
-    """The function `plan()`, which returns the trainer's configuration."""
-    layout, training = plan.parallelism, plan.training
-    shard = layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1
-    schedule = _schedule_class(plan)
-    order = ""
-    if has_order_of_its_own(plan):
-        order = f'pipeline_parallel_schedule_csv=str(Path(__file__).with_name("{ORDER_FILE}")),\n        '
-    loss = "CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)"
-    loss_config = f"ChunkedLossWrapper.Config(loss_fn={loss})"
-    if plan.model.spec.num_nextn_predict_layers:
-        scale = stated(plan.model.spec).mtp_loss_scaling_factor
-        loss_config = f"MTPLoss.Config(mtp_scale={scale}, global_vocab_size=spec.model.vocab_size)"
-    debug = "config.debug = DebugConfig(deterministic=True)\n    " if plan.runtime_spec.deterministic else ""
-    policy = "PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute)
-    checkpoint = f"{policy}.Config()" if policy else "None"
-    return f'''
-def plan() -> Trainer.Config:
-    spec, config = model_spec(), llama3_debugmodel()
-    parallelism = dict(
-        pipeline_parallel_degree={layout.pp},
-        pipeline_parallel_schedule="{schedule}",
-        {order}module_fqns_per_model_part={"STAGES" if layout.pp > 1 else None},
-        tensor_parallel_degree={layout.tp},
-        enable_sequence_parallel={layout.sequence_parallel},
-        context_parallel_degree={layout.cp},
-        data_parallel_replicate_degree={layout.dp // shard},
-        data_parallel_shard_degree={shard},
-        fsdp_reshard_after_forward="{"never" if layout.zero_stage == 2 else "default"}",
-        expert_parallel_degree={layout.ep},
-        spmd_backend="{"partial_dtensor" if layout.cp == 1 else "spmd_types"}",
-    )
-    training = dict(steps=STEPS, disable_cuda_graphs=True, max_norm={run_settings(plan).optimizer.clip_grad:g})
-    if hasattr(TrainingConfig(), "num_tokens_per_microbatch_per_dp_rank"):
-        parallelism.update(num_pp_microbatches={layout.num_microbatches if layout.pp > 1 else 1})
-        training.update(
-            num_tokens_per_microbatch_per_dp_rank={layout.micro_batch_size * training.seq_length},
-            num_tokens_per_train_step={training.tokens_per_step},
-            max_context_length={training.seq_length},
-        )
-    else:  # up to 0.3.0 a batch is counted in sequences
-        parallelism.update(pipeline_parallel_microbatch_size={layout.micro_batch_size})
-        training.update(
-            local_batch_size={layout.micro_batch_size * (layout.num_microbatches if layout.pp > 1 else 1)},
-            global_batch_size={training.global_batch_size},
-            seq_len={training.seq_length},
-        )
-    config.model_spec = spec
-    config.loss = {loss_config}
-    config.parallelism = ParallelismConfig(**parallelism)
-    config.training = TrainingConfig(**training)
-    config.activation_checkpoint = {checkpoint}
-    config.compile = CompileConfig({_compiled(plan)})
-    {debug}run(config)
-    return config
-'''.lstrip("\n")
 
 
 def has_order_of_its_own(plan: Plan) -> bool:
