@@ -14,7 +14,7 @@ LARGE = 1024
 """Ranks from which NCCL waits longer for a link: "very large networks", as its documentation says."""
 
 
-class Variable(NamedTuple):
+class EnvironmentVariable(NamedTuple):
     """A variable, its value, and the plans that have it."""
 
     name: str
@@ -28,26 +28,28 @@ def _has_nodes(plan: Plan) -> bool:
 
 _EVERYWHERE = (
     # exchanges go first where compute runs beside them (Megatron-Bridge's COMMON_RECIPE_ENV_VARS, AMD's Primus)
-    Variable("TORCH_NCCL_HIGH_PRIORITY", "1"),
-    Variable("NCCL_IB_TIMEOUT", "22", lambda plan: _has_nodes(plan) and plan.parallelism.num_gpus_used >= LARGE),
+    EnvironmentVariable("TORCH_NCCL_HIGH_PRIORITY", "1"),
+    EnvironmentVariable(
+        "NCCL_IB_TIMEOUT", "22", lambda plan: _has_nodes(plan) and plan.parallelism.num_gpus_used >= LARGE
+    ),
 )
 _NODES_ON_AMD = (
-    Variable("HSA_ENABLE_SDMA", "1"),
+    EnvironmentVariable("HSA_ENABLE_SDMA", "1"),
     # mixtures crash where scratch memory is reclaimed
-    Variable("HSA_NO_SCRATCH_RECLAIM", "1"),
-    Variable("GPU_MAX_HW_QUEUES", "2"),
-    Variable("RCCL_MSCCL_ENABLE", "0"),
-    Variable("NCCL_CHECKS_DISABLE", "1"),
-    Variable("NCCL_CROSS_NIC", "0", _has_nodes),
+    EnvironmentVariable("HSA_NO_SCRATCH_RECLAIM", "1"),
+    EnvironmentVariable("GPU_MAX_HW_QUEUES", "2"),
+    EnvironmentVariable("RCCL_MSCCL_ENABLE", "0"),
+    EnvironmentVariable("NCCL_CHECKS_DISABLE", "1"),
+    EnvironmentVariable("NCCL_CROSS_NIC", "0", _has_nodes),
     # RoCE v2
-    Variable("NCCL_IB_GID_INDEX", "3", _has_nodes),
-    Variable("NCCL_PXN_DISABLE", "1", _has_nodes),
-    Variable("NCCL_P2P_NET_CHUNKSIZE", "524288", _has_nodes),
+    EnvironmentVariable("NCCL_IB_GID_INDEX", "3", _has_nodes),
+    EnvironmentVariable("NCCL_PXN_DISABLE", "1", _has_nodes),
+    EnvironmentVariable("NCCL_P2P_NET_CHUNKSIZE", "524288", _has_nodes),
 )
 """As AMD's own launcher sets them (AMD-AGI/Primus, runner/helpers/envs/base_env.sh, August 2026)."""
 
 
-def variables_of(rows: Iterable[Variable], plan: Plan) -> dict[str, str]:
+def variables_of(rows: Iterable[EnvironmentVariable], plan: Plan) -> dict[str, str]:
     """The variables of the rows that a plan has."""
     return {row.name: row.value for row in rows if row.is_needed(plan)}
 
@@ -87,36 +89,36 @@ def _has_exchanges_beside_norms(plan: Plan) -> bool:
 
 
 _ON_NVIDIA = (
-    Variable("NCCL_NVLS_ENABLE", "0"),
+    EnvironmentVariable("NCCL_NVLS_ENABLE", "0"),
     # NCCL would register buffers of graphs, which have no fixed address in expandable segments
-    Variable("NCCL_GRAPH_REGISTER", "0", _has_graphs),
-    Variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", _takes_segments),
-    Variable("TORCH_NCCL_AVOID_RECORD_STREAMS", "0", lambda plan: bool(plan.runtime_spec.cuda_graphs)),
-    Variable("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", lambda plan: not plan.runtime_spec.cuda_graphs),
-    Variable("NVTE_FWD_LAYERNORM_SM_MARGIN", str(NORM_MARGIN_SMS), _has_exchanges_beside_norms),
-    Variable("NVTE_BWD_LAYERNORM_SM_MARGIN", str(NORM_MARGIN_SMS), _has_exchanges_beside_norms),
-    Variable("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1", lambda plan: plan.runtime_spec.fuses_experts),
+    EnvironmentVariable("NCCL_GRAPH_REGISTER", "0", _has_graphs),
+    EnvironmentVariable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", _takes_segments),
+    EnvironmentVariable("TORCH_NCCL_AVOID_RECORD_STREAMS", "0", lambda plan: bool(plan.runtime_spec.cuda_graphs)),
+    EnvironmentVariable("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", lambda plan: not plan.runtime_spec.cuda_graphs),
+    EnvironmentVariable("NVTE_FWD_LAYERNORM_SM_MARGIN", str(NORM_MARGIN_SMS), _has_exchanges_beside_norms),
+    EnvironmentVariable("NVTE_BWD_LAYERNORM_SM_MARGIN", str(NORM_MARGIN_SMS), _has_exchanges_beside_norms),
+    EnvironmentVariable("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1", lambda plan: plan.runtime_spec.fuses_experts),
     *(
-        Variable(name, value, lambda plan: plan.runtime_spec.deterministic)
+        EnvironmentVariable(name, value, lambda plan: plan.runtime_spec.deterministic)
         for name, value in (
             ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("NCCL_ALGO", "Ring"), ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         )
     ),
     # Transformer Engine 2.10 and above would offload weights too
-    Variable("NVTE_CPU_OFFLOAD_V1", "1", lambda plan: bool(plan.runtime_spec.offload_modules)),
+    EnvironmentVariable("NVTE_CPU_OFFLOAD_V1", "1", lambda plan: bool(plan.runtime_spec.offload_modules)),
 )  # fmt: skip
 _ON_AMD = (
-    Variable("NVTE_CK_USES_BWD_V3", "1"),
-    Variable("NVTE_USE_CAST_TRANSPOSE_TRITON", "1", lambda plan: plan.training.dtype in ("fp8", "mxfp8")),
-    Variable("NVTE_ROCM_ENABLE_MXFP8", "1", lambda plan: plan.training.dtype == "mxfp8"),
+    EnvironmentVariable("NVTE_CK_USES_BWD_V3", "1"),
+    EnvironmentVariable("NVTE_USE_CAST_TRANSPOSE_TRITON", "1", lambda plan: plan.training.dtype in ("fp8", "mxfp8")),
+    EnvironmentVariable("NVTE_ROCM_ENABLE_MXFP8", "1", lambda plan: plan.training.dtype == "mxfp8"),
     *(
-        Variable(name, value, lambda plan: plan.runtime_spec.deterministic)
+        EnvironmentVariable(name, value, lambda plan: plan.runtime_spec.deterministic)
         for name, value in (
             ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("NCCL_ALGO", "Ring"), ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0"),
             ("TORCH_COMPILE_DISABLE", "1"),
         )
     ),
-    Variable("NVTE_CPU_OFFLOAD_V1", "1", lambda plan: bool(plan.runtime_spec.offload_modules)),
+    EnvironmentVariable("NVTE_CPU_OFFLOAD_V1", "1", lambda plan: bool(plan.runtime_spec.offload_modules)),
 )  # fmt: skip
 """Transformer Engine's own, as AMD's launcher sets them (AMD-AGI/Primus, base_env.sh, August 2026)."""
 
@@ -161,8 +163,8 @@ def nvlink_topology(plan: Plan) -> dict[str, str]:
 
 
 _ROWS = (
-    Variable("NCCL_IB_TIMEOUT", "22", lambda plan: plan.parallelism.num_gpus_used >= LARGE),
-    Variable("PRIMUS_DETERMINISTIC", "1", lambda plan: plan.runtime_spec.deterministic),
+    EnvironmentVariable("NCCL_IB_TIMEOUT", "22", lambda plan: plan.parallelism.num_gpus_used >= LARGE),
+    EnvironmentVariable("PRIMUS_DETERMINISTIC", "1", lambda plan: plan.runtime_spec.deterministic),
 )
 
 

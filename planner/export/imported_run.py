@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -168,12 +168,30 @@ class ImportedRun:
             layout["fsdp"] = max(1, shards)
         return {name: value for name, value in run.items() if value is not None}
 
+    def note_unread(self, settings: Mapping[str, Any], read: Collection[str], harmless: Collection[str]) -> None:
+        """List every setting that is not read, as ignored where it is known to be harmless, else as unknown."""
+        for name, value in settings.items():
+            if name not in read:
+                (self.ignored if name in harmless else self.unknown)[str(name)] = str(value)[:200]
+
     def _model(self, sizes: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         """The model's fields with the user's vocabulary, and the name of the published model that has them."""
         model = {**sizes, "vocab_size": vocab_size or sizes.get("vocab_size")}
         if model["vocab_size"] is None:
             raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
         return model | {"name": published_name(model) or model.get("name", "model")}
+
+
+def positive_number(
+    data: Mapping[str, Any], name: str, hint: str = "write a number", unsaid: Collection[Any] = (None,)
+) -> int | None:
+    """A whole number of 1 or more in a configuration; None where it is one of the values that stand for none."""
+    value = data.get(name)
+    if value in unsaid:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SpecError(f"{name}: {value!r:.60} is no positive number", hint)
+    return value
 
 
 def least_gpus(layout: dict[str, Any]) -> int:

@@ -110,7 +110,7 @@ _TRAINERS = (
         runtimes=("torchtitan",),
     ),
     TrainerTarget(
-        "torch", "torchtitan.torch_runner:export_torch", "torchtitan.torch_runner:read_torch",
+        "torch", "torch_runner:export_torch", "torch_runner:read_torch",
         mark=r"^stage_to_rank:", runtimes=("torch-eager",), recomputes=("core_attn", "mlp", "moe", "shared_experts"),
     ),
     TrainerTarget(

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.megatron.bridge_files import export_bridge, hydra
-from planner.export.megatron.bridge_overrides import bridge_overrides
+from planner.export.megatron.bridge_files import bridge_overrides, export_bridge, hydra
 from planner.export.megatron.bridge_rows import OTHERWISE, SAME
 from planner.export.refusal import Inexpressible
 from planner.specs.model import ModelSpec

@@ -10,7 +10,7 @@ import yaml
 from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
-from planner.export.megatron.bridge_overrides import bridge_overrides
+from planner.export.megatron.bridge_files import bridge_overrides
 from planner.export.megatron.megatron_files import export_megatron
 from planner.export.megatron.plan_arguments import megatron_arguments, precision
 from planner.export.refusal import Inexpressible

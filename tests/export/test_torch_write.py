@@ -17,7 +17,7 @@ from planner.errors import SpecError
 from planner.export.export import bundle_of, write_bundle
 from planner.export.refusal import Inexpressible
 from planner.export.stages import ORDER_FILE
-from planner.export.torchtitan.torch_runner import PIPELINING_FILE, PLAN_FILE, export_torch
+from planner.export.torch_runner import PIPELINING_FILE, PLAN_FILE, export_torch
 from planner.schedule.orders import build_schedule
 from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec

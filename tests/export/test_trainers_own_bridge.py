@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.export.megatron.bridge_overrides import UNASKED, model_overrides
+from planner.export.megatron.bridge_files import UNASKED, model_overrides
 from planner.export.megatron.bridge_rows import SAME, flag_fields
 from planner.export.megatron.model_options import model_arguments
 from planner.export.stated_model import listed

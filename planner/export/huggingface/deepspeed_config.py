@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
 from planner.export.named_models import exported_model
 
 DEEPSPEED_RUNTIME = "deepspeed"
@@ -62,9 +62,9 @@ def read_config(config: dict[str, Any]) -> DeepSpeedConfig:
     """The parts of a configuration that a run needs. Raises SpecError for values that DeepSpeed would not take."""
     zero = section(config, "zero_optimization")
     found = DeepSpeedConfig(
-        train_batch_size=_number(config, "train_batch_size"),
-        micro_batch_size=_number(config, "train_micro_batch_size_per_gpu"),
-        accumulation_steps=_number(config, "gradient_accumulation_steps"),
+        train_batch_size=positive_number(config, "train_batch_size", "write a number or auto", _AUTO),
+        micro_batch_size=positive_number(config, "train_micro_batch_size_per_gpu", "write a number or auto", _AUTO),
+        accumulation_steps=positive_number(config, "gradient_accumulation_steps", "write a number or auto", _AUTO),
     )
     for dtype in ("fp16", "bf16", "bfloat16"):
         if section(config, dtype).get("enabled") is True:
@@ -91,16 +91,6 @@ def section(config: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise SpecError(f"{name}: {part!r:.60} is no object", "write { … }")
     return part
-
-
-def _number(config: dict[str, Any], key: str) -> int | None:
-    """A whole number; None where it is missing or "auto"."""
-    value = config.get(key)
-    if value in _AUTO:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecError(f"{key}: {value!r:.60} is no positive number", "write a number or auto")
-    return value
 
 
 def _layout(config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:

@@ -54,21 +54,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     run = run_settings(plan)
     notes = [*run.notes, *notes_on_price(plan)]
     if plan.parallelism.pp > 1:
-        notes += [
-            f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it",
-            f"your script passes {CONFIG_FILE} to deepspeed.initialize, with its own layers, data and tokenizer",
-            "your script calls engine.load_checkpoint(FOLDER) first, and engine.save_checkpoint(FOLDER) every "
-            f"{run.save_interval_steps} steps",
-            f"export DEEPSPEED_TIMEOUT={run.init_timeout_minutes}: minutes that ranks wait for each other",
-        ]
-        pipeline = rendered(
-            "deepspeed_pipeline.py",
-            layout=plan.parallelism,
-            num_layers=stages[-1].last_layer,
-            boundaries=_boundaries(stages),
-        )
-        files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + pipeline))
-        return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
+        return _pipeline_files(plan, stages, files, notes)
     notes.append(f"{TRAINING_FILE} evaluates nothing; DeepSpeed saves while training waits")
     if plan.parallelism.tp > 1:
         notes.append(
@@ -101,6 +87,28 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
         files=tuple(files),
     )
     return TrainerFiles(WRITTEN_FOR, tuple(files), command, tuple(notes))
+
+
+def _pipeline_files(
+    plan: Plan, stages: tuple[VirtualStage, ...], files: list[ExportFile], notes: list[str]
+) -> TrainerFiles:
+    """A module with a pipeline, for the user's own script."""
+    run = run_settings(plan)
+    notes += [
+        f"{PIPELINE_FILE}: pipeline([embedding, *layers, final_norm, head]) is the model to pass with it",
+        f"your script passes {CONFIG_FILE} to deepspeed.initialize, with its own layers, data and tokenizer",
+        "your script calls engine.load_checkpoint(FOLDER) first, and engine.save_checkpoint(FOLDER) every "
+        f"{run.save_interval_steps} steps",
+        f"export DEEPSPEED_TIMEOUT={run.init_timeout_minutes}: minutes that ranks wait for each other",
+    ]
+    pipeline = rendered(
+        "deepspeed_pipeline.py",
+        layout=plan.parallelism,
+        num_layers=stages[-1].last_layer,
+        boundaries=_boundaries(stages),
+    )
+    files.append(ExportFile(PIPELINE_FILE, header(plan, WRITTEN_FOR, notes) + pipeline))
+    return TrainerFiles(WRITTEN_FOR, tuple(files), None, tuple(notes))
 
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:

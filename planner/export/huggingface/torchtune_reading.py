@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, positive_number, yaml_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
 from planner.specs.finetuning.adapters import MLP
 
@@ -90,9 +90,7 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     loss = str(_section(data, "loss").get("_component_", "CrossEntropy"))
     if not re.search(r"CrossEntropy|CEWith", loss):
         imported.unknown["loss._component_"] = f"{loss}, priced as cross-entropy of one model"
-    for name, value in data.items():
-        if name not in _READ:
-            (imported.ignored if name in _IGNORED else imported.unknown)[str(name)] = str(value)[:200]
+    imported.note_unread(data, _READ, _IGNORED)
     return imported
 
 
@@ -174,9 +172,4 @@ def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _number(data: dict[str, Any], name: str) -> int | None:
     """A positive whole number; None where there is none, or -1, which recipes infer."""
-    value = data.get(name)
-    if value is None or value == -1:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecError(f"{name}: {value!r:.60} is no positive number", "write a number")
-    return value
+    return positive_number(data, name, unsaid=(None, -1))

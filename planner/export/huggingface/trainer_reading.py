@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.deepspeed_config import DEEPSPEED_RUNTIME
-from planner.export.huggingface.trl_arguments import ACCELERATE_FILE
+from planner.export.huggingface.trl_files import ACCELERATE_FILE
 from planner.export.huggingface.tuning_settings import (
     IN_FP32,
     apply_accelerate,
@@ -107,9 +107,7 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
     run["model"] = run["model"] or exported_model(config.text)
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
-    for name in settings:
-        if name not in _READ:
-            imported.ignored[name] = str(settings[name])[:200]
+    imported.note_unread(settings, _READ, settings)
     layout.setdefault("micro_batch_size", 8 if any(name in settings for name in ("do_train", "output_dir")) else 1)
     return imported
 

@@ -9,7 +9,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.huggingface.adapter_files import ADAPTER_FILE, QUANTIZATION_FILE, bits_of, read_adapters
 from planner.export.huggingface.deepspeed_config import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
-from planner.export.huggingface.trl_arguments import OPTIMIZERS
+from planner.export.huggingface.trl_files import OPTIMIZERS
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.named_models import model_called, num_layers_of
 from planner.trainers.load import load_runtime, switches_of
@@ -272,9 +272,7 @@ def read_accelerate(config: ConfigFile) -> ImportedRun:
     apply_accelerate(imported, settings, config)
     read_fine_tuning(imported, beside_adapters(settings, config))
     imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
-    for name, value in settings.items():
-        if name not in _READ:
-            (imported.ignored if name in _IGNORED or not value else imported.unknown)[name] = str(value)
+    imported.note_unread(settings, _READ, {*_IGNORED, *(name for name, value in settings.items() if not value)})
     return imported
 
 

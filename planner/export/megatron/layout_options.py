@@ -51,11 +51,6 @@ def is_fsdp(plan: Plan) -> bool:
     return plan.parallelism.zero_stage >= 2
 
 
-def _known(options: Options) -> Fields:
-    """The option is read with others."""
-    return {}
-
-
 def _axis(name: str, field: str, bridge: str) -> OptionRow:
     """A size of the grid."""
     size = attrgetter(field)

@@ -12,6 +12,7 @@ from planner.export.megatron.option_rows import (
     amount,
     count,
     flag,
+    known,
     names_read,
     read_fields,
     row,
@@ -31,11 +32,6 @@ _POSITIONS = {
 }  # fmt: skip
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def _known(options: Options) -> Fields:
-    """The option says nothing by itself that others do not."""
-    return {}
 
 
 def _width(options: Options) -> int:
@@ -319,7 +315,7 @@ _ATTENTION: tuple[OptionRow, ...] = (
     count("--kv-channels", "head_dim", "model.kv_channels", _head_dim),
 )
 _LATENT: tuple[OptionRow, ...] = (
-    row("--multi-latent-attention", "model.multi_latent_attention", lambda model: True, _known),
+    row("--multi-latent-attention", "model.multi_latent_attention", lambda model: True, known),
     count("--kv-lora-rank", "mla.kv_lora_rank", "model.kv_lora_rank", 32),
     count("--qk-head-dim", "mla.qk_nope_head_dim", "model.qk_head_dim", 128),
     count("--qk-pos-emb-head-dim", "mla.qk_rope_head_dim", "model.qk_pos_emb_head_dim", 64),
@@ -328,7 +324,7 @@ _LATENT: tuple[OptionRow, ...] = (
 )
 """Latent attention; Megatron's defaults are not DeepSeek's."""
 _HEADS: tuple[OptionRow, ...] = (
-    row("--group-query-attention", "", _has_groups, _known),
+    row("--group-query-attention", "", _has_groups, known),
     row(
         "--num-query-groups", "model.num_query_groups",
         lambda model: model.num_key_value_heads if _has_groups(model) else None, _read_groups,
@@ -366,7 +362,7 @@ _ROTARY: tuple[OptionRow, ...] = (
 )  # fmt: skip
 _VOCABULARY = (
     count("--vocab-size", "vocab_size", "", _vocabulary),
-    OptionRow({"--padded-vocab-size": ""}, lambda model: {}, _known),
+    OptionRow({"--padded-vocab-size": ""}, lambda model: {}, known),
 )
 _LAYERS: tuple[OptionRow, ...] = (
     row(
@@ -418,7 +414,7 @@ _EXPERTS: tuple[OptionRow, ...] = (
     ),
     row(
         "--moe-router-load-balancing-type", "model.moe_router_load_balancing_type", lambda model: _balance(model.moe),
-        _known,
+        known,
     ),
     row(
         "--moe-aux-loss-coeff", "model.moe_aux_loss_coeff", lambda model: model.moe.router_aux_loss_coef or 0.0,
@@ -432,10 +428,10 @@ _EXPERTS: tuple[OptionRow, ...] = (
     amount("--moe-z-loss-coeff", "moe.router_z_loss_coef", "model.moe_z_loss_coeff", 0.0),
     row(
         "--moe-router-pre-softmax", "model.moe_router_pre_softmax", lambda model: _scores_before_choice(model.moe),
-        _known,
+        known,
     ),
     row("--moe-router-num-groups", "model.moe_router_num_groups", lambda model: model.moe.n_group, _read_router_groups),
-    row("--moe-router-group-topk", "model.moe_router_group_topk", lambda model: model.moe.topk_group, _known),
+    row("--moe-router-group-topk", "model.moe_router_group_topk", lambda model: model.moe.topk_group, known),
     row(
         "--moe-router-topk-scaling-factor", "model.moe_router_topk_scaling_factor",
         lambda model: model.moe.routed_scaling_factor if model.moe.routed_scaling_factor != 1 else None,
@@ -446,7 +442,7 @@ _EXPERTS: tuple[OptionRow, ...] = (
     flag("--moe-apply-probs-on-input", "moe.scores_on_input", "model.moe_apply_probs_on_input"),
 )  # fmt: skip
 _FURTHER_TOKENS: tuple[OptionRow, ...] = (
-    row("--mtp-num-layers", "model.mtp_num_layers", lambda model: model.num_nextn_predict_layers or None, _known),
+    row("--mtp-num-layers", "model.mtp_num_layers", lambda model: model.num_nextn_predict_layers or None, known),
     row(
         "--mtp-loss-scaling-factor", "model.mtp_loss_scaling_factor",
         lambda model: (model.mtp_loss_scaling_factor or 0.0) if model.num_nextn_predict_layers else None,

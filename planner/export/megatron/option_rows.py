@@ -34,6 +34,11 @@ class OptionRow:
     """The first Megatron core that has them; empty for the oldest that is known."""
 
 
+def known(options: Options) -> Fields:
+    """The reader of an option that says nothing by itself that others do not."""
+    return {}
+
+
 def row(
     name: str,
     bridge: str,

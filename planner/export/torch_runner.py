@@ -12,7 +12,7 @@ from planner.answer import Plan
 from planner.distribution import install_line
 from planner.errors import SpecError
 from planner.export.environment import node_environment
-from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.imported_run import ConfigFile, ImportedRun, positive_number, yaml_of
 from planner.export.named_models import exported_model
 from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.stages import ORDER_FILE, VirtualStage, check_order, order_of, recomputed_layers, virtual_stages
@@ -56,17 +56,12 @@ def read_torch(config: ConfigFile) -> ImportedRun:
             "features": {},
         },
     )
-    for name, value in data.items():
-        if name not in _READ:
-            (imported.ignored if name in _IGNORED else imported.unknown)[str(name)] = str(value)[:200]
+    imported.note_unread(data, _READ, _IGNORED)
     return imported
 
 
 def _number(data: Mapping[str, Any], name: str) -> int:
-    value = data.get(name, 1)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecError(f"{name}: {value!r:.60} is no positive number", _HINT)
-    return value
+    return (positive_number(data, name, _HINT, unsaid=()) if name in data else None) or 1
 
 
 def _layout(data: Mapping[str, Any]) -> dict[str, Any]:
