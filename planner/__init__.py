@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from planner.export.export import export as export_plan
-    from planner.export.read import read as read_configuration
+    from planner.export.import_run import read as read_configuration
     from planner.layout.evaluate import evaluate
     from planner.report.page import write_report
     from planner.search.search import plan
@@ -96,7 +96,7 @@ _HOMES = {
     "load_model": "planner.specs.registry",
     "load_runtime": "planner.trainers.load",
     "plan": "planner.search.search",
-    "read_configuration": "planner.export.read:read",
+    "read_configuration": "planner.export.import_run:read",
     "replan": "planner.decide.resume.resume",
     "validate_runs": "planner.validate.score",
     "write_report": "planner.report.page",

@@ -28,7 +28,7 @@ from planner import (
     plan,
 )
 from planner.errors import SpecError
-from planner.export.common.refusal import Inexpressible
+from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
 from planner.observe import log_reader as reader
 from planner.observe.log_reader import observe
@@ -114,9 +114,8 @@ def test_a_rule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_exporter_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = names_of("MY_TARGET")
     target = names["MY_TARGET"]
-    module = ModuleType("planner.export.my_trainer.write")
+    module = ModuleType("planner.export.my_trainer")
     vars(module).update(names)
-    monkeypatch.setitem(sys.modules, "planner.export.my_trainer", ModuleType("planner.export.my_trainer"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(TRAINERS, target.name, target)
     monkeypatch.setattr(export_module, "TARGETS", (*export_module.TARGETS, target.name))

@@ -58,7 +58,7 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.megatron.environment", "decide", "observe.observation",
+        "layout.replan", "export.environment", "decide", "observe.observation",
         "observe.traces", "observe.gap.rows", "observe.gap.account", "observe.follower",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
@@ -101,6 +101,7 @@ ALLOWED = {
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 
 EXTERNAL = {
+    "jinja2": {"export/templating.py"},
     "pulp": {"search/ilp"},
     "torch": {"probe", "profile"},
     "starlette": {"serve"},

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from planner.errors import PlannerError
-from planner.export.scripts.shell import read_shell
+from planner.export.followed.shell_script import read_shell
 from planner.observe.log_reader import observe
 
 BENCHMARK, MODEL, SEQ_LENGTH = "llama2_70b_lora", "llama-2-70b", 8192

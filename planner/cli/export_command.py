@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from planner.answer import Plan
-    from planner.export.bundle import Bundle
+    from planner.export.export import Bundle
 
 _log = logging.getLogger(__name__)
 _TARGET, _OUTPUT = "Target", "Output"
@@ -39,10 +39,6 @@ To = Annotated[
 Alternative = Annotated[
     int | None, o.number(_TARGET, "--alternative", "Export the plan's N-th alternative, not its best layout.")
 ]
-PatchFile = Annotated[
-    str | None,
-    o.text(_TARGET, "--patch", "FILE", "Print a diff against your own script, YAML, TOML or ds_config.json."),
-]
 Trials = Annotated[
     int | None,
     o.number(_TARGET, "--trials", "Add the N next best layouts as short runs, and a script that ranks their logs."),
@@ -60,7 +56,6 @@ def export_command(
     to: To,
     alternative: Alternative = None,
     image: Image = None,
-    patch: PatchFile = None,
     trials: Trials = None,
     output: Folder = None,
     dry_run: DryRun = False,
@@ -73,19 +68,14 @@ def export_command(
     Example:
       plan export plan.json --to megatron -o run
       plan export plan.json --to torchtitan,kubernetes --dry-run
-      plan export plan.json --to megatron --patch my_launch.sh | patch -p1
     """
     from pathlib import Path
 
     from planner.cli.output import dumps
-    from planner.export.bundle import write_bundle
-    from planner.export.export import bundle_of, default_folder
+    from planner.export.export import bundle_of, default_folder, write_bundle
     from planner.plan_file import read_plan, with_alternative
 
     chosen = with_alternative(read_plan(plan), alternative)
-    if patch is not None:
-        _print_patch(chosen, patch, to, output, force)
-        return
     if trials is not None:
         _write_trials(chosen, trials, to, image, output, force)
         return
@@ -100,28 +90,12 @@ def export_command(
     sys.stdout.write(dumps({**bundle.manifest(), "folder": str(folder)}) if json else printable(_listing(paths)))
 
 
-def _print_patch(plan: Plan, path: str, target: str, output: str | None, force: bool) -> None:
-    """The diff on stdout, or in the file that -o names."""
-    from planner.export.patch.patch import patch_of
-    from planner.files import STDOUT, write_text
-
-    patch = patch_of(plan, path, target)
-    for name, value in patch.imported.unknown.items():
-        _log.warning("%s: not understood, and left as it is: %s", path, f"{name} {value}".strip())
-    if not patch.diff():
-        _log.info("%s says what the plan says already", path)
-    if output is None:
-        write_text(STDOUT, patch.diff())
-    else:
-        write_text(output, patch.diff(), force)
-
-
 def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: str | None, force: bool) -> None:
     """The plan and its next best layouts, each in a folder of its own; their paths on stdout."""
     from pathlib import Path
 
-    from planner.export.common.header import slug
-    from planner.export.trials.trials import trials_of, write_trials
+    from planner.export.launch.trials import trials_of, write_trials
+    from planner.export.trainer_files import slug
     from planner.plan_file import with_alternative
 
     most = len(plan.alternatives)

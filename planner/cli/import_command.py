@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
-    from planner.export.common.imported_run import ImportedRun
+    from planner.export.imported_run import ImportedRun
     from planner.layout.runs import Run
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def import_command(
       plan import ds_config.json --model llama-2-13b --gpus 64 --seq-length 4096
     """
     from planner.cli.output import dumps, show, waiting
-    from planner.export.read import read
+    from planner.export.import_run import read
     from planner.files import write_text
     from planner.layout.runs import parse_run
 
@@ -126,7 +126,7 @@ def _completed(imported: ImportedRun, given: dict[str, Any]) -> dict[str, Any]:
 
 def _judged(run: Run) -> tuple[Plan, list[str]]:
     """The run's price, and the rules of its trainer that it breaks: a switch that breaks one is priced as off."""
-    from planner.export.common.recipe import broken_rules_of_recipe
+    from planner.export.spelling import broken_rules_of_recipe
     from planner.layout.evaluate import evaluate
     from planner.trainers.stated import switched
     from planner.trainers.switches import SWITCHES

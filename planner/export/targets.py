@@ -1,6 +1,6 @@
 """The table of export targets: what each is called on the command line, who writes it and who reads it.
 
-A new target is a package beside this file and a row here. Writers and readers are named as `module:function` and loaded
+A new target is a module beside this file and a row here. Writers and readers are named as `module:function` and loaded
 when they are used, so that help and completion can list the targets at no cost.
 """
 
@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.export.common.config_file import ConfigFile
-    from planner.export.common.imported_run import ImportedRun
-    from planner.export.common.trainer_files import ExportFile, LaunchCommand, TrainerFiles
+    from planner.export.imported_run import ConfigFile, ImportedRun
+    from planner.export.trainer_files import ExportFile, LaunchCommand, TrainerFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class TrainerTarget:
     """A trainer whose files are written, and for some read."""
 
     name: str
@@ -39,7 +38,7 @@ class Trainer:
 
     def write(self, plan: Plan) -> TrainerFiles:
         assert self.writer is not None
-        from planner.export.common.unstretched import unstretched, with_note
+        from planner.export.target_price import unstretched, with_note
 
         plan, note = unstretched(plan, self.runtime_for(plan))
         files: TrainerFiles = _load(self.writer)(plan)
@@ -65,7 +64,7 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Launcher:
+class LauncherTarget:
     """A program that starts a trainer on every node."""
 
     name: str
@@ -85,62 +84,61 @@ def _load(reference: str) -> Callable[..., Any]:
 
 
 _TRAINERS = (
-    Trainer(
-        "megatron", "megatron.write:export_megatron", "megatron.read:read_megatron",
+    TrainerTarget(
+        "megatron", "megatron.megatron_files:export_megatron", "megatron.script_reading:read_megatron",
         runtimes=("megatron",),
     ),
-    Trainer(
-        "primus", "primus.write:export_primus", "primus.read:read_primus",
+    TrainerTarget(
+        "primus", "primus.primus_files:export_primus", "primus.experiment_reading:read_primus",
         mark=r"^modules:\s*$(?s:.*)^  (pre|post)_trainer:\s*$", runtimes=("primus-megatron", "primus-torchtitan"),
     ),
-    Trainer(
-        "bridge", "bridge.write:export_bridge", "bridge.read:read_bridge",
+    TrainerTarget(
+        "bridge", "megatron.bridge_files:export_bridge", "megatron.bridge_reading:read_bridge",
         mark=r'"overrides": \[|run_recipe\.py|run_script\.py|megatron\.bridge|ConfigContainer'
         r"|cfg\.model\.tensor_model_parallel"
         r"|^train:\s*$(?s:.*)^  (train_iters|global_batch_size):",
         runtimes=("bridge",),
     ),
-    Trainer(
-        "nemo", None, "nemo.read:read_nemo",
+    TrainerTarget(
+        "nemo", None, "megatron.nemo_reading:read_nemo",
         mark=r"nemo_run|MegatronStrategy|trainer\.(strategy|num_nodes|devices)|^trainer:\s*$(?s:.*)^model:\s*$"
         r"|^model:\s*$(?s:.*)^trainer:\s*$",
     ),
-    Trainer(
-        "torchtitan", "torchtitan.write:export_torchtitan", "torchtitan.read:read_torchtitan",
+    TrainerTarget(
+        "torchtitan", "torchtitan.recipe_files:export_torchtitan", "torchtitan.settings_reading:read_torchtitan",
         mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
         runtimes=("torchtitan",),
     ),
-    Trainer(
-        "torch", "torch.write:export_torch", "torch.read:read_torch",
+    TrainerTarget(
+        "torch", "torch_runner:export_torch", "torch_runner:read_torch",
         mark=r"^stage_to_rank:", runtimes=("torch-eager",), recomputes=("core_attn", "mlp", "moe", "shared_experts"),
     ),
-    Trainer(
-        "hf", "huggingface.write:export_hf", "huggingface.trainer:read_trainer", runtimes=("hf",),
+    TrainerTarget(
+        "hf", "huggingface.trl_files:export_hf", "huggingface.trainer_reading:read_trainer", runtimes=("hf",),
     ),
-    Trainer(
-        "torchtune", "torchtune.write:export_torchtune", "torchtune.read:read_torchtune",
-        mark=r"_component_: torchtune\.", runtimes=("torchtune",),
+    TrainerTarget(
+        "torchtune", None, "huggingface.torchtune_reading:read_torchtune", mark=r"_component_: torchtune\.",
     ),
-    Trainer(
-        "accelerate", None, "huggingface.accelerate:read_accelerate",
+    TrainerTarget(
+        "accelerate", None, "huggingface.tuning_settings:read_accelerate",
         mark=r"^(compute_environment|distributed_type):",
     ),
-    Trainer(
-        "huggingface", None, "huggingface.trainer:read_trainer",
+    TrainerTarget(
+        "huggingface", None, "huggingface.trainer_reading:read_trainer",
         mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
         r"|accelerate launch|\"peft_type\":",
     ),
-    Trainer(
-        "deepspeed", "deepspeed.write:export_deepspeed", "deepspeed.read:read_deepspeed",
+    TrainerTarget(
+        "deepspeed", "huggingface.deepspeed_files:export_deepspeed", "huggingface.deepspeed_config:read_deepspeed",
         mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"',
         runtimes=("deepspeed",),
     ),
 )  # fmt: skip
 _LAUNCHERS = (
-    Launcher("torchrun", "launch.torchrun:torchrun_script"),
-    Launcher("slurm", "launch.slurm:slurm_script"),
-    Launcher("kubernetes", "launch.kubernetes:kubernetes_manifest"),
-    Launcher("kubernetes-pytorchjob", "launch.kubernetes:pytorchjob_manifest"),
+    LauncherTarget("torchrun", "launch.launchers:torchrun_script"),
+    LauncherTarget("slurm", "launch.launchers:slurm_script"),
+    LauncherTarget("kubernetes", "launch.kubernetes:kubernetes_manifest"),
+    LauncherTarget("kubernetes-pytorchjob", "launch.kubernetes:pytorchjob_manifest"),
 )
 
 TRAINERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.writer is not None}

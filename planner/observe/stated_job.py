@@ -9,14 +9,13 @@ from typing import Any
 import yaml
 
 from planner.errors import SpecError
-from planner.export.common.imported_run import ImportedRun
-from planner.export.megatron.deepspeed_options import READ as DEEPSPEED_OPTIONS
+from planner.export.followed.shell_script import Script
+from planner.export.import_run import read_configuration
+from planner.export.imported_run import ImportedRun
+from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS as DEEPSPEED_OPTIONS
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
-from planner.export.megatron.options import options_of
-from planner.export.megatron.read import run_of
-from planner.export.megatron.read_features import options_of_features
-from planner.export.read import read_configuration
-from planner.export.scripts.shell import Script
+from planner.export.megatron.option_words import options_of
+from planner.export.megatron.script_reading import options_of_features, run_of
 from planner.observe.logs.grammar import MOST
 from planner.observe.observation import JobFacts
 from planner.observe.record import RunRecord

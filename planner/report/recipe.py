@@ -39,9 +39,9 @@ def environment_of(plan: Plan) -> dict[str, str]:
     """The variables that the plan's recipe needs, as the trainer's export sets them."""
     if plan.runtime_spec.family != "megatron" or plan.runtime_spec.year is not None:
         return {}
-    from planner.export.megatron.environment import environment
+    from planner.export.environment import megatron_environment
 
-    return environment(plan)
+    return megatron_environment(plan)
 
 
 def named(switch: str, value: Value) -> str:

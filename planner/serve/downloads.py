@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.common.header import slug
-from planner.export.common.trainer_files import ExportFile
 from planner.export.export import bundle_of
+from planner.export.trainer_files import ExportFile, slug
 from planner.layout.replan import with_microbatches
 from planner.plan_file import with_alternative
 from planner.serve.controls import Form

@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 from planner.answer import Plan
 from planner.errors import PlannerError
-from planner.export.common.imported_run import ImportedRun
-from planner.export.common.recipe import setting_of
-from planner.export.common.refusal import Inexpressible
-from planner.export.common.trainer_files import ExportFile
 from planner.export.export import bundle_of
-from planner.export.read import read
+from planner.export.import_run import read
+from planner.export.imported_run import ImportedRun
+from planner.export.refusal import Inexpressible
+from planner.export.spelling import setting_of
+from planner.export.trainer_files import ExportFile
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.specs.cluster import ClusterSpec
@@ -33,7 +33,7 @@ from planner.trainers.stated import switched
 
 RUNTIME_OF = {
     "megatron": "megatron", "bridge": "bridge", "torchtitan": "torchtitan", "torch": "torch-eager",
-    "deepspeed": "deepspeed", "primus": "primus-megatron", "hf": "hf", "torchtune": "torchtune",
+    "deepspeed": "deepspeed", "primus": "primus-megatron", "hf": "hf",
 }  # fmt: skip
 """Each target of an export that a plan comes back from, and the trainer that its plans are made for."""
 _BACKENDS = ("primus-megatron", "primus-megatron", "primus-torchtitan")
@@ -42,8 +42,6 @@ _MODELS = (
     "llama-3.2-1b", "llama-3.1-8b", "llama-2-13b", "qwen2.5-32b", "llama-3.1-70b", "gpt3-175b", "mixtral-8x7b",
     "gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-8b", "deepseek-v2-lite",
 )  # fmt: skip
-_SHARDERS = ("hf", "torchtune")
-"""Targets that split no model, and train adapters."""
 _NARROW = {"megatron": ("fp8",), "bridge": ("fp8",), "primus": ("fp8",)}
 _TRIES = 100
 
@@ -148,7 +146,7 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
     }
     if target == "deepspeed":
         layout |= {"vpp": 1, "sequence_parallel": False}
-    if target in _SHARDERS:
+    if target == "hf":
         layout |= {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "vpp": 1}
         layout["fsdp"] = rng.choice((None, None, dp // 2)) if dp > 2 else None
     if layout["recompute"] == "full" and rng.random() < 0.4:
@@ -161,7 +159,7 @@ def _plan(rng: random.Random, target: str) -> Plan | None:
         "global_batch_size": micro_batch_size * rng.choice((1, 2, 4, 8, 16)) * dp,
         "dtype": rng.choice(("bf16", "bf16", "bf16", *_NARROW.get(target, ()))),
     }
-    if target in _SHARDERS:
+    if target == "hf":
         training["adapters"] = _adapters(rng)
         training["objective"] = _objective(rng, target, training["adapters"])
     cluster = ClusterSpec(hardware=_hardware(target), num_gpus=num_gpus)

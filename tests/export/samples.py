@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from planner.export.common.imported_run import ImportedRun
+from planner.export.imported_run import ImportedRun
 
 SCRIPT = (Path(__file__).parents[1] / "fuzzing" / "corpus" / "shell" / "script.sh").read_text()
 

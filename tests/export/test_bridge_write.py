@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.bridge.fields import DERIVED, SAME
-from planner.export.bridge.overrides import bridge_overrides
-from planner.export.bridge.write import export_bridge, hydra
-from planner.export.common.refusal import Inexpressible
+from planner.export.megatron.bridge_files import bridge_overrides, export_bridge, hydra
+from planner.export.megatron.bridge_rows import OTHERWISE, SAME
+from planner.export.refusal import Inexpressible
 from planner.specs.model import ModelSpec
 
 Planned = Callable[..., Plan]
 
 
 def test_every_option_has_one_translation() -> None:
-    tables = [set(SAME), set(DERIVED)]
+    tables = [set(SAME), OTHERWISE]
     assert sum(map(len, tables)) == len(set().union(*tables))
 
 

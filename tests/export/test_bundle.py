@@ -13,9 +13,8 @@ import pytest
 
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
-from planner.export.bundle import MANIFEST, write_bundle
-from planner.export.common.header import plan_sha256
-from planner.export.export import bundle_of
+from planner.export.export import MANIFEST, bundle_of, write_bundle
+from planner.export.trainer_files import plan_sha256
 
 Planned = Callable[..., Plan]
 

@@ -11,7 +11,7 @@ import pytest
 from planner.answer import Plan
 from planner.errors import Infeasible
 from planner.export.export import bundle_of
-from planner.export.read import read_configuration
+from planner.export.import_run import read_configuration
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.search.search import plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.export.common.header import comment, slug
+from planner.export.trainer_files import comment, slug
 
 
 def test_comments_stay_comments() -> None:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from planner.answer import Plan
-from planner.export.common.recompute import recomputed_layers
-from planner.export.common.stages import virtual_stages
+from planner.export.stages import recomputed_layers, virtual_stages
 
 Planned = Callable[..., Plan]
 

@@ -8,7 +8,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.common.stages import is_even, is_looped, virtual_stages
+from planner.export.stages import is_even, is_looped, virtual_stages
 
 Planned = Callable[..., Plan]
 

@@ -8,7 +8,7 @@ import pytest
 from samples import layout_of
 
 from planner.errors import SpecError
-from planner.export.read import read_configuration
+from planner.export.import_run import read_configuration
 
 
 def test_deepspeed() -> None:

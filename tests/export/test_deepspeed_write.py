@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.common.refusal import Inexpressible
-from planner.export.deepspeed.training_source import TRAINING_FILE
-from planner.export.deepspeed.write import CONFIG_FILE, PIPELINE_FILE, export_deepspeed
+from planner.export.huggingface.deepspeed_files import CONFIG_FILE, PIPELINE_FILE, TRAINING_FILE, export_deepspeed
+from planner.export.refusal import Inexpressible
 
 Planned = Callable[..., Plan]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import SpecError
-from planner.export.read import read, read_configuration
+from planner.export.import_run import read, read_configuration
 
 CORPUS = Path(__file__).parents[1] / "fuzzing" / "corpus"
 TOML = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\n{}\n[parallelism]\npipeline_parallel_degree = 2\n'

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.common.recipe import recipe_of, setting_of
-from planner.export.common.refusal import Inexpressible
-from planner.export.common.spelling import spelling_of
+from planner.export.environment import megatron_environment
 from planner.export.export import bundle_of
-from planner.export.megatron.environment import environment
-from planner.export.megatron.switches import SWITCH_OPTIONS
-from planner.export.read import read_configuration
+from planner.export.import_run import read_configuration
+from planner.export.megatron.switch_options import SWITCH_OPTIONS
+from planner.export.refusal import Inexpressible
+from planner.export.spelling import recipe_of, setting_of, spelling_of
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.trainers.load import load_runtime, since_of, switches_of, versions_of
@@ -206,7 +205,7 @@ OVERLAP = {"ep_overlap": True, "dispatcher": "alltoall"}
 def test_the_environment_follows_from_the_recipe(
     planned: Planned, job: dict[str, Any], expected: dict[str, str | None]
 ) -> None:
-    variables = environment(planned(**{"model": "llama-3.1-8b", "gpus": 16, **job}))
+    variables = megatron_environment(planned(**{"model": "llama-3.1-8b", "gpus": 16, **job}))
     assert {name: variables.get(name) for name in expected} == expected
 
 

@@ -11,9 +11,9 @@ import yaml
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.common.refusal import Inexpressible
 from planner.export.export import bundle_of, export
-from planner.export.read import read, read_configuration
+from planner.export.import_run import read, read_configuration
+from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
 from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
@@ -21,7 +21,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
-ABLE = ("hf", "torchtune")
+ABLE = ("hf",)
 """Targets that write adapters."""
 
 
@@ -75,7 +75,7 @@ def test_the_hint_of_a_refusal_works() -> None:
 def test_other_targets_refuse_other_objectives(target: str) -> None:
     runtime = TRAINERS[target].runtimes[0]
     for name in ("dpo", "kto"):
-        stage = 3 if target in ("torchtitan", "torchtune") else 0
+        stage = 3 if target == "torchtitan" else 0
         plan = _plan(runtime, 8, objective={"name": name}, zero_stage=stage)
         with pytest.raises(Inexpressible, match=f"objective: {name}"):
             bundle_of(plan, [target], force=True)
@@ -237,43 +237,6 @@ def test_packed_weights_that_are_trained_whole_are_not_understood() -> None:
                                   "per_device_train_batch_size: 1\n")  # fmt: skip
     assert "quantization" in imported.unknown
     assert "priced as if each were 512 tokens long" in " ".join(imported.notes)
-
-
-def test_a_recipe_of_torchtune() -> None:
-    plan = _plan("torchtune", 8, {"rank": 8, "base_bits": 4, "targets": ["q_proj", "o_proj", "mlp"]}, zero_stage=2)
-    files = {file.name: file.text for file in bundle_of(plan, ["torchtune"], force=True).files}
-    recipe = yaml.safe_load(files["torchtune.yaml"])
-    assert recipe["model"] == {
-        "_component_": "torchtune.models.llama3_2.qlora_llama3_2_1b",
-        "lora_attn_modules": ["q_proj", "output_proj"],
-        "apply_lora_to_mlp": True,
-        "lora_rank": 8,
-        "lora_alpha": 16,
-        "lora_dropout": 0.0,
-    }
-    assert recipe["fsdp_reshard_after_forward"] is False
-    assert (recipe["batch_size"], recipe["gradient_accumulation_steps"]) == (2, 2)
-    assert recipe["tokenizer"]["max_seq_len"] == 1024
-    assert "tune run --nproc_per_node 8 lora_finetune_distributed" in files["launch.sh"]
-    alone = {file.name: file.text for file in bundle_of(_plan("torchtune"), ["torchtune"], force=True).files}
-    assert "tune run full_finetune_single_device" in alone["launch.sh"]
-
-
-@pytest.mark.parametrize(
-    ("layout", "reason"),
-    [
-        ({"adapters": {"base_bits": 8}}, "adapters.base_bits"),
-        ({"adapters": {"targets": ["q_proj", "gate_proj"]}}, "adapters.targets"),
-        ({"adapters": {"targets": ["mlp"]}}, "adapters.targets"),
-        ({"gpus": 8}, "zero_stage"),
-        ({"recompute": "full", "recompute_num_layers": 2}, "recompute_some_layers"),
-    ],
-)
-def test_torchtune_refuses_what_its_recipes_cannot_say(layout: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Inexpressible) as caught:
-        bundle_of(_plan("torchtune", **layout), ["torchtune"], force=True)
-    assert reason in {found.name for found in caught.value.reasons}
-    assert "--to hf" not in str(caught.value.hint)
 
 
 TORCHTUNE = """

@@ -9,7 +9,7 @@ import pytest
 from samples import layout_of
 
 from planner.errors import SpecError
-from planner.export.read import read, read_configuration
+from planner.export.import_run import read, read_configuration
 
 
 def test_accelerate_with_fsdp() -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from planner.errors import SpecError
-from planner.export.common.config_file import ConfigFile
-from planner.export.read import read, read_configuration
-from planner.export.recipes import evaluator, expressions
-from planner.export.recipes.evaluator import Evaluator
-from planner.export.recipes.values import Unknown
-from planner.export.scripts import words
-from planner.export.scripts.shell import read_shell
+from planner.export.followed import python_recipe, shell_words
+from planner.export.followed.python_recipe import Evaluator
+from planner.export.followed.python_values import Unknown
+from planner.export.followed.shell_script import read_shell
+from planner.export.import_run import read, read_configuration
+from planner.export.imported_run import ConfigFile
 
 MEGATRON = (
     "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
@@ -41,7 +40,7 @@ SIXTEEN = "A=" + "x" * 16 + "\n" + "A=$A$A$A$A\n" * 7
     ids=range(11),
 )
 def test_a_script_that_grows_without_end_is_refused(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_MAX_CHARACTERS", 1_000_000)  # a quarter of what is allowed
+    monkeypatch.setattr(shell_words, "_MAX_CHARACTERS", 1_000_000)  # a quarter of what is allowed
     with pytest.raises(SpecError, match="more than 1,000,000 characters") as caught:
         read_shell(script)
     assert caught.value.hint
@@ -132,8 +131,7 @@ def test_a_value_that_no_configuration_has_is_not_known(body: str) -> None:
     ids=range(5),
 )
 def test_a_recipe_that_goes_on_without_end_is_refused(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (evaluator, expressions):
-        monkeypatch.setattr(module, "MAX_STEPS", 20_000)  # a tenth of what is allowed
+    monkeypatch.setattr(python_recipe, "MAX_STEPS", 20_000)  # a tenth of what is allowed
     with pytest.raises(SpecError, match="more than 20,000 steps"):
         value_of(body)
 
@@ -145,7 +143,7 @@ def test_a_record_in_two_places_is_copied_once() -> None:
 
 
 def test_presets_that_extend_each_other_many_times_are_read_once_each(tmp_path: Path) -> None:
-    from planner.export.primus.presets import preset
+    from planner.export.primus.experiment_reading import preset
 
     folder = tmp_path / "primus" / "configs" / "models" / "megatron"
     folder.mkdir(parents=True)
@@ -153,4 +151,5 @@ def test_presets_that_extend_each_other_many_times_are_read_once_each(tmp_path: 
         (folder / f"m{number}.yaml").write_text(f"extends: [m{number + 1}.yaml, m{number + 1}.yaml]\nk{number}: 1\n")
     (folder / "m40.yaml").write_text("last: 2\n")
     tree = preset(ConfigFile("", tmp_path / "experiment.yaml"), "models", "megatron", "m0")
+    assert tree is not None
     assert (tree["k0"], tree["k39"], tree["last"]) == (1, 1, 2)

@@ -15,9 +15,9 @@ import yaml
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.common.trainer_files import ExportFile, LaunchCommand
 from planner.export.export import bundle_of
 from planner.export.launch.kubernetes import kubernetes_manifest
+from planner.export.trainer_files import ExportFile, LaunchCommand
 
 Planned = Callable[..., Plan]
 

@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.common.arguments import ShellText, argv
-from planner.export.common.trainer_files import ExportFile
 from planner.export.export import bundle_of
-from planner.export.launch.nodes import nodes_of
-from planner.export.launch.shell import shell_array
+from planner.export.launch.launchers import nodes_of, shell_array
 from planner.export.targets import TRAINERS
+from planner.export.trainer_files import ExportFile, ShellText, argv
 from planner.specs.units import GIB
 
 Planned = Callable[..., Plan]

@@ -9,7 +9,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
-from planner.export.read import read_configuration
+from planner.export.import_run import read_configuration
 
 Planned = Callable[..., Plan]
 

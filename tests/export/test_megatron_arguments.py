@@ -10,13 +10,12 @@ import yaml
 from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
-from planner.export.bridge.overrides import bridge_overrides
-from planner.export.common.arguments import ShellText, argv
-from planner.export.common.refusal import Inexpressible
-from planner.export.megatron.arguments import megatron_arguments
-from planner.export.megatron.runtime import precision
-from planner.export.megatron.write import export_megatron
+from planner.export.megatron.bridge_files import bridge_overrides
+from planner.export.megatron.megatron_files import export_megatron
+from planner.export.megatron.plan_arguments import megatron_arguments, precision
+from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
+from planner.export.trainer_files import ShellText, argv
 from planner.layout.split import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model

@@ -12,8 +12,8 @@ import pytest
 from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
-from planner.export.common.arguments import Arguments
-from planner.export.megatron.arguments import megatron_arguments
+from planner.export.megatron.plan_arguments import megatron_arguments
+from planner.export.trainer_files import Arguments
 from planner.specs.registry import load_model
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 

@@ -9,8 +9,8 @@ import pytest
 from samples import BASE, layout_of
 
 from planner.errors import SpecError
-from planner.export.common.imported_run import ImportedRun
-from planner.export.read import read, read_configuration
+from planner.export.import_run import read, read_configuration
+from planner.export.imported_run import ImportedRun
 from planner.layout.runs import parse_run
 
 BLOOM = r"""

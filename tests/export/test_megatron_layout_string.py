@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from planner.export.common.stages import VirtualStage
-from planner.export.megatron.layout_string import fold, layout_string
+from planner.export.megatron.layout_options import fold, layout_string
+from planner.export.stages import VirtualStage
 from planner.layout.split import parse_layout
 from planner.specs.model import ModelSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.megatron.arguments import megatron_arguments
+from planner.export.megatron.plan_arguments import megatron_arguments
 
 Planned = Callable[..., Plan]
 

@@ -9,10 +9,10 @@ import pytest
 from samples import BASE, SCRIPT, layout_of
 
 from planner.answer import Plan
-from planner.export.common.imported_run import ImportedRun
 from planner.export.export import bundle_of
-from planner.export.megatron.options import options_of
-from planner.export.read import read_configuration
+from planner.export.import_run import read_configuration
+from planner.export.imported_run import ImportedRun
+from planner.export.megatron.option_words import options_of
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 

@@ -12,13 +12,12 @@ from pydantic import ValidationError
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.bridge.write import export_bridge
-from planner.export.common.arguments import argv
-from planner.export.common.model import stated
-from planner.export.megatron.model.read import read_model
-from planner.export.megatron.model.write import model_arguments
-from planner.export.megatron.options import options_of
-from planner.export.read import read_configuration
+from planner.export.import_run import read_configuration
+from planner.export.megatron.bridge_files import export_bridge
+from planner.export.megatron.model_options import model_arguments, read_model
+from planner.export.megatron.option_words import options_of
+from planner.export.stated_model import stated
+from planner.export.trainer_files import argv
 from planner.specs.architectures import ARCHITECTURES
 from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec

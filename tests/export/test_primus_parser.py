@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 
-from planner.export.common.config_file import ConfigFile
-from planner.export.primus.presets import Tree, tree_of
-from planner.export.primus.read import READERS, trainer_of, values_of
-from planner.export.primus.read_megatron import KEYS
-from planner.export.torchtitan.settings import flat
+from planner.export.imported_run import ConfigFile
+from planner.export.primus.experiment_reading import READERS, Tree, trainer_of, tree_of, values_of
+from planner.export.primus.key_reading import _OPTIONS, _OWN, MODEL_KEYS, SCHEDULES, TURBO
+from planner.export.torchtitan.settings_reading import flat
 
 CHECKOUT = os.environ.get("PRIMUS_CHECKOUT")
+KEYS = {*_OPTIONS, "tokenizer_type", "tokenizer_model", *_OWN, *TURBO, *SCHEDULES, *MODEL_KEYS}
 SECTIONS = ("model", "parallelism", "training", "activation_checkpoint", "compile", "quantize", "primus_turbo")
 NO_FACTS = ("hf_assets_path", "dataset", "dataset_path", "per_op_sac_force_recompute_mm_shapes_by_fqns")
 
 
 @pytest.mark.skipif(CHECKOUT is None, reason="needs a checkout of Primus")
-@pytest.mark.parametrize("is_alone", [False, True])
-def test_every_shipped_experiment(is_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shipped_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CHECKOUT is not None
     monkeypatch.chdir(tmp_path)  # the parser makes folders
     monkeypatch.setattr(sys, "path", [CHECKOUT, *sys.path])
@@ -36,7 +35,7 @@ def test_every_shipped_experiment(is_alone: bool, tmp_path: Path, monkeypatch: p
             continue
         framework = trainer_of(tree_of(text, str(path))).get("framework")
         if framework in READERS:
-            ours, _ = values_of(ConfigFile(text, None if is_alone else path))
+            ours, _, _ = values_of(ConfigFile(text, path))
             theirs = parser().parse(SimpleNamespace(config=str(path))).get_module_config("pre_trainer")
             assert facts(ours, framework) == facts(plain(theirs), framework), path
             num_compared += 1

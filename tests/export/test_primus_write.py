@@ -12,13 +12,11 @@ import pytest
 import yaml
 
 from planner.answer import Plan
-from planner.export.common.refusal import Inexpressible
 from planner.export.export import bundle_of
-from planner.export.megatron.arguments import megatron_arguments
-from planner.export.megatron.run_options import training_arguments
-from planner.export.primus.keys import MEGATRON_DEFAULTS, key_of, keys_of
-from planner.export.primus.megatron import with_core
-from planner.export.primus.write import export_primus
+from planner.export.megatron.plan_arguments import megatron_arguments, training_arguments
+from planner.export.primus.primus_files import export_primus
+from planner.export.primus.primus_keys import MEGATRON_DEFAULTS, key_of, keys_of, with_core
+from planner.export.refusal import Inexpressible
 
 Planned = Callable[..., Plan]
 _RECORDED = json.loads(Path(__file__).with_name("recorded").joinpath("primus_keys.json").read_text(encoding="utf-8"))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
-from planner.export.common.refusal import Inexpressible
 from planner.export.export import bundle_of
-from planner.export.read import read_configuration
+from planner.export.import_run import read_configuration
+from planner.export.refusal import Inexpressible
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.shape import RANK_ORDERS

@@ -9,7 +9,7 @@ import pytest
 from samples import BASE, SCRIPT, example_of
 
 from planner.errors import SpecError
-from planner.export.read import read, read_configuration
+from planner.export.import_run import read, read_configuration
 from planner.layout.runs import parse_run
 
 

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from planner.export.common.refusal import Inexpressible
 from planner.export.export import bundle_of
+from planner.export.refusal import Inexpressible
 from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model, model_names

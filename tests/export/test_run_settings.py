@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from planner.answer import Plan
-from planner.export.common.run_settings import run_settings
+from planner.export.run_settings import run_settings
 from planner.specs.registry import load_model, model_names
 
 Planned = Callable[..., Plan]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import SpecError
-from planner.export.scripts.shell import read_shell
+from planner.export.followed.shell_script import read_shell
 
 
 @pytest.mark.parametrize(

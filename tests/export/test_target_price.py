@@ -10,8 +10,8 @@ import pytest
 
 from planner.answer import Plan
 from planner.errors import Infeasible
-from planner.export.common.target_price import priced_for
 from planner.export.export import bundle_of, export
+from planner.export.target_price import priced_for
 from planner.layout.evaluate import evaluate
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec

@@ -14,11 +14,10 @@ import pytest
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.bundle import write_bundle
-from planner.export.common.refusal import Inexpressible
-from planner.export.export import bundle_of
-from planner.export.torch.order import ORDER_FILE
-from planner.export.torch.write import PIPELINING_FILE, PLAN_FILE, export_torch
+from planner.export.export import bundle_of, write_bundle
+from planner.export.refusal import Inexpressible
+from planner.export.stages import ORDER_FILE
+from planner.export.torch_runner import PIPELINING_FILE, PLAN_FILE, export_torch
 from planner.schedule.orders import build_schedule
 from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec

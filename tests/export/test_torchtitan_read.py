@@ -9,7 +9,7 @@ from samples import layout_of
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
-from planner.export.read import read_configuration
+from planner.export.import_run import read_configuration
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 

@@ -17,9 +17,9 @@ import pytest
 from layouts import SIZES, expressible
 
 from planner.answer import Plan
-from planner.export.common.refusal import Inexpressible
-from planner.export.common.stages import virtual_stages
-from planner.export.torchtitan.write import RECIPE, export_torchtitan
+from planner.export.refusal import Inexpressible
+from planner.export.stages import virtual_stages
+from planner.export.torchtitan.recipe_files import RECIPE, export_torchtitan
 from planner.schedule.orders import build_schedule
 from planner.schedule.torch_csv import to_torch_csv
 from planner.specs.registry import load_model

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from planner.export.bridge.fields import SAME
-from planner.export.bridge.model import UNASKED, model_overrides
-from planner.export.common.model import listed
-from planner.export.megatron.model.write import model_arguments
+from planner.export.megatron.bridge_files import UNASKED, model_overrides
+from planner.export.megatron.bridge_rows import SAME, flag_fields
+from planner.export.megatron.model_options import model_arguments
+from planner.export.stated_model import listed
 from planner.specs.registry import load_model
 from planner.trainers.rules.bridge_model import family_of
 
@@ -76,9 +76,10 @@ def exported(name: str) -> dict[str, Any]:
     fields = dict(OWN["defaults"][family_of(model)])
     if family_of(model) == "mla":
         fields |= {path.removeprefix("model."): value for path, value in UNASKED.items()}
-    for option, value in model_arguments(model, 4096, 128).items():
-        if option in SAME:
-            fields[SAME[option].removeprefix("model.")] = value
+    arguments = model_arguments(model, 4096, 128)
+    fields |= {SAME[option].removeprefix("model."): value for option, value in arguments.items() if option in SAME}
+    flags = flag_fields(arguments)
+    fields |= {path.removeprefix("model."): flags[path] for path in flags if path.startswith("model.")}
     fields |= {path.removeprefix("model."): value for path, value in model_overrides(model, True).items()}
     pattern = fields.get("moe_layer_freq")
     if isinstance(pattern, list):

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from planner.export.common.arguments import argv
-from planner.export.megatron.model.layer_flags import layer_flags
-from planner.export.megatron.model.read import MODEL_OPTIONS
-from planner.export.megatron.model.write import model_arguments
-from planner.export.megatron.options import options_of
+from planner.export.megatron.model_options import MODEL_OPTIONS, model_arguments
+from planner.export.megatron.option_words import layer_flags, options_of
+from planner.export.trainer_files import argv
 from planner.specs.registry import load_model
 
 OWN = json.loads((Path(__file__).parent / "trainers_own" / "megatron.json").read_text())

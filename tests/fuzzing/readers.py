@@ -102,13 +102,10 @@ _IMPORTS = {
     "import llamafactory": Reader(reads.imported, _corpus("llamafactory")),
     "import torchtune": Reader(reads.imported, _corpus("torchtune")),
     "import hf folder": Reader(reads.imported_folder, _exported("hf", **_ALONE), folder=True, cases=250),
-    "import torchtune folder": Reader(reads.imported_folder, _exported("torchtune", **_ALONE), folder=True, cases=250),
     "import primus folder": Reader(
         reads.imported_folder, _exported("primus", "primus-torchtitan", **_ALONE), folder=True, cases=250
     ),
     "import deepspeed folder": Reader(reads.imported_folder, _exported("deepspeed", **_ALONE), folder=True, cases=250),
-    "patch shell": Reader(reads.patched, _corpus("patch", "*.sh"), "words", cases=25),
-    "patch tree": Reader(reads.patched, _corpus("patch", "*.[!s]*"), cases=100),
 }
 _TYPED = {
     "command plan": Reader(reads.commanded, partial(made.lines_of, "plan.txt"), "command", cases=100),

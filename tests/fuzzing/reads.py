@@ -19,8 +19,7 @@ from planner.cli.serve_command import read_question
 from planner.decide.compare import compare
 from planner.decide.compared import of_plan
 from planner.errors import PlannerError
-from planner.export.patch.patch import patch_of
-from planner.export.read import read as read_configuration
+from planner.export.import_run import read as read_configuration
 from planner.layout.runs import evaluate_lines, parse_run
 from planner.observe.history import KeptPrice, prices_of, read_kept
 from planner.observe.judge import judged_alone
@@ -64,11 +63,6 @@ def imported(path: Path) -> object:
 def imported_folder(path: Path) -> object:
     """The folder that the file lies in, as `plan import FOLDER` reads it."""
     return imported(path.parent)
-
-
-def patched(path: Path) -> object:
-    """The file as `plan export --patch` changes it."""
-    return patch_of(plan_of(), str(path), "megatron").diff()
 
 
 def runs(path: Path) -> object:

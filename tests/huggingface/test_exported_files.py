@@ -26,9 +26,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentPar
 
 from planner.answer import Plan
 from planner.export.export import export
-from planner.export.huggingface.names import _LAYER_CLASSES
-from planner.export.huggingface.sharding import deepspeed_config
-from planner.export.huggingface.training_arguments import OPTIMIZERS
+from planner.export.huggingface.trl_files import _LAYER_CLASSES, OPTIMIZERS, deepspeed_config
 from planner.layout.evaluate import evaluate, pricing_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec

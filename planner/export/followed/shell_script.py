@@ -1,0 +1,337 @@
+"""A reader of bash scripts, and of options kept as YAML or JSON, that runs nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.followed.shell_syntax import (
+    CaseStatement,
+    ForStatement,
+    IfStatement,
+    ShellBlock,
+    ShellFunction,
+    Simple,
+    Statement,
+    WhileStatement,
+    parse_shell,
+)
+from planner.export.followed.shell_words import EACH, Environment, Words, holds
+from planner.export.imported_run import json_of, yaml_of
+from planner.specs.reading.limits import SHELL
+
+Files = Callable[[str], str | None]
+"""The text of a file that a script names; None where there is none beside it."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=", re.DOTALL)
+_DECLARING = frozenset({"export", "declare", "readonly", "local", "typeset"})
+_PREFIXES = frozenset({"env", "time", "nohup", "exec", "command", "sudo", "then", "do", "!"})
+_SAYS_ONLY = frozenset({
+    "echo", "printf", "mkdir", "cd", "rm", "cp", "mv", "ln", "ls", "module", "pip", "sed", "grep", "awk", "cat", "tee",
+    "wget", "curl", "tar", "sleep", "exit", "return", "shift", "set", "unset", "ulimit", "git", "chmod", "conda",
+    "source", ".", "clear", "rsync", "scancel", "touch", "find", "head", "tail", "shopt", "trap", "wait", "kill",
+    "read", "break", "continue",
+})  # fmt: skip
+"""Commands that launch nothing, whatever their words are."""
+_FILE, _PARSE = 2**12, 8
+"""A file that is read, and a character that is parsed, cost as much as so many that a word makes."""
+_MAX_ITERATIONS, _MAX_DEPTH, _MAX_COMMANDS = 16, 12, 2_000
+
+
+@dataclass(slots=True)
+class Script:
+    """The words of the launch, the variables and the Slurm directives of a script."""
+
+    words: list[str] = field(default_factory=list)
+    """Words of the launch, with variables put in."""
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    """Every variable at the end of the script; an array has several words."""
+    directives: dict[str, str] = field(default_factory=dict)
+    """`#SBATCH --nodes=4` as nodes: 4."""
+    commands: list[list[str]] = field(default_factory=list)
+    """Words of every command that may launch something, in order."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files that the script writes with cat, and their texts."""
+
+
+def read_shell(text: str, files: Files = lambda name: None) -> Script:
+    """Read `text`; unknown variables are empty, and most commands in `$(…)` give nothing."""
+    script = Script(directives=_directives(text))
+    reader = _Reader(script, files)
+    nodes = script.directives.get("nodes") or script.directives.get("N")
+    if nodes and nodes.isdigit():
+        reader.words.variables |= {name: [nodes] for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")}
+    reader.words.variables["#"] = ["0"]
+    reader.block(reader.parsed(text))
+    script.words = max(script.commands, key=_num_options, default=[])
+    if not _num_options(script.words):
+        # a script may write the one that launches
+        for inner in [text for text in script.files.values() if re.search(r"^\s*--[a-z]", text, re.MULTILINE)]:
+            reader.block(reader.parsed(inner))
+        script.words = max(script.commands, key=_num_options, default=[])
+    script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
+    return script
+
+
+def _num_options(words: list[str]) -> int:
+    return sum(word.startswith("--") for word in words)
+
+
+def _directives(text: str) -> dict[str, str]:
+    """Options of the lines that begin with #SBATCH."""
+    directives: dict[str, str] = {}
+    for line in re.findall(r"^#SBATCH[ \t]+(.+?)[ \t]*(?:#.*)?$", text, re.MULTILINE):
+        for name, value in re.findall(r"--?([A-Za-z][\w-]*)(?:[=\s]+([^\s-]\S*))?", line):
+            directives[name] = value
+    return directives
+
+
+class _Reader:
+    """Follows statements, and puts what it reads into a script."""
+
+    def __init__(self, script: Script, files: Files) -> None:
+        self.script, self.files = script, files
+        self.words = Words(outcome=self._outcome)
+        self.functions: dict[str, ShellBlock] = {}
+        self.depth = 0
+
+    def parsed(self, text: str) -> ShellBlock:
+        """The statements of a text. Raises SpecError for one longer than any launch script."""
+        if len(text) > SHELL.num_bytes:
+            raise SpecError(f"a script of {len(text):,} characters is no launch script", "give the one that launches")
+        self.words.spend(_PARSE * len(text))
+        return parse_shell(text)
+
+    def block(self, block: ShellBlock) -> bool | None:
+        """Follow statements; true or false as the last one's status, None where only a machine knows it."""
+        status: bool | None = True
+        for connector, statement in block.statements:
+            if (connector == "&&" and status is False) or (connector == "||" and status is not False):
+                continue
+            status = self._statement(statement)
+        return status
+
+    def _statement(self, statement: Statement) -> bool | None:
+        if self.depth >= _MAX_DEPTH:
+            return None
+        self.depth += 1
+        self.words.spend(EACH)
+        try:
+            return self._followed(statement)
+        finally:
+            self.depth -= 1
+
+    def _followed(self, statement: Statement) -> bool | None:
+        match statement:
+            case Simple():
+                return self._simple(statement)
+            case ShellBlock():
+                return self.block(statement)
+            case IfStatement():
+                for condition, body in statement.branches:
+                    if self.block(condition):
+                        return self.block(body)
+                return self.block(statement.otherwise)
+            case ForStatement():
+                values = [word for raw in statement.words for each in _counted(raw) for word in self.words.expand(each)]
+                for value in values[:_MAX_ITERATIONS]:
+                    self.words.variables[statement.name] = [value]
+                    self.block(statement.body)
+            case WhileStatement():
+                met = self.block(statement.condition)
+                if met is (not statement.until):
+                    self.block(statement.body)
+            case CaseStatement():
+                return self._case(statement)
+            case ShellFunction():
+                self.functions[statement.name] = statement.body
+        return True
+
+    def _case(self, case: CaseStatement) -> bool | None:
+        value = self.words.text(case.word)
+        for patterns, body in case.branches:
+            if any(holds(["[[", value, "==", self.words.text(pattern), "]]"], self.words) for pattern in patterns):
+                return self.block(body)
+        return True
+
+    def _simple(self, command: Simple) -> bool | None:
+        """Keep assignments; collect the words of anything else. The status of a test is known, of a program never."""
+        raw = list(command.words)
+        while raw and (match := _ASSIGNMENT.match(raw[0])):
+            self._assign(match, raw.pop(0))
+        if not raw:
+            return True
+        if raw[0] in ("[", "[[", "test", "(("):
+            return holds(raw, self.words)
+        if raw[0] in _DECLARING:
+            for word in raw[1:]:
+                if match := _ASSIGNMENT.match(word):
+                    self._assign(match, word)
+            return True
+        if raw[0] == "!":
+            status = self._simple(Simple(raw[1:], command.here, command.here_is_literal, command.output))
+            return None if status is None else not status
+        words = [word for part in raw for word in self.words.expand(part)]
+        return self._command(words, command) if words else True
+
+    def _command(self, words: list[str], command: Simple) -> bool | None:
+        while words and words[0] in _PREFIXES:
+            words = words[1:]
+            while words and _ASSIGNMENT.match(words[0]):
+                words = words[1:]
+        name = words[0] if words else ""
+        if name in self.functions:
+            return self._call(words)
+        here = command.here
+        if here is not None and not command.here_is_literal:
+            here = " ".join(self.words.quoted(here))
+        if name in ("source", ".") and len(words) > 1:
+            self._source(words[1])
+        elif name == "eval":
+            self._inner(" ".join(words[1:]), [])
+        elif name == "read" and here is not None:
+            self.words.variables[words[-1]] = [here]
+        elif name == "cat" and here is not None:
+            target = self.words.text(command.output or "").strip()
+            self.script.files[target] = here
+        elif name in ("true", ":", "false"):
+            return name != "false"
+        elif name and name not in _SAYS_ONLY and len(self.script.commands) < _MAX_COMMANDS:
+            self._collect(words)
+        return None if name not in _SAYS_ONLY else True
+
+    def _collect(self, words: list[str]) -> None:
+        """Keep a command's words; `bash -c "torchrun …"` also as those of the command inside."""
+        for index, word in enumerate(words):
+            if word == "-c" and index and words[index - 1].rpartition("/")[2] in ("bash", "sh") and words[index + 1 :]:
+                self._inner(words[index + 1], words[: index - 1], words[index + 3 :])
+                return
+            if word.startswith("--wrap="):
+                self._inner(word.removeprefix("--wrap="), [])
+                return
+        flat = []
+        for word in words:
+            # one array item may hold an option and its value
+            flat += word.split() if re.match(r"\s*--\w[\w-]*\s+\S", word) else [word]
+        self.script.commands.append(flat)
+
+    def _inner(self, text: str, before: list[str], arguments: Sequence[str] = ()) -> None:
+        """A command line inside a word; `before` launches it, and its options count too."""
+        first, outer = len(self.script.commands), self._arguments(arguments)
+        self._statement(self.parsed(text))
+        self.words.variables |= outer
+        for index in range(first, len(self.script.commands)):
+            self.script.commands[index] = [*before, *self.script.commands[index]]
+
+    def _call(self, words: list[str]) -> bool | None:
+        outer = self._arguments(words[1:])
+        status = self.block(self.functions[words[0]])
+        self.words.variables |= outer
+        return status
+
+    def _arguments(self, arguments: Sequence[str]) -> Environment:
+        """Set `$@`, `$#`, `$1` and so on; what they were before."""
+        self.words.spend(len(arguments))
+        given: Environment = {"@": [*arguments], "*": [*arguments], "#": [str(len(arguments))]}
+        given |= {str(i): [*arguments[i - 1 : i]] for i in range(1, 10)}
+        outer = {name: self.words.variables.get(name, []) for name in given}
+        self.words.variables |= given
+        return outer
+
+    def _source(self, name: str) -> None:
+        text = self.files(name)
+        if text is not None:
+            self.words.spend(_FILE)
+            self._statement(self.parsed(text))
+
+    def _assign(self, match: re.Match[str], raw: str) -> None:
+        """Keep `A=1`, `A+=1`, `A=(1 2)` or `A[0]=1`."""
+        name, index, adds, rest = match[1], match[2], match[3], raw[match.end() :]
+        before = self.words.variables.get(name, [])
+        if rest.startswith("("):
+            inner = self.parsed(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
+            items = [word for _, part in inner.statements if isinstance(part, Simple) for word in part.words]
+            value = [word for item in items for word in self.words.expand(item)]
+            self.words.spend(len(before) if adds else 0)
+            self.words.variables[name] = [*before, *value] if adds else value
+            return
+        text = self.words.text(rest)
+        if index is not None:
+            number = self.words.arithmetic(index.strip("[]"))
+            self.words.spend(len(before))
+            array = [*before, *[""] * max(0, min(number or 0, 1_000) + 1 - len(before))]
+            array[min(number or 0, 1_000)] = text
+            self.words.variables[name] = array
+        else:
+            self.words.spend(sum(map(len, before)) if adds else 0)
+            self.words.variables[name] = [" ".join(before) + text if adds else text]
+
+    def _outcome(self, command: str) -> str | None:
+        """The output of a command that prints what it is given; None for any other."""
+        words = command.split(None, 1)
+        if not words:
+            return ""
+        if words[0] == "echo" and "|" not in command:
+            return " ".join(self.words.expand(words[1])) if len(words) > 1 else ""
+        if words[0] == "expr" and len(words) > 1:
+            value = self.words.arithmetic(words[1].replace("\\*", "*"))
+            return None if value is None else str(value)
+        if words[0] == "basename" and len(words) > 1:
+            return self.words.text(words[1].split()[0]).rpartition("/")[2]
+        return None
+
+
+def _counted(raw: str) -> list[str]:
+    """`{1..4}` as its numbers; any other word as it is."""
+    match = re.fullmatch(r"\{(\d{1,6})\.\.(\d{1,6})\}", raw)
+    if match is None:
+        return [raw]
+    first, last = int(match[1]), int(match[2])
+    return [str(number) for number in range(first, min(last, first + _MAX_ITERATIONS) + 1)]
+
+
+def _uncommented(text: str) -> str:
+    """The lines of an array without comments."""
+    return re.sub(r"(?m)(^|[ \t])#.*$", r"\1", text)
+
+
+def read_script(text: str, files: Files = lambda name: None) -> Script:
+    """Options as YAML or JSON where the text is that, else the words of a bash script, which may source `files`."""
+    return _options_file(text) or read_shell(text, files)
+
+
+def _options_file(text: str) -> Script | None:
+    """Megatron's `MODEL_ARGS:`, a mapping of options, or a list of words; None for any other text."""
+    if not re.search(r"^\s*(MODEL_ARGS:|\{|\[)", text, re.MULTILINE) or text.startswith("#!"):
+        return None
+    try:
+        data = json_of(text, "") if text.lstrip()[:1] in "{[" else yaml_of(text, "")
+    except SpecError:
+        return None
+    if isinstance(data, list):
+        return Script(words=[str(word) for word in data])
+    if not isinstance(data, dict):
+        return None
+    options = data.get("MODEL_ARGS") or data.get("args") or data
+    variables = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
+    if isinstance(options, list):
+        return Script(words=[str(word) for word in options], variables=variables)
+    if not isinstance(options, dict):
+        return None
+    words = [word for option, value in options.items() for word in _words(str(option), value)]
+    return Script(words=words, variables=variables)
+
+
+def _words(option: str, value: Any) -> list[str]:
+    """An option and its value as words of a command line; true is a bare flag, false and null are none."""
+    option = option if option.startswith("-") else f"--{option if '.' in option else option.replace('_', '-')}"
+    if value is False or value is None:
+        return []
+    if value is True:
+        return [option]
+    if isinstance(value, list):
+        return [option, *map(str, value)]
+    return [option, str(value)]

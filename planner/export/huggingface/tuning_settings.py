@@ -1,0 +1,366 @@
+"""Settings of the trainers around Hugging Face's, Accelerate, axolotl, LLaMA-Factory and of adapters, as a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.huggingface.adapter_files import ADAPTER_FILE, QUANTIZATION_FILE, bits_of, read_adapters
+from planner.export.huggingface.deepspeed_config import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
+from planner.export.huggingface.trl_files import OPTIMIZERS
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
+from planner.export.named_models import model_called, num_layers_of
+from planner.trainers.load import load_runtime, switches_of
+from planner.trainers.switches import SWITCHES
+
+Settings = Mapping[str, Any]
+
+FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
+"""FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
+_TRUE = (True, "true", "True", "yes", "1", 1, "y")
+_SHARDING = {
+    "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3,
+    "HYBRID_SHARD_ZERO2": 2, "_HYBRID_SHARD_ZERO2": 2, "5": 2,
+}  # fmt: skip
+"""FSDP's strategies, by name and by Accelerate's number, and the ZeRO stage that each is."""
+
+
+def is_on(value: Any) -> bool:
+    """A setting is true in any of the ways that YAML and command lines write it."""
+    return value in _TRUE
+
+
+def number(settings: Settings, *names: str) -> int | None:
+    """The first of the settings that is given, as a whole number. SpecError where it is none."""
+    for name in names:
+        value = settings.get(name)
+        if value in (None, "", "auto", "null"):
+            continue
+        try:
+            return int(float(value))
+        except (TypeError, ValueError, OverflowError):
+            raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
+    return None
+
+
+def dtype_of(settings: Settings) -> str | None:
+    """bf16 or fp16 as flags or as `mixed_precision` say; None for fp32."""
+    mixed = str(settings.get("mixed_precision") or "").lower()
+    for dtype in ("bf16", "fp16", "fp8"):
+        if is_on(settings.get(dtype)) or (settings.get(dtype) == "auto" and dtype == "bf16") or mixed == dtype:
+            return dtype
+    named = str(settings.get("dtype") or settings.get("torch_dtype") or "").lower()
+    return {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}.get(named)
+
+
+def fsdp_layout(settings: Settings, options: Settings) -> dict[str, Any]:
+    """The layout that FSDP's options mean; `settings` are those of the trainer around it."""
+    words = str(settings.get("fsdp") or "").lower().split()
+    strategy = str(_option(options, "sharding_strategy", "full_shard")).upper()
+    if words:
+        strategy = next((word.upper() for word in words if word.upper() in _SHARDING), strategy)
+    stage = _SHARDING.get(strategy, 3)
+    reshards = _option(options, "reshard_after_forward", None)
+    if isinstance(reshards, str) and reshards.upper() in _SHARDING:
+        stage, strategy = _SHARDING[reshards.upper()], reshards.upper()
+    elif reshards is not None and not is_on(reshards):
+        stage = 2
+    layout: dict[str, Any] = {"zero_stage": stage}
+    if "HYBRID" in strategy or strategy in ("4", "5"):
+        layout["fsdp"] = 8
+    if is_on(_option(options, "activation_checkpointing", False)):
+        layout["recompute"] = "full"
+    return layout
+
+
+def _option(options: Settings, name: str, default: Any) -> Any:
+    """An option of FSDP, with or without its prefix."""
+    return options.get(f"fsdp_{name}", options.get(name, default))
+
+
+def deepspeed_beside(config: ConfigFile, name: Any) -> DeepSpeedConfig | None:
+    """The DeepSpeed configuration that a setting names, or holds; None where it cannot be read."""
+    if isinstance(name, Mapping):
+        return read_config(dict(name))
+    text = config.beside(str(name)) if name else None
+    return None if text is None else read_config(parse_json(text))
+
+
+def apply_deepspeed(imported: ImportedRun, found: DeepSpeedConfig) -> None:
+    """Put what DeepSpeed's configuration says into a run; what it leaves to `auto` stays as the trainer says it."""
+    run = imported.run
+    run["runtime"] = DEEPSPEED_RUNTIME
+    layout = run["parallelism"]
+    layout |= {
+        name: value for name, value in found.layout.items() if name != "recompute" or layout.get("recompute") is None
+    }
+    run["features"] |= found.features
+    run["dtype"] = found.dtype or run["dtype"]
+    run["global_batch_size"] = run["global_batch_size"] or found.train_batch_size
+    if found.micro_batch_size and "micro_batch_size" not in layout:
+        layout["micro_batch_size"] = found.micro_batch_size
+    if found.accumulation_steps and imported.microbatches_per_rank is None:
+        imported.microbatches_per_rank = found.accumulation_steps
+    imported.ignored |= found.ignored
+    imported.unknown |= found.unknown
+
+
+def set_model(imported: ImportedRun, name: Any) -> None:
+    """The model that a setting names; a note where the planner does not know it."""
+    if not isinstance(name, str) or not name:
+        return
+    imported.run["model"] = model_called(name)
+    if imported.run["model"] is None:
+        imported.notes.append(f"{name[:80]} is no model that the planner knows: add --model")
+
+
+def new_run(source: str) -> ImportedRun:
+    """A run of eager torch without sharding, to be filled in."""
+    return ImportedRun(
+        source,
+        {
+            "model": None,
+            "num_gpus": None,
+            "runtime": FSDP_RUNTIME,
+            "seq_length": None,
+            "global_batch_size": None,
+            "dtype": "bf16",
+            "parallelism": {"zero_stage": 0},
+            "features": {},
+        },
+    )
+
+
+_ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
+_OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
+    "adamw_bnb_8bit": "adamw-8bit", "paged_adamw": "paged-adamw", "adamw_torch_8bit": "adamw-8bit",
+}  # fmt: skip
+_BF16 = ("bf16", "bfloat16")
+_FP32 = ("float32", "fp32")
+_WORDS = ("lora", "qlora")
+
+
+def beside_adapters(settings: Settings, config: ConfigFile) -> dict[str, Any]:
+    """Fields of peft's and bitsandbytes' files beside training arguments; none where the arguments name adapters."""
+    if says_adapters(settings) or "peft_type" in settings:
+        return {}
+    found: dict[str, Any] = {}
+    for name in (ADAPTER_FILE, QUANTIZATION_FILE):
+        data = json_of(config.beside(name) or "{}", f"mend {name}")
+        found |= data if isinstance(data, dict) else {}
+    return found if "peft_type" in found else {}
+
+
+def says_adapters(settings: Settings) -> bool:
+    """The settings of a trainer train adapters, by any of their words."""
+    named = str(settings.get("adapter") or settings.get("finetuning_type") or "").lower()
+    flags = ("use_peft", "use_lora", "use_qlora", "peft", "q_lora")
+    given = any(settings.get(name) not in (None, "", 0, "0") for name in ("lora_r", "lora_rank", "lora_dim"))
+    is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in flags[:2])
+    return named in _WORDS or any(is_on(settings.get(name)) for name in flags) or (given and not is_off)
+
+
+def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
+    """Put adapters, the optimizer and kernels into a run, and choose the trainer that keeps weights as it does."""
+    run = imported.run
+    if says_adapters(settings) or str(settings.get("peft_type")).upper() == "LORA":
+        named = str(settings.get("adapter") or "").lower()
+        bits = 4 if named == "qlora" or is_on(settings.get("use_qlora")) or is_on(settings.get("q_lora")) else None
+        run["adapters"], unknown = read_adapters(settings, bits)
+        imported.unknown |= unknown
+    elif bits_of(settings) < 16:
+        imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
+    if str(settings.get("finetuning_type")).lower() not in ("none", "full", *_WORDS):
+        imported.unknown["finetuning_type"] = str(settings["finetuning_type"])
+    _read_objective(imported, settings)
+    _read_sharding(imported, settings)
+    _read_optimizer(imported, settings)
+    _read_kernels(imported, settings)
+
+
+def _read_objective(imported: ImportedRun, settings: Settings) -> None:
+    """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
+    stage = str(settings.get("rl") or settings.get("stage") or "").lower()
+    if "precompute_ref_log_probs" not in settings and stage != "dpo":
+        if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
+            imported.unknown["stage"] = f"{stage}, priced as learning the next token"
+        return
+    reference = "adapters" if imported.run.get("adapters") else "model"
+    is_before = is_on(settings.get("precompute_ref_log_probs"))
+    imported.run["objective"] = {"name": "dpo", "reference": "precomputed" if is_before else reference}
+    layout = imported.run["parallelism"]
+    layout["micro_batch_size"] = 2 * layout.get("micro_batch_size", 1)
+
+
+def _read_sharding(imported: ImportedRun, settings: Settings) -> None:
+    """The one who shards, where adapters are trained or the model is loaded in bf16; others keep their own trainer."""
+    run = imported.run
+    named, sharded = _named_dtype(settings), run["parallelism"].get("zero_stage", 0)
+    # FSDP makes fp32 masters of any weights, and DeepSpeed of bf16 ones
+    is_tuned = run.get("adapters") or named in _BF16 or (named in _FP32 and sharded >= 2)
+    if not is_tuned or run["runtime"] not in (FSDP_RUNTIME, DEEPSPEED_RUNTIME):
+        return
+    if run["runtime"] == DEEPSPEED_RUNTIME:
+        share = run["features"].get("optimizer_offload")
+        run["features"] = {"sharding": "deepspeed", **({"optimizer_offload": share} if share else {})}
+    else:
+        run["features"]["sharding"] = "fsdp" if sharded >= 2 else "ddp"
+    run["runtime"] = HF_RUNTIME
+
+
+def _named_dtype(settings: Settings) -> str:
+    """The dtype in which the model is loaded."""
+    return str(settings.get("dtype") or settings.get("torch_dtype") or "").lower().removeprefix("torch.")
+
+
+def _read_optimizer(imported: ImportedRun, settings: Settings) -> None:
+    given = str(settings.get("optim") or settings.get("optimizer") or "adamw_torch")
+    value = _OPTIMIZERS.get(given)
+    if _ADAMS.fullmatch(given):
+        return
+    if value in switches_of(load_runtime(imported.run["runtime"])).get("optimizer", ()):
+        imported.run["features"]["optimizer"] = value
+    else:
+        imported.unknown["optim"] = given
+
+
+def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
+    """Attention, compiled and fused kernels, and activations on the host."""
+    features = imported.run["features"]
+    attention = str(settings.get("attn_implementation") or "").lower()
+    if attention == "eager":
+        features["flash_attention"] = False
+    elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
+        features["attention_kernel"] = "flash"
+    elif "flash" in attention:
+        features["attention_kernel"] = "fastest"
+    if is_on(settings.get("torch_compile")):
+        features["compile"] = True
+    if any(is_on(settings.get(name)) for name in ("use_liger_kernel", "liger_kernel", "enable_liger_kernel")):
+        if "liger" in SWITCHES:
+            features["liger"] = True
+        else:
+            imported.unknown["use_liger_kernel"] = "true"
+    if is_on(settings.get("activation_offloading")):
+        layers = num_layers_of(imported.run["model"])
+        if layers is None:
+            imported.unknown["activation_offloading"] = "true"
+        else:
+            features["cpu_offloading_num_layers"] = layers
+
+
+_READ = {
+    "distributed_type", "num_processes", "mixed_precision", "deepspeed_config", "fsdp_config", "megatron_lm_config",
+    "parallelism_config", "num_machines",
+}  # fmt: skip
+_IGNORED = {
+    "compute_environment", "debug", "downcast_bf16", "machine_rank", "main_process_ip", "main_process_port",
+    "main_training_function", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu",
+    "gpu_ids", "enable_cpu_affinity", "command_file", "commands", "tpu_name", "tpu_zone", "deepspeed_hostfile",
+    "dynamo_backend", "ipex_config", "mpirun_config", "rdzv_conf", "monitor_interval", "max_restarts",
+}  # fmt: skip
+IN_FP32 = "mixed_precision: no, so that it trains in fp32: priced as bf16"
+_MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
+
+
+def read_accelerate(config: ConfigFile) -> ImportedRun:
+    """The part of a run that Accelerate's YAML holds. Raises SpecError where it is no mapping."""
+    settings = read_yaml(config.text)
+    imported = new_run("accelerate")
+    apply_accelerate(imported, settings, config)
+    read_fine_tuning(imported, beside_adapters(settings, config))
+    imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
+    imported.note_unread(settings, _READ, {*_IGNORED, *(name for name, value in settings.items() if not value)})
+    return imported
+
+
+def read_yaml(text: str) -> dict[str, Any]:
+    data = yaml_of(text, "give the configuration's file")
+    if not isinstance(data, dict):
+        raise SpecError("the file holds no settings", "give the configuration's file")
+    return data
+
+
+def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFile) -> None:
+    """Put what Accelerate's settings say into a run."""
+    run = imported.run
+    kind = str(settings.get("distributed_type") or "NO").upper()
+    if kind in ("MULTI_CPU", "MULTI_XPU", "XLA", "TPU", "MULTI_NPU", "MULTI_HPU"):
+        raise SpecError(
+            f"distributed_type: {kind} runs on no GPU that is planned", "MULTI_GPU, FSDP, DEEPSPEED or MEGATRON_LM"
+        )
+    run["num_gpus"] = number(settings, "num_processes") or run["num_gpus"]
+    dtype = dtype_of(settings)
+    if dtype is not None:
+        run["dtype"] = dtype
+    elif str(settings.get("mixed_precision")) == "no":
+        imported.notes.append(IN_FP32)
+    if kind == "FSDP":
+        run["runtime"] = FSDP_RUNTIME
+        options = _section(settings, "fsdp_config")
+        run["parallelism"] |= fsdp_layout({}, options)
+        if is_on(options.get("fsdp_offload_params")):
+            imported.unknown["fsdp_config.fsdp_offload_params"] = "true"
+        _apply_parallelism(imported, _section(settings, "parallelism_config"))
+    elif kind == "DEEPSPEED":
+        _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
+    elif kind == "MEGATRON_LM":
+        _apply_megatron(imported, _section(settings, "megatron_lm_config"))
+
+
+def _section(settings: Settings, name: str) -> dict[str, Any]:
+    part = settings.get(name) or {}
+    if not isinstance(part, Mapping):
+        raise SpecError(f"{name}: {part!r:.60} is no mapping", "write its fields below it")
+    return dict(part)
+
+
+def _apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
+    """Sizes of tensor and context parallelism, and of groups that shard."""
+    sizes = {name.removeprefix("parallelism_config_"): value for name, value in options.items()}
+    layout = imported.run["parallelism"]
+    for axis in ("tp", "cp"):
+        layout[axis] = number(sizes, f"{axis}_size") or 1
+    replicate, shard = number(sizes, "dp_replicate_size") or 1, number(sizes, "dp_shard_size") or 1
+    if replicate > 1 and shard > 1:
+        layout["fsdp"] = shard * layout["cp"]
+    if layout["tp"] > 1 or layout["cp"] > 1:
+        imported.run["runtime"] = "torchtitan"
+        imported.notes.append(
+            "FSDP2 beside tensor or context parallelism is priced as torchtitan, which is the same torch"
+        )
+
+
+def _apply_deepspeed(imported: ImportedRun, options: dict[str, Any], config: ConfigFile) -> None:
+    imported.run["runtime"] = DEEPSPEED_RUNTIME
+    if name := options.get("deepspeed_config_file"):
+        found = deepspeed_beside(config, name)
+        if found is None:
+            raise SpecError(
+                f"deepspeed_config_file: {name!r:.80} is not beside the file", "put it there, or import it itself"
+            )
+        apply_deepspeed(imported, found)
+        return
+    layout = imported.run["parallelism"]
+    layout["zero_stage"] = number(options, "zero_stage") or 0
+    imported.microbatches_per_rank = number(options, "gradient_accumulation_steps")
+    imported.run["features"]["optimizer_offload"] = float(options.get("offload_optimizer_device") == "cpu")
+    if options.get("offload_optimizer_device") == "nvme":
+        imported.unknown["deepspeed_config.offload_optimizer_device"] = "nvme"
+    if options.get("offload_param_device") in ("cpu", "nvme"):
+        imported.unknown["deepspeed_config.offload_param_device"] = str(options["offload_param_device"])
+
+
+def _apply_megatron(imported: ImportedRun, options: dict[str, Any]) -> None:
+    sizes = {name.removeprefix("megatron_lm_"): value for name, value in options.items()}
+    layout, run = imported.run["parallelism"], imported.run
+    run["runtime"] = "megatron"
+    for name, axis in _MEGATRON.items():
+        layout[axis] = number(sizes, name) or 1
+    layout["sequence_parallel"] = is_on(sizes.get("sequence_parallelism")) and layout["tp"] > 1
+    layout["zero_stage"] = 1 if is_on(sizes.get("use_distributed_optimizer")) else 0
+    if is_on(sizes.get("recompute_activations")) or is_on(sizes.get("recompute_activation")):
+        layout["recompute"] = "selective"
+    imported.microbatches_per_rank = number(sizes, "num_micro_batches") or 1

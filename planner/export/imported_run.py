@@ -1,0 +1,201 @@
+"""A configuration as a reader gets it, and the run as it was read, with everything that was not understood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from planner.errors import SpecError
+from planner.specs.model import ModelSpec
+from planner.specs.reading import parse_json, parse_yaml
+from planner.specs.reading.text import text_beside
+from planner.specs.registry import load_model, model_names
+
+
+def json_of(text: str, hint: str) -> Any:
+    """The value that a JSON text holds. Raises SpecError with the hint where it is none, or nested too deeply."""
+    return parse_json(text, "", hint, keeps_last=True)
+
+
+def yaml_of(text: str, hint: str) -> Any:
+    """The value that a YAML text holds. Raises SpecError with the hint where it is none, or nested too deeply."""
+    return parse_yaml(text, "", hint, keeps_last=True)
+
+
+_PARENTS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A configuration's text and what is known around it."""
+
+    text: str
+    path: Path | None = None
+    """Its path; None for text that was piped in."""
+    recipe: str | None = None
+    """The function or entry that the user chose, where a file has several."""
+
+    def beside(self, name: str) -> str | None:
+        """The text of a file that the configuration names, if it lies in the same folder or below it.
+
+        A path that the reader cannot know in full (`$DIR/conf.sh` with DIR unset) is looked for by its end.
+        """
+        if self.path is None or not name:
+            return None
+        folder, parts = self.path.parent, [part for part in PurePosixPath(name).parts if part not in ("/", ".", "..")]
+        if name.startswith("../") and (text := text_beside(folder / name)) is not None:
+            return text
+        for start in range(len(parts)):
+            found = folder.joinpath(*parts[start:])
+            if found != self.path and (text := text_beside(found)) is not None:
+                return text
+        return None
+
+    def above(self, name: str) -> str | None:
+        """The text of the file at a relative path in the configuration's folder or in one that holds it."""
+        if self.path is None:
+            return None
+        return next((text for folder in self._roots(0) if (text := text_beside(folder / name)) is not None), None)
+
+    def module(self, name: str, level: int = 0) -> ConfigFile | None:
+        """The Python module that the configuration imports, where its file lies in the same tree of packages."""
+        if self.path is None:
+            return None
+        parts = [part for part in name.split(".") if part]
+        for folder in self._roots(level):
+            files = [folder.joinpath(*parts).with_suffix(".py")] if parts else []
+            for path in (*files, folder.joinpath(*parts, "__init__.py")):
+                if (text := text_beside(path)) is not None:
+                    return ConfigFile(text, path)
+        return None
+
+    def _roots(self, level: int) -> Iterator[Path]:
+        """Folders that a module's dotted name may begin in."""
+        assert self.path is not None
+        parents = [self.path.absolute().parent, *self.path.absolute().parent.parents]
+        if level:
+            yield from parents[level - 1 : level]
+            return
+        yield from parents[:_PARENTS]
+
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def published_name(model: dict[str, Any]) -> str | None:
+    """The shipped model with the same layers, widths, heads, vocabulary and experts, or None."""
+    for name, spec in _shipped():
+        num_experts = None if spec.moe is None else spec.moe.num_experts
+        same_sizes = all(model.get(field) == getattr(spec, field) for field in _SIZES)
+        same_sizes &= (spec.indexer is None) == (model.get("indexer") is None)
+        if same_sizes and (model.get("moe") or {}).get("num_experts") == num_experts:
+            return name
+    return None
+
+
+@cache
+def _shipped() -> tuple[tuple[str, ModelSpec], ...]:
+    """Every model that ships; to look up each file for each question is a fifth of an import's time."""
+    return tuple((name, load_model(name)) for name in model_names())
+
+
+_REQUIRED = {
+    "model": "add --model NAME",
+    "num_gpus": "add --gpus N",
+    "seq_length": "add --seq-length N",
+    "global_batch_size": "add --global-batch-size N",
+}
+"""Fields without which a run cannot be priced, and how the user adds them."""
+
+
+@dataclass(slots=True)
+class ImportedRun:
+    """A run as `plan evaluate --runs` takes it, and the fate of every option."""
+
+    source: str
+    """The trainer whose configuration it is: megatron, torchtitan, deepspeed, …"""
+    run: dict[str, Any]
+    """Fields of a run; some may be missing, which only the user can say."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Options that change neither seconds nor bytes of a step."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Options that this planner does not know: they may matter."""
+    notes: list[str] = field(default_factory=list)
+    """Assumptions, and settings that a plan has no word for."""
+
+    optimizer_instances: int = 1
+    """Copies of the sharded optimizer; the number of GPUs says over how many ranks each is sharded."""
+    microbatches_per_rank: int | None = None
+    """Micro-batches of a data-parallel rank in a step, for configurations that count the batch so."""
+
+    def complete(
+        self, *, vocab_size: int | None = None, tp: int | None = None, pp: int | None = None, **given: Any
+    ) -> dict[str, Any]:
+        """The run with the fields that the user adds or replaces, as `plan evaluate --runs` takes it.
+
+        Fields beside those named here are a run's own: model, hardware, num_gpus, … A number of GPUs other than the
+        configuration's leaves dp to be found again, and a model with the sizes of a published one gets its name.
+        Raises SpecError for a field that is still missing.
+        """
+        added = {name: value for name, value in given.items() if value is not None}
+        run = {**self.run, **added}
+        axes = {name: size for name, size in (("tp", tp), ("pp", pp)) if size is not None}
+        layout = run["parallelism"] = {**run["parallelism"], **axes}
+        if "num_gpus" in added and added["num_gpus"] != self.run.get("num_gpus"):
+            layout.pop("dp", None)
+        if isinstance(run["model"], dict):
+            run["model"] = self._model(run["model"], vocab_size)
+        ranks = max(1, layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1))
+        if run.get("num_gpus") is not None and run["num_gpus"] % ranks and "num_gpus" not in added:
+            raise SpecError(
+                f"{self.source}: it starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
+                f"add --gpus N, a multiple of {ranks}",
+            )
+        if run.get("global_batch_size") is None and run.get("num_gpus") and self.microbatches_per_rank:
+            dp = layout.get("dp") or max(1, run["num_gpus"] // ranks)
+            run["global_batch_size"] = layout.get("micro_batch_size", 1) * self.microbatches_per_rank * dp
+        for name, hint in _REQUIRED.items():
+            if run.get(name) is None:
+                least = least_gpus(layout)
+                multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
+                raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
+        if self.optimizer_instances > 1:
+            shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
+            layout["fsdp"] = max(1, shards)
+        return {name: value for name, value in run.items() if value is not None}
+
+    def note_unread(self, settings: Mapping[str, Any], read: Collection[str], harmless: Collection[str]) -> None:
+        """List every setting that is not read, as ignored where it is known to be harmless, else as unknown."""
+        for name, value in settings.items():
+            if name not in read:
+                (self.ignored if name in harmless else self.unknown)[str(name)] = str(value)[:200]
+
+    def _model(self, sizes: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
+        """The model's fields with the user's vocabulary, and the name of the published model that has them."""
+        model = {**sizes, "vocab_size": vocab_size or sizes.get("vocab_size")}
+        if model["vocab_size"] is None:
+            raise SpecError(f"{self.source}: vocab_size is not in the configuration", "add --vocab-size N")
+        return model | {"name": published_name(model) or model.get("name", "model")}
+
+
+def positive_number(
+    data: Mapping[str, Any], name: str, hint: str = "write a number", unsaid: Collection[Any] = (None,)
+) -> int | None:
+    """A whole number of 1 or more in a configuration; None where it is one of the values that stand for none."""
+    value = data.get(name)
+    if value in unsaid:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SpecError(f"{name}: {value!r:.60} is no positive number", hint)
+    return value
+
+
+def least_gpus(layout: dict[str, Any]) -> int:
+    """The fewest GPUs that a layout's ranks fill: one replica of each stage, for the experts as for the rest."""
+    attention, experts = (layout.get("tp", 1) * layout.get("cp", 1), layout.get("ep", 1) * (layout.get("etp") or 1))
+    stages: int = max(1, layout.get("pp", 1))
+    return stages * math.lcm(max(1, attention), max(1, experts))

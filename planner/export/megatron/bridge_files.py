@@ -1,0 +1,431 @@
+"""Files that start Megatron-Bridge: a plan as overrides of a recipe, and launchers that pass them as Hydra does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from planner.answer import Plan
+from planner.export.environment import megatron_environment
+from planner.export.megatron.bridge_rows import DOWNLOADS, MOMENTS, OTHERWISE, RECIPES, SAME, TANH, flag_fields
+from planner.export.megatron.megatron_files import LOG, notes_on_options, requirements
+from planner.export.megatron.plan_arguments import (
+    DATA_PATH,
+    NEWEST,
+    PLACEHOLDERS,
+    first_run_arguments,
+    megatron_arguments,
+    training_arguments,
+)
+from planner.export.refusal import Objections
+from planner.export.run_settings import run_settings
+from planner.export.stated_model import ROTARY_BASE, stated
+from planner.export.trainer_files import (
+    Arguments,
+    ExportFile,
+    LaunchCommand,
+    Placeholder,
+    Requirement,
+    RunPart,
+    ShellText,
+    TrainerFiles,
+    TrainerVersion,
+    header,
+    promise,
+)
+from planner.specs.model import ModelSpec
+from planner.specs.model_parts import RopeScalingSpec
+from planner.trainers.rules.bridge_model import bridge_model_rules, family_of
+from planner.trainers.rules.common import release
+from planner.trainers.rules.facts import every_nth, query_width, rotary_method
+
+UNASKED: dict[str, Any] = {
+    "model.num_moe_experts": None,
+    "model.moe_shared_expert_intermediate_size": None,
+    "model.mtp_num_layers": None,
+    "model.moe_router_pre_softmax": False,
+    "model.moe_router_score_function": "softmax",
+    "model.moe_router_enable_expert_bias": False,
+    "model.moe_router_load_balancing_type": "none",
+    "model.moe_router_num_groups": None,
+    "model.moe_router_group_topk": None,
+    "model.moe_router_topk_scaling_factor": None,
+}
+"""Fields that the recipe with latent attention sets for DeepSeek-V3, as Megatron-LM has them unasked."""
+
+Overrides = dict[str, Any]
+
+
+def model_overrides(model: ModelSpec, fuses_activation: bool) -> Overrides:
+    """The fields; a field that a recipe sets for its own model is there even where it is the default."""
+    model = stated(model)
+    family = family_of(model)
+    overrides: Overrides = {
+        "gated_linear_unit": model.gated_mlp,
+        **_activation(model, fuses_activation),
+        **_windows(model),
+        **(_rotary(model) if model.position_embedding == "rope" else {}),
+        **_experts(model),
+    }
+    if family == "mla":
+        overrides |= _latent(model)
+    elif family == "gemma2":
+        overrides |= _gemma2(model)
+    else:
+        overrides["softmax_scale"] = model.attention_multiplier
+    if family == "gemma3":
+        overrides |= _gemma3(model)
+    return {f"model.{name}": value for name, value in overrides.items()}
+
+
+def _activation(model: ModelSpec, fuses: bool) -> Overrides:
+    """The activation, and its fusion with a bias, which makes every GELU the tanh's."""
+    fused = fuses and model.gated_mlp and model.activation in ("silu", "quick_gelu")
+    name = {"relu2": "squared_relu", "gelu_tanh": TANH}.get(model.activation, model.activation)
+    if fuses and model.activation == "gelu_tanh" and model.has_mlp_bias and not model.gated_mlp:
+        name, fused = "gelu", True
+    return {"activation_func": name, "bias_activation_fusion": fused}
+
+
+def _windows(model: ModelSpec) -> Overrides:
+    slides = [kind.attention == "sliding" for kind in model.layers]
+    if model.sliding_window is None or not any(slides):
+        return {}
+    nth = every_nth([not slide for slide in slides])
+    skipped: int | list[int] | None = None if all(slides) else nth or [int(slide) for slide in slides]
+    return {"window_size": [model.sliding_window - 1, 0], "window_attn_skip_freq": skipped}
+
+
+def _rotary(model: ModelSpec) -> Overrides:
+    """How frequencies are stretched, and the layers without rotary positions."""
+    overrides: Overrides = {}
+    n, layers = model.no_rope_layer_interval, model.num_hidden_layers
+    if n is not None and n <= layers:
+        overrides["no_rope_freq"] = [int((i + 1) % n == 0) for i in range(layers)]
+    scaling, method = model.rope_scaling, rotary_method(model)
+    if scaling is None or method is None or model.mla is not None:
+        return overrides
+    if method == "llama3":
+        return overrides | {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
+    if method == "linear":
+        return overrides | {"seq_len_interpolation_factor": scaling.factor}
+    # weights of null are those that follow from the factor
+    numbers = _yarn(scaling) | {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    rounded = {"yarn_correction_range_round_to_int": scaling.truncate is not False}
+    return overrides | {f"yarn_{name}": number for name, number in numbers.items()} | rounded
+
+
+def _yarn(scaling: RopeScalingSpec) -> Overrides:
+    """Numbers of yarn; those that are not given are usual."""
+    return {
+        "rotary_scaling_factor": scaling.factor or 1.0,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings or 4096,
+        "beta_fast": scaling.beta_fast or 32.0,
+        "beta_slow": scaling.beta_slow or 1.0,
+    }
+
+
+def _experts(model: ModelSpec) -> Overrides:
+    if model.moe is None and model.mla is None:
+        return {}
+    # the recipe with latent attention has experts
+    return {"moe_layer_freq": [int(kind.mlp == "moe") for kind in model.layers]}
+
+
+def _latent(model: ModelSpec) -> Overrides:
+    """Latent attention's own numbers, which the recipe has from DeepSeek-V3; yarn by 1 stretches nothing."""
+    assert model.mla is not None
+    method, scaling = rotary_method(model), model.rope_scaling
+    used = scaling if scaling is not None and method == "yarn" else RopeScalingSpec(rope_type="yarn", factor=1.0)
+    return {
+        "q_lora_rank": model.mla.q_lora_rank,
+        "num_query_groups": model.num_attention_heads,
+        **_yarn(used),
+        "mscale": 1.0 if used.mscale is None else used.mscale,
+        "mscale_all_dim": used.mscale_all_dim or 0.0,
+    }
+
+
+def _gemma2(model: ModelSpec) -> Overrides:
+    """Capped logits, and the number whose root divides attention's."""
+    scale = model.attention_multiplier or query_width(model) ** -0.5
+    scalar = scale**-2
+    return {
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
+    }
+
+
+def _gemma3(model: ModelSpec) -> Overrides:
+    """Bases of sliding and of full layers, the latter's stretching, and after how many sliding layers a full one is."""
+    base, method = round(model.rope_theta or ROTARY_BASE), rotary_method(model)
+    factor = model.rope_scaling.factor if model.rope_scaling is not None and method == "linear" else None
+    n = every_nth([kind.attention == "full" for kind in model.layers]) or 1
+    return {
+        "rotary_base": [round(model.rope_local_base_freq or base), base],
+        "rope_scaling_factor": factor or 1.0,
+        "seq_len_interpolation_factor": None,
+        "softmax_scale": model.attention_multiplier or query_width(model) ** -0.5,
+        "window_size": model.sliding_window,
+        "window_attn_skip_freq": None,
+        "interleaved_attn_pattern": [n - 1, 1],
+    }
+
+
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_DDP_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather")
+_PLAIN: Overrides = {"model.cuda_graph_impl": "none", "model.moe_shared_expert_overlap": False}
+"""Switches as recipes of models may not have them, back where Megatron-LM has them unasked."""
+_LATENT_RECIPE: Overrides = {
+    "optimizer.use_precision_aware_optimizer": False,
+    "optimizer.main_grads_dtype": "float32",
+    "optimizer.main_params_dtype": "float32",
+    "optimizer.exp_avg_dtype": "float32",
+    "optimizer.exp_avg_sq_dtype": "float32",
+}
+"""Fields of the optimizer that the recipe with latent attention sets, back at Megatron's defaults."""
+
+
+def arguments_for_bridge(plan: Plan) -> Arguments:
+    """Megatron-LM's arguments under the rules of Bridge. Raises Inexpressible where Bridge cannot run the plan."""
+    return megatron_arguments(plan, "bridge", bridge_model_rules(plan.runtime_spec.version))
+
+
+def bridge_overrides(plan: Plan) -> Overrides:
+    """All overrides of a plan. Raises Inexpressible where Megatron-LM or Bridge cannot run it."""
+    arguments = arguments_for_bridge(plan)
+    objections = Objections("bridge", [], "export to megatron")
+    model = plan.model.spec
+    objections.when(
+        model.position_embedding == "learned" and model.max_position_embeddings != plan.training.seq_length,
+        "max_position_embeddings",
+        f"its table has seq_length {plan.training.seq_length} rows, the model's {model.max_position_embeddings}",
+    )
+    objections.raise_any()
+    overrides: Overrides = dict(_PLAIN) if model.mla is None else _PLAIN | _LATENT_RECIPE | UNASKED
+    for option, value in arguments.items():
+        if option in SAME:
+            overrides[SAME[option]] = list(value) if isinstance(value, tuple) else value
+        else:
+            assert option in OTHERWISE, option
+    return overrides | _derived(plan, arguments) | model_overrides(model, plan.runtime_spec.fused_activation)
+
+
+def _derived(plan: Plan, arguments: Arguments) -> Overrides:
+    """Fields that Bridge spells differently, and fields that its recipes set and a plan must unset."""
+    layout, model = plan.parallelism, plan.model.spec
+    overlaps = "--overlap-param-gather" in arguments
+    overrides: Overrides = {
+        "model.seq_length": plan.training.seq_length,
+        "dataset.seq_length": plan.training.seq_length,
+        "tokenizer.vocab_size": model.vocab_size,
+        "model.vocab_size": model.vocab_size,
+        "model.should_pad_vocab": True,
+        "model.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "model.pipeline_dtype": "float16" if plan.training.dtype == "fp16" else "bfloat16",
+        **_mixed_precision(plan, arguments),
+        **flag_fields(arguments),
+        "ddp.align_param_gather": overlaps and layout.vpp > 1,
+        **_kernels(plan, arguments),
+        **_of_switches(arguments),
+        **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"), arguments["--weight-decay"]),
+        **{f"model.{name}": arguments.get(f"--{name.replace('_', '-')}") for name in _RECOMPUTE},
+    }
+    if "--pipeline-model-parallel-layout" not in arguments:
+        overrides["model.pipeline_model_parallel_layout"] = None
+    if model.mla is not None:
+        overrides |= _instead_of_deepseek(arguments, overrides)
+    if isinstance(modules := arguments.get("--recompute-modules"), tuple):
+        overrides["model.recompute_modules"] = list(modules)
+    return overrides
+
+
+def _of_switches(arguments: Arguments) -> Overrides:
+    """Fields that a switch sets beside those that stand for its options: random numbers of graphs, dtypes."""
+    has_graphs = arguments.get("--cuda-graph-impl", "none") != "none"
+    overrides = Overrides()
+    if has_graphs:
+        overrides |= dict.fromkeys(("model.use_te_rng_tracker", "rng.te_rng_tracker"), True)
+    if "--cuda-graph-modules" in arguments:
+        # the older name of the field, which recipes set; Megatron core refuses both
+        overrides["model.cuda_graph_scope"] = None
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if (dtype := arguments.get(f"--{name.replace('_', '-')}")) is not None:
+            overrides[f"optimizer.{name}"] = MOMENTS[str(dtype)]
+    return overrides
+
+
+def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
+    """Fusions and exchanges that Bridge chooses by what it finds installed, as Megatron-LM has them unasked."""
+    p2p = plan.parallelism.vpp > 1 and "--no-overlap-p2p-communication" not in arguments
+    return {
+        "model.apply_rope_fusion": arguments["--position-embedding-type"] == "rope"
+        and "--no-rope-fusion" not in arguments,
+        "model.bias_dropout_fusion": True,
+        "model.cross_entropy_fusion_impl": arguments.get("--cross-entropy-fusion-impl", "native"),
+        "model.overlap_p2p_comm": p2p,
+        "model.batch_p2p_comm": not p2p,
+    }
+
+
+def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
+    """Precision, field by field: Bridge's names for precisions also decide the dtype of gradients and outer layers.
+
+    One recipe holds such a name, which an object replaces; the other holds an object, whose fields are set.
+    """
+    half = plan.training.dtype == "fp16"
+    in_fp32 = "--accumulate-allreduce-grads-in-fp32" if half else "--grad-reduce-in-bf16"
+    fields: Overrides = {
+        "fp16": half,
+        "bf16": not half,
+        "grad_reduce_in_fp32": (in_fp32 in arguments) == half,
+        "fp8": arguments.get("--fp8-format"),
+        "fp8_recipe": arguments.get("--fp8-recipe", "tensorwise"),
+        "fp8_param_gather": "--fp8-param-gather" in arguments,
+        "reuse_grad_buf_for_mxfp8_param_ag": "--reuse-grad-buf-for-mxfp8-param-ag" in arguments,
+        "fp4": arguments.get("--fp4-format"),
+        "fp4_recipe": arguments.get("--fp4-recipe", "nvfp4"),
+        "fp4_param_gather": "--fp4-param-gather" in arguments,
+    }
+    name = "float16" if half else "bfloat16"
+    dtypes = ("params_dtype", "pipeline_dtype")
+    if plan.model.spec.mla is not None:
+        fields |= dict.fromkeys(dtypes, name)
+        return {f"mixed_precision.{field}": value for field, value in fields.items()}
+    fields |= {field: {"_target_": f"torch.{name}", "_call_": False} for field in dtypes}
+    return {"mixed_precision": {"_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig", **fields}}
+
+
+def _instead_of_deepseek(arguments: Arguments, overrides: Overrides) -> Overrides:
+    """Fields that the recipe sets as DeepSeek-V3 has them, as this model has them.
+
+    Its switches of overlaps come after the model's own and those of `ddp`; Bridge switches on those that are left open.
+    """
+    fields = ("model.overlap_p2p_comm", "model.batch_p2p_comm", *(f"ddp.{name}" for name in _DDP_OVERLAPS))
+    overlaps = {f"comm_overlap.{field.partition('.')[2]}": overrides[field] for field in fields}
+    return overlaps | {
+        "model.expert_model_parallel_size": arguments.get("--expert-model-parallel-size", 1),
+        "model.expert_tensor_parallel_size": arguments.get("--expert-tensor-parallel-size", 1),
+        "comm_overlap.tp_comm_overlap": "--tp-comm-overlap" in arguments,
+        "comm_overlap.overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm" in arguments,
+        "comm_overlap.delay_wgrad_compute": "--delay-wgrad-compute" in arguments,
+    }
+
+
+_LEFT_OUT = ("--padded-vocab-size", "--mock-data", "--save-retain-interval")
+"""The model's own vocabulary is a field already, mock data is an option of run_recipe.py, and Bridge deletes old
+checkpoints by their number."""
+_KEPT_CHECKPOINTS = 10
+_FIRST_SECTIONS = "0.17"
+"""The first Megatron core whose Bridge has a section `validation` and reads paths of data as one text."""
+
+
+def first_run(plan: Plan) -> RunPart:
+    """A short run on mock data, which saves nothing."""
+    words = [*_words(plan, first_run_arguments(plan)), "checkpoint.save=null", "checkpoint.load=null"]
+    return RunPart({"--dataset": "mock"}, tuple(words))
+
+
+def training_run(plan: Plan) -> RunPart:
+    """Training, on the user's data."""
+    kept = f"checkpoint.most_recent_k={_KEPT_CHECKPOINTS}"
+    return RunPart(words=(*_words(plan, training_arguments(plan)), kept))
+
+
+def hydra(value: Any) -> str:
+    """A value in Hydra's grammar for overrides: JSON, except that keys of a dictionary have no quotes."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{hydra(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _words(plan: Plan, arguments: Arguments) -> list[str]:
+    version = plan.runtime_spec.version
+    is_old = bool(version) and release(version) < release(_FIRST_SECTIONS)
+    words: list[str] = []
+    for option, value in arguments.items():
+        if option in _LEFT_OUT:
+            continue
+        path = SAME[option]
+        if is_old and path.startswith("validation."):
+            path = path.replace("validation.", "train.")
+        if is_old and option == "--data-path":
+            words.append(ShellText(f'"dataset.blend=[[\\"{DATA_PATH.words}\\"],null]"'))
+        elif isinstance(value, ShellText):
+            words.append(ShellText(f'"{path}=\\"{value.unquoted}\\""'))
+        else:
+            words.append(f"{path}={hydra(value)}")
+    return words
+
+
+_RELEASES = {"0.17": "0.4", "0.18": "0.5", "0.19": "0.6", "0.20": "0.7"}
+"""Megatron core to the release of Megatron-Bridge whose submodule it is."""
+_NEWEST = "0.7.0"
+_OVERRIDES_FILE = "bridge.json"
+_CHECKOUT = Placeholder("BRIDGE_PATH", "checkout of Megatron-Bridge", default="$PWD", kind="folder", in_first_run=True)
+
+
+def export_bridge(plan: Plan) -> TrainerFiles:
+    """Overrides of a recipe that needs no download, and the command that passes them.
+
+    Raises Inexpressible where Bridge cannot run the plan.
+    """
+    version = plan.runtime_spec.version
+    objections = Objections("bridge", [], f"plan again with --runtime bridge@{max(_RELEASES)}")
+    objections.when(version and version not in _RELEASES, "version", f"no release has Megatron core {version}")
+    objections.raise_any()
+    written_for = f"Megatron-Bridge {_RELEASES[version] if version else _NEWEST}"
+    overrides = bridge_overrides(plan)
+    words = [f"{path}={hydra(value)}" for path, value in overrides.items()]
+    notes = _notes(plan)
+    variables = megatron_environment(plan)
+    comments = header(plan, written_for, notes)
+    recipe = RECIPES[family_of(plan.model.spec)]
+    first, training = first_run(plan), training_run(plan)
+    data = {
+        "recipe": recipe,
+        "world_size": plan.parallelism.num_gpus_used,
+        "env": variables,
+        "overrides": words,
+        "first_run": _unquoted(first.words),
+        "training_run": _unquoted(training.words),
+    }
+    command = LaunchCommand(
+        program='"$BRIDGE_PATH"/scripts/training/run_recipe.py',
+        arguments={"--recipe": recipe, "--mode": "pretrain"},
+        words=tuple(words),
+        first_run=first,
+        training_run=training,
+        placeholders=(_CHECKOUT, *PLACEHOLDERS),
+        requirements=(
+            *requirements(arguments_for_bridge(plan)),
+            Requirement("megatron.bridge", "the trainer", hint="pip install megatron-bridge"),
+        ),
+        trainer=TrainerVersion(
+            "Megatron core", is_exactly=version, at_least="" if version else NEWEST, package="megatron-core"
+        ),
+        promise=promise(plan, LOG),
+        environment=variables,
+        exit_minutes="train.exit_duration_in_mins={}",
+        comments=comments,
+    )
+    file = ExportFile(_OVERRIDES_FILE, json.dumps(data, indent=2) + "\n")
+    return TrainerFiles(written_for, (file,), command, notes)
+
+
+def _unquoted(words: Iterable[str]) -> list[str]:
+    """Words as Hydra sees them, with variables as `${NAME}`."""
+    return [word[1:-1].replace('\\"', '"') if isinstance(word, ShellText) else word for word in words]
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    """Placeholders, notes on Megatron-LM's options, and downloads of the recipe."""
+    notes = [
+        *run_settings(plan).notes,
+        *notes_on_options(plan),
+    ]
+    if download := DOWNLOADS.get(family_of(plan.model.spec)):
+        notes.append(f"the recipe reads the configuration of {download} from Hugging Face or its cache")
+    return tuple(notes)

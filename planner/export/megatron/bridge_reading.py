@@ -1,0 +1,413 @@
+"""A run of Megatron-Bridge, a recipe or overrides of one: its configuration tree as options and fields of a model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.followed.python_recipe import Evaluator, chosen_recipe
+from planner.export.followed.python_values import CallRecord
+from planner.export.followed.shell_script import Script, read_script
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
+from planner.export.megatron.bridge_rows import FLAGS, MOMENTS, RECIPES, SAME, TANH
+from planner.export.megatron.option_words import Options, options_of
+from planner.export.megatron.script_reading import run_of
+from planner.export.named_models import Model, model_called, num_layers_of
+from planner.specs.reading import kind_of
+from planner.trainers.rules.facts import every_nth
+
+_YARN = {
+    "rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
+}  # fmt: skip
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_NAMES = (
+    "activation_func", "layernorm_zero_centered_gamma", "softmax_scale", "query_pre_attn_scalar", "no_rope_freq",
+    "window_attn_skip_freq", "interleaved_attn_pattern", "rope_scaling", "rope_scaling_factor",
+    "seq_len_interpolation_factor", "yarn_correction_range_round_to_int", *_YARN, *(f"yarn_{n}" for n in _YARN), *_CAPS,
+)  # fmt: skip
+MODEL_FIELDS = frozenset(f"model.{name}" for name in _NAMES)
+"""Paths that are read here."""
+
+
+def model_fields(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+    """Fields of a ModelSpec, as far as the configuration says them."""
+    given = {name: fields[f"model.{name}"] for name in _NAMES if f"model.{name}" in fields}
+    found: dict[str, Any] = {}
+    if "activation_func" in given:
+        found["activation"] = _activation(str(given["activation_func"]), fields)
+    if isinstance(centred := given.get("layernorm_zero_centered_gamma"), bool):
+        found["zero_centered_norm"] = centred
+    if isinstance(scale := given.get("softmax_scale"), float):
+        found["attention_multiplier"] = scale
+    found |= {name: given[name] for name in _CAPS if isinstance(given.get(name), float)}
+    found |= _layers(given, fields) | _scaling(given, bool(fields.get("model.multi_latent_attention")))
+    return found | _of_gemma(given, fields, recipe)
+
+
+def _activation(name: str, fields: Mapping[str, Any]) -> str:
+    """A GELU that is fused with a bias is the tanh's."""
+    fused = fields.get("model.bias_activation_fusion") is True
+    if name == "gelu":
+        return "gelu_tanh" if fused else "gelu"
+    return {"squared_relu": "relu2", TANH: "gelu_tanh"}.get(name, name)
+
+
+def _layers(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers with a window, and those without rotary positions."""
+    found: dict[str, Any] = {}
+    skipped, unrotated = given.get("window_attn_skip_freq"), given.get("no_rope_freq")
+    if isinstance(skipped, int) and fields.get("model.window_size"):
+        found["sliding_window_pattern"] = skipped
+    elif isinstance(skipped, list):
+        found |= {"layer_types": ["sliding" if slides else "full" for slides in skipped]}
+    if isinstance(unrotated, int):
+        found["no_rope_layer_interval"] = unrotated
+    elif isinstance(unrotated, list):
+        found["no_rope_layer_interval"] = every_nth([bool(flag) for flag in unrotated])
+    return found
+
+
+def _scaling(given: Mapping[str, Any], is_latent: bool) -> dict[str, Any]:
+    """How rotary frequencies are stretched; a factor of 1 stretches nothing."""
+    prefix = "" if is_latent else "yarn_"
+    yarn = {name: given.get(f"{prefix}{field}") for field, name in _YARN.items()}
+    if yarn["factor"] not in (None, 1, 1.0):
+        rounded = given.get("yarn_correction_range_round_to_int", True)
+        return {"rope_scaling": {"rope_type": "yarn", **yarn, "truncate": None if rounded else False}}
+    if given.get("rope_scaling") is True:
+        return {"rope_scaling": {"rope_type": "llama3", "factor": given.get("rope_scaling_factor"), **_LLAMA3}}
+    if (factor := given.get("seq_len_interpolation_factor")) not in (None, 1, 1.0):
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    return {"rope_scaling": None} if is_latent else {}
+
+
+def _of_gemma(given: Mapping[str, Any], fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+    """The parts that recipes of Gemma 2 and 3 build, whatever is overridden."""
+    if recipe not in (RECIPES["gemma2"], RECIPES["gemma3"]):
+        return {}
+    hidden = fields.get("model.hidden_size")
+    found: dict[str, Any] = {"post_norms": True}
+    if isinstance(hidden, int):
+        found["embedding_multiplier"] = hidden**0.5
+    if recipe == RECIPES["gemma2"]:
+        scalar = given.get("query_pre_attn_scalar")
+        scaled = {"attention_multiplier": scalar**-0.5} if isinstance(scalar, (int, float)) and scalar > 0 else {}
+        return found | scaled | {"sliding_window_pattern": 2}
+    if isinstance(bases := fields.get("model.rotary_base"), list) and len(bases) == 2:
+        found |= {"rope_local_base_freq": float(bases[0]), "rope_theta": float(bases[1])}
+    if isinstance(window := fields.get("model.window_size"), int):
+        found["sliding_window"] = window
+    if isinstance(pattern := given.get("interleaved_attn_pattern"), list) and len(pattern) == 2:
+        found["sliding_window_pattern"] = sum(pattern)
+    if (factor := given.get("rope_scaling_factor")) not in (None, 1, 1.0):
+        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return found
+
+
+Fields = Mapping[str, Any]
+"""Path of a field (`model.num_layers`) to its value."""
+
+_PATHS = {path: option for option, path in SAME.items()}
+# the check of the loss is read as that of the gradients
+_FLAGS = {flag.field: flag for flag in FLAGS if not flag.field.startswith("rerun_state_machine.")}
+_ACTIVATIONS = {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"}
+_VALUED = {
+    "model.seq_length": "--seq-length",
+    "model.vocab_size": "--vocab-size",
+    "model.virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "model.num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "model.num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "model.recompute_modules": "--recompute-modules",
+    "model.window_size": "--window-size",
+    "mixed_precision.fp8": "--fp8-format",
+    "mixed_precision.fp4": "--fp4-format",
+}
+READ_FIELDS = frozenset({
+    *_PATHS, *_FLAGS, *_VALUED, *MODEL_FIELDS, "model.activation_func", "dataset.seq_length", "model.moe_layer_freq",
+    "model.window_attn_skip_freq", "model.overlap_p2p_comm", "mixed_precision", "mixed_precision.fp8_recipe",
+    "mixed_precision.grad_reduce_in_fp32", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype",
+    "model.bias_activation_fusion",
+})  # fmt: skip
+"""Paths that are read."""
+_WHOLE = """
+    logger checkpoint dataset tokenizer scheduler rng validation profiling env_vars straggler nvrx
+    rerun_state_machine dist inprocess_restart ft peft tensor_inspect inference log resume exp_manager
+"""
+"""Sections of the tree."""
+_HARMLESS = {
+    "train": """
+        train_ eval_ manual_gc exit empty skip rampup check_
+    """,
+    "optimizer": """
+        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled
+    """,
+    "ddp": """
+        average align_ grad_reduce check_for data_parallel_sharding use_megatron nccl pad fp8
+    """,
+    "model": """
+        init_method layernorm_eps rotary rope pipeline_dtype params_dtype autocast calculate
+        attention_softmax should_pad use_te_rng bf16$ fp16$ perform_init batch_p2p
+        bias_dropout apply_rope cuda_graph_warmup generation hf_ yarn mtp_loss cross_entropy_fusion_impl
+        original_max beta_ mscale no_rope seq_len_interp softmax_scale query_pre persist masked_softmax
+        gradient_acc async_tensor apply_query num_moe_experts tp_comm_bootstrap disable_parameter
+        scatter_emb moe_(aux|z_loss|permute|grouped)
+        moe_router_(bias|load|score|pre|num|group|dtype|fusion|force)
+    """,
+    "mixed_precision": """
+        params_dtype pipeline_dtype autocast fp8_param fp4_param reuse fp8_recipe fp4_recipe num_layers_at
+        first_last fp8_wgrad loss_scale hyst
+    """,
+    "comm_overlap": """
+        tp_comm_overlap_cfg overlap_p2p batch_p2p bucket defer wgrad data_parallel align
+        overlap_param_gather_with
+    """,
+}
+"""Beginnings of fields, by section."""
+IGNORED = re.compile(
+    "|".join(
+        (
+            rf"({'|'.join(_WHOLE.split())})\b",
+            *(rf"{section}\.({'|'.join(words.split())})" for section, words in _HARMLESS.items()),
+        )
+    )
+)
+"""Paths of fields that change neither seconds nor bytes of a step."""
+_OPTION_MOMENTS = {theirs: ours for ours, theirs in MOMENTS.items()}
+_RECIPES = (
+    (r"mxfp8", {"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "mxfp8"}),
+    (r"nvfp4", {"mixed_precision.fp4": "e2m1"}),
+    (r"current_scaling|fp8_cs|fp8cs", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "tensorwise"}),
+    (r"subchannel|blockwise|fp8_sc", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "blockwise"}),
+    (r"fp8", {"mixed_precision.fp8": "hybrid", "mixed_precision.fp8_recipe": "delayed"}),
+)
+"""Dtypes that the names of precisions say beside bf16 and fp16."""
+
+
+def fields_of(record: CallRecord) -> dict[str, Any]:
+    """Paths and values of a configuration that was followed; classes and dtypes by their names."""
+    fields: dict[str, Any] = {}
+    for path, value in record.flat():
+        if isinstance(value, CallRecord):
+            value = value.kind.rpartition(".")[2]
+        if isinstance(value, (str, int, float, list, dict)) or value is None:
+            fields[path] = value
+    precision = record.get("mixed_precision")
+    if isinstance(precision, CallRecord):
+        set_fields = {path: value for path, value in fields.items() if path.startswith("mixed_precision.")}
+        defaults = {f"mixed_precision.{name}": value for name, value in precision.defaults.items()}
+        fields |= {p: v for p, v in defaults.items() if p in READ_FIELDS} | precision_named(precision.kind) | set_fields
+    return fields
+
+
+def precision_named(name: str) -> dict[str, Any]:
+    """The fields of a precision that is given by name, such as `bf16_with_mxfp8_mixed`."""
+    if not re.search(r"mixed|precision|bf16|fp16", name):
+        return {}
+    half = "fp16" in name and "bf16" not in name
+    fields: dict[str, Any] = {"mixed_precision.fp16": half, "mixed_precision.bf16": not half}
+    return fields | next((more for pattern, more in _RECIPES if re.search(pattern, name)), {})
+
+
+def options_of_fields(fields: Fields) -> dict[str, list[str]]:
+    """The fields as options of Megatron-LM."""
+    precision = fields.get("mixed_precision")
+    if isinstance(precision, dict):
+        fields = {**fields, **{f"mixed_precision.{name}": value for name, value in precision.items()}}
+    elif isinstance(precision, str):
+        fields = {**precision_named(precision), **fields}
+    options: dict[str, list[str]] = {}
+    for path, value in fields.items():
+        name = _PATHS.get(path) or _VALUED.get(path)
+        flag = _FLAGS.get(path)
+        if flag is not None and value is flag.value:
+            options[flag.option] = []
+        elif path == "model.activation_func" and value in _ACTIVATIONS:
+            options[_ACTIVATIONS[value]] = []
+        elif name is not None and value is not None and value is not False and value != []:
+            items = value if isinstance(value, list) else [] if value is True else [value]
+            options[name] = [str(item) for item in items]
+    if isinstance(skipped := fields.get("model.window_attn_skip_freq"), (int, list)) and not isinstance(skipped, bool):
+        options["--window-attn-skip-freq"] = [str(skipped)]
+    if isinstance(fields.get("dataset.seq_length"), int):
+        options.setdefault("--seq-length", [str(fields["dataset.seq_length"])])
+    if isinstance(layout := fields.get("model.pipeline_model_parallel_layout"), list):
+        options["--pipeline-model-parallel-layout"] = [_layout_string(layout)]
+    return {**options, **_derived(fields, options)}
+
+
+_SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def _layout_string(stages: list[Any]) -> str:
+    """A layout as lists of names, in the letters of Megatron-LM."""
+    return "|".join(
+        "".join(_SYMBOLS.get(str(name), "t") for name in (stage if isinstance(stage, list) else [stage]))
+        for stage in stages
+    )
+
+
+def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:
+    """Options whose meaning several fields take together."""
+    derived: dict[str, list[str]] = {}
+    if "--num-query-groups" in options:
+        derived["--group-query-attention"] = []
+    if fields.get("model.overlap_p2p_comm") is False and "--num-virtual-stages-per-pipeline-rank" in options:
+        derived["--no-overlap-p2p-communication"] = []
+    if "--num-experts" in options and isinstance(pattern := fields.get("model.moe_layer_freq"), list):
+        runs = [f"[{has_experts}]*{len(list(run))}" for has_experts, run in groupby(pattern)]
+        derived["--moe-layer-freq"] = [f"({'+'.join(runs)})"]
+    if "--fp8-format" in options:
+        derived["--fp8-recipe"] = [str(fields.get("mixed_precision.fp8_recipe") or "tensorwise")]
+    if "--cross-entropy-loss-fusion" in options and "--cross-entropy-fusion-impl" not in options:
+        derived["--cross-entropy-fusion-impl"] = ["te"]  # as its recipes have it
+    in_fp32 = fields.get("mixed_precision.grad_reduce_in_fp32", fields.get("ddp.grad_reduce_in_fp32"))
+    if in_fp32 is not None and in_fp32 == ("--fp16" in options):
+        derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if dtype := fields.get(f"optimizer.{name}"):
+            derived[f"--{name.replace('_', '-')}"] = [_OPTION_MOMENTS.get(str(dtype), str(dtype))]
+    if fields.get("model.bias_activation_fusion") is False and "--swiglu" in options:
+        derived["--no-bias-swiglu-fusion"] = []
+    return derived
+
+
+def sort_fields(fields: Fields, ignored: dict[str, str], unknown: dict[str, str]) -> None:
+    """Note every field that is not read as ignored where it is known to be harmless or off, else as unknown."""
+    for path, value in fields.items():
+        if path in READ_FIELDS or path.startswith("mixed_precision."):
+            continue
+        is_off = value is None or value is False or value in ([], "", "none", "float32")
+        (ignored if is_off or IGNORED.match(path) else unknown)[path] = str(value)[:200]
+
+
+_RANKS = ("--nnodes", "--nproc-per-node")
+"""The options of torchrun that say how many ranks there are."""
+_MARKS = ("model", "train", "ddp", "mixed_precision")
+_HARDWARE = ("h100", "h200", "b200", "b300", "gb200", "gb300", "a100")
+
+
+def read_bridge(config: ConfigFile) -> ImportedRun:
+    """The run that a recipe's function, or its overrides, describe; a recipe that is only named is not known.
+
+    Raises SpecError for a text without overrides or recipes, and for values that are no numbers.
+    """
+    is_python = re.search(r"^\s*def |^from |^import ", config.text, re.MULTILINE)
+    # a manifest of Kubernetes has programs in its ConfigMap
+    if is_python and not config.text.startswith("#!") and not re.search(r"^apiVersion:", config.text, re.MULTILINE):
+        return _read_recipe(config)
+    words, script, recipe = _words(config)
+    fields = dict(_field(word) for word in words)
+    if not fields:
+        raise SpecError("the text overrides no field of a recipe", "give bridge.json, or the script that sets fields")
+    imported = _run(fields, script, recipe)
+    imported.notes.append("what the recipe sets beside these overrides is not read")
+    return imported
+
+
+def _read_recipe(config: ConfigFile) -> ImportedRun:
+    evaluator = Evaluator(config)
+    record = chosen_recipe(evaluator, config.recipe, _MARKS)
+    if record is None:
+        raise SpecError("no function of the file returns a recipe that can be followed", "give the recipe's own file")
+    names = [name for name in evaluator.own_functions() if not name.startswith("_")]
+    name = config.recipe or (names[0] if len(names) == 1 else "")
+    fields = fields_of(record)
+    script = Script(variables={"WORLD_SIZE": [match[1]]} if (match := re.search(r"_(\d+)gpus?_", name)) else {})
+    imported = _run(fields, script, name, _hub_name(record))
+    hardware = next((gpu for gpu in _HARDWARE if f"_{gpu}_" in name), None)
+    if hardware is not None:
+        imported.run["hardware"] = hardware
+    return imported
+
+
+def _hub_name(record: CallRecord) -> str:
+    """The repository of the hub that the recipe's model comes from."""
+    model = record.fields.get("model")
+    arguments = model.arguments if isinstance(model, CallRecord) else []
+    return next((argument for argument in arguments if isinstance(argument, str)), "")
+
+
+def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
+    launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
+    options = {**launched, **options_of_fields(fields)}
+    named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
+    imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
+    imported.run["runtime"] = "bridge"
+    if imported.run["model"] is not None and named is None:
+        imported.run["model"] |= model_fields(fields, recipe)
+    imported.unknown.clear()
+    sort_fields(fields, imported.ignored, imported.unknown)
+    if imported.run["model"] is None:
+        imported.run["model"] = named
+        if named is None and (hub_name or recipe):
+            imported.notes.append(f"{hub_name or recipe} is no model that the planner knows: add --model")
+        imported.run["parallelism"] |= _expert_tensor_parallel(imported.run["model"], fields)
+        _sort_mixture(imported)
+    imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
+    return imported
+
+
+def _expert_tensor_parallel(model: Model | None, fields: Fields) -> dict[str, Any]:
+    """A mixture's experts are split as its attention is unless told."""
+    if model is None:
+        return {}
+    size = fields.get("model.expert_tensor_parallel_size") or fields.get("model.tensor_model_parallel_size") or 1
+    return {"etp": size} if isinstance(size, int) else {}
+
+
+def _sort_mixture(imported: ImportedRun) -> None:
+    """Features of mixtures that a model by name may have."""
+    imported.run["features"].pop("dispatcher", None)
+
+
+def model_of_recipe(recipe: str) -> Model | None:
+    """The model that a recipe's name begins with: `qwen3_30b_a3b_pretrain_config`."""
+    parts = re.split(r"_(?:pretrain|sft|peft|finetune|config|low_precision|lora)", recipe)[0].split("_")
+    for length in range(len(parts), 0, -1):
+        if (model := model_called("-".join(parts[:length]))) is not None:
+            return model
+    return None
+
+
+def _words(config: ConfigFile) -> tuple[list[str], Script, str]:
+    """The overrides as words, the variables around them, and the name of the recipe."""
+    text = config.text
+    if text.lstrip().startswith("{"):
+        data = json_of(text, "give the bridge.json that plan export wrote")
+        world = {"WORLD_SIZE": [str(data["world_size"])]} if data.get("world_size") else {}
+        overrides = data.get("overrides", [])
+        if not isinstance(overrides, list):
+            raise SpecError(f"overrides: holds {kind_of(overrides)}, not a list", 'write ["train.train_iters=100", …]')
+        return [str(word) for word in overrides], Script(variables=world), str(data.get("recipe", ""))
+    if re.match(r"(#.*\n|\s|---)*(model|train|ddp|optimizer):\s*(#.*)?\n", text):
+        data = yaml_of(text, "give the file of overrides")
+        rows = _flat(data) if isinstance(data, dict) else []
+        return [f"{path}={json.dumps(value)}" for path, value in rows], Script(), ""
+    script = read_script(text, config.beside)
+    recipes = [script.words[i + 1] for i, word in enumerate(script.words[:-1]) if word == "--recipe"]
+    return [word for word in script.words if re.match(r"[+a-z_]+(\.\w+)+=", word)], script, next(iter(recipes), "")
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for name, value in data.items():
+        rows += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return rows
+
+
+def _field(word: str) -> tuple[str, Any]:
+    """An override's path and value."""
+    path, _, value = word.partition("=")
+    if value.startswith("{"):
+        # Hydra writes keys without quotes
+        value = re.sub(r"([{,])(\w+):", r'\1"\2":', value)
+    try:
+        return path.lstrip("+"), json_of(value, "")
+    except SpecError:
+        return path.lstrip("+"), {"True": True, "False": False, "None": None}.get(value, value)

@@ -1,0 +1,202 @@
+"""Files that start Megatron-LM: options as YAML, and launchers that pass the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import yaml
+
+from planner.answer import Plan
+from planner.export.environment import megatron_environment
+from planner.export.megatron.plan_arguments import (
+    NEWEST,
+    PLACEHOLDERS,
+    first_run_arguments,
+    megatron_arguments,
+    training_arguments,
+    written_for,
+)
+from planner.export.run_settings import run_settings
+from planner.export.stated_model import notes_on_model
+from planner.export.target_price import notes_on_price
+from planner.export.trainer_files import (
+    IMAGE_OF_AMD,
+    Arguments,
+    ExportFile,
+    LaunchCommand,
+    Placeholder,
+    Requirement,
+    RunPart,
+    ShellText,
+    TrainerFiles,
+    TrainerVersion,
+    header,
+    promise,
+)
+from planner.trainers.rules.megatron_core import NEW_QUERY_NORM_SINCE, norms_queries_twice
+
+_IMAGE_OF_AMD = f"use the image {IMAGE_OF_AMD}"
+_TRANSFORMER_ENGINE = "pip install --no-build-isolation transformer_engine[pytorch]"
+
+
+class _Need(NamedTuple):
+    """A feature of Transformer Engine, the least version that has it, and the options that ask for it."""
+
+    at_least: str
+    reason: str
+    is_asked: Callable[[Arguments], bool]
+
+
+def _has(*options: str) -> Callable[[Arguments], bool]:
+    return lambda arguments: any(option in arguments for option in options)
+
+
+def _is(option: str, *values: str) -> Callable[[Arguments], bool]:
+    return lambda arguments: arguments.get(option) in values
+
+
+def _graphs_modules(arguments: Arguments) -> bool:
+    return arguments.get("--cuda-graph-impl") == "transformer_engine"
+
+
+_TRANSFORMER_ENGINE_NEEDS = (
+    _Need("1.13", "--transformer-impl transformer_engine", _is("--transformer-impl", "transformer_engine")),
+    _Need("2.1", "--moe-permute-fusion", _has("--moe-permute-fusion")),
+    _Need("2.1", "moments in 16 bits", _has("--exp-avg-dtype", "--exp-avg-sq-dtype")),
+    _Need("2.2", "--fp8-recipe tensorwise", _is("--fp8-recipe", "tensorwise")),
+    _Need("2.1", "--fp8-recipe mxfp8", _is("--fp8-recipe", "mxfp8")),
+    _Need("2.3", "--fp8-recipe blockwise", _is("--fp8-recipe", "blockwise")),
+    _Need("2.7", "--fp4-format", _has("--fp4-format")),
+    _Need("2.8", "attention sinks (--softmax-type)", _has("--softmax-type")),
+    _Need("2.8", "--delay-wgrad-compute", _has("--delay-wgrad-compute")),
+    _Need(
+        "2.10", "--delay-wgrad-compute in graphs",
+        lambda arguments: "--delay-wgrad-compute" in arguments and _graphs_modules(arguments),
+    ),
+    _Need("2.14", "--use-transformer-engine-op-fuser", _has("--use-transformer-engine-op-fuser")),
+    _Need(
+        "2.14", "--fine-grained-activation-offloading in graphs",
+        lambda arguments: "--fine-grained-activation-offloading" in arguments and _graphs_modules(arguments),
+    ),
+)  # fmt: skip
+"""From Megatron core's own checks (arguments.py, transformer_config.py, extensions/transformer_engine.py, main)."""
+
+
+def requirements(arguments: Arguments, is_amd: bool = False) -> Iterator[Requirement]:
+    """The packages that the options need; on AMD GPUs they are builds for ROCm under the same names."""
+    yield Requirement("torch", "everything", package="torch", at_least="2.4")
+    needs = [need for need in _TRANSFORMER_ENGINE_NEEDS if need.is_asked(arguments)]
+    if needs:
+        highest = max(needs, key=lambda need: tuple(map(int, need.at_least.split("."))))
+        yield Requirement(
+            "transformer_engine.pytorch",
+            highest.reason,
+            "transformer_engine",
+            highest.at_least,
+            f"build ROCm/TransformerEngine, or {_IMAGE_OF_AMD}" if is_amd else _TRANSFORMER_ENGINE,
+        )
+    if "--no-gradient-accumulation-fusion" not in arguments:
+        yield Requirement(
+            "fused_weight_gradient_mlp_cuda",
+            "fused gradient accumulation, which the output layer takes from apex",
+            hint=f"build ROCm/apex with --cpp_ext --cuda_ext, or {_IMAGE_OF_AMD}"
+            if is_amd
+            else "build NVIDIA/apex with --cpp_ext --cuda_ext, or use NVIDIA's PyTorch container",
+        )
+    if arguments.get("--moe-token-dispatcher-type") == "flex":
+        yield from _dispatcher(arguments, is_amd)
+
+
+def _dispatcher(arguments: Arguments, is_amd: bool) -> Iterator[Requirement]:
+    """DeepEP, or its branch that has HybridEP."""
+    if arguments.get("--moe-flex-dispatcher-backend") == "hybridep":
+        hint = "install the branch hybrid-ep of deepseek-ai/DeepEP"
+        yield Requirement("deep_ep:HybridEPBuffer", "--moe-flex-dispatcher-backend hybridep", hint=hint)
+    else:
+        hint = "install deepseek-ai/DeepEP, with NVSHMEM where experts span nodes"
+        if is_amd:
+            hint = "install ROCm/DeepEP, with rocSHMEM where experts span nodes"
+        yield Requirement("deep_ep:Buffer", "--moe-flex-dispatcher-backend deepep", hint=hint)
+
+
+_OPTIONS_FILE = "megatron.yaml"
+_CHECKOUT = Placeholder("MEGATRON_PATH", "checkout of Megatron-LM", default="$PWD", kind="folder", in_first_run=True)
+LOG = (
+    "in the log: elapsed time per iteration (ms), throughput per GPU (TFLOP/s/GPU), and after 2 iterations "
+    "max allocated (MB) of the first rank of each stage"
+)
+
+
+def export_megatron(plan: Plan) -> TrainerFiles:
+    """`MODEL_ARGS` and `ENV_VARS` as Megatron's own CI writes them, and the command that passes the same arguments.
+
+    Raises Inexpressible where Megatron-LM cannot run the plan.
+    """
+    arguments = megatron_arguments(plan)
+    notes = (*run_settings(plan).notes, *notes_on_options(plan))
+    comments = header(plan, written_for(plan), notes)
+    version = plan.runtime_spec.version
+    training = RunPart(training_arguments(plan))
+    command = LaunchCommand(
+        program='"$MEGATRON_PATH"/pretrain_gpt.py',
+        arguments=arguments,
+        first_run=RunPart(first_run_arguments(plan)),
+        training_run=training,
+        placeholders=(_CHECKOUT, *PLACEHOLDERS),
+        requirements=tuple(requirements(arguments, plan.cluster.hardware.is_amd)),
+        trainer=TrainerVersion(
+            "Megatron core",
+            is_exactly=version,
+            at_least="" if version else NEWEST,
+            folder=_CHECKOUT.name,
+            file="megatron/core/package_info.py",
+        ),
+        promise=promise(plan, LOG),
+        environment=megatron_environment(plan),
+        setup=('export PYTHONPATH="$MEGATRON_PATH${PYTHONPATH:+:$PYTHONPATH}"',),
+        exit_minutes="--exit-duration-in-mins {}",
+        comments=comments,
+    )
+    text = comments + _options_yaml(arguments | training.arguments, command.environment)
+    return TrainerFiles(written_for(plan), (ExportFile(_OPTIONS_FILE, text),), command, notes)
+
+
+def _options_yaml(arguments: Arguments, variables: dict[str, str]) -> str:
+    """Options as `ENV_VARS:` and `MODEL_ARGS:`; a bare flag is true, several words are a list."""
+    data: dict[str, Any] = {
+        "ENV_VARS": {name: _scalar(value) for name, value in variables.items()},
+        "MODEL_ARGS": {
+            option: list(value) if isinstance(value, tuple) and len(value) > 1 else _scalar(value)
+            for option, value in arguments.items()
+        },
+    }
+    return yaml.safe_dump(data, sort_keys=False, width=10_000, default_flow_style=False)
+
+
+def _scalar(value: Any) -> Any:
+    """A value as YAML has it: text of digits is a number, a tuple stands for its only word, a variable is `${NAME}`."""
+    if isinstance(value, tuple):
+        return value[0]
+    if isinstance(value, ShellText):
+        return value.unquoted
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def notes_on_options(plan: Plan) -> tuple[str, ...]:
+    """Notes on the options of Megatron-LM, whoever passes them."""
+    runtime, notes = plan.runtime_spec, notes_on_model(plan.model.spec)
+    if norms_queries_twice(plan.model.spec, runtime.version):
+        notes.append(
+            f"since Megatron core {NEW_QUERY_NORM_SINCE} the layer's input is normed once more before queries that are "
+            "not latent: a norm that the published model does not have"
+        )
+    if (
+        plan.parallelism.zero_stage >= 1
+        and runtime.parameter_overlap_fraction
+        and not runtime.gradient_overlap_fraction
+    ):
+        notes.append("gathers of parameters were planned behind compute, which it does only where reductions are, too")
+    if plan.parallelism.num_gpus_spare:
+        notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
+    return (*notes, *notes_on_price(plan))

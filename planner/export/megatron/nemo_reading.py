@@ -1,0 +1,306 @@
+"""A run of NeMo: the YAML of its first version, a recipe in Python of its second, or overrides of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.followed.python_recipe import Evaluator, chosen_recipe
+from planner.export.followed.python_values import CallRecord
+from planner.export.followed.shell_script import Script, read_script
+from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, sort_fields
+from planner.export.megatron.script_reading import run_of
+from planner.export.named_models import model_called, num_layers_of, vocabulary_of
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_MAX_ROUNDS, _MAX_CHARACTERS = 20, 2_000
+
+
+def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with its references put in; a reference to nothing is null."""
+    return {name: _value(value, tree, [str(name)]) for name, value in tree.items()}
+
+
+def _value(value: Any, tree: Mapping[str, Any], path: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _value(inner, tree, [*path, str(name)]) for name, inner in value.items()}
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    text = value
+    for _ in range(_MAX_ROUNDS):
+        if not (match := _INNERMOST.search(text)) or len(text) > _MAX_CHARACTERS:
+            break
+        text = text[: match.start()] + str(_reference(match[1], tree, path)) + text[match.end() :]
+    try:
+        return None if text == "None" else yaml_of(text, "")
+    except SpecError:
+        return text
+
+
+def _reference(inner: str, tree: Mapping[str, Any], path: list[str]) -> Any:
+    function, colon, arguments = inner.partition(":")
+    if colon:
+        numbers = [float(part) for part in arguments.split(",") if re.fullmatch(r"\s*-?[\d.]+\s*", part)]
+        if function in ("multiply", "mult") and len(numbers) == 2:
+            return _whole(numbers[0] * numbers[1])
+        if function in ("div", "int_div", "divide_ceil", "divide_floor") and len(numbers) == 2 and numbers[1]:
+            return _whole(numbers[0] / numbers[1])
+        if function in ("sum", "add"):
+            return _whole(sum(numbers))
+        return None
+    dots = len(inner) - len(inner.lstrip("."))
+    names = [*(path[:-dots] if dots else []), *inner.lstrip(".").split(".")]
+    found: Any = tree
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _whole(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+_RENAMED = {
+    "encoder_seq_length": "model.seq_length",
+    "micro_batch_size": "train.micro_batch_size",
+    "global_batch_size": "train.global_batch_size",
+    "activations_checkpoint_granularity": "model.recompute_granularity",
+    "activations_checkpoint_method": "model.recompute_method",
+    "activations_checkpoint_num_layers": "model.recompute_num_layers",
+    "rotary_percentage": "model.rotary_percent",
+    "ub_tp_comm_overlap": "comm_overlap.tp_comm_overlap",
+    "moe_shared_expert_intermediate_size": "model.moe_shared_expert_intermediate_size",
+    "vocab_size": "model.vocab_size",
+}
+"""Fields of `model:` with another name."""
+_HARMLESS = """
+    use_scaled_init ffn_dropout pre_process post_process transformer_block_type normalize_attention
+    attention_type native_amp hysteresis grad_allreduce_chunk grad_div_ar get_attention_mask seed apex_
+    gradient_as_bucket megatron_amp_O2 max_position gc_interval embedding_init resume restore dist_ckpt
+    transformer_engine fp8 name version data nsys openai_gelu qkv_bias override_vocab use_flash sync_batch
+    use_emha ub_tp_comm hf_ target precision optim tokenizer num_layers answer_only peft bias_gelu rotary
+    reduce_amax validation mcore do_layer nccl_ tp_comm_atomic log_ skip_train
+"""
+NO_EFFECT = re.compile(rf"model\.({'|'.join(_HARMLESS.split())})")
+"""Fields of `model:` that change neither seconds nor bytes of a step."""
+_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
+
+
+def as_fields(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """The fields of a Megatron-Bridge tree that a NeMo tree says, and the number of GPUs."""
+    model, trainer = tree["model"], tree.get("trainer") or {}
+    fields: dict[str, Any] = {}
+    for name, value in model.items():
+        if not isinstance(value, Mapping):
+            fields[_RENAMED.get(name, f"model.{name}")] = value
+    activation = str(model.get("activation", "gelu"))
+    if "glu" in activation:
+        fields["model.gated_linear_unit"] = True
+    fields["model.activation_func"] = "squared_relu" if activation in ("squared-relu", "squared_relu") else activation
+    fields["model.add_bias_linear"] = bool(model.get("bias", True))
+    fields["model.normalization"] = _NORMS.get(str(model.get("normalization", "layernorm")), "LayerNorm")
+    fields |= _precision(model, trainer) | _optimizer(model)
+    if not fields.get("model.vocab_size"):
+        tokenizer = model.get("tokenizer") or {}
+        name = str(tokenizer.get("model") or tokenizer.get("type") or "")
+        fields["model.vocab_size"] = vocabulary_of(str(tokenizer.get("type") or ""), name)
+    for name in ("model.bias", "model.activation", "model.mcore_gpt", "model.precision"):
+        fields.pop(name, None)
+    nodes, devices = trainer.get("num_nodes", 1), trainer.get("devices")
+    return fields, nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
+
+
+def _precision(model: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """fp8 is a switch of the model; the trainer says bf16 or 16."""
+    name = str(trainer.get("precision", "bf16"))
+    fields: dict[str, Any] = {
+        "mixed_precision.fp16": name in ("16", "16-mixed"),
+        "mixed_precision.bf16": "bf16" in name,
+    }
+    if model.get("fp8"):
+        fields |= {
+            "mixed_precision.fp8": "e4m3" if model.get("fp8_e4m3") else "hybrid",
+            "mixed_precision.fp8_recipe": "delayed",
+        }
+    return fields
+
+
+def _optimizer(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The distributed optimizer by name, its overlaps and the dtype of its gradients."""
+    optimizer = model.get("optim") or {}
+    is_sharded = (
+        "distributed" in str(optimizer.get("name", "")) or str(optimizer.get("name", "")) == "mcore_distributed_optim"
+    )
+    fields: dict[str, Any] = {"ddp.use_distributed_optimizer": is_sharded}
+    if is_sharded:
+        fields["ddp.overlap_grad_reduce"] = bool(optimizer.get("overlap_grad_sync", False))
+        fields["ddp.overlap_param_gather"] = bool(optimizer.get("overlap_param_sync", False))
+        if "grad_sync_dtype" in optimizer:
+            fields["mixed_precision.grad_reduce_in_fp32"] = optimizer["grad_sync_dtype"] in ("fp32", 32, "float32")
+    return fields
+
+
+_MAX_DEPTH = 60
+_OTHERS = re.compile(
+    r"bert|\bt[05]|_t[05]|retro|mamba|griffin|hyena|bart|ul2|inference|\bexport|quantization|prune", re.IGNORECASE
+)
+"""Names of configurations of NeMo that are no training of a GPT."""
+
+
+def read_nemo(config: ConfigFile) -> ImportedRun:
+    """The run that a NeMo configuration describes. Raises SpecError for what is none."""
+    if re.search(r"^\s*(import|from) ", config.text, re.MULTILINE):
+        record = chosen_recipe(Evaluator(config), config.recipe or _entry(config), ("trainer", "data"))
+        if record is None:
+            raise SpecError(
+                "no function of the file returns a recipe that can be followed", "give the recipe's own file"
+            )
+        return _second_version(record)
+    if re.search(r"(trainer|model)\.(strategy|config|devices|num_nodes)", config.text):
+        return _second_version(_record_of_overrides(config))
+    return _first_version(config.text)
+
+
+def _entry(config: ConfigFile) -> str | None:
+    """The function that trains from scratch, where a file has the usual ones."""
+    return "pretrain_recipe" if re.search(r"^def pretrain_recipe\(", config.text, re.MULTILINE) else None
+
+
+def _second_version(record: CallRecord) -> ImportedRun:
+    """A recipe: `trainer.strategy` is the grid, `model.config` the model, `data` the batch."""
+    fields: dict[str, Any] = {}
+    unread: dict[str, Any] = {}
+    model = record.get("model.config") or record.get("model")
+    for path, value in fields_of(record).items():
+        head, _, rest = path.partition(".")
+        if path.startswith("trainer.strategy.ddp."):
+            fields[f"ddp.{rest.removeprefix('strategy.ddp.')}"] = value
+        elif path.startswith("trainer.strategy."):
+            fields[f"model.{rest.removeprefix('strategy.')}"] = value
+        elif path.startswith("model.config."):
+            fields[f"model.{rest.removeprefix('config.')}"] = value
+        elif head == "data" and rest in ("global_batch_size", "micro_batch_size"):
+            fields[f"train.{rest}"] = value
+        elif path == "data.seq_length":
+            fields["dataset.seq_length"] = value
+        elif head == "optim" and rest.startswith("config."):
+            fields[f"optimizer.{rest.removeprefix('config.')}"] = value
+        else:
+            unread[path] = value
+    fields |= _plugins(record) | _callbacks(record)
+    optimizer = record.get("optim")
+    if isinstance(optimizer, CallRecord) and re.search(r"distributed_fused_adam|Megatron", optimizer.kind):
+        fields.setdefault("optimizer.use_distributed_optimizer", True)
+    nodes, devices = record.get("trainer.num_nodes", 1), record.get("trainer.devices")
+    world = nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
+    kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
+    named = model_called(kind)
+    if named is None and isinstance(model, CallRecord):
+        fields = {f"model.{name}": _plain(value) for name, value in model.defaults.items()} | fields
+    script = Script(variables={"WORLD_SIZE": [str(world)]} if world else {})
+    imported = run_of(options_of_fields(fields), script, "nemo", num_layers=num_layers_of(named))
+    imported.run["runtime"] = "bridge"
+    imported.unknown.clear()
+    if named is not None:
+        imported.run["model"] = named
+    elif imported.run["model"] is None and kind:
+        imported.notes.append(f"{kind} is no model that the planner knows: add --model")
+    imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
+    sort_fields(
+        {path: value for path, value in fields.items() if path in unread or named}, imported.ignored, imported.unknown
+    )
+    imported.ignored |= {path: str(value)[:200] for path, value in unread.items()}
+    return imported
+
+
+def _plain(value: Any) -> Any:
+    """A value of a class's field; functions and classes by their names."""
+    if isinstance(value, CallRecord):
+        return value.kind.rpartition(".")[2]
+    return value if isinstance(value, (str, int, float, bool, list)) else None
+
+
+def _plugins(record: CallRecord) -> dict[str, Any]:
+    """The precision, which is a plugin of the trainer."""
+    plugins = record.get("trainer.plugins")
+    for plugin in plugins if isinstance(plugins, list) else [plugins]:
+        if isinstance(plugin, CallRecord):
+            name = " ".join([plugin.kind, str(plugin.get("precision") or ""), str(plugin.get("fp8_recipe") or "")])
+            fields = precision_named(
+                name.replace("bf16-mixed", "bf16_mixed").replace("16-mixed", "fp16_mixed").replace("bfp16", "bf16")
+            )
+            if (fp8 := plugin.get("fp8")) is not None:
+                fields |= {
+                    "mixed_precision.fp8": fp8,
+                    "mixed_precision.fp8_recipe": plugin.get("fp8_recipe") or "delayed",
+                }
+            in_fp32 = plugin.get("grad_reduce_in_fp32")
+            return fields | ({} if in_fp32 is None else {"mixed_precision.grad_reduce_in_fp32": in_fp32})
+    return {}
+
+
+def _callbacks(record: CallRecord) -> dict[str, Any]:
+    """Overlaps of communication, which a callback of the trainer switches on."""
+    callbacks = record.get("trainer.callbacks") or []
+    return {
+        f"comm_overlap.{name}": value
+        for callback in (callbacks if isinstance(callbacks, list) else [])
+        if isinstance(callback, CallRecord) and callback.kind.endswith("MegatronCommOverlapCallback")
+        for name, value in callback.fields.items()
+        if isinstance(value, (bool, int, str))
+    }
+
+
+def _record_of_overrides(config: ConfigFile) -> CallRecord:
+    """Overrides of a command line, or of MODEL_ARGS, as the record that they change."""
+    words = read_script(config.text, config.beside).words
+    pairs = [word.lstrip("-").split("=", 1) for word in words if "=" in word]
+    pairs += [
+        [word.lstrip("-"), words[i + 1]]
+        for i, word in enumerate(words[:-1])
+        if word.startswith("--") and "=" not in word
+    ]
+    record = CallRecord("")
+    for path, text in pairs:
+        owner = record
+        *parents, name = path.split(".")[:_MAX_DEPTH]
+        for parent in parents:
+            inner = owner.fields.setdefault(parent, CallRecord(""))
+            owner = inner if isinstance(inner, CallRecord) else CallRecord("")
+        owner.fields[name] = _scalar(text)
+    return record
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return yaml_of(text, "")
+    except SpecError:
+        return text
+
+
+def _first_version(text: str) -> ImportedRun:
+    """`trainer:` and `model:` of a YAML file, as megatron_gpt_config.yaml has them."""
+    data = yaml_of(text, "give the configuration's file")
+    model = data.get("model") if isinstance(data, Mapping) else None
+    if not isinstance(model, Mapping):
+        raise SpecError("the file has no model:", "give a configuration of NeMo, such as megatron_gpt_config.yaml")
+    what = _OTHERS.search(f"{data.get('name')} {model.get('name')} {' '.join(map(str, data))}")
+    if what is not None:
+        raise SpecError(
+            f"name: {data.get('name')}: this is {what[0].strip('_')}",
+            "only decoder-only transformers in training are planned",
+        )
+    tree = resolved(data)
+    fields, world = as_fields(tree)
+    imported = run_of(
+        options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo"
+    )
+    imported.run["runtime"] = "bridge"
+    imported.unknown.clear()
+    sort_fields(fields, imported.ignored, imported.unknown)
+    for path in [path for path in imported.unknown if NO_EFFECT.match(path)]:
+        imported.ignored[path] = imported.unknown.pop(path)
+    return imported

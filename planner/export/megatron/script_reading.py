@@ -1,0 +1,292 @@
+"""A Megatron-LM launch script, argument list or MODEL_ARGS YAML as a run; Megatron-DeepSpeed's scripts, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.followed.shell_script import Script, read_script
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.megatron.deepspeed_options import (
+    DEEPSPEED_OPTIONS,
+    as_megatron,
+    check_is_gpt,
+    is_megatron_deepspeed,
+    read_zero,
+)
+from planner.export.megatron.layout_options import LAYOUT_OPTIONS, read_layout
+from planner.export.megatron.model_options import MODEL_OPTIONS, read_model
+from planner.export.megatron.option_words import Options, number, options_of, text
+from planner.export.megatron.switch_options import SWITCH_OPTIONS, SWITCHING
+from planner.export.spelling import canonical, read_switches, unexplained
+from planner.specs.units import is_count
+from planner.trainers.switches import SWITCHES
+
+_OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
+_OTHERS: dict[str, tuple[str, Any]] = {
+    "--accumulate-allreduce-grads-in-fp32": ("fp32_grad_accum", True),
+    "--use-flash-attn": ("flash_attention", True),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
+    "--fp8-output-proj": ("fp8_output_proj", True),
+    "--no-bias-swiglu-fusion": ("activation_fusion", False),
+    "--no-bias-gelu-fusion": ("activation_fusion", False),
+}
+"""Option to the feature it sets, and the value it sets it to."""
+FEATURE_OPTIONS = SWITCHING | frozenset(_OTHERS) | {
+    "--hidden-dropout", "--attention-backend", "--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format",
+    "--fp4-recipe", "--fp8-hybrid", "--fp8-e4m3",
+}  # fmt: skip
+
+
+def options_of_features() -> dict[str, frozenset[str]]:
+    """The options that say each feature, in any value."""
+    pairs = [(row.switch, option) for row in SWITCH_OPTIONS for option in row.settings]
+    pairs += [(feature, option) for option, (feature, _) in _OTHERS.items()]
+    pairs.append(("flash_attention", "--attention-backend"))
+    return {name: frozenset(option for other, option in pairs if other == name) for name, _ in pairs}
+
+
+def read_dtype(options: Options) -> str:
+    """The dtype that matrix products compute in."""
+    if "--fp4-format" in options:
+        return "nvfp4"
+    if "--fp8-format" in options or "--fp8-hybrid" in options or "--fp8-e4m3" in options:
+        return "mxfp8" if options.get("--fp8-recipe") == ["mxfp8"] else "fp8"
+    return "fp16" if "--fp16" in options else "bf16"
+
+
+def read_scales(options: Options) -> str | None:
+    """The recipe of 8-bit scales, as a run's `precision_recipe` has it: `fp8-tensorwise`; None for other dtypes.
+
+    Megatron-LM's own, where none is named, is `delayed`.
+    """
+    return f"fp8-{text(options, '--fp8-recipe', 'delayed')}" if read_dtype(options) == "fp8" else None
+
+
+def read_features(options: Options) -> dict[str, Any]:
+    """A run's features; those that no option names are as Megatron-LM has them unasked."""
+    found = {name: words or True for name, words in options.items()}
+    features: dict[str, Any] = canonical(read_switches(SWITCH_OPTIONS, found))
+    if features.get("cp_comm_type") == "allgather":
+        features["cp_comm_type"] = "all_gather"
+    if "--num-experts" in options:
+        features.setdefault("dispatcher", "allgather")
+    else:
+        features = {name: value for name, value in features.items() if name not in _OF_MIXTURES}
+    if read_dtype(options) == "fp16":
+        # gradients of fp16 are 16 bits wide unless they are asked to be 32
+        del features["bf16_gradients"]
+    # Megatron-LM drops a tenth of the activations unless told otherwise
+    features["dropout"] = text(options, "--hidden-dropout", "0.1").strip("0.") != ""
+    if "--attention-backend" in options:
+        features["flash_attention"] = text(options, "--attention-backend") not in ("unfused", "local")
+    return features | {name: value for option, (name, value) in _OTHERS.items() if option in options}
+
+
+_HARMLESS = """
+    data- train-data valid-data test-data mock-data per-split split$ tokenizer tiktoken vocab-file merge-file
+    save load ckpt dist-ckpt use-dist-ckpt async- auto-detect exit- finetune pretrained no-save no-load
+    use-checkpoint override-opt log- logging tensorboard wandb timing profile use-pytorch-profiler record-memory
+    eval- train-iters train-samples lr min-lr weight-decay adam- clip-grad sgd decoupled start-weight end-weight
+    init-method seed num-workers dataloader reset- eod- mmap create-attention distributed-backend
+    distributed-timeout manual-gc empty-unused check-for-nan rerun cuda-graph-warmup overlap-cpu initial-loss
+    loss-scale min-loss hysteresis use-mcore use-legacy rotary rope use-rope mscale yarn beta- norm-epsilon
+    layernorm-epsilon apply-layernorm attention-softmax
+    moe-router-(load|score|group|num-groups|topk-scaling|bias|dtype|pre-softmax|enable|force|fusion) moe-aux
+    moe-z moe-grouped moe-permute moe-use mtp-loss step-batch rampup calculate te-rng high-priority nccl
+    enable-exp one-logger app-tag use-persistent local-rank lazy transformer-impl attention-dropout max-position
+    make-vocab padded-vocab vocab-extra micro-batch-size-per bias- masked-softmax persist align ddp-
+    use-cpu-init fp8-amax fp8-margin fp8-interval fp8-param fp4-param reuse-grad fine-grained-offloading-max
+    moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped)
+    apply-query-key no-query-key inference- rl- grpo- langrl- perform-rl flash-decode incoming-requests prompts
+    num-tokens-to-gen temperature top- top_ return-log max-tokens-to-oom enable-chunked straggler
+    check-weight-hash verify-integrity train-tokens train-weighted valid-weighted test-weighted valid-num
+    abort-on kill-switch sync-tp-dup norm-target loss-on-targets universal-checkpoint codecarbon skip-train
+    moe-loss moe-layer-recompute$ synchronize-each contigious zero-(reduce|allgather|contig) repeated-dataloader
+    DDP-impl memory-centric return-data create-moe num-dataset recompute-method$ apply-wd warmup$ dist-url
+    use-ring-exchange pipeline-model-parallel-comm sft model-type legacy-tokenizer trust-remote delay-load
+"""
+_IGNORED = re.compile(rf"--(no-)?({'|'.join(_HARMLESS.split())})")
+"""Options that change what is learned, written or logged, not how long a step takes."""
+
+_OF_LAUNCHERS = """
+    nproc nnodes node master rdzv max-restarts tee log-dir redirects ntasks gpus kill label output export
+    container mpi cpu-bind numa job num-gpus num-nodes num_ hostfile force_multi max_restarts wait$
+    deepspeed_port no_local include exclude module$ nodes$ gres partition account time$ exclusive mem$ jobid
+    overlap$ local-addr start-method role standalone
+"""
+_LAUNCHER = re.compile(rf"--({'|'.join(_OF_LAUNCHERS.split())})")
+"""Options of torchrun and srun: the run says their part as a number of GPUs."""
+
+
+_UNASKED = {
+    "--optimizer": ("adam", "adamw"),
+    "--main-grads-dtype": ("fp32",),
+    "--main-params-dtype": ("fp32",),
+    "--exp-avg-dtype": ("fp32",),
+    "--exp-avg-sq-dtype": ("fp32",),
+    "--num-experts": ("1",),
+    "--moe-token-dispatcher-type": ("allgather",),
+}
+"""Options with the values that Megatron-LM has unasked: they say nothing new."""
+_NEEDED_BY_OTHERS = {
+    "--use-precision-aware-optimizer",
+    "--overlap-cpu-optimizer-d2h-h2d",
+    "--moe-mlp-glu-interleave-size",
+}
+"""Options that only let others be given."""
+
+
+def sort_unread(options: Options, read: Collection[str], imported: ImportedRun) -> None:
+    """Note every option that is not `read` as ignored where it is known to be harmless, else as unknown."""
+    for name, values in options.items():
+        if name in read or _LAUNCHER.match(name):
+            continue
+        is_harmless = (
+            _IGNORED.match(name) or name in _NEEDED_BY_OTHERS or " ".join(values).lower() in _UNASKED.get(name, ())
+        )
+        (imported.ignored if is_harmless else imported.unknown)[name] = " ".join(values)
+
+
+READ_OPTIONS = frozenset({"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS})
+"""The options that are read."""
+_SIZES = ("--num-layers", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--model-parallel-size")
+
+
+def read_megatron(config: ConfigFile) -> ImportedRun:
+    """The run that a script (or a list of arguments) starts. Raises SpecError for values that are no numbers."""
+    script = read_script(config.text, config.beside)
+    words = _words(script)
+    options = dict(options_of(words))
+    check_is_gpt(words, options)
+    for name in ("TOKENIZER_MODEL", "TOKENIZER", "HF_MODEL_CKPT"):
+        if name in script.variables and not text(options, "--tokenizer-model"):
+            options["--tokenizer-model"] = script.variables[name]
+    if not any(name in options for name in _SIZES):
+        raise SpecError("the script passes no Megatron-LM arguments", "give the script that calls pretrain_gpt.py")
+    if not is_megatron_deepspeed(options):
+        return run_of(options, script, "megatron")
+    imported = run_of(as_megatron(options), script, "megatron-deepspeed", DEEPSPEED_OPTIONS)
+    imported.run["runtime"] = "megatron-deepspeed"
+    read_zero(options, _deepspeed_config(options, script, config), imported)
+    if "--embed-layernorm" in options and imported.run["model"] is not None:
+        imported.run["model"]["embedding_norm"] = True
+    return imported
+
+
+def _words(script: Script) -> list[str]:
+    """The words of the launch; where a file only sets variables, those of all of them that hold options."""
+    if any(word.startswith("--") for word in script.words):
+        return script.words
+    return [word for words in script.variables.values() for text in words for word in _split(text)]
+
+
+def _split(text: str) -> list[str]:
+    return text.split() if re.match(r"\s*--\w", text) else [text]
+
+
+def _deepspeed_config(options: Options, script: Script, config: ConfigFile) -> dict[str, Any]:
+    """DeepSpeed's own configuration: written by the script, or a file beside it; empty where there is none."""
+    name = text(options, "--deepspeed_config") or text(options, "--deepspeed-config")
+    source = script.files.get(name) or config.beside(name)
+    if source is None and len(script.files) == 1:
+        source = next(iter(script.files.values()))
+    try:
+        data = json_of(source or "{}", "")
+    except SpecError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def run_of(
+    options: Options,
+    script: Script,
+    source: str,
+    also_read: Sequence[str] | set[str] = (),
+    num_layers: int | None = None,
+) -> ImportedRun:
+    """The run that Megatron-LM's options describe; a model that they do not name is left to the user.
+
+    `num_layers` is that of a model that the configuration names and does not describe.
+    """
+    model = read_model(options) if "--num-layers" in options and num_layers is None else None
+    if num_layers is not None:
+        options = {**options, "--num-layers": [str(num_layers)]}
+    imported = ImportedRun(
+        source,
+        {
+            "model": model,
+            "num_gpus": num_gpus(options, script),
+            "gpus_per_node": number(options, "--nproc-per-node") or count([script.directives.get("gpus-per-node", "")]),
+            "runtime": "megatron",
+            "seq_length": number(options, "--seq-length") or number(options, "--max-position-embeddings"),
+            "global_batch_size": number(options, "--global-batch-size"),
+            "dtype": read_dtype(options),
+            "precision_recipe": read_scales(options),
+            "parallelism": read_layout(options),
+            "features": read_features(options),
+        },
+    )
+    if (
+        model is not None
+        and not source.startswith("megatron")
+        and not {"--vocab-size", "--tokenizer-type"} & {*options}
+    ):
+        # GPT-2's vocabulary is what Megatron-LM alone takes unasked
+        model["vocab_size"] = None
+    imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
+    imported.microbatches_per_rank = 1
+    imported.notes += _assumptions(options)
+    unsaid = unexplained(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
+    sort_unread(options, {*READ_OPTIONS, *also_read} - unsaid, imported)
+    return imported
+
+
+def _assumptions(options: Options) -> Iterator[str]:
+    """Notes on options that mean something else in another version, or that no plan has a word for."""
+    if "--use-megatron-fsdp" in options and "--data-parallel-sharding-strategy" not in options:
+        yield (
+            "--use-megatron-fsdp shards optimizer, gradients and weights where --data-parallel-sharding-strategy is "
+            "not given, as Megatron core 0.18 and later do; before it sharded nothing"
+        )
+    scales = read_scales(options)
+    if scales is not None and not SWITCHES["precision_recipe"].fields_of(scales):
+        recipe = scales.removeprefix("fp8-")
+        yield f"--fp8-recipe {recipe}: its scales are not modelled, and priced as one for a tensor (tensorwise)"
+    if "--bf16" not in options and "--fp16" not in options:
+        yield "neither --bf16 nor --fp16 is given, so that it trains in fp32: priced as bf16"
+    if "--seq-length" not in options and "--max-position-embeddings" in options:
+        yield "--seq-length is missing: as long as --max-position-embeddings"
+
+
+def num_gpus(options: Options, script: Script) -> int | None:
+    """GPUs that torchrun, DeepSpeed's launcher or Slurm is asked for; None where none gives a number."""
+    directives, variables = script.directives, script.variables
+    tasks = directives.get("ntasks-per-node", "")
+    per_node = (
+        _first(options, "--nproc-per-node", "--num-gpus", "--ntasks-per-node")
+        or count(
+            [directives.get("gpus-per-node", "").rpartition(":")[2], directives.get("gres", "").rpartition(":")[2]]
+        )
+        or count([word for name in ("GPUS_PER_NODE", "NPROC_PER_NODE") for word in variables.get(name, [])])
+        or (count([tasks]) if tasks != "1" else None)
+    )
+    nodes = _first(options, "--nnodes", "--num-nodes", "--nodes") or count(
+        [directives.get("nodes", ""), directives.get("N", "")]
+    )
+    world = count([word for name in ("WORLD_SIZE", "NUM_GPUS", "NGPUS", "N_GPUS") for word in variables.get(name, [])])
+    if per_node and nodes:
+        return per_node * nodes
+    is_counted = any(name in options for name in ("--nnodes", "--num-nodes"))
+    return world or (per_node if per_node and not is_counted else None)
+
+
+def _first(options: Options, *names: str) -> int | None:
+    return count([options[name][0].rpartition(":")[2] for name in names if options.get(name)])
+
+
+def count(values: Sequence[str]) -> int | None:
+    """The first of the values that is a positive whole number."""
+    return next((int(value) for value in values if is_count(value) and 0 < int(value) < 10**7), None)

@@ -1,0 +1,338 @@
+"""Files that start AMD's Primus: an experiment in YAML, and launchers that hand it to `primus-cli`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import yaml
+
+from planner.answer import Plan
+from planner.export.environment import primus_environment
+from planner.export.megatron.megatron_files import LOG
+from planner.export.primus.primus_keys import CORE, Keys, megatron_keys, notes_on_megatron
+from planner.export.refusal import Objections, broken_rules, hint_for
+from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
+from planner.export.stages import VirtualStage, all_full, check_mixture, is_looped, virtual_stages
+from planner.export.stated_model import notes_on_model
+from planner.export.target_price import notes_on_price
+from planner.export.torchtitan.settings_reading import FLAVORS
+from planner.export.trainer_files import (
+    Arguments,
+    ExportFile,
+    LaunchCommand,
+    Placeholder,
+    RunPart,
+    ShellText,
+    TrainerFiles,
+    TrainerVersion,
+    header,
+    promise,
+    slug,
+)
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
+from planner.trainers.rules.common import BF16_ONLY
+from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES
+from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
+
+_RELEASE = "torchtitan 0.2.2, which Primus v26.5 pins,"
+_PRESETS = {
+    "llama3": "llama3.1_8B.yaml",
+    "deepseek_v3": "deepseek_v3_16b.yaml",
+    "qwen3": "qwen3_8b.yaml",
+    "gpt_oss": "gpt_oss_20b.yaml",
+}
+"""A preset of each family that Primus has; name, flavor and converters are written out."""
+_SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
+"""Schedules that split backwards, which compiled layers and FlexAttention cannot."""
+
+
+def model_preset(plan: Plan) -> str:
+    """The preset that the experiment names."""
+    module, _ = _flavor(plan.model.spec) or ("llama3", "")
+    return _PRESETS[module]
+
+
+def _flavor(model: ModelSpec) -> tuple[str, str] | None:
+    """The family and flavor of torchtitan's registry that is this model; None where none has all of its fields."""
+    unsaid = {"training", "source", "rope_scaling", "max_position_embeddings"}
+    for names, published in FLAVORS.items():
+        if published == model.name and load_model(published).model_dump(exclude=unsaid) == model.model_dump(
+            exclude=unsaid
+        ):
+            return names
+    return None
+
+
+def torchtitan_keys(plan: Plan) -> Keys:
+    """The sections of a plan, but for tokenizer, data and checkpoints. Raises Inexpressible."""
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    _check_expressible(plan, stages)
+    run, layout, training = run_settings(plan), plan.parallelism, plan.training
+    optimizer, deterministic = run.optimizer, plan.runtime_spec.deterministic
+    in_pipeline = layout.num_microbatches if layout.pp > 1 else 1
+    module, flavor = _flavor(plan.model.spec) or ("", "")
+    return {
+        "model": {"name": module, "flavor": flavor, "converters": ["primus_turbo"]},
+        "training": {
+            "local_batch_size": layout.micro_batch_size * in_pipeline,
+            "global_batch_size": training.global_batch_size,
+            "seq_len": training.seq_length,
+            "steps": run.num_steps,
+            "max_norm": optimizer.clip_grad,
+        },
+        "parallelism": _parallelism(plan, stages),
+        "activation_checkpoint": {"mode": layout.recompute, "selective_ac_option": "op"},
+        "compile": _compiled(plan),
+        "optimizer": {
+            "name": "AdamW",
+            "lr": optimizer.learning_rate,
+            "beta1": optimizer.beta1,
+            "beta2": optimizer.beta2,
+            "eps": optimizer.epsilon,
+            "weight_decay": optimizer.weight_decay,
+        },
+        "lr_scheduler": {
+            "warmup_steps": run.warmup_steps,
+            "decay_ratio": None if optimizer.decay_fraction == 1 else optimizer.decay_fraction,
+            "decay_type": optimizer.decay_style,
+            "min_lr_factor": round(optimizer.min_learning_rate / optimizer.learning_rate, 4),
+        },
+        "metrics": {"log_freq": 1},
+        "comm": {
+            "init_timeout_seconds": 60 * run.init_timeout_minutes,
+            "train_timeout_seconds": 60 * run.timeout_minutes,
+        },
+        "debug": {"deterministic": deterministic},
+        "checkpoint": {
+            "enable": True,
+            "interval": run.save_interval_steps,
+            "last_save_model_only": False,
+            "async_mode": "async_with_pinned_mem",
+        },
+        "validation": {"enable": False},
+    }
+
+
+def notes_on_torchtitan(plan: Plan) -> tuple[str, ...]:
+    """Notes on the settings."""
+    return (
+        *notes_on_model(plan.model.spec),
+        *notes_on_price(plan),
+        "rotary frequencies are those of torchtitan's flavor of the model",
+    )
+
+
+def _parallelism(plan: Plan, stages: tuple[VirtualStage, ...]) -> Keys:
+    layout = plan.parallelism
+    shard = layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1
+    keys: dict[str, Any] = {
+        "data_parallel_replicate_degree": layout.dp // shard,
+        "data_parallel_shard_degree": shard,
+        "fsdp_reshard_after_forward": "never" if layout.zero_stage == 2 else "default",
+        "tensor_parallel_degree": layout.tp,
+        "enable_async_tensor_parallel": plan.runtime_spec.compiled and plan.runtime_spec.tp_overlap_fraction > 0,
+        "context_parallel_degree": layout.cp,
+        "expert_parallel_degree": layout.ep,
+        "expert_tensor_parallel_degree": layout.etp if layout.ep > 1 else 1,
+        "pipeline_parallel_degree": layout.pp,
+    }
+    if layout.pp > 1:
+        keys |= {
+            "pipeline_parallel_schedule": TORCH_CLASSES[layout.schedule],
+            "pipeline_parallel_microbatch_size": layout.micro_batch_size,
+            "module_fqns_per_model_part": [_modules(stage) for stage in stages],
+        }
+    return keys
+
+
+def _modules(stage: VirtualStage) -> list[str]:
+    """Names of a stage's modules."""
+    layers = [f"layers.{i}" for i in range(stage.first_layer, stage.last_layer)]
+    return [*(["tok_embeddings"] if stage.embedding else []), *layers, *(["norm", "output"] if stage.head else [])]
+
+
+def _compiled(plan: Plan) -> Keys:
+    """Layers and loss, the loss alone, or nothing."""
+    runtime = plan.runtime_spec
+    layers = runtime.compiled and plan.parallelism.schedule not in _SPLIT
+    components = [*(["model"] if layers else []), *(["loss"] if runtime.fused_cross_entropy else [])]
+    return {"enable": bool(components), "components": components or ["model", "loss"]}
+
+
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    """Raise Inexpressible, with every reason, where Primus' torchtitan cannot run the plan."""
+    layout, model = plan.parallelism, plan.model.spec
+    schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule)
+    rules = TORCHTITAN_RULES if schedule_rules is None else (*TORCHTITAN_LAYOUT_RULES, *schedule_rules)
+    objections = Objections("primus", broken_rules((*rules, BF16_ONLY), plan), hint_for(plan, "primus-torchtitan"))
+    objections.when(
+        _flavor(model) is None, "model", f"{_RELEASE} has no flavor that is {model.name}, one of {_published()}"
+    )
+    check_mixture(plan.best, objections)
+    objections.when(
+        layout.recompute == "full" and not all_full(plan.best),
+        "recompute",
+        f"{_RELEASE} recomputes all layers, or none",
+    )
+    objections.when(
+        layout.pp > 1 and layout.schedule not in TORCH_CLASSES,
+        "schedule",
+        f"{layout.schedule} is none of {', '.join(TORCH_CLASSES)}",
+    )
+    is_placed = is_looped(stages, layout.pp) or layout.schedule in ("zb-v", "dualpipe-v")
+    objections.when(not is_placed, "placement", "virtual stage j must be on rank j mod pp")
+    objections.when(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module runs nothing")
+    objections.when(
+        layout.tp > 1 and not layout.sequence_parallel, "sequence_parallel", f"{_RELEASE} has it at every tp above 1"
+    )
+    objections.when(
+        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
+    )
+    objections.when(
+        layout.zero_stage == 0 and layout.cp > 1, "zero_stage", f"it shards weights over the ranks of cp {layout.cp}"
+    )
+    objections.raise_any()
+
+
+def _published() -> str:
+    return ", ".join(name for (module, _), name in FLAVORS.items() if module in _PRESETS)
+
+
+WRITTEN_FOR = "Primus 26.5"
+_EXPERIMENT = "primus.yaml"
+_CHECKOUT = Placeholder(
+    "PRIMUS_PATH", "checkout of Primus, with its submodules", default="/workspace/Primus", kind="folder",
+    in_first_run=True,
+)  # fmt: skip
+_DATA = Placeholder("TOKENIZED_DATA_PATH", "prefix of the tokenized data (PREFIX.bin and .idx)", kind="prefix")
+_VALIDATION = Placeholder("VALIDATION_DATA_PATH", "prefix of the tokenized data for evaluation", kind="prefix")
+_TOKENIZER = Placeholder("TOKENIZER", "folder of the model's tokenizer, or its name at Hugging Face")
+_ASSETS = Placeholder(
+    "HF_ASSETS_PATH", "folder with the model's tokenizer.json, or its name at Hugging Face, with HF_TOKEN",
+    in_first_run=True,
+)  # fmt: skip
+_DATASET = Placeholder("DATASET_PATH", "data set at Hugging Face, or a folder in its format, with a column `text`")
+_WORKSPACE = Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder")
+_OUTPUT = f"${{{_WORKSPACE.name}:./output}}"
+_WORK_GROUP, _USER = "planner", "plan"
+
+
+def export_primus(plan: Plan) -> TrainerFiles:
+    """The experiment, and the command that `primus-cli` takes it with.
+
+    Raises Inexpressible where Primus cannot run the plan.
+    """
+    backend = _torchtitan(plan) if plan.runtime_spec.family == "torchtitan" else _megatron(plan)
+    notes = (*run_settings(plan).notes, *backend.notes)
+    comments = header(plan, WRITTEN_FOR, notes)
+    file = ExportFile(_EXPERIMENT, comments + _yaml(plan, backend))
+    command = LaunchCommand(
+        program='bash "$PRIMUS_PATH"/runner/primus-cli direct -- train pretrain',
+        starts_ranks=True,
+        arguments={"--config": ShellText(f'"$PLAN_DIR"/{_EXPERIMENT}')},
+        first_run=RunPart(backend.first_run),
+        placeholders=(_CHECKOUT, *backend.placeholders, _WORKSPACE),
+        trainer=backend.version,
+        promise=promise(plan, backend.log),
+        environment=primus_environment(plan),
+        exit_minutes=backend.exit_minutes,
+        comments=comments,
+        files=(file,),
+    )
+    return TrainerFiles(WRITTEN_FOR, (file,), command, notes)
+
+
+class _Backend(NamedTuple):
+    """The parts of an experiment that its backend decides."""
+
+    framework: str
+    model: str
+    overrides: Keys
+    first_run: Arguments
+    """Arguments of a short run on random tokens with balanced experts, which saves nothing."""
+    placeholders: tuple[Placeholder, ...]
+    log: str
+    notes: tuple[str, ...]
+    version: TrainerVersion = TrainerVersion()
+    exit_minutes: str = ""
+
+
+def _megatron(plan: Plan) -> _Backend:
+    folder = f"{_OUTPUT}/{_WORK_GROUP}/{_USER}/{_experiment(plan)}/checkpoints"
+    # Primus saves in the experiment's folder and nowhere else
+    run: Keys = {
+        "data_cache_path": f"{_OUTPUT}/data-cache",
+        "train_data_path": f"${{{_DATA.name}:null}}",
+        "valid_data_path": f"${{{_VALIDATION.name}:null}}",
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": f"${{{_TOKENIZER.name}:null}}",
+        "save": folder,
+        "load": folder,
+    }
+    first: Arguments = {
+        "--mock_data": "true", "--train_iters": FIRST_RUN_STEPS, "--eval_iters": 0, "--save": "None", "--load": "None",
+    }  # fmt: skip
+    if plan.model.spec.moe is not None:
+        first["--moe_router_force_load_balancing"] = "true"
+    return _Backend(
+        framework="megatron",
+        # the preset that all others extend: every field of the model is written out
+        model="language_model.yaml",
+        overrides=megatron_keys(plan) | run,
+        first_run=first,
+        placeholders=(_DATA, _VALIDATION, _TOKENIZER),
+        log=LOG,
+        notes=notes_on_megatron(plan),
+        version=TrainerVersion(
+            "Megatron core",
+            is_exactly=CORE,
+            folder=_CHECKOUT.name,
+            file="third_party/Megatron-LM/megatron/core/package_info.py",
+        ),
+        exit_minutes="--exit_duration_in_mins {}",
+    )
+
+
+def _torchtitan(plan: Plan) -> _Backend:
+    keys = torchtitan_keys(plan)
+    keys["model"] |= {"hf_assets_path": f"${{{_ASSETS.name}:./assets}}"}
+    keys["training"] |= {"mock_data": False, "dataset": "c4", "dataset_path": f"${{{_DATASET.name}:null}}"}
+    keys["job"] = {"dump_folder": f"{_OUTPUT}/{_WORK_GROUP}/{_USER}/{_experiment(plan)}"}
+    first: Arguments = {
+        "--training.mock_data": "true", "--training.steps": FIRST_RUN_STEPS, "--checkpoint.enable": "false",
+    }  # fmt: skip
+    if plan.model.spec.moe is not None:
+        first["--debug.moe_force_load_balance"] = "true"
+    return _Backend(
+        framework="torchtitan",
+        model=model_preset(plan),
+        overrides=keys,
+        first_run=first,
+        placeholders=(_ASSETS, _DATASET),
+        log="in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank",
+        notes=notes_on_torchtitan(plan),
+    )
+
+
+def _experiment(plan: Plan) -> str:
+    return slug(plan.model.name)
+
+
+def _yaml(plan: Plan, backend: _Backend) -> str:
+    """The experiment."""
+    data = {
+        "work_group": _WORK_GROUP,
+        "user_name": _USER,
+        "exp_name": _experiment(plan),
+        "workspace": _OUTPUT,
+        "modules": {
+            "pre_trainer": {
+                "framework": backend.framework,
+                "config": "pre_trainer.yaml",
+                "model": backend.model,
+                "overrides": backend.overrides,
+            }
+        },
+    }
+    return yaml.safe_dump(data, sort_keys=False, width=10_000, default_flow_style=False)

@@ -1,0 +1,195 @@
+"""The plan's virtual stages in model order, what each recomputes, and the order of their actions for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.answer import Plan, PricedLayout, StagePlan
+from planner.errors import SpecError
+from planner.export.refusal import Objections
+from planner.schedule.actions import Schedule
+from planner.schedule.orders import build_schedule
+from planner.schedule.torch_csv import made_order, to_torch_csv
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualStage:
+    """One chunk of one pipeline rank."""
+
+    rank: int
+    chunk: int
+    """Position among the rank's chunks, in the order a micro-batch meets them."""
+    first_layer: int
+    last_layer: int
+    """Exclusive."""
+    embedding: bool = False
+    mtp: bool = False
+    head: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return self.last_layer - self.first_layer
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.num_layers or self.embedding or self.mtp or self.head)
+
+
+def _looped(stage: int, pp: int) -> tuple[int, int]:
+    """(rank, chunk) of a virtual stage dealt out round robin: interleaved schedules, and one chunk per rank."""
+    return stage % pp, stage // pp
+
+
+def _v_shaped(stage: int, pp: int) -> tuple[int, int]:
+    """(rank, chunk) of a virtual stage where stages go down the ranks and back up: ZB-V, DualPipeV."""
+    return (stage, 0) if stage < pp else (2 * pp - 1 - stage, 1)
+
+
+def virtual_stages(best: PricedLayout, num_layers: int) -> tuple[VirtualStage, ...]:
+    """All chunks of all ranks in model order.
+
+    Raises SpecError when they do not hold every layer once, first to last, under either placement.
+    """
+    pp, vpp = best.parallelism.pp, best.parallelism.vpp
+    ranks = {stage.stage: stage for stage in best.stages}
+    if sorted(ranks) != list(range(pp)) or any(len(stage.chunks) != vpp for stage in best.stages):
+        shown = ", ".join(f"{s.stage}: {len(s.chunks)}" for s in best.stages)
+        raise SpecError(f"stages: chunks by stage {shown}, expected {vpp} for each of pp {pp}", "plan again")
+    for placement in (_looped, _v_shaped) if vpp == 2 else (_looped,):
+        places = [placement(stage, pp) for stage in range(pp * vpp)]
+        bounds = [ranks[rank].chunks[chunk] for rank, chunk in places]
+        if _chains(bounds, num_layers):
+            return _assemble(places, bounds, ranks)
+    raise SpecError(
+        f"stages: {[list(stage.chunks) for stage in best.stages]} do not hold {num_layers} layers once, in order",
+        "plan again, or export one of the alternatives",
+    )
+
+
+def _chains(bounds: list[tuple[int, int]], num_layers: int) -> bool:
+    """Each stage begins where the one before it ends, from layer 0 to the last."""
+    starts, ends = [first for first, _ in bounds], [last for _, last in bounds]
+    return (
+        starts == [0, *ends[:-1]] and ends[-1] == num_layers and all(a <= b for a, b in zip(starts, ends, strict=True))
+    )
+
+
+def _assemble(
+    places: list[tuple[int, int]], bounds: list[tuple[int, int]], ranks: dict[int, StagePlan]
+) -> tuple[VirtualStage, ...]:
+    last = len(places) - 1
+    mtp_ranks = [stage.stage for stage in ranks.values() if "mtp" in stage.holds]
+    # a rank's multi-token-prediction blocks come after all its decoder layers
+    mtp_stage = max((j for j, (rank, _) in enumerate(places) if rank in mtp_ranks), default=None)
+    return tuple(
+        VirtualStage(rank, chunk, *bounds[j], embedding=j == 0, mtp=j == mtp_stage, head=j == last)
+        for j, (rank, chunk) in enumerate(places)
+    )
+
+
+def is_looped(stages: tuple[VirtualStage, ...], pp: int) -> bool:
+    """Virtual stage j is on rank j mod pp, for every j."""
+    return all(stage.rank == j % pp for j, stage in enumerate(stages))
+
+
+def is_even(stages: tuple[VirtualStage, ...]) -> bool:
+    """Virtual stages have equally many layers, and MTP blocks are where trainers put them unasked."""
+    return len({stage.num_layers for stage in stages}) == 1 and all(
+        not stage.mtp or j == len(stages) - 1 for j, stage in enumerate(stages)
+    )
+
+
+def _full_layers(best: PricedLayout) -> dict[int, int]:
+    """Number of layers recomputed whole, by pipeline rank."""
+    return {stage.stage: stage.recompute.get("full", 0) for stage in best.stages}
+
+
+def all_full(best: PricedLayout) -> bool:
+    """Every layer is recomputed whole."""
+    return all(stage.recompute.get("full", 0) == stage.num_layers for stage in best.stages)
+
+
+def block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> int | None:
+    """The n for which the plan recomputes the first n layers of every virtual stage; None where it recomputes all.
+
+    Raises ValueError where virtual stages differ.
+    """
+    if all_full(best):
+        return None
+    planned = _full_layers(best)
+    for size in range(max(stage.num_layers for stage in stages) + 1):
+        counts = dict.fromkeys(planned, 0)
+        for stage in stages:
+            counts[stage.rank] += min(size, stage.num_layers)
+        if counts == planned:
+            return size
+    raise ValueError("recompute differs between stages")
+
+
+def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> list[int]:
+    """Number of layers, the first of each virtual stage, that are recomputed whole.
+
+    Where the plan counts them by rank only, every chunk gets the same number if that adds up; if not, the first chunks
+    get theirs first.
+    """
+    if all(stage.num_recomputed for stage in best.stages):
+        return [sum(best.stages[stage.rank].num_recomputed[stage.chunk]) for stage in stages]
+    try:
+        size = block_size(best, stages)
+        return [stage.num_layers if size is None else min(size, stage.num_layers) for stage in stages]
+    except ValueError:
+        left = _full_layers(best)
+        counts = []
+        for stage in stages:
+            counts.append(min(left[stage.rank], stage.num_layers))
+            left[stage.rank] -= counts[-1]
+        return counts
+
+
+def check_mixture(best: PricedLayout, objections: Objections) -> None:
+    """Object where modules are recomputed beside whole layers, or in some layers only."""
+    shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
+    modes = {mode for stage in best.stages for mode, count in stage.recompute.items() if count}
+    objections.when(
+        len(modes - {"none"}) > 1, "recompute_mixed", f"whole layers and modules are recomputed together ({shown})"
+    )
+    objections.when(
+        {"none", "selective"} <= modes, "recompute_per_stage", f"one setting must do for all layers ({shown})"
+    )
+
+
+def check_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objections: Objections) -> None:
+    """Object where `check_mixture` does, and where virtual stages need different numbers of whole layers."""
+    check_mixture(best, objections)
+    try:
+        block_size(best, stages)
+    except ValueError:
+        shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
+        objections.when(True, "recompute_per_stage", f"no one number of layers per virtual stage gives {shown}")
+
+
+ORDER_FILE = "schedule.csv"
+
+
+def order_of(layout: PricedLayout) -> Schedule:
+    """The plan's own order where it was made to measure, else that of its schedule; SpecError where there is none."""
+    chosen = layout.parallelism
+    if not layout.actions:
+        return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
+    return made_order(layout.actions, chosen.schedule)
+
+
+def check_order(plan: Plan, stages: tuple[VirtualStage, ...], objections: Objections) -> None:
+    """Object unless the plan's order exists, torch's runtime can run it, and its stages are on the plan's ranks."""
+    try:
+        order = order_of(plan.best)
+        to_torch_csv(order)
+    except SpecError as error:
+        objections.when(True, "schedule", error.message)
+        return
+    objections.when(
+        [stage.rank for stage in stages] != list(order.stage_to_rank),
+        "placement",
+        f"schedule {plan.parallelism.schedule} runs the stages on other ranks",
+    )

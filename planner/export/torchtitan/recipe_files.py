@@ -1,0 +1,361 @@
+"""A plan as a torchtitan recipe: a Python file with one function that returns the trainer's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from planner.answer import Plan
+from planner.export.environment import EnvironmentVariable, node_environment, variables_of
+from planner.export.refusal import Objections, broken_rules, hint_for
+from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
+from planner.export.stages import (
+    ORDER_FILE,
+    VirtualStage,
+    all_full,
+    check_mixture,
+    check_order,
+    is_looped,
+    order_of,
+    recomputed_layers,
+    virtual_stages,
+)
+from planner.export.stated_model import BIAS_UPDATE_RATE, notes_on_model, stated
+from planner.export.target_price import notes_on_price
+from planner.export.templating import rendered
+from planner.export.trainer_files import (
+    ExportFile,
+    LaunchCommand,
+    Placeholder,
+    Requirement,
+    TrainerFiles,
+    header,
+    promise,
+)
+from planner.schedule.torch_csv import to_torch_csv
+from planner.specs.model import ModelSpec
+from planner.trainers.rules.common import BF16_ONLY
+from planner.trainers.rules.facts import rotary_method
+from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, UNCOMPILED
+from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
+from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
+
+_LLAMA3 = {
+    "scaling_factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}  # fmt: skip
+_YARN = {
+    "rope_factor": "factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "truncate": "truncate",
+    "original_seq_len": "original_max_position_embeddings",
+}  # fmt: skip
+"""Fields of torchtitan's RoPE and of our spec's scaling."""
+
+
+def rotary_numbers(model: ModelSpec) -> dict[str, Any]:
+    """Base and stretching of rotary frequencies; numbers that the model leaves out are torchtitan's, and usual."""
+    base, method, scaling = {"theta": float(model.rope_theta or 0)}, rotary_method(model), model.rope_scaling
+    if method is None or scaling is None:
+        return base
+    names = _YARN if method == "yarn" else _LLAMA3
+    given = {name: getattr(scaling, field) for name, field in names.items()}
+    numbers = {name: value for name, value in given.items() if value is not None}
+    return {**base, "scaling": "yarn" if method == "yarn" else "llama", **numbers}
+
+
+def uses_cos_sin(model: ModelSpec) -> bool:
+    """The class of rotary positions that knows no llama3; which pairs it rotates is a matter of checkpoints alone."""
+    return rotary_method(model) != "llama3"
+
+
+def mscale(model: ModelSpec) -> float:
+    """The weight of yarn's scale of attention logits, which is squared; yarn alone has one."""
+    return (model.rope_scaling.mscale_all_dim or 0.0) if model.rope_scaling is not None else 0.0
+
+
+def balancing_rate(model: ModelSpec) -> float | None:
+    """The step of a balancing bias, with which it balances models whose own way is a loss, too; None for neither."""
+    moe = stated(model).moe
+    if moe is None:
+        return None
+    return moe.bias_update_rate or (BIAS_UPDATE_RATE if moe.router_aux_loss_coef and not moe.balancing_bias else None)
+
+
+_CLASSES = {
+    "llama3": ("Llama3Model", "Llama3TransformerBlock"),
+    "qwen3": ("Qwen3Model", "Qwen3TransformerBlock"),
+    "deepseek_v3": ("DeepSeekV3Model", "DeepSeekV3TransformerBlock"),
+}
+
+
+def _family_of(model: ModelSpec) -> str:
+    """torchtitan's module whose blocks are made of the same parts."""
+    if model.attention_sinks:
+        return "gpt_oss"
+    if model.mla is not None:
+        return "deepseek_v3"
+    return "qwen3" if model.qk_norm or model.moe is not None else "llama3"
+
+
+def model_source(model: ModelSpec, seq_length: int, attention: str) -> tuple[list[str], str]:
+    """Imports, and the source of a function `model_spec()`; `attention` is torchtitan's name of a backend."""
+    model, family = stated(model), _family_of(model)
+    if family == "gpt_oss":
+        flavor = {24: "20b", 36: "120b"}[model.num_hidden_layers]
+        body = f'def model_spec():\n    return model_registry("{flavor}", attn_backend="{attention}")\n'
+        return ["from torchtitan.models.gpt_oss import model_registry"], body
+    runs = [(key, len(list(group))) for key, group in groupby(kind.mlp == "moe" for kind in model.layers)]
+    body = rendered(
+        "torchtitan_model.py",
+        model=model,
+        mla=model.mla,
+        moe=model.moe,
+        heads=model.num_attention_heads,
+        seq_length=seq_length,
+        attention=attention,
+        is_mixed=len({kind.mlp for kind in model.layers}) > 1,
+        runs_of_experts=" + ".join(f"[{key}] * {length}" for key, length in runs),
+        rotary=rotary_numbers(model),
+        mscale=mscale(model),
+        has_feed_forward=_has_feed_forward(model),
+        has_shared=_has_shared(model),
+        balancing_rate=balancing_rate(model),
+        model_class=_CLASSES[family][0],
+        block_class=_CLASSES[family][1],
+    )
+    return _imports(model, family), body
+
+
+def _has_shared(model: ModelSpec) -> bool:
+    return model.moe is not None and model.moe.shared_expert_intermediate_size > 0
+
+
+def _has_feed_forward(model: ModelSpec) -> bool:
+    return _has_shared(model) or any(kind.mlp == "dense" for kind in model.layers)
+
+
+def _imports(model: ModelSpec, family: str) -> list[str]:
+    helpers = ["get_attention_config"]
+    helpers += [] if model.mla is not None else ["make_gqa_config"]
+    helpers += ["make_ffn_config"] if _has_feed_forward(model) else []
+    helpers += ["make_moe_config", "make_routed_experts_config", "make_router_config"] if model.moe else []
+    rope = "CosSinRoPE" if family == "qwen3" and uses_cos_sin(model) else "ComplexRoPE"
+    names = [*(("MTPTransformerBlock",) if model.num_nextn_predict_layers else ()), "model_registry"]
+    classes = [*(("Attention",) if model.mla is not None else ()), *_CLASSES[family]]
+    return [
+        "from dataclasses import fields, replace",
+        "from functools import partial",
+        "from torch import nn",
+        f"from torchtitan.models.common import {rope} as RoPE, Embedding, Linear, RMSNorm",
+        f"from torchtitan.models.common.config_utils import {', '.join(sorted(helpers))}",
+        *(["from torchtitan.models.common.param_init import skip_param_init"] if model.tie_word_embeddings else []),
+        f"from torchtitan.models.{family} import {', '.join(names)}",
+        f"from torchtitan.models.{family}.model import {', '.join(classes)}",
+    ]
+
+
+PLACEHOLDERS = (
+    Placeholder(
+        "HF_ASSETS_PATH",
+        "folder with the model's tokenizer.json",
+        default="./tests/assets/tokenizer",
+        in_first_run=True,
+    ),
+    Placeholder("DATA_PATH", "data set at Hugging Face, or a folder in its format, with a column `text`"),
+    Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder"),
+)
+_CHECKPOINT_MODULE = "torchtitan.distributed.activation_checkpoint"
+_CHECKPOINT = {"selective": "SelectiveAC", "full": "FullAC"}
+_LOSS = ["from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss"]
+_MTP_LOSS = ["from torchtitan.models.deepseek_v3.mtp import MTPLoss"]
+
+
+def recipe_source(plan: Plan, stages: tuple[VirtualStage, ...]) -> str:
+    """The recipe's text below its header."""
+    layout = plan.parallelism
+    attention = "varlen" if splits_backward(plan) else "flex"
+    model_imports, model = model_source(plan.model.spec, plan.training.seq_length, attention)
+    debug = "DebugConfig, " if plan.runtime_spec.deterministic else ""
+    imports = [
+        "import os",
+        *(["from pathlib import Path"] if has_order_of_its_own(plan) else []),
+        "from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw",
+        f"from torchtitan.config import CompileConfig, {debug}ParallelismConfig, TrainingConfig",
+        "from torchtitan.models.llama3.config_registry import llama3_debugmodel",
+        "from torchtitan.trainer import Trainer",
+        *([] if layout.recompute == "none" else [f"from {_CHECKPOINT_MODULE} import {_CHECKPOINT[layout.recompute]}"]),
+        *(_MTP_LOSS if plan.model.spec.num_nextn_predict_layers else _LOSS),
+        *(["from dataclasses import dataclass"] if _recomputes_some(plan) else []),
+        *model_imports,
+    ]
+    torchtitan = sorted((line for line in imports if "torchtitan" in line), key=lambda line: line.split()[1])
+    others = [line for line in imports if "torchtitan" not in line]
+    recomputed = zip(stages, recomputed_layers(plan.best, stages), strict=True) if _recomputes_some(plan) else ()
+    run, spec = run_settings(plan), stated(plan.model.spec)
+    body = rendered(
+        "torchtitan_recipe.py",
+        model_source=model,
+        layout=layout,
+        training=plan.training,
+        stages=stages,
+        recomputed=[f"range({stage.first_layer}, {stage.first_layer + count})" for stage, count in recomputed if count],
+        run=run,
+        optimizer=run.optimizer,
+        first_run_steps=FIRST_RUN_STEPS,
+        schedule=_schedule_class(plan),
+        order_file=ORDER_FILE if has_order_of_its_own(plan) else "",
+        shard=layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1,
+        in_pipeline=layout.num_microbatches if layout.pp > 1 else 1,
+        mtp_scale=spec.mtp_loss_scaling_factor if spec.num_nextn_predict_layers else None,
+        policy="PlannedAC" if _recomputes_some(plan) else _CHECKPOINT.get(layout.recompute),
+        compiled=_compiled(plan),
+        deterministic=plan.runtime_spec.deterministic,
+    )
+    return "\n".join([*_standard_first(others), "", *torchtitan, "", "", body])
+
+
+def _recomputes_some(plan: Plan) -> bool:
+    """Some layers are recomputed whole and others are not."""
+    return plan.parallelism.recompute == "full" and not all_full(plan.best)
+
+
+def _standard_first(lines: list[str]) -> list[str]:
+    """Standard library, then torch after an empty line."""
+    standard = sorted((line for line in lines if "torch" not in line), key=lambda line: (line[:4] == "from", line))
+    torch = [line for line in lines if "torch" in line]
+    return [*standard, "", *torch] if torch else standard
+
+
+def _schedule_class(plan: Plan) -> str:
+    """torch's class for the schedule; for an order of its own, a class that places the stages on the same ranks."""
+    layout = plan.parallelism
+    if layout.pp == 1:
+        return "1F1B"
+    if layout.schedule in TORCH_CLASSES:
+        return TORCH_CLASSES[layout.schedule]
+    if not is_looped(virtual_stages(plan.best, plan.model.spec.num_hidden_layers), layout.pp):
+        return TORCH_CLASSES["zb-v"]
+    return TORCH_CLASSES["interleaved-1f1b" if layout.vpp > 1 else "1f1b"]
+
+
+def _compiled(plan: Plan) -> str:
+    """Arguments of CompileConfig: layers and loss, the loss alone, or nothing."""
+    runtime = plan.runtime_spec
+    if runtime.fused_cross_entropy and (not runtime.compiled or splits_backward(plan)):
+        return 'enable=True, components=["loss"]'
+    overlaps = runtime.compiled and runtime.tp_overlap_fraction > 0
+    return f"enable={runtime.compiled}{', enable_async_tensor_parallel=True' if overlaps else ''}"
+
+
+def has_order_of_its_own(plan: Plan) -> bool:
+    """torch has no class for the schedule, so that its runtime reads the order from a file."""
+    return plan.parallelism.pp > 1 and plan.parallelism.schedule not in TORCH_CLASSES
+
+
+def splits_backward(plan: Plan) -> bool:
+    """The plan's schedule runs gradients of inputs and of weights apart."""
+    return plan.parallelism.pp > 1 and order_of(plan.best).splits_backward
+
+
+WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
+RECIPE = "planned_recipe"
+_ENVIRONMENT = (
+    # as torchtitan's own run_train.sh has it; not every ROCm build of torch has such segments
+    EnvironmentVariable(
+        "PYTORCH_ALLOC_CONF", "expandable_segments:True", lambda plan: not plan.cluster.hardware.is_amd
+    ),
+)
+
+
+def export_torchtitan(plan: Plan) -> TrainerFiles:
+    """The recipe, and the command that names it. Raises Inexpressible where torchtitan cannot run the plan."""
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    _check_expressible(plan, stages)
+    notes = _notes(plan)
+    comments = header(plan, WRITTEN_FOR, notes)
+    files = [ExportFile(f"{RECIPE}.py", comments + recipe_source(plan, stages))]
+    if has_order_of_its_own(plan):
+        files.append(ExportFile(ORDER_FILE, to_torch_csv(order_of(plan.best))))
+    command = LaunchCommand(
+        program="-m torchtitan.train",
+        arguments={"--module": RECIPE, "--config": "plan"},
+        environment={**variables_of(_ENVIRONMENT, plan), **node_environment(plan)},
+        placeholders=PLACEHOLDERS,
+        requirements=tuple(_requirements(plan)),
+        promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),
+        setup=('export MOCK="${MOCK:-0}" PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
+        comments=comments,
+        files=tuple(files),
+    )
+    return TrainerFiles(WRITTEN_FOR, tuple(files), command, notes)
+
+
+def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
+    """Raise Inexpressible, with every reason, where torchtitan cannot run the plan."""
+    layout = plan.parallelism
+    schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule)
+    layout_rules = TORCHTITAN_RULES if schedule_rules is None else (*TORCHTITAN_LAYOUT_RULES, *schedule_rules)
+    rules = (*TORCHTITAN_MODEL_RULES, *layout_rules, BF16_ONLY)
+    hint = hint_for(plan, "torchtitan", TORCHTITAN_MODEL_RULES)
+    objections = Objections("torchtitan", broken_rules(rules, plan), hint)
+    check_mixture(plan.best, objections)
+    if layout.pp > 1:
+        check_order(plan, stages, objections)
+    objections.when(
+        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
+    )
+    objections.when(
+        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
+    )
+    objections.when(
+        layout.zero_stage == 0 and layout.cp > 1,
+        "zero_stage",
+        f"it shards weights over the ranks of cp {layout.cp}, always",
+    )
+    if splits_backward(plan):
+        # VarlenAttention has neither
+        needs = "split backwards need VarlenAttention, which has no"
+        objections.when(layout.cp > 1, "split_backward_with_cp", f"{needs} context parallelism")
+        objections.when(plan.model.spec.attention_sinks, "split_backward_with_sinks", f"{needs} attention sinks")
+    objections.raise_any()
+
+
+def _requirements(plan: Plan) -> Iterator[Requirement]:
+    """The packages that the recipe needs on every node."""
+    yield Requirement("torch", "everything", "torch", "2.13", "pip install torch, or a nightly")
+    yield Requirement("torchtitan", "the trainer", hint="pip install torchtitan")
+    if plan.parallelism.cp > 1:
+        yield Requirement("spmd_types", "context parallelism", hint="pip install spmd-types, and a torch nightly")
+    if plan.model.spec.moe is not None and plan.parallelism.ep > 1 and plan.runtime_spec.sends_tokens_once:
+        yield Requirement("deep_ep", "exchanges of experts by DeepEP", hint="install deepseek-ai/DeepEP")
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    """Placeholders, and differences between the plan and what torchtitan does."""
+    model = plan.model.spec
+    notes = [
+        *run_settings(plan).notes,
+        "initial weights are drawn with a plain std of 0.02",
+    ]
+    notes += [*notes_on_model(model), *_notes_on_balance(model)]
+    if plan.parallelism.recompute == "selective":
+        notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")
+    if splits_backward(plan):
+        notes += [UNCOMPILED] if plan.runtime_spec.compiled else []
+        notes.append(
+            "backwards are split: VarlenAttention, since FlexAttention is compiled always and then has one backward "
+            "(pytorch/torchtitan issue 3584); it takes FlashAttention 3 on Hopper and 4 on Blackwell"
+        )
+    notes += notes_on_price(plan)
+    if plan.parallelism.cp > 1:
+        notes.append("context parallelism needs spmd_types, and that a torch nightly")
+    return tuple(notes)
+
+
+def _notes_on_balance(model: ModelSpec) -> Iterator[str]:
+    """The means that balance experts instead of a loss, which torchtitan does not have."""
+    moe = stated(model).moe
+    if moe is not None and moe.router_aux_loss_coef:
+        rate = balancing_rate(model)
+        instead = f", and balances by a bias that moves by {rate:g} a step" if rate else ""
+        yield f"it has no load-balancing loss (the model's has weight {moe.router_aux_loss_coef:g}){instead}"

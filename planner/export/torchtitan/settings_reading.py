@@ -1,0 +1,501 @@
+"""A torchtitan configuration as a run: a Python recipe (read, never run), command-line overrides, or the old TOML."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.followed.python_recipe import Evaluator, chosen_recipe
+from planner.export.followed.python_values import CallRecord, Unknown
+from planner.export.followed.shell_script import Script, read_script
+from planner.export.imported_run import ConfigFile, ImportedRun
+from planner.export.named_models import Model, exported_model, model_called, num_layers_of
+from planner.specs.reading import printable
+from planner.specs.reading.python_text import literal, parse_python
+from planner.specs.reading.toml_text import parse_toml
+from planner.specs.units import is_count
+
+FLAVORS = {
+    ("llama3", "8B"): "llama-3.1-8b",
+    ("llama3", "70B"): "llama-3.1-70b",
+    ("llama3", "405B"): "llama-3.1-405b",
+    ("llama3", "1B"): "llama-3.2-1b",
+    ("deepseek_v3", "671B"): "deepseek-v3",
+    ("deepseek_v3", "236B"): "deepseek-v2",
+    ("deepseek_v3", "16B"): "deepseek-v2-lite",
+    ("qwen3", "8B"): "qwen3-8b",
+    ("qwen3", "32B"): "qwen3-32b",
+    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
+    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
+    ("gpt_oss", "20b"): "gpt-oss-20b",
+    ("gpt_oss", "120b"): "gpt-oss-120b",
+}
+"""(module, flavor) to the model's name here."""
+
+
+_PREFIXES = {
+    "deepseek_v3": "deepseek-",
+    "llama3": "llama-3-",
+    "llama4": "llama-4-",
+    "llama2": "llama-2-",
+    "llama": "llama-3-",
+}
+
+
+def model_of_flavor(name: str, flavor: str) -> Model | None:
+    """The published model of a registry's flavor; None where it is of another size than any."""
+    return FLAVORS.get((name, flavor)) or model_called(f"{_PREFIXES.get(name, f'{name}-')}{flavor}")
+
+
+def flavor_of(module: str, function: str) -> tuple[str, str] | None:
+    """The (module, flavor) that a registered function configures: `llama3_405b` of llama3 is its 405B."""
+    flavor = function.removeprefix(f"{module}_").replace("_", "-").lower()
+    return next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), None)
+
+
+Settings = dict[str, Any]
+"""`section.name` to value."""
+RECOMPUTED = "activation_checkpoint.layers"
+"""A setting of our own: the layers that the recipe's policy recomputes, where it names them."""
+_NEVER_FOLLOWED = frozenset({"model_registry", "default_adamw"})
+_SECTIONS = ("parallelism", "training", "compile")
+_POLICIES = {"FullAC": "full", "PlannedAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "selective"}
+"""Mode of each class of activation checkpointing; PlannedAC is the one that an exported recipe defines."""
+_CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
+"""Beginnings of the names of converters of linear layers, and the dtype that they compute in."""
+_MAX_SHOWN_CHARACTERS = 80
+
+
+def read_recipe(config: ConfigFile) -> tuple[Settings, dict[str, str]]:
+    """Settings by `section.name`, and those whose values cannot be read.
+
+    Raises SpecError for what is no Python, and for a file with several recipes of which none is chosen.
+    """
+    evaluator = Evaluator(config, _NEVER_FOLLOWED)
+    record = chosen_recipe(evaluator, config.recipe, _SECTIONS) or _at_top(evaluator)
+    settings: Settings = {}
+    unreadable: dict[str, str] = {}
+    for section in _SECTIONS:
+        value = record.get(section)
+        for path, setting in value.flat(f"{section}.") if isinstance(value, CallRecord) else ():
+            if isinstance(setting, (Unknown, CallRecord)):
+                unreadable[path] = str(setting if isinstance(setting, Unknown) else setting.kind)[
+                    :_MAX_SHOWN_CHARACTERS
+                ]
+            else:
+                settings[path] = setting
+    settings |= _policy(record, evaluator) | _model(record, config)
+    if isinstance(debug := record.get("debug"), CallRecord) and debug.get("deterministic") is True:
+        settings["debug.deterministic"] = True
+    if record.kind and "." not in record.kind and record.kind[0].islower():
+        settings["base"] = record.kind
+    return settings, unreadable
+
+
+def _at_top(evaluator: Evaluator) -> CallRecord:
+    """The settings that a file without functions makes: `config.parallelism = …`, or sections of their own."""
+    names = evaluator.module.names
+    records = [value for value in names.values() if isinstance(value, CallRecord)]
+    whole = [record for record in records if any(section in record.fields for section in _SECTIONS)]
+    return whole[-1] if whole else CallRecord("", [], {name: names[name] for name in _SECTIONS if name in names})
+
+
+def _policy(record: CallRecord, evaluator: Evaluator) -> Settings:
+    """Mode of activation checkpointing."""
+    if "activation_checkpoint" not in record.fields:
+        return {}
+    policy = record.fields["activation_checkpoint"]
+    if policy is None:
+        return {"activation_checkpoint.mode": "none"}
+    name = policy.kind.partition(".")[0] if isinstance(policy, CallRecord) else str(policy)
+    settings: Settings = {"activation_checkpoint.mode": _POLICIES.get(name, "selective")}
+    if name == "PlannedAC":
+        settings[RECOMPUTED] = evaluator.module.names.get("RECOMPUTED")
+    if name == "MemoryBudgetAC":
+        settings["activation_checkpoint.memory_budget"] = policy.get("memory_budget", True)
+    return settings
+
+
+def _model(record: CallRecord, config: ConfigFile) -> Settings:
+    """Module and flavor of the model, and the converters of its layers."""
+    if (exported := exported_model(config.text)) is not None:
+        return {"model.published": exported}
+    spec = record.get("model_spec")
+    settings: Settings = {"model.name": _module(config)}
+    if not isinstance(spec, CallRecord):
+        return settings
+    flavor = spec.fields.get("flavor") or next(iter(spec.arguments), None)
+    settings["model.flavor"] = flavor if isinstance(flavor, str) else None
+    for converter in spec.fields.get("converters") or []:
+        name = (
+            converter.kind.rpartition(".")[0] or converter.kind if isinstance(converter, CallRecord) else str(converter)
+        )
+        dtype = next((dtype for start, dtype in _CONVERTERS.items() if name.startswith(start)), None)
+        settings["dtype" if dtype else f"model.converters.{name}"] = dtype or True
+        if dtype == "fp8":
+            settings["float8.recipe_name"] = converter.get("recipe_name") or "tensorwise"
+    for option, value in spec.fields.items():
+        if option not in ("flavor", "converters", "model"):
+            settings[f"model.{option}"] = value if isinstance(value, (str, int, bool, float)) else str(value)
+    return settings
+
+
+def _module(config: ConfigFile) -> str:
+    """The package of models whose registry the recipe asks."""
+    for node in ast.walk(parse_python(config.text, "", "give the recipe's file")):
+        if isinstance(node, ast.ImportFrom) and any(alias.name.endswith("model_registry") for alias in node.names):
+            module = (node.module or "").rpartition("torchtitan.models.")[2].split(".")[0]
+            return module or (config.path.absolute().parent.name if config.path is not None else "")
+    return ""
+
+
+_OLD = {
+    "training.batch_size": "training.local_batch_size",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.data_parallel_type": "parallelism.data_parallel_type",
+    "training.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
+    "training.context_parallel_degree": "parallelism.context_parallel_degree",
+    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    "experimental.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
+    "parallelism.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatches",
+    "experimental.pipeline_parallel_split_points": "parallelism.pipeline_parallel_split_points",
+    "float8.enable_float8_linear": "float8.enable",
+    "quantize.linear.float8.recipe_name": "float8.recipe_name",
+}
+"""Settings of older versions, and their names today."""
+
+
+def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[str, str]]:
+    """Settings, and those whose values only a run would know; `script` holds the text's words.
+
+    Raises SpecError for a file that is broken, or has no settings of torchtitan.
+    """
+    unreadable: dict[str, str] = {}
+    text = config.text
+    if is_recipe(text):
+        settings, unreadable = read_recipe(config)
+    else:
+        settings = _toml(text) if _is_toml(text) else override_settings(script)
+    if not any(name.startswith(("parallelism.", "training.")) for name in settings):
+        raise SpecError(
+            "no torchtitan settings found", "give a recipe, a TOML file, or a script with --parallelism.… options"
+        )
+    return of_today(settings), unreadable
+
+
+def of_today(settings: Settings) -> Settings:
+    """Settings under today's names, with the dtype that converters ask for."""
+    settings = {_OLD.get(name, name): value for name, value in settings.items()}
+    return settings | _converted(settings)
+
+
+def _converted(settings: Settings) -> Settings:
+    """The dtype that converters of a TOML file, or its older switch, ask for."""
+    converters = settings.get("model.converters") or settings.get("job.converters") or []
+    names = " ".join(map(str, converters)) if isinstance(converters, list) else str(converters)
+    if "mx" in names:
+        return {"dtype": "mxfp8"}
+    if "float8" in names or settings.get("float8.enable") is True:
+        return {"dtype": "fp8", "float8.recipe_name": settings.get("float8.recipe_name") or "tensorwise"}
+    return {}
+
+
+def is_recipe(text: str) -> bool:
+    """The text is a recipe in Python: it names torchtitan's classes of settings."""
+    return bool(re.search(r"ParallelismConfig|TrainingConfig|Trainer\.Config|import .*model_registry", text))
+
+
+def _is_toml(text: str) -> bool:
+    return bool(re.search(r"^\[(parallelism|training|model)\]", text, re.MULTILINE))
+
+
+def _toml(text: str) -> Settings:
+    """Settings of a TOML file, as torchtitan took them up to 2025."""
+    return flat(parse_toml(text, "", "give the file that --job.config_file names"))
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
+    """Nested tables as `section.name`."""
+    settings: Settings = {}
+    for key, value in data.items():
+        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return settings
+
+
+def override_settings(script: Script) -> Settings:
+    """`--section.key value`; a bare option is true, `--section.no-key` is false."""
+    settings: Settings = {}
+    key = ""
+    for word in script.words:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            key = key.replace("-", "_") if "." in key else key
+            section, _, name = key.rpartition(".")
+            if name.startswith("no_"):
+                settings[f"{section}.{name[3:]}"], key = False, ""
+            elif "." in key or key in ("module", "config"):
+                settings[key] = _literal(value) if equals else True
+            else:
+                key = ""
+        elif key and settings.get(key) is True:
+            settings[key] = _literal(word)
+    if isinstance(config := settings.get("config"), str):
+        flavor = flavor_of(str(settings.get("module", "")), config)
+        settings |= {"model.name": flavor[0], "model.flavor": flavor[1]} if flavor else {}
+    return settings
+
+
+def _literal(text: str) -> Any:
+    """A Python literal, or the text itself where it is none."""
+    try:
+        return literal(text)
+    except ValueError:
+        return text
+
+
+_SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "gpipe",
+    "interleaved1f1b": "interleaved-1f1b",
+    "loopedbfs": "breadth-first",
+    "interleavedzerobubble": "zb-h1",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
+}
+_READ = {
+    "model.name", "model.flavor", "module", "config", "training.local_batch_size", "training.global_batch_size",
+    "training.seq_len", "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step",
+    "training.max_context_length", "parallelism.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree", "parallelism.tensor_parallel_degree",
+    "parallelism.pipeline_parallel_degree", "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree",
+    "parallelism.pipeline_parallel_schedule", "parallelism.num_pp_microbatches",
+    "parallelism.pipeline_parallel_microbatch_size", "parallelism.module_fqns_per_model_part",
+    "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode",
+    "activation_checkpoint", "compile.enable", "compile.enable_async_tensor_parallel", "training.compile",
+    "compile.components", "dtype", "float8.recipe_name", "float8.enable", "model.converters", "job.converters",
+    "model.published", "debug.deterministic",
+    "base", "activation_checkpoint.selective_ac_option", "parallelism.pipeline_parallel_microbatches",
+    "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers", "parallelism.expert_tensor_parallel_degree",
+}  # fmt: skip
+_IGNORED = re.compile(
+    r"(job|profiling|profiler|metrics|optimizer|lr_scheduler|checkpoint|comm|validation|validator|debug|dataloader|fault"
+    r"|eval|experimental\.custom|fault_tolerance|memory_estimation)\b"
+    r"|model\.(tokenizer|hf_assets|print|norm_type|attn_backend)|hf_assets|dump_folder"
+    r"|training\.(dataset|mock_data|steps|max_norm|seed|gc_|warmup_steps|disable_cuda|pipeline_parallel)"
+    r"|parallelism\.(spmd|context_parallel_load|disable_loss_parallel)|training\.disable_loss_parallel"
+    r"|compile\.backend|float8\.(filter|fqns|precompute|enable_fsdp)|quantize\.|mx\."
+    r"|activation_checkpoint\.(per_op|early_stop|preserve)"
+)
+
+
+def read_torchtitan(config: ConfigFile) -> ImportedRun:
+    """The run that a recipe, a TOML file or a launch script with overrides describes.
+
+    Raises SpecError for a text without settings of torchtitan, and for values that torchtitan would not take.
+    """
+    # a recipe has no words of a shell, and to look for them takes as long as to read it
+    script = Script() if is_recipe(config.text) else read_script(config.text, config.beside)
+    settings, unreadable = read_settings(config, script)
+    imported = run_of_settings(settings, _num_gpus(settings, script))
+    imported.unknown |= unreadable
+    if is_recipe(config.text):
+        # recipes in Python are of 2026, and so is FlexAttention for all language models
+        imported.run["features"]["flex_attention"] = True
+    return imported
+
+
+def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
+    """The run that settings by `section.name` describe; those that are not read are noted as ignored or unknown."""
+    model = settings.get("model.published") or model_of_flavor(
+        str(settings.get("model.name", "")), str(settings.get("model.flavor", ""))
+    )
+    if str(settings.get("model.name", "")).startswith("flux"):
+        raise SpecError("model: flux is a diffusion model", "only decoder-only transformers are planned")
+    layout, _ = _layout(settings, model)
+    imported = ImportedRun(
+        "torchtitan",
+        {
+            "model": model,
+            "num_gpus": num_gpus,
+            "runtime": "torchtitan",
+            "seq_length": _seq_length(settings),
+            "dtype": str(settings.get("dtype", "bf16")),
+            "precision_recipe": f"fp8-{settings['float8.recipe_name']}" if settings.get("dtype") == "fp8" else None,
+            "parallelism": layout,
+            "features": _features(settings),
+        },
+    )
+    _read_batch(imported, settings)
+    _read_recompute(imported, settings, model)
+    if model is None:
+        what = f"{settings.get('model.name') or ''} {settings.get('model.flavor') or ''}".strip() or "the model"
+        imported.notes.append(f"{what} is no published model: add --model")
+    if "base" in settings:
+        imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
+    for name, value in settings.items():
+        if name == "training.dtype" and value == "float32":
+            imported.ignored[name] = value
+        elif name not in _READ:
+            (imported.ignored if _IGNORED.match(name) else imported.unknown)[name] = str(value)
+    return imported
+
+
+def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | None) -> None:
+    """Layers that are recomputed by name, or every n-th of them."""
+    layout, layers = imported.run["parallelism"], settings.pop(RECOMPUTED, None)
+    every = str(settings.get("activation_checkpoint.selective_ac_option", "op"))
+    num_layers = num_layers_of(model)
+    if layout["recompute"] == "selective" and is_count(every) and int(every) > 0 and num_layers:
+        layout |= {"recompute": "full", "recompute_layers": [*range(int(every) - 1, num_layers, int(every))]}
+    elif isinstance(layers, list) and layout["recompute"] == "full" and num_layers:
+        layout["recompute_layers"] = layers
+
+
+def _features(settings: Settings) -> dict[str, Any]:
+    """Features of the run: asynchronous tensor parallelism, and which parts are compiled where a setting gives that."""
+    dist_gemm = settings.pop("model.tp_gemm_backend", None) == "dist_gemm"
+    features: dict[str, Any] = {"async_tp": dist_gemm or bool(_first(settings, "compile.enable_async_tensor_parallel"))}
+    if settings.get("model.moe_comm_backend") in ("deepep", "hybridep"):
+        features["dispatcher"] = settings.pop("model.moe_comm_backend")
+    features["deterministic"] = _first(settings, "debug.deterministic", "training.deterministic") is True
+    compiled = _first(settings, "compile.enable", "training.compile")
+    components = _first(settings, "compile.components") or ["model", "loss"]
+    if isinstance(compiled, bool):
+        features["compile"] = compiled and "model" in components
+        if "compile.enable" in settings:  # the older switch compiled no loss
+            features["cross_entropy_fusion"] = compiled and "loss" in components
+    return features
+
+
+def _first(settings: Settings, *names: str) -> Any:
+    """The value of the first of the names that is set."""
+    return next((settings[name] for name in names if settings.get(name) is not None), None)
+
+
+def _degree(settings: Settings, axis: str, default: int = 1) -> int:
+    return _whole(settings, f"parallelism.{axis}_degree", default)
+
+
+def _whole(settings: Settings, name: str, default: int) -> int:
+    """A setting that is a whole number. Raises SpecError naming it where it is none."""
+    value = default if settings.get(name) is None else settings[name]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SpecError(f"{name}: {printable(repr(value), 60)} is no whole number", "write a number")
+    return value
+
+
+def _seq_length(settings: Settings) -> int | None:
+    name = next(
+        (name for name in ("training.max_context_length", "training.seq_len") if settings.get(name) is not None), ""
+    )
+    length = _whole(settings, name, 0)
+    if name and length < 1:
+        raise SpecError(f"{name}: {length} is below 1", "write the tokens of a sequence")
+    return length or None
+
+
+def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], int]:
+    """The run's parallelism, with dp where the settings give it, and the number of ranks of one replica."""
+    tp, cp, pp = (_degree(settings, f"{axis}_parallel") for axis in ("tensor", "context", "pipeline"))
+    name = str(settings.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
+    schedule = _SCHEDULES.get(name)
+    if schedule is None and pp > 1:
+        raise SpecError(
+            f"parallelism.pipeline_parallel_schedule: {name[:60]!r} is unknown", f"one of {', '.join(_SCHEDULES)}"
+        )
+    parts = settings.get("parallelism.module_fqns_per_model_part")
+    layout: dict[str, Any] = {
+        "tp": tp,
+        "cp": cp,
+        "pp": pp,
+        "ep": _degree(settings, "expert_parallel"),
+        "etp": 1 if _degree(settings, "expert_parallel") > 1 else tp,
+        "sequence_parallel": bool(settings.get("parallelism.enable_sequence_parallel", True)) and tp > 1,
+        "recompute": str(settings.get("activation_checkpoint.mode", "selective")),
+        "vpp": _vpp(parts, pp, schedule or ""),
+    }
+    if pp > 1:
+        layout["schedule"] = schedule
+    if isinstance(parts, list) and pp > 1:
+        layout["layers_per_stage"] = [sum(str(name).startswith("layers.") for name in part) for part in parts]
+    elif pp > 1 and (num_layers := num_layers_of(model)):
+        layout |= _split(settings, num_layers, pp, layout["vpp"])
+    replicate, shard = (
+        _degree(settings, f"data_parallel_{kind}", default) for kind, default in (("replicate", 1), ("shard", -1))
+    )
+    if replicate > 1 and shard > 0:
+        layout["fsdp"] = shard * cp
+    keeps_weights = settings.get("parallelism.fsdp_reshard_after_forward") == "never"
+    layout["zero_stage"] = 0 if shard == 1 and cp == 1 else 2 if keeps_weights else 3
+    if shard > 0:
+        layout["dp"] = replicate * shard
+    return layout, tp * cp * pp
+
+
+def _split(settings: Settings, num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
+    """The stages that torchtitan makes unasked: embedding and head count as so many layers of their stage."""
+    first, last = (
+        _whole(settings, f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")
+    )
+    per_stage = settings.get("parallelism.pipeline_parallel_layers_per_stage")
+    if isinstance(per_stage, int) and per_stage > 0:
+        vpp = max(1, -(-(num_layers + first + last) // per_stage) // pp)
+    each, rest = divmod(num_layers + first + last, pp * vpp)
+    counts = [each + (stage < rest) for stage in range(pp * vpp)]
+    counts[0] -= first
+    counts[-1] -= last
+    return {"vpp": vpp, "layers_per_stage": counts} if min(counts) >= 0 else {"vpp": vpp}
+
+
+def _vpp(parts: Any, pp: int, schedule: str) -> int:
+    """Stages per rank: from the list of stages where there is one, else torchtitan's default for the schedule."""
+    if pp == 1 or schedule in ("1f1b", "gpipe"):
+        return 1
+    return max(1, len(parts) // pp) if isinstance(parts, list) else 2
+
+
+def _num_gpus(settings: Settings, script: Script) -> int | None:
+    """GPUs by the script's variables, else by the grid; None where neither gives a number."""
+    for name in ("NGPU", "WORLD_SIZE"):
+        values = script.variables.get(name, [])
+        if values and is_count(values[0]):
+            return int(values[0])
+    layout, ranks = _layout(settings, None)
+    return layout["dp"] * ranks if "dp" in layout else None
+
+
+def _read_batch(imported: ImportedRun, settings: Settings) -> None:
+    """Micro-batch and global batch in sequences, from sequences or from tokens."""
+    run, layout = imported.run, imported.run["parallelism"]
+    seq_length = run["seq_length"]
+    tokens_per_microbatch = _whole(settings, "training.num_tokens_per_microbatch_per_dp_rank", 0)
+    if tokens_per_microbatch and seq_length:
+        layout["micro_batch_size"] = max(1, tokens_per_microbatch // seq_length)
+        tokens_per_step = _whole(settings, "training.num_tokens_per_train_step", -1)
+        num_microbatches = _whole(settings, "parallelism.num_pp_microbatches", 1) if layout["pp"] > 1 else 1
+        imported.microbatches_per_rank = num_microbatches
+        run["global_batch_size"] = tokens_per_step // seq_length if tokens_per_step > 0 else None
+        return
+    local_batch_size = _whole(settings, "training.local_batch_size", 8)
+    micro_batch_size = _whole(settings, "parallelism.pipeline_parallel_microbatch_size", 1)
+    layout["micro_batch_size"] = micro_batch_size if layout["pp"] > 1 else local_batch_size
+    global_batch_size = _whole(settings, "training.global_batch_size", -1)
+    if layout["pp"] > 1 and (parts := _whole(settings, "parallelism.pipeline_parallel_microbatches", 0)):
+        layout["micro_batch_size"] = max(1, local_batch_size // parts)
+    if layout["micro_batch_size"] < 1:
+        raise SpecError(f"micro-batch: {layout['micro_batch_size']} is below 1", "set training.local_batch_size")
+    imported.microbatches_per_rank = max(1, local_batch_size // layout["micro_batch_size"])
+    run["global_batch_size"] = global_batch_size if global_batch_size > 0 else None

@@ -1,0 +1,227 @@
+"""The files of one trainer, the command that starts it, its arguments, and the comments at the top."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from planner.answer import Plan
+from planner.specs.units import GIB
+
+
+class ShellText(str):
+    """Shell text with variables in it, which is written as it is: `"${CHECKPOINTS}"`, `${DATA_PATH}`."""
+
+    __slots__ = ()
+
+    @property
+    def unquoted(self) -> str:
+        """The text for files in which variables are replaced without a shell."""
+        return self.replace('"', "")
+
+
+Value = bool | int | float | str | tuple[str, ...]
+Arguments = dict[str, Value]
+"""Option (with its dashes) to value: true is a bare flag, a tuple several words."""
+
+
+def argv(arguments: Mapping[str, Value]) -> list[str]:
+    """The words of a command line."""
+    words: list[str] = []
+    for option, value in arguments.items():
+        words.append(option)
+        if isinstance(value, tuple):
+            words += value
+        elif value is not True:
+            words.append(_spelled(value))
+    return words
+
+
+def _spelled(value: Value) -> str:
+    """A scalar in the words of a command line: of a number the shortest that is exact."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, float):
+        return str(value)
+    short = format(value, "g")
+    return short if float(short) == value else repr(value)
+
+
+IMAGE = "nvcr.io/nvidia/pytorch:25.09-py3"
+IMAGE_OF_AMD = "rocm/primus:v26.5"
+"""With Megatron-LM, torchtitan and Transformer Engine for ROCm (AMD-AGI/Primus, docs, August 2026)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """A variable that the user fills in at the top of a launcher, or sets before it starts."""
+
+    name: str
+    meaning: str
+    """A few words for the comment beside it."""
+    default: str = ""
+    """The value as shell text, where there is a sensible one."""
+    kind: Literal["folder", "new folder", "file", "prefix", "text"] = "text"
+    """The thing that the value names, which is looked for before the start; a new folder may be missing yet."""
+    in_first_run: bool = False
+    """True if the run on mock data needs it, too."""
+    is_optional: bool = False
+
+    @property
+    def value(self) -> ShellText:
+        """The variable as one word of the shell."""
+        return ShellText(f'"${{{self.name}}}"')
+
+    @property
+    def words(self) -> ShellText:
+        """The variable as the words in it."""
+        return ShellText(f"${{{self.name}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFile:
+    """One file of an export."""
+
+    name: str
+    text: str
+    executable: bool = False
+    placeholders: tuple[Placeholder, ...] = ()
+    """The values in it that the user fills in."""
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A Python package that every node must have."""
+
+    module: str
+    """The name that is imported."""
+    reason: str
+    """The part of the recipe that needs it."""
+    package: str = ""
+    """The distribution that knows its version; empty where any version will do."""
+    at_least: str = ""
+    hint: str = ""
+    """The way to install it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerVersion:
+    """The version of the trainer that the arguments are for, and the place that says which one is here."""
+
+    name: str = ""
+    is_exactly: str = ""
+    """Major and minor, such as 0.16; empty where any new enough version will do."""
+    at_least: str = ""
+    package: str = ""
+    """The installed distribution; empty where a checkout is started."""
+    folder: str = ""
+    """The placeholder that names the checkout."""
+    file: str = ""
+    """The file in it that sets `__version__`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPart:
+    """Arguments that only one of the two kinds of run has: on mock data, or training."""
+
+    arguments: Arguments = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """The program that torchrun starts on every node, with its arguments and its environment."""
+
+    program: str
+    """Shell text behind torchrun's own options: a script's path, or `-m module`. May use PLAN_DIR."""
+    starts_ranks: bool = False
+    """The program starts a node's ranks itself, by NNODES, NODE_RANK, GPUS_PER_NODE, MASTER_ADDR and MASTER_PORT."""
+    arguments: Arguments
+    words: tuple[str, ...] = ()
+    """Arguments behind the named ones."""
+    first_run: RunPart = RunPart()
+    """The part that is added on mock data, where MOCK is 1."""
+    training_run: RunPart = RunPart()
+    """The part that is added otherwise."""
+    placeholders: tuple[Placeholder, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
+    trainer: TrainerVersion = TrainerVersion()
+    promise: tuple[str, ...] = ()
+    """Lines that say what the plan promises, to hold the first run against."""
+    environment: dict[str, str] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    """Shell lines to run before."""
+    exit_minutes: str = ""
+    """The arguments, with {} for a number, that end a run with a checkpoint after so many minutes; empty for none."""
+    comments: str = ""
+    files: tuple[ExportFile, ...] = ()
+    """Files the program reads from PLAN_DIR."""
+    image: str = IMAGE
+    """Container image, where the launcher starts containers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFiles:
+    """One trainer's part of an export."""
+
+    written_for: str
+    """Trainer and version."""
+    files: tuple[ExportFile, ...]
+    command: LaunchCommand | None
+    """None where the trainer is a library and the user's own script starts it."""
+    notes: tuple[str, ...] = ()
+    """Placeholders for what the plan does not decide, and things that the trainer does differently."""
+
+
+def header(plan: Plan, written_for: str, notes: Sequence[str] = ()) -> str:
+    """Comment lines for the top of a file: the plan, its hash, the versions, what the plan does not decide."""
+    layout = plan.parallelism
+    lines = [
+        f"{plan.model.name} on {layout.num_gpus_used} of {plan.cluster.num_gpus} GPUs: {layout}",
+        f"exported by planner {plan.planner_version} for {written_for}; plan {plan_sha256(plan)[:16]}",
+        *notes,
+    ]
+    return comment("\n".join(lines))
+
+
+def plan_sha256(plan: Plan) -> str:
+    """Hash of the whole plan, as it was made."""
+    return hashlib.sha256(json.dumps(plan.as_planned.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def slug(name: str) -> str:
+    """A name for jobs and Kubernetes objects: a-z, 0-9 and -, at most 40, letter or digit at the ends."""
+    text = "".join(char if char.isascii() and char.isalnum() else "-" for char in name.lower())
+    return "-".join(part for part in text.split("-") if part)[:40].strip("-") or "plan"
+
+
+def comment(text: str) -> str:
+    """`text` as comment lines: control characters and line breaks cannot leave the comment."""
+    return "".join(f"# {_printable(line)}".rstrip() + "\n" for line in text.split("\n"))
+
+
+def _printable(line: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in line)
+
+
+def promise(plan: Plan, shown_as: str) -> tuple[str, ...]:
+    """Lines with the planned step and each stage's peak; `shown_as` says where the trainer's log has them."""
+    step = plan.best.step
+    interval = ""
+    if step.step_s_interval is not None:
+        interval = f" (80% interval {step.step_s_interval[0]:.3g} to {step.step_s_interval[1]:.3g})"
+    peaks = [f"{stage.memory.peak_allocated_bytes / GIB:.1f}" for stage in plan.stages]
+    stages = f"stages 0 to {len(peaks) - 1}" if len(peaks) > 1 else "every rank"
+    return (
+        f"planned step: {step.step_s:.4g} s{interval}, {step.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
+        f"{step.model_tflops_per_gpu:.0f} TFLOP/s/GPU",
+        f"planned peak of torch.cuda.max_memory_allocated, GiB, {stages}: {' '.join(peaks)}",
+        shown_as,
+    )
