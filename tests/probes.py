@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.answer import Plan
-from planner.probe.plan_side.chunks import real_chunks, recompute_modules, slice_schedule
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.eager import in_eager_torch
+from planner.probe.plan_slice import real_chunks, recompute_modules, slice_schedule
 from planner.probe.result import (
     ChunkSeconds,
     PlanSlice,

@@ -90,7 +90,7 @@ ALLOWED = {
     # what a machine has of what the planner needs; the solver tests itself
     "doctor": {
         "distribution", "errors", "specs", "trainers.fits", "search.ilp.self_test", "observe.history",
-        "probe.verdict.same_hardware",
+        "probe.verdict.evidence",
     },
     # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
     "gpu_check": {

@@ -82,7 +82,7 @@ def profile_command(
 
 def _device(name: str | None) -> Device:
     from planner.errors import SpecError
-    from planner.probe.launch.devices import default_device
+    from planner.probe.torch_build import default_device
 
     if name not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {name!r} is unknown", "cpu or cuda")

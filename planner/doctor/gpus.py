@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from planner.doctor.findings import Gpu, Gpus
-from planner.probe.verdict.same_hardware import is_named
+from planner.probe.verdict.evidence import is_named
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GIB, MIB

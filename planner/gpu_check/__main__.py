@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         from planner.gpu_check.cases import CASES
         from planner.gpu_check.check import Check
-        from planner.probe.launch.devices import default_device
+        from planner.probe.torch_build import default_device
     except ModuleNotFoundError as error:
         raise PlannerError(f"the check needs {error.name}", install_line("probe")) from None
     device = parsed.device or default_device()

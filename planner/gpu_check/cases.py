@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 from planner.answer import Plan
 from planner.layout.evaluate import evaluate
-from planner.probe.plan_side.rank_grid import RankGrid
-from planner.probe.plan_side.small_model import scaled_model
+from planner.probe.plan_runs import scaled_model
+from planner.probe.plan_slice import RankGrid
 from planner.profile.stage_problem import MODELS, measured_model
 from planner.profile.tables import has_table, read_table
 from planner.specs.cluster import ClusterSpec

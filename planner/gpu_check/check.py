@@ -13,10 +13,10 @@ from planner.errors import ProbeError, SpecError
 from planner.gpu_check import parts
 from planner.gpu_check.cases import CASES, SMALL_HIDDEN_SIZE, SMALL_SEQ_LENGTH, TABLES_OF, StageCase
 from planner.gpu_check.report import GpuCheck, Part, PartKind
-from planner.probe.launch.devices import require_gpu
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult
 from planner.probe.run import Device
+from planner.probe.torch_build import require_gpu
 from planner.profile.build_profile import known_profile
 from planner.profile.probe_calibration import from_probe
 from planner.search.deadline import Deadline

@@ -16,15 +16,14 @@ from planner.errors import PlannerError, ProbeError, defect
 from planner.gpu_check.cases import StageCase
 from planner.gpu_check.limits import OutOfTime, at_most
 from planner.gpu_check.report import BYTES, SECONDS, CheckedQuantity, Part, PartKind, PartStatus
+from planner.probe.eager import in_eager_torch
 from planner.probe.launch.launcher import process_context
-from planner.probe.model.attention_kernels import require_flash
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.model.attention import require_flash
 from planner.probe.probe import ProbeOptions, probe, require_runnable
 from planner.probe.result import ComparedQuantity, ProbeResult, RankResult
 from planner.probe.run import Device
 from planner.probe.verdict.compare import compare_stage
-from planner.probe.verdict.conditions import load_in_words
-from planner.probe.verdict.kernels import seen_kernels
+from planner.probe.verdict.evidence import load_in_words, seen_kernels
 from planner.profile.record import Machine
 from planner.profile.this_machine import machine_of
 from planner.specs.hardware import HardwareSpec

@@ -1,4 +1,4 @@
-"""The result of a probe: the measurements of every rank and the verdict on the plan, read and written as JSON."""
+"""The results of a probe and of a rehearsal: measurements, comparisons and the verdict, read and written as JSON."""
 
 from __future__ import annotations
 
@@ -316,3 +316,23 @@ class Failure(Spec):
     time_s: float
     """The time of the failure on the host's monotonic clock."""
     asked_bytes: int | None = None
+
+
+class RehearsalResult(Spec):
+    """Bytes that the probe's own stages allocate, beside the planner's price of eager torch."""
+
+    schema_version: Literal[1] = 1
+    architecture: str
+    """The silicon whose kernels the rehearsal stands for."""
+    torch_version: str
+    inputs_sha256: str
+    """Hash of the plan's inputs."""
+    slice: PlanSlice
+    tolerance_fraction: float
+    comparisons: tuple[ComparedQuantity, ...]
+    """Planned and counted; of stages those before a step and at its peak are judged, all else is shown."""
+
+    @property
+    def agrees(self) -> bool:
+        """True if every judged quantity is within the tolerance."""
+        return all(comparison.agrees is not False for comparison in self.comparisons)

@@ -1,10 +1,13 @@
-"""The build of torch at hand: CUDA's for NVIDIA's GPUs, or ROCm's for AMD's, which torch presents as torch.cuda too.
+"""The build of torch at hand, and the device that ranks compute on.
 
-What differs between them is a row here. No other module of the probe or of the profile asks which one it is.
+CUDA's build is for NVIDIA's GPUs, ROCm's for AMD's, which torch presents as torch.cuda too. What differs between them
+is a row here. No other module of the probe or of the profile asks which one it is.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import shutil
 import subprocess
@@ -18,7 +21,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from planner.errors import ProbeError
 from planner.probe.device_state import amd_state, nvidia_state
+from planner.probe.run import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +170,34 @@ def _amd_driver() -> str:
         return Path("/sys/module/amdgpu/version").read_text(encoding="utf-8").strip()
     except OSError:  # the driver that comes with the kernel has no version of its own
         return ""
+
+
+_log = logging.getLogger(__name__)
+
+
+def sees_gpu() -> bool:
+    """True if torch sees a GPU. It is called before anything else asks for one, because it sets the number of queues
+    that a GPU has, whatever the environment says: training scripts often leave it at 1."""
+    name, needed = this_build().queues
+    inherited = os.environ.get(name, needed)
+    too_few = not inherited.isdigit() or int(inherited) < int(needed)
+    os.environ[name] = needed if too_few else inherited
+    is_there = torch.cuda.is_available()
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if is_there and too_few and is_first:
+        _log.warning(
+            "%s=%s of the environment is overridden by %s: channels between ranks would wait for each other",
+            name, inherited, needed,
+        )  # fmt: skip
+    return is_there
+
+
+def default_device() -> Device:
+    """The device to use unless the user names one: cuda, AMD's too, where torch sees a GPU, else cpu."""
+    return "cuda" if sees_gpu() else "cpu"
+
+
+def require_gpu(device: Device) -> None:
+    """Raise ProbeError if the requested device is missing."""
+    if device == "cuda" and not sees_gpu():
+        raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")

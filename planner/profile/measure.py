@@ -12,9 +12,9 @@ import torch
 from planner.errors import PlannerError
 from planner.probe.device_state import Monitor
 from planner.probe.launch.launcher import launch
+from planner.probe.launch.process import stage_process
 from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import this_build
-from planner.probe.worker.stage_worker import stage_process
 from planner.profile.record import MeasuredRow, Record
 from planner.profile.shapes_to_measure import ShapesToMeasure
 from planner.profile.stopwatch import Stopwatch

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from planner.errors import ProbeError
 from planner.files import write_text
 from planner.probe.launch.launcher import process_context
+from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
 from planner.probe.rank.clock import Clock
-from planner.probe.rank.exchanges import barrier, slowest_s, timed_together
 from planner.probe.repeats import Repeats
 from planner.probe.run import Device
 from planner.profile.record import MeasuredRow

@@ -12,11 +12,10 @@ import numpy as np
 from planner.errors import SpecError
 from planner.physics.cost import PartCost, sum_parts
 from planner.physics.pricing import Pricing
-from planner.probe.plan_side.eager import eager_with, training_of
+from planner.probe.eager import eager_with, training_of
 from planner.probe.result import ProbeResult
 from planner.probe.run import ProbeRun
-from planner.probe.verdict.kernels import expected_kernels, in_words, seen_kernels, unpriced
-from planner.probe.verdict.slowness import require_speed
+from planner.probe.verdict.evidence import expected_kernels, in_words, require_speed, seen_kernels, unpriced
 from planner.profile.fitting import fit, number_at
 from planner.profile.kernel_problems import BenchNumbers, FitProblem
 from planner.profile.probed.doubt import Doubt, doubt

@@ -17,7 +17,7 @@ from planner.files import write_text
 from planner.probe.device_state import DeviceState
 from planner.probe.repeats import SURE_FRACTION
 from planner.probe.run import Device
-from planner.probe.verdict.conditions import conditions_of_states, load_in_words
+from planner.probe.verdict.evidence import conditions_of_states, load_in_words
 from planner.profile.tables import Table
 from planner.saved import as_saved, with_digest
 from planner.specs.base import Spec

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 
 from planner.probe.device_state import Monitor
-from planner.probe.launch.devices import require_gpu
 from planner.probe.run import Device
-from planner.probe.torch_build import this_build
+from planner.probe.torch_build import require_gpu, this_build
 from planner.profile.record import Machine
 from planner.profile.stopwatch import Stopwatch
 from planner.profile.time_kernels import product_row

@@ -26,8 +26,7 @@ from planner.layout.runs import RunSpec
 from planner.observe.follow.state import Standing
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
-from planner.probe.rehearse.result import RehearsalResult
-from planner.probe.result import ProbeResult
+from planner.probe.result import ProbeResult, RehearsalResult
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
 from planner.specs.documents import LogNormal

@@ -19,7 +19,7 @@ from planner.layout.evaluate import evaluate
 from planner.observe.history.kept import kept_run, name_of, price_of, text_of
 from planner.observe.history.posterior import KeptPrice
 from planner.observe.observation import Observed
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.eager import in_eager_torch
 from planner.profile.record import Machine
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

@@ -16,17 +16,14 @@ import torch
 import torch.distributed as dist
 
 from planner import files
+from planner.probe.launch.process import rank_process, stage_process
 from planner.probe.model.chunk import Chunk
-from planner.probe.rank import reference
+from planner.probe.rank import worker
 from planner.probe.rank.clock import Clock
 from planner.probe.rank.gradients import FlatParameters
-from planner.probe.rank.pipeline import RankPipeline
+from planner.probe.rank.pipeline import GroupWires, RankPipeline
 from planner.probe.rank.training import Trainer
-from planner.probe.rank.wires import GroupWires
-from planner.probe.worker import worker
-from planner.probe.worker.process import rank_process
-from planner.probe.worker.stage_worker import stage_process
-from planner.probe.worker.worker import Worker
+from planner.probe.rank.worker import Worker
 
 SICK_RANK = 1
 NUM_CHUNKS = 2
@@ -229,13 +226,13 @@ def stopped(folder: Path, rank: int, local_rank: int, phase: str = "", sick_rank
 
 def slow_reference(folder: Path, rank: int, local_rank: int, batch_s: float = 0.0) -> None:
     """Rank 0 takes its time over the results of one process."""
-    healthy = reference.synthetic_batch
+    healthy = worker.synthetic_batch
 
     def late(*args: Any) -> Any:
         time.sleep(batch_s)
         return healthy(*args)
 
-    reference.synthetic_batch = late
+    worker.synthetic_batch = late
     rank_process(folder, rank, local_rank)
 
 

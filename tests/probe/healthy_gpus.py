@@ -19,15 +19,13 @@ from planner.answer import Plan
 from planner.physics import compute
 from planner.physics.communication import p2p_s
 from planner.probe import probe as probing
-from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.plan_side.gpu_run import ranks_run
-from planner.probe.plan_side.options import ProbeOptions
-from planner.probe.rank.batches import synthetic_batch
+from planner.probe.eager import in_eager_torch
+from planner.probe.plan_runs import ranks_run
+from planner.probe.plan_slice import ProbeOptions
 from planner.probe.rank.groups import RankGroups
-from planner.probe.rank.messages import needed_by
+from planner.probe.rank.pipeline import Wires
 from planner.probe.rank.rank_alone import trainer_alone
-from planner.probe.rank.training import Trainer
-from planner.probe.rank.wires import Wires
+from planner.probe.rank.training import Trainer, synthetic_batch
 from planner.probe.result import (
     ChunkSeconds,
     MeasuredRun,
@@ -37,7 +35,7 @@ from planner.probe.result import (
     StepSeconds,
     TimedAction,
 )
-from planner.probe.run import Place, ProbeRun
+from planner.probe.run import Place, ProbeRun, needed_by
 from planner.schedule.actions import Action
 from planner.schedule.replay import Durations, replay
 from planner.specs.units import MICRO

@@ -23,11 +23,13 @@ from small_plans import plan_of  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from planner.cli import main  # noqa: E402
-from planner.probe.plan_side.eager import EAGER, fuses_norms  # noqa: E402
-from planner.probe.rehearse.account import BytesAlive  # noqa: E402
-from planner.probe.rehearse.count import count_stage  # noqa: E402
-from planner.probe.rehearse.rehearse import rehearse  # noqa: E402
-from planner.probe.rehearse.result import RehearsalResult  # noqa: E402
+from planner.probe.eager import EAGER, fuses_norms  # noqa: E402
+from planner.probe.rehearse import (  # noqa: E402
+    BytesAlive,
+    count_stage,
+    rehearse,
+)
+from planner.probe.result import RehearsalResult  # noqa: E402
 from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
 
 INT64 = 8

@@ -25,7 +25,7 @@ from planner.probe.result import (
     RankResult,
     TimedExchange,
 )
-from planner.probe.verdict.conditions import conditions_of
+from planner.probe.verdict.evidence import conditions_of
 
 
 def rank(number: int = 0, spread: float = 0.001, **states: dict[str, Any]) -> RankResult:

@@ -12,18 +12,18 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.errors import ProbeError  # noqa: E402
-from planner.probe.launch import exported  # noqa: E402
-from planner.probe.launch.devices import default_device, require_gpu  # noqa: E402
+from planner.probe import worker as exported  # noqa: E402
+from planner.probe.launch.process import StageWorker  # noqa: E402
 from planner.probe.model.linear import takes_groups  # noqa: E402
 from planner.probe.model.peers import GroupPeers  # noqa: E402
-from planner.probe.rank import exchanges  # noqa: E402
+from planner.probe.rank import after_steps  # noqa: E402
 from planner.probe.rank.clock import Clock, StepRecord  # noqa: E402
 from planner.probe.rank.gradients import FlatParameters, Sharding  # noqa: E402
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
+from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
-from planner.probe.worker.worker import Worker  # noqa: E402
+from planner.probe.torch_build import default_device, require_gpu  # noqa: E402
 from planner.profile import measure_links  # noqa: E402
 from planner.profile.measure import tasks  # noqa: E402
 from planner.profile.measure_links import Ranks  # noqa: E402
@@ -213,7 +213,7 @@ def test_ranks_wait_for_each_other_on_their_own_gpus(called: list[str], monkeypa
     monkeypatch.setattr(
         torch.distributed, "barrier", lambda group, device_ids: called.append(f"barrier {group} {device_ids}")
     )
-    exchanges.barrier("cuda:1", "tp")
+    after_steps.barrier("cuda:1", "tp")
     assert called == ["synchronize", "current_device", "barrier tp [1]"]
 
 

@@ -22,10 +22,12 @@ from tiny import skip_where_torch_is_too_old  # noqa: E402
 
 from planner.cli import main  # noqa: E402
 from planner.cli.probe_file import read_probe  # noqa: E402
-from planner.probe.plan_side.eager import EAGER, in_eager_torch  # noqa: E402
-from planner.probe.plan_side.gpu_run import ranks_run  # noqa: E402
-from planner.probe.plan_side.options import ProbeOptions  # noqa: E402
-from planner.probe.plan_side.planned_seconds import planned_seconds  # noqa: E402
+from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
+from planner.probe.plan_runs import ranks_run  # noqa: E402
+from planner.probe.plan_slice import (  # noqa: E402
+    ProbeOptions,
+    planned_seconds,
+)
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
     MeasuredRun,
@@ -37,8 +39,8 @@ from planner.probe.result import (  # noqa: E402
     TimedAction,
 )
 from planner.probe.run import ProbeRun  # noqa: E402
+from planner.probe.verdict.evidence import slowness  # noqa: E402
 from planner.probe.verdict.judge import judge_ranks  # noqa: E402
-from planner.probe.verdict.slowness import slowness  # noqa: E402
 from planner.profile.probe_calibration import from_probe  # noqa: E402
 from planner.schedule.replay import Durations, replay  # noqa: E402
 

@@ -11,12 +11,17 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import torch.distributed as dist  # noqa: E402
 
-from planner.probe.model.attention_tables import AttentionTables  # noqa: E402
-from planner.probe.model.chunk import Chunk  # noqa: E402
-from planner.probe.model.weights import local  # noqa: E402
-from planner.probe.rank.batches import batch_seed, synthetic_batch  # noqa: E402
+from planner.probe.model.attention import AttentionTables  # noqa: E402
+from planner.probe.model.chunk import (  # noqa: E402
+    Chunk,
+    local,
+)
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
-from planner.probe.rank.training import Trainer  # noqa: E402
+from planner.probe.rank.training import (  # noqa: E402
+    Trainer,
+    batch_seed,
+    synthetic_batch,
+)
 from planner.probe.run import ProbeRun  # noqa: E402
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from planner.gpu_check import parts  # noqa: E402
 from planner.gpu_check.cases import CASES, StageCase  # noqa: E402
 from planner.gpu_check.report import BYTES, SECONDS, WORST_BYTES, WORST_SECONDS  # noqa: E402
-from planner.probe.model.attention_kernels import (  # noqa: E402
+from planner.probe.model.attention import (  # noqa: E402
     Visibility,
     flash_backward,
     flash_forward,

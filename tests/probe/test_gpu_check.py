@@ -22,13 +22,13 @@ from planner.gpu_check.check import CALIBRATED, SHIPPED, TABLES, Check  # noqa: 
 from planner.gpu_check.page import REHEARSAL, page  # noqa: E402
 from planner.gpu_check.report import CheckedQuantity, GpuCheck, Part  # noqa: E402
 from planner.probe import probe as probe_module  # noqa: E402
-from planner.probe.plan_side.eager import in_eager_torch  # noqa: E402
+from planner.probe.eager import in_eager_torch  # noqa: E402
+from planner.probe.launch.process import StageWorker  # noqa: E402
+from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.torch_build import torch_release  # noqa: E402
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
-from planner.probe.worker.worker import Worker  # noqa: E402
 from planner.profile.this_machine import machine_of  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
 from planner.trainers.calibration import Calibration, Factor  # noqa: E402

@@ -166,7 +166,7 @@ def test_a_rank_that_waits_names_the_one_that_stopped(plan_file: str) -> None:
         stopped.process.join(PATIENCE_S)
     assert (code, out) == (5, "")
     assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0) has stopped in " in told
-    assert "wires.py" in told  # the stacks
+    assert "pipeline.py" in told  # the stacks
     assert list(Path(plan_file).parent.glob("plan-probe-*/rank0.*")) == []
 
 

@@ -14,9 +14,9 @@ from planner.probe.repeats import Repeats, spread_fraction
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.probe.launch.launcher import launch  # noqa: E402
+from planner.probe.rank.after_steps import timed_together  # noqa: E402
 from planner.probe.rank.clock import ActionTimes, StepRecord  # noqa: E402
-from planner.probe.rank.exchanges import timed_together  # noqa: E402
-from planner.probe.worker.step_loop import StepLoop  # noqa: E402
+from planner.probe.rank.worker import StepLoop  # noqa: E402
 from planner.profile.stopwatch import Stopwatch  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 

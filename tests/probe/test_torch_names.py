@@ -19,8 +19,8 @@ from torch_names import FILES, PACKAGE, attributes, keywords, torch_names  # noq
 OLDEST = Path(__file__).with_name("torch_names.txt")
 NEWER = {
     "probe/model/linear.py": {"_grouped_mm"},
-    "probe/rank/fully_sharded.py": {"set_gradient_divide_factor", "set_custom_all_gather", "ignored_params"},
-    "probe/rank/fully_sharded_alone.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
+    "probe/rank/gradients.py": {"set_gradient_divide_factor", "set_custom_all_gather", "ignored_params"},
+    "probe/rank/rank_alone.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
 }
 """Names and keywords of newer versions, which our files use where torch has them: `require_fully_shard` and
 `takes_groups` ask."""

@@ -13,10 +13,10 @@ import faulty  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from planner.probe.launch.launcher import launch  # noqa: E402
-from planner.probe.model.weights import local  # noqa: E402
-from planner.probe.rank.batches import synthetic_batch  # noqa: E402
-from planner.probe.rank.messages import message_of, needed_by  # noqa: E402
+from planner.probe.model.chunk import local  # noqa: E402
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
+from planner.probe.rank.training import synthetic_batch  # noqa: E402
+from planner.probe.run import message_of, needed_by  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -14,8 +14,8 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import plan_of, small_plan
 
-from planner.probe.plan_side.gpu_run import ranks_run
-from planner.probe.plan_side.rank_grid import RankGrid
+from planner.probe.plan_runs import ranks_run
+from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions
 from planner.probe.result import MeasuredRun, OutOfMemory, ProbeResult, RankMemory, StepSeconds, TimedExchange
 from planner.probe.verdict.compare import compare_data_parallel, compare_exchanges
@@ -110,7 +110,7 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
 def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     from planner.cli.output import show
     from planner.cli.probe_report import render
-    from planner.probe.verdict.trace import trace_events
+    from planner.probe.verdict.judge import trace_events
 
     plan = small_plan()
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))

@@ -15,7 +15,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.eager import in_eager_torch
 from planner.probe.result import Condition, OutOfMemory, ProbeResult, RankMemory, TimedExchange
 from planner.probe.verdict.compare import compared
 from planner.profile.probe_calibration import chunk_costs, from_probe
@@ -438,6 +438,6 @@ def test_a_cpu_is_evidence_of_a_cpu_and_a_gpu_is_not() -> None:
 
 
 def test_torch_is_not_needed_to_read_a_probe() -> None:
-    modules = "planner.profile.probe_calibration, planner.probe.verdict.slowness, planner.probe.verdict.compare"
+    modules = "planner.profile.probe_calibration, planner.probe.verdict.evidence, planner.probe.verdict.compare"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

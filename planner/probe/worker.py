@@ -15,11 +15,11 @@ from statistics import median
 from typing import Any
 
 from planner.errors import PlannerError, SpecError
-from planner.probe.launch.devices import default_device
 from planner.probe.launch.joined import joins_others, rank_error, run_rank
-from planner.probe.model.attention_kernels import require_flash
+from planner.probe.model.attention import require_flash
 from planner.probe.result import Failure, RankResult
 from planner.probe.run import Device, ProbeRun
+from planner.probe.torch_build import default_device
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml, read_text
 from planner.specs.reading.csv_text import parse_rows

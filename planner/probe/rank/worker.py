@@ -1,39 +1,207 @@
-"""One rank of a probe: joins the others, runs the steps, and leaves its measurements, or why it has none."""
+"""One rank of a probe: joins the others, runs the steps, and leaves its measurements, or why it has none.
+
+Where results are checked, rank 0 also trains the whole model by itself: loss, gradients and gradient norm of the
+distributed run must equal those of one process.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from statistics import median
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from planner.files import write_text
 from planner.probe.device_state import Monitor
-from planner.probe.model.kernels_seen import KernelsSeen
-from planner.probe.rank.build_chunk import dtypes
-from planner.probe.rank.clock import Clock
-from planner.probe.rank.common_clock import start_together
-from planner.probe.rank.exchanges import barrier, measure_exchanges
-from planner.probe.rank.groups import RankGroups
-from planner.probe.rank.quiet_chunks import with_quiet_seconds
-from planner.probe.rank.reference import Reference, check_gradients, check_steps, compute_reference
-from planner.probe.rank.shared_gpu import HostWires, as_another_host
-from planner.probe.rank.training import Trainer
-from planner.probe.rank.wires import GroupWires
-from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, TimedAction
-from planner.probe.run import ProbeRun
+from planner.probe.model.attention import AttentionTables, KernelsSeen
+from planner.probe.model.chunk import Chunk, initialise, shard_of
+from planner.probe.model.peers import Surroundings
+from planner.probe.rank.after_steps import barrier, measure_exchanges, with_quiet_seconds
+from planner.probe.rank.clock import ActionTimes, Clock, StepRecord, start_together
+from planner.probe.rank.gradients import ADAM, FlatParameters, ShardedParameters, clip_scale
+from planner.probe.rank.groups import Identity, RankGroups, require_agreement
+from planner.probe.rank.pipeline import GroupWires, HostWires, as_another_host
+from planner.probe.rank.status import RESULT_FILE, RUN_FILE, START_TIMEOUT_S, STATUS_FILE, WAITING, StatusFile
+from planner.probe.rank.training import Parameters, Trainer, batch_seed, dtypes, synthetic_batch
+from planner.probe.repeats import Repeats, spread_fraction
+from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction, shown
+from planner.probe.run import ChunkSpec, ProbeRun
 from planner.probe.torch_build import this_build
-from planner.probe.worker.chunk_seconds import chunk_seconds
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE, STATUS_FILE
-from planner.probe.worker.handshake import Identity, require_agreement
-from planner.probe.worker.status import START_TIMEOUT_S, WAITING, StatusFile
-from planner.probe.worker.step_loop import StepLoop
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest allowed error over the largest value. Errors come from sums over ranks, whose order differs."""
+
+
+class Reference(NamedTuple):
+    """The results of one process: losses and gradient norms of all steps, gradients of the first step."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, Tensor]
+
+
+def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], None]) -> Reference:
+    """Train the whole model on the whole batch for `num_steps` steps; `on_batch` hears of each micro-batch."""
+    around = Surroundings(balanced_routing=run.balanced_routing)
+    dtype, _ = dtypes(run)
+    layers, has_mtp = run.model.num_hidden_layers, any(chunk.mtp for chunk in run.chunks)
+    spec = ChunkSpec(first_layer=0, last_layer=layers, embedding=True, head=True, mtp=has_mtp)
+    model = Chunk(run.model, spec, around).to(dtype)
+    initialise(model, run.seed)
+    tables = AttentionTables.of(run.model, run.whole_seq_length, around, torch.empty(0, dtype=dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, **cast(Any, ADAM))
+    reference = Reference([], [], {})
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for dp in range(run.dp):
+            for microbatch in range(run.num_microbatches):
+                on_batch(f"step {step}, micro-batch {dp * run.num_microbatches + microbatch}")
+                seed = batch_seed(run, step, dp, microbatch)
+                tokens, labels = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, "cpu")
+                loss = model(None, tokens, labels, tables) / (run.num_microbatches * run.dp)
+                loss.backward()
+                total += loss.item()
+        grads = {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}
+        if step == 0:
+            reference.grads.update({name: grad.clone() for name, grad in grads.items()})
+        norm, scale = clip_scale(torch.stack([grad.square().sum() for grad in grads.values()]).sum(), run.max_norm)
+        for grad in grads.values():
+            grad.mul_(scale)
+        optimizer.step()
+        reference.losses.append(total)
+        reference.norms.append(float(norm))
+    return reference
+
+
+def check_gradients(
+    reference: Reference,
+    parameters: Parameters,
+    flats: Sequence[FlatParameters | ShardedParameters],
+    around: Surroundings,
+    dtype: torch.dtype,
+) -> Check:
+    """Compare this rank's shard of the summed gradients with the gradients of one process."""
+    names = {id(parameter): name for name, _, parameter in parameters.named}
+    largest = max(float(grad.abs().max()) for grad in reference.grads.values())
+    worst, worst_name = 0.0, ""
+    for parameter, elements, gradient in (part for flat in flats for part in flat.gradient_shards()):
+        expected = shard_of(reference.grads[names[id(parameter)]], parameter, around).flatten()[elements]
+        error = float((gradient - expected).abs().max()) / largest if gradient.numel() else 0.0
+        if not error <= worst:  # also when it is no number
+            worst, worst_name = error, names[id(parameter)]
+    passed = worst <= TOLERANCES[dtype]
+    detail = f"largest error {worst:.1e} of the largest gradient, at {worst_name}" if worst else "equal to the last bit"
+    return Check(name="gradients", passed=passed, detail=detail)
+
+
+def check_steps(reference: Reference, steps: list[StepSeconds], dtype: torch.dtype) -> list[Check]:
+    """Compare losses and gradient norms of all steps with those of one process."""
+    checks = []
+    for name, measured, expected in (
+        ("loss", [step.loss for step in steps], reference.losses),
+        ("gradient norm", [step.gradient_norm for step in steps], reference.norms),
+    ):
+        pairs = zip(measured, expected, strict=True)
+        passed = all(a is not None and abs(a - b) <= TOLERANCES[dtype] * abs(b) for a, b in pairs)
+        checks.append(
+            Check(name=name, passed=passed, detail=f"{shown(measured[-1], 6)}, one process {expected[-1]:.6f}")
+        )
+    return checks
+
+
+def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
+    """Median seconds of each virtual stage's actions, which come in the order in which they ran."""
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for timed in actions:
+        seconds.setdefault((timed.action.stage, timed.action.kind), []).append(timed.end_s - timed.start_s)
+    medians = {key: median(values) for key, values in seconds.items()}
+    report = []
+    for stage in sorted({stage for stage, _ in medians}):
+        by_kind = [medians.get((stage, kind)) for kind in "FBIW"]
+        forward_s, backward_s, input_grad_s, weight_grad_s = by_kind
+        if backward_s is None:
+            backward_s = (input_grad_s or 0.0) + (weight_grad_s or 0.0)
+        spreads = [spread_fraction(seconds.get((stage, kind), ())) for kind in "FBIW"]
+        report.append(
+            ChunkSeconds(
+                stage=stage,
+                forward_s=forward_s or 0.0,
+                backward_s=backward_s,
+                input_grad_s=input_grad_s,
+                weight_grad_s=weight_grad_s,
+                spread_fraction=max((spread for spread in spreads if spread is not None), default=None),
+            )
+        )
+    return tuple(report)
+
+
+GROWTH = 1.1
+
+
+class StepLoop:
+    """Counts steps and collects their seconds.
+
+    Warm-up ends after `run.warm_up_steps` and `run.steady_s`, measuring after `run.num_steps` and `run.steady_s`, once
+    the medians are sure or the steps took `run.most_s`. `agree` makes one decision of those of all ranks.
+    """
+
+    def __init__(self, run: ProbeRun, agree: Callable[[bool], bool] = bool) -> None:
+        self.run, self.agree = run, agree
+        self.warm_up, self.steps = list[StepSeconds](), list[StepSeconds]()
+        self.actions: list[ActionTimes] = []
+        """The actions of all measured steps."""
+        self.record = StepRecord()
+        """The record of the last step."""
+        self.next_look = 0.0
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        """The number of each step, and the name of its phase. The caller runs it and calls `add`."""
+        run = self.run
+        for steps, name, repeats in (
+            (self.warm_up, "warm-up", Repeats(run.warm_up_steps, run.steady_s, min(run.steady_s, run.most_s))),
+            (self.steps, "step {}", Repeats(run.num_steps, run.steady_s, run.most_s)),
+        ):
+            self.into = steps
+            while not self._suffice(repeats):
+                yield len(self.warm_up) + len(self.steps), name.format(len(steps))
+
+    def add(self, record: StepRecord, seconds: StepSeconds) -> None:
+        """Keep a step's measurements."""
+        self.into.append(seconds)
+        self.record = record
+        self.actions += record.actions if self.into is self.steps else ()
+
+    @property
+    def last_cold(self) -> int:
+        """The number of the last step that warms up however long steps take."""
+        return max(0, self.run.warm_up_steps - 1)
+
+    @property
+    def all_steps(self) -> list[StepSeconds]:
+        return [*self.warm_up, *self.steps]
+
+    def _suffice(self, repeats: Repeats) -> bool:
+        steps_s = [step.step_s for step in self.into]
+        enough = repeats.suffice(len(steps_s), sum(steps_s), partial(self._spread, steps_s))
+        return self.agree(enough) if self.run.most_s and len(steps_s) >= repeats.fewest else enough
+
+    def _spread(self, steps_s: list[float]) -> float | None:
+        """The largest spread of the step and of its chunks; None where the steps are hardly more than at the last
+        look, because many short ones take long to sort."""
+        if len(steps_s) < self.next_look:
+            return None
+        self.next_look = GROWTH * len(steps_s)
+        spreads = [spread_fraction(steps_s), *(chunk.spread_fraction for chunk in chunk_seconds(self.actions))]
+        return max((spread for spread in spreads if spread is not None), default=None)
 
 
 class Worker:
