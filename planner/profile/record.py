@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from planner.errors import SpecError
@@ -18,11 +20,45 @@ from planner.probe.device_state import DeviceState
 from planner.probe.repeats import SURE_FRACTION
 from planner.probe.run import Device
 from planner.probe.verdict.evidence import conditions_of_states, load_in_words
-from planner.profile.tables import Table
 from planner.saved import as_saved, with_digest
+from planner.shape import FloatArray
 from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.reading import parse_mapping, read_text
+from planner.specs.units import MICRO
+
+
+class MeasuredTable:
+    """The columns of one CSV file. Numbers become float arrays (empty cells NaN), text becomes string arrays."""
+
+    def __init__(self, rows: list[dict[str, str]]) -> None:
+        self.num_rows = len(rows)
+        self._cells = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
+    def __contains__(self, column: str) -> bool:
+        return column in self._cells
+
+    def number(self, column: str) -> FloatArray:
+        return np.array([float(cell) if cell else np.nan for cell in self._cells[column]])
+
+    def text(self, column: str) -> npt.NDArray[np.str_]:
+        return np.array(self._cells[column])
+
+    def seconds(self, column: str) -> FloatArray:
+        """A column of microseconds, in seconds."""
+        return self.number(column) * MICRO
+
+    def rows(self) -> list[dict[str, str]]:
+        """All rows as text, by column."""
+        return [{name: cells[row] for name, cells in self._cells.items()} for row in range(self.num_rows)]
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> MeasuredTable:
+        """The rows for which `keep` is true."""
+        table = MeasuredTable([])
+        table.num_rows = int(keep.sum())
+        table._cells = {name: [c for c, k in zip(cells, keep, strict=True) if k] for name, cells in self._cells.items()}
+        return table
+
 
 _log = logging.getLogger(__name__)
 MeasuredRow = dict[str, float | int | str | None]
@@ -60,7 +96,7 @@ class Measurements(Spec):
     """Clocks, power and temperature under the load of products, in words; empty where the driver does not say."""
 
 
-class Record:
+class MeasurementRecord:
     """Measurements so far, and the file that keeps them until the profile is written."""
 
     def __init__(self, machine: Machine, quick: bool, date: str, path: Path | None) -> None:
@@ -117,12 +153,12 @@ class Record:
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
 
-    def table(self, name: str, *needed: str) -> Table:
+    def table(self, name: str, *needed: str) -> MeasuredTable:
         """The rows of a table that have all of `needed`."""
         rows = [
             row for row in self.measured.tables.get(name, ()) if all(row.get(column) is not None for column in needed)
         ]
-        return Table([{key: "" if value is None else str(value) for key, value in row.items()} for row in rows])
+        return MeasuredTable([{key: "" if value is None else str(value) for key, value in row.items()} for row in rows])
 
 
 def _same(first: Machine, second: Machine) -> bool:

@@ -8,13 +8,13 @@ import pytest
 
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
-from planner.profile.stage_problem import measured_model
-from planner.profile.tables import read_table
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.validate.rows import Row, load_rows
 from planner.validate.score import evaluate_rows
+from tools.calibrate.kernels import measured_model
+from tools.calibrate.tables import read_table
 
 B200 = [row for row in load_rows() if row.family == "simumax-b200"]
 

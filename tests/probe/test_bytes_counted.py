@@ -12,10 +12,10 @@ import pytest
 
 from planner.answer import Plan
 from planner.physics.layer.blocks import norm
-from planner.profile.stage_problem import measured_model
-from planner.profile.tables import read_table
 from planner.schedule.orders import build_schedule
 from planner.specs.model import ModelSpec
+from tools.calibrate.kernels import measured_model
+from tools.calibrate.tables import read_table
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 

@@ -25,11 +25,13 @@ from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.torch_build import default_device, require_gpu  # noqa: E402
 from planner.profile import measure_links  # noqa: E402
-from planner.profile.measure import tasks  # noqa: E402
+from planner.profile.measure import (  # noqa: E402
+    Stopwatch,
+    machine_of,
+    tasks,
+)
 from planner.profile.measure_links import Ranks  # noqa: E402
 from planner.profile.shapes_to_measure import QUICK  # noqa: E402
-from planner.profile.stopwatch import Stopwatch  # noqa: E402
-from planner.profile.this_machine import machine_of  # noqa: E402
 
 GIB = 2**30
 

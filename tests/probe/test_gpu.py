@@ -1,6 +1,6 @@
 """The check of a GPU as tests, on a real one: stages in memory and seconds, two stages that share it, and attention.
 
-`scripts/gpu_check` runs the same stages, and more, in a bounded time, and writes what it finds.
+`tools/gpu_check` runs the same stages, and more, in a bounded time, and writes what it finds.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.gpu_check import parts  # noqa: E402
-from planner.gpu_check.cases import CASES, StageCase  # noqa: E402
-from planner.gpu_check.report import BYTES, SECONDS, WORST_BYTES, WORST_SECONDS  # noqa: E402
 from planner.probe.model.attention import (  # noqa: E402
     Visibility,
     flash_backward,
@@ -22,6 +19,9 @@ from planner.probe.model.attention import (  # noqa: E402
 from planner.profile.build_profile import known_profile  # noqa: E402
 from planner.profile.record import Machine  # noqa: E402
 from planner.specs.hardware import HardwareSpec  # noqa: E402
+from tools.gpu_check import parts  # noqa: E402
+from tools.gpu_check.cases import CASES, StageCase  # noqa: E402
+from tools.gpu_check.report import BYTES, SECONDS, WORST_BYTES, WORST_SECONDS  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -14,13 +14,6 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from fake_gpus import H200, MI300X, Neighbours, fake_gpu, fake_group  # noqa: E402
 
 from planner.errors import PlannerError, ProbeError, SpecError  # noqa: E402
-from planner.gpu_check import __main__ as command  # noqa: E402
-from planner.gpu_check import check as check_module  # noqa: E402
-from planner.gpu_check import parts  # noqa: E402
-from planner.gpu_check.cases import CASES, StageCase  # noqa: E402
-from planner.gpu_check.check import CALIBRATED, SHIPPED, TABLES, Check  # noqa: E402
-from planner.gpu_check.page import REHEARSAL, page  # noqa: E402
-from planner.gpu_check.report import CheckedQuantity, GpuCheck, Part  # noqa: E402
 from planner.probe import probe as probe_module  # noqa: E402
 from planner.probe.eager import in_eager_torch  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
@@ -29,9 +22,15 @@ from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.torch_build import torch_release  # noqa: E402
-from planner.profile.this_machine import machine_of  # noqa: E402
+from planner.profile.measure import machine_of  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
 from planner.trainers.calibration import Calibration, Factor  # noqa: E402
+from tools.gpu_check import __main__ as command  # noqa: E402
+from tools.gpu_check import check as check_module  # noqa: E402
+from tools.gpu_check import parts  # noqa: E402
+from tools.gpu_check.cases import CASES, StageCase  # noqa: E402
+from tools.gpu_check.check import CALIBRATED, SHIPPED, TABLES, Check  # noqa: E402
+from tools.gpu_check.report import REHEARSAL, CheckedQuantity, GpuCheck, Part, page  # noqa: E402  # noqa: E402
 
 # torch 2.13 has new names for exchanges
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning")

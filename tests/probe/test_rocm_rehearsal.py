@@ -25,11 +25,13 @@ from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.profile.measure import tasks  # noqa: E402
+from planner.profile.measure import (  # noqa: E402
+    Stopwatch,
+    machine_of,
+    tasks,
+)
 from planner.profile.measure_links import Ranks, exchange_rows  # noqa: E402
 from planner.profile.shapes_to_measure import GPU  # noqa: E402
-from planner.profile.stopwatch import Stopwatch  # noqa: E402
-from planner.profile.this_machine import machine_of  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
 # torch 2.13 has new names for exchanges

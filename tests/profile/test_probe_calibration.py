@@ -18,17 +18,16 @@ from planner.physics.communication import collective_s
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import Condition, OutOfMemory, ProbeResult, RankMemory, TimedExchange
 from planner.probe.verdict.compare import compared
-from planner.profile.probe_calibration import chunk_costs, from_probe
+from planner.profile.probe_calibration import chunk_costs, from_probe, host
 from planner.profile.probed.doubt import NORMAL_80
-from planner.profile.probed.memory import host
-from planner.profile.stage_problem import measured_model
-from planner.profile.tables import read_table
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GB, GIB
 from planner.trainers.calibration import Calibration
+from tools.calibrate.kernels import measured_model
+from tools.calibrate.tables import read_table
 
 KERNELS = ("gemm_factor", "attention_factor", "stream_factor")
 

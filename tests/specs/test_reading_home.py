@@ -38,8 +38,7 @@ JOB = "it runs in the user's job, without the planner, on files that the export 
 LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflation and values"
 
 EXCEPTIONS = {
-    "planner/doctor/gpus.py": "the tables that nvidia-smi and rocm-smi print",
-    "planner/doctor/installed.py": "metadata of our own package, as pip wrote it, and our pyproject.toml",
+    "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
     "planner/export/launch/node_check.py": JOB,
     "planner/export/trials/rank_trials.py": JOB,
     "planner/export/patch/change.py": OWN,
@@ -48,7 +47,6 @@ EXCEPTIONS = {
     "planner/layout/runs.py": OWN,
     "planner/months/facts.py": OWN,
     "planner/profile/measure_links.py": WIRE,
-    "planner/profile/tables.py": OWN,
     "planner/report/small/view.py": OWN,
     "planner/validate/rows.py": OWN,
     "planner/probe/device_state.py": "the table that nvidia-smi prints",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import planner
-from planner.profile.coefficients import COEFFICIENTS
 from planner.specs.registry import hardware_names, load_hardware
 from planner.trainers.fits import calibration_date, shipped_fits
 from planner.trainers.load import load_runtime
+from tools.calibrate.runs import COEFFICIENTS
 
 ROOT = Path(planner.__file__).parents[1]
 WIDTHS_OF_HF = ("step_width", "memory_width", "host_factor")

@@ -2,7 +2,7 @@
 
 Rows of tokens come to their experts and back by gathers in both passes. torch's own gradient of a gather adds rows with
 atomic operations, which on an H200 takes nine times as long as the gather (`moe_unpermute` of
-planner/profile/data/h200/stream.csv) and gives other bits in every run.
+tools/calibrate/data/h200/stream.csv) and gives other bits in every run.
 """
 
 from __future__ import annotations

@@ -6,17 +6,23 @@ import numpy as np
 import pytest
 import yaml
 
-from planner.profile.fit_kernels import efficiency_block, fit_all, problems
-from planner.profile.fitting import Residuals, fit, hardware_with, left_out, log_errors, with_values
-from planner.profile.kernel_problems import FitProblem, gemm_problem
-from planner.profile.least_squares import least_squares
-from planner.profile.stage_problem import steps_problem
-from planner.profile.tables import read_table
+from planner.profile.fitting import (
+    FitProblem,
+    Residuals,
+    fit,
+    gemm_problem,
+    hardware_with,
+    least_squares,
+    log_errors,
+    with_values,
+)
 from planner.shape import FloatArray
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware
 from planner.trainers.load import load_runtime
+from tools.calibrate.kernels import efficiency_block, fit_all, left_out, problems, steps_problem
+from tools.calibrate.tables import read_table, tables_of
 
 GPU = "h200"
 
@@ -34,7 +40,7 @@ def shipped() -> HardwareSpec:
 
 @pytest.fixture(scope="module")
 def steps() -> FitProblem:
-    return steps_problem(GPU)
+    return steps_problem(tables_of(GPU))
 
 
 def test_least_squares_finds_the_curve_behind_outliers() -> None:
@@ -76,7 +82,7 @@ def test_the_fit_recovers_the_numbers_that_made_a_table(name: str, unfitted: Har
 
 @pytest.mark.thorough(0)
 def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
-    problem = gemm_problem(GPU)
+    problem = gemm_problem(tables_of(GPU))
     seen = log_errors(problem, unfitted, fit(problem, unfitted))
     unseen = left_out(problem, unfitted)
     long = problem.measured_s > 100e-6
@@ -87,7 +93,7 @@ def test_products_hold_on_shapes_left_out(unfitted: HardwareSpec) -> None:
 @pytest.mark.thorough(0)
 @pytest.mark.parametrize(("gpu", "count", "median"), [("a100-pcie", 183, 2.0), ("b200", 514, 3.0)])
 def test_products_that_others_timed_hold_on_shapes_left_out(gpu: str, count: int, median: float) -> None:
-    problem = gemm_problem(gpu)
+    problem = gemm_problem(tables_of(gpu))
     unseen = left_out(problem, load_hardware(gpu))
     assert len(unseen) == count
     assert Residuals.of(unseen[problem.measured_s > 1e-3]).median < median
@@ -113,12 +119,12 @@ def test_blackwell_s_products_follow_its_power() -> None:
 
 
 def test_one_kind_of_sum_leaves_the_product_s_rate_to_that_of_the_other_gradient() -> None:
-    both, one = gemm_problem("b200"), gemm_problem("a100-pcie")
+    both, one = gemm_problem(tables_of("b200")), gemm_problem(tables_of("a100-pcie"))
     assert not both.alike
     assert "gemm.wgrad_fraction" not in one.free
     found = fit(one, load_hardware("a100-pcie"))
     assert found["gemm.wgrad_fraction"] == found["gemm.dgrad_fraction"]
-    assert "gemm.accumulate_fraction" not in gemm_problem(GPU).free, "nothing was added to"
+    assert "gemm.accumulate_fraction" not in gemm_problem(tables_of(GPU)).free, "nothing was added to"
 
 
 def test_stages_on_h200_are_within_a_few_percent(steps: FitProblem, shipped: HardwareSpec) -> None:

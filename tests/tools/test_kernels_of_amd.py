@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import resources
-
 import numpy as np
 import pytest
 
 from planner.physics.kernels.products import product_s
-from planner.profile.fit_kernels import problems
-from planner.profile.fitting import Residuals, fit, left_out, log_errors
-from planner.profile.kernel_problems import FitProblem
-from planner.profile.tables import has_table, read_table
+from planner.profile.fitting import FitProblem, Residuals, fit, log_errors
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware
+from tools.calibrate.kernels import left_out, problems
+from tools.calibrate.tables import DATA, read_table, tables_of
 
 TABLES = {"mi300x": ("attention",), "mi325x": ("gemm",), "mi355x": ("attention", "gemm", "grouped_gemm", "stream")}
 AMD = ("mi300x", "mi325x", "mi350x", "mi355x")
@@ -37,7 +34,7 @@ def shipped_values(problem: FitProblem, hardware: HardwareSpec, **bench: float) 
 
 @pytest.mark.parametrize(("gpu", "table"), [(gpu, table) for gpu, tables in TABLES.items() for table in tables])
 def test_every_table_names_its_sources_and_their_licences(gpu: str, table: str) -> None:
-    head = (resources.files("planner.profile") / "data" / gpu / f"{table}.csv").read_text(encoding="utf-8")
+    head = (DATA / gpu / f"{table}.csv").read_text(encoding="utf-8")
     comments = "".join(line for line in head.splitlines(keepends=True) if line.startswith("#"))
     assert "(MIT)" in comments
     assert "icroseconds" in comments
@@ -135,5 +132,5 @@ def test_faster_amd_gpus_and_narrower_numbers_take_less(gpu: str) -> None:
 def test_a_profile_says_measured_only_where_most_of_it_was() -> None:
     for gpu in AMD:
         efficiency = load_hardware(gpu).efficiency
-        assert (efficiency.evidence == "measured") == (has_table(gpu, "gemm") and has_table(gpu, "attention"))
+        assert (efficiency.evidence == "measured") == ({"gemm", "attention"} <= set(tables_of(gpu)))
         assert efficiency.evidence in ("measured", "family")

@@ -7,15 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from planner.answer import Plan
 from planner.errors import PlannerError, ProbeError, defect
-from planner.gpu_check.cases import StageCase
-from planner.gpu_check.limits import OutOfTime, at_most
-from planner.gpu_check.report import BYTES, SECONDS, CheckedQuantity, Part, PartKind, PartStatus
 from planner.probe.eager import in_eager_torch
 from planner.probe.launch.launcher import process_context
 from planner.probe.model.attention import require_flash
@@ -24,11 +23,34 @@ from planner.probe.result import ComparedQuantity, ProbeResult, RankResult
 from planner.probe.run import Device
 from planner.probe.verdict.compare import compare_stage
 from planner.probe.verdict.evidence import load_in_words, seen_kernels
+from planner.profile.measure import machine_of
 from planner.profile.record import Machine
-from planner.profile.this_machine import machine_of
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware
 from planner.specs.units import gib
+from tools.gpu_check.cases import StageCase
+from tools.gpu_check.report import BYTES, SECONDS, CheckedQuantity, Part, PartKind, PartStatus
+
+
+class OutOfTime(KeyboardInterrupt):
+    """A part took longer than it may. Whatever it started ends as it does at Ctrl-C."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in the main thread after so many seconds."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime
+
+    usual = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
+
 
 MACHINE_S, STOP_S = 120.0, 20.0
 """Seconds to ask the driver about the device, which starts torch; and for an interrupted command to end."""

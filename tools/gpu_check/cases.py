@@ -8,14 +8,14 @@ from planner.answer import Plan
 from planner.layout.evaluate import evaluate
 from planner.probe.plan_runs import scaled_model
 from planner.probe.plan_slice import RankGrid
-from planner.profile.stage_problem import MODELS, measured_model
-from planner.profile.tables import has_table, read_table
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import MICRO
+from tools.calibrate.kernels import MODELS, measured_model
+from tools.calibrate.tables import tables_of
 
 TABLES_OF = "h200"
 """The GPU whose measured stages and layers ship with the planner."""
@@ -109,11 +109,11 @@ class StageCase(NamedTuple):
 
     def _row(self, table: str, **fields: object) -> dict[str, str]:
         """The row of a shipped table with this model, tp, batch and sequence, and these fields."""
-        if self.model not in MODELS or not has_table(TABLES_OF, table):
+        if self.model not in MODELS:
             return {}
         wanted = {"model": self.model, "tp": self.tp, "batch": self.batch, "seq": self.seq, **fields}
         words = {name: str(value) for name, value in wanted.items()}
-        return next((row for row in read_table(TABLES_OF, table).rows() if words.items() <= row.items()), {})
+        return next((row for row in tables_of(TABLES_OF)[table].rows() if words.items() <= row.items()), {})
 
 
 CASES = (

@@ -1,4 +1,4 @@
-"""`python -m planner.gpu_check`, which scripts/gpu_check calls: check the GPU of this machine and write the page."""
+"""`python -m tools.gpu_check`: check the GPU of this machine and write the page (docs/GPU_CHECK.md)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 from planner.distribution import install_line
 from planner.errors import PlannerError, SpecError, exit_code_of
 from planner.files import refuse_to_overwrite, write_text
-from planner.gpu_check.page import REHEARSAL, page
-from planner.gpu_check.report import GpuCheck
 from planner.specs.registry import load_hardware
+from tools.gpu_check.report import REHEARSAL, GpuCheck, page
 
 PAGE = "docs/GPU_CHECK.md"
 INTERRUPTED = 130
@@ -31,7 +30,7 @@ class Missed(PlannerError):
 def main(arguments: Sequence[str]) -> None:
     """Check the GPU of this machine, or rehearse the check on the CPU."""
     parser = argparse.ArgumentParser(
-        prog="scripts/gpu_check", description="Check this machine's GPU against the planner, in eight minutes."
+        prog="python -m tools.gpu_check", description="Check this machine's GPU against the planner, in eight minutes."
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu rehearses the check [cuda where torch sees one]")
     parser.add_argument("--hardware", metavar="NAME", help="hold stages against this profile [the GPU's own]")
@@ -44,9 +43,9 @@ def main(arguments: Sequence[str]) -> None:
     for path in (parsed.output, numbers):
         refuse_to_overwrite(path, force=True)
     try:
-        from planner.gpu_check.cases import CASES
-        from planner.gpu_check.check import Check
         from planner.probe.torch_build import default_device
+        from tools.gpu_check.cases import CASES
+        from tools.gpu_check.check import Check
     except ModuleNotFoundError as error:
         raise PlannerError(f"the check needs {error.name}", install_line("probe")) from None
     device = parsed.device or default_device()

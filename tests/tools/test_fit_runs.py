@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from planner.errors import Unsupported
-from planner.profile.coefficients import COEFFICIENTS, Coefficient
-from planner.profile.fit_runs import Fit, Priced, left_out_errors, replaced
 from planner.specs.registry import load_hardware
 from planner.validate.rows import HELD_OUT, Row, load_rows
+from tools.calibrate.runs import COEFFICIENTS, Coefficient, Fit, Priced, left_out_errors, replaced
 
 ROWS = [row for row in load_rows() if row.family == "korthikanti"][:4]
 PRODUCTS = Coefficient("products", "hardware", ("a100-sxm-80gb",), "efficiency.gemm_factor", 1.0, 0.5, 2.0, 10.0)
@@ -109,7 +108,7 @@ def test_a_coefficient_applies_where_no_feature_of_the_run_says_what_it_is() -> 
 
 @pytest.mark.parametrize(("what", "name"), [("kernels", "v100-sxm-16gb"), ("kernels", "nope"), ("runs", "nope")])
 def test_calibrating_what_is_not_there_says_what_is(what: str, name: str) -> None:
-    command = [sys.executable, "-m", f"planner.profile.fit_{what}", name]
+    command = [sys.executable, "-m", "tools.calibrate", what, name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     error, hint = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")

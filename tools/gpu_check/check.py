@@ -10,9 +10,6 @@ from pathlib import Path
 
 from planner import __version__
 from planner.errors import ProbeError, SpecError
-from planner.gpu_check import parts
-from planner.gpu_check.cases import CASES, SMALL_HIDDEN_SIZE, SMALL_SEQ_LENGTH, TABLES_OF, StageCase
-from planner.gpu_check.report import GpuCheck, Part, PartKind
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult
 from planner.probe.run import Device
@@ -21,6 +18,9 @@ from planner.profile.build_profile import known_profile
 from planner.profile.probe_calibration import from_probe
 from planner.search.deadline import Deadline
 from planner.specs.hardware import HardwareSpec
+from tools.gpu_check import parts
+from tools.gpu_check.cases import CASES, SMALL_HIDDEN_SIZE, SMALL_SEQ_LENGTH, TABLES_OF, StageCase
+from tools.gpu_check.report import GpuCheck, Part, PartKind
 
 PROFILE_SHARE, MOST_PROFILE_S = 0.3, 180.0
 """Largest share of a check's time for `plan profile`, and its largest number of seconds."""
