@@ -34,7 +34,7 @@ from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
 
 INT64 = 8
 QUICK = (10,)
-"""Rows of the table that run whenever tests do: a last stage of tp 8; scripts/rehearse_h200 runs all."""
+"""Rows of the table that run whenever tests do: a last stage of tp 8; tools/rehearse_h200 runs all."""
 
 
 def measured_run(row: int) -> tuple[ProbeRun, dict[str, int]]:

@@ -1,6 +1,6 @@
 """Our modules take of torch what the oldest version that they run on has; what newer ones add is asked for first.
 
-`scripts/torch_names` wrote the names from a real torch 2.6.
+`tools/torch_names` wrote the names from a real torch 2.6.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_a_module_takes_no_name_that_the_oldest_torch_lacks(path: Path) -> None:
             try:
                 lookup(name)
             except KeyError:
-                pytest.fail(f"torch.{name} is newer than 2.6, or its module is not in scripts/torch_names")
+                pytest.fail(f"torch.{name} is newer than 2.6, or its module is not in tools/torch_names")
     for name, word in keywords(path):
         parameters = None if name.rpartition(".")[2] in newer else lookup(name)
         assert parameters is None or word in {*parameters, *newer}, f"torch.{name} has no {word}= in 2.6"

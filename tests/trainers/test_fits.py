@@ -16,7 +16,7 @@ from tools.calibrate.runs import COEFFICIENTS
 
 ROOT = Path(planner.__file__).parents[1]
 WIDTHS_OF_HF = ("step_width", "memory_width", "host_factor")
-"""The numbers that scripts/finetune_widths reads from published runs."""
+"""The numbers that tools/finetune_widths reads from published runs."""
 
 
 def part(of: Any, name: str) -> Any:

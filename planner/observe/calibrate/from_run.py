@@ -26,7 +26,7 @@ from planner.trainers.calibration import Calibration
 ONE_RUN_WIDTH = 0.11
 """Half-width of another layout's step where one run's whole step set the speed of kernels: that run's own error comes
 along. Of pairs of published runs of one source and one kind of GPU, four in five differ by no more, in the median of
-43 sets (scripts/score_history)."""
+43 sets (tools/score_history)."""
 UNDER_PROFILER = "a profiler makes steps longer: observe a log of steps without one"
 POOR = 0.07
 """Error of the calibrated price on the run itself from which the fit is called poor: that between layouts."""

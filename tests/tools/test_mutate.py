@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "tools"
 TESTED = """\
 def larger(a: int, b: int) -> bool:
     \"\"\"Whether 1 + 1.\"\"\"
@@ -117,8 +117,8 @@ def test_a_run_counts_what_tests_notice_and_goes_on_where_it_ended(tmp_path: Pat
     assert "0 more change nothing" in printed
     assert {name: (tmp_path / name).read_text() for name in files} == files
     listed = {name: lines["package/untested.py", 7][name] for name in ("file", "before", "after")}
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "mutate.yaml").write_text(json.dumps([listed | {"reason": "nobody looks"}]))
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "mutate.yaml").write_text(json.dumps([listed | {"reason": "nobody looks"}]))
     told = run("--report")
     assert "1 more change nothing" in told
     assert "package/untested.py:1" in told

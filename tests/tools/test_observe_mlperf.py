@@ -1,4 +1,4 @@
-"""scripts/observe_mlperf reads a clone of MLPerf's results: logs, the configuration beside them, and their price."""
+"""tools/observe_mlperf reads a clone of MLPerf's results: logs, the configuration beside them, and their price."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ export DGXNNODES=1
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("observe_mlperf", str(ROOT / "scripts" / "observe_mlperf"))
+    loader = importlib.machinery.SourceFileLoader("observe_mlperf", str(ROOT / "tools" / "observe_mlperf"))
     spec = importlib.util.spec_from_loader("observe_mlperf", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
