@@ -11,8 +11,8 @@ from planner.probe.plan_slice import real_chunks, recompute_modules, slice_sched
 from planner.probe.result import (
     ChunkSeconds,
     PlanSlice,
+    ProbedMemory,
     ProbeResult,
-    RankMemory,
     RankResult,
     StepSeconds,
     TimedAction,
@@ -55,7 +55,7 @@ def probe_result(
     stages: Sequence[int] | None = None,
     run: ProbeRun | None = None,
     exchanges: tuple[TimedExchange, ...] = (),
-    memory: RankMemory | None = None,
+    memory: ProbedMemory | None = None,
     **changes: Any,
 ) -> ProbeResult:
     """A probe that ran `stages` (all of them) one by one; `mode="ranks"` for all of them together."""
@@ -89,7 +89,7 @@ def _rank(
     virtual: Sequence[int],
     seconds: Seconds,
     exchanges: tuple[TimedExchange, ...],
-    memory: RankMemory | None,
+    memory: ProbedMemory | None,
 ) -> RankResult:
     times = {j: seconds(j) for j in virtual}
     actions, now = [], 0.0

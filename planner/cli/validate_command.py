@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ from planner.cli import options as o
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planner.validate.score import Score, Scored
+    from planner.validate.score import Outcomes, Score, Scored
 
 RANKED_RIGHT = 0.95
 """A rank correlation that calls for no remark."""
@@ -23,14 +23,8 @@ EVIDENCE = "Evidence"
 Family = Annotated[
     str | None, o.text(EVIDENCE, "--family", "NAME", "Only the runs of this source, one by one; all for every row.")
 ]
-Plans = Annotated[
-    bool, o.text(EVIDENCE, "--plans", None, "The planner's own choices for these jobs, beside the published layouts.")
-]
 Regrets = Annotated[
     bool, o.text(EVIDENCE, "--regret", None, "Seconds lost by the layouts ranked first, beside the fastest measured.")
-]
-Bare = Annotated[
-    bool, o.text(EVIDENCE, "--unsaid", None, "Runs inside their intervals, with and without the switches they say.")
 ]
 Add = Annotated[
     str | None, o.text(EVIDENCE, "--add", "FILE", "Keep a run of yours, which corrects plans: plan observe -o FILE.")
@@ -46,9 +40,7 @@ Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --plot replace a 
 
 def validate_command(
     family: Family = None,
-    plans: Plans = False,
     regret: Regrets = False,
-    unsaid: Bare = False,
     add: Add = None,
     history: History = None,
     json: o.Json = False,
@@ -62,22 +54,15 @@ def validate_command(
       plan validate
       plan validate --family korthikanti
       plan validate --family ablations
-      plan validate --family finetune
       plan validate --plot predicted.html
-      plan validate --family bloom --plans
       plan validate --regret
-      plan validate --unsaid
       plan validate --add observed.json
     """
     if add is not None or history is not None:
-        _keep(add, history, json, alone=not (family or plans or regret or unsaid or plot or force))
+        _keep(add, history, json, alone=not (family or regret or plot or force))
         return
-    from planner.cli import validate_ablations as ablated
-    from planner.cli import validate_finetunes as tuned
-    from planner.cli import validate_plans as chosen
-    from planner.cli import validate_regret as lost
-    from planner.cli import validate_unsaid as bare
-    from planner.cli.output import dumps, show
+    from planner.cli.output import dumps
+    from planner.cli.validate_choices import NAME, show_pairs, show_regret
     from planner.errors import SpecError
     from planner.files import STDOUT, refuse_to_overwrite
     from planner.validate.rows import load_rows
@@ -86,34 +71,24 @@ def validate_command(
     if plot is not None:
         refuse_to_overwrite(plot, force)
     rows = load_rows()
-    families = list(dict.fromkeys(row.family for row in rows))
-    shows_rows = {ablated.NAME: ablated.show_pairs, tuned.NAME: tuned.show_runs}
-    if family is not None and family not in (*families, *shows_rows, "all"):
-        raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join((*families, *shows_rows))}, all")
-    if family in shows_rows:
-        shows_rows[family](json, alone=plot is None and not (plans or regret or unsaid))
+    families = [*dict.fromkeys(row.family for row in rows), NAME]
+    if family is not None and family not in (*families, "all"):
+        raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, all")
+    if family == NAME:
+        show_pairs(json, alone=plot is None and not regret)
         return
-    for name, asked, other in (("regret", regret, unsaid), ("unsaid", unsaid, False)):
-        if asked and (plans or other or plot is not None):
-            raise SpecError(f"--{name}: stands beside other questions", "ask for it by itself")
+    if regret and plot is not None:
+        raise SpecError("--regret: stands beside other questions", "ask for it by itself")
     scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
     if regret:
-        lost.show_regret(scored, json, each=family is not None)
-        return
-    if unsaid:
-        bare.show_unsaid(scored, json)
+        show_regret(scored, json, each=family is not None)
         return
     if plot is not None:
         _draw(plot, [run for run in scored if family is not None or run.row.counts], force)
         if plot == STDOUT:
             return
-    beside = chosen.searched_beside(scored) if plans else []
     if json:
-        answer = _agreement_described(scored, family)
-        sys.stdout.write(dumps({**answer, **chosen.described(beside)} if plans else answer))
-    elif plans:
-        show(chosen.gain_table(beside) if family is None else chosen.beside_table(beside))
-        chosen.point_out(beside)
+        sys.stdout.write(dumps(_agreement_described(scored, family)))
     else:
         _show_agreement(scored, family)
 
@@ -132,10 +107,15 @@ def _keep(add: str | None, history: str | None, json: bool, alone: bool) -> None
 
 def _agreement_described(scored: Sequence[Scored], family: str | None) -> dict[str, object]:
     """The agreement with published runs as plain data; of all families, with that of ablations and of memory."""
-    from planner.cli import validate_ablations as ablated
-    from planner.cli import validate_memory as memory
-    from planner.validate.production import months_of, production
-    from planner.validate.score import by_family
+    from planner.cli.validate_choices import described_pairs, priced_pairs
+    from planner.validate.score import (
+        by_family,
+        load_memory_rows,
+        memory_coverage,
+        memory_outcomes,
+        months_of,
+        production,
+    )
 
     months = production(months_of(scored))
     answer: dict[str, object] = {
@@ -143,18 +123,22 @@ def _agreement_described(scored: Sequence[Scored], family: str | None) -> dict[s
         "rows": [_described(run) for run in scored],
     }
     answer |= {} if months is None else {"production": asdict(months)}
-    return answer | ({} if family else ablated.described(ablated.priced_pairs()) | memory.described(scored))
+    if family:
+        return answer
+    outcomes = memory_outcomes(load_memory_rows(), scored)
+    memory = {
+        "memory_coverage": [asdict(each) for each in memory_coverage(scored)],
+        "memory_outcomes": [asdict(each) for each in outcomes],
+    }
+    return answer | described_pairs(priced_pairs()) | memory
 
 
 def _show_agreement(scored: Sequence[Scored], family: str | None) -> None:
     """Print a table of the families and what else was held against runs, or one of the runs of a family."""
-    from planner.cli import validate_ablations as ablated
-    from planner.cli import validate_memory as memory
-    from planner.cli import validate_regret as lost
     from planner.cli.output import show
-    from planner.validate.production import months_of, production, says_production
+    from planner.cli.validate_choices import pair_summary, priced_pairs, regret_summary
     from planner.validate.rows import HELD_OUT
-    from planner.validate.score import by_family
+    from planner.validate.score import by_family, months_of, production, says_production
 
     months, scores = production(months_of(scored)), by_family(scored)
     show(_family_table(scores) if family is None else _row_table(scored))
@@ -162,9 +146,9 @@ def _show_agreement(scored: Sequence[Scored], family: str | None) -> None:
         show(says_production(months))
     if family is None:
         for line in (
-            ablated.summary(ablated.priced_pairs()),
-            *lost.summary(scored),
-            *memory.memory_lines(scored),
+            pair_summary(priced_pairs()),
+            *regret_summary(scored),
+            *_memory_lines(scored),
             *_noisy(scores[:-1]),
             *_unsupported(scored),
             f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",
@@ -259,3 +243,26 @@ def _row_table(scored: Sequence[Scored]) -> Table:
         predicted = seconds(run.layout.step.step_s)
         table.add_row(run.row.id, seconds(measured), predicted, f"{100 * run.step_error:+.1f}%", memory)
     return table
+
+
+def _memory_lines(scored: Sequence[Scored]) -> Iterator[str]:
+    """A sentence on the intervals, one on runs that ran out of memory, and one on runs that ran."""
+    from planner.report.format import percent
+    from planner.validate.score import load_memory_rows, memory_coverage, memory_outcomes
+
+    for told, *kinds in filter(None, [memory_coverage(scored)]):
+        each = ", ".join(f"{kind.kind} {percent(kind.coverage, 0)} of {kind.num_rows}" for kind in kinds)
+        yield f"memory: {percent(told.coverage, 0)} of {told.num_rows} published peaks in their 80% interval ({each})"
+    outcomes = memory_outcomes(load_memory_rows(), scored)
+    yield f"ran out of memory: {_risks([outcome for outcome in outcomes if outcome.ran_out])}"
+    yield f"ran: {_risks([outcome for outcome in outcomes if not outcome.ran_out])}"
+
+
+def _risks(outcomes: Sequence[Outcomes]) -> str:
+    """How many of some runs are given a risk above one half, in all and by family."""
+    from planner.report.format import percent
+
+    num_rows, num_likely = (sum(getattr(o, name) for o in outcomes) for name in ("num_rows", "num_likely"))
+    mean = sum(o.mean_risk * o.num_rows for o in outcomes) / num_rows
+    each = ", ".join(f"{o.name} {o.num_likely} of {o.num_rows}" for o in outcomes)
+    return f"{num_likely} of {num_rows:,} given a risk above 50% ({each}), {percent(mean)} in the mean"

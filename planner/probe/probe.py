@@ -26,7 +26,7 @@ from planner.probe.plan_runs import (
 from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharing_dp, slice_schedule
 from planner.probe.rank.gradients import require_fully_shard
 from planner.probe.rehearse import rehearse
-from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult, RehearsalResult
+from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, RankFailure, RankResult, RehearsalResult
 from planner.probe.torch_build import rehearsed_build, require_gpu
 from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up, replayed_step_s
 from planner.probe.verdict.evidence import seen_kernels, unpriced
@@ -210,7 +210,7 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
             f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
         )
     outcome = run_rank(run, rank)
-    if isinstance(outcome, Failure):
+    if isinstance(outcome, RankFailure):
         if outcome.kind != "out_of_memory":
             raise rank_error(outcome, run)
         measured = out_of_memory_result(run, outcome)

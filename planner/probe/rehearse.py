@@ -26,7 +26,7 @@ from planner.probe.model.peers import apply
 from planner.probe.plan_runs import describe_slice, real_run, stage_asked_for, stand_in_stages
 from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharing_dp, slice_schedule
 from planner.probe.rank.rank_alone import trainer_alone
-from planner.probe.rank.training import Trainer
+from planner.probe.rank.training import RankTrainer
 from planner.probe.result import ComparedQuantity, PlanSlice, RehearsalResult
 from planner.probe.run import Place, ProbeRun
 from planner.probe.torch_build import rehearsed_build
@@ -305,7 +305,7 @@ def count_stage(run: ProbeRun, stage: int, architecture: str) -> CountedStage:
 
 
 @contextmanager
-def _kept_by_layers(trainer: Trainer, account: BytesAlive, counted: CountedStage) -> Iterator[None]:
+def _kept_by_layers(trainer: RankTrainer, account: BytesAlive, counted: CountedStage) -> Iterator[None]:
     """Write down what the first forward of each kind of layer leaves behind."""
     before: list[int] = []
 

@@ -82,7 +82,7 @@ class Condition(Spec):
     a GPU that is set to be slower."""
 
 
-class RankMemory(Spec):
+class ProbedMemory(Spec):
     """Device memory of a rank; none on the CPU, which keeps no account."""
 
     static_bytes: int
@@ -133,7 +133,7 @@ class RankResult(Spec):
     chunks: tuple[ChunkSeconds, ...] = ()
     exchanges: tuple[TimedExchange, ...] = ()
     peak_in_flight_chunks: int
-    memory: RankMemory | None = None
+    memory: ProbedMemory | None = None
     checks: tuple[Check, ...] = ()
     attention_kernels: tuple[str, ...] = ()
     """The kernels of attention that ran, as profiles name them; none where no attention ran on a GPU."""
@@ -150,7 +150,7 @@ class RankResult(Spec):
         return self.dp, self.cp, self.tp
 
 
-class OutOfMemory(Spec):
+class RankOutOfMemory(Spec):
     """A rank that ran out of device memory. This is a result, not a failure."""
 
     rank: int
@@ -165,7 +165,7 @@ class MeasuredRun(Spec):
 
     run: ProbeRun
     ranks: tuple[RankResult, ...]
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: RankOutOfMemory | None = None
 
 
 class ComparedQuantity(Spec):
@@ -271,7 +271,7 @@ class ProbeResult(Spec):
     """Unusual conditions while GPUs were measured. Where the run contradicts the plan, these may be why."""
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: RankOutOfMemory | None = None
     predicted_bytes: int | None = None
     """Memory that the plan predicts for the stage that ran out of it."""
 
@@ -303,7 +303,7 @@ FailureKind = Literal[
 that the GPU or its driver has failed."""
 
 
-class Failure(Spec):
+class RankFailure(Spec):
     """The record that a failed rank leaves behind."""
 
     rank: int

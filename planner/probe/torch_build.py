@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from planner.errors import ProbeError
@@ -81,6 +82,21 @@ def rehearsed_build(architecture: str) -> Iterator[TorchBuild]:
         _rehearsed = None
 
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+"""The names of exchanges of whole tensors, which torch 2.13 renamed."""
+
+
+def gather_whole(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """Fill `whole` with the parts of all ranks of a group."""
+    getattr(dist, GATHER)(whole, part, group=group)
+
+
+def scatter_sum(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """Fill `part` with this rank's part of the sum of all ranks' `whole`."""
+    getattr(dist, SCATTER)(part, whole, group=group)
+
+
 def on_gpu(tensor: torch.Tensor) -> bool:
     """True for a tensor on a GPU, and for one that stands for such a tensor in a rehearsal."""
     return tensor.is_cuda or _rehearsed is not None
@@ -94,6 +110,8 @@ def torch_release() -> tuple[int, int]:
 
 CUDA_ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
 """Architecture by major compute capability."""
+MINOR_ARCHITECTURES = {(7, 5): "turing", (8, 9): "ada"}
+"""Those that share it with another."""
 GROUPED_ARCHITECTURES = ("hopper", "blackwell")
 """Silicon on which torch's grouped products run in bf16."""
 ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4"}
@@ -107,7 +125,8 @@ def _cuda(cuda: str | None) -> TorchBuild:
         return CUDA_ARCHITECTURES.get(major) in GROUPED_ARCHITECTURES or major > max(CUDA_ARCHITECTURES)
 
     def architecture_of(properties: Any) -> str:
-        return CUDA_ARCHITECTURES.get(properties.major, f"sm_{properties.major}{properties.minor}")
+        sm = properties.major, properties.minor
+        return MINOR_ARCHITECTURES.get(sm) or CUDA_ARCHITECTURES.get(sm[0], f"sm_{sm[0]}{sm[1]}")
 
     return TorchBuild(
         runtime=f"CUDA {cuda}",
@@ -198,6 +217,13 @@ def default_device() -> Device:
 
 
 def require_gpu(device: Device) -> None:
-    """Raise ProbeError if the requested device is missing."""
-    if device == "cuda" and not sees_gpu():
+    """Raise ProbeError if the requested device is missing, or waits for each kernel.
+
+    With CUDA_LAUNCH_BLOCKING a receive that is posted early waits for its sender, which waits for this rank.
+    """
+    if device == "cpu":
+        return
+    if not sees_gpu():
         raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        raise ProbeError("CUDA_LAUNCH_BLOCKING: ranks would wait for each other, and kernels for the host", "unset it")

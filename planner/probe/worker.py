@@ -17,9 +17,9 @@ from typing import Any
 from planner.errors import PlannerError, SpecError
 from planner.probe.launch.joined import joins_others, rank_error, run_rank
 from planner.probe.model.attention import require_flash
-from planner.probe.result import Failure, RankResult
+from planner.probe.result import RankFailure, RankResult
 from planner.probe.run import Device, ProbeRun
-from planner.probe.torch_build import default_device
+from planner.probe.torch_build import default_device, require_gpu
 from planner.specs.checking import checked
 from planner.specs.reading import label, load_yaml, read_text
 from planner.specs.reading.csv_text import parse_rows
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         run = read_run(arguments_given.config, arguments_given.device).model_copy(
             update={"num_steps": arguments_given.steps, "timeout_s": arguments_given.timeout}
         )
+        require_gpu(run.device)
         require_flash(run.model, run.cp, run.device, _OTHER_TRAINER)
         results = _joined(run)
     except PlannerError as error:
@@ -103,7 +104,7 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
             f"pp {run.pp} × dp {run.dp} × cp {run.cp} × tp {run.tp} ranks",
         )
     outcome = run_rank(run, int(os.environ["RANK"]))
-    if isinstance(outcome, Failure):
+    if isinstance(outcome, RankFailure):
         raise rank_error(outcome, run)
     return outcome
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.physics.communication import joined_fraction, num_hops
 from planner.probe.run import Device
+from planner.probe.verdict.evidence import is_named
 from planner.profile.fitting import (
     STREAMS,
     BenchNumbers,
@@ -157,9 +158,8 @@ def profile_of(record: MeasurementRecord) -> Profiled:
 
 def known_profile(machine: Machine) -> HardwareSpec | None:
     """The shipped profile of this device, for numbers that cannot be measured: data-sheet peaks, network, price."""
-    words = set(_words(machine.name))
-    named = [n for n in hardware_names() if n.split("-")[0] in words and ("pcie" in n) == ("pcie" in words)]
-    for hardware in map(load_hardware, named):
+    named = [hardware for hardware in map(load_hardware, hardware_names()) if is_named(hardware, machine.name)]
+    for hardware in named:
         if _same_size(machine, hardware):
             return hardware
     # older drivers call all of AMD's GPUs "AMD Radeon Graphics"

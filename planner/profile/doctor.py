@@ -29,7 +29,6 @@ from planner.distribution import DISTRIBUTION, install_line
 from planner.observe.history.place import VARIABLE, default_folder
 from planner.probe.verdict.evidence import is_named
 from planner.profile.findings import (
-    Calibration,
     Command,
     Extra,
     Findings,
@@ -39,6 +38,7 @@ from planner.profile.findings import (
     History,
     Installed,
     Kind,
+    LastFit,
     Package,
     Profile,
     Solver,
@@ -256,9 +256,9 @@ _ASK_TORCH = (
 def examine(commands: Sequence[str], default_hardware: str, deep: bool, num_columns: int) -> Findings:
     """Everything that `plan doctor` shows of this machine, for these commands; `deep` imports torch in a process."""
     has, gpus = installed(), find_gpus()
-    torch = torch_of()
-    if torch is not None and deep:
-        torch = torch.model_copy(update={"imported": imported_torch()})
+    has_torch = torch_of()
+    if has_torch is not None and deep:
+        has_torch = has_torch.model_copy(update={"imported": imported_torch()})
     findings = Findings(
         version=f"{DISTRIBUTION} {planner.__version__}",
         python=f"{platform.python_implementation()} {platform.python_version()}",
@@ -266,12 +266,12 @@ def examine(commands: Sequence[str], default_hardware: str, deep: bool, num_colu
             ", "
         ),
         installed=has,
-        commands=tuple(_command(name, has, gpus, torch) for name in commands),
+        commands=tuple(_command(name, has, gpus, has_torch) for name in commands),
         solvers=tuple(
             Solver(name=name, is_needed=needed, trouble=solver_trouble(name)) for name, needed in SOLVERS.items()
         ),
         gpus=gpus,
-        torch=torch,
+        torch=has_torch,
         profile=_profile(gpus, default_hardware),
         calibration=_calibration(datetime.date.today()),
         history=_history(),
@@ -324,7 +324,7 @@ def imported_torch() -> str:
     return f"imports, with {ran.stdout.strip()}"
 
 
-def _command(name: str, has: Installed, gpus: Gpus, torch: Torch | None) -> Command:
+def _command(name: str, has: Installed, gpus: Gpus, has_torch: Torch | None) -> Command:
     extras = EXTRAS.get(name, ())
     lacks = [
         package.name for extra in has.extras if extra.name in extras for package in extra.packages if package.trouble
@@ -332,16 +332,16 @@ def _command(name: str, has: Installed, gpus: Gpus, torch: Torch | None) -> Comm
     if lacks:
         return Command(name=name, extras=extras, can_run=False, note=f"lacks {', '.join(lacks)}")
     if "probe" in extras:
-        return Command(name=name, extras=extras, can_run=True, note=_limit_of_probe(gpus, torch))
+        return Command(name=name, extras=extras, can_run=True, note=_limit_of_probe(gpus, has_torch))
     return Command(name=name, extras=extras, can_run=True)
 
 
-def _limit_of_probe(gpus: Gpus, torch: Torch | None) -> str:
+def _limit_of_probe(gpus: Gpus, has_torch: Torch | None) -> str:
     if not gpus.gpus:
         return "on the CPU: no GPU is found"
     if gpus.trouble:
         return f"on the CPU: {gpus.trouble}"
-    return "on the CPU: torch is built without GPUs" if torch and torch.build == "CPU" else ""
+    return "on the CPU: torch is built without GPUs" if has_torch and has_torch.build == "CPU" else ""
 
 
 def _profile(gpus: Gpus, default_hardware: str) -> Profile:
@@ -362,9 +362,9 @@ def _profile(gpus: Gpus, default_hardware: str) -> Profile:
     return Profile(name=profile.name, reason=reason, evidence=evidence, source=" ".join(profile.source.split()))
 
 
-def _calibration(today: datetime.date) -> Calibration:
+def _calibration(today: datetime.date) -> LastFit:
     last = shipped_fits().fits[-1]
-    return Calibration(
+    return LastFit(
         date=last.date.isoformat(), age_days=(today - last.date).days, numbers=last.numbers, source=last.source
     )
 

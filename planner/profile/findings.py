@@ -88,7 +88,7 @@ class Profile(Spec):
     source: str
 
 
-class Calibration(Spec):
+class LastFit(Spec):
     """The last fit of the numbers that ship."""
 
     date: str
@@ -139,7 +139,7 @@ class Findings(Spec):
     gpus: Gpus
     torch: Torch | None
     profile: Profile
-    calibration: Calibration
+    calibration: LastFit
     history: History
     temp: Folder
     terminal: Terminal

@@ -31,9 +31,9 @@ from planner.probe.plan_slice import (  # noqa: E402
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
     MeasuredRun,
-    OutOfMemory,
+    ProbedMemory,
     ProbeResult,
-    RankMemory,
+    RankOutOfMemory,
     RankResult,
     StepSeconds,
     TimedAction,
@@ -108,7 +108,7 @@ def rank_as_priced(
             for virtual in run.stages_of(place.pp)
         ),
         peak_in_flight_chunks=int(timeline.peak_in_flight_chunks[place.pp]),
-        memory=RankMemory(
+        memory=ProbedMemory(
             static_bytes=memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes,
             peak_allocated_bytes=memory.peak_allocated_bytes,
             peak_reserved_bytes=memory.peak_allocated_bytes,
@@ -232,7 +232,7 @@ def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
 
 
 def test_memory_that_eager_torch_was_to_lack_contradicts_no_plan() -> None:
-    plan, out_of_memory = make_plan(), OutOfMemory(rank=0, stage=0, phase="warm-up", message="")
+    plan, out_of_memory = make_plan(), RankOutOfMemory(rank=0, stage=0, phase="warm-up", message="")
     run, grid, stages = ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=8)
     measured = MeasuredRun(run=run, ranks=(), out_of_memory=out_of_memory)
     result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)

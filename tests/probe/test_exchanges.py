@@ -14,6 +14,7 @@ from planner.probe.model.peers import (  # noqa: E402
     Surroundings,
 )
 from planner.probe.rank import after_steps  # noqa: E402
+from planner.probe.torch_build import GATHER  # noqa: E402
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -22,7 +23,7 @@ def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.
     monkeypatch.setattr(after_steps, "barrier", lambda device, group: None)
     monkeypatch.setattr(after_steps, "slowest_s", lambda seconds, device, group: seconds)
     monkeypatch.setattr(after_steps.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
-    monkeypatch.setattr(after_steps.dist, "all_gather_into_tensor", lambda whole, x, group: moved.append(whole.nbytes))
+    monkeypatch.setattr(after_steps.dist, GATHER, lambda whole, x, group: moved.append(whole.nbytes))
     trainer: Any = SimpleNamespace(
         around=Surroundings(tp=GroupPeers(4, 0, sequence_parallel)),
         chunks={},

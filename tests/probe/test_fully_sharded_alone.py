@@ -18,7 +18,7 @@ from planner.probe.model.chunk import (  # noqa: E402
 )
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
 from planner.probe.rank.training import (  # noqa: E402
-    Trainer,
+    RankTrainer,
     batch_seed,
     synthetic_batch,
 )
@@ -41,7 +41,7 @@ def no_group_is_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def alone(make_run: Any, order: tuple[str, int, int, int], **options: Any) -> tuple[ProbeRun, Trainer]:
+def alone(make_run: Any, order: tuple[str, int, int, int], **options: Any) -> tuple[ProbeRun, RankTrainer]:
     run = make_run(order, check=False, fully_sharded=True, **{"dp": DP, "layers": 2, **options})
     return run, trainer_alone(run, 0, "cpu")
 

@@ -61,6 +61,15 @@ def test_nothing_is_left_of_a_rehearsal(name: str, pp_rank: int, make_run: Any) 
     assert all(map(torch.equal, weights, expected_weights))
 
 
+def test_operands_of_a_stage_alone_stay_as_they_were_drawn(make_run: Any) -> None:
+    trainer = trainer_alone(make_run(("1f1b", 2, 1, 3), check=False), 0, "cpu")
+    before = [parameter.detach().clone() for flat in trainer.flat for parameter in flat.parameters]
+    norms = [trainer.step(step, lambda at: None)[1].gradient_norm for step in range(20)]
+    after = [parameter for flat in trainer.flat for parameter in flat.parameters]
+    assert max(float((a.detach() - b).abs().max()) for a, b in zip(after, before, strict=True)) < 1e-6
+    assert norms[-1] < 2 * norms[0], "ones through AdamW at 1e-3 made it a million times as large"
+
+
 def test_all_chunks_are_rehearsed_before_a_receive_is_under_way(make_run: Any) -> None:
     run = make_run(("interleaved-1f1b", 2, faulty.NUM_CHUNKS, 4), check=False, num_steps=1)
     assert len(launch(run, faulty.refusing_the_unrehearsed).ranks) == 2

@@ -16,7 +16,7 @@ from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
 from planner.probe.eager import in_eager_torch
-from planner.probe.result import Condition, OutOfMemory, ProbeResult, RankMemory, TimedExchange
+from planner.probe.result import Condition, ProbedMemory, ProbeResult, RankOutOfMemory, TimedExchange
 from planner.probe.verdict.compare import compared
 from planner.profile.probe_calibration import chunk_costs, from_probe, host
 from planner.profile.probed.doubt import NORMAL_80
@@ -260,7 +260,7 @@ def test_slow_links_are_no_slow_kernels() -> None:
 
 def test_memory_and_host_are_what_the_ranks_showed() -> None:
     plan = make_plan()
-    memory = RankMemory(
+    memory = ProbedMemory(
         static_bytes=GIB,
         peak_allocated_bytes=50 * GIB,
         peak_reserved_bytes=52 * GIB,
@@ -291,7 +291,7 @@ def test_without_a_gpu_no_memory_is_measured() -> None:
         ({"run": {"backend": "gloo"}}, "its messages went through the host"),
         ({"sleeps": True}, "slept instead of computing"),
         (
-            {"ranks": (), "out_of_memory": OutOfMemory(rank=0, stage=0, phase="build", message="")},
+            {"ranks": (), "out_of_memory": RankOutOfMemory(rank=0, stage=0, phase="build", message="")},
             "ran out of memory",
         ),
     ],
@@ -380,9 +380,9 @@ def test_a_link_faster_than_its_data_sheet_is_another_link_unless_its_switch_sum
     assert bool(reason) == (share.verdict == "refused")
 
 
-def memory_of(context_gib: float, fragmentation: float) -> RankMemory:
+def memory_of(context_gib: float, fragmentation: float) -> ProbedMemory:
     reserved = 50 * GIB * (1 + fragmentation)
-    return RankMemory(
+    return ProbedMemory(
         static_bytes=GIB,
         peak_allocated_bytes=50 * GIB,
         peak_reserved_bytes=round(reserved),

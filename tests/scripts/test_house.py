@@ -22,6 +22,7 @@ FILES = {
         "def paint(wall, side):\n    setattr(wall, side + '_colour', 'white')\n"
     ),
     "planner/roof.py": "from planner import wall\nclass Roof: ...\n",
+    "tests/tools/test_hammer.py": "def test_hammer(): ...\n",
     "tests/test_door.py": "def test_door():\n    assert True\n",
     "docs/page.md": "four words stand here\n",
     "docs/reference/api.md": "written from the code\n",

@@ -12,7 +12,7 @@ import pytest
 
 from planner.errors import Unsupported
 from planner.specs.registry import load_hardware
-from planner.validate.rows import HELD_OUT, Row, load_rows
+from planner.validate.rows import HELD_OUT, PublishedRun, load_rows
 from tools.calibrate.runs import COEFFICIENTS, Coefficient, Fit, Priced, left_out_errors, replaced
 
 ROWS = [row for row in load_rows() if row.family == "korthikanti"][:4]
@@ -20,7 +20,7 @@ PRODUCTS = Coefficient("products", "hardware", ("a100-sxm-80gb",), "efficiency.g
 NETWORK = Coefficient("network", "hardware", ("h100-sxm-80gb",), "tiers.1.efficiency_fraction", 0.8, 0.3, 0.95, 0.2)
 
 
-def made_with(value: float) -> list[Row]:
+def made_with(value: float) -> list[PublishedRun]:
     """The rows, as measured on a GPU whose products take `value` times as long."""
     seconds = [Priced.of(row).step_s({PRODUCTS: value}) for row in ROWS]
     measured = [row.measured.model_copy(update={"step_s": s}) for row, s in zip(ROWS, seconds, strict=True)]

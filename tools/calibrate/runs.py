@@ -19,7 +19,7 @@ from planner.profile.fitting import least_squares
 from planner.shape import FloatArray
 from planner.specs.base import Spec
 from planner.trainers.load import load_runtime
-from planner.validate.rows import HELD_OUT, Row, load_rows
+from planner.validate.rows import HELD_OUT, PublishedRun, load_rows
 from planner.validate.score import weighted_quantile
 
 A100 = ("a100-sxm-80gb", "a100-sxm-40gb", "a800-sxm-80gb")
@@ -136,18 +136,18 @@ def replaced(spec: Any, path: str, value: float) -> Any:
 class Priced:
     """A published run with its layout, which is priced again and again with other coefficients."""
 
-    row: Row
+    row: PublishedRun
     run: Run
     known: dict[tuple[float, ...], float]
     width: float = 0.0
     """Half the 80% interval of the logarithm of the step's seconds."""
 
     @classmethod
-    def of(cls, row: Row) -> Priced:
+    def of(cls, row: PublishedRun) -> Priced:
         return cls(row, parse_run({"id": row.id, "run": row.run}), {})
 
     @classmethod
-    def all_of(cls, rows: Sequence[Row]) -> list[Priced]:
+    def all_of(cls, rows: Sequence[PublishedRun]) -> list[Priced]:
         """One priced run for each row. Rows that publish the same run share it."""
         runs: dict[str, Priced] = {}
         return [runs.setdefault(row.run_key, cls.of(row)) for row in rows]
@@ -187,7 +187,7 @@ class Priced:
         return step.step_s
 
 
-def is_supported(row: Row) -> bool:
+def is_supported(row: PublishedRun) -> bool:
     """True if the planner models everything that the run used."""
     try:
         Priced.of(row)
@@ -199,7 +199,7 @@ def is_supported(row: Row) -> bool:
 class Fit:
     """Published runs and the free coefficients that explain them."""
 
-    def __init__(self, rows: Sequence[Row], coefficients: Sequence[Coefficient]) -> None:
+    def __init__(self, rows: Sequence[PublishedRun], coefficients: Sequence[Coefficient]) -> None:
         self.priced = Priced.all_of(rows)
         self.coefficients = tuple(coefficients)
         self.measured = np.log([row.measured.step_s for row in rows])

@@ -15,7 +15,7 @@ from planner.errors import PlannerError
 from planner.files import write_text
 from planner.probe.rank.status import FAILURE_FILE
 from planner.probe.rank.worker import Worker
-from planner.probe.result import Failure, FailureKind, MeasuredRun, OutOfMemory
+from planner.probe.result import FailureKind, MeasuredRun, RankFailure, RankOutOfMemory
 from planner.probe.run import ProbeRun
 
 HINTS: dict[FailureKind, str] = {
@@ -75,7 +75,7 @@ _GLOO = re.compile(r"\[/\S+:\d+\] |\. This is typically caused by .*")
 DISK_HINT = "free some space, or set TMPDIR to a folder that has some"
 
 
-def hint_of(failure: Failure) -> str:
+def hint_of(failure: RankFailure) -> str:
     """The hint for a failure; empty where there is none."""
     return DISK_HINT if "No space left on device" in failure.message else HINTS.get(failure.kind, "")
 
@@ -125,7 +125,7 @@ def asked_bytes(message: str) -> int | None:
 EXIT_FAILED = 5
 
 
-def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> Failure | None:
+def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> RankFailure | None:
     """Run one rank to its end. Returns its failure, which is also written into the folder, or None."""
     worker: Worker | None = None
     try:
@@ -142,9 +142,9 @@ def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> Failure |
     return None
 
 
-def failure_of(error: BaseException, rank: int, run: ProbeRun | None, phase: str) -> Failure:
+def failure_of(error: BaseException, rank: int, run: ProbeRun | None, phase: str) -> RankFailure:
     """The record of an exception, as the launcher reads it from a file."""
-    return Failure(
+    return RankFailure(
         rank=rank,
         stage=0 if run is None else run.place(rank).pp,
         phase=phase,
@@ -156,7 +156,7 @@ def failure_of(error: BaseException, rank: int, run: ProbeRun | None, phase: str
     )
 
 
-def out_of_memory_result(run: ProbeRun, failure: Failure) -> MeasuredRun:
+def out_of_memory_result(run: ProbeRun, failure: RankFailure) -> MeasuredRun:
     """The result of a run in which a GPU ran out of memory."""
-    fields = failure.model_dump(include=set(OutOfMemory.model_fields))
-    return MeasuredRun(run=run, ranks=(), out_of_memory=OutOfMemory(**fields))
+    fields = failure.model_dump(include=set(RankOutOfMemory.model_fields))
+    return MeasuredRun(run=run, ranks=(), out_of_memory=RankOutOfMemory(**fields))

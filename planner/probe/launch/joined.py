@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from planner.errors import PlannerError, ProbeError
+from planner.errors import PlannerError, ProbeError, SpecError
 from planner.probe.launch.failure import EXIT_FAILED, hint_of, run_worker
 from planner.probe.launch.process import stage_process
 from planner.probe.launch.run_folder import removed_when_ended, run_folder, write_run
@@ -42,7 +42,7 @@ from planner.probe.rank.status import (
     read_status,
 )
 from planner.probe.rank.worker import Worker
-from planner.probe.result import Failure, MeasuredRun, RankResult
+from planner.probe.result import MeasuredRun, RankFailure, RankResult
 from planner.probe.run import Place, ProbeRun
 
 MOST_POLL_S = 3.0
@@ -59,7 +59,7 @@ def meeting_hint(num_ranks: int) -> str:
     )
 
 
-class Watch:
+class RankWatch:
     """The watch over one rank. `start` begins it, `end` ends it."""
 
     def __init__(self, run: ProbeRun, folder: Path, rank: int) -> None:
@@ -149,7 +149,11 @@ def joins_others() -> bool:
     """True if this process is one of several ranks. Variables that srun sets are translated into those of torchrun.
 
     A batch script has SLURM_NTASKS too and is one process; only processes that srun starts have SLURM_STEP_NUM_TASKS.
+    Raises SpecError where a variable is no number.
     """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
+        if not (value := os.environ.get(name, "0")).isdigit():
+            raise SpecError(f"{name}={value}: no number", "torchrun and srun set it: unset it")
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
@@ -165,16 +169,16 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first) or "localhost"
 
 
-def run_rank(run: ProbeRun, rank: int) -> tuple[RankResult, ...] | Failure:
+def run_rank(run: ProbeRun, rank: int) -> tuple[RankResult, ...] | RankFailure:
     """Run this process's rank. Returns all ranks' results on rank 0, none on other ranks, or the failure of this
     rank."""
     with run_folder(keeps_after_error=False) as folder, removed_when_ended(folder):
         return _run_in(folder, run, rank)
 
 
-def _run_in(folder: Path, run: ProbeRun, rank: int) -> tuple[RankResult, ...] | Failure:
+def _run_in(folder: Path, run: ProbeRun, rank: int) -> tuple[RankResult, ...] | RankFailure:
     write_run(folder, run)
-    watch = Watch(run, folder, rank)
+    watch = RankWatch(run, folder, rank)
     watch.start()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     failure = run_worker(lambda: Worker(folder, rank, local_rank, local=False), folder, rank)
@@ -187,7 +191,7 @@ def _run_in(folder: Path, run: ProbeRun, rank: int) -> tuple[RankResult, ...] | 
     return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
 
 
-def rank_error(failure: Failure, run: ProbeRun) -> ProbeError:
+def rank_error(failure: RankFailure, run: ProbeRun) -> ProbeError:
     """The error that tells the user how a rank failed."""
     hint = hint_of(failure) or "--debug shows where"
     if failure.phase.startswith("rendezvous"):

@@ -25,7 +25,7 @@ from planner.probe.rank.status import (
     hanging_rank,
     read_status,
 )
-from planner.probe.result import Failure, MeasuredRun, RankResult
+from planner.probe.result import MeasuredRun, RankFailure, RankResult
 from planner.probe.run import ProbeRun
 
 POLL_S = 0.02
@@ -169,13 +169,13 @@ class _StartedRanks:
         """Pairs of a rank and the exit code of its process; 0 where the process still runs."""
         return [(rank, started.exitcode or 0) for rank, started in zip(self.ranks, self.processes, strict=True)]
 
-    def _failures(self) -> list[Failure]:
+    def _failures(self) -> list[RankFailure]:
         """The records of failed ranks, causes before consequences."""
         failures = []
         for rank in self.ranks:
             path = self.folder / FAILURE_FILE.format(rank)
             if path.exists():
-                failures.append(Failure.model_validate_json(path.read_text()))
+                failures.append(RankFailure.model_validate_json(path.read_text()))
         return sorted(failures, key=lambda failure: (_consequence(failure), failure.time_s))
 
     def _name(self, rank: int) -> str:
@@ -190,7 +190,7 @@ class _StartedRanks:
                 started.join(STOPPED_S)
 
 
-def _consequence(failure: Failure) -> int:
+def _consequence(failure: RankFailure) -> int:
     """How likely a failure is the consequence of another rank's: 0 for a cause of its own."""
     return 1 + CONSEQUENCES.index(failure.kind) if failure.kind in CONSEQUENCES else 0
 

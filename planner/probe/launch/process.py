@@ -21,12 +21,11 @@ from planner.probe.rank.gradients import ShardedParameters
 from planner.probe.rank.groups import require_agreement
 from planner.probe.rank.rank_alone import trainer_alone
 from planner.probe.rank.status import LOG_FILE, STACK_FILE, WAITING, connect
-from planner.probe.rank.training import Trainer, synthetic_batch
+from planner.probe.rank.training import RankTrainer, unheard
 from planner.probe.rank.worker import StepLoop, Worker
 from planner.probe.repeats import Repeats, spread_fraction
 from planner.probe.result import ChunkSeconds
-from planner.probe.run import needed_by
-from planner.schedule.actions import Action
+from planner.probe.run import Message
 
 
 def rank_process(folder: Path, rank: int, local_rank: int) -> None:
@@ -105,25 +104,20 @@ class StageWorker(Worker):
         self.write(result.model_copy(update={"chunks": chunks}))
         self.status.enter("done")
 
-    def split(self, trainer: Trainer, seconds: ChunkSeconds) -> ChunkSeconds:
+    def split(self, trainer: RankTrainer, seconds: ChunkSeconds) -> ChunkSeconds:
         """Time input and weight gradients apart, one micro-batch after another, unless the schedule has done so or
         sharding forbids it."""
-        run, pipeline, clock = self.run, trainer.pipeline, trainer.clock
+        run, clock = self.run, trainer.clock
         if seconds.input_grad_s is not None or any(isinstance(flat, ShardedParameters) for flat in trainer.flat):
             return seconds
-        batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, self.device)
+        batch, wires = trainer.own_batch(), trainer.pipeline.wires
         repeats = Repeats(SPLIT_REPEATS, run.steady_s, min(2 * run.steady_s, run.most_s))
         times: dict[str, list[float]] = {"F": [], "I": [], "W": []}
         while not repeats.suffice(len(times["W"]), sum(map(sum, times.values())), partial(spread_fraction, times["W"])):
             clock.start()
-            marks = {}
-            for kind in times:
-                action = Action(kind, seconds.stage, 0)
-                needed = needed_by(run.order, action)
-                received = None if needed is None else pipeline.wires.receive(needed)
-                start = clock.mark()
-                pipeline.run(action, received, [batch], 1.0)
-                marks[kind] = start, clock.mark()
+            marks = trainer.micro_batch(
+                seconds.stage, batch, lambda kind: wires.receive(Message(kind, seconds.stage, 0)), unheard, "FIW"
+            )
             for kind, (start, end) in marks.items():  # a GPU is waited for when all of it is under way
                 times[kind].append(clock.seconds(end) - clock.seconds(start))
         return seconds.model_copy(update={"input_grad_s": median(times["I"]), "weight_grad_s": median(times["W"])})

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from planner.probe.torch_build import on_gpu
+from planner.probe.torch_build import gather_whole, on_gpu, scatter_sum
 
 
 def mark_shard(parameter: Tensor | None, dim: int, sections: tuple[tuple[int, int], ...]) -> None:
@@ -104,14 +104,14 @@ class GroupPeers(TensorPeers):
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
+        gather_whole(gathered, x.contiguous(), self.group)
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         if not on_gpu(x):  # gloo has no reduce-scatter in every torch this runs on
             return self.all_reduce(x).chunk(self.size)[self.rank].clone()
         shard = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        dist.reduce_scatter_tensor(shard, x.contiguous(), group=self.group)
+        scatter_sum(shard, x.contiguous(), self.group)
         return shard
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.probe.model.attention import CoreAttention
-from planner.probe.rank.clock import Clock
-from planner.probe.rank.training import Trainer, unheard
+from planner.probe.rank.clock import RankClock
+from planner.probe.rank.training import RankTrainer, unheard
 from planner.probe.repeats import Repeats, is_sure, spread_fraction
 from planner.probe.result import ChunkSeconds, TimedExchange
 from planner.specs.units import GB
@@ -49,7 +49,7 @@ def barrier(device: str, group: Any = None) -> None:
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
 
 
-def measure_exchanges(trainer: Trainer, on_exchange: Callable[[str], None] = unheard) -> tuple[TimedExchange, ...]:
+def measure_exchanges(trainer: RankTrainer, on_exchange: Callable[[str], None] = unheard) -> tuple[TimedExchange, ...]:
     """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers;
     `on_exchange` hears of each."""
     exchanges = []
@@ -77,7 +77,7 @@ def measure_exchanges(trainer: Trainer, on_exchange: Callable[[str], None] = unh
     return tuple(exchanges)
 
 
-def _keys(trainer: Trainer) -> Iterator[Tensor]:
+def _keys(trainer: RankTrainer) -> Iterator[Tensor]:
     """This rank's keys of a micro-batch, for each attention that it holds."""
     run = trainer.run
     for chunk in trainer.chunks.values():
@@ -87,7 +87,7 @@ def _keys(trainer: Trainer) -> Iterator[Tensor]:
                 yield torch.zeros(shape, dtype=trainer.dtype, device=trainer.device)
 
 
-def _seconds(trainer: Trainer, group: Any, call: Callable[[], object]) -> Seconds:
+def _seconds(trainer: RankTrainer, group: Any, call: Callable[[], object]) -> Seconds:
     run, device = trainer.run, trainer.device
     repeats = Repeats(FEWEST_ROUNDS, run.steady_s, min(2 * run.steady_s, run.most_s))
     # not of all ranks: some have fewer exchanges than others
@@ -96,7 +96,7 @@ def _seconds(trainer: Trainer, group: Any, call: Callable[[], object]) -> Second
 
 
 def timed_together(
-    clock: Clock,
+    clock: RankClock,
     call: Callable[[], object],
     repeats: Repeats,
     meet: Callable[[], None],
@@ -119,7 +119,7 @@ def timed_together(
 
 
 def _round_s(
-    clock: Clock,
+    clock: RankClock,
     call: Callable[[], object],
     num_calls: int,
     meet: Callable[[], None],
@@ -159,7 +159,7 @@ Passes = list[tuple[float, float]]
 
 
 def with_quiet_seconds(
-    trainer: Trainer, chunks: Sequence[ChunkSeconds], on_action: Callable[[str], None]
+    trainer: RankTrainer, chunks: Sequence[ChunkSeconds], on_action: Callable[[str], None]
 ) -> tuple[ChunkSeconds, ...]:
     """The chunks with their quiet seconds. All ranks call this together, because ranks of one stage exchange tensors
     within it; so all of them must know how often each chunk runs."""
@@ -192,11 +192,11 @@ def _spread(passes: Passes) -> float:
     return max((1.0 if spread is None else spread for spread in spreads), default=1.0)
 
 
-def _passes(trainer: Trainer, stage: int, count: int, on_action: Callable[[str], None]) -> Passes:
+def _passes(trainer: RankTrainer, stage: int, count: int, on_action: Callable[[str], None]) -> Passes:
     """Seconds of `count` micro-batches, one after the other, behind one that is not counted. The GPU is waited for when
     all of them are under way."""
     batch, clock = trainer.own_batch(), trainer.clock
-    messages = {"F": trainer.empty().normal_(), "B": torch.ones_like(trainer.empty())}
+    messages = {"F": trainer.empty().normal_(), "B": trainer.empty().normal_()}
     clock.start()
     marks = [
         trainer.micro_batch(stage, batch, lambda kind: messages[kind].detach(), on_action) for _ in range(count + 1)
@@ -209,7 +209,7 @@ def _passes(trainer: Trainer, stage: int, count: int, on_action: Callable[[str],
     return passes[1:]
 
 
-def _largest(trainer: Trainer, values: Mapping[int, float]) -> list[float]:
+def _largest(trainer: RankTrainer, values: Mapping[int, float]) -> list[float]:
     """For each virtual stage, the largest value that any rank has."""
     largest = torch.zeros(len(trainer.run.stage_to_rank), dtype=torch.float64)
     for stage, value in values.items():

@@ -23,7 +23,7 @@ from torch import Tensor
 from planner.schedule.actions import Action
 
 
-class Clock:
+class RankClock:
     """The clock of a rank: the host's seconds, or on a GPU events on its stream, which are read after the step."""
 
     def __init__(self, device: str) -> None:
@@ -81,7 +81,7 @@ class StepRecord:
     def loss(self) -> float:
         return float(torch.stack(self.losses).sum()) if self.losses else 0.0
 
-    def read(self, clock: Clock, on_action: Callable[[str], None]) -> None:
+    def read(self, clock: RankClock, on_action: Callable[[str], None]) -> None:
         """Wait for the marks and read them. If a GPU never reaches a mark, `on_action` was last called with that mark's
         action."""
         for action, ready, start, end in self.marks:
@@ -98,7 +98,7 @@ Times = Sequence[tuple[float, float]]
 """The times at which a rank entered and left each sum, by its own clock."""
 
 
-def start_together(clock: Clock, rank: int, device: str, is_shared: bool) -> float | None:
+def start_together(clock: RankClock, rank: int, device: str, is_shared: bool) -> float | None:
     """Start the clocks of all ranks at the time at which the last one starts.
 
     Returns the most by which this rank's clock may be ahead of rank 0's or behind it; None if the ranks share a clock
@@ -113,7 +113,7 @@ def start_together(clock: Clock, rank: int, device: str, is_shared: bool) -> flo
     return error_s
 
 
-def _offset(clock: Clock, rank: int, device: str) -> tuple[float, float | None]:
+def _offset(clock: RankClock, rank: int, device: str) -> tuple[float, float | None]:
     """The seconds by which this rank's clock is ahead of rank 0's, and the most by which that is wrong."""
     token, marks = torch.zeros((), device=device), list[tuple[Any, Any]]()
     for _ in range(NUM_SUMS):

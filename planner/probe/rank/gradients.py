@@ -19,7 +19,7 @@ from planner.errors import ProbeError
 from planner.probe.model.chunk import Chunk, local
 from planner.probe.model.mlp import Experts
 from planner.probe.run import ProbeRun
-from planner.probe.torch_build import on_gpu
+from planner.probe.torch_build import gather_whole, on_gpu, scatter_sum
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -126,7 +126,7 @@ class FlatParameters:
         if self.sharding.group is None:
             return
         if on_gpu(self.grads) and self.sharding.zero:
-            dist.reduce_scatter_tensor(self.grads[self.part], self.grads, group=self.sharding.group)
+            scatter_sum(self.grads[self.part], self.grads, self.sharding.group)
         else:  # gloo has no reduce-scatter in every torch this runs on
             dist.all_reduce(self.grads, group=self.sharding.group)
 
@@ -151,7 +151,7 @@ class FlatParameters:
         """Gather the updated weights of all ranks."""
         if self.sharding.group is not None and self.sharding.zero:
             part = self.weights[self.part].clone()
-            dist.all_gather_into_tensor(self.weights, part, group=self.sharding.group)
+            gather_whole(self.weights, part, self.sharding.group)
 
     def forget(self) -> None:
         """Set the gradients to zero."""
@@ -320,5 +320,5 @@ class ShardedParameters:
         gathered = rows.new_empty(self.sharding.size * rows.numel())
         yield ReplicaExchange(
             "weight all-gather", gathered.nbytes, 1,
-            lambda: dist.all_gather_into_tensor(gathered, rows.flatten(), group=self.sharding.group),
+            lambda: gather_whole(gathered, rows.flatten(), self.sharding.group),
         )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -57,9 +58,9 @@ def disagreement(everyone: Sequence[Identity]) -> str | None:
 class RankGroups:
     """The process groups of one rank. Every rank creates all groups of all ranks, because torch requires it."""
 
-    def __init__(self, run: ProbeRun, rank: int) -> None:
+    def __init__(self, run: ProbeRun, rank: int, timeout: timedelta | None = None) -> None:
         self.run, self.rank, self.place = run, rank, run.place(rank)
-        groups = {key: dist.new_group(list(key[1])) for key in group_keys(run)}
+        groups = {key: dist.new_group(list(key[1]), timeout=timeout) for key in group_keys(run)}
         self.mine = {key: group for key, group in groups.items() if rank in key[1]}
         self.around = Surroundings(
             tp=self._tensor_peers(),

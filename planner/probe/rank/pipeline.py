@@ -20,7 +20,7 @@ from torch import Tensor
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk
 from planner.probe.model.peers import Surroundings
-from planner.probe.rank.clock import Clock, StepRecord
+from planner.probe.rank.clock import RankClock, StepRecord
 from planner.probe.run import Message, SleepSeconds, message_of, needed_by, traffic
 from planner.schedule.actions import Action, Schedule
 
@@ -187,7 +187,7 @@ class RankPipeline:
         wires: Wires,
         around: Surroundings,
         tables: AttentionTables | None,
-        clock: Clock,
+        clock: RankClock,
     ) -> None:
         self.schedule, self.actions = schedule, tuple(schedule.ranks[pp_rank])
         self.chunks, self.wires, self.around, self.tables, self.clock = chunks, wires, around, tables, clock

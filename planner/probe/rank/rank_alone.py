@@ -1,8 +1,9 @@
 """A rank's stages without any other rank: neighbours and the peers of tp, cp and ep are emulated on its device.
 
-Received activations are random and output gradients are ones, made on the device; a gather repeats the shard, a
-reduce-scatter keeps its first part; experts get equal shares. Optimizer state is that of one data-parallel shard, and
-under ZeRO-3, by torch's fully_shard over a group that exists in name only, weights and gradients are.
+Received activations and gradients are random, made on the device, and weights stay as they were drawn: operands that
+have grown or died take other power than those of training. A gather repeats the shard, a reduce-scatter keeps its first
+part; experts get equal shares. Optimizer state is that of one data-parallel shard, and under ZeRO-3, by torch's
+fully_shard over a group that exists in name only, weights and gradients are.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from planner.probe.model.peers import EmulatedPeers, ExpertPeers, Surroundings
 from planner.probe.rank.gradients import Sharding
 from planner.probe.rank.pipeline import EmulatedWires
-from planner.probe.rank.training import Trainer
+from planner.probe.rank.training import RankTrainer
 from planner.probe.run import ProbeRun
+
+LEARNING_RATE = 1e-9
+"""The optimizer does all its work and moves no weight: nobody's loss makes the gradients."""
 
 
 def groups_of_one(*sizes: int) -> list[Any]:
@@ -62,7 +66,7 @@ class _OwnPart(_Emulated):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[0])
 
 
-def trainer_alone(run: ProbeRun, rank: int, device: str) -> Trainer:
+def trainer_alone(run: ProbeRun, rank: int, device: str) -> RankTrainer:
     """A rank's stages among emulated peers."""
     place = run.place(rank)
     around = Surroundings(
@@ -72,20 +76,17 @@ def trainer_alone(run: ProbeRun, rank: int, device: str) -> Trainer:
         balanced_routing=run.balanced_routing,
         recomputed=frozenset(run.recompute_modules),
     )
-    trainer: Trainer
-
-    def make(kind: str) -> Tensor:
-        return trainer.empty().normal_() if kind == "F" else torch.ones_like(trainer.empty())
+    trainer: RankTrainer
 
     sizes = run.dp * run.cp, run.dp * run.cp * run.tp // run.ep
     is_sharded = run.fully_sharded and sizes[0] > 1
     groups = groups_of_one(*sizes) if is_sharded else (None, None)
     dense, expert = (Sharding(group, size, zero=run.zero) for group, size in zip(groups, sizes, strict=True))
-    trainer = Trainer(
-        run,
+    trainer = RankTrainer(
+        run.model_copy(update={"learning_rate": LEARNING_RATE}),
         place.pp,
         around,
-        EmulatedWires(run.stages_of(place.pp), make),
+        EmulatedWires(run.stages_of(place.pp), lambda kind: trainer.empty().normal_()),
         device,
         dense,
         expert,

@@ -15,7 +15,7 @@ from planner.probe.model.chunk import Chunk, copy_shard, hidden_shape, initialis
 from planner.probe.model.linear import takes_groups
 from planner.probe.model.mlp import Experts
 from planner.probe.model.peers import GroupPeers, Surroundings
-from planner.probe.rank.clock import Clock, StepRecord
+from planner.probe.rank.clock import RankClock, StepRecord
 from planner.probe.rank.gradients import (
     FlatParameters,
     ShardedParameters,
@@ -131,7 +131,7 @@ def unheard(action: str) -> None:
     """Hear of an action and do nothing, where nobody watches the rank."""
 
 
-class Trainer:
+class RankTrainer:
     """A rank's stages and its training step. A rank that runs without peers needs no `replica_groups`."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Trainer:
     ) -> None:
         self.run, self.around, self.device, self.dp_rank = run, around, device, dp_rank
         self.replica_groups = replica_groups or {}
-        self.clock = Clock(device)
+        self.clock = RankClock(device)
         dtype, grad_dtype = dtypes(run)
         self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
         stages = run.stages_of(pp_rank)
@@ -216,11 +216,13 @@ class Trainer:
         batch: tuple[Tensor, Tensor],
         received: Callable[[str], Tensor],
         on_action: Callable[[str], None],
+        kinds: str = "",
     ) -> dict[str, tuple[Any, Any]]:
         """Run one micro-batch forward and backward through a chunk, without neighbours: `received` makes what they
-        would send, an activation (F) or a gradient (B). Returns the clock's marks around each kind of action."""
+        would send, an activation (F) or a gradient (B). Returns the clock's marks around each of the `kinds` of action,
+        by default those of the schedule."""
         marks = {}
-        for kind in "FIW" if self.run.order.splits_backward else "FB":
+        for kind in kinds or ("FIW" if self.run.order.splits_backward else "FB"):
             action = Action(kind, stage, 0)
             on_action(f"{action} (computing)")
             needed = needed_by(self.run.order, action)

@@ -25,14 +25,14 @@ from planner.probe.model.attention import AttentionTables, KernelsSeen
 from planner.probe.model.chunk import Chunk, initialise, shard_of
 from planner.probe.model.peers import Surroundings
 from planner.probe.rank.after_steps import barrier, measure_exchanges, with_quiet_seconds
-from planner.probe.rank.clock import ActionTimes, Clock, StepRecord, start_together
+from planner.probe.rank.clock import ActionTimes, RankClock, StepRecord, start_together
 from planner.probe.rank.gradients import ADAM, FlatParameters, ShardedParameters, clip_scale
 from planner.probe.rank.groups import Identity, RankGroups, require_agreement
 from planner.probe.rank.pipeline import GroupWires, HostWires, as_another_host
 from planner.probe.rank.status import RESULT_FILE, RUN_FILE, START_TIMEOUT_S, STATUS_FILE, WAITING, StatusFile
-from planner.probe.rank.training import Parameters, Trainer, batch_seed, dtypes, synthetic_batch
+from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, synthetic_batch
 from planner.probe.repeats import Repeats, spread_fraction
-from planner.probe.result import Check, ChunkSeconds, RankMemory, RankResult, StepSeconds, TimedAction, shown
+from planner.probe.result import Check, ChunkSeconds, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun
 from planner.probe.torch_build import this_build
 
@@ -40,7 +40,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest allowed error over the largest value. Errors come from sums over ranks, whose order differs."""
 
 
-class Reference(NamedTuple):
+class OneProcess(NamedTuple):
     """The results of one process: losses and gradient norms of all steps, gradients of the first step."""
 
     losses: list[float]
@@ -48,7 +48,7 @@ class Reference(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], None]) -> Reference:
+def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], None]) -> OneProcess:
     """Train the whole model on the whole batch for `num_steps` steps; `on_batch` hears of each micro-batch."""
     around = Surroundings(balanced_routing=run.balanced_routing)
     dtype, _ = dtypes(run)
@@ -58,7 +58,7 @@ def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], N
     initialise(model, run.seed)
     tables = AttentionTables.of(run.model, run.whole_seq_length, around, torch.empty(0, dtype=dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, **cast(Any, ADAM))
-    reference = Reference([], [], {})
+    reference = OneProcess([], [], {})
     for step in range(num_steps):
         optimizer.zero_grad()
         total = 0.0
@@ -83,7 +83,7 @@ def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], N
 
 
 def check_gradients(
-    reference: Reference,
+    reference: OneProcess,
     parameters: Parameters,
     flats: Sequence[FlatParameters | ShardedParameters],
     around: Surroundings,
@@ -103,7 +103,7 @@ def check_gradients(
     return Check(name="gradients", passed=passed, detail=detail)
 
 
-def check_steps(reference: Reference, steps: list[StepSeconds], dtype: torch.dtype) -> list[Check]:
+def check_steps(reference: OneProcess, steps: list[StepSeconds], dtype: torch.dtype) -> list[Check]:
     """Compare losses and gradient norms of all steps with those of one process."""
     checks = []
     for name, measured, expected in (
@@ -226,7 +226,7 @@ class Worker:
         self.status.enter("handshake")
         self.join(store)
         self.status.enter("build", f"groups {WAITING}")
-        grid = RankGroups(run, self.rank)
+        grid = RankGroups(run, self.rank, self.timeout)
         trainer = self.build(grid)
         static_bytes = self.static_memory()
         self.status.enter("rehearsal")
@@ -325,24 +325,24 @@ class Worker:
         dist.all_reduce(all_enough, dist.ReduceOp.MIN)
         return float(all_enough) > 0
 
-    def start(self, clock: Clock) -> None:
+    def start(self, clock: RankClock) -> None:
         """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same."""
         self.barrier()
         is_shared = self.local and not clock.is_cuda
         self.clock_error_s = start_together(clock, self.rank, self.device, is_shared)
 
-    def build(self, grid: RankGroups) -> Trainer:
+    def build(self, grid: RankGroups) -> RankTrainer:
         """Stages, optimizer state and wires of this rank."""
         run, place = self.run, grid.place
         self.status.at("")
-        trainer: Trainer
+        trainer: RankTrainer
 
         def empty() -> Any:
             return trainer.empty()
 
         passes_host = run.device == "cuda" and run.exchanges_by == "gloo"
         wires = (HostWires if passes_host else GroupWires)(run.order, place.pp, grid.beside, grid.wires, empty)
-        trainer = Trainer(
+        trainer = RankTrainer(
             run,
             place.pp,
             grid.around,
@@ -368,21 +368,21 @@ class Worker:
             yield
         self.attention_kernels = seen.names
 
-    def reference(self, num_steps: int) -> Reference:
+    def reference(self, num_steps: int) -> OneProcess:
         """The results of one process, which rank 0 computes and sends to the others."""
         self.status.enter("reference", "" if self.rank == 0 else WAITING)
         results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
         dist.broadcast_object_list(results)
-        return cast(Reference, results[0])
+        return cast(OneProcess, results[0])
 
-    def quiet(self, trainer: Trainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
+    def quiet(self, trainer: RankTrainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
         """The seconds of chunks on GPUs, also without the messages between stages."""
         if self.run.device == "cpu" or self.run.pp == 1:
             return chunks
         self.barrier()
         return with_quiet_seconds(trainer, chunks, self.status.at)
 
-    def check(self, trainer: Trainer, reference: Reference | None, checks: list[Check]) -> None:
+    def check(self, trainer: RankTrainer, reference: OneProcess | None, checks: list[Check]) -> None:
         if reference is not None:
             dtype = dtypes(self.run)[0]
             checks.append(check_gradients(reference, trainer.parameters, trainer.flat, trainer.around, dtype))
@@ -390,19 +390,19 @@ class Worker:
     def static_memory(self) -> int:
         return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
 
-    def memory(self, static_bytes: int) -> RankMemory | None:
+    def memory(self, static_bytes: int) -> ProbedMemory | None:
         """Device memory of the last step; None on the CPU."""
         if self.run.device == "cpu":
             return None
         free, total = torch.cuda.mem_get_info()
-        return RankMemory(
+        return ProbedMemory(
             static_bytes=static_bytes,
             peak_allocated_bytes=torch.cuda.max_memory_allocated(),
             peak_reserved_bytes=torch.cuda.max_memory_reserved(),
             device_used_bytes=total - free,
         )
 
-    def report(self, trainer: Trainer, loop: StepLoop, memory: RankMemory | None) -> RankResult:
+    def report(self, trainer: RankTrainer, loop: StepLoop, memory: ProbedMemory | None) -> RankResult:
         """The measurements of this rank."""
         place = self.run.place(self.rank)
         return RankResult(

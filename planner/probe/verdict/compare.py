@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -19,7 +19,7 @@ from planner.probe.plan_slice import planned_seconds, replay_durations
 from planner.probe.result import (
     ChunkSeconds,
     ComparedQuantity,
-    RankMemory,
+    ProbedMemory,
     RankResult,
     TimedExchange,
     slowest_exchanges,
@@ -227,10 +227,8 @@ def compare_stage(
     )
     names = ("forward", "backward")
     pass_tolerance = tolerance_fraction if attends_as_priced and host_keeps_up else None
-    own, among = (
-        [median(sum(getattr(chunk, f"{prefix}{name}_s") for chunk in rank.chunks) for rank in ranks) for name in names]
-        for prefix in ("own_", "")
-    )
+    own = _passes_s(ranks, lambda chunk: (chunk.own_forward_s, chunk.own_backward_s))
+    among = _passes_s(ranks, lambda chunk: (chunk.forward_s, chunk.backward_s))
     comparisons = [
         compared(name, "s", planned_s, measured_s, pass_tolerance, plan_stage, least_s)
         for name, planned_s, measured_s, least_s in zip(names, planned, own, at_least, strict=True)
@@ -258,6 +256,11 @@ def compare_stage(
     return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
 
 
+def _passes_s(ranks: Sequence[RankResult], of: Callable[[ChunkSeconds], tuple[float, float]]) -> list[float]:
+    """Forward and backward of all chunks of a rank, as medians over ranks."""
+    return [median(sum(of(chunk)[way] for chunk in rank.chunks) for rank in ranks) for way in (0, 1)]
+
+
 def host_keeps_up(eager: Plan, least: Plan, tolerance_fraction: float) -> list[bool]:
     """For each stage, if its host is done before its GPU where the stage runs alone, without exchanges beside which a
     host catches up; else the seconds of its passes are those of the host."""
@@ -281,7 +284,7 @@ def _optimizer_s(plan: Plan, stage: StagePlan) -> tuple[float, float]:
 def _compare_memory(
     plan: Plan,
     plan_stage: int,
-    memories: Sequence[RankMemory],
+    memories: Sequence[ProbedMemory],
     tolerance_fraction: float | None,
     holds_as_planned: bool,
 ) -> list[ComparedQuantity]:

@@ -9,26 +9,31 @@ their share, over which its intervals are widened. No number is fitted to a row 
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from pydantic import Field
+from rich.table import Table
 
 from planner.answer import PricedLayout, half_width
+from planner.cli.output import dumps, show
 from planner.errors import PlannerError, SpecError, Unsupported
 from planner.layout.runs import Run, parse_run
 from planner.layout.unsaid import mixture_interval
+from planner.report.format import seconds
+from planner.report.pieces import columns
 from planner.specs.base import Fraction, PositiveFloat, Spec
 from planner.specs.units import GIB
 from planner.trainers.spec import RuntimeSpec
-from planner.validate.rows import MemoryKind, data_lines
+from planner.validate.rows import MemoryKind
 
-NAME = "finetune"
-"""The name of this family."""
 READ, HELD = "sources read", "sources held out"
 """Names of the two halves of the sources."""
 SOURCES_READ = frozenset({
@@ -39,6 +44,7 @@ SOURCES_READ = frozenset({
 fitted to the rest."""
 MEGATRON = "Megatron's"
 """Name of all sources of Megatron's runs, to which nothing is fitted either."""
+DATA = Path(__file__).with_name("data")
 LIKELY = 0.5
 """Probability above which a run is expected to run out of memory."""
 
@@ -197,13 +203,17 @@ class TunedScore:
 @cache
 def load_finetunes() -> tuple[Finetune, ...]:
     """All published fine-tuning runs, in the order of their file."""
-    models = {line["key"]: line["model"] for line in data_lines("finetune_models.jsonl")}
+    models = {line["key"]: line["model"] for line in _lines("finetune_models.jsonl")}
     rows = []
     for name in ("finetunes.jsonl", "finetunes_megatron.jsonl"):
-        for line in data_lines(name):
+        for line in _lines(name):
             line["run"]["model"] = models[line["run"]["model"]]
             rows.append(Finetune.model_validate(line))
     return tuple(rows)
+
+
+def _lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
 def price_finetunes(rows: Iterable[Finetune]) -> list[Tuned]:
@@ -297,3 +307,97 @@ def _median(values: Iterable[float]) -> float | None:
 def _mean(values: Iterable[float]) -> float | None:
     known = list(values)
     return sum(known) / len(known) if known else None
+
+
+def show_runs(as_json: bool) -> None:
+    """Print every run and the agreement of each source."""
+    tuned = price_finetunes(load_finetunes())
+    if as_json:
+        sys.stdout.write(dumps(described(tuned)))
+        return
+    show(run_table(tuned), "", score_table(tuned), *_left_out(tuned))
+
+
+def run_table(tuned: Sequence[Tuned]) -> Table:
+    """One run a line: measured step and peak with the errors of their predictions, and the risk beside the outcome."""
+    table = columns(None, *"rrrrr", gap=1)
+    table.add_row("run", "step", "error", "GiB", "error", "risk", style="dim")
+    for one in tuned:
+        measured = one.row.measured
+        if one.error is not None:
+            table.add_row(one.row.id, "", "", "", "", "not priced")
+            continue
+        step = "" if measured.step_s is None else seconds(measured.step_s)
+        peak = "" if measured.peak_memory_gib is None else f"{measured.peak_memory_gib:.1f}"
+        table.add_row(one.row.id, step, _signed(one.step_error), peak, _signed(one.memory_error), _outcome(one))
+    return table
+
+
+def score_table(tuned: Sequence[Tuned]) -> Table:
+    """A line for each source: median errors, shares inside intervals, and what was expected of runs that fit or not."""
+    table = columns("l", *"rrrrrrrr", gap=1)
+    table.add_row("source", "steps", "median", "inside", "peaks", "median", "inside", "fitted", "ran out", style="dim")
+    for score in score_finetunes(tuned):
+        table.add_row(
+            score.name, str(score.num_steps or ""), _share(score.median_step_error), _share(score.step_coverage),
+            str(score.num_peaks or ""), _share(score.median_memory_error), _share(score.memory_coverage),
+            f"{score.num_ran - score.num_ran_likely_out}/{score.num_ran}" if score.num_ran else "",
+            f"{score.num_out_likely_out}/{score.num_out}" if score.num_out else "",
+            style="bold" if score.is_summary else None,
+        )  # fmt: skip
+    return table
+
+
+def described(tuned: Sequence[Tuned]) -> dict[str, object]:
+    """The runs and the agreement of their sources as plain data."""
+    return {
+        "finetune_scores": [asdict(score) for score in score_finetunes(tuned)],
+        "finetunes": [_row(one) for one in tuned],
+    }
+
+
+def _row(one: Tuned) -> dict[str, object]:
+    row = one.row
+    told = {
+        "id": row.id,
+        "from": row.origin,
+        "source": row.source,
+        "address": row.address,
+        "date": row.date,
+        "trust": row.trust,
+        "note": row.note,
+        "measured": row.measured.model_dump(),
+    }
+    if one.layout is None:
+        return {**told, "unsupported": str(one.error)}
+    return {
+        **told,
+        "predicted_s": one.layout.step.step_s,
+        "predicted_s_interval": list(one.step_s_interval),
+        "step_error": one.step_error,
+        "predicted_bytes": one.layout.worst_stage.memory.total_bytes,
+        "memory_error": one.memory_error,
+        "oom_probability": one.layout.oom_probability,
+    }
+
+
+def _left_out(tuned: Sequence[Tuned]) -> Iterator[str]:
+    """Lines on two columns, and on why some runs were not priced."""
+    yield "fitted, ran out: runs that did, those of which it was expected first"
+    reasons = dict.fromkeys(str(one.error) for one in tuned if one.error is not None)
+    for reason in reasons:
+        yield f"{sum(str(one.error) == reason for one in tuned)} not priced: {reason}"
+
+
+def _outcome(one: Tuned) -> str:
+    if one.risk is None:
+        return ""
+    return f"{one.risk:.2f} {'out' if one.row.measured.ran_out else 'fits'}"
+
+
+def _signed(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:+.0f}%"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f}%"

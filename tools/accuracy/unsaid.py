@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from planner.answer import half_width
-from planner.validate.rows import Row
+from planner.cli.output import dumps, show
+from planner.report.format import percent
+from planner.report.pieces import columns
+from planner.validate.rows import PublishedRun
 from planner.validate.score import Scored, evaluate_rows
 
 MOVED = 0.05
@@ -40,7 +44,7 @@ def unsaid_runs(scored: Sequence[Scored]) -> list[Unsaid]:
     return [_coverage(name, members) for name, members in groups.items() if members]
 
 
-def without_switches(rows: Iterable[Row]) -> list[Scored]:
+def without_switches(rows: Iterable[PublishedRun]) -> list[Scored]:
     """The rows, priced as if they said nothing of their switches."""
     return evaluate_rows(
         row.model_copy(update={"run": {key: value for key, value in row.run.items() if key != "features"}})
@@ -81,3 +85,21 @@ def _step_s(run: Scored) -> float:
 def _width(run: Scored) -> float:
     assert run.layout is not None
     return half_width(run.layout.step.step_s_interval or (1.0, 1.0))
+
+
+def show_unsaid(scored: Sequence[Scored], as_json: bool) -> None:
+    """Print how many runs are inside their intervals, with and without what they say of their switches."""
+    found = unsaid_runs(scored)
+    if as_json:
+        sys.stdout.write(dumps({"unsaid": [asdict(kind) for kind in found]}))
+        return
+    if not found:
+        show("none of these runs counts")
+        return
+    table = columns("l", *"rrrrr", gap=1)
+    table.add_row("runs", "n", "in 80%", "unsaid", "± said", "± unsaid", style="dim")
+    for kind in found:
+        shares = (percent(kind.said_coverage, 0), percent(kind.coverage, 0))
+        table.add_row(kind.name, str(kind.num_runs), *shares, percent(kind.said_width), percent(kind.width))
+    show(table)
+    show("unsaid: the same runs without what they say of their switches, inside the intervals that they then get")

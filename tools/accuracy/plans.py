@@ -6,23 +6,29 @@ it says what the search gains in the model, not what was measured.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
 
 import numpy as np
+from rich.table import Table
 
 from planner.answer import Plan, PricedLayout
+from planner.cli.output import dumps, progress, show
 from planner.errors import PlannerError
 from planner.layout.evaluate import selective_modules
 from planner.layout.runs import Run
+from planner.report.format import seconds
+from planner.report.pieces import columns
 from planner.search.enumerate import enumerate_shapes
 from planner.search.schedules import schedule_options
 from planner.search.search import plan
 from planner.specs.training import SearchLimits
-from planner.validate.rows import Row
+from planner.validate.rows import PublishedRun
 from planner.validate.score import Scored, weighted_quantile
 
 TIME_LIMIT_S = 5.0
@@ -38,7 +44,7 @@ Note = Literal["", "does not fit", "refused", "not searched", "out of time", "no
 class Beside:
     """A published layout and the plan that the planner would have run instead; None if the search found none."""
 
-    row: Row
+    row: PublishedRun
     published: PricedLayout
     chosen: Plan | None
     note: Note
@@ -177,3 +183,87 @@ def _searched(run: Run, published: PricedLayout) -> bool:
         for shape, schedule in schedule_options(shapes.take(index), run.model, pinned, run.runtime)
     )
     return recompute and wanted in candidates
+
+
+_log = logging.getLogger(__name__)
+
+
+def searched_beside(scored: Sequence[Scored]) -> list[Beside]:
+    with progress("searching", len(counted(scored))) as done:
+        return plans_beside(scored, done)
+
+
+def show_plans(scored: Sequence[Scored], as_json: bool, each: bool) -> None:
+    """Print the choices beside the published layouts, by family or with `each` row by row."""
+    beside = searched_beside(scored)
+    if as_json:
+        sys.stdout.write(dumps(described(beside)))
+        return
+    show(beside_table(beside) if each else gain_table(beside))
+    point_out(beside)
+
+
+def described(beside: Sequence[Beside]) -> dict[str, object]:
+    return {
+        "plan_families": [asdict(gain) for gain in gains(beside)],
+        "plans": [
+            {
+                "id": pair.row.id,
+                "published": pair.published.parallelism.model_dump(mode="json"),
+                "published_step_s": pair.published.step.step_s,
+                "chosen": None if pair.chosen is None else pair.chosen.parallelism.model_dump(mode="json"),
+                "chosen_step_s": None if pair.chosen is None else pair.chosen.step.step_s,
+                "outcome": None if pair.chosen is None or pair.chosen.search is None else pair.chosen.search.outcome,
+                "speedup": pair.speedup,
+                "note": pair.note,
+            }
+            for pair in beside
+        ],
+    }
+
+
+def point_out(beside: Sequence[Beside]) -> None:
+    """Warn of every published layout that the search could have chosen and that is faster than its choice."""
+    for pair in beside:
+        if pair.note == "slower" and pair.chosen is not None and pair.speedup is not None:
+            _log.warning(
+                "%s: the published layout is %.1f%% faster than the plan, %s",
+                pair.row.id,
+                100 * (1 / pair.speedup - 1),
+                pair.chosen.parallelism,
+            )
+
+
+def gain_table(beside: Sequence[Beside]) -> Table:
+    table = columns("l", *"rrrrrrrr", gap=1)
+    heads = ("family", "n", "median", "least", "no fit", "refused", "unsearched", "late", "slower")
+    table.add_row(*heads, style="dim")
+    for gain in gains(beside):
+        table.add_row(
+            gain.name, str(gain.num_rows), _times(gain.median), _times(gain.least), *_counts(gain),
+            style="bold" if gain.name == "all" else None,
+        )  # fmt: skip
+    return table
+
+
+def beside_table(beside: Sequence[Beside]) -> Table:
+    table = columns(None, "r", "r", "r", None, None)
+    table.add_row("run", "published", "chosen", "speed-up", "choice", "", style="dim")
+    for pair in beside:
+        published = pair.published.step.step_s
+        style = "bold red" if pair.note == "slower" else None
+        if pair.chosen is None:
+            table.add_row(pair.row.id, seconds(published), "", "", "", pair.note)
+            continue
+        layout, chosen = str(pair.chosen.parallelism), seconds(pair.chosen.step.step_s)
+        table.add_row(pair.row.id, seconds(published), chosen, _times(pair.speedup), layout, pair.note, style=style)
+    return table
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}×"
+
+
+def _counts(gain: Gain) -> list[str]:
+    numbers = (gain.num_misfits, gain.num_refused, gain.num_not_searched, gain.num_unfinished, gain.num_slower)
+    return [str(number) if number else "" for number in numbers]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from planner.validate import plans
-from planner.validate.plans import Beside, counted, gains, plans_beside
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.search.search import plan
+from planner.specs.training import SearchLimits
 from planner.validate.rows import load_rows
 from planner.validate.score import Scored, evaluate_rows
+from tools.accuracy import plans
+from tools.accuracy.__main__ import main
+from tools.accuracy.plans import Beside, counted, gains, plans_beside
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +131,33 @@ def test_gains_leave_out_what_cannot_be_run(beside: Beside) -> None:
 def test_a_family_without_anything_comparable_has_no_median(beside: Beside) -> None:
     (family, _) = gains([replace(beside, note="refused")])
     assert (family.median, family.least, family.least_id, family.num_refused) == (None, None, None, 1)
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches for plans beside runs end by themselves: a busy machine chooses the same in more time."""
+
+    def chosen(*job: Any, limits: SearchLimits, **more: Any) -> Plan:
+        return plan(*job, limits=limits.model_copy(update={"time_limit_s": 3600.0}), **more)
+
+    monkeypatch.setattr(plans, "plan", chosen)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_plans_stand_beside_what_was_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(plans, "_note", lambda *args: "slower")
+    main(["plans", "--family", "bloom"])
+    out = capsys.readouterr().out
+    assert "bloom-176b-384gpu" in out
+    assert "slower" in out
+    main(["plans", "--family", "bloom", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    (one,) = answer["plans"]
+    assert one["speedup"] == pytest.approx(one["published_step_s"] / one["chosen_step_s"])
+    assert one["published"]["dp"] * one["published"]["tp"] * one["published"]["pp"] == 384
+    assert [gain["name"] for gain in answer["plan_families"]] == ["bloom", "all"]
+
+
+def test_a_source_that_is_not_there_is_named() -> None:
+    with pytest.raises(SpecError, match="blom"):
+        main(["plans", "--family", "blom"])

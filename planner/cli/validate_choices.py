@@ -1,4 +1,4 @@
-"""The part of `plan validate` on regret: the seconds lost by running the layout that the planner ranks first."""
+"""The parts of `plan validate` on choices: seconds lost by the layout ranked first, and predicted gains of switches."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planner.validate.regret import PublishedSweep, Regret
+    from planner.validate.choices import PricedPair, PublishedSweep, Regret
     from planner.validate.score import Scored
 
 
 def show_regret(scored: Sequence[Scored], json: bool, each: bool) -> None:
     """Print the regret of every family, or with `each` of every sweep."""
     from planner.cli.output import dumps, show
-    from planner.validate.regret import regrets, spreads, sweeps
+    from planner.validate.choices import regrets, spreads, sweeps
 
     found = sweeps(scored)
     scores = regrets(found, spreads(answer.row for answer in scored))
     if json:
-        sys.stdout.write(dumps(described(found, scores)))
+        sys.stdout.write(dumps(described_regret(found, scores)))
     elif not found:
         show("no job of these runs was measured in more than one layout")
     else:
@@ -79,9 +79,9 @@ def remarks(scores: Sequence[Regret]) -> list[str]:
     return lines
 
 
-def summary(scored: Sequence[Scored]) -> Iterator[str]:
+def regret_summary(scored: Sequence[Scored]) -> Iterator[str]:
     """One line on all sweeps, where there are any."""
-    from planner.validate.regret import regrets, sweeps
+    from planner.validate.choices import regrets, sweeps
 
     for total in regrets(sweeps(scored), {})[-1:]:
         yield (
@@ -91,7 +91,7 @@ def summary(scored: Sequence[Scored]) -> Iterator[str]:
         )
 
 
-def described(found: Sequence[PublishedSweep], scores: Sequence[Regret]) -> Mapping[str, object]:
+def described_regret(found: Sequence[PublishedSweep], scores: Sequence[Regret]) -> Mapping[str, object]:
     """The scores and the sweeps as plain data."""
     return {
         "regret": [asdict(score) for score in scores],
@@ -117,3 +117,105 @@ def described(found: Sequence[PublishedSweep], scores: Sequence[Regret]) -> Mapp
 def _percent(value: float | None) -> str:
     """A share with the digits that tell two good scores apart; empty where it is not known."""
     return "" if value is None else f"{100 * value:.{2 if value < 0.1 else 0}f}%"
+
+
+NAME = "ablations"
+"""The name of this family on the command line."""
+
+
+def priced_pairs() -> list[PricedPair]:
+    """All published pairs, priced."""
+    from planner.validate.choices import load_ablations, priced
+
+    return [priced(pair) for pair in load_ablations()]
+
+
+def show_pairs(json: bool, alone: bool) -> None:
+    """Print every pair and the scores of each switch; `alone` is False where the user asks for more than that."""
+    from planner.cli.output import dumps, show
+    from planner.errors import SpecError
+
+    if not alone:
+        raise SpecError(f"--family {NAME}: has none of --plot and --regret", "leave them out, or name another family")
+    answers = priced_pairs()
+    if json:
+        sys.stdout.write(dumps(described_pairs(answers)))
+        return
+    for table in (pair_table(answers), "", switch_table(answers)):
+        show(table)
+
+
+def pair_table(answers: Sequence[PricedPair]) -> Table:
+    """One pair a line: measured and predicted gain, their difference in points, and whether the sign is right."""
+    from planner.report.pieces import columns
+
+    table = columns(None, *"rrr", "l")
+    table.add_row("pair", "measured", "predicted", "error", "", style="dim")
+    for answer in answers:
+        measured = _points(answer.measured)
+        if answer.error is not None:
+            table.add_row(answer.pair.id, measured, f"unsupported: {answer.error}", "", "")
+            continue
+        wrong = "" if answer.sign_right else "wrong sign"
+        table.add_row(answer.pair.id, measured, _points(answer.predicted), _points(answer.gain_error), wrong)
+    return table
+
+
+def switch_table(answers: Sequence[PricedPair]) -> Table:
+    """A line for each switch: pairs, share of right signs, median and worst error of the gain in points."""
+    from planner.report.pieces import columns
+    from planner.validate.choices import scores
+
+    table = columns("l", *"rrrr", gap=1)
+    table.add_row("switch", "pairs", "sign right", "median error", "worst", style="dim")
+    for score in scores(answers):
+        table.add_row(
+            score.name, str(score.num_pairs), f"{score.sign_right:.0%}", f"{100 * score.median_error:.1f}",
+            _points(score.worst_error), style="bold" if score.name.startswith("all") else None,
+        )  # fmt: skip
+    return table
+
+
+def pair_summary(answers: Sequence[PricedPair]) -> str:
+    """One line on all pairs in which a single switch differs."""
+    from planner.validate.choices import scores
+
+    found = scores(answers)[-1]
+    return (
+        f"{NAME}: of {found.num_pairs} published pairs that differ in one switch, {found.sign_right:.0%} have the sign "
+        f"predicted, with a median error of {100 * found.median_error:.1f} points (--family {NAME} lists them)"
+    )
+
+
+def described_pairs(answers: Sequence[PricedPair]) -> dict[str, object]:
+    """The pairs and their scores as plain data."""
+    from planner.validate.choices import scores, switch_of
+
+    return {
+        "ablation_scores": [asdict(score) for score in scores(answers)],
+        "ablations": [
+            {
+                "id": answer.pair.id,
+                "source": answer.pair.source,
+                "switch": switch_of(answer.pair),
+                "bundle": answer.pair.bundle,
+                "note": answer.pair.note,
+                "measured_gain": answer.measured,
+            }
+            | (
+                {"unsupported": str(answer.error)}
+                if answer.error is not None
+                else {
+                    "predicted_gain": answer.predicted,
+                    "gain_error": answer.gain_error,
+                    "sign_right": answer.sign_right,
+                    "predicted_s": {"off": answer.off_s, "on": answer.on_s},
+                }
+            )
+            for answer in answers
+        ],
+    }
+
+
+def _points(gain: float) -> str:
+    return f"{100 * gain:+.1f}"

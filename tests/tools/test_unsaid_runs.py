@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from planner.validate.rows import Row, load_rows
+from planner.validate.rows import PublishedRun, load_rows
 from planner.validate.score import evaluate_rows
-from planner.validate.unsaid import Unsaid, unsaid_runs, without_switches
+from tools.accuracy.__main__ import main
+from tools.accuracy.unsaid import Unsaid, unsaid_runs, without_switches
 
 FEW = 16
-"""Runs of a kind that are enough to tell a share; all of them stand in `plan validate --unsaid`."""
+"""Runs of a kind that are enough to tell a share; all of them stand in `tools/accuracy unsaid`."""
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[PublishedRun]:
     """Every n-th run of each kind that says its switches."""
     said = [row for row in load_rows() if row.counts and row.run.get("features")]
     mixtures = [row for row in said if row.run["model"].get("moe")]
@@ -22,7 +25,7 @@ def rows() -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def found(rows: list[Row]) -> dict[str, Unsaid]:
+def found(rows: list[PublishedRun]) -> dict[str, Unsaid]:
     return {kind.name: kind for kind in unsaid_runs(evaluate_rows(rows))}
 
 
@@ -35,7 +38,16 @@ def test_runs_without_their_switches_are_inside_as_often_as_intervals_say(found:
     assert found["moved by over 5%"].coverage >= 0.6
 
 
-def test_a_run_that_says_its_switches_keeps_its_interval(rows: list[Row]) -> None:
+def test_a_run_that_says_its_switches_keeps_its_interval(rows: list[PublishedRun]) -> None:
     said, bare = evaluate_rows(rows[::12]), without_switches(rows[::12])
     assert all(run.layout is not None and not run.layout.unsaid for run in said)
     assert any(run.layout is not None and run.layout.unsaid for run in bare)
+
+
+def test_the_study_is_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["unsaid", "--family", "fms-fsdp"])
+    assert "FSDP" in capsys.readouterr().out
+    main(["unsaid", "--family", "fms-fsdp", "--json"])
+    kinds = {kind["name"]: kind for kind in json.loads(capsys.readouterr().out)["unsaid"]}
+    assert kinds["FSDP"]["num_runs"] == kinds["all"]["num_runs"] == 10
+    assert kinds["FSDP"]["width"] > kinds["FSDP"]["said_width"]

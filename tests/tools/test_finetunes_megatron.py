@@ -7,7 +7,7 @@ import json
 import pytest
 
 from planner.layout.runs import parse_run
-from planner.validate.finetunes import MEGATRON, READ, Tuned, load_finetunes, price_finetunes, score_finetunes
+from tools.accuracy.finetunes import MEGATRON, READ, Tuned, load_finetunes, price_finetunes, score_finetunes
 
 
 @pytest.fixture(scope="module")

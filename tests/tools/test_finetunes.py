@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from planner.cli import main
 from planner.layout.runs import parse_run
-from planner.validate import finetunes
-from planner.validate.finetunes import (
+from tools.accuracy import finetunes
+from tools.accuracy.__main__ import main
+from tools.accuracy.finetunes import (
     HELD,
     READ,
     SOURCES_READ,
@@ -126,14 +126,12 @@ def test_the_family_is_shown_within_80_columns(
     monkeypatch.setattr(finetunes, "price_finetunes", lambda rows: shown)
     for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
-    assert main(["validate", "--family", "finetune"]) == 0
+    main(["finetunes"])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert "fms-mistral-7b-full-a100x1-mbs4" in out
     assert "not priced" in out
-    assert main(["validate", "--family", "finetune", "--json"]) == 0
+    main(["finetunes", "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["finetunes"]) == len(shown)
     assert answer["finetunes"][0]["address"].startswith("https://")
-    assert main(["validate", "--family", "finetune", "--plans"]) == 2
-    assert "--family finetune" in capsys.readouterr().err
