@@ -57,7 +57,7 @@ def profile_command(
     except ModuleNotFoundError as error:
         raise ProbeError(f"measuring needs {error.name}", install_line("probe")) from None
     from planner.profile.build_profile import profile_of
-    from planner.profile.shapes_to_measure import shapes_to_measure
+    from planner.profile.record import shapes_to_measure
 
     if budget is not None and not budget > 0:
         raise SpecError(f"--budget {budget:g}: must be positive", "seconds for all kernels, such as 120")
@@ -93,8 +93,7 @@ def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ra
     from planner.cli.output import progress
     from planner.files import STDOUT
     from planner.profile.measure import machine_of, measure, monitor_of, tasks
-    from planner.profile.record import MeasurementRecord, sidecar
-    from planner.profile.shapes_to_measure import shapes_to_measure
+    from planner.profile.record import MeasurementRecord, shapes_to_measure, sidecar
 
     monitor = monitor_of(kind)  # before anything of this process is on the GPU
     path: Path | None = None if output == STDOUT else sidecar(output, quick)
@@ -115,7 +114,7 @@ def _exchange(record: MeasurementRecord, kind: Device, quick: bool, ranks: objec
     """Exchanges: among the ranks that torchrun started, else among processes started here, once."""
     from planner.errors import ProbeError
     from planner.profile.measure_links import Ranks, exchange_rows, num_processes, spawned_rows
-    from planner.profile.shapes_to_measure import shapes_to_measure
+    from planner.profile.record import shapes_to_measure
 
     shapes, tables = shapes_to_measure(kind, quick), record.measured.tables
     sizes, size = shapes.exchanged_bytes, num_processes(kind, record.measured.machine.num_devices)

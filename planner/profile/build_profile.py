@@ -16,6 +16,7 @@ from planner.profile.fitting import (
     BenchNumbers,
     Bounds,
     FitProblem,
+    MeasuredTable,
     Residuals,
     attention_problem,
     fit,
@@ -26,8 +27,7 @@ from planner.profile.fitting import (
 )
 from planner.profile.probe_calibration import chunk_costs
 from planner.profile.probed.doubt import step_width
-from planner.profile.record import Machine, MeasuredTable, MeasurementRecord
-from planner.profile.shapes_to_measure import StageShape, shapes_to_measure
+from planner.profile.record import Machine, MeasurementRecord, StageShape, shapes_to_measure
 from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency

@@ -17,7 +17,6 @@ from planner.physics.kernels.attention import attention_s
 from planner.physics.kernels.products import gemm_s
 from planner.physics.kernels.streams import PassSeconds, stream_s
 from planner.physics.operators import BF16, FP32, Operator
-from planner.profile.record import MeasuredTable
 from planner.shape import FloatArray
 from planner.specs.base import Spec
 from planner.specs.hardware import HardwareSpec
@@ -81,6 +80,38 @@ def _jacobian(
         moved[i] += step
         columns.append((residuals(moved) - at) / step)
     return np.stack(columns, axis=1)
+
+
+class MeasuredTable:
+    """The columns of one CSV file. Numbers become float arrays (empty cells NaN), text becomes string arrays."""
+
+    def __init__(self, rows: list[dict[str, str]]) -> None:
+        self.num_rows = len(rows)
+        self._cells = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
+    def __contains__(self, column: str) -> bool:
+        return column in self._cells
+
+    def number(self, column: str) -> FloatArray:
+        return np.array([float(cell) if cell else np.nan for cell in self._cells[column]])
+
+    def text(self, column: str) -> npt.NDArray[np.str_]:
+        return np.array(self._cells[column])
+
+    def seconds(self, column: str) -> FloatArray:
+        """A column of microseconds, in seconds."""
+        return self.number(column) * MICRO
+
+    def rows(self) -> list[dict[str, str]]:
+        """All rows as text, by column."""
+        return [{name: cells[row] for name, cells in self._cells.items()} for row in range(self.num_rows)]
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> MeasuredTable:
+        """The rows for which `keep` is true."""
+        table = MeasuredTable([])
+        table.num_rows = int(keep.sum())
+        table._cells = {name: [c for c, k in zip(cells, keep, strict=True) if k] for name, cells in self._cells.items()}
+        return table
 
 
 Tables = Mapping[str, MeasuredTable]

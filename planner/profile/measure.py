@@ -29,8 +29,7 @@ from planner.probe.launch.process import stage_process
 from planner.probe.repeats import STEADY_S, Repeats, spread_fraction
 from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import require_gpu, this_build
-from planner.profile.record import Machine, MeasuredRow, MeasurementRecord
-from planner.profile.shapes_to_measure import AttentionShape, ShapesToMeasure
+from planner.profile.record import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
 from planner.specs.units import MICRO
 
 FEWEST = 3

@@ -225,7 +225,7 @@ def stopped(folder: Path, rank: int, local_rank: int, phase: str = "", sick_rank
 
 
 def slow_reference(folder: Path, rank: int, local_rank: int, batch_s: float = 0.0) -> None:
-    """Rank 0 takes its time over the results of one process."""
+    """Rank 0 takes longer over the results of one process than ranks wait for each other elsewhere."""
     healthy = worker.synthetic_batch
 
     def late(*args: Any) -> Any:
@@ -233,6 +233,7 @@ def slow_reference(folder: Path, rank: int, local_rank: int, batch_s: float = 0.
         return healthy(*args)
 
     worker.synthetic_batch = late
+    worker.START_TIMEOUT_S = 2.5
     rank_process(folder, rank, local_rank)
 
 

@@ -34,7 +34,7 @@ from planner.profile.measure import (  # noqa: E402
     tasks,
 )
 from planner.profile.measure_links import Ranks  # noqa: E402
-from planner.profile.shapes_to_measure import QUICK  # noqa: E402
+from planner.profile.record import QUICK  # noqa: E402
 
 GIB = 2**30
 

@@ -160,6 +160,13 @@ def test_ranks_that_wait_for_a_slow_one_do_not_hang() -> None:
     assert hanging(Progress("done", "", now_s - 90, now_s - 90)) == 1
 
 
+@pytest.mark.thorough(0)
+def test_a_reference_that_moves_is_waited_for_longer_than_anything_else(make_run: Any) -> None:
+    run = small(make_run, timeout_s=2.5).model_copy(update={"check": True})
+    measured = launch(run, partial(faulty.slow_reference, batch_s=7.0 / (run.num_microbatches * run.num_steps)))
+    assert {check.passed for rank in measured.ranks for check in rank.checks} == {True}
+
+
 def test_a_folder_that_somebody_removes_is_named(make_run: Any) -> None:
     with pytest.raises(ProbeError, match=r"plan-probe-.* was removed while the ranks ran") as error:
         launch(small(make_run, timeout_s=3.0), faulty.removing_its_folder)

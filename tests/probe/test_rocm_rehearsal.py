@@ -31,7 +31,7 @@ from planner.profile.measure import (  # noqa: E402
     tasks,
 )
 from planner.profile.measure_links import Ranks, exchange_rows  # noqa: E402
-from planner.profile.shapes_to_measure import GPU  # noqa: E402
+from planner.profile.record import GPU  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
 # torch 2.13 has new names for exchanges

@@ -12,10 +12,9 @@ import pytest
 
 from planner.physics.communication import collective_s
 from planner.profile.build_profile import fitted_tier, known_profile, profile_of
-from planner.profile.fitting import STREAMS
+from planner.profile.fitting import STREAMS, MeasuredTable
 from planner.profile.probe_calibration import chunk_costs
-from planner.profile.record import Machine, MeasuredRow, MeasuredTable, MeasurementRecord, sidecar
-from planner.profile.shapes_to_measure import CPU, GPU, QUICK, shapes_to_measure
+from planner.profile.record import CPU, GPU, QUICK, Machine, MeasuredRow, MeasurementRecord, shapes_to_measure, sidecar
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware

@@ -21,6 +21,7 @@ from planner.profile.fitting import (
     TIMER,
     BenchNumbers,
     FitProblem,
+    MeasuredTable,
     ProductCells,
     Residuals,
     Tables,
@@ -34,7 +35,6 @@ from planner.profile.fitting import (
     product_groups,
     stream_problem,
 )
-from planner.profile.record import MeasuredTable
 from planner.shape import FloatArray, Shape
 from planner.specs.base import Spec
 from planner.specs.efficiency import AttentionEfficiency

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from planner.profile.record import MeasuredTable
+from planner.profile.fitting import MeasuredTable
 
 DATA = Path(__file__).with_name("data")
 

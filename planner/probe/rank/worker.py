@@ -36,6 +36,7 @@ from planner.probe.result import Check, ChunkSeconds, ProbedMemory, RankResult, 
 from planner.probe.run import ChunkSpec, ProbeRun
 from planner.probe.torch_build import this_build
 
+LONGEST_REFERENCE = timedelta(days=1)
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest allowed error over the largest value. Errors come from sums over ranks, whose order differs."""
 
@@ -369,10 +370,13 @@ class Worker:
         self.attention_kernels = seen.names
 
     def reference(self, num_steps: int) -> OneProcess:
-        """The results of one process, which rank 0 computes and sends to the others."""
+        """The results of one process, which rank 0 computes and sends to the others.
+
+        They wait as long as it moves, which their launcher watches: their group has no shorter limit.
+        """
         self.status.enter("reference", "" if self.rank == 0 else WAITING)
         results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
-        dist.broadcast_object_list(results)
+        dist.broadcast_object_list(results, group=dist.new_group(timeout=LONGEST_REFERENCE))
         return cast(OneProcess, results[0])
 
     def quiet(self, trainer: RankTrainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
