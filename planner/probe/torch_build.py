@@ -9,13 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +20,10 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from planner.errors import ProbeError
-from planner.probe.device_state import amd_state, nvidia_state
+from planner.probe.device_state import amd_driver, amd_state, nvidia_driver, nvidia_state
 from planner.probe.run import Device
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ def _cuda(cuda: str | None) -> TorchBuild:
         windows_since=(0, 0),
         takes_groups=takes_groups,
         architecture_of=architecture_of,
-        driver=_nvidia_driver,
+        driver=nvidia_driver,
         state=nvidia_state,
     )
 
@@ -167,31 +166,9 @@ def _rocm(hip: str) -> TorchBuild:
         windows_since=(2, 9),
         takes_groups=takes_groups,
         architecture_of=architecture_of,
-        driver=_amd_driver,
+        driver=amd_driver,
         state=amd_state,
     )
-
-
-def _nvidia_driver() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return lines[0].strip() if lines else ""
-
-
-def _amd_driver() -> str:
-    try:
-        return Path("/sys/module/amdgpu/version").read_text(encoding="utf-8").strip()
-    except OSError:  # the driver that comes with the kernel has no version of its own
-        return ""
-
-
-_log = logging.getLogger(__name__)
 
 
 def sees_gpu() -> bool:
