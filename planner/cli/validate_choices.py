@@ -136,7 +136,7 @@ def show_pairs(json: bool, alone: bool) -> None:
     from planner.errors import SpecError
 
     if not alone:
-        raise SpecError(f"--family {NAME}: has none of --plot and --regret", "leave them out, or name another family")
+        raise SpecError(f"--family {NAME}: has no --regret", "leave them out, or name another family")
     answers = priced_pairs()
     if json:
         sys.stdout.write(dumps(described_pairs(answers)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 RANKED_RIGHT = 0.95
 """A rank correlation that calls for no remark."""
-_log = logging.getLogger(__name__)
 EVIDENCE = "Evidence"
 Family = Annotated[
     str | None, o.text(EVIDENCE, "--family", "NAME", "Only the runs of this source, one by one; all for every row.")
@@ -32,10 +30,6 @@ Add = Annotated[
 History = Annotated[
     str | None, o.text(EVIDENCE, "--history", "DIR", "Keep it there. [$PLANNER_HISTORY, else in your data folder]")
 ]
-Plot = Annotated[
-    str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw predicted against measured as HTML; - is stdout.")
-]
-Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --plot replace a file.")]
 
 
 def validate_command(
@@ -44,8 +38,6 @@ def validate_command(
     add: Add = None,
     history: History = None,
     json: o.Json = False,
-    plot: Plot = None,
-    force: Force = False,
 ) -> None:
     """Hold the planner against published training runs, or against your own.
 
@@ -54,40 +46,29 @@ def validate_command(
       plan validate
       plan validate --family korthikanti
       plan validate --family ablations
-      plan validate --plot predicted.html
       plan validate --regret
       plan validate --add observed.json
     """
     if add is not None or history is not None:
-        _keep(add, history, json, alone=not (family or regret or plot or force))
+        _keep(add, history, json, alone=not (family or regret))
         return
     from planner.cli.output import dumps
     from planner.cli.validate_choices import NAME, show_pairs, show_regret
     from planner.errors import SpecError
-    from planner.files import STDOUT, refuse_to_overwrite
     from planner.validate.rows import load_rows
     from planner.validate.score import evaluate_rows
 
-    if plot is not None:
-        refuse_to_overwrite(plot, force)
     rows = load_rows()
     families = [*dict.fromkeys(row.family for row in rows), NAME]
     if family is not None and family not in (*families, "all"):
         raise SpecError(f"--family: {family!r} is unknown", f"one of {', '.join(families)}, all")
     if family == NAME:
-        show_pairs(json, alone=plot is None and not regret)
+        show_pairs(json, alone=not regret)
         return
-    if regret and plot is not None:
-        raise SpecError("--regret: stands beside other questions", "ask for it by itself")
     scored = evaluate_rows([row for row in rows if family in (None, "all", row.family)])
     if regret:
         show_regret(scored, json, each=family is not None)
-        return
-    if plot is not None:
-        _draw(plot, [run for run in scored if family is not None or run.row.counts], force)
-        if plot == STDOUT:
-            return
-    if json:
+    elif json:
         sys.stdout.write(dumps(_agreement_described(scored, family)))
     else:
         _show_agreement(scored, family)
@@ -154,26 +135,6 @@ def _show_agreement(scored: Sequence[Scored], family: str | None) -> None:
             f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",
         ):
             show(line)
-
-
-def _draw(target: str, scored: Sequence[Scored], force: bool) -> None:
-    from planner.files import STDOUT, write_text
-    from planner.report.html.scatter import Point, scatter_page
-
-    points = [
-        Point(
-            run.row.id,
-            run.row.family,
-            run.row.measured.step_s,
-            run.layout.step.step_s,
-            run.row.counts,
-        )
-        for run in scored
-        if run.layout is not None
-    ]
-    write_text(target, scatter_page(points), force)
-    if target != STDOUT:
-        _log.info("wrote %s", target)
 
 
 def _described(run: Scored) -> dict[str, object]:

@@ -1,9 +1,8 @@
-"""`plan validate`: predictions beside published runs, as tables and drawn."""
+"""`plan validate`: predictions beside published runs."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -48,39 +47,6 @@ def test_a_family_of_one_layout_a_job_has_no_regret(capsys: pytest.CaptureFixtur
     assert "no job" in capsys.readouterr().out
     assert main(["validate", "--family", "bloom", "--regret", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"regret": [], "sweeps": []}
-
-
-def test_regret_is_asked_for_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "bloom", "--regret", "--plot", "-"]) == 2
-    assert "--regret" in capsys.readouterr().err
-
-
-def test_the_plot_is_a_page_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "runs.html"
-    assert main(["validate", "--family", "torchtitan", "--plot", str(target)]) == 0
-    out, err = capsys.readouterr()
-    assert "predicted" in out
-    assert f"wrote {target}" in err
-    assert target.read_text().count("measured ") > 14
-
-
-def test_the_plot_replaces_nothing_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "runs.html"
-    target.write_text("mine")
-    assert main(["validate", "--family", "bloom", "--plot", str(target)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "--force" in err
-    assert target.read_text() == "mine"
-    assert main(["validate", "--family", "bloom", "--plot", str(target), "--force"]) == 0
-    assert target.read_text().startswith("<!doctype html>")
-
-
-def test_a_plot_on_stdout_is_all_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "bloom", "--plot", "-"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("<!doctype html>")
-    assert out.endswith("</html>\n")
 
 
 def test_what_is_not_modelled_is_counted_and_named(

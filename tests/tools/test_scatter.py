@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from math import log
+from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 
-from planner.report.html.scatter import Point, draw_families, draw_scatter, looks, scatter_page
+from tools.accuracy.__main__ import main
+from tools.accuracy.scatter import Point, draw_families, draw_scatter, looks, scatter_page
 
 POINTS = [
     Point("exact", "one", 1.0, 1.0, True),
@@ -87,3 +89,10 @@ def test_the_page_loads_nothing_and_runs_nothing() -> None:
 def test_the_same_runs_make_the_same_bytes_and_none_make_a_page() -> None:
     assert scatter_page(POINTS) == scatter_page(list(POINTS))
     assert "0 runs" in scatter_page([])
+
+
+def test_the_plot_is_written(tmp_path: Path) -> None:
+    main(["plot", "--family", "torchtitan", "-o", str(tmp_path / "runs.html")])
+    text = (tmp_path / "runs.html").read_text()
+    assert text.startswith("<!doctype html>")
+    assert text.count("measured ") > 14

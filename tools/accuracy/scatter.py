@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from planner.report.charts import INK, LINE, PALETTE, SOFT, drawing, figure, hint, svg
 from planner.report.format import percent, seconds
 from planner.report.html.pieces import Html, folded, page, picture, table, tag
+from planner.validate.score import Scored
 
 BAND_FRACTION = 0.1
 COLOURS = (*PALETTE[:6], INK)
@@ -40,6 +41,15 @@ class Point(NamedTuple):
             f"{self.name} ({self.family}): measured {seconds(self.measured_s)}, "
             f"predicted {seconds(self.predicted_s)}, {100 * self.error:+.1f}%"
         )
+
+
+def points_of(scored: Iterable[Scored], each: bool) -> list[Point]:
+    """The runs that were priced; but for `each` only those that count."""
+    return [
+        Point(run.row.id, run.row.family, run.row.measured.step_s, run.layout.step.step_s, run.row.counts)
+        for run in scored
+        if run.layout is not None and (each or run.row.counts)
+    ]
 
 
 def scatter_page(points: Sequence[Point]) -> str:
