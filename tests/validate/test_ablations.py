@@ -85,4 +85,4 @@ def test_the_command_lists_pairs_and_scores(capsys: pytest.CaptureFixture[str]) 
     told = json.loads(capsys.readouterr().out)
     assert {one["id"] for one in told["ablations"]} == set(PAIRS)
     assert told["ablation_scores"][-1]["sign_right"] >= 0.9
-    assert main(["validate", "--family", "ablations", "--plans"]) == 2
+    assert main(["validate", "--family", "ablations", "--regret"]) == 2
