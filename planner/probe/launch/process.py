@@ -17,6 +17,7 @@ from statistics import median
 import torch
 
 from planner.probe.launch.failure import EXIT_FAILED, run_worker
+from planner.probe.rank.clock import StepRecord
 from planner.probe.rank.gradients import ShardedParameters
 from planner.probe.rank.groups import require_agreement
 from planner.probe.rank.rank_alone import trainer_alone
@@ -24,7 +25,7 @@ from planner.probe.rank.status import LOG_FILE, STACK_FILE, WAITING, connect
 from planner.probe.rank.training import RankTrainer, unheard
 from planner.probe.rank.worker import StepLoop, Worker
 from planner.probe.repeats import Repeats, spread_fraction
-from planner.probe.result import ChunkSeconds
+from planner.probe.result import ChunkSeconds, StepSeconds
 from planner.probe.run import Message
 
 
@@ -77,7 +78,6 @@ class StageWorker(Worker):
         self.num_peers = num_peers
 
     def main(self) -> None:
-        run = self.run
         self.status.enter("handshake")
         self.use_device()
         if self.num_peers > 1:
@@ -85,19 +85,13 @@ class StageWorker(Worker):
             store = connect(self.num_peers, self.timeout.total_seconds())
             require_agreement(store, int(os.environ["RANK"]), self.num_peers, self.identity())
         self.status.enter("build")
-        trainer = trainer_alone(run, self.rank, self.device)
-        static_bytes = self.static_memory()
-        loop = StepLoop(run)
-        for step, phase in loop:
-            self.status.enter(phase)
-            if trainer.clock.is_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            if step == loop.last_cold:
-                self.monitor.begin_load()
+        trainer = trainer_alone(self.run, self.rank, self.device)
+
+        def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
             with self.writing_down_attention() if step == 0 else nullcontext():
-                loop.add(*trainer.step(step, self.status.at))
-        self.monitor.after()
-        result = self.report(trainer, loop, self.memory(static_bytes))
+                return trainer.step(step, self.status.at)
+
+        result = self.measure(trainer, StepLoop(self.run), self.static_memory(), one_step)
         self.status.enter("input and weight gradients")
         chunks = tuple(self.split(trainer, seconds) for seconds in result.chunks)
         self.status.enter("report")

@@ -236,16 +236,12 @@ class Worker:
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
         checks: list[Check] = []
         loop = StepLoop(run, self.agree)
-        for step, phase in loop:
-            self.status.enter(phase)
-            if trainer.clock.is_cuda:
-                torch.cuda.reset_peak_memory_stats()
+
+        def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
             on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
-            if step == loop.last_cold:
-                self.monitor.begin_load()
-            loop.add(*trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock)))
-        self.monitor.after()
-        result = self.report(trainer, loop, self.memory(static_bytes))
+            return trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
+
+        result = self.measure(trainer, loop, static_bytes, one_step)
         self.status.enter("chunks without messages")
         chunks = self.quiet(trainer, result.chunks)
         self.status.enter("exchanges")
@@ -259,6 +255,24 @@ class Worker:
         self.barrier()
         self.status.enter("done")
         dist.destroy_process_group()
+
+    def measure(
+        self,
+        trainer: RankTrainer,
+        loop: StepLoop,
+        static_bytes: int,
+        one_step: Callable[[int], tuple[StepRecord, StepSeconds]],
+    ) -> RankResult:
+        """Run all steps, while the GPU is looked at. Returns the measurements of this rank."""
+        for step, phase in loop:
+            self.status.enter(phase)
+            if trainer.clock.is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            if step == loop.last_cold:
+                self.monitor.begin_load()
+            loop.add(*one_step(step))
+        self.monitor.after()
+        return self.report(trainer, loop, self.memory(static_bytes))
 
     def meet(self) -> Any:
         """The store that all ranks share."""
