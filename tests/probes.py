@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from planner.answer import Plan
-from planner.probe.plan_side.chunks import real_chunks, recompute_modules, slice_schedule
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.eager import in_eager_torch
+from planner.probe.plan_slice import real_chunks, recompute_modules, slice_schedule
 from planner.probe.result import (
     ChunkSeconds,
     PlanSlice,
+    ProbedMemory,
     ProbeResult,
-    RankMemory,
     RankResult,
     StepSeconds,
     TimedAction,
@@ -55,7 +55,7 @@ def probe_result(
     stages: Sequence[int] | None = None,
     run: ProbeRun | None = None,
     exchanges: tuple[TimedExchange, ...] = (),
-    memory: RankMemory | None = None,
+    memory: ProbedMemory | None = None,
     **changes: Any,
 ) -> ProbeResult:
     """A probe that ran `stages` (all of them) one by one; `mode="ranks"` for all of them together."""
@@ -89,7 +89,7 @@ def _rank(
     virtual: Sequence[int],
     seconds: Seconds,
     exchanges: tuple[TimedExchange, ...],
-    memory: RankMemory | None,
+    memory: ProbedMemory | None,
 ) -> RankResult:
     times = {j: seconds(j) for j in virtual}
     actions, now = [], 0.0

@@ -148,7 +148,7 @@ def test_documents_name_files_that_exist() -> None:
     """Those of an example, which `scripts/new` writes for a reader, are called `my`."""
     for document in ("README.md", "AGENTS.md", "CONTRIBUTING.md"):
         named = re.findall(
-            r"`?((?:planner|scripts|tests)/[\w/]+(?:\.(?:py|json|jsonl|yaml))?)\b", (ROOT / document).read_text()
+            r"`?((?:planner|scripts|tests|tools)/[\w/]+(?:\.(?:py|json|jsonl|yaml))?)\b", (ROOT / document).read_text()
         )
         own = [name for name in named if "_my_" not in name]
         assert [name for name in own if not (ROOT / name).exists()] == []
@@ -156,10 +156,11 @@ def test_documents_name_files_that_exist() -> None:
 
 def test_every_script_is_listed_once_for_those_who_work_on_the_code() -> None:
     """Those with a suffix are parts of others."""
-    lines = re.findall(r"^    (scripts/\w+(?:, scripts/\w+)*)", (ROOT / "AGENTS.md").read_text(), re.MULTILINE)
-    listed = [name.removeprefix("scripts/") for line in lines for name in line.split(", ")]
-    files = [path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix]
-    assert sorted(listed) == sorted(files)
+    lines = re.findall(r"^    ((?:scripts|tools)/\w+(?:, \w+/\w+)*)", (ROOT / "AGENTS.md").read_text(), re.MULTILINE)
+    listed = [name for line in lines for name in line.split(", ")]
+    files = [path for folder in ("scripts", "tools") for path in (ROOT / folder).iterdir()]
+    run = [path for path in files if (path.is_file() and not path.suffix) or (path / "__main__.py").exists()]
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in run)
 
 
 def test_scripts_stay_small() -> None:

@@ -51,7 +51,8 @@ ALLOWED = {
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
     "decide": {
         "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "months", "layout",
-        "probe.result", "observe.observation", "search.case", "search.deadline", "search.layouts", "search.recipes",
+        "probe.result", "observe.observation", "search.case", "search.deadline", "search.first", "search.layouts",
+        "search.recipes",
         "search.safest", "search.search", "search.why.remedy",
     },
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's;
@@ -70,10 +71,11 @@ ALLOWED = {
         "errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
         "physics.kernels", "physics.operators", "layout.candidate", "layout.replan",
     },
-    # a fit evaluates what it fits, on the runs that validate ships and on stages that a probe ran
+    # a fit evaluates what it fits, on stages that a probe ran; what a machine lacks is looked for everywhere, and the
+    # solver tests itself
     "profile": {
-        "errors", "files", "saved", "shape", "specs", "trainers", "schedule", "physics", "answer", "layout", "validate",
-        "probe",
+        "distribution", "errors", "files", "saved", "shape", "specs", "trainers", "schedule", "physics", "answer",
+        "layout", "probe", "search.ilp.self_test", "observe.history", "observe.history_place",
     },
     # the page asks as the command line does, which gives it the reader of options: nothing imports `cli`. It prices the
     # layout on the screen again, searches, and shows and exports what is found
@@ -86,16 +88,6 @@ ALLOWED = {
     "observe": {
         "errors", "files", "shape", "specs", "answer", "trainers", "export", "schedule", "physics", "layout",
         "plan_file", "saved", "profile.probed",
-    },
-    # what a machine has of what the planner needs; the solver tests itself
-    "doctor": {
-        "distribution", "errors", "specs", "trainers.fits", "search.ilp.self_test", "observe.history",
-        "observe.history_place", "probe.verdict.same_hardware",
-    },
-    # what `plan profile` and `plan probe` find on a GPU, beside what was measured and planned before
-    "gpu_check": {
-        "distribution", "errors", "files", "specs", "trainers", "answer", "layout", "probe", "profile",
-        "search.deadline",
     },
 }  # fmt: skip
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""

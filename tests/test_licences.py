@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def licences() -> ModuleType:
-    """scripts/licences as a module."""
-    loader = importlib.machinery.SourceFileLoader("licences", str(ROOT / "scripts" / "licences"))
+    """tools/licences as a module."""
+    loader = importlib.machinery.SourceFileLoader("licences", str(ROOT / "tools" / "licences"))
     spec = importlib.util.spec_from_loader("licences", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -32,7 +32,7 @@ def test_the_table_is_what_the_installed_packages_say(licences: ModuleType) -> N
     differing = {
         name: (licence, written.get(name)) for name, licence in installed.items() if written.get(name) != licence
     }
-    assert differing == {}, "scripts/licences writes the table anew; read what changed"
+    assert differing == {}, "tools/licences writes the table anew; read what changed"
     assert all(licences.is_permitted(licence) for licence in written.values()), written
 
 

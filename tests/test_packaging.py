@@ -134,7 +134,7 @@ def test_the_name_on_the_index_is_said_in_one_place() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     assert install_line("probe", "serve") == f"pip install '{DISTRIBUTION}[probe,serve]'"
     spelled = re.compile(r"""install_line\("(\w+)"\)|pip install '?planner\b""")
-    files = [path for folder in ("planner", "docs", "scripts") for path in (ROOT / folder).rglob("*")]
+    files = [path for folder in ("planner", "docs", "scripts", "tools") for path in (ROOT / folder).rglob("*")]
     texts = [path.read_text() for path in files if path.is_file() and path.suffix in ("", ".py", ".md")]
     found = [match for text in texts for match in spelled.finditer(text)]
     assert {match[1] for match in found} <= PROJECT["optional-dependencies"].keys(), "extras, by our own name"

@@ -22,7 +22,7 @@ from planner.observe.judge import judged
 from planner.observe.log_reader import observe
 from planner.observe.saved import observed_of
 from planner.plan_file import plan_of
-from planner.profile.record import Machine, Record
+from planner.profile.record import Machine, MeasurementRecord
 from planner.saved import changed_entry, with_digest
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
@@ -148,12 +148,12 @@ def test_edited_measurements_of_an_interrupted_profile_are_measured_again(
         device="cuda", name="H100", software="12", architecture="sm90", memory_bytes=1, num_sms=1, num_devices=1,
         context_bytes=0,
     )  # fmt: skip
-    record = Record(machine, quick=False, date="2026-01-01", path=path)
+    record = MeasurementRecord(machine, quick=False, date="2026-01-01", path=path)
     record.add("products", {"m": 1, "seconds": 0.5})
     record.save()
-    assert Record(machine, quick=False, date="2026-01-02", path=path).num_kept == 1
+    assert MeasurementRecord(machine, quick=False, date="2026-01-02", path=path).num_kept == 1
     path.write_text(path.read_text().replace("0.5", "0.05"))
-    assert Record(machine, quick=False, date="2026-01-02", path=path).num_kept == 0
+    assert MeasurementRecord(machine, quick=False, date="2026-01-02", path=path).num_kept == 0
     assert "tables.products: was edited after it was saved; all is measured again" in caplog.text
 
 

@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md"))
 NEW = [page for page in PAGES if page.parent.name in ("guide", "physics", "reference") or page.name == "index.md"]
-CODE = re.compile(r"`((?:planner|tests|scripts|docs|model_specs|hardware_profiles)/[\w./-]+)(?::(\w+(?:\.\w+)*))?`")
+CODE = re.compile(
+    r"`((?:planner|tests|tools|scripts|docs|model_specs|hardware_profiles)/[\w./-]+)(?::(\w+(?:\.\w+)*))?`"
+)
 LINK = re.compile(r"(?<!\!)\[[^\]\n]*\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

@@ -64,7 +64,7 @@ def _by_run(observed: Observed, cluster: ClusterSpec, trainer: str, where: str) 
 
 def refuse_device(observed: Observed, hardware: HardwareSpec, where: str) -> None:
     """Raise SpecError where a run's files name another GPU than `hardware`; warn where they name one nobody knows."""
-    from planner.probe.verdict.same_hardware import is_named, objection_to_device
+    from planner.probe.verdict.evidence import is_named, objection_to_device
 
     device = observed.observation.facts.hardware
     if device is None or hardware.architecture == "cpu":

@@ -11,7 +11,7 @@ from planner.cli import options as o
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.doctor.findings import Command, Extra, Findings, Gpu, Package
+    from planner.profile.findings import Command, Extra, Findings, Gpu, Package
 
 Deep = Annotated[
     bool, o.text("What is looked at", "--deep", None, "Import torch too, in a process of its own: seconds to minutes.")
@@ -35,7 +35,7 @@ def doctor_command(deep: Deep = False, json: o.Json = False) -> None:
     """
     from planner.cli.app import COMMANDS
     from planner.cli.output import dumps, show, width
-    from planner.doctor.examine import examine
+    from planner.profile.doctor import examine
 
     findings = examine((MAIN_JOB, *COMMANDS), o.DEFAULT_HARDWARE, deep, width())
     if json:

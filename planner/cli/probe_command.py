@@ -11,7 +11,7 @@ from planner.cli import options as o
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.probe.plan_side.options import ProbeOptions
+    from planner.probe.plan_slice import ProbeOptions
     from planner.probe.result import ProbeResult
     from planner.schedule.actions import Schedule
 
@@ -126,7 +126,7 @@ def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
 def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:
     from planner.cli.output import dumps
     from planner.files import write_text
-    from planner.probe.verdict.trace import trace_events
+    from planner.probe.verdict.judge import trace_events
 
     traced = trace_events(plan, result)
     if traced["traceEvents"]:
@@ -162,9 +162,9 @@ def _probe(
         if value is not None and not value > 0:
             raise SpecError(f"{name} {value:g}: must be positive")
     try:
-        from planner.probe.launch.devices import default_device
-        from planner.probe.plan_side.options import BUDGET_S, DEFAULT_TOLERANCE
+        from planner.probe.plan_slice import BUDGET_S, DEFAULT_TOLERANCE
         from planner.probe.probe import ProbeOptions, probe
+        from planner.probe.torch_build import default_device
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", install_line("probe")) from None
     stages = _stages(stage)

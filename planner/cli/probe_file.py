@@ -41,7 +41,7 @@ def probe_of(data: dict[str, Any], where: str) -> ProbeResult:
 
 def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> None:
     """Warn where GPUs that ran are not named as the hardware is."""
-    from planner.probe.verdict.same_hardware import is_named
+    from planner.probe.verdict.evidence import is_named
 
     if result.ranks and not is_named(hardware, result.device):
         _log.warning("%s: ran on %s; is that %s?", where, printable(result.device), hardware.name)

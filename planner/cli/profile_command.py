@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from planner.probe.run import Device
     from planner.profile.build_profile import Profiled
-    from planner.profile.record import Record
+    from planner.profile.record import MeasurementRecord
 
 _log = logging.getLogger(__name__)
 _WHAT, _OUTPUT = "What is measured", "Output"
@@ -57,7 +57,7 @@ def profile_command(
     except ModuleNotFoundError as error:
         raise ProbeError(f"measuring needs {error.name}", install_line("probe")) from None
     from planner.profile.build_profile import profile_of
-    from planner.profile.shapes_to_measure import shapes_to_measure
+    from planner.profile.record import shapes_to_measure
 
     if budget is not None and not budget > 0:
         raise SpecError(f"--budget {budget:g}: must be positive", "seconds for all kernels, such as 120")
@@ -82,24 +82,22 @@ def profile_command(
 
 def _device(name: str | None) -> Device:
     from planner.errors import SpecError
-    from planner.probe.launch.devices import default_device
+    from planner.probe.torch_build import default_device
 
     if name not in (None, "cpu", "cuda"):
         raise SpecError(f"--device: {name!r} is unknown", "cpu or cuda")
     return name or default_device()  # type: ignore[return-value]
 
 
-def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ranks: object) -> Record:
+def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ranks: object) -> MeasurementRecord:
     from planner.cli.output import progress
     from planner.files import STDOUT
-    from planner.profile.measure import measure, tasks
-    from planner.profile.record import Record, sidecar
-    from planner.profile.shapes_to_measure import shapes_to_measure
-    from planner.profile.this_machine import machine_of, monitor_of
+    from planner.profile.measure import machine_of, measure, monitor_of, tasks
+    from planner.profile.record import MeasurementRecord, shapes_to_measure, sidecar
 
     monitor = monitor_of(kind)  # before anything of this process is on the GPU
     path: Path | None = None if output == STDOUT else sidecar(output, quick)
-    record = Record(machine_of(kind), quick, datetime.date.today().isoformat(), path)
+    record = MeasurementRecord(machine_of(kind), quick, datetime.date.today().isoformat(), path)
     if record.num_kept:
         _log.info("%s: %d measurements of an earlier run are kept", path, record.num_kept)
     todo = tasks(kind, shapes_to_measure(kind, quick), budget_s)
@@ -112,11 +110,11 @@ def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ra
     return record
 
 
-def _exchange(record: Record, kind: Device, quick: bool, ranks: object) -> None:
+def _exchange(record: MeasurementRecord, kind: Device, quick: bool, ranks: object) -> None:
     """Exchanges: among the ranks that torchrun started, else among processes started here, once."""
     from planner.errors import ProbeError
     from planner.profile.measure_links import Ranks, exchange_rows, num_processes, spawned_rows
-    from planner.profile.shapes_to_measure import shapes_to_measure
+    from planner.profile.record import shapes_to_measure
 
     shapes, tables = shapes_to_measure(kind, quick), record.measured.tables
     sizes, size = shapes.exchanged_bytes, num_processes(kind, record.measured.machine.num_devices)

@@ -14,7 +14,7 @@ from planner.specs.units import gib
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.probe.rehearse.result import RehearsalResult
+    from planner.probe.result import RehearsalResult
 
 
 def show_rehearsal(
@@ -29,7 +29,7 @@ def show_rehearsal(
         raise SpecError(f"--tolerance {tolerance:g}: must be positive")
     try:
         from planner.probe.probe import ProbeOptions, probe_bytes
-        from planner.probe.rehearse.rehearse import BYTES_TOLERANCE
+        from planner.probe.rehearse import BYTES_TOLERANCE
     except ModuleNotFoundError as error:
         raise ProbeError(f"the probe needs {error.name}", install_line("probe")) from None
     options = ProbeOptions(

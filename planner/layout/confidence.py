@@ -2,7 +2,7 @@
 
 An interval is [t·e⁻ʷ, t·eʷ], because errors of a model of speed multiply. The half-width w is the root of a sum of
 squares, with one term per thing that was not measured. In four of five published runs of that kind the error is no
-larger than the term (`plan validate`; each family is predicted by a fit without it: `scripts/calibrate runs`); 90% of
+larger than the term (`plan validate`; each family is predicted by a fit without it: `tools/calibrate runs`); 90% of
 the runs lie inside their intervals. Where no published run tells, the term is wide and its comment says so.
 """
 

@@ -177,7 +177,7 @@ class Pricing:
         return known[kind]
 
     def _known_of(self, shape: Shape) -> dict[Any, Any]:
-        """What is kept of a shape: only of the latest, and nothing of arrays."""
+        """Layers and seconds that are remembered of a shape: only of the latest, and nothing of arrays."""
         if not shape.is_single:
             return {}
         latest, known = self._latest.get("latest", (None, {}))

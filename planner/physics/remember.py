@@ -17,7 +17,7 @@ MOST_ELEMENTS = 2048
 """Elements of an array beyond which nothing is remembered."""
 
 _known: dict[int, tuple[object, dict[Hashable, Any]]] = {}
-"""What is known of each owner by its identity, and the owner, which must live as long."""
+"""Seconds known of each owner, by its identity, beside the owner, which must live as long."""
 
 
 def content(value: Any) -> Hashable:

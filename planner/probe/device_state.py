@@ -82,21 +82,39 @@ class DeviceState(Spec):
 
 def nvidia_state(uuid: str) -> Fields:
     """The state of the GPU with this id, as nvidia-smi reports it."""
+    chosen = f"--id={uuid if uuid.startswith(('GPU-', 'MIG-')) else f'GPU-{uuid}'}"
+    for reasons in NVIDIA_REASONS:
+        rows = nvidia_rows(chosen, f"--query-gpu={','.join((*NVIDIA_FIELDS, reasons))}")
+        if rows is None:  # a driver that does not answer is not asked again
+            return {}
+        for values in rows:
+            if len(values) == len(NVIDIA_FIELDS) + 1:  # else an error about a name that this driver does not know
+                processes = nvidia_rows(chosen, "--query-compute-apps=pid,process_name,used_gpu_memory") or []
+                return _nvidia_fields(values) | _others(
+                    [(row[0], ",".join(row[1:-1]), _number(row[-1])) for row in processes if row[0].isdigit()]
+                )
+    return {}
+
+
+def nvidia_driver() -> str:
+    """The version of NVIDIA's driver; empty where it does not say."""
+    rows = nvidia_rows("--query-gpu=driver_version")
+    return rows[0][0] if rows else ""
+
+
+def nvidia_rows(*asked: str) -> list[list[str]] | None:
+    """The rows that nvidia-smi prints; None where there is no such tool, or no answer in time."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return {}
-    chosen = [tool, f"--id={uuid if uuid.startswith(('GPU-', 'MIG-')) else f'GPU-{uuid}'}"]
-    try:
-        for reasons in NVIDIA_REASONS:
-            for values in _csv([*chosen, f"--query-gpu={','.join((*NVIDIA_FIELDS, reasons))}"]):
-                if len(values) == len(NVIDIA_FIELDS) + 1:  # else an error about a name that this driver does not know
-                    processes = _csv([*chosen, "--query-compute-apps=pid,process_name,used_gpu_memory"])
-                    return _nvidia_fields(values) | _others(
-                        [(row[0], ",".join(row[1:-1]), _number(row[-1])) for row in processes if row[0].isdigit()]
-                    )
-    except (OSError, subprocess.TimeoutExpired):  # a driver that does not answer is not asked again
-        pass
-    return {}
+        return None
+    command = [tool, *asked, "--format=csv,noheader,nounits"]
+    try:  # names of processes may be in any encoding
+        ran = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return [[cell.strip() for cell in row] for row in csv.reader(ran.stdout.splitlines()) if row]
 
 
 def _nvidia_fields(values: list[str]) -> Fields:
@@ -104,15 +122,6 @@ def _nvidia_fields(values: list[str]) -> Fields:
     busy_percent = state["busy_fraction"]
     state["busy_fraction"] = None if busy_percent is None else busy_percent / 100
     return {**state, "throttle_reasons": tuple(_reasons(values[-1]))}
-
-
-def _csv(command: list[str]) -> list[list[str]]:
-    """The rows that nvidia-smi prints."""
-    command = [*command, "--format=csv,noheader,nounits"]
-    ran = subprocess.run(  # names of processes may be in any encoding
-        command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_S, check=False
-    )
-    return [[cell.strip() for cell in row] for row in csv.reader(ran.stdout.splitlines()) if row]
 
 
 def _number(text: str) -> float | None:
@@ -140,6 +149,11 @@ def amd_state(uuid: str) -> Fields:
             mib = [(path.parent.name, _scaled(path, 2**-20)) for path in files if path.parent.name.isdigit()]
             return state | _others([(pid, _text(PROC / pid / "comm"), held) for pid, held in mib if held])
     return {}
+
+
+def amd_driver() -> str:
+    """The version of AMD's driver; empty for the one that comes with the kernel, which has none of its own."""
+    return _text(SYS / "module/amdgpu/version")
 
 
 def _amd_sensors(device: Path) -> Fields:

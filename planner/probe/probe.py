@@ -8,36 +8,29 @@ import torch
 
 from planner.answer import Plan
 from planner.errors import ProbeError
-from planner.probe.launch.devices import require_gpu
-from planner.probe.launch.joined import joins_others, rank_error, run_rank
+from planner.probe.eager import in_eager_torch, without_waits
+from planner.probe.launch.failure import out_of_memory_result
+from planner.probe.launch.joined import joins_others, rank_error, run_rank, run_stages
 from planner.probe.launch.launcher import launch
-from planner.probe.launch.stages import run_stages
-from planner.probe.model.attention_kernels import require_flash
-from planner.probe.plan_side.chunks import real_chunks, slice_schedule
-from planner.probe.plan_side.describe import describe_slice
-from planner.probe.plan_side.eager import in_eager_torch, without_waits
-from planner.probe.plan_side.gpu_run import (
+from planner.probe.model.attention import require_flash
+from planner.probe.plan_runs import (
     MICROBATCHES_PER_STAGE,
+    describe_slice,
+    laptop_run,
     ranks_run,
     real_run,
     require_memory,
     stage_asked_for,
     stand_in_stages,
 )
-from planner.probe.plan_side.laptop_run import laptop_run
-from planner.probe.plan_side.options import ProbeOptions
-from planner.probe.plan_side.rank_grid import RankGrid, sharing_dp
-from planner.probe.rank.fully_sharded import require_fully_shard
-from planner.probe.rehearse.rehearse import rehearse
-from planner.probe.rehearse.result import RehearsalResult
-from planner.probe.result import ComparedQuantity, Failure, MeasuredRun, ProbeResult, RankResult
-from planner.probe.torch_build import rehearsed_build
-from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up
-from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds
-from planner.probe.verdict.kernels import seen_kernels, unpriced
-from planner.probe.verdict.outcome import probe_result
-from planner.probe.verdict.replay_stages import replayed_step_s
-from planner.probe.worker.failure import out_of_memory_result
+from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharing_dp, slice_schedule
+from planner.probe.rank.gradients import require_fully_shard
+from planner.probe.rehearse import rehearse
+from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, RankFailure, RankResult, RehearsalResult
+from planner.probe.torch_build import rehearsed_build, require_gpu
+from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up, replayed_step_s
+from planner.probe.verdict.evidence import seen_kernels, unpriced
+from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds, probe_result
 from planner.specs.training import tokens_split
 from planner.trainers.rules.torch_model import runner_objection
 
@@ -217,7 +210,7 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
             f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
         )
     outcome = run_rank(run, rank)
-    if isinstance(outcome, Failure):
+    if isinstance(outcome, RankFailure):
         if outcome.kind != "out_of_memory":
             raise rank_error(outcome, run)
         measured = out_of_memory_result(run, outcome)

@@ -1,4 +1,4 @@
-"""The result of a probe: the measurements of every rank and the verdict on the plan, read and written as JSON."""
+"""The results of a probe and of a rehearsal: measurements, comparisons and the verdict, read and written as JSON."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Condition(Spec):
     a GPU that is set to be slower."""
 
 
-class RankMemory(Spec):
+class ProbedMemory(Spec):
     """Device memory of a rank; none on the CPU, which keeps no account."""
 
     static_bytes: int
@@ -133,7 +133,7 @@ class RankResult(Spec):
     chunks: tuple[ChunkSeconds, ...] = ()
     exchanges: tuple[TimedExchange, ...] = ()
     peak_in_flight_chunks: int
-    memory: RankMemory | None = None
+    memory: ProbedMemory | None = None
     checks: tuple[Check, ...] = ()
     attention_kernels: tuple[str, ...] = ()
     """The kernels of attention that ran, as profiles name them; none where no attention ran on a GPU."""
@@ -150,7 +150,7 @@ class RankResult(Spec):
         return self.dp, self.cp, self.tp
 
 
-class OutOfMemory(Spec):
+class RankOutOfMemory(Spec):
     """A rank that ran out of device memory. This is a result, not a failure."""
 
     rank: int
@@ -165,7 +165,7 @@ class MeasuredRun(Spec):
 
     run: ProbeRun
     ranks: tuple[RankResult, ...]
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: RankOutOfMemory | None = None
 
 
 class ComparedQuantity(Spec):
@@ -271,7 +271,7 @@ class ProbeResult(Spec):
     """Unusual conditions while GPUs were measured. Where the run contradicts the plan, these may be why."""
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: RankOutOfMemory | None = None
     predicted_bytes: int | None = None
     """Memory that the plan predicts for the stage that ran out of it."""
 
@@ -303,7 +303,7 @@ FailureKind = Literal[
 that the GPU or its driver has failed."""
 
 
-class Failure(Spec):
+class RankFailure(Spec):
     """The record that a failed rank leaves behind."""
 
     rank: int
@@ -316,3 +316,23 @@ class Failure(Spec):
     time_s: float
     """The time of the failure on the host's monotonic clock."""
     asked_bytes: int | None = None
+
+
+class RehearsalResult(Spec):
+    """Bytes that the probe's own stages allocate, beside the planner's price of eager torch."""
+
+    schema_version: Literal[1] = 1
+    architecture: str
+    """The silicon whose kernels the rehearsal stands for."""
+    torch_version: str
+    inputs_sha256: str
+    """Hash of the plan's inputs."""
+    slice: PlanSlice
+    tolerance_fraction: float
+    comparisons: tuple[ComparedQuantity, ...]
+    """Planned and counted; of stages those before a step and at its peak are judged, all else is shown."""
+
+    @property
+    def agrees(self) -> bool:
+        """True if every judged quantity is within the tolerance."""
+        return all(comparison.agrees is not False for comparison in self.comparisons)

@@ -1,24 +1,29 @@
-"""The build of torch at hand: CUDA's for NVIDIA's GPUs, or ROCm's for AMD's, which torch presents as torch.cuda too.
+"""The build of torch at hand, and the device that ranks compute on.
 
-What differs between them is a row here. No other module of the probe or of the profile asks which one it is.
+CUDA's build is for NVIDIA's GPUs, ROCm's for AMD's, which torch presents as torch.cuda too. What differs between them
+is a row here. No other module of the probe or of the profile asks which one it is.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
-from planner.probe.device_state import amd_state, nvidia_state
+from planner.errors import ProbeError
+from planner.probe.device_state import amd_driver, amd_state, nvidia_driver, nvidia_state
+from planner.probe.run import Device
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,21 @@ def rehearsed_build(architecture: str) -> Iterator[TorchBuild]:
         _rehearsed = None
 
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+"""The names of exchanges of whole tensors, which torch 2.13 renamed."""
+
+
+def gather_whole(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """Fill `whole` with the parts of all ranks of a group."""
+    getattr(dist, GATHER)(whole, part, group=group)
+
+
+def scatter_sum(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """Fill `part` with this rank's part of the sum of all ranks' `whole`."""
+    getattr(dist, SCATTER)(part, whole, group=group)
+
+
 def on_gpu(tensor: torch.Tensor) -> bool:
     """True for a tensor on a GPU, and for one that stands for such a tensor in a rehearsal."""
     return tensor.is_cuda or _rehearsed is not None
@@ -89,6 +109,8 @@ def torch_release() -> tuple[int, int]:
 
 CUDA_ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "blackwell"}
 """Architecture by major compute capability."""
+MINOR_ARCHITECTURES = {(7, 5): "turing", (8, 9): "ada"}
+"""Those that share it with another."""
 GROUPED_ARCHITECTURES = ("hopper", "blackwell")
 """Silicon on which torch's grouped products run in bf16."""
 ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4"}
@@ -102,7 +124,8 @@ def _cuda(cuda: str | None) -> TorchBuild:
         return CUDA_ARCHITECTURES.get(major) in GROUPED_ARCHITECTURES or major > max(CUDA_ARCHITECTURES)
 
     def architecture_of(properties: Any) -> str:
-        return CUDA_ARCHITECTURES.get(properties.major, f"sm_{properties.major}{properties.minor}")
+        sm = properties.major, properties.minor
+        return MINOR_ARCHITECTURES.get(sm) or CUDA_ARCHITECTURES.get(sm[0], f"sm_{sm[0]}{sm[1]}")
 
     return TorchBuild(
         runtime=f"CUDA {cuda}",
@@ -113,7 +136,7 @@ def _cuda(cuda: str | None) -> TorchBuild:
         windows_since=(0, 0),
         takes_groups=takes_groups,
         architecture_of=architecture_of,
-        driver=_nvidia_driver,
+        driver=nvidia_driver,
         state=nvidia_state,
     )
 
@@ -143,25 +166,41 @@ def _rocm(hip: str) -> TorchBuild:
         windows_since=(2, 9),
         takes_groups=takes_groups,
         architecture_of=architecture_of,
-        driver=_amd_driver,
+        driver=amd_driver,
         state=amd_state,
     )
 
 
-def _nvidia_driver() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return lines[0].strip() if lines else ""
+def sees_gpu() -> bool:
+    """True if torch sees a GPU. It is called before anything else asks for one, because it sets the number of queues
+    that a GPU has, whatever the environment says: training scripts often leave it at 1."""
+    name, needed = this_build().queues
+    inherited = os.environ.get(name, needed)
+    too_few = not inherited.isdigit() or int(inherited) < int(needed)
+    os.environ[name] = needed if too_few else inherited
+    is_there = torch.cuda.is_available()
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if is_there and too_few and is_first:
+        _log.warning(
+            "%s=%s of the environment is overridden by %s: channels between ranks would wait for each other",
+            name, inherited, needed,
+        )  # fmt: skip
+    return is_there
 
 
-def _amd_driver() -> str:
-    try:
-        return Path("/sys/module/amdgpu/version").read_text(encoding="utf-8").strip()
-    except OSError:  # the driver that comes with the kernel has no version of its own
-        return ""
+def default_device() -> Device:
+    """The device to use unless the user names one: cuda, AMD's too, where torch sees a GPU, else cpu."""
+    return "cuda" if sees_gpu() else "cpu"
+
+
+def require_gpu(device: Device) -> None:
+    """Raise ProbeError if the requested device is missing, or waits for each kernel.
+
+    With CUDA_LAUNCH_BLOCKING a receive that is posted early waits for its sender, which waits for this rank.
+    """
+    if device == "cpu":
+        return
+    if not sees_gpu():
+        raise ProbeError("--device cuda: torch sees no GPU", "run where there is one, or with --device cpu")
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        raise ProbeError("CUDA_LAUNCH_BLOCKING: ranks would wait for each other, and kernels for the host", "unset it")

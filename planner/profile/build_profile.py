@@ -8,29 +8,94 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from planner.physics.communication import joined_fraction, num_hops
 from planner.probe.run import Device
-from planner.profile.fit_links import UNKNOWN_NETWORK, measured_tiers
-from planner.profile.fitting import Residuals, fit, hardware_with, log_errors
-from planner.profile.kernel_problems import (
+from planner.probe.verdict.evidence import is_named
+from planner.profile.fitting import (
     STREAMS,
     BenchNumbers,
     Bounds,
     FitProblem,
+    MeasuredTable,
+    Residuals,
     attention_problem,
+    fit,
     gemm_problem,
+    hardware_with,
+    log_errors,
     stream_problem,
 )
 from planner.profile.probe_calibration import chunk_costs
 from planner.profile.probed.doubt import step_width
-from planner.profile.record import Machine, Record
-from planner.profile.shapes_to_measure import StageShape, shapes_to_measure
-from planner.profile.tables import Table
+from planner.profile.record import Machine, MeasurementRecord, StageShape, shapes_to_measure
 from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
-from planner.specs.hardware import HardwareSpec, ReservedMemory
+from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GB, GIB, TERA
+
+UNKNOWN_NETWORK = LinkTier(
+    name="network", gb_per_s=25.0, latency_us=10.0,
+    source="Not measured: only this machine was there. 200 Gb/s a GPU assumed; write what yours has",
+)  # fmt: skip
+
+
+def measured_tiers(
+    record: MeasurementRecord, known: HardwareSpec | None
+) -> tuple[tuple[LinkTier, ...], list[tuple[str, Residuals]]]:
+    """Link tiers fitted to timed exchanges, with their residuals. Tiers without exchanges are those of the known
+    device, or assumed."""
+    machine, table = record.measured.machine, record.table("exchange", "microseconds")
+    if machine.device == "cpu":
+        names: tuple[str, ...] = ("gloo",)
+        tiers = [LinkTier(name="gloo", gb_per_s=1.0, latency_us=50.0, source="Not measured: one process")]
+    elif known is not None:
+        tiers = list(known.tiers)
+        names = tuple(tier.name for tier in tiers[:2])
+    else:
+        node = LinkTier(name="node", num_gpus=machine.num_devices, gb_per_s=25.0, latency_us=10.0)
+        tiers = [node, UNKNOWN_NETWORK] if machine.num_devices > 1 else [UNKNOWN_NETWORK]
+        names = tuple(tier.name for tier in tiers)
+    residuals = []
+    levels = set(table.number("tier").astype(int).tolist()) if table.num_rows else set()
+    for level in sorted(levels):
+        number = min(level, len(tiers) - 1)
+        rows = table.where(table.number("tier") == level)
+        tiers[number], errors = fitted_tier(tiers[number], rows, innermost=level == 0, rated=known is not None)
+        if level == 0 and known is None and machine.architecture.startswith("cdna"):  # no switch joins AMD's GPUs
+            each_gb_per_s = tiers[number].gb_per_s / (machine.num_devices - 1)
+            tiers[number] = tiers[number].model_copy(update={"link_gb_per_s": each_gb_per_s})
+        residuals.append((f"exchange {names[number]}", Residuals.of(errors)))
+    return tuple(tiers), residuals
+
+
+def fitted_tier(tier: LinkTier, table: MeasuredTable, innermost: bool, rated: bool) -> tuple[LinkTier, FloatArray]:
+    """The tier with the rate and latency that explain exchanges best: seconds = moved / rate + hops · latency, by
+    relative least squares. Also returns the log errors.
+
+    With `rated`, a rate below the tier's own becomes a share of it.
+    """
+    size, num_bytes, seconds = table.number("size"), table.number("num_bytes"), table.seconds("microseconds")
+    reduces = table.text("kind") == "all_reduce"
+    moved = np.where(reduces, 2.0, 1.0) * num_bytes * (1 - 1 / size) / joined_fraction(tier, size)
+    tree, ring = (num_hops(kind, size, 1, size, innermost) for kind in ("all_reduce", "all_gather"))
+    hops = np.where(reduces, tree, ring)
+    slowness, latency_s = np.linalg.lstsq(np.stack([moved / seconds, hops / seconds], axis=1), np.ones(len(seconds)))[0]
+    if latency_s < 0 or slowness <= 0:  # all of it bandwidth
+        slowness, latency_s = float(np.median(seconds / moved)), 0.0
+    gb_per_s = 1 / slowness / GB
+    share = gb_per_s / tier.gb_per_s if rated and gb_per_s <= tier.gb_per_s else 1.0
+    evidence = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
+    changes: dict[str, Any] = {
+        "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
+        "efficiency_fraction": share,
+        "latency_us": 1e6 * float(latency_s),
+        "start_us": 0.0,
+        "source": f"Measured: {evidence}",
+    }
+    return tier.model_copy(update=changes), np.asarray(np.log((moved * slowness + hops * latency_s) / seconds))
+
 
 SAME_MEMORY = 0.04
 """Largest relative difference of total memory between a device and the shipped profile of its name."""
@@ -67,7 +132,7 @@ class Profiled(NamedTuple):
     residuals: list[tuple[str, Residuals]]
 
 
-def profile_of(record: Record) -> Profiled:
+def profile_of(record: MeasurementRecord) -> Profiled:
     """Fit every table that was measured, later ones on the numbers of earlier ones."""
     machine, known = record.measured.machine, known_profile(record.measured.machine)
     hardware, residuals = _bare(record, known), list[tuple[str, Residuals]]()
@@ -93,9 +158,8 @@ def profile_of(record: Record) -> Profiled:
 
 def known_profile(machine: Machine) -> HardwareSpec | None:
     """The shipped profile of this device, for numbers that cannot be measured: data-sheet peaks, network, price."""
-    words = set(_words(machine.name))
-    named = [n for n in hardware_names() if n.split("-")[0] in words and ("pcie" in n) == ("pcie" in words)]
-    for hardware in map(load_hardware, named):
+    named = [hardware for hardware in map(load_hardware, hardware_names()) if is_named(hardware, machine.name)]
+    for hardware in named:
         if _same_size(machine, hardware):
             return hardware
     # older drivers call all of AMD's GPUs "AMD Radeon Graphics"
@@ -116,7 +180,7 @@ def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
 
 
-def _bare(record: Record, known: HardwareSpec | None) -> HardwareSpec:
+def _bare(record: MeasurementRecord, known: HardwareSpec | None) -> HardwareSpec:
     """The device without efficiencies: from the data sheet if it is known, else from the best measured rates."""
     machine = record.measured.machine
     memory_gib = machine.memory_bytes / GIB
@@ -137,14 +201,14 @@ def _bare(record: Record, known: HardwareSpec | None) -> HardwareSpec:
     )
 
 
-def _best_product(record: Record) -> float:
+def _best_product(record: MeasurementRecord) -> float:
     """FLOP/s of the fastest product."""
     table = record.table("gemm", "forward_us")
     flops = 2 * table.number("m") * table.number("n") * table.number("k")
     return float(max((flops / table.seconds(f"{way}_us")).max() for way in ("forward", "dgrad", "wgrad")))
 
 
-def _best_stream(record: Record) -> float:
+def _best_stream(record: MeasurementRecord) -> float:
     """Bytes per second of the fastest copy."""
     table = record.table("stream", "forward_us")
     table = table.where(table.text("operator") == "copy")
@@ -152,7 +216,7 @@ def _best_stream(record: Record) -> float:
     return float((moved / table.seconds("forward_us")).max())
 
 
-def _start(record: Record, known: HardwareSpec | None) -> Efficiency:
+def _start(record: MeasurementRecord, known: HardwareSpec | None) -> Efficiency:
     """The efficiencies with which the fits begin; those that nothing was measured for stay."""
     before = Efficiency() if known is None else known.efficiency
     changes: dict[str, Any] = {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
@@ -162,14 +226,14 @@ def _start(record: Record, known: HardwareSpec | None) -> Efficiency:
     return before.model_copy(update=changes)
 
 
-def _backends(record: Record) -> tuple[str, ...]:
+def _backends(record: MeasurementRecord) -> tuple[str, ...]:
     """Attention kernels that this device runs. Both are kept: trainers take the faster, eager torch its own choice."""
     timed = record.table("attention", "forward_us", "backward_us")
     return tuple(sorted(set(timed.text("backend").tolist()))) if timed.num_rows else ()
 
 
-def _problems(record: Record) -> list[FitProblem]:
-    tables: Mapping[str, Table] = {
+def _problems(record: MeasurementRecord) -> list[FitProblem]:
+    tables: Mapping[str, MeasuredTable] = {
         name: record.table(name, "forward_us") for name in ("stream", "gemm", "attention", "stage")
     }
     problems = [stream_problem(tables), gemm_problem(tables)]
@@ -181,7 +245,7 @@ def _problems(record: Record) -> list[FitProblem]:
     return problems
 
 
-def stage_problem(record: Record, table: Table) -> FitProblem:
+def stage_problem(record: MeasurementRecord, table: MeasuredTable) -> FitProblem:
     """Whole stages: forward, backward and optimizer, as the probe ran them."""
     device = record.measured.machine.device
     shapes: tuple[StageShape, ...] = shapes_to_measure(device, record.measured.quick).stages
@@ -218,7 +282,7 @@ def _reserved(machine: Machine, usual: ReservedMemory) -> ReservedMemory:
     return usual.model_copy(update={"context_gib": context_gib, "source": source})
 
 
-def _source(record: Record, known: HardwareSpec | None) -> str:
+def _source(record: MeasurementRecord, known: HardwareSpec | None) -> str:
     measured = record.measured
     counts = ", ".join(f"{len(rows)} {name} rows" for name, rows in measured.tables.items())
     rest = "" if known is None else f" Where nothing was measured (fp8, grouped products), as {known.name}."

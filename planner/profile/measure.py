@@ -1,26 +1,237 @@
-"""The list of timings that make a profile, taken one after another; an interrupted run goes on where it stopped."""
+"""The timings that make a profile: products, attention and memory-bound operators on the device at hand, and stages.
+
+They are taken one after another; an interrupted run goes on where it stopped.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import resource
+import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import sdpa_kernel
 
 from planner.errors import PlannerError
 from planner.probe.device_state import Monitor
 from planner.probe.launch.launcher import launch
+from planner.probe.launch.process import stage_process
+from planner.probe.repeats import STEADY_S, Repeats, spread_fraction
 from planner.probe.run import Device, ProbeRun
-from planner.probe.torch_build import this_build
-from planner.probe.worker.stage_worker import stage_process
-from planner.profile.record import MeasuredRow, Record
-from planner.profile.shapes_to_measure import ShapesToMeasure
-from planner.profile.stopwatch import Stopwatch
-from planner.profile.this_machine import free_memory_bytes
-from planner.profile.time_kernels import attention_row, product_row, stream_row
+from planner.probe.torch_build import require_gpu, this_build
+from planner.profile.record import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
 from planner.specs.units import MICRO
+
+FEWEST = 3
+"""The smallest number of calls of a timing, and of those before it."""
+WARM_UP_FRACTION, STEADY_FRACTION = 0.05, 0.85
+"""Shares of a figure's part of the budget: calls before the timing, and the timing. The rest is for those that vary."""
+FIRST_WARM_UP_S = 3.0
+"""Seconds of products before the first figure: a GPU that was idle is cold, and its clocks are high."""
+ROUND_S, MOST_IN_ROUND = 0.05, 500
+"""A round of calls takes about so long; all of them are issued before the first is read."""
+
+
+class Stopwatch:
+    """Measures seconds of calls on one device, within a budget that `num_figures` figures share.
+
+    What a figure does not need of its part is left to those after it.
+    """
+
+    def __init__(self, device: Device, budget_s: float, num_figures: int = 1) -> None:
+        self.device, self.budget_s, self.num_left = device, budget_s, num_figures
+        self.spread = 0.0
+        """The largest spread of a figure since this was last set to 0."""
+        self.is_cold = device == "cuda" and budget_s > 0
+
+    def microseconds(self, call: Callable[[], object]) -> float:
+        """Median of calls that follow one another, each timed by itself; on a GPU between two events on its stream."""
+        if self.is_cold:
+            self._warm_up()
+            self.is_cold = False
+        began_s, share_s = time.perf_counter(), max(self.budget_s, 0.0) / max(self.num_left, 1)
+        warm_up = Repeats(FEWEST, most_s=WARM_UP_FRACTION * share_s)
+        seconds = self._repeated(call, warm_up, guess_s=ROUND_S)
+        most_s = (1 - WARM_UP_FRACTION) * share_s
+        timing = Repeats(FEWEST, min(STEADY_S, STEADY_FRACTION * share_s), most_s)
+        seconds = self._repeated(call, timing, guess_s=median(seconds))
+        self.spread = max(self.spread, spread_fraction(seconds) or 0.0)
+        self.num_left -= 1
+        self.budget_s -= time.perf_counter() - began_s
+        return median(seconds) / MICRO
+
+    def _warm_up(self) -> None:
+        """Keep the GPU busy with products, so that the first figure is measured like the last."""
+        x = self.normal(4096, 4096)
+        self._repeated(lambda: x @ x, Repeats(FEWEST, most_s=min(FIRST_WARM_UP_S, self.budget_s / 10)), ROUND_S)
+
+    def _repeated(self, call: Callable[[], object], repeats: Repeats, guess_s: float) -> list[float]:
+        """Seconds of calls, round after round, until they suffice."""
+        seconds: list[float] = []
+        began_s, round_s = time.perf_counter(), min(ROUND_S, repeats.most_s)
+        while True:
+            seconds += self._round(call, max(FEWEST, min(MOST_IN_ROUND, int(round_s / max(guess_s, 1e-9)))))
+            total_s = max(sum(seconds), time.perf_counter() - began_s)  # short kernels wait for the host
+            if repeats.suffice(len(seconds), total_s, partial(spread_fraction, seconds)):
+                return seconds
+            guess_s = median(seconds)
+
+    def _round(self, call: Callable[[], object], num_calls: int) -> list[float]:
+        if self.device == "cpu":
+            times = []
+            for _ in range(num_calls):
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+            return times
+        event = cast(Any, torch.cuda.Event)
+        pairs = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(num_calls)]
+        for start, end in pairs:
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+    def backward_us(self, output: Tensor, inputs: tuple[Tensor, ...]) -> float:
+        """Microseconds of computing all gradients of `inputs`."""
+        seed = torch.ones_like(output)
+        return self.microseconds(lambda: torch.autograd.grad(output, inputs, seed, retain_graph=True))
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+        made = torch.randn(*shape, device=self.device, dtype=dtype)
+        return made.requires_grad_() if grad else made
+
+
+def product_row(bench: Stopwatch, m: int, n: int, k: int) -> MeasuredRow:
+    """y = x·wᵀ, dx = dy·w, dw = dyᵀ·x in bf16."""
+    x, w, dy = bench.normal(m, k), bench.normal(n, k), bench.normal(m, n)
+    return {
+        "forward_us": bench.microseconds(lambda: x @ w.T),
+        "dgrad_us": bench.microseconds(lambda: dy @ w),
+        "wgrad_us": bench.microseconds(lambda: dy.T @ x),
+    }
+
+
+def attention_row(bench: Stopwatch, shape: AttentionShape, backend: str) -> MeasuredRow:
+    """Causal attention, forward and all three gradients, as the probe's model runs it. Raises RuntimeError if the
+    backend does not take the shape."""
+    batch, seq, heads, kv_heads, qk_dim, v_dim = shape
+    q = bench.normal(batch, heads, seq, qk_dim, grad=True)
+    k, v = bench.normal(batch, kv_heads, seq, qk_dim, grad=True), bench.normal(batch, kv_heads, seq, v_dim, grad=True)
+    grouped, build = heads != kv_heads, this_build()
+    missing = qk_dim - v_dim if build.pads_values else 0
+
+    def forward() -> Tensor:
+        values = functional.pad(v, (0, missing)) if missing else v
+        return functional.scaled_dot_product_attention(q, k, values, is_causal=True, enable_gqa=grouped)
+
+    with warnings.catch_warnings(), sdpa_kernel([build.attention[backend]]):
+        warnings.simplefilter("ignore")  # torch says of each other backend why it is not the one
+        return {
+            "forward_us": bench.microseconds(forward),
+            "backward_us": bench.backward_us(forward(), (q, k, v)),
+        }
+
+
+def stream_row(bench: Stopwatch, name: str, rows: int, columns: int) -> MeasuredRow:
+    """One memory-bound operator, and its backward if it has one. `kernel_problems.STREAMS` holds the bytes that they
+    move."""
+    grad = name in ("swiglu", "rms_norm", "layer_norm", "cross_entropy_fp32")
+    x = bench.normal(rows, columns, grad=grad)
+    inputs: tuple[Tensor, ...] = (x,)
+    if name == "swiglu":
+        other = bench.normal(rows, columns, grad=True)
+        inputs = (x, other)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "copy": lambda: y.copy_(x),
+        "add": lambda: torch.add(x, x, out=y),
+        "swiglu": lambda: functional.silu(x) * other,
+        "rms_norm": lambda: functional.rms_norm(x, (columns,), weight, 1e-5),
+        "layer_norm": lambda: functional.layer_norm(x, (columns,), weight, None, 1e-5),
+        "cross_entropy_fp32": lambda: functional.cross_entropy(x.float(), labels),
+        "adamw_fused_fp32": _adamw(bench, rows * columns) if name == "adamw_fused_fp32" else torch.Tensor,
+        "accumulate_bf16_into_fp32": lambda: total.add_(x),
+    }
+    with nullcontext() if grad else torch.no_grad():
+        y, total = torch.empty_like(x), torch.zeros(rows, columns, device=bench.device)
+        weight = bench.normal(columns, grad=grad)
+        labels = torch.randint(0, columns, (rows,), device=bench.device)
+        if name.endswith("norm"):
+            inputs = (x, weight)
+        row: MeasuredRow = {"forward_us": bench.microseconds(calls[name]), "backward_us": None}
+    if grad:
+        row["backward_us"] = bench.backward_us(calls[name](), inputs)
+    return row
+
+
+def _adamw(bench: Stopwatch, size: int) -> Callable[[], Tensor]:
+    parameter = torch.nn.Parameter(torch.zeros(size, device=bench.device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return cast(Callable[[], Tensor], optimizer.step)
+
+
+def machine_of(device: Device) -> Machine:
+    """The device of this machine. Raises ProbeError if there is none of the kind."""
+    if device == "cpu":
+        cores, pages = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
+        return Machine(
+            device=device, name=_cpu_name(), software=f"torch {torch.__version__}, one thread a process",
+            architecture="cpu", memory_bytes=pages // cores, num_sms=1, num_devices=cores,
+            context_bytes=resident,
+        )  # fmt: skip
+    require_gpu(device)
+    properties = torch.cuda.get_device_properties(0)
+    product_row(
+        Stopwatch(device, 0.0), 256, 256, 256
+    )  # a context without cuBLAS (hipBLASLt) and loaded kernels is smaller
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info(0)
+    build = this_build()
+    driver = build.driver()
+    software = f"torch {torch.__version__}, {build.runtime}" + (f", driver {driver}" if driver else "")
+    return Machine(
+        device=device, name=properties.name, software=software, architecture=build.architecture_of(properties),
+        memory_bytes=properties.total_memory, num_sms=properties.multi_processor_count,
+        num_devices=torch.cuda.device_count(),
+        context_bytes=total - free - torch.cuda.memory_reserved(0),
+    )  # fmt: skip
+
+
+def monitor_of(device: Device) -> Monitor:
+    """The monitor of the GPU that is measured, which has looked at it once; of a CPU it says nothing."""
+    if device == "cpu":
+        return Monitor()
+    require_gpu(device)
+    monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(0).uuid)))
+    monitor.before()
+    return monitor
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def free_memory_bytes(device: Device) -> int:
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else machine_of(device).memory_bytes
+
 
 MOST_MEMORY_FRACTION = 0.5
 """Largest fraction of the device's memory for operands; larger ones are left out."""
@@ -92,7 +303,7 @@ def stage_row(run: ProbeRun) -> MeasuredRow:
 
 
 def measure(
-    record: Record, todo: Sequence[MeasurementTask], done: Callable[[], None], monitor: Monitor | None = None
+    record: MeasurementRecord, todo: Sequence[MeasurementTask], done: Callable[[], None], monitor: Monitor | None = None
 ) -> list[str]:
     """Measure the rows that `record` does not have yet, calling `done` after each. Returns lines about rows that the
     device cannot measure. `monitor` looks at the GPU under the load of products.

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from planner.errors import ProbeError
 from planner.files import write_text
 from planner.probe.launch.launcher import process_context
-from planner.probe.rank.clock import Clock
-from planner.probe.rank.exchanges import barrier, slowest_s, timed_together
+from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
+from planner.probe.rank.clock import RankClock
 from planner.probe.repeats import Repeats
 from planner.probe.run import Device
+from planner.probe.torch_build import gather_whole, scatter_sum
 from planner.profile.record import MeasuredRow
 from planner.specs.units import MICRO
 
@@ -130,7 +131,7 @@ def exchange_rows(
     tier 1 every port of a machine is busy at once.
     """
     if device == "cuda":
-        torch.cuda.set_device(ranks.local_rank)
+        torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else ranks.local_rank)  # else it is shown one
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
@@ -142,23 +143,24 @@ def exchange_rows(
         timeout=timedelta(seconds=wait_s),
     )
     try:
-        return list(_rows(device, ranks, sizes, steady_s))
+        return list(_rows(device, ranks, sizes, steady_s, wait_s))
     finally:
         dist.destroy_process_group()
 
 
-def _rows(device: Device, ranks: Ranks, sizes: Sequence[int], steady_s: float) -> Iterator[MeasuredRow]:
+def _rows(device: Device, ranks: Ranks, sizes: Sequence[int], steady_s: float, wait_s: float) -> Iterator[MeasuredRow]:
     on, repeats = _on(device), Repeats(FEWEST, steady_s, 2 * steady_s)
     together = partial(barrier, on), partial(slowest_s, device=on)
     for tier, members in enumerate(_groups(ranks)):
         if len(members[0]) < 2:
             continue
-        groups = [dist.new_group(list(group)) for group in members]  # all ranks make all groups
+        limit = timedelta(seconds=wait_s)
+        groups = [dist.new_group(list(group), timeout=limit) for group in members]  # all ranks make all groups
         own_group = next(number for number, group in enumerate(members) if ranks.rank in group)
         for num_bytes in sizes:
             for kind in KINDS[device]:
                 call = _call(device, kind, num_bytes, len(members[own_group]), groups[own_group])
-                timed = timed_together(Clock(device), call, repeats, *together, round_s=ROUND_S)
+                timed = timed_together(RankClock(device), call, repeats, *together, round_s=ROUND_S)
                 yield {
                     "tier": tier, "kind": kind, "size": len(members[own_group]), "num_bytes": num_bytes,
                     "microseconds": timed.median_s / MICRO, "spread_fraction": timed.spread,
@@ -183,9 +185,9 @@ def _call(device: Device, kind: str, num_bytes: int, size: int, group: Any) -> C
     shard = torch.zeros(shard_size, dtype=torch.bfloat16, device=_on(device))
     calls: dict[str, Callable[[], object]] = {
         "all_gather": partial(dist.all_gather, list(whole.chunk(size)), shard, group=group),
-        "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, whole, group=group),
+        "reduce_scatter": partial(scatter_sum, shard, whole, group),
         "all_reduce": partial(dist.all_reduce, whole, group=group),
     }
     if device == "cuda" and kind == "all_gather":
-        return partial(dist.all_gather_into_tensor, whole, shard, group=group)
+        return partial(gather_whole, whole, shard, group)
     return calls[kind]

@@ -4,30 +4,141 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
 from planner.errors import SpecError
+from planner.physics.communication import Kind, joined_fraction, members_by_tier, waits_s
 from planner.physics.cost import PartCost, sum_parts
+from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
-from planner.probe.plan_side.eager import eager_with, training_of
-from planner.probe.result import ProbeResult
+from planner.probe.eager import eager_with, training_of
+from planner.probe.result import ProbeResult, RankResult, TimedExchange, stride_of
 from planner.probe.run import ProbeRun
-from planner.probe.verdict.kernels import expected_kernels, in_words, seen_kernels, unpriced
-from planner.probe.verdict.slowness import require_speed
-from planner.profile.fitting import fit, number_at
-from planner.profile.kernel_problems import BenchNumbers, FitProblem
-from planner.profile.probed.doubt import Doubt, doubt
-from planner.profile.probed.links import link_shares
-from planner.profile.probed.memory import host, reserved
-from planner.profile.probed.plausible import kernel_objection, least_factor
+from planner.probe.verdict.evidence import expected_kernels, in_words, require_speed, seen_kernels, unpriced
+from planner.profile.fitting import BenchNumbers, FitProblem, fit, number_at
+from planner.profile.probed.doubt import NORMAL_80, Doubt, doubt
+from planner.profile.probed.plausible import (
+    MOST_LINK_SHARE,
+    kernel_objection,
+    least_factor,
+    opinion_of_context,
+    opinion_of_fragmentation,
+    opinion_of_host,
+    opinion_of_link,
+)
 from planner.shape import FloatArray, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import Recompute
-from planner.trainers.calibration import Calibration, Factor
+from planner.specs.units import GB, GIB, MIB
+from planner.trainers.calibration import Calibration, Factor, Quantity, Share
+
+MOST_LATENCY_FRACTION = 0.5
+"""Largest share of an exchange's seconds that may be latency; else it says nothing about bandwidth."""
+
+
+def link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
+    """For each tier that alone carried an exchange, the share of its rate that the largest such exchange reached."""
+    run, shares_by_tier = result.run, dict[int, list[tuple[TimedExchange, float]]]()
+    for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
+        stride = stride_of(exchange, run)
+        level = None if stride is None else _tier_alone(exchange.size, stride, cluster)
+        if level is None:
+            continue
+        share = _share_of_rate(exchange, level, cluster)
+        if share is not None:
+            shares_by_tier.setdefault(level, []).append((exchange, share))
+    return {cluster.tiers[level].name: _of_largest(pairs, level, cluster) for level, pairs in shares_by_tier.items()}
+
+
+def _of_largest(pairs: list[tuple[TimedExchange, float]], level: int, cluster: ClusterSpec) -> Share:
+    """The share that the largest exchange reached, as the median of its ranks."""
+    largest = max(pairs, key=lambda pair: pair[0].num_bytes)[0]
+    same = [pair for pair in pairs if (pair[0].name, pair[0].size) == (largest.name, largest.size)]
+    share = median(share for _, share in same)
+    spread = median(exchange.spread_fraction or 0.0 for exchange, _ in same)
+    source = f"{largest.name} of {largest.num_bytes / MIB:.1f} MiB over {largest.size} ranks"
+    if spread:
+        source += f", its seconds known to {spread:.1%}"
+    if 1 < share <= MOST_LINK_SHARE:
+        source += f", {share:.1%} taken as all"
+    opinion = opinion_of_link(share, cluster.tiers[level].efficiency_fraction, spread)
+    return Share(value=min(1.0, share), source=source, **opinion)
+
+
+def _tier_alone(size: int, stride: int, cluster: ClusterSpec) -> int | None:
+    """The tier that joins all ranks of a group, if no lower tier joins any two of them."""
+    members = [int(count) for count in members_by_tier(size, stride, cluster.tiers)]
+    level = members.index(size)
+    return level if size > 1 and (level == 0 or members[level - 1] == 1) else None
+
+
+def _share_of_rate(exchange: TimedExchange, level: int, cluster: ClusterSpec) -> float | None:
+    """Share of the tier's rate that an exchange reached, without latency; None where most of its seconds are
+    latency."""
+    tier = cluster.tiers[level]
+    kind: Kind = "all_reduce" if exchange.name.endswith("all-reduce") else "all_gather"
+    latency_s = float(waits_s(kind, exchange.size, 1, exchange.size, tier, level == 0))
+    if latency_s > MOST_LATENCY_FRACTION * exchange.seconds:
+        return None
+    moved = exchange.bus_gb_per_s * GB * exchange.seconds
+    rate = tier.gb_per_s * GB / tier.oversubscription * float(joined_fraction(tier, exchange.size))
+    return moved / (exchange.seconds - latency_s) / rate
+
+
+COUNTED = ("static memory", "peak allocated")
+"""Bytes that the planner counts, and that a probe compares."""
+
+
+class Reserved(NamedTuple):
+    """Memory that no tensor holds, and the error of what tensors were predicted to hold."""
+
+    context_gib: Quantity | None = None
+    fragmentation_fraction: Share | None = None
+    width: float | None = None
+
+
+def reserved(result: ProbeResult, hardware: HardwareSpec, shape: Shape) -> Reserved:
+    """Memory in use on the device outside the allocator's blocks, and the allocator's blocks beyond what was
+    allocated."""
+    memories = [rank.memory for rank in result.ranks if rank.memory is not None]
+    if not memories:
+        return Reserved()
+    num_communicators = 0.0 if result.mode == "stages" else float(communicators(shape))
+    communicator_bytes = num_communicators * hardware.reserved.communicator_bytes
+    outside_bytes = median(memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories)
+    context_gib = (outside_bytes - communicator_bytes) / GIB
+    fraction = median(memory.peak_reserved_bytes / memory.peak_allocated_bytes - 1 for memory in memories)
+    source = f"{len(memories)} ranks"
+    context = Quantity(value=max(0.0, context_gib), source=source, **opinion_of_context(context_gib))
+    held = Share(value=min(1.0, max(0.0, fraction)), source=source, **opinion_of_fragmentation(fraction))
+    return Reserved(context, held, _width(result) if context.is_applied and held.is_applied else None)
+
+
+def _width(result: ProbeResult) -> float | None:
+    """Half-width of a rank's memory by the errors of the bytes that were counted; None where the probe judged none."""
+    errors = [
+        math.log(compared.measured / compared.predicted)
+        for compared in result.comparisons
+        if compared.name in COUNTED and compared.agrees is not None and min(compared.measured, compared.predicted) > 0
+    ]
+    return NORMAL_80 * math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else None
+
+
+def host(ranks: Sequence[RankResult]) -> Quantity:
+    """The host's seconds per micro-batch: time between actions in which a rank neither computed nor waited."""
+    seconds_by_rank = []
+    for rank in ranks:
+        gaps = [after.ready_s - before.end_s for before, after in zip(rank.actions, rank.actions[1:], strict=False)]
+        forwards = sum("F" in timed.action for timed in rank.actions)
+        seconds_by_rank.append(sum(max(0.0, gap) for gap in gaps) / max(1, forwards))
+    seconds = median(seconds_by_rank)
+    return Quantity(value=seconds, source=f"between the actions of {len(ranks)} ranks", **opinion_of_host(seconds))
+
 
 RANGE = 20.0
 """The largest factor that is tried. Few of these are plausible."""

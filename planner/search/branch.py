@@ -21,10 +21,8 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
-from planner.search.chain import best_split
 from planner.search.deadline import Deadline
 from planner.search.enumerate import IntArray, Rejections, scalar
-from planner.search.exhaustive import bounded, few_splits, least_step_s, promising, splits_of
 from planner.search.frontier import (
     Frontier,
     Key,
@@ -41,7 +39,9 @@ from planner.search.ilp.program import SolverFailed, solve
 from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import PricedShapes
-from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
+from planner.search.splits.chain import best_split
+from planner.search.splits.equal_chunks import bounded, few_splits, least_step_s, promising, splits_of
+from planner.search.splits.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec

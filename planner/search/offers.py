@@ -22,7 +22,7 @@ from planner.search.frontier import Key, Nodes, Open, key_of
 from planner.search.ilp.translate import RecomputeChoice
 from planner.search.layouts import Found, find_layouts
 from planner.search.recipes import Recipes
-from planner.search.uneven import level_split
+from planner.search.splits.uneven import level_split
 from planner.shape import liked_batch
 
 LEAST_BATCH_GAIN = 0.02

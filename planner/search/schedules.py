@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.errors import SpecError
 from planner.schedule.orders import SCHEDULES, violation
-from planner.search.chunks import chunk_lengths
+from planner.search.splits.equal_chunks import chunk_lengths
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest

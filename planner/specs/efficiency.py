@@ -49,7 +49,7 @@ class GemmEfficiency(Spec):
     """Share of HBM bandwidth at which thin products stream their operands."""
     accumulate_fraction: Fraction = 0.6
     """Share of the bytes moved to add a product's result to a main gradient that the product's FLOPs do not hide: 0.50
-    on A100 and 0.63 on B200 (`scripts/calibrate kernels a100-pcie`, `b200`)."""
+    on A100 and 0.63 on B200 (`tools/calibrate kernels a100-pcie`, `b200`)."""
     fp8_factor: Rate = 1.0
     """Factor on the bf16 fractions for 8-bit and narrower dtypes; below 1 where scaling costs more than it saves."""
     mx_factor: Rate = 1.0

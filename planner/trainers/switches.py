@@ -29,7 +29,7 @@ OVERLAP = 0.9
 """Share of the window that reductions and gathers of a sharded optimizer fill: a first guess, fitted to nothing."""
 ASYNC_TP = 0.688
 """Share of tensor-parallel exchanges that asynchronous tensor parallelism hides: fitted to torchtitan's published runs
-(scripts/calibrate runs, "asynchronous TP")."""
+(tools/calibrate runs, "asynchronous TP")."""
 ROWWISE = 1.45
 """Seconds of torchao's 8-bit products with a scale for each row or block, over seconds with one for a tensor.
 

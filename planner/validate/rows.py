@@ -46,7 +46,7 @@ MemoryKind = Literal["allocated", "allocated on rank 0", "reserved", "device", "
 or of the whole device, as nvidia-smi and rocm-smi show it."""
 
 
-class Measured(Spec):
+class PublishedFigures(Spec):
     """The numbers that the source reports of the run."""
 
     step_s: PositiveFloat
@@ -55,7 +55,7 @@ class Measured(Spec):
     memory_kind: MemoryKind | None = None
 
 
-class Row(Spec):
+class PublishedRun(Spec):
     """One published run."""
 
     id: str
@@ -69,7 +69,7 @@ class Row(Spec):
     """The row's weight: one over how often the same configuration was published."""
     run: dict[str, Any]
     """The run, in the form of `plan evaluate --runs`."""
-    measured: Measured
+    measured: PublishedFigures
     assumed: tuple[str, ...] = ()
     """Fields of the run that the source does not state."""
 
@@ -102,13 +102,13 @@ class Row(Spec):
 
 
 @cache
-def load_rows() -> tuple[Row, ...]:
+def load_rows() -> tuple[PublishedRun, ...]:
     """All published runs that come with the package, in the order of their file."""
     models = model_fields()
     rows = []
     for line in data_lines("runs.jsonl"):
         line["run"]["model"] = models[line["run"]["model"]]
-        rows.append(Row.model_validate(line))
+        rows.append(PublishedRun.model_validate(line))
     return tuple(rows)
 
 

@@ -1,20 +1,29 @@
-"""Errors of predictions against published runs: per row, per family, and in all."""
+"""Errors of predictions against published runs: per row, per family, and in all; their memory, and production runs.
+
+`data/memory_runs.jsonl` holds runs of which only this is published: whether they ran out of memory. They come from
+searches over layouts, whose tables also have the layouts that failed. Runs of weeks and months are held against the
+steps that are predicted to be sustained.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import numpy as np
 
-from planner.answer import PricedLayout
+from planner.answer import PricedLayout, Sustained, half_width
 from planner.errors import PlannerError, SpecError
-from planner.layout.runs import Run
+from planner.layout.runs import Run, parse_run
 from planner.shape import FloatArray
+from planner.specs.base import Spec
 from planner.specs.problems import nearest
 from planner.specs.units import GIB
-from planner.validate.rows import Row, load_rows
+from planner.validate.rows import PRODUCTION, PublishedRun, data_lines, load_rows, model_fields
 
 MIN_RANKED = 3
 """The fewest layouts in a group whose order says something."""
@@ -28,7 +37,7 @@ NUM_DRAWS = 200
 class Scored:
     """A published run with the planner's answer: a priced layout, or the error that says why there is none."""
 
-    row: Row
+    row: PublishedRun
     layout: PricedLayout | None
     error: PlannerError | None = None
     run: Run | None = None
@@ -106,12 +115,12 @@ def validate_runs(family: str | None = None) -> list[Score]:
     return by_family(evaluate_rows([row for row in rows if family in (None, row.family)]))
 
 
-def evaluate_rows(rows: Iterable[Row]) -> list[Scored]:
+def evaluate_rows(rows: Iterable[PublishedRun]) -> list[Scored]:
     """Every row priced as `plan evaluate --runs` would."""
     return [_priced(row) for row in rows]
 
 
-def _priced(row: Row) -> Scored:
+def _priced(row: PublishedRun) -> Scored:
     try:
         run = row.parsed()
         return Scored(row, run.evaluate(), run=run)
@@ -152,7 +161,7 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
     )
 
 
-def by_family(scored: Iterable[Scored], counts: Callable[[Row], bool] = lambda row: row.counts) -> list[Score]:
+def by_family(scored: Iterable[Scored], counts: Callable[[PublishedRun], bool] = lambda row: row.counts) -> list[Score]:
     """A score per family, in order of appearance, over the rows for which `counts` is true; the last is over all.
 
     Before it stands one over the families on AMD's GPUs, if there are several.
@@ -181,7 +190,7 @@ def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs) if pairs else None
 
 
-def repeat_spread(rows: Sequence[Row]) -> float | None:
+def repeat_spread(rows: Sequence[PublishedRun]) -> float | None:
     """Spread of repeated measurements: √( Σ (log seconds − their mean)² / Σ (n − 1) ), runs measured n > 1 times."""
     log_seconds: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -236,3 +245,188 @@ def _ranks(values: FloatArray) -> FloatArray:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return np.asarray((last - (counts - 1) / 2)[inverse], dtype=float)
+
+
+LIKELY = 0.5
+"""Probability above which a run is expected to run out of memory."""
+
+
+class MemoryRow(Spec):
+    """One published run, of which a table says whether it ran out of memory."""
+
+    id: str
+    source: str
+    """The document and the table, with its row."""
+    family: str
+    """A name for rows that come from one place, as in `rows.Row`."""
+    trust: str
+    run: dict[str, Any]
+    """The run, in the form of `plan evaluate --runs`."""
+    ran_out: bool
+
+    def priced(self) -> PricedLayout:
+        """The run's layout with its risk. Raises PlannerError if the run did what is not modelled."""
+        return parse_run({"id": self.id, "run": self.run}, self.id).evaluate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """The share of published peaks that lie in their predicted 80% interval, of one kind of measurement."""
+
+    kind: str
+    num_rows: int
+    coverage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """The predicted risks of runs of one family, those that ran out of memory apart from those that ran."""
+
+    name: str
+    ran_out: bool
+    num_rows: int
+    num_likely: int
+    """Rows whose risk is above one half."""
+    mean_risk: float
+
+
+def load_memory_rows() -> tuple[MemoryRow, ...]:
+    """All published runs with their outcome, in the order of their file."""
+    models = model_fields()
+    rows = []
+    for line in data_lines("memory_runs.jsonl"):
+        line["run"]["model"] = models[line["run"]["model"]]
+        rows.append(MemoryRow.model_validate(line))
+    return tuple(rows)
+
+
+def memory_outcomes(rows: Iterable[MemoryRow], ran: Iterable[Scored]) -> list[Outcomes]:
+    """The risks by family of `rows`, and of the scored runs, all of which ran."""
+    risks: dict[tuple[str, bool], list[float]] = {}
+    for row in rows:
+        try:
+            risk = row.priced().oom_probability
+        except PlannerError:
+            continue
+        if risk is not None:
+            risks.setdefault((row.family, row.ran_out), []).append(risk)
+    for scored in ran:
+        if scored.layout is not None and scored.row.counts and scored.layout.oom_probability is not None:
+            risks.setdefault(("the runs scored", False), []).append(scored.layout.oom_probability)
+    return [
+        Outcomes(
+            name=name,
+            ran_out=ran_out,
+            num_rows=len(values),
+            num_likely=sum(value > LIKELY for value in values),
+            mean_risk=sum(values) / len(values),
+        )
+        for (name, ran_out), values in risks.items()
+    ]
+
+
+def memory_coverage(scored: Sequence[Scored]) -> list[Coverage]:
+    """The share of peaks inside their interval: of all trusted kinds together, and of each kind alone.
+
+    A peak of the allocator is held against what the allocator is predicted to give out, in an interval as wide as that
+    of the whole rank. The kind `unverified` is told apart: its source does not say what it measured.
+    """
+    inside: dict[str, list[float]] = {}
+    for run in scored:
+        if run.layout is None or not run.row.counts or run.row.measured.peak_memory_gib is None:
+            continue
+        error, kind = run.memory_error, run.row.measured.memory_kind or "unverified"
+        if error is None:
+            total = run.layout.worst_stage.memory.total_bytes
+            error = total / (run.row.measured.peak_memory_gib * GIB) - 1
+        width = half_width(run.layout.worst_stage.memory.total_bytes_interval or (1.0, 1.0))
+        inside.setdefault(kind, []).append(float(abs(math.log1p(error)) <= width))
+    told = [share for kind, shares in inside.items() if kind != "unverified" for share in shares]
+    kinds = {"all but unverified": told, **inside} if told else inside
+    return [
+        Coverage(kind=kind, num_rows=len(shares), coverage=sum(shares) / len(shares)) for kind, shares in kinds.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Month:
+    """One production run: its measured step, the benchmark step predicted for it, and the sustained one."""
+
+    id: str
+    model: str
+    measured_s: float
+    benchmark_s: float
+    sustained: Sustained
+
+    @property
+    def ratio(self) -> float:
+        """Measured seconds over those that a benchmark is predicted to take."""
+        return self.measured_s / self.benchmark_s
+
+    @property
+    def inside(self) -> bool:
+        """True if the measured step lies in the sustained step's interval."""
+        low_s, high_s = self.sustained.step_s_interval
+        return low_s <= self.measured_s <= high_s
+
+    def inside_around(self, factor: float) -> bool:
+        """True if it would lie in an interval as wide, around another factor on the benchmark."""
+        return abs(math.log(self.ratio / factor)) <= half_width(self.sustained.step_s_interval)
+
+
+@dataclass(frozen=True, slots=True)
+class Production:
+    """The agreement of production runs with their sustained steps."""
+
+    num_runs: int
+    num_inside: int
+    num_inside_left_out: int
+    """Runs inside an interval around the median of the runs of all other models."""
+    least_ratio: float
+    median_ratio: float
+    """Measured over benchmark, over models: each counts once."""
+    most_ratio: float
+
+
+def months_of(scored: Iterable[Scored]) -> list[Month]:
+    """The production runs that were priced, in their order."""
+    return [
+        Month(answer.row.id, answer.row.run["model"]["name"], answer.row.measured.step_s, layout.step.step_s, sustained)
+        for answer in scored
+        if answer.row.family == PRODUCTION
+        and (layout := answer.layout) is not None
+        and (sustained := layout.sustained) is not None
+    ]
+
+
+def production(months: Sequence[Month]) -> Production | None:
+    """Shares and ratios of production runs; None if there are none, or of one model only."""
+    if len({month.model for month in months}) < 2:
+        return None
+    ratios = [month.ratio for month in months]
+    left_out = (month.inside_around(median_ratio(m for m in months if m.model != month.model)) for month in months)
+    return Production(
+        num_runs=len(months),
+        num_inside=sum(month.inside for month in months),
+        num_inside_left_out=sum(left_out),
+        least_ratio=min(ratios),
+        median_ratio=median_ratio(months),
+        most_ratio=max(ratios),
+    )
+
+
+def median_ratio(months: Iterable[Month]) -> float:
+    """The median over models; a model that several runs trained counts once, with the median of its runs."""
+    models: dict[str, list[float]] = {}
+    for month in months:
+        models.setdefault(month.model, []).append(month.ratio)
+    return median(median(ratios) for ratios in models.values())
+
+
+def says_production(found: Production) -> str:
+    """A line for the reader of `plan validate`."""
+    return (
+        f"{PRODUCTION}: {found.num_inside} of {found.num_runs} runs of weeks and months lie in their sustained "
+        f"interval ({found.num_inside_left_out} if the other models decide the factor); measured over benchmark "
+        f"{found.least_ratio:.2f} to {found.most_ratio:.2f}, median {found.median_ratio:.2f}"
+    )

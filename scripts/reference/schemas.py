@@ -22,13 +22,12 @@ from planner.decide.phase_answer import PhaseAnswer, PhasesAnswer
 from planner.decide.point import Point
 from planner.decide.resume.choice import Resume, SpareNodes
 from planner.decide.sweep import Goal
-from planner.doctor.findings import Findings
 from planner.layout.runs import RunSpec
 from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
-from planner.probe.rehearse.result import RehearsalResult
-from planner.probe.result import ProbeResult
+from planner.probe.result import ProbeResult, RehearsalResult
+from planner.profile.findings import Findings
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
 from planner.specs.base import descriptions

@@ -19,10 +19,11 @@ from planner.cli import main
 from planner.cli.app import COMMANDS
 from planner.cli.doctor_command import MAIN_JOB
 from planner.distribution import DISTRIBUTION
-from planner.doctor import examine, gpus
-from planner.doctor import installed as installed_module
-from planner.doctor.findings import Gpu
-from planner.doctor.installed import _trouble as trouble_of
+from planner.profile import doctor as examine
+from planner.profile import doctor as gpus
+from planner.profile import doctor as installed_module
+from planner.profile.doctor import _trouble as trouble_of
+from planner.profile.findings import Gpu
 from planner.search.ilp import self_test
 
 NVIDIA = 'echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"; echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"'

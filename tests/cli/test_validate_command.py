@@ -1,29 +1,13 @@
-"""`plan validate`: predictions beside published runs, drawn, and beside the planner's own choices."""
+"""`plan validate`: predictions beside published runs."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from planner.answer import Plan
 from planner.cli import main
-from planner.search.search import plan
-from planner.specs.training import SearchLimits
-from planner.validate import plans
-from planner.validate.rows import Row, load_rows
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches for plans beside runs end by themselves: a busy machine chooses the same in more time."""
-
-    def chosen(*job: Any, limits: SearchLimits, **more: Any) -> Plan:
-        return plan(*job, limits=limits.model_copy(update={"time_limit_s": 3600.0}), **more)
-
-    monkeypatch.setattr(plans, "plan", chosen)
+from planner.validate.rows import PublishedRun, load_rows
 
 
 def test_a_family_is_listed_run_by_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,92 +49,13 @@ def test_a_family_of_one_layout_a_job_has_no_regret(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == {"regret": [], "sweeps": []}
 
 
-def test_unsaid_holds_runs_without_their_switches_against_their_intervals(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["validate", "--family", "fms-fsdp", "--unsaid"]) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    assert "FSDP" in out
-    assert main(["validate", "--family", "fms-fsdp", "--unsaid", "--json"]) == 0
-    kinds = {kind["name"]: kind for kind in json.loads(capsys.readouterr().out)["unsaid"]}
-    assert kinds["FSDP"]["num_runs"] == kinds["all"]["num_runs"] == 10
-    assert kinds["FSDP"]["width"] > kinds["FSDP"]["said_width"]
-    assert main(["validate", "--family", "bloom", "--unsaid", "--regret"]) == 2
-    assert "--regret" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", [["--plans"], ["--plot", "-"]])
-def test_regret_is_asked_for_by_itself(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "bloom", "--regret", *option]) == 2
-    assert "--regret" in capsys.readouterr().err
-
-
-def test_the_plot_is_a_page_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "runs.html"
-    assert main(["validate", "--family", "torchtitan", "--plot", str(target)]) == 0
-    out, err = capsys.readouterr()
-    assert "predicted" in out
-    assert f"wrote {target}" in err
-    assert target.read_text().count("measured ") > 14
-
-
-def test_the_plot_replaces_nothing_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "runs.html"
-    target.write_text("mine")
-    assert main(["validate", "--family", "bloom", "--plot", str(target)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "--force" in err
-    assert target.read_text() == "mine"
-    assert main(["validate", "--family", "bloom", "--plot", str(target), "--force"]) == 0
-    assert target.read_text().startswith("<!doctype html>")
-
-
-def test_a_plot_on_stdout_is_all_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "bloom", "--plot", "-"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("<!doctype html>")
-    assert out.endswith("</html>\n")
-
-
-@pytest.mark.thorough(0)
-def test_plans_stand_beside_what_was_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "bloom", "--plans"]) == 0
-    out = capsys.readouterr().out
-    assert "speed-up" in out
-    assert "bloom-176b-384gpu-main" in out
-
-
-def test_plans_as_json_hold_both_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "bloom", "--plans", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    (plan,) = answer["plans"]
-    assert plan["speedup"] == pytest.approx(plan["published_step_s"] / plan["chosen_step_s"])
-    assert plan["published"]["dp"] * plan["published"]["tp"] * plan["published"]["pp"] == 384
-    assert [one["name"] for one in answer["plan_families"]] == ["bloom", "all"]
-
-
-def test_json_is_as_it_was_without_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--family", "bloom", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"families", "rows"}
-
-
-def test_a_finding_is_marked_and_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(plans, "_note", lambda *args: "slower")
-    assert main(["validate", "--family", "bloom", "--plans"]) == 0
-    out, err = capsys.readouterr()
-    assert "slower" in out
-    assert "warning: bloom-176b-384gpu-main: the published layout" in err
-
-
 def test_what_is_not_modelled_is_counted_and_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     priced = [row for row in load_rows() if row.family == "bloom"]
     fields = priced[0].model_dump()
     offloads = [
-        Row.model_validate(fields | {"id": name, "run": fields["run"] | {"features": {"cpu_offload": True}}})
+        PublishedRun.model_validate(fields | {"id": name, "run": fields["run"] | {"features": {"cpu_offload": True}}})
         for name in "ab"
     ]
     monkeypatch.setattr("planner.validate.rows.load_rows", lambda: (*priced, *offloads))

@@ -15,7 +15,7 @@ from planner.decide.compare import Comparison, compare
 from planner.decide.compared import of_plan, of_probe
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
-from planner.probe.result import ProbeResult, RankMemory
+from planner.probe.result import ProbedMemory, ProbeResult
 from planner.report.comparison import render_comparison, short_names
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec
@@ -39,7 +39,7 @@ def text_of(comparison: Comparison) -> str:
 
 
 def probed(plan: Plan, **changes: Any) -> ProbeResult:
-    memory = RankMemory(static_bytes=GIB, peak_allocated_bytes=9 * GIB, peak_reserved_bytes=0, device_used_bytes=0)
+    memory = ProbedMemory(static_bytes=GIB, peak_allocated_bytes=9 * GIB, peak_reserved_bytes=0, device_used_bytes=0)
     return probe_result(plan, lambda stage: (1e-3, 2e-3), memory=memory, **changes)
 
 

@@ -64,7 +64,7 @@ def written(plan: Plan, folder: Path) -> Path:
 def test_the_file_is_the_planned_run(
     planned: Planned, tmp_path: Path, model: str, gpus: int, options: dict[str, Any]
 ) -> None:
-    from planner.probe.launch.exported import read_run
+    from planner.probe.worker import read_run
 
     plan = eager(planned, model, gpus, **options)
     run, layout = read_run(written(plan, tmp_path)), plan.parallelism
@@ -88,13 +88,13 @@ def test_the_file_is_the_planned_run(
 
 
 def test_overlapped_pairs_are_two_actions() -> None:
-    from planner.probe.launch.exported import read_actions
+    from planner.probe.worker import read_actions
 
     assert read_actions("0F0,,(0F1;1B0)OVERLAP_F_B\n") == (("0F0", "0F1", "1B0"),)
 
 
 def test_an_order_made_to_measure_is_run_as_it_is(planned: Planned, tmp_path: Path) -> None:
-    from planner.probe.launch.exported import read_run
+    from planner.probe.worker import read_run
 
     plan = eager(planned, pp=4, num_microbatches=8)
     order = [" ".join(map(str, actions)) for actions in build_schedule("zb-h1", 4, 1, 8).ranks]
@@ -146,7 +146,7 @@ def test_a_stage_with_nothing_in_it_is_refused(planned: Planned) -> None:
 
 
 def test_long_sequences_are_planned_over_cp_and_exported(tmp_path: Path) -> None:
-    from planner.probe.launch.exported import read_run
+    from planner.probe.worker import read_run
 
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=64)
     training = TrainingSpec(seq_length=131072, global_batch_size=16)
@@ -164,7 +164,7 @@ def test_keys_are_gathered_whatever_was_planned(planned: Planned, runtime: str, 
 
 
 def test_sequences_that_do_not_split_are_named(planned: Planned, tmp_path: Path) -> None:
-    from planner.probe.launch.exported import read_run
+    from planner.probe.worker import read_run
 
     path = written(eager(planned, tp=2, cp=2), tmp_path)
     path.write_text(path.read_text().replace("seq_length: 2048", "seq_length: 2046"))
@@ -174,7 +174,7 @@ def test_sequences_that_do_not_split_are_named(planned: Planned, tmp_path: Path)
 
 
 def test_a_missing_schedule_is_named(planned: Planned, tmp_path: Path) -> None:
-    from planner.probe.launch.exported import read_run
+    from planner.probe.worker import read_run
 
     path = written(eager(planned, pp=4), tmp_path)
     (tmp_path / ORDER_FILE).unlink()

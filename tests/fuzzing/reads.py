@@ -26,7 +26,7 @@ from planner.observe.judge import judged_alone
 from planner.observe.log_reader import observe
 from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
-from planner.profile.record import Record
+from planner.profile.record import MeasurementRecord
 from planner.report.timeline.plan_trace import plan_trace
 from planner.serve.app import _asked_for
 from planner.serve.controls import Catalogue, options_of
@@ -120,7 +120,7 @@ def _kept(path: Path) -> KeptPrice:
 
 def measured(path: Path) -> object:
     """The measurements that an interrupted profile left."""
-    return Record(MACHINE, False, "2026-01-01", path).how_sure()
+    return MeasurementRecord(MACHINE, False, "2026-01-01", path).how_sure()
 
 
 def lengths(path: Path) -> object:

@@ -91,7 +91,6 @@ _PROSE = "a limit in words, and nothing that can be copied"
 NOT_TYPED_IN: dict[str, str] = {
     "probe/": "it speaks of GPUs, processes or a plan made anew, which tests/probe has",
     "profile/": "it speaks of measurements of a GPU",
-    "gpu_check/": "it speaks of a GPU",
     "validate/": "it names families of published runs, which tests/validate has",
     "observe/": "it speaks of logs and traces, which tests/observe has",
     "serve/": "it answers a page, which tests/serve has",

@@ -18,7 +18,6 @@ from planner.decide.compare import Comparison
 from planner.decide.phase_answer import PhaseAnswer
 from planner.decide.resume.choice import Resume
 from planner.decide.sweep import Sweep
-from planner.gpu_check.report import GpuCheck
 from planner.layout.runs import RunSpec
 from planner.months.facts import Fact
 from planner.observe.follower import FollowedRun
@@ -37,6 +36,7 @@ from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.calibration import Calibration
 from planner.trainers.checkpoint import Checkpoint
 from planner.trainers.spec import RuntimeSpec
+from tools.gpu_check.report import GpuCheck
 
 SPECS = (ModelSpec, HardwareSpec, ClusterSpec, TrainingSpec, OperationsSpec, Parallelism, SearchLimits, RuntimeSpec)
 FILES = (PhasesFile, RunSpec, Calibration, Checkpoint, Fact, Machine)

@@ -8,19 +8,19 @@ import pytest
 
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
-from planner.profile.stage_problem import measured_model
-from planner.profile.tables import read_table
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
-from planner.validate.rows import Row, load_rows
+from planner.validate.rows import PublishedRun, load_rows
 from planner.validate.score import evaluate_rows
+from tools.calibrate.kernels import measured_model
+from tools.calibrate.tables import read_table
 
 B200 = [row for row in load_rows() if row.family == "simumax-b200"]
 
 
 @pytest.mark.parametrize("row", B200[::3], ids=lambda row: row.id)
-def test_allocated_memory_of_megatron_on_b200(row: Row) -> None:
+def test_allocated_memory_of_megatron_on_b200(row: PublishedRun) -> None:
     """SimuMax's published runs, release v1.2: max_memory_allocated of the worst rank."""
     (scored,) = evaluate_rows([row])
     assert scored.memory_error == pytest.approx(0.0, abs=0.02)

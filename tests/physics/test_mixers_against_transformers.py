@@ -1,6 +1,6 @@
 """Layers that scan, held against transformers: parameters, products by weights, products between activations.
 
-`tests/physics/mixers.json` has what `scripts/measure_mixers` measured. Where transformers computes an algorithm
+`tests/physics/mixers.json` has what `tools/measure_mixers` measured. Where transformers computes an algorithm
 otherwise than the kernels that the planner prices, the difference is written down, not compared within a tolerance.
 """
 

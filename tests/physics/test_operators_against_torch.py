@@ -20,11 +20,19 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from planner.physics.layers import decoder_layer, embedding, head, mtp_block  # noqa: E402
 from planner.physics.operators import BF16, FP32, Item, num_parameters, operators_of, saved_bytes  # noqa: E402
-from planner.probe.model.attention_tables import AttentionTables  # noqa: E402
-from planner.probe.model.layers import DecoderLayer, Embedding, Head, MTPBlock  # noqa: E402
-from planner.probe.model.peers import EmulatedPeers, ExpertPeers  # noqa: E402
-from planner.probe.model.surroundings import Surroundings  # noqa: E402
-from planner.probe.model.weights import initialise  # noqa: E402
+from planner.probe.model.attention import AttentionTables  # noqa: E402
+from planner.probe.model.chunk import (  # noqa: E402
+    DecoderLayer,
+    Embedding,
+    Head,
+    MTPBlock,
+    initialise,
+)
+from planner.probe.model.peers import (  # noqa: E402
+    EmulatedPeers,
+    ExpertPeers,
+    Surroundings,
+)
 from planner.shape import Shape  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 from planner.trainers.load import load_runtime  # noqa: E402

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from fake_gpus import is_on_host
 
+from planner.probe.torch_build import GATHER, SCATTER
+
 BY_ALL = (
-    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier",
+    "all_reduce", GATHER, SCATTER, "all_to_all_single", "broadcast", "barrier",
     "broadcast_object_list", "all_gather_object",
 )  # fmt: skip
 """Exchanges in which every rank of a group takes part."""
@@ -45,9 +47,9 @@ class Recorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             group = tuple(dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD))
             is_pair = name not in BY_ALL
-            sent = [value for value in args if isinstance(value, torch.Tensor)]
+            sent = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             assert not any(map(is_on_host, sent)), f"NCCL takes no tensor in the host's memory: {name}"
-            what = () if name.endswith(("object", "list", "barrier")) else (args[0].numel(), args[0].dtype)
+            what = () if name.endswith(("object", "list", "barrier")) else (sent[0].numel(), sent[0].dtype)
             peer = args[1] if is_pair else None
             self.calls.append(Exchange(BLOCKING.get(name, name), group, what, peer))
             number, result = len(self.calls) - 1, call(*args, **kwargs)

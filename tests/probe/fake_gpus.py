@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.probe.worker.handshake import AGREED
+from planner.probe.rank.groups import AGREED
 
 GIB = 2**30
 _GPU = torch.device("cuda", 0)
@@ -252,7 +252,7 @@ def fake_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, num_gpus: int = 1) -
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "GPU_MAX_HW_QUEUES"):
         monkeypatch.setenv(name, "")  # put back afterwards
         monkeypatch.delenv(name)
-    monkeypatch.setattr("planner.probe.rank.quiet_chunks.FEWEST", 1)  # no time passes, so no more than once
+    monkeypatch.setattr("planner.probe.rank.after_steps.FEWEST_PASSES", 1)  # no time passes, so no more than once
     monkeypatch.setattr(torch, "Generator", Generator)
     real = torch.Tensor.is_cuda
     on_gpu = property(lambda tensor: (_asked_by_planner() and not is_on_host(tensor)) or real.__get__(tensor))

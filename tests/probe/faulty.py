@@ -16,17 +16,14 @@ import torch
 import torch.distributed as dist
 
 from planner import files
+from planner.probe.launch.process import rank_process, stage_process
 from planner.probe.model.chunk import Chunk
-from planner.probe.rank import reference
-from planner.probe.rank.clock import Clock
+from planner.probe.rank import worker
+from planner.probe.rank.clock import RankClock
 from planner.probe.rank.gradients import FlatParameters
-from planner.probe.rank.pipeline import RankPipeline
-from planner.probe.rank.training import Trainer
-from planner.probe.rank.wires import GroupWires
-from planner.probe.worker import worker
-from planner.probe.worker.process import rank_process
-from planner.probe.worker.stage_worker import stage_process
-from planner.probe.worker.worker import Worker
+from planner.probe.rank.pipeline import GroupWires, RankPipeline
+from planner.probe.rank.training import RankTrainer
+from planner.probe.rank.worker import Worker
 
 SICK_RANK = 1
 NUM_CHUNKS = 2
@@ -98,7 +95,7 @@ def hanging(folder: Path, rank: int, local_rank: int) -> None:
 
 def hanging_in_reduction(folder: Path, rank: int, local_rank: int) -> None:
     if rank == SICK_RANK:
-        Trainer.reduce = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment,return-value]
+        RankTrainer.reduce = lambda *_: time.sleep(1000)  # type: ignore[method-assign,assignment,return-value]
     rank_process(folder, rank, local_rank)
 
 
@@ -121,28 +118,28 @@ def hanging_at_its_end(folder: Path, rank: int, local_rank: int) -> None:
 
 
 def diverged(folder: Path, rank: int, local_rank: int) -> None:
-    Trainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
+    RankTrainer._over_all_ranks = lambda self, value: math.nan  # type: ignore[method-assign,assignment]
     rank_process(folder, rank, local_rank)
 
 
 def late(folder: Path, rank: int, local_rank: int) -> None:
     """One rank starts its clock half a second after the others."""
-    healthy = Clock.start
+    healthy = RankClock.start
 
-    def start(self: Clock) -> None:
+    def start(self: RankClock) -> None:
         time.sleep(0.5)
         healthy(self)
 
     if rank == SICK_RANK:
-        Clock.start = start  # type: ignore[method-assign]
+        RankClock.start = start  # type: ignore[method-assign]
     rank_process(folder, rank, local_rank)
 
 
 def on_another_host(folder: Path, rank: int, local_rank: int) -> None:
     """One rank's clock began to count a quarter of an hour earlier than the others'."""
-    healthy, together = Clock.mark, worker.start_together
+    healthy, together = RankClock.mark, worker.start_together
     if rank == SICK_RANK:
-        Clock.mark = lambda self: healthy(self) + 900.0  # type: ignore[method-assign]
+        RankClock.mark = lambda self: healthy(self) + 900.0  # type: ignore[method-assign]
     worker.start_together = lambda clock, rank, device, is_shared: together(clock, rank, device, is_shared=False)
     rank_process(folder, rank, local_rank)
 
@@ -214,7 +211,7 @@ def _stopping_in(module: Any, name: str) -> Callable[[], None]:
 STOPS = {
     "build": _stopping_in(Worker, "build"),
     "reference": _stopping_in(worker, "compute_reference"),
-    "rehearsal": _stopping_in(Trainer, "rehearse"),
+    "rehearsal": _stopping_in(RankTrainer, "rehearse"),
     "step": lambda: at("1F1", stop),
     "exchanges": _stopping_in(worker, "measure_exchanges"),
 }
@@ -228,14 +225,15 @@ def stopped(folder: Path, rank: int, local_rank: int, phase: str = "", sick_rank
 
 
 def slow_reference(folder: Path, rank: int, local_rank: int, batch_s: float = 0.0) -> None:
-    """Rank 0 takes its time over the results of one process."""
-    healthy = reference.synthetic_batch
+    """Rank 0 takes longer over the results of one process than ranks wait for each other elsewhere."""
+    healthy = worker.synthetic_batch
 
     def late(*args: Any) -> Any:
         time.sleep(batch_s)
         return healthy(*args)
 
-    reference.synthetic_batch = late
+    worker.synthetic_batch = late
+    worker.START_TIMEOUT_S = 2.5
     rank_process(folder, rank, local_rank)
 
 

@@ -16,10 +16,10 @@ from faulty import STOPS, at, out_of_memory_error, raise_error
 
 from planner.cli import main
 from planner.errors import ProbeError
-from planner.probe.launch.stages import run_stages
+from planner.probe.launch.joined import run_stages
+from planner.probe.rank import status
 from planner.probe.result import MeasuredRun, RankResult
 from planner.probe.run import ProbeRun
-from planner.probe.worker import status
 
 
 def out_of_memory() -> None:

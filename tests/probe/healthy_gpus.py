@@ -19,25 +19,23 @@ from planner.answer import Plan
 from planner.physics import compute
 from planner.physics.communication import p2p_s
 from planner.probe import probe as probing
-from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.plan_side.gpu_run import ranks_run
-from planner.probe.plan_side.options import ProbeOptions
-from planner.probe.rank.batches import synthetic_batch
+from planner.probe.eager import in_eager_torch
+from planner.probe.plan_runs import ranks_run
+from planner.probe.plan_slice import ProbeOptions
 from planner.probe.rank.groups import RankGroups
-from planner.probe.rank.messages import needed_by
+from planner.probe.rank.pipeline import Wires
 from planner.probe.rank.rank_alone import trainer_alone
-from planner.probe.rank.training import Trainer
-from planner.probe.rank.wires import Wires
+from planner.probe.rank.training import RankTrainer, synthetic_batch
 from planner.probe.result import (
     ChunkSeconds,
     MeasuredRun,
+    ProbedMemory,
     ProbeResult,
-    RankMemory,
     RankResult,
     StepSeconds,
     TimedAction,
 )
-from planner.probe.run import Place, ProbeRun
+from planner.probe.run import Place, ProbeRun, needed_by
 from planner.schedule.actions import Action
 from planner.schedule.replay import Durations, replay
 from planner.specs.units import MICRO
@@ -134,7 +132,7 @@ def results(
                 attention_kernels=each.attention_kernels,
                 chunks=tuple(_chunk(stage, own) for stage in run.stages_of(place.pp)),
                 peak_in_flight_chunks=1 if timeline is None else int(timeline.peak_in_flight_chunks[place.pp]),
-                memory=RankMemory(
+                memory=ProbedMemory(
                     static_bytes=memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes,
                     peak_allocated_bytes=memory.peak_allocated_bytes,
                     peak_reserved_bytes=memory.peak_allocated_bytes,
@@ -200,15 +198,15 @@ def account_of(run: ProbeRun, rank: int, alone: bool, plan: Plan, health: Health
         return _account(trainer, recorder)
 
 
-def _trainer_among(run: ProbeRun, rank: int) -> Trainer:
+def _trainer_among(run: ProbeRun, rank: int) -> RankTrainer:
     grid = RankGroups(run, rank)
     place = grid.place
-    return Trainer(
+    return RankTrainer(
         run, place.pp, grid.around, Wires(), "cuda:0", grid.dense, grid.expert, grid.holders, grid.replicas, place.dp
     )
 
 
-def _account(trainer: Trainer, recorder: Recorder) -> RankAccounts:
+def _account(trainer: RankTrainer, recorder: Recorder) -> RankAccounts:
     run = trainer.run
     batch = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, run.seed, trainer.device)
     actions: dict[tuple[int, str], Account] = {}

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.physics import compute
 from planner.physics.communication import Kind, collective_s
 from planner.physics.operators import Operator
+from planner.probe.torch_build import GATHER, SCATTER
 from planner.specs.cluster import ClusterSpec
 from planner.trainers.spec import RuntimeSpec
 
@@ -334,7 +335,7 @@ def recorded(prices: Prices, monkeypatch: pytest.MonkeyPatch, kernel: str) -> It
 def _noting(real: Callable[..., Any], kind: Kind, whole: int, recorder: Recorder) -> Callable[..., Any]:
     def exchange(*args: Any, group: Any = None, **kwargs: Any) -> Any:
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-        num_bytes = args[whole].nbytes
+        num_bytes = (*args, *kwargs.values())[whole].nbytes
         recorder.account.exchanges.append(
             Kernel(kind, recorder.prices.exchange_s(kind, num_bytes, ranks), num_bytes, ranks=tuple(ranks))
         )
@@ -345,8 +346,8 @@ def _noting(real: Callable[..., Any], kind: Kind, whole: int, recorder: Recorder
 
 
 EXCHANGES: tuple[tuple[str, Kind, int], ...] = (
-    ("all_gather_into_tensor", "all_gather", 0),
-    ("reduce_scatter_tensor", "reduce_scatter", 1),
+    (GATHER, "all_gather", 0),
+    (SCATTER, "reduce_scatter", 1),
     ("all_reduce", "all_reduce", 0),
     ("all_to_all_single", "all_to_all", 1),
 )

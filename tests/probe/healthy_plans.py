@@ -9,8 +9,8 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import PlannerError
 from planner.layout.evaluate import evaluate
-from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.plan_side.options import ProbeOptions
+from planner.probe.eager import in_eager_torch
+from planner.probe.plan_slice import ProbeOptions
 from planner.probe.probe import require_layers, require_split
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec

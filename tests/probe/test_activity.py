@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from planner.probe.result import RankResult, StepSeconds, TimedAction
-from planner.probe.verdict.activity import activity, bubble_fraction
-from planner.probe.verdict.checks import run_checks
+from planner.probe.verdict.checks import activity, bubble_fraction, run_checks
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from planner.layout.evaluate import evaluate  # noqa: E402
 from planner.physics.layer.attention import attention  # noqa: E402
 from planner.physics.operators import Operator, operators_of  # noqa: E402
+from planner.probe.eager import EAGER  # noqa: E402
 from planner.probe.model.attention import core_attention  # noqa: E402
 from planner.probe.model.peers import TensorPeers  # noqa: E402
-from planner.probe.plan_side.eager import EAGER  # noqa: E402
 from planner.shape import Shape  # noqa: E402
 from planner.specs.cluster import ClusterSpec  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
@@ -117,7 +117,7 @@ def test_copies_and_sums_around_flash_move_as_many_bytes_as_priced(case: str, mo
     model = ModelSpec(name="case", num_hidden_layers=1, hidden_size=1024, intermediate_size=1024, vocab_size=64,
         num_attention_heads=8, head_dim=128, **changes)  # fmt: skip
     monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
-    monkeypatch.setattr("planner.probe.model.context_attention.takes_flash", lambda x: True)
+    monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
     seq, (qk_dim, v_dim) = 4096 // cp, (192, 128) if "mla" in changes else (128, 128)
     q, k = (torch.empty(seq, 1, 8, qk_dim, device="meta", dtype=torch.bfloat16) for _ in range(2))
     v = torch.empty(seq, 1, 8, 2 * v_dim, device="meta", dtype=torch.bfloat16)[..., v_dim:]

@@ -12,10 +12,10 @@ import pytest
 
 from planner.answer import Plan
 from planner.physics.layer.blocks import norm
-from planner.profile.stage_problem import measured_model
-from planner.profile.tables import read_table
 from planner.schedule.orders import build_schedule
 from planner.specs.model import ModelSpec
+from tools.calibrate.kernels import measured_model
+from tools.calibrate.tables import read_table
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
@@ -23,16 +23,18 @@ from small_plans import plan_of  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from planner.cli import main  # noqa: E402
-from planner.probe.plan_side.eager import EAGER, fuses_norms  # noqa: E402
-from planner.probe.rehearse.account import BytesAlive  # noqa: E402
-from planner.probe.rehearse.count import count_stage  # noqa: E402
-from planner.probe.rehearse.rehearse import rehearse  # noqa: E402
-from planner.probe.rehearse.result import RehearsalResult  # noqa: E402
+from planner.probe.eager import EAGER, fuses_norms  # noqa: E402
+from planner.probe.rehearse import (  # noqa: E402
+    BytesAlive,
+    count_stage,
+    rehearse,
+)
+from planner.probe.result import RehearsalResult  # noqa: E402
 from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
 
 INT64 = 8
 QUICK = (10,)
-"""Rows of the table that run whenever tests do: a last stage of tp 8; scripts/rehearse_h200 runs all."""
+"""Rows of the table that run whenever tests do: a last stage of tp 8; tools/rehearse_h200 runs all."""
 
 
 def measured_run(row: int) -> tuple[ProbeRun, dict[str, int]]:

@@ -20,16 +20,16 @@ from planner.probe.device_state import DeviceState
 from planner.probe.result import (
     ChunkSeconds,
     ComparedQuantity,
+    ProbedMemory,
     ProbeResult,
-    RankMemory,
     RankResult,
     TimedExchange,
 )
-from planner.probe.verdict.conditions import conditions_of
+from planner.probe.verdict.evidence import conditions_of
 
 
 def rank(number: int = 0, spread: float = 0.001, **states: dict[str, Any]) -> RankResult:
-    memory = RankMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
+    memory = ProbedMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
     chunk = ChunkSeconds(stage=number, forward_s=1.0, backward_s=2.0, spread_fraction=spread)
     return RankResult(
         rank=number, stage=number, dp=0, tp=0, torch_version="2.13", device_name="NVIDIA H200", num_parameters=1,

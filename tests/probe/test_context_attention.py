@@ -11,12 +11,22 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from tiny import TINY  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from planner.probe.model.attention import Attention, core_attention  # noqa: E402
-from planner.probe.model.attention_kernels import Visibility, flash_backward, flash_forward  # noqa: E402
-from planner.probe.model.attention_tables import AttentionTables  # noqa: E402
-from planner.probe.model.peers import EmulatedPeers, TensorPeers  # noqa: E402
-from planner.probe.model.split_sequence import gather, scatter, shard  # noqa: E402
-from planner.probe.model.surroundings import Surroundings  # noqa: E402
+from planner.probe.model.attention import (  # noqa: E402  # noqa: E402
+    Attention,
+    AttentionTables,
+    Visibility,
+    core_attention,
+    flash_backward,
+    flash_forward,
+)
+from planner.probe.model.peers import (  # noqa: E402  # noqa: E402
+    EmulatedPeers,
+    Surroundings,
+    TensorPeers,
+    gather,
+    scatter,
+    shard,
+)
 from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
@@ -109,7 +119,7 @@ def test_sinks_take_their_share_from_what_the_flash_kernel_returns(monkeypatch: 
 
     expected = attend()
     for name, stand_in in (("_kernel", kernel), ("_kernel_backward", kernel_backward)):
-        monkeypatch.setattr(f"planner.probe.model.attention_kernels.{name}", stand_in)
+        monkeypatch.setattr(f"planner.probe.model.attention.{name}", stand_in)
     monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: True)
     for result, wanted in zip(attend(), expected, strict=True):
         torch.testing.assert_close(result, wanted)
@@ -137,7 +147,7 @@ def test_a_chunk_as_long_as_the_sequence_needs_no_mask() -> None:
 def test_nothing_as_large_as_the_sequence_squared_is_made_where_no_mask_is_needed(
     window: int | None, flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.probe.model.attention_tables.takes_flash", lambda x: flash)
+    monkeypatch.setattr("planner.probe.model.attention.takes_flash", lambda x: flash)
     model = ModelSpec(num_hidden_layers=1, **TINY, sliding_window=window)
     largest = 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,24 +14,27 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.errors import ProbeError  # noqa: E402
-from planner.probe.launch import exported  # noqa: E402
-from planner.probe.launch.devices import default_device, require_gpu  # noqa: E402
+from planner.probe import worker as exported  # noqa: E402
+from planner.probe.launch.process import StageWorker  # noqa: E402
 from planner.probe.model.linear import takes_groups  # noqa: E402
 from planner.probe.model.peers import GroupPeers  # noqa: E402
-from planner.probe.rank import exchanges  # noqa: E402
-from planner.probe.rank.clock import Clock, StepRecord  # noqa: E402
+from planner.probe.rank import after_steps  # noqa: E402
+from planner.probe.rank.clock import RankClock, StepRecord  # noqa: E402
 from planner.probe.rank.gradients import FlatParameters, Sharding  # noqa: E402
+from planner.probe.rank.groups import RankGroups  # noqa: E402
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
+from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
-from planner.probe.worker.worker import Worker  # noqa: E402
+from planner.probe.torch_build import GATHER, SCATTER, default_device, require_gpu, this_build  # noqa: E402
 from planner.profile import measure_links  # noqa: E402
-from planner.profile.measure import tasks  # noqa: E402
+from planner.profile.measure import (  # noqa: E402
+    Stopwatch,
+    machine_of,
+    tasks,
+)
 from planner.profile.measure_links import Ranks  # noqa: E402
-from planner.profile.shapes_to_measure import QUICK  # noqa: E402
-from planner.profile.stopwatch import Stopwatch  # noqa: E402
-from planner.profile.this_machine import machine_of  # noqa: E402
+from planner.profile.record import QUICK  # noqa: E402
 
 GIB = 2**30
 
@@ -99,7 +104,7 @@ def test_a_stage_alone_on_a_gpu(
         worker.device = "cpu"  # where its tensors really are
 
     monkeypatch.setattr(worker, "use_device", use_device)
-    monkeypatch.setattr("planner.probe.rank.training.Clock", lambda device: Clock("cuda:0"))
+    monkeypatch.setattr("planner.probe.rank.training.RankClock", lambda device: RankClock("cuda:0"))
     worker.main()
     rank = RankResult.model_validate_json((tmp_path / RESULT_FILE.format(1)).read_text())
     assert rank.device_name == "NVIDIA H200"
@@ -121,7 +126,7 @@ def test_a_gpu_is_waited_for_behind_the_whole_step(
 ) -> None:
     monkeypatch.setattr(Event, "synchronize", lambda event: called.append("synchronize event"))
     monkeypatch.setattr(FlatParameters, "step", lambda flat, scale: called.append("optimizer"))
-    monkeypatch.setattr("planner.probe.rank.training.Clock", lambda device: Clock("cuda:0"))
+    monkeypatch.setattr("planner.probe.rank.training.RankClock", lambda device: RankClock("cuda:0"))
     trainer = trainer_alone(make_run(("1f1b", 2, 1, 3), check=False), 1, "cpu")
     trainer.step(0, lambda at: None)
     assert called.index("optimizer") < called.index("synchronize event")
@@ -135,7 +140,7 @@ def test_where_a_gpu_hangs_is_the_first_mark_that_it_does_not_get_to(
             raise TimeoutError
 
     monkeypatch.setattr(Event, "synchronize", synchronize)
-    clock, told = Clock("cuda:0"), list[str]()
+    clock, told = RankClock("cuda:0"), list[str]()
     clock.start()
     marks = [(action, *(clock.mark() for _ in range(3))) for action in ("0F0", "0F1", "0F2")]
     for mark, words in ((2, "0F1 (waiting)"), (3, "0F1 (computing)")):
@@ -180,6 +185,38 @@ def test_connections_that_a_training_script_left_are_overridden(
     assert (told in caplog.text) == is_told
 
 
+def test_groups_have_the_time_limit_of_their_ranks(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[timedelta] = []
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, timeout: limits.append(timeout))
+    RankGroups(make_run(("1f1b", 2, 1, 3)), 0, timedelta(seconds=7))
+    assert set(limits) == {timedelta(seconds=7)}
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ((7, 5), "turing"),
+        ((8, 0), "ampere"),
+        ((8, 9), "ada"),
+        ((9, 0), "hopper"),
+        ((10, 3), "blackwell"),
+        ((13, 0), "sm_130"),
+    ],
+)
+def test_silicon_is_told_by_capability(capability: tuple[int, int], name: str) -> None:
+    major, minor = capability
+    assert this_build().architecture_of(SimpleNamespace(major=major, minor=minor)) == name
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("0", False), ("", False)])
+def test_launches_that_block_are_refused(
+    value: str, is_refused: bool, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+    with pytest.raises(ProbeError, match="CUDA_LAUNCH_BLOCKING") if is_refused else nullcontext():
+        require_gpu("cuda")
+
+
 def test_connections_are_set_before_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the device is named, so that nothing looked for one."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # put back afterwards
@@ -213,7 +250,7 @@ def test_ranks_wait_for_each_other_on_their_own_gpus(called: list[str], monkeypa
     monkeypatch.setattr(
         torch.distributed, "barrier", lambda group, device_ids: called.append(f"barrier {group} {device_ids}")
     )
-    exchanges.barrier("cuda:1", "tp")
+    after_steps.barrier("cuda:1", "tp")
     assert called == ["synchronize", "current_device", "barrier tp [1]"]
 
 
@@ -233,10 +270,10 @@ class OnGPU:
 def test_nccl_scatters_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     scattered: list[tuple[int, ...]] = []
 
-    def reduce_scatter_tensor(shard: Any, whole: Any, group: Any) -> None:
+    def scatter(shard: Any, whole: Any, group: Any) -> None:
         scattered.append((shard.numel(), whole.numel()))
 
-    monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", reduce_scatter_tensor)
+    monkeypatch.setattr(torch.distributed, SCATTER, scatter)
     whole: Any = OnGPU(torch.ones(8, 3))
     assert GroupPeers(4, 1, True).reduce_scatter(whole).shape == (2, 3)
     for stands_for in (1, 2):
@@ -270,25 +307,31 @@ def test_kernels_are_timed_between_events(called: list[str], monkeypatch: pytest
     assert backends == {"flash", "cudnn"}
 
 
-def test_links_are_timed_over_nccl(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    exchanged: list[str] = []
+@pytest.mark.parametrize(("visible", "device"), [(2, 1), (1, 0)])
+def test_links_are_timed_over_nccl(
+    visible: int, device: int, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanged, limits = list[str](), list[float]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
 
     def noted(name: str, value: Any = None) -> None:
         def call(*arguments: Any, **named: Any) -> Any:
             exchanged.append(f"{name} {arguments[0]}" if name == "init_process_group" else name)
+            limits.extend([named["timeout"].total_seconds()] if name == "new_group" else [])
             return value
 
         monkeypatch.setattr(torch.distributed, name, call)
 
-    names = ("init_process_group", "destroy_process_group", "barrier", "all_gather_into_tensor", "all_reduce")
-    for name in (*names, "reduce_scatter_tensor", "new_group"):
+    names = ("init_process_group", "destroy_process_group", "barrier", GATHER, "all_reduce")
+    for name in (*names, SCATTER, "new_group"):
         noted(name)
     monkeypatch.setattr(measure_links, "_on", lambda device: "cpu")
-    rows = measure_links.exchange_rows("cuda", Ranks(1, 2, 1, 2), (64,), store="store")
+    rows = measure_links.exchange_rows("cuda", Ranks(1, 2, 1, 2), (64,), store="store", wait_s=7.0)
     assert [(row["tier"], row["kind"], row["num_bytes"]) for row in rows] == [
         (0, "all_gather", 64), (0, "reduce_scatter", 64), (0, "all_reduce", 64),
     ]  # fmt: skip
-    assert called[0] == "set_device 1"
+    assert called[0] == f"set_device {device}"
+    assert set(limits) == {7.0}
     assert exchanged[0] == "init_process_group nccl"
     assert exchanged[-1] == "destroy_process_group"
-    assert {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "barrier"} <= set(exchanged)
+    assert {GATHER, SCATTER, "all_reduce", "barrier"} <= set(exchanged)

@@ -22,23 +22,25 @@ from tiny import skip_where_torch_is_too_old  # noqa: E402
 
 from planner.cli import main  # noqa: E402
 from planner.cli.probe_file import read_probe  # noqa: E402
-from planner.probe.plan_side.eager import EAGER, in_eager_torch  # noqa: E402
-from planner.probe.plan_side.gpu_run import ranks_run  # noqa: E402
-from planner.probe.plan_side.options import ProbeOptions  # noqa: E402
-from planner.probe.plan_side.planned_seconds import planned_seconds  # noqa: E402
+from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
+from planner.probe.plan_runs import ranks_run  # noqa: E402
+from planner.probe.plan_slice import (  # noqa: E402
+    ProbeOptions,
+    planned_seconds,
+)
 from planner.probe.result import (  # noqa: E402
     ChunkSeconds,
     MeasuredRun,
-    OutOfMemory,
+    ProbedMemory,
     ProbeResult,
-    RankMemory,
+    RankOutOfMemory,
     RankResult,
     StepSeconds,
     TimedAction,
 )
 from planner.probe.run import ProbeRun  # noqa: E402
+from planner.probe.verdict.evidence import slowness  # noqa: E402
 from planner.probe.verdict.judge import judge_ranks  # noqa: E402
-from planner.probe.verdict.slowness import slowness  # noqa: E402
 from planner.profile.probe_calibration import from_probe  # noqa: E402
 from planner.schedule.replay import Durations, replay  # noqa: E402
 
@@ -106,7 +108,7 @@ def rank_as_priced(
             for virtual in run.stages_of(place.pp)
         ),
         peak_in_flight_chunks=int(timeline.peak_in_flight_chunks[place.pp]),
-        memory=RankMemory(
+        memory=ProbedMemory(
             static_bytes=memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes,
             peak_allocated_bytes=memory.peak_allocated_bytes,
             peak_reserved_bytes=memory.peak_allocated_bytes,
@@ -230,7 +232,7 @@ def test_no_stage_is_slow_that_takes_what_eager_torch_takes(
 
 
 def test_memory_that_eager_torch_was_to_lack_contradicts_no_plan() -> None:
-    plan, out_of_memory = make_plan(), OutOfMemory(rank=0, stage=0, phase="warm-up", message="")
+    plan, out_of_memory = make_plan(), RankOutOfMemory(rank=0, stage=0, phase="warm-up", message="")
     run, grid, stages = ranks_run(plan, ProbeOptions(device="cuda"), num_gpus=8)
     measured = MeasuredRun(run=run, ranks=(), out_of_memory=out_of_memory)
     result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)

@@ -9,18 +9,21 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.model.peers import GroupPeers  # noqa: E402
-from planner.probe.model.surroundings import Surroundings  # noqa: E402
-from planner.probe.rank import exchanges  # noqa: E402
+from planner.probe.model.peers import (  # noqa: E402
+    GroupPeers,
+    Surroundings,
+)
+from planner.probe.rank import after_steps  # noqa: E402
+from planner.probe.torch_build import GATHER  # noqa: E402
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
-    monkeypatch.setattr(exchanges, "barrier", lambda device, group: None)
-    monkeypatch.setattr(exchanges, "slowest_s", lambda seconds, device, group: seconds)
-    monkeypatch.setattr(exchanges.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
-    monkeypatch.setattr(exchanges.dist, "all_gather_into_tensor", lambda whole, x, group: moved.append(whole.nbytes))
+    monkeypatch.setattr(after_steps, "barrier", lambda device, group: None)
+    monkeypatch.setattr(after_steps, "slowest_s", lambda seconds, device, group: seconds)
+    monkeypatch.setattr(after_steps.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
+    monkeypatch.setattr(after_steps.dist, GATHER, lambda whole, x, group: moved.append(whole.nbytes))
     trainer: Any = SimpleNamespace(
         around=Surroundings(tp=GroupPeers(4, 0, sequence_parallel)),
         chunks={},
@@ -30,6 +33,6 @@ def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.
         clock=SimpleNamespace(is_cuda=False, start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
         empty=lambda: torch.empty(8 // (4 if sequence_parallel else 1), 1, 16),
     )
-    measured = exchanges.measure_exchanges(trainer)
+    measured = after_steps.measure_exchanges(trainer)
     assert [exchange.name for exchange in measured] == ["tp all-gather"] * sequence_parallel + ["tp all-reduce"]
     assert {exchange.num_bytes for exchange in measured} == set(moved) == {8 * 16 * 4}

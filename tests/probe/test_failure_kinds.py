@@ -16,9 +16,8 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import faulty
 
+from planner.probe.launch.failure import asked_bytes, failure_of
 from planner.probe.launch.launcher import launch
-from planner.probe.worker.failure import failure_of
-from planner.probe.worker.failure_kinds import asked_bytes
 
 
 @pytest.fixture(autouse=True)

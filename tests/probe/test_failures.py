@@ -25,11 +25,11 @@ import faulty
 import launch_and_wait
 import torch
 
-from planner.probe.launch.folders import LOCK_FILE, run_folder, sweep
 from planner.probe.launch.launcher import launch, process_context
+from planner.probe.launch.run_folder import LOCK_FILE, run_folder, sweep
+from planner.probe.rank.groups import Identity, disagreement, require_agreement
+from planner.probe.rank.status import WAITING, Progress, hanging_rank
 from planner.probe.verdict.checks import run_checks
-from planner.probe.worker.handshake import Identity, disagreement, require_agreement
-from planner.probe.worker.status import WAITING, Progress, hanging_rank
 
 HERE = Path(__file__).parent
 PATIENCE_S = 600.0
@@ -71,7 +71,7 @@ def test_a_hang_ends_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
     stacks = sorted(own_tmp.glob("plan-probe-*/rank*.stack"))
     assert str(stacks[0].parent) in error.value.hint
     assert "time.sleep(1000)" in stacks[1].read_text() or "faulty.py" in stacks[1].read_text()
-    assert "wires.py" in stacks[0].read_text()
+    assert "pipeline.py" in stacks[0].read_text()
 
 
 @pytest.mark.thorough(2)
@@ -137,7 +137,7 @@ def test_the_process_that_stopped_is_named_and_not_those_that_wait_for_it(
     phase: str, sick_rank: int, expected: str, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(small(make_run))  # so that all ranks start quickly
-    monkeypatch.setattr("planner.probe.worker.status.START_TIMEOUT_S", 2.5)
+    monkeypatch.setattr("planner.probe.rank.status.START_TIMEOUT_S", 2.5)
     run = small(make_run, timeout_s=2.5).model_copy(update={"check": True})
     with pytest.raises(ProbeError, match=expected) as error:
         launch(run, partial(faulty.stopped, phase=phase, sick_rank=sick_rank))
@@ -158,6 +158,13 @@ def test_ranks_that_wait_for_a_slow_one_do_not_hang() -> None:
     assert hanging(Progress("reference", WAITING, now_s - 61, now_s)) == 1  # all wait: the first to stand still
     assert hanging(Progress("reference", WAITING, now_s - 61, now_s - 40)) == 0  # its process has stopped
     assert hanging(Progress("done", "", now_s - 90, now_s - 90)) == 1
+
+
+@pytest.mark.thorough(0)
+def test_a_reference_that_moves_is_waited_for_longer_than_anything_else(make_run: Any) -> None:
+    run = small(make_run, timeout_s=2.5).model_copy(update={"check": True})
+    measured = launch(run, partial(faulty.slow_reference, batch_s=7.0 / (run.num_microbatches * run.num_steps)))
+    assert {check.passed for rank in measured.ranks for check in rank.checks} == {True}
 
 
 def test_a_folder_that_somebody_removes_is_named(make_run: Any) -> None:

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from exchanged import Exchange, Recorder, stuck  # noqa: E402
 from fake_gpus import H200, Neighbours, fake_gpu, fake_group  # noqa: E402
 
+from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.probe.torch_build import torch_release  # noqa: E402
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.worker import Worker  # noqa: E402
 from planner.schedule.orders import SCHEDULES  # noqa: E402
 
 pytestmark = [

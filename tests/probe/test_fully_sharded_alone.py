@@ -11,12 +11,17 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import torch.distributed as dist  # noqa: E402
 
-from planner.probe.model.attention_tables import AttentionTables  # noqa: E402
-from planner.probe.model.chunk import Chunk  # noqa: E402
-from planner.probe.model.weights import local  # noqa: E402
-from planner.probe.rank.batches import batch_seed, synthetic_batch  # noqa: E402
+from planner.probe.model.attention import AttentionTables  # noqa: E402
+from planner.probe.model.chunk import (  # noqa: E402
+    Chunk,
+    local,
+)
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
-from planner.probe.rank.training import Trainer  # noqa: E402
+from planner.probe.rank.training import (  # noqa: E402
+    RankTrainer,
+    batch_seed,
+    synthetic_batch,
+)
 from planner.probe.run import ProbeRun  # noqa: E402
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -36,7 +41,7 @@ def no_group_is_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def alone(make_run: Any, order: tuple[str, int, int, int], **options: Any) -> tuple[ProbeRun, Trainer]:
+def alone(make_run: Any, order: tuple[str, int, int, int], **options: Any) -> tuple[ProbeRun, RankTrainer]:
     run = make_run(order, check=False, fully_sharded=True, **{"dp": DP, "layers": 2, **options})
     return run, trainer_alone(run, 0, "cpu")
 

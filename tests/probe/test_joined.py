@@ -21,6 +21,7 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import faulty_joined
 
 from planner.cli.probe_file import probe_of
+from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.probe.launch.joined import first_host, joins_others
 from planner.probe.launch.launcher import process_context
@@ -166,7 +167,7 @@ def test_a_rank_that_waits_names_the_one_that_stopped(plan_file: str) -> None:
         stopped.process.join(PATIENCE_S)
     assert (code, out) == (5, "")
     assert "error: rank 1 (stage 1, dp 0, cp 0, tp 0) has stopped in " in told
-    assert "wires.py" in told  # the stacks
+    assert "pipeline.py" in told  # the stacks
     assert list(Path(plan_file).parent.glob("plan-probe-*/rank0.*")) == []
 
 
@@ -246,3 +247,10 @@ def test_only_what_srun_starts_is_one_of_several(
     assert joins_others() == joins
     variables = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
     assert variables == (["3", "4", "1", "n3", "29505"] if joins else [None] * 5)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_rank_that_is_no_number_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(SpecError, match=f"{name}=x"):
+        joins_others()

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from planner.probe.model.kernels_seen import KernelsSeen  # noqa: E402
-from planner.probe.verdict.kernels import in_words  # noqa: E402
+from planner.probe.model.attention import KernelsSeen  # noqa: E402
+from planner.probe.verdict.evidence import in_words  # noqa: E402
 
 aten = torch.ops.aten
 

@@ -12,10 +12,8 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import plan_of, small_plan
 
-from planner.probe.plan_side.chunks import real_chunks, scaled_chunks
-from planner.probe.plan_side.gpu_run import ranks_run, stand_in_stages
-from planner.probe.plan_side.rank_grid import RankGrid, fit_gpus, fit_processes
-from planner.probe.plan_side.small_model import scaled_model
+from planner.probe.plan_runs import ranks_run, scaled_model, stand_in_stages
+from planner.probe.plan_slice import RankGrid, fit_gpus, fit_processes, real_chunks, scaled_chunks
 from planner.probe.probe import ProbeOptions
 from planner.probe.run import ChunkSpec
 

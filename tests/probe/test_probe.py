@@ -17,11 +17,11 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import torch.distributed.fsdp
 from small_plans import SMALL, plan_of, run, small_plan
 
-from planner.probe.plan_side.gpu_run import ranks_run
+from planner.probe.plan_runs import ranks_run
 from planner.probe.probe import ProbeOptions, probe, require_split
 from planner.probe.rank.gradients import FlatParameters, Sharding
 from planner.probe.result import MeasuredRun
-from planner.probe.verdict.trace import trace_events
+from planner.probe.verdict.judge import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -12,16 +12,19 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import torch.distributed as dist  # noqa: E402
 from small_plans import small_plan  # noqa: E402
 
-from planner.probe.plan_side.eager import in_eager_torch  # noqa: E402
-from planner.probe.rank import quiet_chunks  # noqa: E402
-from planner.probe.rank.quiet_chunks import with_quiet_seconds  # noqa: E402
+from planner.probe.eager import in_eager_torch  # noqa: E402
+from planner.probe.rank import after_steps  # noqa: E402
+from planner.probe.rank.after_steps import with_quiet_seconds  # noqa: E402
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
 from planner.probe.repeats import SURE_FRACTION  # noqa: E402
 from planner.probe.result import ChunkSeconds, RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.verdict.compare import compare_pipeline, compare_stage  # noqa: E402
-from planner.probe.verdict.replay_stages import beside_messages_s  # noqa: E402
-from planner.probe.verdict.slowness import _factor  # noqa: E402
+from planner.probe.verdict.compare import (  # noqa: E402
+    beside_messages_s,
+    compare_pipeline,
+    compare_stage,
+)
+from planner.probe.verdict.evidence import _factor  # noqa: E402
 
 STEP_S = 0.01
 """Seconds by which the clock below moves at each mark."""
@@ -77,7 +80,7 @@ def test_chunks_run_until_their_seconds_are_sure(schedule: str, make_run: Any) -
 def test_passes_that_differ_are_repeated_and_said(make_run: Any) -> None:
     trainer = trainer_alone(make_run(("1f1b", 2, 1, 4), check=False, **SURE), 0, "cpu")
     told, (chunk,) = timed(trainer, TickingClock(lambda number: 1.0 + number % 3))
-    assert len([at for at in told if "F0 (computing)" in at]) == quiet_chunks.MOST_ROUNDS * (5 + 1)
+    assert len([at for at in told if "F0 (computing)" in at]) == after_steps.MOST_ROUNDS * (5 + 1)
     assert chunk.spread_fraction is not None
     assert chunk.spread_fraction > SURE_FRACTION
 
@@ -90,7 +93,7 @@ def test_all_ranks_run_as_often_as_the_slowest_needs(make_run: Any, monkeypatch:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", slowest)
     told, (chunk,) = timed(trainer, TickingClock())
-    assert len([at for at in told if "F0 (computing)" in at]) == quiet_chunks.MOST_ROUNDS * (5 + 1)
+    assert len([at for at in told if "F0 (computing)" in at]) == after_steps.MOST_ROUNDS * (5 + 1)
     assert chunk.spread_fraction == pytest.approx(0.0), "its own"
 
 

@@ -14,10 +14,10 @@ from planner.probe.repeats import Repeats, spread_fraction
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.probe.launch.launcher import launch  # noqa: E402
+from planner.probe.rank.after_steps import timed_together  # noqa: E402
 from planner.probe.rank.clock import ActionTimes, StepRecord  # noqa: E402
-from planner.probe.rank.exchanges import timed_together  # noqa: E402
-from planner.probe.worker.step_loop import StepLoop  # noqa: E402
-from planner.profile.stopwatch import Stopwatch  # noqa: E402
+from planner.probe.rank.worker import StepLoop  # noqa: E402
+from planner.profile.measure import Stopwatch  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 
 
@@ -108,7 +108,7 @@ class FakeSeconds(Stopwatch):
 def test_figures_share_the_budget_and_leave_what_they_do_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = FakeSeconds("cpu", 12.0, num_figures=10)
     monkeypatch.setattr(
-        "planner.profile.stopwatch.time", SimpleNamespace(perf_counter=lambda: getattr(bench, "total_s", 0.0))
+        "planner.profile.measure.time", SimpleNamespace(perf_counter=lambda: getattr(bench, "total_s", 0.0))
     )
     assert bench.microseconds(lambda: 1e-3) == pytest.approx(1000)
     assert bench.total_s == pytest.approx(1.2 * 0.9, rel=0.1), "a second, and what warms up before it"

@@ -11,9 +11,9 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import SMALL, plan_of
 
-from planner.probe.plan_side.eager import in_eager_torch, repriced
+from planner.probe.eager import in_eager_torch, repriced
 from planner.probe.result import ChunkSeconds
-from planner.probe.verdict.replay_stages import replayed_step_s
+from planner.probe.verdict.compare import replayed_step_s
 from planner.specs.model import ModelSpec
 
 MODEL = ModelSpec.model_validate(SMALL)

@@ -17,19 +17,21 @@ from torch_names import FILES, torch_names  # noqa: E402
 
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe import torch_build  # noqa: E402
-from planner.probe.model.attention_kernels import require_flash  # noqa: E402
+from planner.probe.launch.failure import failure_of  # noqa: E402
+from planner.probe.launch.process import StageWorker  # noqa: E402
+from planner.probe.model.attention import require_flash  # noqa: E402
 from planner.probe.probe import ProbeOptions, probe  # noqa: E402
+from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.worker.failure import failure_of  # noqa: E402
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.stage_worker import StageWorker  # noqa: E402
-from planner.probe.worker.worker import Worker  # noqa: E402
-from planner.profile.measure import tasks  # noqa: E402
+from planner.profile.measure import (  # noqa: E402
+    Stopwatch,
+    machine_of,
+    tasks,
+)
 from planner.profile.measure_links import Ranks, exchange_rows  # noqa: E402
-from planner.profile.shapes_to_measure import GPU  # noqa: E402
-from planner.profile.stopwatch import Stopwatch  # noqa: E402
-from planner.profile.this_machine import machine_of  # noqa: E402
+from planner.profile.record import GPU  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
 # torch 2.13 has new names for exchanges
@@ -133,7 +135,7 @@ def test_links_are_timed_over_rccl(on_mi300x: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_queues_are_as_many_as_channels_before_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from planner.probe.launch.devices import default_device
+    from planner.probe.torch_build import default_device
 
     for gpu, variable in ((MI300X, "GPU_MAX_HW_QUEUES"), (H200, "CUDA_DEVICE_MAX_CONNECTIONS")):
         with monkeypatch.context() as patch, fake_gpu(gpu, patch):
@@ -152,7 +154,7 @@ def test_queues_are_as_many_as_channels_before_a_gpu_is_asked_for(monkeypatch: p
 def test_attention_that_would_be_another_is_refused(
     model: Any, layout: Any, release: Any, message: str, on_mi300x: Any, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.probe.model.attention_kernels.torch_release", lambda: release)
+    monkeypatch.setattr("planner.probe.model.attention.torch_release", lambda: release)
     sizes = {"tp": 1, "pp": 1, "dp": 2, **layout}
     plan = plan_of(ModelSpec(**{**SMALL, **model}), 2, 32, 8, **sizes)
     with pytest.raises(ProbeError, match=message):

@@ -15,14 +15,14 @@ from small_plans import small_plan  # noqa: E402
 
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe.launch.launcher import launch  # noqa: E402
+from planner.probe.launch.process import rank_process  # noqa: E402
 from planner.probe.probe import ProbeOptions, probe  # noqa: E402
-from planner.probe.rank.shared_gpu import HostWires  # noqa: E402
+from planner.probe.rank import worker as worker_module  # noqa: E402
+from planner.probe.rank.pipeline import HostWires  # noqa: E402
+from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.torch_build import torch_release  # noqa: E402
-from planner.probe.worker import worker as worker_module  # noqa: E402
-from planner.probe.worker.files import RESULT_FILE, RUN_FILE  # noqa: E402
-from planner.probe.worker.process import rank_process  # noqa: E402
-from planner.probe.worker.worker import Worker  # noqa: E402
 
 
 def through_host(folder: Path, rank: int, local_rank: int) -> None:

@@ -10,9 +10,9 @@ from probes import probe_result, probe_run
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
-from planner.probe.plan_side.eager import in_eager_torch
+from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult
-from planner.probe.verdict.slowness import slowness
+from planner.probe.verdict.evidence import slowness
 from planner.search.rebalance import rebalance
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

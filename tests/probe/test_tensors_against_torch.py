@@ -13,10 +13,14 @@ from planner.layout.evaluate import evaluate  # noqa: E402
 from planner.layout.replan import reprice  # noqa: E402
 from planner.layout.tensors.explore import explore  # noqa: E402
 from planner.probe import torch_build  # noqa: E402
-from planner.probe.plan_side.eager import in_eager_torch  # noqa: E402
-from planner.probe.rehearse import count  # noqa: E402
-from planner.probe.rehearse.account import BytesAlive, allocated  # noqa: E402
-from planner.probe.rehearse.rehearse import stage_run  # noqa: E402
+from planner.probe.eager import in_eager_torch  # noqa: E402
+from planner.probe.rehearse import (  # noqa: E402
+    KEPT,
+    BytesAlive,
+    allocated,
+    count_stage,
+    stage_run,
+)
 from planner.specs.cluster import ClusterSpec  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
 from planner.specs.training import Parallelism, TrainingSpec  # noqa: E402
@@ -38,7 +42,7 @@ class SizesAlive(BytesAlive):
 
     def _see_peak(self, name: str, moment_bytes: int) -> None:
         if self.num_bytes + moment_bytes > self.peak_bytes:
-            self.kept = Counter(size for label, size in self._storages.values() if label == count.KEPT)
+            self.kept = Counter(size for label, size in self._storages.values() if label == KEPT)
         super()._see_peak(name, moment_bytes)
 
 
@@ -63,13 +67,13 @@ def test_kept_tensors_are_those_that_torch_holds(
         made.append(SizesAlive(*args))
         return made[-1]
 
-    monkeypatch.setattr(count, "BytesAlive", account)
+    monkeypatch.setattr("planner.probe.rehearse.BytesAlive", account)
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
     training = TrainingSpec(seq_length=2048, global_batch_size=8)
     plan = evaluate(model, cluster, training, Parallelism(**sizes), runtime="torch-eager")
     eager = in_eager_torch(plan)
     planned = explore(eager, eager.best, reprice(eager, eager.best), (stage,)).stages[0]
-    counted = count.count_stage(stage_run(plan, eager, stage), stage, "hopper")
+    counted = count_stage(stage_run(plan, eager, stage), stage, "hopper")
     assert counted.peak_bytes == pytest.approx(planned.peak_bytes, rel=0.01)
     kept = [tensor for tensor in planned.tensors if tensor.item == "activations"]
     ours, theirs = Counter(allocated(tensor.bytes) for tensor in kept), made[0].kept

@@ -1,6 +1,6 @@
 """Our modules take of torch what the oldest version that they run on has; what newer ones add is asked for first.
 
-`scripts/torch_names` wrote the names from a real torch 2.6.
+`tools/torch_names` wrote the names from a real torch 2.6.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch_names import FILES, PACKAGE, attributes, keywords, torch_names  # noq
 
 OLDEST = Path(__file__).with_name("torch_names.txt")
 NEWER = {
+    "probe/torch_build.py": {"all_gather_single", "reduce_scatter_single"},
     "probe/model/linear.py": {"_grouped_mm"},
-    "probe/rank/fully_sharded.py": {"set_gradient_divide_factor", "set_custom_all_gather", "ignored_params"},
-    "probe/rank/fully_sharded_alone.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
+    "probe/rank/gradients.py": {"set_gradient_divide_factor", "set_custom_all_gather", "ignored_params"},
+    "probe/rank/rank_alone.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
 }
 """Names and keywords of newer versions, which our files use where torch has them: `require_fully_shard` and
 `takes_groups` ask."""
@@ -65,7 +66,7 @@ def test_a_module_takes_no_name_that_the_oldest_torch_lacks(path: Path) -> None:
             try:
                 lookup(name)
             except KeyError:
-                pytest.fail(f"torch.{name} is newer than 2.6, or its module is not in scripts/torch_names")
+                pytest.fail(f"torch.{name} is newer than 2.6, or its module is not in tools/torch_names")
     for name, word in keywords(path):
         parameters = None if name.rpartition(".")[2] in newer else lookup(name)
         assert parameters is None or word in {*parameters, *newer}, f"torch.{name} has no {word}= in 2.6"

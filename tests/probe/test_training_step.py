@@ -13,10 +13,10 @@ import faulty  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from planner.probe.launch.launcher import launch  # noqa: E402
-from planner.probe.model.weights import local  # noqa: E402
-from planner.probe.rank.batches import synthetic_batch  # noqa: E402
-from planner.probe.rank.messages import message_of, needed_by  # noqa: E402
+from planner.probe.model.chunk import local  # noqa: E402
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
+from planner.probe.rank.training import synthetic_batch  # noqa: E402
+from planner.probe.run import message_of, needed_by  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -59,6 +59,15 @@ def test_nothing_is_left_of_a_rehearsal(name: str, pp_rank: int, make_run: Any) 
     (losses, weights), (expected_losses, expected_weights) = trained(True), trained(False)
     assert losses == expected_losses
     assert all(map(torch.equal, weights, expected_weights))
+
+
+def test_operands_of_a_stage_alone_stay_as_they_were_drawn(make_run: Any) -> None:
+    trainer = trainer_alone(make_run(("1f1b", 2, 1, 3), check=False), 0, "cpu")
+    before = [parameter.detach().clone() for flat in trainer.flat for parameter in flat.parameters]
+    norms = [trainer.step(step, lambda at: None)[1].gradient_norm for step in range(20)]
+    after = [parameter for flat in trainer.flat for parameter in flat.parameters]
+    assert max(float((a.detach() - b).abs().max()) for a, b in zip(after, before, strict=True)) < 1e-6
+    assert norms[-1] < 2 * norms[0], "ones through AdamW at 1e-3 made it a million times as large"
 
 
 def test_all_chunks_are_rehearsed_before_a_receive_is_under_way(make_run: Any) -> None:

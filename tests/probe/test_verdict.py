@@ -14,10 +14,10 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from small_plans import plan_of, small_plan
 
-from planner.probe.plan_side.gpu_run import ranks_run
-from planner.probe.plan_side.rank_grid import RankGrid
+from planner.probe.plan_runs import ranks_run
+from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions
-from planner.probe.result import MeasuredRun, OutOfMemory, ProbeResult, RankMemory, StepSeconds, TimedExchange
+from planner.probe.result import MeasuredRun, ProbedMemory, ProbeResult, RankOutOfMemory, StepSeconds, TimedExchange
 from planner.probe.verdict.compare import compare_data_parallel, compare_exchanges
 from planner.probe.verdict.judge import judge_ranks
 
@@ -25,7 +25,7 @@ from planner.probe.verdict.judge import judge_ranks
 def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> None:
     plan, grid = plan_of(load_model("8b"), 4, 8192, 64, pp=4), RankGrid(2, 1, 1, 1, 1)
     run, _, stages = ranks_run(plan, ProbeOptions(device="cuda"), 2)
-    memory = OutOfMemory(rank=1, stage=1, phase="warm-up", message="")
+    memory = RankOutOfMemory(rank=1, stage=1, phase="warm-up", message="")
     measured = MeasuredRun(run=run, ranks=(), out_of_memory=memory)
     result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, stages)
     assert result.predicted_bytes == plan.stages[3].memory.total_bytes != plan.stages[1].memory.total_bytes
@@ -34,7 +34,7 @@ def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> Non
 def compared_memory(plan: Plan, grid: RankGrid, stages: list[int]) -> tuple[ProbeResult, dict[Any, Any]]:
     """What ranks that hold just what the plan says of them are said to hold."""
     run, _, _ = ranks_run(plan, ProbeOptions(device="cuda"), grid.num_ranks)
-    memory = RankMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
+    memory = ProbedMemory(static_bytes=1, peak_allocated_bytes=1, peak_reserved_bytes=1, device_used_bytes=1)
     ran = probe_result(plan, lambda j: (1e-3, 2e-3), stages=range(grid.pp), mode="ranks", run=run, memory=memory)
     ranks = tuple(rank.model_copy(update={"steps": rank.steps * run.num_steps}) for rank in ran.ranks)
     result = judge_ranks(plan, ProbeOptions(device="cuda"), MeasuredRun(run=run, ranks=ranks), grid, stages)
@@ -87,7 +87,7 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     from planner.cli.probe_report import render
 
     plan = small_plan()
-    memory = RankMemory(static_bytes=1, peak_allocated_bytes=2, peak_reserved_bytes=3, device_used_bytes=4)
+    memory = ProbedMemory(static_bytes=1, peak_allocated_bytes=2, peak_reserved_bytes=3, device_used_bytes=4)
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1), memory=memory)
     step = StepSeconds(**{**ran.ranks[0].steps[0].model_dump(), "loss": loss})
     ranks = [rank.model_copy(update={"steps": (step,)}) for rank in ran.ranks]
@@ -110,7 +110,7 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
 def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     from planner.cli.output import show
     from planner.cli.probe_report import render
-    from planner.probe.verdict.trace import trace_events
+    from planner.probe.verdict.judge import trace_events
 
     plan = small_plan()
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from planner.layout.confidence import STEP_WIDTH
-from planner.profile.fitting import fit, number_at
-from planner.profile.kernel_problems import BenchNumbers, FitProblem
+from planner.profile.fitting import BenchNumbers, FitProblem, fit, number_at
 from planner.profile.probe_calibration import NEAR, TOGETHER
 from planner.profile.probed.doubt import NORMAL_80, TRANSFER_WIDTH, Doubt, doubt
 from planner.shape import FloatArray

@@ -11,26 +11,28 @@ import numpy as np
 import pytest
 
 from planner.physics.communication import collective_s
-from planner.profile.build_profile import known_profile, profile_of
-from planner.profile.fit_links import fitted_tier
-from planner.profile.kernel_problems import STREAMS
+from planner.profile.build_profile import fitted_tier, known_profile, profile_of
+from planner.profile.fitting import STREAMS, MeasuredTable
 from planner.profile.probe_calibration import chunk_costs
-from planner.profile.record import Machine, MeasuredRow, Record, sidecar
-from planner.profile.shapes_to_measure import CPU, GPU, QUICK, shapes_to_measure
-from planner.profile.tables import Table, read_table
+from planner.profile.record import CPU, GPU, QUICK, Machine, MeasuredRow, MeasurementRecord, shapes_to_measure, sidecar
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware
 from planner.specs.units import GIB
+from tools.calibrate.tables import read_table
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.probe.device_state import Monitor, state_of  # noqa: E402
-from planner.profile.measure import MeasurementTask, measure, tasks  # noqa: E402
+from planner.profile.measure import (  # noqa: E402
+    MeasurementTask,
+    Stopwatch,
+    machine_of,
+    measure,
+    stream_row,
+    tasks,
+)
 from planner.profile.measure_links import spawned_rows  # noqa: E402
-from planner.profile.stopwatch import Stopwatch  # noqa: E402
-from planner.profile.this_machine import machine_of  # noqa: E402
-from planner.profile.time_kernels import stream_row  # noqa: E402
 
 
 def machine(name: str = "NVIDIA H200", memory_gib: float = 139.8, num_sms: int = 132, **changes: Any) -> Machine:
@@ -41,8 +43,8 @@ def machine(name: str = "NVIDIA H200", memory_gib: float = 139.8, num_sms: int =
     return Machine.model_validate(fields | changes)
 
 
-def no_record(path: Path | None = None, **changes: Any) -> Record:
-    return Record(machine(**changes), False, "2026-01-01", path)
+def no_record(path: Path | None = None, **changes: Any) -> MeasurementRecord:
+    return MeasurementRecord(machine(**changes), False, "2026-01-01", path)
 
 
 def shipped_rows(name: str) -> list[MeasuredRow]:
@@ -56,7 +58,7 @@ def shipped_rows(name: str) -> list[MeasuredRow]:
 
 
 @pytest.fixture(scope="module")
-def h200() -> Record:
+def h200() -> MeasurementRecord:
     """An H200 as `plan profile` would have measured it: the shipped tables, stages at the shipped profile's seconds."""
     record, shipped = no_record(), load_hardware("h200")
     for name in ("stream", "gemm", "attention"):
@@ -72,7 +74,7 @@ def h200() -> Record:
     return record
 
 
-def test_the_shipped_tables_give_the_shipped_profile(h200: Record) -> None:
+def test_the_shipped_tables_give_the_shipped_profile(h200: MeasurementRecord) -> None:
     found, shipped = profile_of(h200).hardware, load_hardware("h200")
     assert (found.peak_tflops, found.hbm_gb_per_s, found.tiers) == (
         shipped.peak_tflops, shipped.hbm_gb_per_s, shipped.tiers
@@ -92,14 +94,14 @@ def test_the_shipped_tables_give_the_shipped_profile(h200: Record) -> None:
 
 
 @pytest.mark.thorough(0)
-def test_residuals_are_told_table_by_table(h200: Record) -> None:
+def test_residuals_are_told_table_by_table(h200: MeasurementRecord) -> None:
     residuals = dict(profile_of(h200).residuals)
     assert residuals["gemm forward"].num_rows == 503
     assert residuals["gemm forward"].median < 5
     assert {"stream norm", "attention cudnn backward", "stage forward", "stage optimizer"} <= residuals.keys()
 
 
-def test_a_device_without_a_data_sheet_is_measured_against_its_own_best(h200: Record) -> None:
+def test_a_device_without_a_data_sheet_is_measured_against_its_own_best(h200: MeasurementRecord) -> None:
     unknown = no_record(name="NVIDIA X9000", num_sms=100)
     unknown.measured.tables.update({k: v for k, v in h200.measured.tables.items() if k != "stage"})
     found = profile_of(unknown).hardware
@@ -110,7 +112,7 @@ def test_a_device_without_a_data_sheet_is_measured_against_its_own_best(h200: Re
     assert "Not measured" in found.tiers[0].source
 
 
-def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200: Record) -> None:
+def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200: MeasurementRecord) -> None:
     slow = no_record()
     slow.measured.tables.update({k: v for k, v in h200.measured.tables.items() if k != "stage"})
     slow.measured.tables["attention"] = [
@@ -127,6 +129,8 @@ def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200:
         ("NVIDIA H200", 139.8, 132, "h200-sxm-141gb"),
         ("NVIDIA H100 80GB HBM3", 79.1, 132, "h100-sxm-80gb"),
         ("NVIDIA H100 PCIe", 79.1, 114, None),
+        ("NVIDIA H100 NVL", 93.6, 132, None),
+        ("NVIDIA H200 NVL", 139.8, 132, None),
         ("NVIDIA A100-SXM4-80GB", 79.15, 108, "a100-sxm-80gb"),
         ("NVIDIA A100-SXM4-40GB", 39.4, 108, "a100-sxm-40gb"),
         ("NVIDIA A100 80GB PCIe", 79.15, 108, "a100-pcie-80gb"),
@@ -167,7 +171,7 @@ def test_amds_gpus_find_their_data_sheet(
 
 
 @pytest.mark.thorough(0)
-def test_a_profile_made_on_rocm_is_of_its_gpu_and_links(h200: Record) -> None:
+def test_a_profile_made_on_rocm_is_of_its_gpu_and_links(h200: MeasurementRecord) -> None:
     record = no_record(
         name="AMD Instinct MI300X", architecture="cdna3", memory_gib=191.98, num_sms=304, num_devices=8,
         software="torch 2.13.0+rocm7.0, ROCm 7.0",
@@ -188,7 +192,7 @@ def test_a_profile_made_on_rocm_is_of_its_gpu_and_links(h200: Record) -> None:
     assert "8 ranks" in xgmi.source
 
 
-def test_an_unknown_amd_node_has_links_between_pairs(h200: Record) -> None:
+def test_an_unknown_amd_node_has_links_between_pairs(h200: MeasurementRecord) -> None:
     record = no_record(name="AMD Instinct MI900X", architecture="cdna", num_devices=8)
     record.measured.tables.update({name: h200.measured.tables[name] for name in ("stream", "gemm")})
     switched = LinkTier(name="node", num_gpus=8, gb_per_s=280.0, latency_us=3.0, efficiency_fraction=1.0)
@@ -217,7 +221,7 @@ def exchanges(tier: LinkTier, sizes: tuple[int, ...], level: int, num_ranks: int
 def test_links_give_back_their_rate_and_latency(level: int) -> None:
     true = LinkTier(name="nvlink", gb_per_s=400.0, latency_us=7.0, efficiency_fraction=0.75)
     rows = exchanges(true, (2**20, 2**24, 2**28), level)
-    table = Table([{key: str(value) for key, value in row.items()} for row in rows])
+    table = MeasuredTable([{key: str(value) for key, value in row.items()} for row in rows])
     sheet = true.model_copy(update={"efficiency_fraction": 0.5, "latency_us": 1.0})
     found, errors = fitted_tier(sheet, table, innermost=level == 0, rated=True)
     assert (found.gb_per_s, found.efficiency_fraction) == (400.0, pytest.approx(0.75, rel=1e-6))
@@ -230,13 +234,13 @@ def test_links_give_back_their_rate_and_latency(level: int) -> None:
 def test_links_without_a_switch_give_back_their_share_of_what_joins_so_few() -> None:
     true = LinkTier(name="mesh", gb_per_s=420.0, latency_us=3.0, efficiency_fraction=0.7, link_gb_per_s=60.0)
     rows = exchanges(true, (2**20, 2**24, 2**28), 0, num_ranks=4)
-    table = Table([{key: str(value) for key, value in row.items()} for row in rows])
+    table = MeasuredTable([{key: str(value) for key, value in row.items()} for row in rows])
     found, _ = fitted_tier(true.model_copy(update={"efficiency_fraction": 0.5}), table, innermost=True, rated=True)
     assert (found.gb_per_s, found.efficiency_fraction) == (420.0, pytest.approx(0.7, rel=1e-6))
 
 
 @pytest.mark.thorough(0)
-def test_several_gpus_have_their_links_in_the_profile(h200: Record) -> None:
+def test_several_gpus_have_their_links_in_the_profile(h200: MeasurementRecord) -> None:
     both = no_record(num_devices=8)
     both.measured.tables.update(h200.measured.tables)
     nvlink = load_hardware("h200").tiers[0].model_copy(update={"efficiency_fraction": 0.6})
@@ -252,7 +256,7 @@ def quick_tasks() -> list[MeasurementTask]:
 
 
 def test_every_kernel_is_timed_on_the_cpu() -> None:
-    record = Record(machine_of("cpu"), True, "2026-01-01", None)
+    record = MeasurementRecord(machine_of("cpu"), True, "2026-01-01", None)
     assert measure(record, quick_tasks(), lambda: None) == []
     for row in record.measured.tables["gemm"]:
         assert all(float(row[f"{way}_us"] or 0) > 0 for way in ("forward", "dgrad", "wgrad"))
@@ -293,10 +297,10 @@ def test_what_was_interrupted_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
         return task._replace(measure=run)
 
-    record = Record(machine_of("cpu"), True, "2026-01-01", path)
+    record = MeasurementRecord(machine_of("cpu"), True, "2026-01-01", path)
     with pytest.raises(KeyboardInterrupt):
         measure(record, [counted(task, stop=number == 4) for number, task in enumerate(todo)], lambda: None)
-    again = Record(machine_of("cpu"), True, "2026-01-02", path)
+    again = MeasurementRecord(machine_of("cpu"), True, "2026-01-02", path)
     assert again.num_kept == 4
     assert again.measured.date == "2026-01-01"
     measure(again, [counted(task, stop=False) for task in todo], lambda: None)
@@ -312,7 +316,7 @@ def test_measurements_of_another_machine_or_grid_are_not_gone_on_with(tmp_path: 
     record.save()
     assert no_record(path, context_bytes=7).num_kept == 1
     assert no_record(path, name="NVIDIA H100").num_kept == 0
-    assert Record(machine(), True, "2026-01-01", path).num_kept == 0
+    assert MeasurementRecord(machine(), True, "2026-01-01", path).num_kept == 0
     path.write_text("{")
     assert no_record(path).num_kept == 0
 
@@ -332,7 +336,9 @@ def test_what_the_device_cannot_do_is_left_out_and_not_tried_again() -> None:
     assert len(seen) == 2
 
 
-def test_a_profile_says_how_sure_it_is_and_how_the_gpu_was(h200: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_says_how_sure_it_is_and_how_the_gpu_was(
+    h200: MeasurementRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record, asked = no_record(), list[str]()
     states = {"before": {"clock_mhz": 345.0}, "within": {"clock_mhz": 1455.0, "max_clock_mhz": 1980.0}, "after": {}}
     monitor = Monitor(lambda: {**states[asked[-1]], "power_limit_w": 500.0, "default_power_limit_w": 700.0})

@@ -15,20 +15,19 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
-from planner.probe.plan_side.eager import in_eager_torch
-from planner.probe.result import Condition, OutOfMemory, ProbeResult, RankMemory, TimedExchange
+from planner.probe.eager import in_eager_torch
+from planner.probe.result import Condition, ProbedMemory, ProbeResult, RankOutOfMemory, TimedExchange
 from planner.probe.verdict.compare import compared
-from planner.profile.probe_calibration import chunk_costs, from_probe
+from planner.profile.probe_calibration import chunk_costs, from_probe, host
 from planner.profile.probed.doubt import NORMAL_80
-from planner.profile.probed.memory import host
-from planner.profile.stage_problem import measured_model
-from planner.profile.tables import read_table
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GB, GIB
 from planner.trainers.calibration import Calibration
+from tools.calibrate.kernels import measured_model
+from tools.calibrate.tables import read_table
 
 KERNELS = ("gemm_factor", "attention_factor", "stream_factor")
 
@@ -261,7 +260,7 @@ def test_slow_links_are_no_slow_kernels() -> None:
 
 def test_memory_and_host_are_what_the_ranks_showed() -> None:
     plan = make_plan()
-    memory = RankMemory(
+    memory = ProbedMemory(
         static_bytes=GIB,
         peak_allocated_bytes=50 * GIB,
         peak_reserved_bytes=52 * GIB,
@@ -292,7 +291,7 @@ def test_without_a_gpu_no_memory_is_measured() -> None:
         ({"run": {"backend": "gloo"}}, "its messages went through the host"),
         ({"sleeps": True}, "slept instead of computing"),
         (
-            {"ranks": (), "out_of_memory": OutOfMemory(rank=0, stage=0, phase="build", message="")},
+            {"ranks": (), "out_of_memory": RankOutOfMemory(rank=0, stage=0, phase="build", message="")},
             "ran out of memory",
         ),
     ],
@@ -381,9 +380,9 @@ def test_a_link_faster_than_its_data_sheet_is_another_link_unless_its_switch_sum
     assert bool(reason) == (share.verdict == "refused")
 
 
-def memory_of(context_gib: float, fragmentation: float) -> RankMemory:
+def memory_of(context_gib: float, fragmentation: float) -> ProbedMemory:
     reserved = 50 * GIB * (1 + fragmentation)
-    return RankMemory(
+    return ProbedMemory(
         static_bytes=GIB,
         peak_allocated_bytes=50 * GIB,
         peak_reserved_bytes=round(reserved),
@@ -438,6 +437,6 @@ def test_a_cpu_is_evidence_of_a_cpu_and_a_gpu_is_not() -> None:
 
 
 def test_torch_is_not_needed_to_read_a_probe() -> None:
-    modules = "planner.profile.probe_calibration, planner.probe.verdict.slowness, planner.probe.verdict.compare"
+    modules = "planner.profile.probe_calibration, planner.probe.verdict.evidence, planner.probe.verdict.compare"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -374,7 +374,7 @@ def test_a_solver_that_always_fails_is_not_asked_for_ever(
 
 
 def test_judges_agree_on_random_nodes() -> None:
-    """A few of the nodes of scripts/cross_check_solver, which draws a thousand."""
+    """A few of the nodes of tools/cross_check_solver, which draws a thousand."""
     results = [judged(SMALL[seed % 3](seed), True, cbc_limit_s=2.0) for seed in range(36)]
     assert not [result.wrong for result in results if result.wrong]
     assert any(math.isinf(result.checked_s) for result in results)

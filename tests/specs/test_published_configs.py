@@ -1,6 +1,6 @@
 """config.json of every architecture as published: its parameters to the digit, and the layers that it is made of.
 
-`scripts/count_models` counts them anew with transformers.
+`tools/count_models` counts them anew with transformers.
 """
 
 from __future__ import annotations

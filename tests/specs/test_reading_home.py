@@ -38,20 +38,18 @@ JOB = "it runs in the user's job, without the planner, on files that the export 
 LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflation and values"
 
 EXCEPTIONS = {
-    "planner/doctor/gpus.py": "the tables that nvidia-smi and rocm-smi print",
-    "planner/doctor/installed.py": "metadata of our own package, as pip wrote it, and our pyproject.toml",
+    "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
     "planner/export/launch/node_check.py": JOB,
     "planner/export/launch/rank_trials.py": JOB,
     "planner/layout/runs.py": OWN,
     "planner/months/facts.py": OWN,
     "planner/profile/measure_links.py": WIRE,
-    "planner/profile/tables.py": OWN,
     "planner/report/small/view.py": OWN,
     "planner/specs/base.py": "our own sources, for the docstrings below fields",
     "planner/validate/rows.py": OWN,
     "planner/probe/device_state.py": "the table that nvidia-smi prints",
-    "planner/probe/launch/stages.py": WIRE,
-    "planner/probe/worker/handshake.py": WIRE,
+    "planner/probe/launch/joined.py": WIRE,
+    "planner/probe/rank/groups.py": WIRE,
     "planner/observe/lines.py": "logs, inflated a MiB at a time, up to a limit; no line is longer than 64 KiB",
     "planner/observe/traces/kineto.py": LARGE,
     "planner/observe/traces/source.py": "inflated up to a limit; an unpickler that knows no class, in bounded memory",

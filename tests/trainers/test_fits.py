@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import planner
-from planner.profile.coefficients import COEFFICIENTS
 from planner.specs.registry import hardware_names, load_hardware
 from planner.trainers.fits import shipped_fits
 from planner.trainers.load import load_runtime
 from planner.trainers.shipped import calibration_date
+from tools.calibrate.runs import COEFFICIENTS
 
 ROOT = Path(planner.__file__).parents[1]
 WIDTHS_OF_HF = ("step_width", "memory_width", "host_factor")
-"""The numbers that scripts/finetune_widths reads from published runs."""
+"""The numbers that tools/finetune_widths reads from published runs."""
 
 
 def part(of: Any, name: str) -> Any:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from planner.errors import SpecError
-from planner.profile.coefficients import COEFFICIENTS, Coefficient
 from planner.trainers import load
 from planner.trainers.load import RUNTIMES, load_runtime, since_of, sources_of, switches_of, versions_of
 from planner.trainers.rules.of_trainer import export_rules_for, rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import ROWWISE
+from tools.calibrate.runs import COEFFICIENTS, Coefficient
 
 DEFAULTS = RuntimeSpec(name="defaults")
 
@@ -39,7 +39,7 @@ def test_a_trainer_loads_and_its_numbers_have_sources(name: str) -> None:
 
 @pytest.mark.parametrize("coefficient", [c for c in COEFFICIENTS if c.of == "runtime" and c.feature is None])
 def test_a_fitted_number_names_the_coefficient_that_fits_it(coefficient: Coefficient) -> None:
-    """`scripts/calibrate runs` prints coefficients by name; that name leads to the lines of the files they stand in."""
+    """`tools/calibrate runs` prints coefficients by name; that name leads to the lines of the files they stand in."""
     for name in coefficient.names:
         assert f'"{coefficient.name}"' in sources_of(name)[coefficient.path]
     assert len({getattr(load_runtime(name), coefficient.path) for name in coefficient.names}) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from planner.cli import main
 from planner.layout.runs import parse_run
-from planner.validate.ablations import Ablation, Priced, gain_of, load_ablations, priced, scores, switch_of
+from planner.validate.choices import Ablation, PricedPair, gain_of, load_ablations, priced, scores, switch_of
 
 PAIRS = {pair.id: pair for pair in load_ablations()}
 
@@ -51,7 +51,7 @@ def test_a_gain_is_the_share_of_the_longer_step_whatever_the_unit() -> None:
 )
 def test_signs_agree_or_both_gains_are_noise(measured_on: float, predicted_on: float, right: bool) -> None:
     one = pair(measured={"off": 1.0, "on": measured_on, "unit": "s"})
-    assert Priced(one, 1.0, predicted_on).sign_right == right
+    assert PricedPair(one, 1.0, predicted_on).sign_right == right
 
 
 def test_pairs_are_named_by_what_differs() -> None:
@@ -64,7 +64,7 @@ def test_what_cannot_be_priced_is_counted_and_not_scored() -> None:
     broken = priced(PAIRS["ep-overlap-qwen3-235b-b200x64"].model_copy(update={"on": {"cpu_offload": True}}))
     assert broken.error is not None
     one = broken.pair
-    found = scores([broken, Priced(one, 2.0, 1.1)])[0]
+    found = scores([broken, PricedPair(one, 2.0, 1.1)])[0]
     assert (found.num_pairs, found.num_unsupported) == (1, 1)
     assert found.median_error == pytest.approx(abs(0.45 - one.measured.gain))
 
@@ -85,4 +85,4 @@ def test_the_command_lists_pairs_and_scores(capsys: pytest.CaptureFixture[str]) 
     told = json.loads(capsys.readouterr().out)
     assert {one["id"] for one in told["ablations"]} == set(PAIRS)
     assert told["ablation_scores"][-1]["sign_right"] >= 0.9
-    assert main(["validate", "--family", "ablations", "--plans"]) == 2
+    assert main(["validate", "--family", "ablations", "--regret"]) == 2

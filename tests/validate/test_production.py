@@ -7,9 +7,8 @@ import math
 import pytest
 
 from planner.months.facts import load_facts
-from planner.validate.production import Month, months_of, production, says_production
 from planner.validate.rows import PRODUCTION, load_rows
-from planner.validate.score import evaluate_rows
+from planner.validate.score import Month, evaluate_rows, months_of, production, says_production
 
 
 @pytest.fixture(scope="module", name="months")

@@ -9,7 +9,7 @@ import pytest
 from planner.cli import main
 from planner.report.labels import NINE_OF_TEN_LOSE
 from planner.validate import score as score_module
-from planner.validate.regret import regrets, spreads, sweeps
+from planner.validate.choices import regrets, spreads, sweeps
 from planner.validate.rows import load_rows
 from planner.validate.score import evaluate_rows, score
 

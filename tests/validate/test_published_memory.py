@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.validate.memory import Outcomes, load_memory_rows, memory_coverage, memory_outcomes
 from planner.validate.rows import load_rows
-from planner.validate.score import Scored, evaluate_rows
+from planner.validate.score import Outcomes, Scored, evaluate_rows, load_memory_rows, memory_coverage, memory_outcomes
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from planner.answer import PricedLayout
-from planner.validate.regret import PublishedSweep, regrets, spreads, sweeps
-from planner.validate.rows import Row, load_rows
+from planner.validate.choices import PublishedSweep, regrets, spreads, sweeps
+from planner.validate.rows import PublishedRun, load_rows
 from planner.validate.score import Scored, evaluate_rows
 
 
@@ -24,7 +24,7 @@ def run(name: str, tp: int, predicted_s: float, measured_s: float, **changed: ob
     assert isinstance(layout, PricedLayout)
     fields = dict(changed)
     job = {**row.run, "parallelism": {**row.run["parallelism"], "tp": tp}, **fields.pop("run", {})}  # type: ignore[dict-item]
-    told = Row.model_validate(
+    told = PublishedRun.model_validate(
         row.model_dump() | {"id": name, "run": job, "measured": {"step_s": measured_s}, "assumed": ()} | fields
     )
     step = layout.step.model_copy(update={"step_s": predicted_s})

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-
 from small_gpt.job import Layout
 
 

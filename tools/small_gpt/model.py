@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from small_gpt.job import Layout
+from torch import nn
 
 HIDDEN, HEADS, VOCABULARY = 128, 4, 512
 

@@ -6,7 +6,6 @@ import multiprocessing
 import shutil
 
 import torch.multiprocessing
-
 from small_gpt.job import Run
 from small_gpt.trainer import rank_main
 

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
-
 from small_gpt.groups import Groups
 from small_gpt.job import Run
 from small_gpt.log import TIMERS, Log
 from small_gpt.model import Block, Part, Tokens, loss_of
 from small_gpt.wrong import Wrong
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 
 @dataclass(slots=True)

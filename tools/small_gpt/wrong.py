@@ -9,10 +9,9 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
-
 from small_gpt.job import Run
 from small_gpt.model import HIDDEN
+from torch import nn
 
 SO_MAX_PACING_RATE = 47
 """Linux' option of a socket: the most bytes per second that it sends; Python has no name for it."""

@@ -12,15 +12,21 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from planner.errors import ProbeError
-from planner.probe.launch.folders import run_folder, write_run
-from planner.probe.launch.interrupts import signals_end_as_ctrl_c, start_process_server
-from planner.probe.result import Failure, MeasuredRun, RankResult
+from planner.probe.launch.failure import CONSEQUENCES, DISK_HINT, EXIT_FAILED, hint_of, out_of_memory_result
+from planner.probe.launch.process import rank_process
+from planner.probe.launch.run_folder import run_folder, signals_end_as_ctrl_c, start_process_server, write_run
+from planner.probe.rank.status import (
+    FAILURE_FILE,
+    RESULT_FILE,
+    SILENT_HINT,
+    STACK_FILE,
+    STATUS_FILE,
+    Progress,
+    hanging_rank,
+    read_status,
+)
+from planner.probe.result import MeasuredRun, RankFailure, RankResult
 from planner.probe.run import ProbeRun
-from planner.probe.worker.failure import EXIT_FAILED, out_of_memory_result
-from planner.probe.worker.failure_kinds import CONSEQUENCES, DISK_HINT, hint_of
-from planner.probe.worker.files import FAILURE_FILE, RESULT_FILE, STACK_FILE, STATUS_FILE
-from planner.probe.worker.process import rank_process
-from planner.probe.worker.status import SILENT_HINT, Progress, hanging_rank, read_status
 
 POLL_S = 0.02
 GRACE_S = 1.0
@@ -29,7 +35,7 @@ STOPPED_S = 10.0
 """Seconds that a process may take to end."""
 Child = Callable[[Path, int, int], None]
 """The function that a process runs, called with (folder, global rank, number on this machine)."""
-_PRELOAD = ["planner.probe.worker.process", "planner.probe.worker.stage_worker"]
+_PRELOAD = ["planner.probe.launch.process"]
 
 
 def launch(run: ProbeRun, child: Child = rank_process, ranks: Sequence[int] = ()) -> MeasuredRun:
@@ -163,13 +169,13 @@ class _StartedRanks:
         """Pairs of a rank and the exit code of its process; 0 where the process still runs."""
         return [(rank, started.exitcode or 0) for rank, started in zip(self.ranks, self.processes, strict=True)]
 
-    def _failures(self) -> list[Failure]:
+    def _failures(self) -> list[RankFailure]:
         """The records of failed ranks, causes before consequences."""
         failures = []
         for rank in self.ranks:
             path = self.folder / FAILURE_FILE.format(rank)
             if path.exists():
-                failures.append(Failure.model_validate_json(path.read_text()))
+                failures.append(RankFailure.model_validate_json(path.read_text()))
         return sorted(failures, key=lambda failure: (_consequence(failure), failure.time_s))
 
     def _name(self, rank: int) -> str:
@@ -184,7 +190,7 @@ class _StartedRanks:
                 started.join(STOPPED_S)
 
 
-def _consequence(failure: Failure) -> int:
+def _consequence(failure: RankFailure) -> int:
     """How likely a failure is the consequence of another rank's: 0 for a cause of its own."""
     return 1 + CONSEQUENCES.index(failure.kind) if failure.kind in CONSEQUENCES else 0
 

@@ -1,27 +1,333 @@
-"""Attention of a decoder layer in eager torch: grouped-query, or through low-rank latents (MLA)."""
+"""Attention of a decoder layer in eager torch: grouped-query, or through low-rank latents (MLA).
+
+It runs in torch's own kernels, in the flash kernel called directly (windows, sinks), or over the keys and values of all
+context-parallel ranks, which are gathered (Llama 3, arXiv:2407.21783 §3.3.2).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.probe.model.attention_kernels import takes_flash
-from planner.probe.model.attention_tables import AttentionTables, rotate
-from planner.probe.model.context_attention import ContextAttention, FlashAttention
-from planner.probe.model.linear import Linear
-from planner.probe.model.marks import mark_shard
-from planner.probe.model.norm import Norm
-from planner.probe.model.peer_functions import Enter
-from planner.probe.model.peers import TensorPeers, apply
-from planner.probe.model.surroundings import Surroundings, recomputable
-from planner.probe.torch_build import on_gpu, this_build
+from planner.errors import ProbeError
+from planner.probe.model.linear import Linear, Norm
+from planner.probe.model.peers import (
+    Enter,
+    Surroundings,
+    TensorPeers,
+    apply,
+    chunk_ends,
+    gather,
+    mark_shard,
+    recomputable,
+    scatter,
+    shard,
+    to_fp32,
+)
+from planner.probe.run import Device
+from planner.probe.torch_build import on_gpu, this_build, torch_release
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
 from planner.trainers.torch_attention import calls_flash, window_of
+
+
+def takes_flash(x: Tensor) -> bool:
+    """True if flash attention runs on x's device and dtype. The kernel takes windows and sinks, but no masks."""
+    return on_gpu(x) and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def require_flash(model: ModelSpec, cp: int, device: Device, hint: str) -> None:
+    """Raise ProbeError where this build's flash attention computes something else than the model's attention over
+    sequences split into `cp`."""
+    build = this_build()
+    if device == "cpu":
+        return
+    if cp > 1 and not build.aligns_to_last_key:
+        raise ProbeError(f"flash attention of torch {torch.__version__} takes no sequences split over cp {cp}", hint)
+    if (model.sliding_window or model.attention_sinks) and torch_release() < build.windows_since:
+        raise ProbeError(f"flash attention of torch {torch.__version__} takes no windows and sinks", hint)
+
+
+class Visibility(NamedTuple):
+    """The keys that each query sees: mask, window and sinks of a whole sequence, as `core_attention` takes them."""
+
+    mask: Tensor | None
+    window: int
+    sinks: Tensor | None
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and random state of the flash kernel, whose causal mask is aligned to the last key.
+
+    A sink is one more key of no value: it takes its share of the softmax from all others.
+    """
+    out, lse, state, unused, _ = _kernel(
+        *(x.transpose(0, 1) for x in (q, k, _widened(v, q))), None, None, q.shape[0], k.shape[0], 0.0, True, False,
+        **_window(rules),
+    )  # fmt: skip
+    out = out.transpose(0, 1)
+    if v.shape[-1] < q.shape[-1]:
+        out = out[..., : v.shape[-1]].contiguous()  # a view would keep the padding until the backward
+    if rules.sinks is not None:
+        lse_with_sinks = torch.logaddexp(lse, to_fp32(rules.sinks).view(-1, 1))
+        out, lse = out * (lse - lse_with_sinks).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype), lse_with_sinks
+    return out, lse, state, unused
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Visibility, saved: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and sinks by the flash kernel's own backward. It is right with sinks too, because it starts
+    from the output and the log-sum-exp that it is given."""
+    lse, state, unused = saved
+    dsinks = (
+        None if rules.sinks is None else _sinks_grad(rules.sinks, lse, to_fp32(grad * out).sum(-1).permute(1, 2, 0))
+    )
+    grad, out, padded = (_widened(x, q) for x in (grad, out, v))
+    grads = _kernel_backward(
+        *(x.transpose(0, 1) for x in (grad, q, k, padded, out)), lse, None, None, q.shape[0], k.shape[0], 0.0, True,
+        state, unused, **_window(rules),
+    )  # fmt: skip
+    dq, dk, dv = (x.transpose(0, 1) for x in grads)
+    return dq, dk, dv[..., : v.shape[-1]], dsinks
+
+
+def _kernel(*arguments: Any, **options: Any) -> Any:
+    return torch.ops.aten._flash_attention_forward(*arguments, **options)
+
+
+def _kernel_backward(*arguments: Any, **options: Any) -> Any:
+    return torch.ops.aten._flash_attention_backward(*arguments, **options)
+
+
+def _sinks_grad(sinks: Tensor, lse: Tensor, row_sums: Tensor) -> Tensor:
+    """Gradient of the sinks' logits: each sink took its share of rowsum(dO ∘ O) [batch, heads, queries]."""
+    shares = (to_fp32(sinks).view(-1, 1) - lse).exp()
+    return -(shares * row_sums).sum((0, 2)).to(sinks.dtype)
+
+
+def _widened(x: Tensor, q: Tensor) -> Tensor:
+    """x padded with zeros to the head dimension of q; x itself where it is as wide (padding by nothing would copy)."""
+    missing = q.shape[-1] - x.shape[-1]
+    return functional.pad(x, (0, missing)) if missing else x
+
+
+def _window(rules: Visibility) -> dict[str, int]:
+    return {"window_size_left": rules.window - 1, "window_size_right": 0} if rules.window else {}
+
+
+def plain_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[Tensor, ...]:
+    """Output and log-sum-exp [batch, heads, queries], written out in torch operations."""
+    scores = _scores(q, k, rules)
+    sums = scores
+    if rules.sinks is not None:
+        sums = torch.cat((scores, rules.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    lse = sums.logsumexp(dim=-1)
+    probabilities = (scores - lse.unsqueeze(-1)).exp().to(q.dtype)
+    return torch.einsum("bhqk,kbhd->qbhd", probabilities, _per_head(v, q)), lse
+
+
+def plain_backward(
+    grad: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, rules: Visibility, saved: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and sinks (FlashAttention, arXiv:2205.14135 appendix B.4): P ∘ (dO·Vᵀ − rowsum(dO ∘ O))."""
+    (lse,) = saved
+    probabilities = (_scores(q, k, rules) - lse.unsqueeze(-1)).exp()
+    row_sums = to_fp32(grad * out).sum(-1).permute(1, 2, 0)
+    inner = torch.einsum("qbhd,kbhd->bhqk", to_fp32(grad), to_fp32(_per_head(v, q)))
+    scores_grad = (probabilities * (inner - row_sums.unsqueeze(-1)) / math.sqrt(q.shape[-1])).to(q.dtype)
+    dq = torch.einsum("bhqk,kbhd->qbhd", scores_grad, _per_head(k, q))
+    dk = torch.einsum("bhqk,qbhd->kbhd", scores_grad, q)
+    dv = torch.einsum("bhqk,qbhd->kbhd", probabilities.to(q.dtype), grad)
+    dsinks = None if rules.sinks is None else _sinks_grad(rules.sinks, lse, row_sums)
+    per_group = (*k.shape[:3], -1)
+    return dq, dk.view(*per_group, k.shape[3]).sum(3), dv.view(*per_group, v.shape[3]).sum(3), dsinks
+
+
+def _scores(q: Tensor, k: Tensor, rules: Visibility) -> Tensor:
+    """q·kᵀ/√dim [batch, heads, queries, keys], −∞ where a query does not see a key; the last query has the last key."""
+    scores = torch.einsum("qbhd,kbhd->bhqk", to_fp32(q), to_fp32(_per_head(k, q))) / math.sqrt(q.shape[-1])
+    last = k.shape[0]
+    if rules.mask is not None:
+        return scores + rules.mask[..., last - q.shape[0] : last, :last]
+    unseen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(last - q.shape[0] + 1)
+    return scores.masked_fill(unseen, -math.inf)
+
+
+def _per_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, repeated for each query head of their group."""
+    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+
+
+KERNELS = {
+    "_flash_attention_forward": "flash",
+    "_scaled_dot_product_flash_attention": "flash",
+    "_cudnn_attention_forward": "cudnn",
+    "_scaled_dot_product_cudnn_attention": "cudnn",
+    "_efficient_attention_forward": "efficient",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_scaled_dot_product_fused_attention_overrideable": "other",
+    # attention written out, the last resort: nothing else calls this softmax
+    "_safe_softmax": "math",
+}
+"""Our names of torch's operators; profiles have numbers of flash and cudnn alone."""
+WITH_A_MASK = " with a mask"
+TAKES_MASKS = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention")
+"""Operators whose fourth argument is a mask, or None."""
+
+
+class KernelsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down the kernels of attention that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names: set[str] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._names))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = func.overloadpacket.__name__
+        if operator in KERNELS:
+            is_masked = operator in TAKES_MASKS and args[3] is not None
+            self._names.add(KERNELS[operator] + (WITH_A_MASK if is_masked else ""))
+        return func(*args, **(kwargs or {}))
+
+
+ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTables:
+    """Constants that all layers of a stage share: rotary angles [seq/cp, 1, 1, dim/2], masks of whole
+    sequences [(1, heads,) seq, seq]."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    window_mask: Tensor | None
+    alibi: Tensor | None
+
+    @classmethod
+    def of(cls, model: ModelSpec, seq_length: int, around: Surroundings, like: Tensor) -> AttentionTables:
+        """The tables of one sequence length, in the dtype and on the device of `like`."""
+        cos = sin = alibi = None
+        positions = torch.arange(seq_length, dtype=torch.float32)
+        if model.position_embedding == "rope":
+            dim = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
+            frequencies = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+            angles = torch.outer(positions, frequencies)[:, None, None, :]
+            cos, sin = (shard(table, around.cp).to(like) for table in (angles.cos(), angles.sin()))
+        if model.position_embedding == "alibi":
+            alibi = _alibi(model, positions, around.tp).to(like)[None]
+        return cls(cos, sin, _window_mask(model, positions, like), alibi)
+
+
+def _window_mask(model: ModelSpec, positions: Tensor, like: Tensor) -> Tensor | None:
+    """[seq, seq], for windows that no kernel takes and for chunks shorter than the sequence."""
+    if model.attention_chunk_size is not None and model.attention_chunk_size < len(positions):
+        chunks = positions // model.attention_chunk_size
+        near = chunks[:, None] == chunks
+    elif model.sliding_window is not None and not takes_flash(like):
+        near = positions[:, None] - positions < model.sliding_window
+    else:
+        return None
+    return torch.where((positions[:, None] >= positions) & near, 0.0, -math.inf).to(like)
+
+
+def _alibi(model: ModelSpec, positions: Tensor, tp: TensorPeers) -> Tensor:
+    """[heads, seq, seq]"""
+    heads, distance = model.num_attention_heads, positions[:, None] - positions
+    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
+    slopes = slopes.chunk(tp.size)[tp.rank]
+    return torch.where(distance >= 0, -distance * slopes[:, None, None], -math.inf)
+
+
+def rotate(x: Tensor, tables: AttentionTables) -> Tensor:
+    """Rotary embedding of x [seq, batch, heads, dim]: chunk, multiply, add, concatenate."""
+    if tables.cos is None or tables.sin is None:
+        return x
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * tables.cos - second * tables.sin, second * tables.cos + first * tables.sin), dim=-1)
+
+
+class ContextAttention(torch.autograd.Function):
+    """Causal attention of this rank's queries [seq/cp, batch, heads, dim] over the keys and values of all ranks.
+
+    Keys and values come as this rank's, and are kept as such: the others' are gathered again in backward. Returns
+    [seq/cp, batch, heads, v dim].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        window: int,
+        sinks: Tensor | None,
+        cp: TensorPeers,
+    ) -> Tensor:
+        ctx.mask, ctx.window, ctx.cp = mask, window, cp
+        ctx.flash = takes_flash(q) and mask is None
+        keys, values, rules = gather(k, cp), gather(v, cp), Visibility(mask, window, sinks)
+        outs, saved = [], []
+        for part, end in zip(q.chunk(2), chunk_ends(q, cp), strict=True):
+            attend = flash_forward if ctx.flash else plain_forward
+            out, *kernel_state = attend(part, keys[:end], values[:end], rules)
+            outs.append(out)
+            saved += kernel_state
+        output = torch.cat(outs)
+        ctx.save_for_backward(q, k, v, sinks, output, *saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, *saved = ctx.saved_tensors
+        keys, values, rules = gather(k, ctx.cp), gather(v, ctx.cp), Visibility(ctx.mask, ctx.window, sinks)
+        keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
+        sinks_grad = None if sinks is None else torch.zeros_like(sinks)
+        q_grads, half = [], len(saved) // 2
+        backward = flash_backward if ctx.flash else plain_backward
+        for number, end in enumerate(chunk_ends(q, ctx.cp)):
+            dout, part, part_out = (x.chunk(2)[number] for x in (grad.contiguous(), q, out))
+            kernel_state = saved[number * half : (number + 1) * half]
+            dq, dk, dv, dsinks = backward(dout, part, part_out, keys[:end], values[:end], rules, kernel_state)
+            q_grads.append(dq)
+            keys_grad[:end].add_(dk)  # with += Python would copy the sum onto itself
+            values_grad[:end].add_(dv)
+            if sinks_grad is not None and dsinks is not None:
+                sinks_grad += dsinks
+        k_grad, v_grad = scatter(keys_grad, ctx.cp), scatter(values_grad, ctx.cp)
+        return torch.cat(q_grads), k_grad, v_grad, None, None, sinks_grad, None
+
+
+class FlashAttention(torch.autograd.Function):
+    """Causal attention of q [seq, batch, heads, dim] over k and v by the flash kernel itself: windows, learned sinks.
+
+    Returns [seq, batch, heads, v dim].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
+        out, *saved = flash_forward(q, k, v, Visibility(None, window, sinks))
+        ctx.window = window
+        ctx.save_for_backward(q, k, v, sinks, out, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, *saved = ctx.saved_tensors
+        dq, dk, dv, dsinks = flash_backward(grad, q, out, k, v, Visibility(None, ctx.window, sinks), saved)
+        return dq, dk, dv, None, dsinks
 
 
 def core_attention(

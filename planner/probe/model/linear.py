@@ -1,4 +1,4 @@
-"""Linear layers sharded over tensor-parallel peers, whose backward keeps input and weight gradient apart."""
+"""Linear layers sharded over tensor-parallel peers, whose backward keeps input and weight gradient apart; and norms."""
 
 from __future__ import annotations
 
@@ -9,11 +9,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.probe.model.marks import mark_partial, mark_shard
-from planner.probe.model.peer_functions import Leave
-from planner.probe.model.peers import apply
-from planner.probe.model.surroundings import Surroundings
+from planner.probe.model.peers import Leave, Surroundings, apply, mark_partial, mark_shard
 from planner.probe.torch_build import on_gpu, this_build
+from planner.specs.model import ModelSpec
+
+NORM_EPSILON = 1e-5
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension, as the model has it."""
+
+    def __init__(self, width: int, model: ModelSpec, per_head: bool = False) -> None:
+        super().__init__()
+        self.rms = per_head or model.norm == "rmsnorm"
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if model.has_norm_bias and not self.rms else None
+        mark_partial(self.weight, always=per_head)
+        mark_partial(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = tuple(self.weight.shape)
+        if self.rms:
+            return functional.rms_norm(x, shape, self.weight, NORM_EPSILON)
+        return functional.layer_norm(x, shape, self.weight, self.bias, NORM_EPSILON)
+
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32) if hasattr(torch, "_grouped_mm") else ()
 """Dtypes that torch's grouped GEMM takes on the CPU; on a GPU it takes bf16, where the build has it. Everything else is

@@ -1,19 +1,44 @@
-"""The peers with which a rank exchanges tensors inside a layer: none, a process group, or peers emulated on its device.
+"""The ranks with which a module exchanges tensors, and what all modules of a stage share.
 
-Activations are [seq, batch, hidden]; sequence parallelism shards their first dimension.
+Peers are none, a process group, or emulated on the device. Activations are [seq, batch, hidden]; sequence parallelism
+shards their first dimension. Of the 2·cp equal chunks of a sequence rank r of cp holds chunks r and 2·cp − 1 − r, so
+that causal attention is the same work on every rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from planner.probe.torch_build import on_gpu
+from planner.probe.torch_build import gather_whole, on_gpu, scatter_sum
+
+
+def mark_shard(parameter: Tensor | None, dim: int, sections: tuple[tuple[int, int], ...]) -> None:
+    """Mark how a parameter is cut out of the whole one: each section along `dim`, of (whole, local) width, by
+    itself."""
+    if parameter is not None:
+        parameter.shard = (dim, sections)  # type: ignore[attr-defined]
+
+
+def mark_partial(parameter: Tensor | None, always: bool = False) -> None:
+    """Mark a parameter whose gradient is the sum over tensor-parallel ranks, because each of them sees only a part of
+    the input: a shard of the sequence under sequence parallelism, or (`always`) some of the heads."""
+    if parameter is not None:
+        parameter.partial = "always" if always else "sequence"  # type: ignore[attr-defined]
+
+
+def mark_replica(parameter: Tensor, name: str) -> None:
+    """Mark a parameter that other ranks (or chunks) hold too, under this name, and that must stay equal on all of
+    them."""
+    parameter.replica = name  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -79,14 +104,14 @@ class GroupPeers(TensorPeers):
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
+        gather_whole(gathered, x.contiguous(), self.group)
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         if not on_gpu(x):  # gloo has no reduce-scatter in every torch this runs on
             return self.all_reduce(x).chunk(self.size)[self.rank].clone()
         shard = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        dist.reduce_scatter_tensor(shard, x.contiguous(), group=self.group)
+        scatter_sum(shard, x.contiguous(), self.group)
         return shard
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -177,3 +202,147 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """`function.apply(*arguments)`, typed."""
     result: Tensor = cast(Any, function).apply(*arguments)
     return result
+
+
+class Enter(torch.autograd.Function):
+    """Bring a sequence shard to all tensor-parallel ranks; its gradient is summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: TensorPeers) -> Tensor:
+        ctx.peers = peers
+        return peers.enter(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.enter_grad(grad), None
+
+
+class Leave(torch.autograd.Function):
+    """Sum the tensor-parallel ranks' parts and shard the sequence again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, peers: TensorPeers) -> Tensor:
+        ctx.peers = peers
+        return peers.leave(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.leave_grad(grad.contiguous()), None
+
+
+class LeaveByView(torch.autograd.Function):
+    """Sum the tensor-parallel ranks' parts; the sequence shard is a view of the sum and keeps all of it alive."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, peers: TensorPeers) -> Tensor:
+        ctx.peers = peers
+        return peers.all_reduce(y).chunk(peers.size)[peers.rank]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.all_gather(grad.contiguous()), None
+
+
+class HiddenToSequence(torch.autograd.Function):
+    """[seq, batch, hidden/tp] → [seq/tp, batch, hidden]; without sequence parallelism → [seq, batch, hidden]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: TensorPeers) -> Tensor:
+        ctx.peers = peers
+        whole = peers.all_gather(x.movedim(-1, 0).contiguous()).movedim(0, -1)
+        return (whole.chunk(peers.size)[peers.rank] if peers.sequence_parallel else whole).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        peers = ctx.peers
+        whole = peers.all_gather(grad.contiguous()) if peers.sequence_parallel else grad
+        return whole.chunk(peers.size, dim=-1)[peers.rank].contiguous(), None
+
+
+class ExpertAllToAll(torch.autograd.Function):
+    """All-to-all of rows; the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, peers: ExpertPeers, sent: list[int], received: list[int]) -> Tensor:
+        ctx.peers, ctx.sent, ctx.received = peers, sent, received
+        return peers.exchange(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.peers.exchange(grad, ctx.received, ctx.sent), None, None, None
+
+
+def shard(sequence: Tensor, cp: TensorPeers) -> Tensor:
+    """This rank's two chunks, side by side, of a tensor that has a row for each token of a sequence."""
+    if cp.size == 1:
+        return sequence
+    chunks = sequence.chunk(2 * cp.size)
+    return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]))
+
+
+def gather(x: Tensor, cp: TensorPeers) -> Tensor:
+    """The rows of all ranks in the sequence's order: [seq/cp, …] → [seq, …]."""
+    chunks = cp.all_gather(x).chunk(2 * cp.size)
+    return torch.cat((*chunks[::2], *chunks[:0:-2]))
+
+
+def scatter(x: Tensor, cp: TensorPeers) -> Tensor:
+    """This rank's rows of the sum over all ranks: [seq, …] → [seq/cp, …]."""
+    chunks = x.chunk(2 * cp.size)
+    pairs = zip(chunks[: cp.size], reversed(chunks), strict=False)
+    return cp.reduce_scatter(torch.cat([chunk for pair in pairs for chunk in pair]))
+
+
+def chunk_ends(q: Tensor, cp: TensorPeers) -> Iterator[int]:
+    """The positions in the sequence at which this rank's two chunks end."""
+    chunk = q.shape[0] // 2
+    yield (cp.rank + 1) * chunk
+    yield (2 * cp.size - cp.rank) * chunk
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """The values that all modules of a stage share: peers, modules to recompute, and the list of postponed weight
+    gradients."""
+
+    tp: TensorPeers = field(default_factory=TensorPeers)
+    ep: ExpertPeers = field(default_factory=ExpertPeers)
+    cp: TensorPeers = field(default_factory=TensorPeers)
+    """The ranks over which each sequence is split."""
+    balanced_routing: bool = False
+    """Every expert gets the same number of rows, whatever the router says."""
+    recomputed: frozenset[str] = frozenset()
+    """Modules of a layer that are recomputed in backward: core_attn, mlp, moe, shared_experts."""
+    postponed: list[Callable[[], None]] | None = None
+    """The list that collects a backward's weight-gradient products when a schedule splits them off; None: they run at
+    once."""
+
+    def weight_gradient(self, weight: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+        """The gradient of `weight`, or None after its computation was put on the list of postponed ones."""
+        if self.postponed is None:
+            return product()
+        self.postponed.append(lambda: accumulate(weight, product()))
+        return None
+
+
+def recomputable(name: str, function: Callable[..., Tensor], around: Surroundings) -> Callable[..., Tensor]:
+    """`function` itself, or a version that is recomputed in backward if `name` is among the modules to recompute."""
+    if name not in around.recomputed:
+        return function
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+
+
+def to_fp32(x: Tensor) -> Tensor:
+    """x in at least fp32: runs in fp64 stay exact."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def accumulate(parameter: Tensor, grad: Tensor) -> None:
+    """Add a gradient to the parameter's main_grad where it has one, else to its grad."""
+    main: Any = getattr(parameter, "main_grad", None)
+    if main is not None:
+        main.add_(grad)
+    elif parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)

@@ -1,24 +1,66 @@
-"""The process groups of a rank: the ranks with which it shares layers, gradients, parameters, and messages."""
+"""How ranks come together: a handshake before anything connects them, then the process groups of a rank.
+
+In the handshake they exchange versions and devices, and a mismatch is named. The groups are the ranks with which a rank
+shares layers, gradients, parameters, and messages.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from datetime import timedelta
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, TensorPeers
-from planner.probe.model.surroundings import Surroundings
+from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surroundings, TensorPeers
 from planner.probe.rank.gradients import Sharding
-from planner.probe.rank.messages import traffic
-from planner.probe.run import Place, ProbeRun
+from planner.probe.run import Place, ProbeRun, traffic
+
+AGREED = "agreed"
+
+
+class Identity(NamedTuple):
+    """The properties of a rank that others must share (torch's version) or must not share (the device)."""
+
+    torch_version: str
+    host: str
+    device: str
+    """The unique id of the GPU; empty on a CPU."""
+
+
+def require_agreement(store: Any, rank: int, world_size: int, identity: Identity) -> None:
+    """Raise RuntimeError on every rank if two ranks do not fit together. The ranks compare through the store, because
+    NCCL would fail or hang."""
+    store.set(f"rank {rank}", json.dumps(identity))
+    if rank == 0:
+        everyone = [Identity(*json.loads(store.get(f"rank {other}"))) for other in range(world_size)]
+        store.set("verdict", disagreement(everyone) or AGREED)
+    verdict = store.get("verdict").decode()
+    if verdict != AGREED:
+        raise RuntimeError(verdict)
+
+
+def disagreement(everyone: Sequence[Identity]) -> str | None:
+    """The first mismatch in words: different versions of torch, or two ranks on one GPU (NCCL refuses that); else
+    None."""
+    devices: dict[tuple[str, str], int] = {}
+    for rank, (version, host, device) in enumerate(everyone):
+        if version != everyone[0].torch_version:
+            return f"rank {rank} on {host} runs torch {version}, rank 0 runs torch {everyone[0].torch_version}"
+        if device and (host, device) in devices:
+            return f"ranks {devices[host, device]} and {rank} share one GPU ({device} of {host})"
+        devices[host, device] = rank
+    return None
 
 
 class RankGroups:
     """The process groups of one rank. Every rank creates all groups of all ranks, because torch requires it."""
 
-    def __init__(self, run: ProbeRun, rank: int) -> None:
+    def __init__(self, run: ProbeRun, rank: int, timeout: timedelta | None = None) -> None:
         self.run, self.rank, self.place = run, rank, run.place(rank)
-        groups = {key: dist.new_group(list(key[1])) for key in group_keys(run)}
+        groups = {key: dist.new_group(list(key[1]), timeout=timeout) for key in group_keys(run)}
         self.mine = {key: group for key, group in groups.items() if rank in key[1]}
         self.around = Surroundings(
             tp=self._tensor_peers(),

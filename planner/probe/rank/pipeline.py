@@ -1,22 +1,172 @@
-"""Runs one rank's action list on real tensors: receives, computes, sends, and records when it did what."""
+"""One rank's action list on real tensors: it receives, computes, sends, and records when it did what.
+
+There is a channel for each ordered pair of pipeline ranks, used in the order of the sender's actions. Both ends derive
+that order from the action lists, so that sends need no tags and never wait for each other: a send returns at once, and
+a receiver keeps the next expected message of each sender under way while it computes.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from planner.probe.model.attention_tables import AttentionTables
+from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk
-from planner.probe.model.surroundings import Surroundings
-from planner.probe.rank.clock import Clock, StepRecord
-from planner.probe.rank.messages import message_of, needed_by
-from planner.probe.rank.wires import Wires
-from planner.probe.run import SleepSeconds
+from planner.probe.model.peers import Surroundings
+from planner.probe.rank.clock import RankClock, StepRecord
+from planner.probe.run import Message, SleepSeconds, message_of, needed_by, traffic
 from planner.schedule.actions import Action, Schedule
+
+
+class Wires:
+    """The exchanges of a rank without neighbours. It can send messages to its own stages; a message from elsewhere is
+    an error."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Message, Tensor] = {}
+
+    def begin(self) -> None:
+        """A new step."""
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        self.kept[message] = tensor
+
+    def receive(self, message: Message) -> Tensor:
+        return self.kept.pop(message)
+
+    def finish(self) -> None:
+        """Wait until all messages of the step have been sent."""
+
+
+class EmulatedWires(Wires):
+    """Emulated neighbours: received tensors are made on the device, and tensors sent to other ranks are dropped."""
+
+    def __init__(self, stages: tuple[int, ...], make: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self.stages, self.make = stages, make
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        if message.stage in self.stages:
+            super().send(message, tensor)
+
+    def receive(self, message: Message) -> Tensor:
+        return super().receive(message) if message in self.kept else self.make(message.kind)
+
+
+class GroupWires(Wires):
+    """Exchanges with other ranks by torch.distributed."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        pp_rank: int,
+        global_rank: Callable[[int], int],
+        groups: Mapping[tuple[int, int], Any],
+        empty: Callable[[], Tensor],
+    ) -> None:
+        """`global_rank` of a pipeline rank beside this one; `groups` by (sender, receiver); `empty` makes a message."""
+        super().__init__()
+        self.schedule, self.pp_rank, self.global_rank = schedule, pp_rank, global_rank
+        self.groups, self.make = groups, empty
+        self.expected = {pair: messages for pair, messages in traffic(schedule).items() if pair[1] == pp_rank}
+        self.coming: dict[tuple[int, int], deque[Message]] = {}
+        self.posted: dict[tuple[int, int], tuple[Message, Tensor, Any]] = {}
+        self.leaving: deque[tuple[Any, Tensor]] = deque()
+
+    def empty(self) -> Tensor:
+        """A buffer for one message."""
+        return self.make()
+
+    def open(self) -> None:
+        """Exchange one message on every channel, in the same order on all ranks.
+
+        NCCL connects two ranks when both ask for it. Without this exchange, ranks would wait for each other in a circle
+        in the first step.
+        """
+        for pair in sorted(self.groups):
+            if pair[0] == self.pp_rank:
+                dist.send(self.empty(), self.global_rank(pair[1]), group=self.groups[pair])
+            else:
+                dist.recv(self.empty(), self.global_rank(pair[0]), group=self.groups[pair])
+
+    def begin(self) -> None:
+        self.coming = {pair: deque(messages) for pair, messages in self.expected.items()}
+        for pair in self.coming:
+            self._post(pair)
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        to = self.schedule.stage_to_rank[message.stage]
+        if to == self.pp_rank:
+            super().send(message, tensor)
+            return
+        while self.leaving and self.leaving[0][0].is_completed():
+            self.leaving.popleft()
+        tensor = tensor.contiguous()
+        expected = self.empty()
+        if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+            raise RuntimeError(f"{message} is {tensor.dtype} {tuple(tensor.shape)}, not {tuple(expected.shape)}")
+        work = dist.isend(tensor, self.global_rank(to), group=self.groups[self.pp_rank, to])
+        self.leaving.append((work, tensor))
+
+    def receive(self, message: Message) -> Tensor:
+        sender = message.stage - 1 if message.kind == "F" else message.stage + 1
+        pair = (self.schedule.stage_to_rank[sender], self.pp_rank)
+        while message not in self.kept:
+            self._take(pair)
+        return super().receive(message)
+
+    def finish(self) -> None:
+        while self.leaving:
+            self.leaving.popleft()[0].wait()
+
+    def _post(self, pair: tuple[int, int]) -> None:
+        if self.coming[pair]:
+            message, buffer = self.coming[pair].popleft(), self.empty()
+            work = dist.irecv(buffer, self.global_rank(pair[0]), group=self.groups[pair])
+            self.posted[pair] = (message, buffer, work)
+
+    def _take(self, pair: tuple[int, int]) -> None:
+        message, buffer, work = self.posted.pop(pair)
+        work.wait()
+        self.kept[message] = buffer
+        self._post(pair)
+
+
+def as_another_host(rank: int) -> dict[str, str]:
+    """Environment variables by which NCCL (and RCCL, which has NCCL's) takes a rank for one of a host of its own."""
+    return {
+        "NCCL_HOSTID": f"plan-probe-{rank}",
+        "NCCL_NET": "Socket",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # NCCL 2.31 asks for it (NVIDIA/nccl issue 1716), older ones ignore it
+    }
+
+
+class HostWires(GroupWires):
+    """Exchanges between stages on GPUs over gloo, which sends no GPU's memory: messages pass through the host's."""
+
+    @cached_property
+    def like(self) -> tuple[Tensor, str]:
+        """A message in the host's memory, and the device that it belongs to."""
+        message = self.make()
+        return torch.empty_like(message, device="cpu"), str(message.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty_like(self.like[0])
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        stays = self.schedule.stage_to_rank[message.stage] == self.pp_rank
+        super().send(message, tensor if stays else tensor.cpu())
+
+    def receive(self, message: Message) -> Tensor:
+        return super().receive(message).to(self.like[1])
 
 
 class SavedForward(NamedTuple):
@@ -37,7 +187,7 @@ class RankPipeline:
         wires: Wires,
         around: Surroundings,
         tables: AttentionTables | None,
-        clock: Clock,
+        clock: RankClock,
     ) -> None:
         self.schedule, self.actions = schedule, tuple(schedule.ranks[pp_rank])
         self.chunks, self.wires, self.around, self.tables, self.clock = chunks, wires, around, tables, clock

@@ -2,39 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from planner.probe.model.attention_tables import AttentionTables
-from planner.probe.model.chunk import Chunk, hidden_shape
+from planner.probe.model.attention import AttentionTables
+from planner.probe.model.chunk import Chunk, copy_shard, hidden_shape, initialise, local, whole_name
 from planner.probe.model.linear import takes_groups
 from planner.probe.model.mlp import Experts
-from planner.probe.model.peers import GroupPeers
-from planner.probe.model.surroundings import Surroundings
-from planner.probe.model.weights import initialise
-from planner.probe.rank.batches import batch_seed, synthetic_batch
-from planner.probe.rank.build_chunk import build_chunk, dtypes
-from planner.probe.rank.clock import Clock, StepRecord
-from planner.probe.rank.fully_sharded import ShardedParameters, shard_chunk
-from planner.probe.rank.gradients import FlatParameters, Sharding, all_reduce_flat, clip_scale
-from planner.probe.rank.messages import needed_by
-from planner.probe.rank.parameters import Parameters
-from planner.probe.rank.pipeline import RankPipeline, SleepingPipeline
-from planner.probe.rank.wires import Wires
+from planner.probe.model.peers import GroupPeers, Surroundings
+from planner.probe.rank.clock import RankClock, StepRecord
+from planner.probe.rank.gradients import (
+    FlatParameters,
+    ShardedParameters,
+    Sharding,
+    all_reduce_flat,
+    clip_scale,
+    shard_chunk,
+)
+from planner.probe.rank.pipeline import RankPipeline, SleepingPipeline, Wires
 from planner.probe.result import StepSeconds
-from planner.probe.run import ProbeRun
+from planner.probe.run import ProbeRun, needed_by
 from planner.schedule.actions import Action
+from planner.specs.model import ModelSpec
+
+
+def batch_seed(run: ProbeRun, step: int, dp: int, microbatch: int) -> int:
+    return crc32(f"{run.seed} {step} {dp} {microbatch}".encode())
+
+
+def synthetic_batch(model: ModelSpec, seq_length: int, batch: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [seq, batch] of whole sequences, the same for the same seed on any rank."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    tokens = torch.randint(0, model.vocab_size, (seq_length, batch), generator=generator)
+    labels = torch.randint(0, model.vocab_size, (seq_length, batch), generator=generator)
+    return tokens.to(device), labels.to(device)
+
+
+def dtypes(run: ProbeRun) -> tuple[torch.dtype, torch.dtype]:
+    """dtype of weights and activations, and of gradients and optimizer state."""
+    compute: torch.dtype = getattr(torch, run.dtype)
+    return compute, torch.float64 if compute == torch.float64 else torch.float32
+
+
+def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) -> Chunk:
+    """The module of a virtual stage. Where results are checked, its values are a shard of the model that one process
+    has.
+
+    On the meta device the module has no values yet.
+    """
+    spec, usual = run.chunk_of(stage), torch.get_default_dtype()
+    torch.set_default_dtype(dtypes(run)[0])
+    try:
+        with torch.device(device):
+            chunk = Chunk(run.model, spec, around)
+            whole = Chunk(run.model, spec, Surroundings()) if run.check else chunk
+    finally:
+        torch.set_default_dtype(usual)
+    if device != "meta":
+        initialise(whole, run.seed)
+    if whole is not chunk:
+        copy_shard(whole, chunk, around)
+    return chunk
+
+
+class Parameters:
+    """Parameters of a rank by the ranks over which gradients are summed: dense ones over dp·cp, experts over
+    expert-dp."""
+
+    def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], tuple[int, ...]]) -> None:
+        self.run = run
+        self.named: list[tuple[str, int, nn.Parameter]] = [
+            (whole_name(name, parameter), stage, parameter)
+            for stage, chunk in chunks.items()
+            for name, parameter in chunk.named_parameters()
+        ]
+        self.holders = {(name, stage): holders(name, stage) for name, stage, _ in self.named}
+
+    def of_kind(self, expert: bool, tp_rank: int, pp_rank: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Parameters whose squares this rank counts in the global norm, and the others."""
+        counted: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        seen: set[str] = set()
+        for name, stage, parameter in self.named:
+            if hasattr(parameter, "expert") != expert:
+                continue
+            first_holder = self.holders[name, stage][0] == pp_rank and name not in seen
+            seen.add(name)
+            once = expert or hasattr(parameter, "shard") or tp_rank == 0
+            (counted if first_holder and once else others).append(parameter)
+        return counted, others
+
+    def partial_over_tp(self) -> Iterator[Tensor]:
+        """Main gradients that must be summed over tensor-parallel ranks, each of which has a part."""
+        for _, _, parameter in self.named:
+            partial = getattr(parameter, "partial", None)
+            if not hasattr(parameter, "expert") and (
+                partial == "always" or (partial == "sequence" and self.run.sequence_parallel)
+            ):
+                yield main_gradient(parameter)
+
+    def replicas(self) -> dict[tuple[int, ...], dict[str, list[Tensor]]]:
+        """Main gradients of parameters that are held more than once, by holders and by name."""
+        by_holders: dict[tuple[int, ...], dict[str, list[nn.Parameter]]] = {}
+        for name, stage, parameter in self.named:
+            by_holders.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
+        return {
+            holders: {
+                name: [main_gradient(parameter) for parameter in replicas]
+                for name, replicas in names.items()
+                if len(holders) > 1 or len(replicas) > 1
+            }
+            for holders, names in by_holders.items()
+        }
+
+
+def main_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient that backward has added up for a parameter: its `main_grad` buffer, or this rank's rows."""
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    return local(parameter.grad) if main is None else main
 
 
 def unheard(action: str) -> None:
     """Hear of an action and do nothing, where nobody watches the rank."""
 
 
-class Trainer:
+class RankTrainer:
     """A rank's stages and its training step. A rank that runs without peers needs no `replica_groups`."""
 
     def __init__(
@@ -52,7 +149,7 @@ class Trainer:
     ) -> None:
         self.run, self.around, self.device, self.dp_rank = run, around, device, dp_rank
         self.replica_groups = replica_groups or {}
-        self.clock = Clock(device)
+        self.clock = RankClock(device)
         dtype, grad_dtype = dtypes(run)
         self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
         stages = run.stages_of(pp_rank)
@@ -119,11 +216,13 @@ class Trainer:
         batch: tuple[Tensor, Tensor],
         received: Callable[[str], Tensor],
         on_action: Callable[[str], None],
+        kinds: str = "",
     ) -> dict[str, tuple[Any, Any]]:
         """Run one micro-batch forward and backward through a chunk, without neighbours: `received` makes what they
-        would send, an activation (F) or a gradient (B). Returns the clock's marks around each kind of action."""
+        would send, an activation (F) or a gradient (B). Returns the clock's marks around each of the `kinds` of action,
+        by default those of the schedule."""
         marks = {}
-        for kind in "FIW" if self.run.order.splits_backward else "FB":
+        for kind in kinds or ("FIW" if self.run.order.splits_backward else "FB"):
             action = Action(kind, stage, 0)
             on_action(f"{action} (computing)")
             needed = needed_by(self.run.order, action)

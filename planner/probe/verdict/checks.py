@@ -1,14 +1,105 @@
-"""Checks of a finished run: the order, the exchanges, the activations in flight, and finite losses."""
+"""Checks of a finished run: order, exchanges, activations in flight, finite losses; and how its ranks spent the time.
+
+That is their utilisation, waits, idle time by cause, and queues.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from planner.probe.plan_side.planned_seconds import replay_durations
-from planner.probe.rank.messages import message_of
-from planner.probe.result import Check, RankResult, shown
-from planner.probe.run import ProbeRun, SleepSeconds
+from planner.probe.plan_slice import replay_durations
+from planner.probe.result import Check, RankResult, StageActivity, shown
+from planner.probe.run import Message, ProbeRun, SleepSeconds, message_of, needed_by
+from planner.schedule.actions import Action, Schedule
 from planner.schedule.replay import replay
+
+
+def by_stage(run: ProbeRun, ranks: Sequence[RankResult]) -> list[RankResult]:
+    """One rank of each pipeline stage."""
+    return [next(r for r in ranks if r.stage == stage) for stage in range(run.pp)]
+
+
+def span_s(ranks: Sequence[RankResult]) -> float:
+    """Seconds from the start of the step to the end of the last action of any rank."""
+    return max(rank.actions[-1].end_s for rank in ranks)
+
+
+def busy_s(rank: RankResult) -> float:
+    return sum(timed.end_s - timed.start_s for timed in rank.actions)
+
+
+def waited_s(rank: RankResult) -> float:
+    """Seconds in which the rank was free and its next action had not received what it works on."""
+    return sum(timed.start_s - timed.ready_s for timed in rank.actions)
+
+
+def bubble_fraction(ranks: Sequence[RankResult]) -> float:
+    """1 − mean busy seconds / span, as `Timeline.bubble_fraction`."""
+    return 1 - sum(map(busy_s, ranks)) / len(ranks) / span_s(ranks)
+
+
+def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
+    """Utilisation, waits, idle time by cause and queue of each stage's busiest rank, for which its peers wait."""
+    total_s, activities = span_s(ranks), []
+    for stage in range(run.pp):
+        rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
+        sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
+        queue = queue_of(run.order, sent, rank)
+        activities.append(
+            StageActivity(
+                stage=stage,
+                rank=rank.rank,
+                utilisation_fraction=busy_s(rank) / total_s,
+                wait_s=waited_s(rank),
+                idle_s=idle_of(run.order, sent, rank, total_s),
+                queue=tuple(queue),
+                max_queue=max((depth for _, depth in queue), default=0),
+            )
+        )
+    return tuple(activities)
+
+
+def sent_to(order: Schedule, pipeline: Sequence[RankResult]) -> dict[Message, float]:
+    """The time at which each message of one pipeline's ranks was ready to be sent."""
+    actions = [actions for rank in pipeline for actions in rank.actions]
+    messages = [message_of(order, Action.parse(action.action)) for action in actions]
+    return {message: action.end_s for message, action in zip(messages, actions, strict=True) if message is not None}
+
+
+def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, total_s: float) -> dict[str, float]:
+    """A rank's idle seconds by cause, with the replay's names for causes. With its busy seconds they add up to
+    `total_s`.
+
+    A wait counts as one for an activation or a gradient until the sender has computed it, and then as transfer. Time
+    between two actions without a wait belongs to the host. Waits that unequal stages cause are among the waits.
+    """
+    idle = dict.fromkeys(("fill", "activation", "gradient", "transfer", "host", "drain"), 0.0)
+    idle["fill"], free_s = rank.actions[0].start_s, rank.actions[0].end_s
+    for timed in rank.actions[1:]:
+        needed = needed_by(order, Action.parse(timed.action))
+        ready_s = timed.start_s if needed is None else timed.ready_s
+        idle["host"] += ready_s - free_s
+        if needed is not None:
+            sent_s = min(max(sent[needed], ready_s), timed.start_s)
+            idle["activation" if needed.kind == "F" else "gradient"] += sent_s - ready_s
+            idle["transfer"] += timed.start_s - sent_s
+        free_s = timed.end_s
+    idle["drain"] = total_s - free_s
+    return idle
+
+
+def queue_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult) -> list[tuple[float, int]]:
+    """Number of micro-batches that have arrived at a rank and are not started, over time."""
+    changes: list[tuple[float, int]] = []
+    for timed in rank.actions:
+        needed = needed_by(order, Action.parse(timed.action))
+        if needed is not None:
+            changes += [(min(sent[needed], timed.start_s), 1), (timed.start_s, -1)]
+    depth, curve = 0, []
+    for time_s, change in sorted(changes, key=lambda item: (item[0], -item[1])):
+        depth += change
+        curve.append((time_s, depth))
+    return curve
 
 
 def in_flight(run: ProbeRun) -> list[int]:

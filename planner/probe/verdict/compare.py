@@ -2,25 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Literal
 
 from planner.answer import Plan, StagePlan
+from planner.layout.candidate import Candidate
 from planner.physics import compute
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.kernels import streams
 from planner.physics.operators import BF16
-from planner.probe.plan_side.eager import knows_peak, static_bytes, without_exchanges
-from planner.probe.plan_side.planned_seconds import planned_seconds, replay_durations
-from planner.probe.result import ComparedQuantity, RankMemory, RankResult, TimedExchange, slowest_exchanges, stride_of
-from planner.probe.run import Place, ProbeRun
-from planner.probe.verdict.activity import bubble_fraction, by_stage, span_s, waited_s
-from planner.probe.verdict.replay_stages import beside_messages_s
-from planner.schedule.replay import makespan_s, replay
+from planner.probe.eager import knows_peak, repriced, static_bytes, without_exchanges
+from planner.probe.plan_slice import planned_seconds, replay_durations
+from planner.probe.result import (
+    ChunkSeconds,
+    ComparedQuantity,
+    ProbedMemory,
+    RankResult,
+    TimedExchange,
+    slowest_exchanges,
+    stride_of,
+)
+from planner.probe.run import Place, ProbeRun, SleepSeconds
+from planner.probe.verdict.checks import bubble_fraction, by_stage, span_s, waited_s
+from planner.schedule.replay import Durations, makespan_s, replay
 from planner.specs.cluster import ClusterSpec
+
+
+def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
+    """Seconds of the plan's whole step, changed by the difference that measured compute makes to its pipeline."""
+    priced = repriced(eager)
+    measured_s = priced.run(durations=durations_alone(priced, stages)).makespan_s
+    return eager.step.step_s + measured_s - priced.run().makespan_s
+
+
+def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Durations:
+    """Durations of every virtual stage: compute as measured for stages alone, exchanges and host time as planned."""
+    planned, seconds, num_chunks_seen = priced.durations, [], [0] * len(stages)
+    for stage, (rank, cost) in enumerate(zip(priced.placement, priced.costs, strict=True)):
+        chunk = stages[rank].chunks[num_chunks_seen[rank]]
+        num_chunks_seen[rank] += 1
+        weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
+        forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
+        beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)
+        seconds.append(SleepSeconds(forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
+    return replace(replay_durations(seconds), p2p_s=planned.p2p_s, blocking_p2p=planned.blocking_p2p)
+
+
+def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
+    """Seconds by which the pipeline is longer because messages take a part of the GPUs that compute beside them: its
+    replay with the chunks' seconds within the step, less that with their own seconds."""
+    among, alone = list[SleepSeconds](), list[SleepSeconds]()
+    for stage in range(run.order.num_model_stages):
+        chunks = [c for rank in ranks for c in rank.chunks if c.stage % run.order.num_model_stages == stage]
+        if not any(chunk.quiet_forward_s is not None for chunk in chunks):
+            return 0.0
+        among.append(_typical(run, chunks, [(chunk.forward_s, chunk.backward_s) for chunk in chunks]))
+        alone.append(_typical(run, chunks, [(chunk.own_forward_s, chunk.own_backward_s) for chunk in chunks]))
+    return makespan_s(run.order, replay_durations(among)) - makespan_s(run.order, replay_durations(alone))
+
+
+def _typical(run: ProbeRun, chunks: Sequence[ChunkSeconds], seconds: Sequence[tuple[float, float]]) -> SleepSeconds:
+    """Medians over the replicas of a chunk, of which `seconds` has forward and backward."""
+    weight_share = median((chunk.weight_grad_s or 0.0) / (chunk.backward_s or 1.0) for chunk in chunks)
+    forward_s, backward_s = (median(values) for values in zip(*seconds, strict=True))
+    weight_grad_s = weight_share * backward_s if run.order.splits_backward else 0.0
+    return SleepSeconds(forward_s, backward_s - weight_grad_s, weight_grad_s)
+
 
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
 BUBBLE_TOLERANCE = 0.03
@@ -177,10 +227,8 @@ def compare_stage(
     )
     names = ("forward", "backward")
     pass_tolerance = tolerance_fraction if attends_as_priced and host_keeps_up else None
-    own, among = (
-        [median(sum(getattr(chunk, f"{prefix}{name}_s") for chunk in rank.chunks) for rank in ranks) for name in names]
-        for prefix in ("own_", "")
-    )
+    own = _passes_s(ranks, lambda chunk: (chunk.own_forward_s, chunk.own_backward_s))
+    among = _passes_s(ranks, lambda chunk: (chunk.forward_s, chunk.backward_s))
     comparisons = [
         compared(name, "s", planned_s, measured_s, pass_tolerance, plan_stage, least_s)
         for name, planned_s, measured_s, least_s in zip(names, planned, own, at_least, strict=True)
@@ -208,6 +256,11 @@ def compare_stage(
     return comparisons + _compare_memory(plan, plan_stage, memories, tolerance_fraction, holds_as_planned)
 
 
+def _passes_s(ranks: Sequence[RankResult], of: Callable[[ChunkSeconds], tuple[float, float]]) -> list[float]:
+    """Forward and backward of all chunks of a rank, as medians over ranks."""
+    return [median(sum(of(chunk)[way] for chunk in rank.chunks) for rank in ranks) for way in (0, 1)]
+
+
 def host_keeps_up(eager: Plan, least: Plan, tolerance_fraction: float) -> list[bool]:
     """For each stage, if its host is done before its GPU where the stage runs alone, without exchanges beside which a
     host catches up; else the seconds of its passes are those of the host."""
@@ -231,7 +284,7 @@ def _optimizer_s(plan: Plan, stage: StagePlan) -> tuple[float, float]:
 def _compare_memory(
     plan: Plan,
     plan_stage: int,
-    memories: Sequence[RankMemory],
+    memories: Sequence[ProbedMemory],
     tolerance_fraction: float | None,
     holds_as_planned: bool,
 ) -> list[ComparedQuantity]:

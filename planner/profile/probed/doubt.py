@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.profile.fitting import SCALE, log_errors
-from planner.profile.kernel_problems import FitProblem
+from planner.profile.fitting import SCALE, FitProblem, log_errors
 from planner.profile.probed.plausible import MOST_SPREAD, TAKEN, Opinion
 from planner.shape import FloatArray
 from planner.specs.hardware import HardwareSpec

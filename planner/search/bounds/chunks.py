@@ -8,9 +8,9 @@ import numpy.typing as npt
 from planner.schedule.zero_bubble import v_placement
 from planner.search.bounds.memory import free_bytes, layer_bytes
 from planner.search.bounds.orders import Orders
-from planner.search.chunks import fewest_of_kinds
 from planner.search.ilp.node import FULL, Whole
 from planner.search.priced_shapes import PricedShapes, least_sum
+from planner.search.splits.equal_chunks import fewest_of_kinds
 from planner.shape import FloatArray
 from planner.specs.training import Recompute
 

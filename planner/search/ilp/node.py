@@ -33,7 +33,7 @@ Runs = Sequence[tuple[LayerKind, int]]
 class Node:
     """One shape whose layers are to be split: schedule, prices and limits, as the rows of the program need them.
 
-    Where splits are bounded (`search/chain.py`) it may be several shapes with one pipeline: its prices are arrays.
+    Where splits are bounded (`search/splits/chain.py`) it may be several shapes with one pipeline, its prices arrays.
     """
 
     runs: Runs

@@ -2,7 +2,7 @@
 
 Every parse ends because what it is given ends: no clock and no signal is needed. The limits are such that the worst
 file that we know within them takes less than two seconds and 300 MB on one core, those that the planner wrote itself
-less than five and 500 MB (`scripts/worst_files`, docs/reliability.md).
+less than five and 500 MB (`tools/worst_files`, docs/reliability.md).
 """
 
 from __future__ import annotations

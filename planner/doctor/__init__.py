@@ -1,1 +1,0 @@
-"""`plan doctor`: looks at what this machine has of what the planner needs."""

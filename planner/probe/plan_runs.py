@@ -1,0 +1,301 @@
+"""The runs that a plan gives: its stages at full size on GPUs, or its schedule in small on this machine's processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from planner.answer import Plan, PricedLayout, StagePlan
+from planner.errors import ProbeError, SpecError
+from planner.probe.eager import EAGER
+from planner.probe.plan_slice import (
+    FEWEST_STEPS,
+    RECOMPUTABLE,
+    ProbeOptions,
+    RankGrid,
+    fit_gpus,
+    fit_processes,
+    fully_shards,
+    planned_seconds,
+    real_chunks,
+    recompute_modules,
+    replay_durations,
+    sampled_stages,
+    scaled_chunks,
+    scaled_seconds,
+    sharing_dp,
+    slice_schedule,
+)
+from planner.probe.result import PlanSlice
+from planner.probe.run import ChunkSpec, ProbeRun, SleepSeconds
+from planner.schedule.actions import Schedule
+from planner.schedule.replay import replay
+from planner.specs.base import Spec
+from planner.specs.model import ModelSpec
+from planner.specs.units import gib
+
+
+def describe_slice(
+    plan: Plan, grid: RankGrid, order: Schedule, options: ProbeOptions, reduced: Sequence[str] = ()
+) -> PlanSlice:
+    """The part of the plan that runs, in words."""
+    layout = plan.best.parallelism
+    sizes = (
+        ("TP", layout.tp, grid.tp),
+        ("CP", layout.cp, grid.cp),
+        ("PP", layout.pp, grid.pp),
+        ("DP", layout.dp, grid.dp),
+        ("EP", layout.ep, grid.ep),
+        ("micro-batches", layout.num_microbatches, order.num_microbatches),
+    )
+    verified, extrapolated = _claims(options, grid)
+    axes = ("tensor", "context", "pipeline", "data", "expert")
+    unshared = [axis for axis, (_, planned, running) in zip(axes, sizes, strict=False) if planned > running == 1]
+    extrapolated += [f"{axis}-parallel exchanges" for axis in unshared]
+    if layout.num_gpus_used > grid.num_ranks:
+        extrapolated.append(f"{layout.num_gpus_used - grid.num_ranks:,} more ranks")
+    is_sharded = fully_shards(plan.best, order) and grid.dp * grid.cp > 1
+    own_stages = options.device == "cuda" or options.stages is not None
+    if is_sharded and own_stages:
+        extrapolated.append("seconds of passes that gather weights (shown, not judged)")
+    if layout.zero_stage > 1 and not is_sharded:
+        extrapolated.append(f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)")
+    if grid.cp > 1 and not (options.sleep or gathers_keys(plan)):
+        exchange = plan.runtime_spec.cp_comm_type
+        extrapolated.append(f"context parallelism by {exchange} (this run gathers keys and values)")
+    left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
+    if left_out:
+        extrapolated.append(f"recomputation of {', '.join(left_out)}")
+    if plan.training.dtype != "bf16" and own_stages:
+        extrapolated.append(f"{plan.training.dtype} (the probe computes in bf16)")
+    if plan.runtime != EAGER.name and own_stages:
+        extrapolated.append(f"{plan.runtime}'s own kernels and overlaps (the probe runs eager torch)")
+    context = f"CP {grid.cp} × " if layout.cp > 1 else ""
+    ranks = f"TP {grid.tp} × {context}PP {grid.pp} × DP {grid.dp}"
+    return PlanSlice(
+        asked=f"{layout} · {layout.schedule}",
+        run=f"{ranks} · {order.name} · {order.num_microbatches} micro-batches",
+        reduced=(
+            *(f"{name} {planned} → {running}" for name, planned, running in sizes if planned != running),
+            *reduced,
+        ),
+        verified=tuple(verified),
+        extrapolated=tuple(extrapolated),
+    )
+
+
+def gathers_keys(plan: Plan) -> bool:
+    """True if the plan's ranks split no sequences, or gather keys and values as the probe does."""
+    return plan.parallelism.cp == 1 or plan.runtime_spec.cp_comm_type == "all_gather"
+
+
+def _claims(options: ProbeOptions, grid: RankGrid) -> tuple[list[str], list[str]]:
+    """Two lists of words: what a run of this kind verifies, and what it cannot."""
+    if options.stages is not None:
+        not_verified = ["network", "ranks waiting for each other"]
+        if options.device == "cpu":  # which keeps no account of memory
+            return ["compute seconds of each stage that ran"], ["memory", *not_verified]
+        return ["compute seconds and memory of each stage that ran"], not_verified
+    if options.device == "cuda" and options.ranks_per_gpu > 1:
+        return ["order", "memory of each stage that ran"], ["seconds: ranks share a GPU"]
+    if options.device == "cuda":
+        return ["seconds and memory of each stage that ran", "exchanges among the ranks that ran"], []
+    results = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]
+    exchanges = ["exchanges"] if grid.pp > 1 else []
+    return ["order", *exchanges, "in flight", *results], ["GPU seconds", "GPU memory", "network"]
+
+
+MICROBATCHES_PER_STAGE = 3
+"""Micro-batches per stage of a stage alone: enough for a steady state after the warm-up."""
+
+
+def ranks_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> tuple[ProbeRun, RankGrid, list[int]]:
+    """The run of the GPUs, its grid of ranks, and the plan's stage that each of its stages is."""
+    layout = plan.best
+    grid = fit_gpus(layout, num_gpus)
+    order = options.order or slice_schedule(layout, grid.pp)
+    if order.pp != grid.pp:
+        raise ProbeError(
+            f"--order has {order.pp} ranks, the slice of the plan that fits here {grid.pp} stages",
+            f"an order of {grid.pp} ranks, or prove it with --device cpu",
+        )
+    if layout.parallelism.zero_stage > 1 and not fully_shards(layout, order):
+        raise ProbeError(
+            f"the probe runs no ZeRO-{layout.parallelism.zero_stage} under {order.name}: ZeRO-1 or, where no backward "
+            "is split, ZeRO-3",
+            "plan with --zero-stage 1, or 3 and another --schedule",
+        )
+    stages = sampled_stages(layout.parallelism.pp, grid.pp)
+    return real_run(plan, options, order, real_chunks(layout, order, stages), grid), grid, stages
+
+
+def real_run(
+    plan: Plan, options: ProbeOptions, order: Schedule, chunks: Sequence[ChunkSpec], grid: RankGrid
+) -> ProbeRun:
+    """The plan's stages at full size in bf16; on the CPU too, for models that it can hold."""
+    layout = plan.best.parallelism
+    return ProbeRun.of(
+        order,
+        model=plan.model.spec,
+        device=options.device,
+        ranks_per_gpu=options.ranks_per_gpu,
+        backend=options.backend,
+        dtype="bfloat16",
+        tp=grid.tp,
+        dp=grid.dp,
+        ep=grid.ep,
+        cp=grid.cp,
+        dp_outermost=layout.dp_outermost,
+        zero=layout.zero_stage > 0,
+        dp_stands_for=sharing_dp(plan.best) // grid.dp if layout.zero_stage == 1 else 1,
+        fully_sharded=fully_shards(plan.best, order),
+        sequence_parallel=layout.sequence_parallel and grid.tp > 1,
+        micro_batch_size=layout.micro_batch_size,
+        seq_length=plan.training.seq_length // layout.cp,
+        chunks=tuple(chunks),
+        recompute_modules=recompute_modules(plan.best),
+        balanced_routing=True,
+        **options.repeats,
+        timeout_s=options.timeout_s,
+    )
+
+
+def require_memory(stages: Sequence[StagePlan]) -> None:
+    """Raise ProbeError if a stage needs more memory than this machine has. The kernel would kill it without an
+    error."""
+    largest = max(stages, key=lambda stage: stage.memory.peak_allocated_bytes)
+    needed_bytes = largest.memory.peak_allocated_bytes
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed_bytes > memory_bytes:
+        raise ProbeError(
+            f"--stage {largest.stage}: its tensors are {gib(needed_bytes):.1f} GiB, "
+            f"this machine has {gib(memory_bytes):.1f}",
+            "leave out --stage to run the plan in small, or run the stage on a GPU",
+        )
+
+
+def stage_asked_for(stage: object, pp: int) -> int:
+    if not isinstance(stage, int) or not 0 <= stage < pp:
+        raise SpecError(f"--stage {stage}: the plan has stages 0 to {pp - 1}", "name one of them, or all")
+    return stage
+
+
+def stand_in_stages(layout: PricedLayout) -> list[int]:
+    """For each stage, the first stage with the same layers, recomputation and number of micro-batches in flight."""
+
+    def key(stage: StagePlan) -> tuple[object, ...]:
+        seconds = (round(stage.forward_s, 9), round(stage.backward_s, 9))  # tells apart layers of different kinds
+        return stage.num_layers, stage.holds, str(stage.recompute), stage.in_flight_microbatches, seconds
+
+    first: dict[tuple[object, ...], int] = {}
+    return [first.setdefault(key(stage), stage.stage) for stage in layout.stages]
+
+
+HEAD_DIM = 8
+
+
+def scaled_model(model: ModelSpec, hidden_size: int, num_layers: int, seq_length: int, grid: RankGrid) -> ModelSpec:
+    """A small model of the same structure: every kind of layer, norm, bias and router, with narrow matrices."""
+    heads = max(hidden_size // HEAD_DIM // grid.tp, 1) * grid.tp
+    grouped = model.num_key_value_heads < model.num_attention_heads
+    kv_heads = heads // 2 if grouped and heads // 2 % grid.tp == 0 and heads // 2 >= grid.tp else heads
+    unit = 8 * grid.tp
+    changes: dict[str, object] = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": None if model.intermediate_size is None else max(unit, hidden_size // unit * unit),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "vocab_size": 64 * grid.tp,
+        "num_nextn_predict_layers": min(1, model.num_nextn_predict_layers),
+    }
+    if model.max_position_embeddings is not None:
+        changes["max_position_embeddings"] = seq_length
+    if model.sliding_window is not None:
+        changes["sliding_window"] = max(2, seq_length // 4)
+    if model.attention_chunk_size is not None:
+        changes["attention_chunk_size"] = max(2, seq_length // 2)
+    if model.sliding_window_pattern is not None:
+        changes["sliding_window_pattern"] = min(2, model.sliding_window_pattern)
+    for name in ("layer_types", "mlp_layer_types"):
+        listed = getattr(model, name)
+        changes[name] = None if listed is None else listed[:num_layers]
+    if model.mla is not None:
+        changes["mla"] = model.mla.model_copy(
+            update={
+                "q_lora_rank": None if model.mla.q_lora_rank is None else hidden_size // 2,
+                "kv_lora_rank": hidden_size // 2,
+                "qk_nope_head_dim": HEAD_DIM,
+                "qk_rope_head_dim": HEAD_DIM,
+                "v_head_dim": HEAD_DIM,
+            }
+        )
+    if model.moe is not None:
+        moe = model.moe
+        experts = max(grid.ep, 4) if max(grid.ep, 4) % grid.ep == 0 else grid.ep
+        changes["moe"] = moe.model_copy(
+            update={
+                "num_experts": experts,
+                "num_experts_per_tok": min(moe.num_experts_per_tok, 2, experts),
+                "moe_intermediate_size": 16,
+                "shared_expert_intermediate_size": unit if moe.shared_expert_intermediate_size else 0,
+                "first_k_dense_replace": min(1, moe.first_k_dense_replace),
+                "moe_layer_freq": min(2, moe.moe_layer_freq),
+                # four experts are too few for groups of them
+                "n_group": None,
+                "topk_group": None,
+            }
+        )
+    return ModelSpec.model_validate({**model.model_dump(), **{k: _plain(v) for k, v in changes.items()}})
+
+
+def _plain(value: object) -> object:
+    return value.model_dump() if isinstance(value, Spec) else value
+
+
+MEAN_SLEEP_S = 0.012
+"""Mean seconds of a sleeping forward: long enough that a message between processes is short in comparison."""
+MAX_STEP_S = 20.0
+SEQ_LENGTH = 16
+
+
+def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
+    """The run of processes on a CPU, and its grid of ranks."""
+    layout, model = plan.best, plan.model.spec
+    grid = fit_processes(layout, options.num_processes, most_dp=1 if options.sleep else 2)
+    if options.order is not None:
+        grid = grid._replace(pp=options.order.pp)
+    order = options.order or slice_schedule(layout, grid.pp)
+    stages = sampled_stages(layout.parallelism.pp, grid.pp)
+    chunks = scaled_chunks(real_chunks(layout, order, stages), options.most_layers)
+    planned = planned_seconds(layout, order, stages)
+    run = ProbeRun.of(
+        order,
+        model=scaled_model(model, options.hidden_size, chunks[-1].last_layer, SEQ_LENGTH, grid),
+        tp=grid.tp,
+        dp=grid.dp,
+        cp=grid.cp,
+        ep=grid.ep,
+        dp_outermost=layout.parallelism.dp_outermost,
+        zero=layout.parallelism.zero_stage > 0,
+        fully_sharded=fully_shards(layout, order),
+        sequence_parallel=grid.tp > 1 and layout.parallelism.sequence_parallel,
+        micro_batch_size=min(2, layout.parallelism.micro_batch_size),
+        seq_length=SEQ_LENGTH // grid.cp,
+        chunks=chunks,
+        recompute_modules=recompute_modules(layout),
+        sleep=scaled_seconds(planned, mean_sleep_s(order, planned)) if options.sleep else None,
+        check=not options.sleep,
+        warm_up_steps=1 if options.sleep else 0,
+        num_steps=options.num_steps or FEWEST_STEPS,
+        timeout_s=options.timeout_s,
+    )
+    return run, grid
+
+
+def mean_sleep_s(order: Schedule, planned: Sequence[SleepSeconds]) -> float:
+    """Seconds of a mean forward, such that a step ends within MAX_STEP_S."""
+    forward_s = sum(seconds.forward_s for seconds in planned) / len(planned)
+    step_in_forwards = float(replay(order, replay_durations(planned)).makespan_s) / forward_s
+    return min(MEAN_SLEEP_S, MAX_STEP_S / step_in_forwards)

@@ -1,0 +1,460 @@
+"""One rank of a probe: joins the others, runs the steps, and leaves its measurements, or why it has none.
+
+Where results are checked, rank 0 also trains the whole model by itself: loss, gradients and gradient norm of the
+distributed run must equal those of one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.files import write_text
+from planner.probe.device_state import Monitor
+from planner.probe.model.attention import AttentionTables, KernelsSeen
+from planner.probe.model.chunk import Chunk, initialise, shard_of
+from planner.probe.model.peers import Surroundings
+from planner.probe.rank.after_steps import barrier, measure_exchanges, with_quiet_seconds
+from planner.probe.rank.clock import ActionTimes, RankClock, StepRecord, start_together
+from planner.probe.rank.gradients import ADAM, FlatParameters, ShardedParameters, clip_scale
+from planner.probe.rank.groups import Identity, RankGroups, require_agreement
+from planner.probe.rank.pipeline import GroupWires, HostWires, as_another_host
+from planner.probe.rank.status import RESULT_FILE, RUN_FILE, START_TIMEOUT_S, STATUS_FILE, WAITING, StatusFile
+from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, synthetic_batch
+from planner.probe.repeats import Repeats, spread_fraction
+from planner.probe.result import Check, ChunkSeconds, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
+from planner.probe.run import ChunkSpec, ProbeRun
+from planner.probe.torch_build import this_build
+
+LONGEST_REFERENCE = timedelta(days=1)
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest allowed error over the largest value. Errors come from sums over ranks, whose order differs."""
+
+
+class OneProcess(NamedTuple):
+    """The results of one process: losses and gradient norms of all steps, gradients of the first step."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, Tensor]
+
+
+def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], None]) -> OneProcess:
+    """Train the whole model on the whole batch for `num_steps` steps; `on_batch` hears of each micro-batch."""
+    around = Surroundings(balanced_routing=run.balanced_routing)
+    dtype, _ = dtypes(run)
+    layers, has_mtp = run.model.num_hidden_layers, any(chunk.mtp for chunk in run.chunks)
+    spec = ChunkSpec(first_layer=0, last_layer=layers, embedding=True, head=True, mtp=has_mtp)
+    model = Chunk(run.model, spec, around).to(dtype)
+    initialise(model, run.seed)
+    tables = AttentionTables.of(run.model, run.whole_seq_length, around, torch.empty(0, dtype=dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, **cast(Any, ADAM))
+    reference = OneProcess([], [], {})
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for dp in range(run.dp):
+            for microbatch in range(run.num_microbatches):
+                on_batch(f"step {step}, micro-batch {dp * run.num_microbatches + microbatch}")
+                seed = batch_seed(run, step, dp, microbatch)
+                tokens, labels = synthetic_batch(run.model, run.whole_seq_length, run.micro_batch_size, seed, "cpu")
+                loss = model(None, tokens, labels, tables) / (run.num_microbatches * run.dp)
+                loss.backward()
+                total += loss.item()
+        grads = {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}
+        if step == 0:
+            reference.grads.update({name: grad.clone() for name, grad in grads.items()})
+        norm, scale = clip_scale(torch.stack([grad.square().sum() for grad in grads.values()]).sum(), run.max_norm)
+        for grad in grads.values():
+            grad.mul_(scale)
+        optimizer.step()
+        reference.losses.append(total)
+        reference.norms.append(float(norm))
+    return reference
+
+
+def check_gradients(
+    reference: OneProcess,
+    parameters: Parameters,
+    flats: Sequence[FlatParameters | ShardedParameters],
+    around: Surroundings,
+    dtype: torch.dtype,
+) -> Check:
+    """Compare this rank's shard of the summed gradients with the gradients of one process."""
+    names = {id(parameter): name for name, _, parameter in parameters.named}
+    largest = max(float(grad.abs().max()) for grad in reference.grads.values())
+    worst, worst_name = 0.0, ""
+    for parameter, elements, gradient in (part for flat in flats for part in flat.gradient_shards()):
+        expected = shard_of(reference.grads[names[id(parameter)]], parameter, around).flatten()[elements]
+        error = float((gradient - expected).abs().max()) / largest if gradient.numel() else 0.0
+        if not error <= worst:  # also when it is no number
+            worst, worst_name = error, names[id(parameter)]
+    passed = worst <= TOLERANCES[dtype]
+    detail = f"largest error {worst:.1e} of the largest gradient, at {worst_name}" if worst else "equal to the last bit"
+    return Check(name="gradients", passed=passed, detail=detail)
+
+
+def check_steps(reference: OneProcess, steps: list[StepSeconds], dtype: torch.dtype) -> list[Check]:
+    """Compare losses and gradient norms of all steps with those of one process."""
+    checks = []
+    for name, measured, expected in (
+        ("loss", [step.loss for step in steps], reference.losses),
+        ("gradient norm", [step.gradient_norm for step in steps], reference.norms),
+    ):
+        pairs = zip(measured, expected, strict=True)
+        passed = all(a is not None and abs(a - b) <= TOLERANCES[dtype] * abs(b) for a, b in pairs)
+        checks.append(
+            Check(name=name, passed=passed, detail=f"{shown(measured[-1], 6)}, one process {expected[-1]:.6f}")
+        )
+    return checks
+
+
+def chunk_seconds(actions: Iterable[ActionTimes]) -> tuple[ChunkSeconds, ...]:
+    """Median seconds of each virtual stage's actions, which come in the order in which they ran."""
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for timed in actions:
+        seconds.setdefault((timed.action.stage, timed.action.kind), []).append(timed.end_s - timed.start_s)
+    medians = {key: median(values) for key, values in seconds.items()}
+    report = []
+    for stage in sorted({stage for stage, _ in medians}):
+        by_kind = [medians.get((stage, kind)) for kind in "FBIW"]
+        forward_s, backward_s, input_grad_s, weight_grad_s = by_kind
+        if backward_s is None:
+            backward_s = (input_grad_s or 0.0) + (weight_grad_s or 0.0)
+        spreads = [spread_fraction(seconds.get((stage, kind), ())) for kind in "FBIW"]
+        report.append(
+            ChunkSeconds(
+                stage=stage,
+                forward_s=forward_s or 0.0,
+                backward_s=backward_s,
+                input_grad_s=input_grad_s,
+                weight_grad_s=weight_grad_s,
+                spread_fraction=max((spread for spread in spreads if spread is not None), default=None),
+            )
+        )
+    return tuple(report)
+
+
+GROWTH = 1.1
+
+
+class StepLoop:
+    """Counts steps and collects their seconds.
+
+    Warm-up ends after `run.warm_up_steps` and `run.steady_s`, measuring after `run.num_steps` and `run.steady_s`, once
+    the medians are sure or the steps took `run.most_s`. `agree` makes one decision of those of all ranks.
+    """
+
+    def __init__(self, run: ProbeRun, agree: Callable[[bool], bool] = bool) -> None:
+        self.run, self.agree = run, agree
+        self.warm_up, self.steps = list[StepSeconds](), list[StepSeconds]()
+        self.actions: list[ActionTimes] = []
+        """The actions of all measured steps."""
+        self.record = StepRecord()
+        """The record of the last step."""
+        self.next_look = 0.0
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        """The number of each step, and the name of its phase. The caller runs it and calls `add`."""
+        run = self.run
+        for steps, name, repeats in (
+            (self.warm_up, "warm-up", Repeats(run.warm_up_steps, run.steady_s, min(run.steady_s, run.most_s))),
+            (self.steps, "step {}", Repeats(run.num_steps, run.steady_s, run.most_s)),
+        ):
+            self.into = steps
+            while not self._suffice(repeats):
+                yield len(self.warm_up) + len(self.steps), name.format(len(steps))
+
+    def add(self, record: StepRecord, seconds: StepSeconds) -> None:
+        """Keep a step's measurements."""
+        self.into.append(seconds)
+        self.record = record
+        self.actions += record.actions if self.into is self.steps else ()
+
+    @property
+    def last_cold(self) -> int:
+        """The number of the last step that warms up however long steps take."""
+        return max(0, self.run.warm_up_steps - 1)
+
+    @property
+    def all_steps(self) -> list[StepSeconds]:
+        return [*self.warm_up, *self.steps]
+
+    def _suffice(self, repeats: Repeats) -> bool:
+        steps_s = [step.step_s for step in self.into]
+        enough = repeats.suffice(len(steps_s), sum(steps_s), partial(self._spread, steps_s))
+        return self.agree(enough) if self.run.most_s and len(steps_s) >= repeats.fewest else enough
+
+    def _spread(self, steps_s: list[float]) -> float | None:
+        """The largest spread of the step and of its chunks; None where the steps are hardly more than at the last
+        look, because many short ones take long to sort."""
+        if len(steps_s) < self.next_look:
+            return None
+        self.next_look = GROWTH * len(steps_s)
+        spreads = [spread_fraction(steps_s), *(chunk.spread_fraction for chunk in chunk_seconds(self.actions))]
+        return max((spread for spread in spreads if spread is not None), default=None)
+
+
+class Worker:
+    """One rank, which keeps its files in one folder."""
+
+    def __init__(self, folder: Path, rank: int, local_rank: int, local: bool) -> None:
+        """`local`: all ranks share the folder, and meet in a file there; else as MASTER_ADDR and MASTER_PORT say."""
+        self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, local
+        self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
+        self.status = StatusFile(folder / STATUS_FILE.format(rank))
+        self.device: str = self.run.device
+        self.clock_error_s: float | None = None
+        """The most by which this rank's clock may differ from rank 0's in the last step."""
+        self.attention_kernels: tuple[str, ...] = ()
+        self.monitor = Monitor()
+
+    def main(self) -> None:
+        """Run all phases of the rank in order."""
+        run = self.run
+        self.status.enter("rendezvous", WAITING)
+        store = self.meet()
+        self.status.enter("handshake")
+        self.join(store)
+        self.status.enter("build", f"groups {WAITING}")
+        grid = RankGroups(run, self.rank, self.timeout)
+        trainer = self.build(grid)
+        static_bytes = self.static_memory()
+        self.status.enter("rehearsal")
+        with self.writing_down_attention():
+            trainer.rehearse(self.status.at)
+        reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
+        checks: list[Check] = []
+        loop = StepLoop(run, self.agree)
+
+        def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
+            on_gradients = partial(self.check, trainer, reference, checks) if step == 0 else None
+            return trainer.step(step, self.status.at, on_gradients, partial(self.start, trainer.clock))
+
+        result = self.measure(trainer, loop, static_bytes, one_step)
+        self.status.enter("chunks without messages")
+        chunks = self.quiet(trainer, result.chunks)
+        self.status.enter("exchanges")
+        exchanges = measure_exchanges(trainer, self.status.at)
+        self.status.enter("report")
+        if reference is not None:
+            checks += check_steps(reference, loop.all_steps, dtypes(run)[0])
+        result = result.model_copy(update={"checks": tuple(checks), "exchanges": exchanges, "chunks": chunks})
+        self.write(result)
+        self.gather(result)
+        self.barrier()
+        self.status.enter("done")
+        dist.destroy_process_group()
+
+    def measure(
+        self,
+        trainer: RankTrainer,
+        loop: StepLoop,
+        static_bytes: int,
+        one_step: Callable[[int], tuple[StepRecord, StepSeconds]],
+    ) -> RankResult:
+        """Run all steps, while the GPU is looked at. Returns the measurements of this rank."""
+        for step, phase in loop:
+            self.status.enter(phase)
+            if trainer.clock.is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            if step == loop.last_cold:
+                self.monitor.begin_load()
+            loop.add(*one_step(step))
+        self.monitor.after()
+        return self.report(trainer, loop, self.memory(static_bytes))
+
+    def meet(self) -> Any:
+        """The store that all ranks share."""
+        untyped = cast(Any, dist)
+        if self.local:
+            return untyped.FileStore(str(self.folder / "store"), self.run.world_size)
+        return next(untyped.rendezvous("env://", self.rank, self.run.world_size, timeout=self.timeout))[0]
+
+    def join(self, store: Any) -> None:
+        """Connect the ranks after checking that they run the same software on devices of their own."""
+        self.use_device()
+        store.set_timeout(self.timeout)
+        self.status.at(WAITING)
+        require_agreement(store, self.rank, self.run.world_size, self.identity())
+        if self.run.ranks_per_gpu > 1:
+            os.environ.update(as_another_host(self.rank))
+        dist.init_process_group(
+            self.run.exchanges_by,
+            store=store,
+            rank=self.rank,
+            world_size=self.run.world_size,
+            timeout=self.timeout,
+        )
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of a rank that waits for others, longer than the launcher's so that the launcher notices
+        first."""
+        return timedelta(seconds=2 * max(self.run.timeout_s, START_TIMEOUT_S))
+
+    def use_device(self) -> None:
+        """Compute on the GPU of this rank's number on its machine, or on the only one that it is shown."""
+        if self.run.device == "cpu":
+            return
+        visible = torch.cuda.device_count()
+        number = 0 if visible == 1 else self.local_rank // self.run.ranks_per_gpu
+        if number >= visible:
+            raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
+        self.monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
+        self.monitor.before()
+        self.device = f"cuda:{number}"
+        torch.cuda.set_device(self.device)
+
+    def device_id(self) -> str:
+        """The unique id of the GPU, and of the rank's share where several ranks have it; empty on a CPU."""
+        if self.run.device == "cpu":
+            return ""
+        uuid, shares = torch.cuda.get_device_properties(self.device).uuid, self.run.ranks_per_gpu
+        return str(uuid) if shares == 1 else f"{uuid}, share {self.local_rank % shares} of {shares}"
+
+    def identity(self) -> Identity:
+        return Identity(torch.__version__, os.uname().nodename, self.device_id())
+
+    def barrier(self) -> None:
+        """Wait for all ranks, once this one's GPU has nothing left to compute."""
+        if self.run.device == "cuda":
+            torch.cuda.synchronize()
+        self.status.at(WAITING)
+        barrier(self.device)
+
+    def agree(self, enough: bool) -> bool:
+        """True if all ranks have enough."""
+        self.status.at(WAITING)
+        all_enough = torch.tensor(float(enough), device=self.device)
+        dist.all_reduce(all_enough, dist.ReduceOp.MIN)
+        return float(all_enough) > 0
+
+    def start(self, clock: RankClock) -> None:
+        """Start the clocks of all ranks together. On the CPU of one machine all clocks are the same."""
+        self.barrier()
+        is_shared = self.local and not clock.is_cuda
+        self.clock_error_s = start_together(clock, self.rank, self.device, is_shared)
+
+    def build(self, grid: RankGroups) -> RankTrainer:
+        """Stages, optimizer state and wires of this rank."""
+        run, place = self.run, grid.place
+        self.status.at("")
+        trainer: RankTrainer
+
+        def empty() -> Any:
+            return trainer.empty()
+
+        passes_host = run.device == "cuda" and run.exchanges_by == "gloo"
+        wires = (HostWires if passes_host else GroupWires)(run.order, place.pp, grid.beside, grid.wires, empty)
+        trainer = RankTrainer(
+            run,
+            place.pp,
+            grid.around,
+            wires,
+            self.device,
+            grid.dense,
+            grid.expert,
+            grid.holders,
+            grid.replicas,
+            place.dp,
+        )
+        self.status.at(f"channels {WAITING}")
+        wires.open()
+        return trainer
+
+    @contextmanager
+    def writing_down_attention(self) -> Iterator[None]:
+        """Write down the kernels of attention that run within, on a GPU."""
+        if self.run.device == "cpu":
+            yield
+            return
+        with KernelsSeen() as seen:
+            yield
+        self.attention_kernels = seen.names
+
+    def reference(self, num_steps: int) -> OneProcess:
+        """The results of one process, which rank 0 computes and sends to the others.
+
+        They wait as long as it moves, which their launcher watches: their group has no shorter limit.
+        """
+        self.status.enter("reference", "" if self.rank == 0 else WAITING)
+        results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
+        dist.broadcast_object_list(results, group=dist.new_group(timeout=LONGEST_REFERENCE))
+        return cast(OneProcess, results[0])
+
+    def quiet(self, trainer: RankTrainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:
+        """The seconds of chunks on GPUs, also without the messages between stages."""
+        if self.run.device == "cpu" or self.run.pp == 1:
+            return chunks
+        self.barrier()
+        return with_quiet_seconds(trainer, chunks, self.status.at)
+
+    def check(self, trainer: RankTrainer, reference: OneProcess | None, checks: list[Check]) -> None:
+        if reference is not None:
+            dtype = dtypes(self.run)[0]
+            checks.append(check_gradients(reference, trainer.parameters, trainer.flat, trainer.around, dtype))
+
+    def static_memory(self) -> int:
+        return torch.cuda.memory_allocated() if self.run.device == "cuda" else 0
+
+    def memory(self, static_bytes: int) -> ProbedMemory | None:
+        """Device memory of the last step; None on the CPU."""
+        if self.run.device == "cpu":
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return ProbedMemory(
+            static_bytes=static_bytes,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+            device_used_bytes=total - free,
+        )
+
+    def report(self, trainer: RankTrainer, loop: StepLoop, memory: ProbedMemory | None) -> RankResult:
+        """The measurements of this rank."""
+        place = self.run.place(self.rank)
+        return RankResult(
+            rank=self.rank,
+            stage=place.pp,
+            dp=place.dp,
+            cp=place.cp,
+            tp=place.tp,
+            torch_version=torch.__version__,
+            device_name="cpu" if memory is None else torch.cuda.get_device_name(),
+            num_parameters=trainer.num_parameters,
+            steps=tuple(loop.steps),
+            actions=tuple(
+                TimedAction(action=str(timed.action), ready_s=timed.ready_s, start_s=timed.start_s, end_s=timed.end_s)
+                for timed in loop.record.actions
+            ),
+            chunks=chunk_seconds(loop.actions),
+            peak_in_flight_chunks=loop.record.peak_in_flight,
+            memory=memory,
+            clock_error_s=self.clock_error_s,
+            attention_kernels=self.attention_kernels,
+            experts_one_by_one=trainer.experts_one_by_one,
+            device_states=tuple(self.monitor.states),
+        )
+
+    def gather(self, result: RankResult) -> None:
+        """Collect the results of all ranks in rank 0's folder, where ranks have folders of their own."""
+        if self.local:
+            return
+        self.status.at(WAITING)
+        results: list[Any] = [None] * self.run.world_size
+        dist.all_gather_object(results, result)
+        for other in results if self.rank == 0 else ():
+            self.write(other)
+
+    def write(self, result: RankResult) -> None:
+        write_text(self.folder / RESULT_FILE.format(result.rank), result.model_dump_json(), force=True)

@@ -1,0 +1,346 @@
+"""The use of predictions: the choice among measured layouts (regret), and the gain of a switch (ablations).
+
+A sweep is one job of which a source published several layouts, run with one release of its software: all of the run is
+the same but its parallelism and its switches. Regret is the measured seconds of the layout that the planner predicts to
+be the fastest, over those of the fastest, − 1. It counts the order alone, and only its top: the number that a user of
+the planner pays.
+
+`data/ablations.jsonl` holds pairs of runs in one layout whose switches differ, one a line: the run that both have in
+common, in the form of `plan evaluate --runs`, the features of each side (`off`, `on`), other fields of the run in which
+the sides differ (`off_run`, `on_run`: recomputing, dtype), and what was measured of each. A side is priced as any run
+is; no number is fitted to a pair.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from planner.errors import PlannerError
+from planner.layout.runs import parse_run
+from planner.shape import FloatArray
+from planner.specs.base import PositiveFloat, Spec
+from planner.validate.rows import PublishedRun, data_lines, model_fields
+from planner.validate.score import NUM_DRAWS, Scored, repeat_spread, weighted_quantile
+
+OTHER_SPREADS = {"vtrain-single": 0.16, "vtrain-multi": 0.05, "ultrascale": 0.017}
+"""Standard deviation of log seconds of families that measured nothing twice, read from what should not differ.
+
+vtrain-single: 14 pairs of TP and micro-batch at which a layer's time is its host's, and the host does the same. At two
+of them twice the tokens take a fifth less time. vtrain-multi: 20 layouts beside the mean of those with half and twice
+as many stages. ultrascale: 50 pairs of ZeRO-0 and ZeRO-1, beside the difference predicted."""
+NOISY = 0.02
+"""A family is called noisy where its spread is more than this, which is more than its best layouts differ by."""
+TIE = 1e-9
+"""Layouts whose predictions are apart by less than this fraction share a place."""
+_RELEASE = re.compile(r"\d\d\.\d\d[.\w]*|[A-Z]\w+ 20\d\d")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSweep:
+    """The layouts that a source measured for one job; arrays have one entry per layout."""
+
+    family: str
+    ids: tuple[str, ...]
+    """The first run of each layout."""
+    predicted_s: FloatArray
+    measured_s: FloatArray
+    """The geometric mean of all runs of the layout."""
+    num_runs: FloatArray
+
+    @property
+    def best(self) -> int:
+        """Position of the layout measured best."""
+        return int(self.measured_s.argmin())
+
+    @property
+    def chosen(self) -> int:
+        """Position of the layout predicted to be the fastest; the slowest of those that share the first place."""
+        return max(self._first, key=lambda place: float(self.measured_s[place]))
+
+    @property
+    def regret(self) -> float:
+        """The regret; its mean where several layouts share the first place."""
+        return float(self.measured_s[self._first].mean() / self.measured_s.min() - 1)
+
+    @property
+    def random_regret(self) -> float:
+        """The regret that a layout drawn by chance has on average."""
+        return float(self.measured_s.mean() / self.measured_s.min() - 1)
+
+    def noise_regret(self, spread: float) -> float:
+        """The mean regret of a perfect prediction: measurements are predictions times lognormal noise of `spread`."""
+        rng = np.random.default_rng(0)
+        noise = rng.normal(0.0, spread / np.sqrt(self.num_runs), (NUM_DRAWS, len(self.ids)))
+        seen = self.predicted_s * np.exp(noise)
+        return float(np.mean(seen[:, self.predicted_s.argmin()] / seen.min(axis=1) - 1))
+
+    @property
+    def _first(self) -> list[int]:
+        """Positions of the layouts that share the first place."""
+        least_s = self.predicted_s.min() * (1 + TIE)
+        return [place for place, predicted_s in enumerate(self.predicted_s) if predicted_s <= least_s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regret:
+    """The regret of a set of sweeps, as fractions; every sweep counts once."""
+
+    name: str
+    num_sweeps: int
+    num_layouts: int
+    mean: float
+    median: float
+    p90: float
+    worst: float
+    worst_id: str
+    """The layout that was chosen in the worst sweep; `best_id` is the one measured best there."""
+    best_id: str
+    random_mean: float
+    """The mean of layouts drawn by chance."""
+    spread: float | None
+    """Noise of the family's measurements, a standard deviation of log seconds; None where none is known."""
+    noise_mean: float | None
+    """The mean of a perfect prediction beside that noise."""
+
+    @property
+    def is_noisy(self) -> bool:
+        """True where noise decides which of the best layouts was measured best."""
+        return self.spread is not None and self.spread > NOISY
+
+
+def sweeps(scored: Iterable[Scored]) -> list[PublishedSweep]:
+    """All sweeps of two or more layouts among runs that count and could be priced, in order of appearance."""
+    jobs: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
+    for answer in scored:
+        if answer.row.counts and answer.layout is not None:
+            jobs[_job(answer.row)][answer.row.run_key].append(answer)
+    return [_sweep([*layouts.values()]) for layouts in jobs.values() if len(layouts) > 1]
+
+
+def _job(row: PublishedRun) -> str:
+    """A key that is the same for runs of one sweep."""
+    job = {name: value for name, value in row.run.items() if name not in ("parallelism", "features")}
+    return json.dumps([row.family, _RELEASE.findall(row.source), job], sort_keys=True)
+
+
+def _sweep(layouts: Sequence[Sequence[Scored]]) -> PublishedSweep:
+    logs = [np.log([answer.row.measured.step_s for answer in runs]) for runs in layouts]
+    return PublishedSweep(
+        family=layouts[0][0].row.family,
+        ids=tuple(runs[0].row.id for runs in layouts),
+        predicted_s=np.array([runs[0].layout.step.step_s for runs in layouts if runs[0].layout is not None]),
+        measured_s=np.array([float(np.exp(log.mean())) for log in logs]),
+        num_runs=np.array([float(len(log)) for log in logs]),
+    )
+
+
+def spreads(rows: Iterable[PublishedRun]) -> dict[str, float]:
+    """The noise of each family of which it is known: of runs measured again, or of what should not differ."""
+    families: dict[str, list[PublishedRun]] = defaultdict(list)
+    for row in rows:
+        if row.counts:
+            families[row.family].append(row)
+    found = {name: repeat_spread(members) or OTHER_SPREADS.get(name) for name, members in families.items()}
+    return {name: spread for name, spread in found.items() if spread is not None}
+
+
+def regrets(found: Sequence[PublishedSweep], noise: Mapping[str, float]) -> list[Regret]:
+    """The regret of each family, in order of appearance; then of all that are not noisy, and of all sweeps."""
+    families: dict[str, list[PublishedSweep]] = defaultdict(list)
+    for sweep in found:
+        families[sweep.family].append(sweep)
+    scores = [_regret(name, members, noise) for name, members in families.items()]
+    quiet = {score.name for score in scores if not score.is_noisy}
+    rest = [sweep for sweep in found if sweep.family in quiet]
+    together = [("without the noisy", rest)] if 0 < len(rest) < len(found) else []
+    return scores + [_regret(name, members, noise) for name, members in (*together, ("all", found)) if members]
+
+
+def _regret(name: str, members: Sequence[PublishedSweep], noise: Mapping[str, float]) -> Regret:
+    values = np.array([sweep.regret for sweep in members])
+    weights = np.ones(len(members))
+    worst = members[int(values.argmax())]
+    known = [sweep.noise_regret(noise.get(sweep.family, 0.0)) for sweep in members]
+    return Regret(
+        name=name,
+        num_sweeps=len(members),
+        num_layouts=sum(len(sweep.ids) for sweep in members),
+        mean=float(values.mean()),
+        median=weighted_quantile(values, weights, 0.5),
+        p90=weighted_quantile(values, weights, 0.9),
+        worst=float(values.max()),
+        worst_id=worst.ids[worst.chosen],
+        best_id=worst.ids[worst.best],
+        random_mean=float(np.mean([sweep.random_regret for sweep in members])),
+        spread=noise.get(name),
+        noise_mean=float(np.mean(known)) if any(sweep.family in noise for sweep in members) else None,
+    )
+
+
+SAME = 0.01
+"""Gains within a point of zero have no sign: runs repeated on another day differ by as much."""
+
+
+class Sides(Spec):
+    """The numbers that the source reports of both sides."""
+
+    off: PositiveFloat
+    on: PositiveFloat
+    unit: Literal["s", "tflops", "tokens_per_s"]
+
+    @property
+    def gain(self) -> float:
+        """The measured gain (`gain_of`)."""
+        return gain_of(self.off, self.on) if self.unit == "s" else gain_of(1 / self.off, 1 / self.on)
+
+
+class Ablation(Spec):
+    """One pair of published runs."""
+
+    id: str
+    """The switch first, then model, GPUs, and what tells the pair from others."""
+    source: str
+    """The document and the table that the numbers are from."""
+    run: dict[str, Any]
+    """The run that both sides have in common, in the form of `plan evaluate --runs`."""
+    off: dict[str, Any]
+    on: dict[str, Any]
+    """Features of the run that only one side has, or has with this value."""
+    off_run: dict[str, Any] = Field(default_factory=dict)
+    on_run: dict[str, Any] = Field(default_factory=dict)
+    """Other fields of the run that only one side has; those of `parallelism` are added to the common ones."""
+    measured: Sides
+    bundle: bool = False
+    """True if several switches differ."""
+    note: str = ""
+    """The things that were inferred, and others that may differ."""
+
+    def side(self, name: Literal["off", "on"]) -> dict[str, Any]:
+        """The run of one side."""
+        features, fields = (self.on, self.on_run) if name == "on" else (self.off, self.off_run)
+        run = {**self.run, **fields}
+        run["parallelism"] = {**self.run["parallelism"], **fields.get("parallelism", {})}
+        run["features"] = {**self.run.get("features", {}), **features}
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPair:
+    """A pair with the predicted seconds of both sides, or the error that says why there are none."""
+
+    pair: Ablation
+    off_s: float = 0.0
+    on_s: float = 0.0
+    error: PlannerError | None = None
+
+    @property
+    def predicted(self) -> float:
+        """The predicted gain (`gain_of`)."""
+        return gain_of(self.off_s, self.on_s)
+
+    @property
+    def measured(self) -> float:
+        return self.pair.measured.gain
+
+    @property
+    def gain_error(self) -> float:
+        """Predicted less measured gain."""
+        return self.predicted - self.measured
+
+    @property
+    def sign_right(self) -> bool:
+        """True if prediction and measurement agree whether the switch helps."""
+        if abs(self.measured) < SAME:
+            return abs(self.predicted) < 2 * SAME
+        return self.predicted * self.measured > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblationScore:
+    """How well the gains of a set of pairs are predicted; `num_unsupported` of them could not be priced."""
+
+    name: str
+    num_pairs: int
+    num_unsupported: int
+    sign_right: float
+    """Share of pairs whose sign is right."""
+    median_error: float
+    """Median of |predicted − measured gain|, as a fraction of the step."""
+    worst_error: float
+    worst_id: str
+
+
+def gain_of(off_s: float, on_s: float) -> float:
+    """Seconds that a switch saves over the longer of the two steps: 0.2 for 5 s instead of 4 s, −0.2 the other way."""
+    return (off_s - on_s) / max(off_s, on_s)
+
+
+@cache
+def load_ablations() -> tuple[Ablation, ...]:
+    """All pairs that come with the package, in the order of their file."""
+    models = model_fields()
+    pairs = []
+    for line in data_lines("ablations.jsonl"):
+        model = line["run"]["model"]
+        # a name that no published row has is one of model_specs/
+        line["run"]["model"] = models.get(model, model) if isinstance(model, str) else model
+        pairs.append(Ablation.model_validate(line))
+    return tuple(pairs)
+
+
+def priced(pair: Ablation) -> PricedPair:
+    """Both sides priced as `plan evaluate --runs` would."""
+    try:
+        off_s, on_s = (
+            parse_run({"id": pair.id, "run": pair.side(name)}, pair.id).evaluate().step.step_s for name in ("off", "on")
+        )
+    except PlannerError as error:
+        return PricedPair(pair, error=error)
+    return PricedPair(pair, off_s, on_s)
+
+
+def switch_of(pair: Ablation) -> str:
+    """The switches that differ, joined by plus signs; one name for a bundle of many."""
+    if pair.bundle:
+        return "bundle"
+    layout = {*pair.off_run.get("parallelism", {}), *pair.on_run.get("parallelism", {})}
+    fields = {*pair.off_run, *pair.on_run} - {"parallelism", "precision_recipe"}
+    names = {*pair.off, *pair.on, *fields, *({"recompute"} if layout else ())}
+    return "+".join(sorted(names))
+
+
+def scores(answers: Iterable[PricedPair]) -> list[AblationScore]:
+    """A score per switch, in order of appearance, then one of all bundles and one of all single switches."""
+    by_switch: dict[str, list[PricedPair]] = {}
+    for answer in answers:
+        by_switch.setdefault(switch_of(answer.pair), []).append(answer)
+    bundles = by_switch.pop("bundle", [])
+    single = [answer for members in by_switch.values() for answer in members]
+    groups = [*by_switch.items(), ("bundles", bundles), ("all single switches", single)]
+    return [found for name, members in groups if (found := _score(name, members)) is not None]
+
+
+def _score(name: str, members: Sequence[PricedPair]) -> AblationScore | None:
+    known = [answer for answer in members if answer.error is None]
+    if not known:
+        return None
+    worst = max(known, key=lambda answer: abs(answer.gain_error))
+    return AblationScore(
+        name=name,
+        num_pairs=len(known),
+        num_unsupported=len(members) - len(known),
+        sign_right=sum(answer.sign_right for answer in known) / len(known),
+        median_error=median(abs(answer.gain_error) for answer in known),
+        worst_error=worst.gain_error,
+        worst_id=worst.pair.id,
+    )
