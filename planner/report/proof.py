@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.answer import Searched, SearchReport
+from planner.answer import SearchReport
 from planner.report.format import percent, seconds
 
 
@@ -29,38 +29,26 @@ def is_proven(search: SearchReport) -> bool:
 
 
 def says_bound(search: SearchReport) -> str:
-    """The step that no layout beats, among which layouts, and what was not searched."""
-    schedules = search.searched.schedules if search.searched else search.schedules
-    under = f" under {_either(schedules)}" if schedules else ""
-    among = "".join(f", {part}" for part in _among(search.searched)) if search.searched else ""
-    left_out = f"; not searched: {', '.join(search.unsearched)}" if search.unsearched else ""
-    return f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model{under}{among}{left_out}"
+    """The step that no layout beats, among how many kinds of layouts, and what was not searched; JSON has the names."""
+    among = ", ".join(_among(search))
+    left_out = f"; not searched, but around the best: {', '.join(search.unsearched)}" if search.unsearched else ""
+    return f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model ({among}{left_out})"
 
 
-MAX_SETS_NAMED = 3
-"""Sets of modules that the sentence lists; more are counted, and JSON has them all."""
-
-
-def _among(searched: Searched) -> Iterator[str]:
-    """Phrases that narrow the layouts searched down, beside their schedules."""
-    sets = [" + ".join(modules) for modules in searched.recompute_modules if modules]
-    if len(sets) > MAX_SETS_NAMED:
-        yield f"selective recompute meaning one of {len(sets)} sets of modules"
-    elif sets:
-        yield f"selective recompute meaning {_either(sets)}"
-    yield from _recipes(searched)
+def _among(search: SearchReport) -> Iterator[str]:
+    """Phrases that narrow the layouts searched down."""
+    searched = search.searched
+    schedules = searched.schedules if searched else search.schedules
+    yield _either(schedules) if schedules else "no pipeline"
+    if searched is None:
+        return
+    if any(searched.recompute_modules):
+        yield f"{len(searched.recompute_modules)} set{'s' * (len(searched.recompute_modules) > 1)} of modules"
+    free = [name for name, values in searched.switches.items() if len(values) > 1]
+    if searched.switches:
+        yield f"{len(free)} of {len(searched.switches)} switches free"
     if searched.chunks == "equal":
         yield "equal inner chunks"
-
-
-def _recipes(searched: Searched) -> Iterator[str]:
-    """The switches that were searched, with their values; those of one value are counted."""
-    tried = [f"{name} {_either(values)}" for name, values in searched.switches.items() if len(values) > 1]
-    num_fixed = len(searched.switches) - len(tried)
-    others = f"{num_fixed} {'other ' if tried else ''}switch{'es' if num_fixed > 1 else ''} at one value"
-    others += " each" if num_fixed > 1 else ""
-    if searched.switches:
-        yield f"with {', '.join([*tried, *([others] if num_fixed else [])])}"
 
 
 def _either(names: Sequence[str]) -> str:

@@ -74,13 +74,15 @@ def _interleaves(schedules: Sequence[str]) -> bool:
 
 
 def _unsearched(rounds: Sequence[Found], schedules: Sequence[str], recipes: Recipes) -> Iterator[str]:
-    """The choices that the trainer could be told and the search left out, in words."""
+    """The choices that the trainer could be told and the search left out, in words, but for tries around the best."""
     if rounds[0].pricings[0][0].runtime.uneven_chunks and _interleaves(schedules):
-        yield "uneven inner chunks but those tried around the best"
+        yield "uneven inner chunks"
     all_sets = [shapes.module_sets for found in rounds for shapes, _ in found.priced]
     if any(sets is not None and len(sets.tables) >= MAX_SETS for sets in all_sets):
-        yield "other sets of modules but those a module away from the best's"
+        yield "other sets of modules"
+    if recipes.offloads_slowly:
+        yield "activations on a host behind PCIe"
     if recipes.free:
-        yield "other bundles of switches but single ones moved around the best"
+        yield "other bundles of switches"
     elif recipes.has_switches:
         yield "switches other than those given" if recipes.case.limits.switches else "other switches"

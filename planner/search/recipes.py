@@ -110,6 +110,12 @@ class Recipes:
         others = [switched(candidate.pricing.runtime, {"activation_offload": value}) for value in values]
         return [runtime for runtime in others if _takes(candidate, runtime)]
 
+    @property
+    def offloads_slowly(self) -> bool:
+        """True if activations could wait on a host whose link is too slow for that to be searched."""
+        slow = self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S
+        return slow and len(self.free.get("activation_offload", ())) > 1
+
     def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
         for name, values in self.free.items():

@@ -22,7 +22,6 @@ from planner.serve.controls import Form, changed
 from planner.serve.pictures import pictures
 from planner.serve.pieces import empty
 from planner.serve.question import Question
-from planner.serve.searching import looked_at
 
 State = Literal["same", "first", "all", "final"]
 WIDEST_GAP = 0.1
@@ -102,8 +101,8 @@ def _certificate(plan: Plan, question: Question, state: State) -> Html:
         return tag("p", words, class_="certificate searching", data_state=state)
     if state == "first":
         words = (
-            f"A first answer, within {percent(search.gap)} of the best among the layouts looked at so far "
-            f"({looked_at(question.case)}). Looking at all others …"
+            f"A first answer, within {percent(search.gap)} of the best among the few layouts that tuned recipes would "
+            "try. Looking at all others …"
         )
         return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
     if state == "all":

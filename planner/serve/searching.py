@@ -12,22 +12,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from planner.answer import Plan
-from planner.errors import Infeasible, PlannerError, SolverError, defect
+from planner.errors import Infeasible, PlannerError, defect
 from planner.search.case import Case
-from planner.search.deadline import Deadline
+from planner.search.first import some_layout
 from planner.search.layouts import Standing
 from planner.search.recipes import pinned
-from planner.search.search import plan, search_within_risk
+from planner.search.search import plan
 
-FIRST_S = 1.0
-"""Seconds of a processor after which the quick search ends with what it has."""
-PATIENCE = 10
-"""The factor on these for a search that has nothing by then, and ends with the first layout that fits."""
-FIRST_GAP = 0.05
-"""Gap at which the quick search is content."""
 EVERY_S = 0.5
 """Seconds between two answers of a search that goes on, at least: to price one takes a tenth of them."""
 MOST_BYTES = 6 << 30
@@ -79,35 +72,8 @@ def whole(case: Case, tell: Tell) -> Plan:
 
 
 def first(case: Case, tell: Tell) -> Plan:
-    """A layout that fits, among few: the trainer's own switches, small micro-batches, whole layers recomputed or none.
-
-    A narrower search needs a fraction of the seconds, and its certificate holds for what it looked at.
-    """
-    limits: dict[str, Any] = {"top": 1, "gap_fraction": FIRST_GAP}
-    if case.limits.switches is None and not case.limits.allow:
-        limits["switches"] = "default"
-    if case.limits.micro_batch_size is None:
-        limits["micro_batch_size"] = tuple(n for n in (1, 2) if case.training.global_batch_size % n == 0)
-    if case.limits.recompute is None and case.model.moe is not None:
-        limits["recompute"] = ("none", "full") if case.runtime.recomputes_layers else ("none",)
-    narrow = pinned(case.limited(**limits))
-    try:
-        return search_within_risk(narrow, Deadline(FIRST_S, time.process_time))
-    except SolverError:
-        any_fitting = narrow.limited(gap_fraction=1.0)
-        return search_within_risk(any_fitting, Deadline(PATIENCE * FIRST_S, time.process_time))
-
-
-def looked_at(case: Case) -> str:
-    """The layouts that `first` looks at, in words."""
-    words = []
-    if case.limits.switches is None and not case.limits.allow:
-        words.append("the trainer's own switches")
-    if case.limits.micro_batch_size is None:
-        words.append("micro-batches of 1 or 2")
-    if case.limits.recompute is None and case.model.moe is not None:
-        words.append("layers recomputed whole or not at all")
-    return ", ".join(words) or "the same choices"
+    """The plan of the first layout that is found to fit, among few; its gap is to the best of these."""
+    return some_layout(pinned(case))
 
 
 def context() -> BaseContext:
