@@ -243,7 +243,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
     if refused := _only_first(record) or _contradicted(record, facts, found.step_s):
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
-    if record.numbers[0] - record.covers[0] > 1 and not record.backs:
+    if record.numbers[0] - record.covers[0] > 1 and not (record.backs or record.is_cut):
         notes.append(f"the log begins at step {record.numbers[0]:,}: what was before is not known")
     if max(record.covers) > 1:
         notes.append(f"a line is the mean of up to {max(record.covers):,} steps: single slow ones do not show")
