@@ -77,6 +77,13 @@ def test_a_step_that_tokens_a_second_contradict_is_not_said(tmp_path: Path) -> N
     assert "18 s by its tokens per second" in seen.notes[0]
 
 
+def test_a_batch_that_grows_contradicts_nothing(tmp_path: Path) -> None:
+    dump, speed = arguments(**LLAMA_8B), "| tokens-per-second-per-gpu: 7281.8 | lm loss"
+    grown = [iteration(n, 2.25 if n < 20 else 9.0, batch=32 if n < 20 else 128) for n in range(1, 31)]
+    seen = read(tmp_path, "\n".join([dump, *(line.replace("| lm loss", speed) for line in grown)]))
+    assert seen.step_s == 2.25
+
+
 def test_two_layouts_in_one_file_are_two_runs(tmp_path: Path) -> None:
     first = [arguments(**LLAMA_8B), *iterations([9.0] * 20)]
     again = [arguments(**LLAMA_8B), *iterations([9.0] * 20, first=21, begin_s=BEGIN_S + 900)]
