@@ -35,10 +35,9 @@ def _environment() -> Environment:
         loader=PackageLoader("planner.export", "templates"), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters |= {
-        "python": repr,
-        "g": lambda number: format(number, "g"),
-        "quote": shlex.quote,
-        "words": shell_words,
-    }
+    environment.filters.update(python=repr, g=_short, quote=shlex.quote, words=shell_words)
     return environment
+
+
+def _short(number: float) -> str:
+    return format(number, "g")
