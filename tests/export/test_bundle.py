@@ -1,4 +1,4 @@
-"""An export reaches the disk whole, is listed with its hashes, and replaces nothing unasked."""
+"""An export reaches the disk whole, is listed with its hashes, names its plan, and replaces nothing unasked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
 from planner.export.export import MANIFEST, bundle_of, write_bundle
-from planner.export.trainer_files import plan_sha256
+from planner.export.trainer_files import comment, plan_sha256, slug
 
 Planned = Callable[..., Plan]
 
@@ -86,3 +86,16 @@ def test_a_folder_that_cannot_be_made(planned: Planned, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlannerError, match="cannot be made"):
         write_bundle(bundle_of(planned("llama-3.1-8b", 16), ["megatron"]), tmp_path / "file" / "folder")
+
+
+def test_comments_stay_comments() -> None:
+    text = comment("a\nb\r\x1b[2Jrm -rf\u2028x")
+    assert text == "# a\n# b??[2Jrm -rf?x\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Llama 3.1/405B", "llama-3-1-405b"), ("--", "plan"), ("é" * 3, "plan"), ("a" * 99, "a" * 40)],
+)
+def test_slug(name: str, expected: str) -> None:
+    assert slug(name) == expected

@@ -1,10 +1,10 @@
-"""megatron-core, where it is installed, builds the layers that were planned on every rank and chunk."""
+"""Megatron core takes the arguments, the layouts and the parameters that are exported."""
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,17 @@ import pytest
 from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
+from planner.export.megatron.layout_options import fold, layout_string
 from planner.export.megatron.plan_arguments import megatron_arguments
+from planner.export.stages import VirtualStage
 from planner.export.trainer_files import Arguments
+from planner.layout.split import parse_layout
+from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
 
 Planned = Callable[..., Plan]
+
 
 FIELDS = {
     "--num-layers": "num_layers",
@@ -157,3 +162,135 @@ def test_any_split_is_built_as_planned(planned: Planned, megatron: Any) -> None:
         plan = planned("llama-3.1-70b", 64, tp=4, pp=pp, vpp=vpp, layers_per_stage=counts)
         config = config_of(megatron_arguments(plan), megatron)
         assert layers_built(config, megatron) == [list(stage.chunks) for stage in plan.stages], counts
+
+
+def stages_of(counts: Sequence[int], pp: int, mtp: int | None) -> list[VirtualStage]:
+    first, stages = 0, []
+    for j, count in enumerate(counts):
+        stages.append(VirtualStage(j % pp, j // pp, first, first + count, j == 0, j == mtp, j == len(counts) - 1))
+        first += count
+    return stages
+
+
+def model_of(num_layers: int, num_mtp: int) -> ModelSpec:
+    return ModelSpec.model_validate(
+        {
+            "name": "model", "num_hidden_layers": num_layers, "hidden_size": 64, "intermediate_size": 64,
+            "num_attention_heads": 4, "vocab_size": 64, "num_nextn_predict_layers": num_mtp,
+        }
+    )  # fmt: skip
+
+
+def random_splits(number: int) -> list[tuple[int, list[int]]]:
+    """(pp, layers of each virtual stage): long runs, ramps, empty stages."""
+    rng = random.Random(0)
+    splits = []
+    for _ in range(number):
+        pp, vpp = rng.randint(1, 16), rng.randint(1, 4)
+        few = [rng.randint(0, 20) for _ in range(rng.randint(1, 3))]
+        counts = [rng.choice(few) for _ in range(pp * vpp)]
+        counts[-1] += 1  # a model has a layer
+        splits.append((pp, counts))
+    return splits
+
+
+@pytest.mark.parametrize(
+    ("counts", "mtp", "text"),
+    [
+        ([1, *[2] * 62, 1], None, "Et|(tt|)*62tL"),
+        ([3, *[2] * 29, 0, 0], 30, "Et*3|(tt|)*29m|L"),
+        ([0, 4, 4, 0], None, "E|(t*4|)*2L"),
+        ([1, 0, 0, 1], None, "Et||*2tL"),
+        ([2, 3], 1, "Ett|t*3mL"),
+    ],
+)
+def test_folded(counts: list[int], mtp: int | None, text: str) -> None:
+    assert layout_string(stages_of(counts, 2, mtp), 1 if mtp is not None else 0) == text
+
+
+def test_our_own_parser_reads_it_back() -> None:
+    for pp, counts in random_splits(200):
+        num_mtp = len(counts) % 3
+        mtp = len(counts) - 1 if num_mtp else None
+        text = layout_string(stages_of(counts, pp, mtp), num_mtp)
+        split = parse_layout(text, model_of(sum(counts), num_mtp), len(counts))
+        assert split.counts == tuple(counts), text
+        assert split.mtp_stage == mtp, text
+
+
+def test_megatron_reads_it_back() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core says at length what it does not find
+        layouts = pytest.importorskip(
+            "megatron.core.transformer.pipeline_parallel_layer_layout", reason="megatron-core is not installed"
+        )
+    for pp, counts in random_splits(200):
+        text = layout_string(stages_of(counts, pp, None))
+        layout = layouts.PipelineParallelLayerLayout(text, pp)
+        layout.validate_layer_layout(sum(counts), 0)
+        held = [layout.layout[j % pp][j // pp].count(layouts.LayerType.decoder) for j in range(len(counts))]
+        assert held == counts, text
+
+
+def test_fold_joins_runs_only() -> None:
+    assert fold(["Et", "t", "tt", "tt", "tt", "tL"]) == "Et|t|(tt|)*3tL"
+    assert fold(["EttL"]) == "EttL"
+
+
+BUILT: list[tuple[str, int, dict[str, Any], tuple[int, ...]]] = [
+    (
+        "llama-3.1-405b",
+        2048,
+        {"tp": 8, "pp": 16, "vpp": 4, "layers_per_stage": (1, *[2] * 62, 1)},
+        (3_053_682_688, *[3_187_933_184] * 14, 3_053_699_072),
+    ),
+    # 8 key-value heads over 16 ranks: the projection is cut further
+    ("llama-3.1-70b", 256, {"tp": 16, "pp": 4}, (1_135_935_488, *[1_069_875_200] * 2, 1_135_943_680)),
+    ("qwen3-235b-a22b", 512, {"tp": 8, "pp": 2, "ep": 8, "etp": 1}, (14_715_588_352, 14_715_592_448)),
+    ("gpt3-175b", 64, {"tp": 8, "pp": 8}, (2_822_731_776, *[2_718_922_752] * 6, 2_797_590_528)),
+    ("nemotron-4-340b", 512, {"tp": 8, "pp": 8}, (5_771_722_752, *[5_181_898_752] * 6, 5_771_759_616)),
+    ("mixtral-8x22b", 64, {"tp": 2, "pp": 4, "ep": 8}, (4_943_585_280, *[4_845_281_280] * 2, 4_943_591_424)),
+    ("qwen2.5-72b", 64, {"tp": 4, "pp": 4}, (4_700_096_512, *[4_388_669_440] * 2, 4_700_104_704)),
+    (
+        "kimi-k2",
+        512,
+        {"pp": 8, "ep": 32, "layers_per_stage": (7, *[8] * 6, 6)},
+        (5_730_385_920, *[5_411_307_520] * 6, 5_232_892_928),
+    ),
+    # multi-token prediction embeds its tokens itself
+    (
+        "deepseek-v3",
+        512,
+        {"pp": 8, "ep": 64, "layout": "Et*7|(t*8|)*6t*6mL"},
+        (4_313_759_744, *[3_273_261_056] * 6, 4_820_250_624),
+    ),
+    # on a rank of its own it leaves the final norm with the last decoder layer
+    (
+        "deepseek-v3",
+        1024,
+        {"pp": 16, "vpp": 2, "ep": 64, "layout": "Et*3|(tt|)*29m|L"},
+        (3_495_444_480, *[1_636_630_528] * 12, 1_636_637_696, 2_256_933_888, 1_744_994_304),
+    ),
+    # tied: the last stage has a copy of the embedding
+    ("llama-3.2-1b", 8, {"pp": 2}, (749_240_320, 749_242_368)),
+]
+"""Model, GPUs, layout, and parameters by pipeline rank as core 0.20.0 builds them."""
+
+
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize(("model", "gpus", "layout", "parameters"), BUILT)
+def test_ranks_hold_what_megatron_builds(
+    planned: Planned, model: str, gpus: int, layout: dict[str, Any], parameters: tuple[int, ...]
+) -> None:
+    plan = planned(model, gpus, **layout)
+    assert tuple(stage.num_parameters for stage in plan.stages) == parameters
+    # also of models whose rotary frequencies it cannot stretch, which no size depends on
+    assert megatron_arguments(plan, of_model=())
+
+
+def test_torchtitan_keeps_the_projection_of_multi_token_prediction_whole(planned: Planned) -> None:
+    num_whole, num_split = (
+        planned("deepseek-v3", 512, runtime=runtime, tp=2, ep=8, zero_stage=stage).stages[0].num_parameters
+        for runtime, stage in (("torchtitan", 3), ("megatron", 1))
+    )
+    assert num_whole - num_split == 7168 * 7168, "half of 2 · 7168²"

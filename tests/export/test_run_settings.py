@@ -1,13 +1,17 @@
-"""The settings of a run: planned, published with the model, or defaults that say so."""
+"""Runs have the length, optimizer and intervals that are planned, in every trainer's files."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from planner.answer import Plan
+from planner.export.export import bundle_of
 from planner.export.run_settings import run_settings
+from planner.export.targets import TRAINERS
 from planner.specs.registry import load_model, model_names
 
 Planned = Callable[..., Plan]
@@ -69,3 +73,168 @@ def test_published_optimizers_name_their_source(name: str) -> None:
         optimizer = training.optimizer
         assert "arXiv" in optimizer.source
         assert optimizer.min_learning_rate < optimizer.learning_rate < 1e-3
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "megatron": {"model": "qwen3-30b-a3b", "gpus": 16, "ep": 8},
+    "bridge": {"model": "qwen3-30b-a3b", "gpus": 16, "ep": 8, "runtime": "bridge"},
+    "torchtitan": {"model": "llama-3.1-8b", "gpus": 16, "tp": 2, "runtime": "torchtitan"},
+    "torch": {"model": "llama-3.1-8b", "gpus": 16, "tp": 2, "runtime": "torch-eager"},
+    "deepspeed": {"model": "llama-2-7b", "gpus": 16, "runtime": "deepspeed", "zero_stage": 3},
+}
+PROOF = "random tokens and saves nothing"
+"""The torch runner trains nothing that is kept: it shows that a layout runs."""
+NEEDS: dict[str, dict[str, str]] = {
+    "number of steps": {
+        "megatron": r"--train-iters \d", "bridge": r"train\.train_iters=\d", "torchtitan": r"STEPS = .*\d",
+        "deepspeed": r'STEPS = .* \d',
+    },
+    "learning rate": {
+        "megatron": r"--lr 0", "bridge": r"optimizer\.lr=", "torchtitan": r"\blr=0", "deepspeed": r'"lr": ',
+    },
+    "lowest rate": {
+        "megatron": r"--min-lr", "bridge": r"optimizer\.min_lr", "torchtitan": "min_lr_factor",
+        "deepspeed": "cos_min_ratio",
+    },
+    "warm-up": {
+        "megatron": r"--lr-warmup-iters", "bridge": r"scheduler\.lr_warmup_iters", "torchtitan": r"warmup_steps=\d",
+        "deepspeed": "warmup_num_steps",
+    },
+    "decay": {
+        "megatron": r"--lr-decay-style cosine", "bridge": r"scheduler\.lr_decay_style=.cosine",
+        "torchtitan": r'decay_type="cosine"', "deepspeed": "WarmupCosineLR",
+    },
+    "optimizer": {
+        "megatron": r"--adam-beta2 0\.95", "bridge": r"optimizer\.adam_beta2=0\.95",
+        "torchtitan": r"betas=\(0\.9, 0\.95\)", "deepspeed": r'"betas"',
+    },
+    "weight decay": {
+        "megatron": r"--weight-decay 0\.1", "bridge": r"optimizer\.weight_decay=0\.1",
+        "torchtitan": r"weight_decay=0\.1", "deepspeed": r'"weight_decay": 0\.1',
+    },
+    "clipping": {
+        "megatron": r"--clip-grad 1", "bridge": r"optimizer\.clip_grad=1", "torchtitan": r"max_norm=1",
+        "deepspeed": r'"gradient_clipping": 1',
+    },
+    "initial weights": {
+        "megatron": r"--init-method-std 0\.02", "bridge": r"model\.init_method_std=0\.02", "torchtitan": r"std=0\.02",
+        "deepspeed": r'with random weights',
+    },
+    "data": {
+        "megatron": r"--data-path \$\{DATA_PATH\}", "bridge": r"dataset\.data_path=.*DATA_PATH",
+        "torchtitan": r'environ\.get\("DATA_PATH"\)', "deepspeed": r'environ\["DATA_PATH"\]',
+    },
+    "tokenizer": {
+        "megatron": r'--tokenizer-model "\$\{TOKENIZER\}"', "bridge": r"tokenizer\.tokenizer_model=.*TOKENIZER",
+        "torchtitan": r'environ\.get\("HF_ASSETS_PATH"\)', "deepspeed": r'DATA_PATH.*file of token ids',
+    },
+    "saving": {
+        "megatron": r'--save "\$\{CHECKPOINTS\}"', "bridge": r"checkpoint\.save=.*CHECKPOINTS",
+        "torchtitan": r"checkpoint\.enable = not FIRST_RUN", "deepspeed": r'engine\.save_checkpoint\(folder',
+    },
+    "loading": {
+        "megatron": r'--load "\$\{CHECKPOINTS\}"', "bridge": r"checkpoint\.load=.*CHECKPOINTS",
+        "torchtitan": r"the latest in it is loaded", "deepspeed": r'engine\.load_checkpoint\(folder',
+    },
+    "interval of saving": {
+        "megatron": r"--save-interval \d", "bridge": r"checkpoint\.save_interval=\d",
+        "torchtitan": r"checkpoint\.interval = \d", "deepspeed": r'SAVE_EVERY = \d',
+    },
+    "saving beside training": {
+        "megatron": r"--async-save", "bridge": r"checkpoint\.async_save=true", "torchtitan": r"async_mode = ",
+        "deepspeed": r'saves while training waits',
+    },
+    "evaluation": {
+        "megatron": r"--eval-interval \d+\n.*--eval-iters \d", "bridge": r"validation\.eval_interval=\d",
+        "torchtitan": r"validator\.enable = False", "deepspeed": r'evaluates nothing',
+    },
+    "logs": {
+        "megatron": r"--log-interval 1\n.*--log-throughput", "bridge": r"logger\.log_interval=1",
+        "torchtitan": r"metrics\.log_freq = 1", "deepspeed": r"step .* of \{STEPS\}",
+    },
+    "timeout of the start": {
+        "megatron": r"--distributed-timeout-minutes \d", "bridge": r"dist\.distributed_timeout_minutes=\d",
+        "torchtitan": r"comm\.init_timeout_seconds = \d", "deepspeed": r"DEEPSPEED_TIMEOUT=\d",
+    },
+    "timeout later": {
+        "megatron": r"--distributed-timeout-seconds-after-init \d",
+        "bridge": r"dist\.distributed_timeout_seconds_after_init=\d",
+        "torchtitan": r"comm\.train_timeout_seconds = \d", "deepspeed": r"DEEPSPEED_TIMEOUT=\d",
+    },
+    "end before the job's": {
+        "megatron": r"--exit-duration-in-mins", "bridge": r"train\.exit_duration_in_mins",
+        "torchtitan": r"checkpoint\.interval = \d", "deepspeed": r"SAVE_EVERY = \d",
+    },
+    "first run": {
+        "megatron": r"--mock-data", "bridge": r"--dataset mock", "torchtitan": r"FIRST_RUN = ",
+        "deepspeed": r'FIRST_RUN = ',
+    },
+    "balanced experts in it": {
+        "megatron": r"--moe-router-force-load-balancing", "bridge": r"model\.moe_router_force_load_balancing=true",
+        "torchtitan": r"moe_force_load_balance = FIRST_RUN", "deepspeed": r'FIRST_RUN = ',
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("need", NEEDS)
+@pytest.mark.parametrize("target", JOBS)
+def test_every_need_is_met_or_named(exported: Callable[[str], str], target: str, need: str) -> None:
+    pattern = PROOF if target == "torch" else NEEDS[need][target]
+    assert re.search(pattern, exported(target)), f"{target}: {need}"
+
+
+@pytest.fixture(scope="module")
+def exported(planned: Planned) -> Callable[[str], str]:
+    """exported(target): the text of all files and notes of an export; each is made once."""
+    texts: dict[str, str] = {}
+
+    def text_of(target: str) -> str:
+        if target not in texts:
+            bundle = bundle_of(planned(**JOBS[target]), [target])
+            texts[target] = "\n".join([*(file.text for file in bundle.files), *bundle.notes])
+        return texts[target]
+
+    return text_of
+
+
+FROM_THE_LAUNCHER = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MOCK", "PREFLIGHT", "NUMA_BINDING", "PLAN_DIR", "GPUS"}
+FROM_ELSEWHERE = re.compile(r"SLURM_\w+|BASH\w*|PWD|PATH|PYTHONPATH")
+"""Variables of Slurm and of the shell itself."""
+
+
+@pytest.mark.parametrize("target", JOBS)
+def test_launchers_read_no_variable_that_nobody_sets(planned: Planned, target: str) -> None:
+    bundle = bundle_of(planned(**JOBS[target]), [target])
+    for file in bundle.files:
+        if not file.executable:
+            continue
+        code = re.sub(r"^\s*#.*$", "", file.text, flags=re.MULTILINE)
+        read = set(re.findall(r"\$\{?([A-Za-z_]\w*)", code))
+        assigned = set(re.findall(r"(?:^|[\s;(])([A-Za-z_]\w*)\+?=", code)) | {"HOSTS"}
+        placeholders = {place.name for place in file.placeholders}
+        unknown = {name for name in read - assigned - placeholders if not FROM_ELSEWHERE.fullmatch(name)}
+        assert unknown <= FROM_THE_LAUNCHER, f"{file.name}: {unknown}"
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [("torchtitan", "planned_recipe.py"), ("deepspeed", "planned_training.py")]
+)
+def test_a_program_reads_no_variable_that_nobody_names(planned: Planned, target: str, name: str) -> None:
+    bundle = bundle_of(planned(**JOBS[target]), [target])
+    program = next(file.text for file in bundle.files if file.name == name)
+    read = set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', program))
+    assert read - {"MOCK"} == {place.name for place in bundle.placeholders if not place.is_optional}
+
+
+def test_environments_are_the_vendors(planned: Planned) -> None:
+    names = {}
+    for hardware in ("h100", "mi300x"):
+        for target in ("megatron", "torchtitan"):
+            plan = planned("llama-3.1-8b", 16, hardware=hardware, runtime=target)
+            command = TRAINERS[target].write(plan).command
+            assert command is not None
+            names[hardware, target] = set(command.environment)
+    for target in ("megatron", "torchtitan"):
+        assert {"HSA_NO_SCRATCH_RECLAIM", "GPU_MAX_HW_QUEUES", "NCCL_IB_GID_INDEX"} <= names["mi300x", target]
+        assert not any(name.startswith(("HSA", "RCCL", "GPU_")) for name in names["h100", target])
+    assert "NCCL_NVLS_ENABLE" not in names["mi300x", "megatron"]

@@ -58,11 +58,11 @@ def dtype_of(settings: Settings) -> str | None:
 def fsdp_layout(settings: Settings, options: Settings) -> dict[str, Any]:
     """The layout that FSDP's options mean; `settings` are those of the trainer around it."""
     words = str(settings.get("fsdp") or "").lower().split()
-    strategy = str(_option(options, "sharding_strategy", "full_shard")).upper()
+    strategy = str(_either(options, "fsdp_sharding_strategy", "sharding_strategy", "full_shard")).upper()
     if words:
         strategy = next((word.upper() for word in words if word.upper() in _SHARDING), strategy)
     stage = _SHARDING.get(strategy, 3)
-    reshards = _option(options, "reshard_after_forward", None)
+    reshards = _either(options, "fsdp_reshard_after_forward", "reshard_after_forward")
     if isinstance(reshards, str) and reshards.upper() in _SHARDING:
         stage, strategy = _SHARDING[reshards.upper()], reshards.upper()
     elif reshards is not None and not is_on(reshards):
@@ -70,14 +70,14 @@ def fsdp_layout(settings: Settings, options: Settings) -> dict[str, Any]:
     layout: dict[str, Any] = {"zero_stage": stage}
     if "HYBRID" in strategy or strategy in ("4", "5"):
         layout["fsdp"] = 8
-    if is_on(_option(options, "activation_checkpointing", False)):
+    if is_on(_either(options, "fsdp_activation_checkpointing", "activation_checkpointing")):
         layout["recompute"] = "full"
     return layout
 
 
-def _option(options: Settings, name: str, default: Any) -> Any:
-    """An option of FSDP, with or without its prefix."""
-    return options.get(f"fsdp_{name}", options.get(name, default))
+def _either(options: Settings, name: str, short: str, default: Any = None) -> Any:
+    """An option of FSDP by its name, or by the one that trainers' own sections give it."""
+    return options.get(name, options.get(short, default))
 
 
 def deepspeed_beside(config: ConfigFile, name: Any) -> DeepSpeedConfig | None:
@@ -321,8 +321,7 @@ def _apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
     """Sizes of tensor and context parallelism, and of groups that shard."""
     sizes = {name.removeprefix("parallelism_config_"): value for name, value in options.items()}
     layout = imported.run["parallelism"]
-    for axis in ("tp", "cp"):
-        layout[axis] = number(sizes, f"{axis}_size") or 1
+    layout["tp"], layout["cp"] = number(sizes, "tp_size") or 1, number(sizes, "cp_size") or 1
     replicate, shard = number(sizes, "dp_replicate_size") or 1, number(sizes, "dp_shard_size") or 1
     if replicate > 1 and shard > 1:
         layout["fsdp"] = shard * layout["cp"]

@@ -8,7 +8,17 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.environment import megatron_environment
-from planner.export.megatron.bridge_rows import DOWNLOADS, MOMENTS, OTHERWISE, RECIPES, SAME, TANH, flag_fields
+from planner.export.megatron.bridge_rows import (
+    DOWNLOADS,
+    MOMENT_FIELDS,
+    MOMENTS,
+    OTHERWISE,
+    RECIPES,
+    SAME,
+    TANH,
+    YARN,
+    flag_fields,
+)
 from planner.export.megatron.megatron_files import LOG, notes_on_options, requirements
 from planner.export.megatron.plan_arguments import (
     DATA_PATH,
@@ -62,7 +72,7 @@ def model_overrides(model: ModelSpec, fuses_activation: bool) -> Overrides:
     model = stated(model)
     family = family_of(model)
     overrides: Overrides = {
-        "gated_linear_unit": model.gated_mlp,
+        "model.gated_linear_unit": model.gated_mlp,
         **_activation(model, fuses_activation),
         **_windows(model),
         **(_rotary(model) if model.position_embedding == "rope" else {}),
@@ -73,10 +83,10 @@ def model_overrides(model: ModelSpec, fuses_activation: bool) -> Overrides:
     elif family == "gemma2":
         overrides |= _gemma2(model)
     else:
-        overrides["softmax_scale"] = model.attention_multiplier
+        overrides["model.softmax_scale"] = model.attention_multiplier
     if family == "gemma3":
         overrides |= _gemma3(model)
-    return {f"model.{name}": value for name, value in overrides.items()}
+    return overrides
 
 
 def _activation(model: ModelSpec, fuses: bool) -> Overrides:
@@ -85,7 +95,7 @@ def _activation(model: ModelSpec, fuses: bool) -> Overrides:
     name = {"relu2": "squared_relu", "gelu_tanh": TANH}.get(model.activation, model.activation)
     if fuses and model.activation == "gelu_tanh" and model.has_mlp_bias and not model.gated_mlp:
         name, fused = "gelu", True
-    return {"activation_func": name, "bias_activation_fusion": fused}
+    return {"model.activation_func": name, "model.bias_activation_fusion": fused}
 
 
 def _windows(model: ModelSpec) -> Overrides:
@@ -94,7 +104,7 @@ def _windows(model: ModelSpec) -> Overrides:
         return {}
     nth = every_nth([not slide for slide in slides])
     skipped: int | list[int] | None = None if all(slides) else nth or [int(slide) for slide in slides]
-    return {"window_size": [model.sliding_window - 1, 0], "window_attn_skip_freq": skipped}
+    return {"model.window_size": [model.sliding_window - 1, 0], "model.window_attn_skip_freq": skipped}
 
 
 def _rotary(model: ModelSpec) -> Overrides:
@@ -102,35 +112,35 @@ def _rotary(model: ModelSpec) -> Overrides:
     overrides: Overrides = {}
     n, layers = model.no_rope_layer_interval, model.num_hidden_layers
     if n is not None and n <= layers:
-        overrides["no_rope_freq"] = [int((i + 1) % n == 0) for i in range(layers)]
+        overrides["model.no_rope_freq"] = [int((i + 1) % n == 0) for i in range(layers)]
     scaling, method = model.rope_scaling, rotary_method(model)
     if scaling is None or method is None or model.mla is not None:
         return overrides
     if method == "llama3":
-        return overrides | {"rope_scaling": True, "rope_scaling_factor": scaling.factor}
+        return overrides | {"model.rope_scaling": True, "model.rope_scaling_factor": scaling.factor}
     if method == "linear":
-        return overrides | {"seq_len_interpolation_factor": scaling.factor}
-    # weights of null are those that follow from the factor
-    numbers = _yarn(scaling) | {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    rounded = {"yarn_correction_range_round_to_int": scaling.truncate is not False}
-    return overrides | {f"yarn_{name}": number for name, number in numbers.items()} | rounded
-
-
-def _yarn(scaling: RopeScalingSpec) -> Overrides:
-    """Numbers of yarn; those that are not given are usual."""
-    return {
-        "rotary_scaling_factor": scaling.factor or 1.0,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings or 4096,
-        "beta_fast": scaling.beta_fast or 32.0,
-        "beta_slow": scaling.beta_slow or 1.0,
+        return overrides | {"model.seq_len_interpolation_factor": scaling.factor}
+    return overrides | {
+        **{names.plain: number for names, number in zip(YARN, _yarn(scaling), strict=True)},
+        "model.yarn_correction_range_round_to_int": scaling.truncate is not False,
     }
+
+
+def _yarn(scaling: RopeScalingSpec) -> tuple[float | None, ...]:
+    """Numbers of yarn, in the order of their names; those that are not given are usual.
+
+    Weights of null are those that follow from the factor.
+    """
+    positions = scaling.original_max_position_embeddings or 4096
+    scales = (scaling.beta_fast or 32.0, scaling.beta_slow or 1.0)
+    return (scaling.factor or 1.0, positions, *scales, scaling.mscale, scaling.mscale_all_dim)
 
 
 def _experts(model: ModelSpec) -> Overrides:
     if model.moe is None and model.mla is None:
         return {}
     # the recipe with latent attention has experts
-    return {"moe_layer_freq": [int(kind.mlp == "moe") for kind in model.layers]}
+    return {"model.moe_layer_freq": [int(kind.mlp == "moe") for kind in model.layers]}
 
 
 def _latent(model: ModelSpec) -> Overrides:
@@ -139,11 +149,11 @@ def _latent(model: ModelSpec) -> Overrides:
     method, scaling = rotary_method(model), model.rope_scaling
     used = scaling if scaling is not None and method == "yarn" else RopeScalingSpec(rope_type="yarn", factor=1.0)
     return {
-        "q_lora_rank": model.mla.q_lora_rank,
-        "num_query_groups": model.num_attention_heads,
-        **_yarn(used),
-        "mscale": 1.0 if used.mscale is None else used.mscale,
-        "mscale_all_dim": used.mscale_all_dim or 0.0,
+        "model.q_lora_rank": model.mla.q_lora_rank,
+        "model.num_query_groups": model.num_attention_heads,
+        **{names.latent: number for names, number in zip(YARN, _yarn(used), strict=True)},
+        "model.mscale": 1.0 if used.mscale is None else used.mscale,
+        "model.mscale_all_dim": used.mscale_all_dim or 0.0,
     }
 
 
@@ -152,9 +162,9 @@ def _gemma2(model: ModelSpec) -> Overrides:
     scale = model.attention_multiplier or query_width(model) ** -0.5
     scalar = scale**-2
     return {
-        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
-        "attn_logit_softcapping": model.attn_logit_softcapping,
-        "final_logit_softcapping": model.final_logit_softcapping,
+        "model.query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
+        "model.attn_logit_softcapping": model.attn_logit_softcapping,
+        "model.final_logit_softcapping": model.final_logit_softcapping,
     }
 
 
@@ -164,18 +174,25 @@ def _gemma3(model: ModelSpec) -> Overrides:
     factor = model.rope_scaling.factor if model.rope_scaling is not None and method == "linear" else None
     n = every_nth([kind.attention == "full" for kind in model.layers]) or 1
     return {
-        "rotary_base": [round(model.rope_local_base_freq or base), base],
-        "rope_scaling_factor": factor or 1.0,
-        "seq_len_interpolation_factor": None,
-        "softmax_scale": model.attention_multiplier or query_width(model) ** -0.5,
-        "window_size": model.sliding_window,
-        "window_attn_skip_freq": None,
-        "interleaved_attn_pattern": [n - 1, 1],
+        "model.rotary_base": [round(model.rope_local_base_freq or base), base],
+        "model.rope_scaling_factor": factor or 1.0,
+        "model.seq_len_interpolation_factor": None,
+        "model.softmax_scale": model.attention_multiplier or query_width(model) ** -0.5,
+        "model.window_size": model.sliding_window,
+        "model.window_attn_skip_freq": None,
+        "model.interleaved_attn_pattern": [n - 1, 1],
     }
 
 
-_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-_DDP_OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather")
+_RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+_OVERLAPS = {
+    "comm_overlap.overlap_p2p_comm": "model.overlap_p2p_comm",
+    "comm_overlap.batch_p2p_comm": "model.batch_p2p_comm",
+    "comm_overlap.overlap_grad_reduce": "ddp.overlap_grad_reduce",
+    "comm_overlap.overlap_param_gather": "ddp.overlap_param_gather",
+    "comm_overlap.align_param_gather": "ddp.align_param_gather",
+}
+"""Overlaps that the recipe with latent attention has in a section of their own, and the fields of the same value."""
 _PLAIN: Overrides = {"model.cuda_graph_impl": "none", "model.moe_shared_expert_overlap": False}
 """Switches as recipes of models may not have them, back where Megatron-LM has them unasked."""
 _LATENT_RECIPE: Overrides = {
@@ -231,7 +248,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         **_kernels(plan, arguments),
         **_of_switches(arguments),
         **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"), arguments["--weight-decay"]),
-        **{f"model.{name}": arguments.get(f"--{name.replace('_', '-')}") for name in _RECOMPUTE},
+        **{SAME[option]: arguments.get(option) for option in _RECOMPUTE},
     }
     if "--pipeline-model-parallel-layout" not in arguments:
         overrides["model.pipeline_model_parallel_layout"] = None
@@ -251,9 +268,9 @@ def _of_switches(arguments: Arguments) -> Overrides:
     if "--cuda-graph-modules" in arguments:
         # the older name of the field, which recipes set; Megatron core refuses both
         overrides["model.cuda_graph_scope"] = None
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if (dtype := arguments.get(f"--{name.replace('_', '-')}")) is not None:
-            overrides[f"optimizer.{name}"] = MOMENTS[str(dtype)]
+    for option, field in MOMENT_FIELDS.items():
+        if (dtype := arguments.get(option)) is not None:
+            overrides[field] = MOMENTS[str(dtype)]
     return overrides
 
 
@@ -303,9 +320,8 @@ def _instead_of_deepseek(arguments: Arguments, overrides: Overrides) -> Override
 
     Its switches of overlaps come after the model's own and those of `ddp`; Bridge switches on those that are left open.
     """
-    fields = ("model.overlap_p2p_comm", "model.batch_p2p_comm", *(f"ddp.{name}" for name in _DDP_OVERLAPS))
-    overlaps = {f"comm_overlap.{field.partition('.')[2]}": overrides[field] for field in fields}
-    return overlaps | {
+    return {
+        **{theirs: overrides[field] for theirs, field in _OVERLAPS.items()},
         "model.expert_model_parallel_size": arguments.get("--expert-model-parallel-size", 1),
         "model.expert_tensor_parallel_size": arguments.get("--expert-tensor-parallel-size", 1),
         "comm_overlap.tp_comm_overlap": "--tp-comm-overlap" in arguments,

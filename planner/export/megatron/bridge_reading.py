@@ -13,41 +13,39 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.megatron.bridge_rows import FLAGS, MOMENTS, RECIPES, SAME, TANH
+from planner.export.megatron.bridge_rows import FLAGS, MOMENT_FIELDS, MOMENTS, RECIPES, SAME, TANH, YARN
 from planner.export.megatron.option_words import Options, options_of
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called, num_layers_of
 from planner.specs.reading import kind_of
 from planner.trainers.rules.facts import every_nth
 
-_YARN = {
-    "rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
-}  # fmt: skip
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-_NAMES = (
-    "activation_func", "layernorm_zero_centered_gamma", "softmax_scale", "query_pre_attn_scalar", "no_rope_freq",
-    "window_attn_skip_freq", "interleaved_attn_pattern", "rope_scaling", "rope_scaling_factor",
-    "seq_len_interpolation_factor", "yarn_correction_range_round_to_int", *_YARN, *(f"yarn_{n}" for n in _YARN), *_CAPS,
-)  # fmt: skip
-MODEL_FIELDS = frozenset(f"model.{name}" for name in _NAMES)
+_CAPS = {
+    "model.attn_logit_softcapping": "attn_logit_softcapping",
+    "model.final_logit_softcapping": "final_logit_softcapping",
+}
+MODEL_FIELDS = frozenset({
+    "model.activation_func", "model.layernorm_zero_centered_gamma", "model.softmax_scale",
+    "model.query_pre_attn_scalar", "model.no_rope_freq", "model.window_attn_skip_freq",
+    "model.interleaved_attn_pattern", "model.rope_scaling", "model.rope_scaling_factor",
+    "model.seq_len_interpolation_factor", "model.yarn_correction_range_round_to_int",
+    *(name for names in YARN for name in (names.plain, names.latent)), *_CAPS,
+})  # fmt: skip
 """Paths that are read here."""
 
 
 def model_fields(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """Fields of a ModelSpec, as far as the configuration says them."""
-    given = {name: fields[f"model.{name}"] for name in _NAMES if f"model.{name}" in fields}
     found: dict[str, Any] = {}
-    if "activation_func" in given:
-        found["activation"] = _activation(str(given["activation_func"]), fields)
-    if isinstance(centred := given.get("layernorm_zero_centered_gamma"), bool):
+    if "model.activation_func" in fields:
+        found["activation"] = _activation(str(fields["model.activation_func"]), fields)
+    if isinstance(centred := fields.get("model.layernorm_zero_centered_gamma"), bool):
         found["zero_centered_norm"] = centred
-    if isinstance(scale := given.get("softmax_scale"), float):
+    if isinstance(scale := fields.get("model.softmax_scale"), float):
         found["attention_multiplier"] = scale
-    found |= {name: given[name] for name in _CAPS if isinstance(given.get(name), float)}
-    found |= _layers(given, fields) | _scaling(given, bool(fields.get("model.multi_latent_attention")))
-    return found | _of_gemma(given, fields, recipe)
+    found |= {ours: fields[name] for name, ours in _CAPS.items() if isinstance(fields.get(name), float)}
+    return found | _layers(fields) | _scaling(fields) | _of_gemma(fields, recipe)
 
 
 def _activation(name: str, fields: Mapping[str, Any]) -> str:
@@ -58,10 +56,10 @@ def _activation(name: str, fields: Mapping[str, Any]) -> str:
     return {"squared_relu": "relu2", TANH: "gelu_tanh"}.get(name, name)
 
 
-def _layers(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The layers with a window, and those without rotary positions."""
     found: dict[str, Any] = {}
-    skipped, unrotated = given.get("window_attn_skip_freq"), given.get("no_rope_freq")
+    skipped, unrotated = fields.get("model.window_attn_skip_freq"), fields.get("model.no_rope_freq")
     if isinstance(skipped, int) and fields.get("model.window_size"):
         found["sliding_window_pattern"] = skipped
     elif isinstance(skipped, list):
@@ -73,21 +71,21 @@ def _layers(given: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _scaling(given: Mapping[str, Any], is_latent: bool) -> dict[str, Any]:
+def _scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
     """How rotary frequencies are stretched; a factor of 1 stretches nothing."""
-    prefix = "" if is_latent else "yarn_"
-    yarn = {name: given.get(f"{prefix}{field}") for field, name in _YARN.items()}
+    is_latent = bool(fields.get("model.multi_latent_attention"))
+    yarn = {names.field: fields.get(names.latent if is_latent else names.plain) for names in YARN}
     if yarn["factor"] not in (None, 1, 1.0):
-        rounded = given.get("yarn_correction_range_round_to_int", True)
+        rounded = fields.get("model.yarn_correction_range_round_to_int", True)
         return {"rope_scaling": {"rope_type": "yarn", **yarn, "truncate": None if rounded else False}}
-    if given.get("rope_scaling") is True:
-        return {"rope_scaling": {"rope_type": "llama3", "factor": given.get("rope_scaling_factor"), **_LLAMA3}}
-    if (factor := given.get("seq_len_interpolation_factor")) not in (None, 1, 1.0):
+    if fields.get("model.rope_scaling") is True:
+        return {"rope_scaling": {"rope_type": "llama3", "factor": fields.get("model.rope_scaling_factor"), **_LLAMA3}}
+    if (factor := fields.get("model.seq_len_interpolation_factor")) not in (None, 1, 1.0):
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     return {"rope_scaling": None} if is_latent else {}
 
 
-def _of_gemma(given: Mapping[str, Any], fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+def _of_gemma(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """The parts that recipes of Gemma 2 and 3 build, whatever is overridden."""
     if recipe not in (RECIPES["gemma2"], RECIPES["gemma3"]):
         return {}
@@ -96,16 +94,16 @@ def _of_gemma(given: Mapping[str, Any], fields: Mapping[str, Any], recipe: str) 
     if isinstance(hidden, int):
         found["embedding_multiplier"] = hidden**0.5
     if recipe == RECIPES["gemma2"]:
-        scalar = given.get("query_pre_attn_scalar")
+        scalar = fields.get("model.query_pre_attn_scalar")
         scaled = {"attention_multiplier": scalar**-0.5} if isinstance(scalar, (int, float)) and scalar > 0 else {}
         return found | scaled | {"sliding_window_pattern": 2}
     if isinstance(bases := fields.get("model.rotary_base"), list) and len(bases) == 2:
         found |= {"rope_local_base_freq": float(bases[0]), "rope_theta": float(bases[1])}
     if isinstance(window := fields.get("model.window_size"), int):
         found["sliding_window"] = window
-    if isinstance(pattern := given.get("interleaved_attn_pattern"), list) and len(pattern) == 2:
+    if isinstance(pattern := fields.get("model.interleaved_attn_pattern"), list) and len(pattern) == 2:
         found["sliding_window_pattern"] = sum(pattern)
-    if (factor := given.get("rope_scaling_factor")) not in (None, 1, 1.0):
+    if (factor := fields.get("model.rope_scaling_factor")) not in (None, 1, 1.0):
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return found
 
@@ -131,7 +129,7 @@ _VALUED = {
 READ_FIELDS = frozenset({
     *_PATHS, *_FLAGS, *_VALUED, *MODEL_FIELDS, "model.activation_func", "dataset.seq_length", "model.moe_layer_freq",
     "model.window_attn_skip_freq", "model.overlap_p2p_comm", "mixed_precision", "mixed_precision.fp8_recipe",
-    "mixed_precision.grad_reduce_in_fp32", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype",
+    "mixed_precision.grad_reduce_in_fp32", *MOMENT_FIELDS.values(),
     "model.bias_activation_fusion",
 })  # fmt: skip
 """Paths that are read."""
@@ -269,9 +267,9 @@ def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:
     in_fp32 = fields.get("mixed_precision.grad_reduce_in_fp32", fields.get("ddp.grad_reduce_in_fp32"))
     if in_fp32 is not None and in_fp32 == ("--fp16" in options):
         derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if dtype := fields.get(f"optimizer.{name}"):
-            derived[f"--{name.replace('_', '-')}"] = [_OPTION_MOMENTS.get(str(dtype), str(dtype))]
+    for option, field in MOMENT_FIELDS.items():
+        if dtype := fields.get(field):
+            derived[option] = [_OPTION_MOMENTS.get(str(dtype), str(dtype))]
     if fields.get("model.bias_activation_fusion") is False and "--swiglu" in options:
         derived["--no-bias-swiglu-fusion"] = []
     return derived

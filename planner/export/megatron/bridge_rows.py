@@ -24,6 +24,31 @@ TANH = "fast_gelu"
 """Bridge's name of the GELU by a tanh, which fused with a bias is the plain one's."""
 MOMENTS = {"bf16": "bfloat16", "fp32": "float32"}
 """Bridge's names of the dtypes of moments."""
+MOMENT_FIELDS = {
+    "--exp-avg-dtype": "optimizer.exp_avg_dtype",
+    "--exp-avg-sq-dtype": "optimizer.exp_avg_sq_dtype",
+}
+
+
+class YarnField(NamedTuple):
+    """A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
+
+    plain: str
+    latent: str
+    field: str
+
+
+YARN = (
+    YarnField("model.yarn_rotary_scaling_factor", "model.rotary_scaling_factor", "factor"),
+    YarnField(
+        "model.yarn_original_max_position_embeddings", "model.original_max_position_embeddings",
+        "original_max_position_embeddings",
+    ),
+    YarnField("model.yarn_beta_fast", "model.beta_fast", "beta_fast"),
+    YarnField("model.yarn_beta_slow", "model.beta_slow", "beta_slow"),
+    YarnField("model.yarn_mscale", "model.mscale", "mscale"),
+    YarnField("model.yarn_mscale_all_dim", "model.mscale_all_dim", "mscale_all_dim"),
+)  # fmt: skip
 
 _ROWS = BRIDGE_OF_MODEL | BRIDGE_OF_LAYOUT | BRIDGE_OF_RUN | BRIDGE_OF_SWITCHES
 SAME = {option: path for option, path in _ROWS.items() if path}

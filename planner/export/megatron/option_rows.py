@@ -33,6 +33,10 @@ class OptionRow:
     since: str = ""
     """The first Megatron core that has them; empty for the oldest that is known."""
 
+    def features(self, option: str) -> Fields:
+        """The fields that one of the options says by itself, in some value."""
+        return {} if self.read is None else self.read({option: []})
+
 
 def known(options: Options) -> Fields:
     """The reader of an option that says nothing by itself that others do not."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from planner.answer import Plan
+from planner.export.megatron.kernel_options import KERNELS, precision
 from planner.export.megatron.layout_options import grid_arguments, is_fsdp, recompute_arguments
 from planner.export.megatron.model_options import model_arguments
 from planner.export.megatron.option_rows import OptionRow, row, written
@@ -20,54 +21,6 @@ from planner.trainers.rules.common import Rule
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
 
-_PRECISION: dict[str, Arguments] = {
-    "bf16": {"--bf16": True},
-    "fp16": {"--fp16": True},
-    "fp8": {"--bf16": True, "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"},
-    "mxfp8": {"--bf16": True, "--fp8-format": "e4m3", "--fp8-recipe": "mxfp8"},
-    "nvfp4": {"--bf16": True, "--fp4-format": "e2m1", "--fp4-recipe": "nvfp4"},
-}
-
-
-_NARROW: dict[str, Arguments] = {
-    "fp8": {"--fp8-param-gather": True},
-    "mxfp8": {"--fp8-param-gather": True, "--reuse-grad-buf-for-mxfp8-param-ag": True},
-    "nvfp4": {"--fp4-param-gather": True},
-}
-"""Weights of the recipe's own dtype; the tiles of mxfp8 cannot be gathered into a buffer of weights."""
-
-
-def precision(plan: Plan) -> Arguments:
-    """The dtypes of matrix products and of weights, and that of the gradients of fp16."""
-    dtype = plan.training.dtype
-    runtime = plan.runtime_spec.in_dtype(dtype, plan.cluster.hardware.architecture)
-    arguments = dict(_PRECISION[dtype])
-    if runtime.narrow_parameters and plan.parallelism.zero_stage >= 1:
-        arguments |= _NARROW.get(dtype, {})
-    if dtype == "fp16" and runtime.gradient_bytes == 4:
-        arguments["--accumulate-allreduce-grads-in-fp32"] = True
-    return arguments
-
-
-def _is_swiglu(plan: Plan) -> bool:
-    return plan.model.spec.gated_mlp and plan.model.spec.activation == "silu"
-
-
-_KERNELS: tuple[OptionRow, ...] = (
-    row("--transformer-impl", "model.transformer_impl", lambda plan: "transformer_engine"),
-    row(
-        "--attention-backend", "model.attention_backend",
-        lambda plan: "auto" if plan.runtime_spec.flash_attention else "unfused",
-    ),
-    row("--no-gradient-accumulation-fusion", "", lambda plan: not plan.runtime_spec.fused_grad_accumulation),
-    row(
-        "--no-rope-fusion", "",
-        lambda plan: not plan.runtime_spec.fused_rotary and plan.model.spec.position_embedding == "rope",
-    ),
-    row("--no-bias-swiglu-fusion", "", lambda plan: not plan.runtime_spec.fused_activation and _is_swiglu(plan)),
-    row("--no-bias-gelu-fusion", "", lambda plan: not plan.runtime_spec.fused_activation and not _is_swiglu(plan)),
-)  # fmt: skip
-"""Kernels and fusions that no switch chooses."""
 GC_INTERVAL_STEPS = 100
 """Steps between collections of Python's garbage, which all ranks do at once (Megatron-Bridge's recipes)."""
 SPLIT = "99,1,0"
@@ -152,7 +105,7 @@ _BALANCED: tuple[OptionRow, ...] = (
 BRIDGE_OF_RUN = {
     name: path
     for option in (
-        *_KERNELS, *_SCHEDULE, *_AT_ONCE, *_AT_THE_END, *_EVERY_RUN, *_TRAINING_RUN, *_ASYNCHRONOUS, *_FIRST_RUN,
+        *KERNELS, *_SCHEDULE, *_AT_ONCE, *_AT_THE_END, *_EVERY_RUN, *_TRAINING_RUN, *_ASYNCHRONOUS, *_FIRST_RUN,
         *_BALANCED,
     )
     for name, path in option.bridge.items()
@@ -214,7 +167,7 @@ def megatron_arguments(
         **grid_arguments(plan),
         **precision(plan),
         **recompute_arguments(plan),
-        **written(_KERNELS, plan),
+        **written(KERNELS, plan),
         **switch_arguments(plan),
         **run_arguments(plan),
     }

@@ -16,8 +16,10 @@ from planner.export.megatron.deepspeed_options import (
     is_megatron_deepspeed,
     read_zero,
 )
+from planner.export.megatron.kernel_options import KERNELS, PRECISION_OPTIONS, read_dtype, read_scales
 from planner.export.megatron.layout_options import LAYOUT_OPTIONS, read_layout
 from planner.export.megatron.model_options import MODEL_OPTIONS, read_model
+from planner.export.megatron.option_rows import names_read, read_fields
 from planner.export.megatron.option_words import Options, number, options_of, text
 from planner.export.megatron.switch_options import SWITCH_OPTIONS, SWITCHING
 from planner.export.spelling import canonical, read_switches, unexplained
@@ -25,44 +27,14 @@ from planner.specs.units import is_count
 from planner.trainers.switches import SWITCHES
 
 _OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
-_OTHERS: dict[str, tuple[str, Any]] = {
-    "--accumulate-allreduce-grads-in-fp32": ("fp32_grad_accum", True),
-    "--use-flash-attn": ("flash_attention", True),
-    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
-    "--fp8-output-proj": ("fp8_output_proj", True),
-    "--no-bias-swiglu-fusion": ("activation_fusion", False),
-    "--no-bias-gelu-fusion": ("activation_fusion", False),
-}
-"""Option to the feature it sets, and the value it sets it to."""
-FEATURE_OPTIONS = SWITCHING | frozenset(_OTHERS) | {
-    "--hidden-dropout", "--attention-backend", "--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format",
-    "--fp4-recipe", "--fp8-hybrid", "--fp8-e4m3",
-}  # fmt: skip
+FEATURE_OPTIONS = SWITCHING | PRECISION_OPTIONS | names_read(KERNELS) | {"--hidden-dropout"}
 
 
 def options_of_features() -> dict[str, frozenset[str]]:
     """The options that say each feature, in any value."""
     pairs = [(row.switch, option) for row in SWITCH_OPTIONS for option in row.settings]
-    pairs += [(feature, option) for option, (feature, _) in _OTHERS.items()]
-    pairs.append(("flash_attention", "--attention-backend"))
+    pairs += [(feature, option) for row in KERNELS for option in row.bridge for feature in row.features(option)]
     return {name: frozenset(option for other, option in pairs if other == name) for name, _ in pairs}
-
-
-def read_dtype(options: Options) -> str:
-    """The dtype that matrix products compute in."""
-    if "--fp4-format" in options:
-        return "nvfp4"
-    if "--fp8-format" in options or "--fp8-hybrid" in options or "--fp8-e4m3" in options:
-        return "mxfp8" if options.get("--fp8-recipe") == ["mxfp8"] else "fp8"
-    return "fp16" if "--fp16" in options else "bf16"
-
-
-def read_scales(options: Options) -> str | None:
-    """The recipe of 8-bit scales, as a run's `precision_recipe` has it: `fp8-tensorwise`; None for other dtypes.
-
-    Megatron-LM's own, where none is named, is `delayed`.
-    """
-    return f"fp8-{text(options, '--fp8-recipe', 'delayed')}" if read_dtype(options) == "fp8" else None
 
 
 def read_features(options: Options) -> dict[str, Any]:
@@ -80,9 +52,7 @@ def read_features(options: Options) -> dict[str, Any]:
         del features["bf16_gradients"]
     # Megatron-LM drops a tenth of the activations unless told otherwise
     features["dropout"] = text(options, "--hidden-dropout", "0.1").strip("0.") != ""
-    if "--attention-backend" in options:
-        features["flash_attention"] = text(options, "--attention-backend") not in ("unfused", "local")
-    return features | {name: value for option, (name, value) in _OTHERS.items() if option in options}
+    return features | read_fields(KERNELS, options)
 
 
 _HARMLESS = """

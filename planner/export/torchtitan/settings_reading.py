@@ -17,6 +17,7 @@ from planner.specs.reading import printable
 from planner.specs.reading.python_text import literal, parse_python
 from planner.specs.reading.toml_text import parse_toml
 from planner.specs.units import is_count
+from planner.trainers.rules.torch import TORCH_CLASSES
 
 FLAVORS = {
     ("llama3", "8B"): "llama-3.1-8b",
@@ -263,30 +264,29 @@ def _literal(text: str) -> Any:
         return text
 
 
-_SCHEDULES = {
-    "1f1b": "1f1b",
-    "gpipe": "gpipe",
-    "interleaved1f1b": "interleaved-1f1b",
-    "loopedbfs": "breadth-first",
-    "interleavedzerobubble": "zb-h1",
-    "zbvzerobubble": "zb-v",
-    "dualpipev": "dualpipe-v",
+_SCHEDULES = {name.lower(): schedule for schedule, name in TORCH_CLASSES.items()}
+_SIZES = {
+    "parallelism.tensor_parallel_degree": "tp",
+    "parallelism.context_parallel_degree": "cp",
+    "parallelism.pipeline_parallel_degree": "pp",
+    "parallelism.expert_parallel_degree": "ep",
 }
+_REPLICAS, _SHARDS = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
+_LESS_LAYERS = (
+    "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers",
+)
 _READ = {
-    "model.name", "model.flavor", "module", "config", "training.local_batch_size", "training.global_batch_size",
+    *_SIZES, *_LESS_LAYERS, _REPLICAS, _SHARDS, "model.name", "model.flavor", "model.published", "model.converters",
+    "job.converters", "module", "config", "base", "dtype", "training.local_batch_size", "training.global_batch_size",
     "training.seq_len", "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step",
-    "training.max_context_length", "parallelism.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree", "parallelism.tensor_parallel_degree",
-    "parallelism.pipeline_parallel_degree", "parallelism.context_parallel_degree", "parallelism.expert_parallel_degree",
+    "training.max_context_length", "training.compile", "parallelism.expert_tensor_parallel_degree",
     "parallelism.pipeline_parallel_schedule", "parallelism.num_pp_microbatches",
-    "parallelism.pipeline_parallel_microbatch_size", "parallelism.module_fqns_per_model_part",
-    "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode",
-    "activation_checkpoint", "compile.enable", "compile.enable_async_tensor_parallel", "training.compile",
-    "compile.components", "dtype", "float8.recipe_name", "float8.enable", "model.converters", "job.converters",
-    "model.published", "debug.deterministic",
-    "base", "activation_checkpoint.selective_ac_option", "parallelism.pipeline_parallel_microbatches",
-    "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_first_stage_less_layers",
-    "parallelism.pipeline_parallel_last_stage_less_layers", "parallelism.expert_tensor_parallel_degree",
+    "parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_microbatches",
+    "parallelism.pipeline_parallel_layers_per_stage", "parallelism.module_fqns_per_model_part",
+    "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint",
+    "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option", "compile.enable", "compile.components",
+    "compile.enable_async_tensor_parallel", "float8.recipe_name", "float8.enable", "debug.deterministic",
 }  # fmt: skip
 _IGNORED = re.compile(
     r"(job|profiling|profiler|metrics|optimizer|lr_scheduler|checkpoint|comm|validation|validator|debug|dataloader|fault"
@@ -383,10 +383,6 @@ def _first(settings: Settings, *names: str) -> Any:
     return next((settings[name] for name in names if settings.get(name) is not None), None)
 
 
-def _degree(settings: Settings, axis: str, default: int = 1) -> int:
-    return _whole(settings, f"parallelism.{axis}_degree", default)
-
-
 def _whole(settings: Settings, name: str, default: int) -> int:
     """A setting that is a whole number. Raises SpecError naming it where it is none."""
     value = default if settings.get(name) is None else settings[name]
@@ -409,7 +405,8 @@ def _seq_length(settings: Settings) -> int | None:
 
 def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], int]:
     """The run's parallelism, with dp where the settings give it, and the number of ranks of one replica."""
-    tp, cp, pp = (_degree(settings, f"{axis}_parallel") for axis in ("tensor", "context", "pipeline"))
+    sizes = {field: _whole(settings, name, 1) for name, field in _SIZES.items()}
+    tp, cp, pp, ep = (sizes[axis] for axis in ("tp", "cp", "pp", "ep"))
     name = str(settings.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
     schedule = _SCHEDULES.get(name)
     if schedule is None and pp > 1:
@@ -418,11 +415,8 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
         )
     parts = settings.get("parallelism.module_fqns_per_model_part")
     layout: dict[str, Any] = {
-        "tp": tp,
-        "cp": cp,
-        "pp": pp,
-        "ep": _degree(settings, "expert_parallel"),
-        "etp": 1 if _degree(settings, "expert_parallel") > 1 else tp,
+        **sizes,
+        "etp": 1 if ep > 1 else tp,
         "sequence_parallel": bool(settings.get("parallelism.enable_sequence_parallel", True)) and tp > 1,
         "recompute": str(settings.get("activation_checkpoint.mode", "selective")),
         "vpp": _vpp(parts, pp, schedule or ""),
@@ -433,9 +427,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
         layout["layers_per_stage"] = [sum(str(name).startswith("layers.") for name in part) for part in parts]
     elif pp > 1 and (num_layers := num_layers_of(model)):
         layout |= _split(settings, num_layers, pp, layout["vpp"])
-    replicate, shard = (
-        _degree(settings, f"data_parallel_{kind}", default) for kind, default in (("replicate", 1), ("shard", -1))
-    )
+    replicate, shard = _whole(settings, _REPLICAS, 1), _whole(settings, _SHARDS, -1)
     if replicate > 1 and shard > 0:
         layout["fsdp"] = shard * cp
     keeps_weights = settings.get("parallelism.fsdp_reshard_after_forward") == "never"
@@ -447,9 +439,7 @@ def _layout(settings: Settings, model: Model | None) -> tuple[dict[str, Any], in
 
 def _split(settings: Settings, num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
     """The stages that torchtitan makes unasked: embedding and head count as so many layers of their stage."""
-    first, last = (
-        _whole(settings, f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) for end in ("first", "last")
-    )
+    first, last = (_whole(settings, name, 1) for name in _LESS_LAYERS)
     per_stage = settings.get("parallelism.pipeline_parallel_layers_per_stage")
     if isinstance(per_stage, int) and per_stage > 0:
         vpp = max(1, -(-(num_layers + first + last) // per_stage) // pp)

@@ -1,4 +1,4 @@
-"""Words of shell scripts, which are read and never run."""
+"""Shell scripts are read and never run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual stages come out in model order, wherever the ranks hold them."""
+"""Virtual stages come out in model order, wherever the ranks hold them, with what each recomputes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.stages import is_even, is_looped, virtual_stages
+from planner.export.stages import is_even, is_looped, recomputed_layers, virtual_stages
 
 Planned = Callable[..., Plan]
 
@@ -48,3 +48,24 @@ def test_stages_that_leave_layers_out_are_refused(planned: Planned) -> None:
         virtual_stages(broken, 32)
     with pytest.raises(SpecError, match="expected 1 for each of pp 4"):
         virtual_stages(plan.best.model_copy(update={"stages": plan.best.stages[1:]}), 32)
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (((1,), (3,), (0,), (0,)), [1, 0, 3, 0, 0, 0, 0, 0]),
+        ((), [4, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+    ids=["of each chunk", "of the rank"],
+)
+def test_chunks_recompute_as_planned(planned: Planned, saved: tuple[tuple[int, ...], ...], expected: list[int]) -> None:
+    best = planned("llama-3.1-8b", 4, runtime="torch-eager", pp=2, vpp=4).best
+    none = ((0,),) * 4 if saved else ()
+    counts = [({"full": 4, "none": 12}, saved), ({"none": 16}, none)]
+    stages = [
+        stage.model_copy(update={"recompute": modes, "num_recomputed": num_recomputed})
+        for stage, (modes, num_recomputed) in zip(best.stages, counts, strict=True)
+    ]
+    best = best.model_copy(update={"stages": tuple(stages)})
+    assert sum(recomputed_layers(best, virtual_stages(best, 32))) == 4
+    assert recomputed_layers(best, virtual_stages(best, 32)) == expected

@@ -1,0 +1,230 @@
+"""`read` and `plan import` read files as they say, and refuse what is no trainer's configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import BASE, SCRIPT, example_of, layout_of
+
+from planner.cli import main
+from planner.errors import SpecError
+from planner.export.import_run import read, read_configuration
+from planner.layout.runs import parse_run
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo hello", "passes no Megatron-LM arguments"),
+        (
+            "pretrain_gpt.py --num-layers $LAYERS --hidden-size 4096 --num-attention-heads 32",
+            "--num-layers: is missing",
+        ),
+        ("pretrain_gpt.py --num-layers many --hidden-size 4096 --num-attention-heads 32", "'many' is no whole number"),
+        (f"p.py {BASE} --tensor-model-parallel-size x", "'x' is no number"),
+        (f"p.py {BASE} --num-experts 4 --moe-layer-freq '([1]*31+many)'", "is no list of layers"),
+        ("from torchtitan.config import ParallelismConfig\nParallelismConfig(", "not Python: line"),
+        ("[parallelism]\ntensor = = 8", "not TOML"),
+        ('{"zero_optimization": ', "not JSON"),
+        ('{"overrides": ["a"], ' + '{"a":' * 50_000, "not JSON"),
+        ("model:\n  a: " + "[" * 5_000 + "\ntrain:\n  global_batch_size: 8\n", "not YAML"),
+        ("trainer:\n  devices: " + "[" * 5_000 + "\nmodel:\n  a: 1\n", "not YAML"),
+        ('{"zero_optimization": {}, "train_batch_size": "many"}', "'many' is no positive number"),
+    ],
+)
+def test_what_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message.replace("(", r"\(").replace("[", r"\[").replace("+", r"\+")):
+        read_configuration(text)
+
+
+def test_a_broken_file_beside_the_configuration_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.json").write_text('{"min_num_params": ')
+    launch = tmp_path / "run.sh"
+    launch.write_text("torchrun run_clm.py --per_device_train_batch_size 1 --fsdp full_shard --fsdp_config fsdp.json")
+    with pytest.raises(SpecError, match="not JSON"):
+        read(launch)
+
+
+def test_a_recipe_of_a_file_without_functions_is_an_error() -> None:
+    with pytest.raises(SpecError, match="--recipe: 'llama3_405b': the file has no functions"):
+        read_configuration(SCRIPT, recipe="llama3_405b")
+
+
+def test_the_example_of_the_docstring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pretrain.sh").write_text(SCRIPT)
+    names: dict[str, Any] = {}
+    exec(example_of(read), names)
+    assert capsys.readouterr().out.startswith("megatron {'tp': 4,")
+    run = parse_run({"run": names["run"]})
+    assert (run.model.name, run.cluster.num_gpus, run.parallelism.tp) == ("llama-3.1-70b", 64, 4)
+
+
+def test_the_trainer_may_be_named() -> None:
+    script = "torchrun -m torchtitan.train --parallelism.tensor_parallel_degree 2"
+    assert read_configuration(script).source == "torchtitan"
+    assert read_configuration(script, "torchtitan").source == "torchtitan"
+    with pytest.raises(SpecError, match="passes no Megatron-LM arguments"):
+        read_configuration(script, "megatron")
+    with pytest.raises(SpecError, match="'pax' is unknown") as caught:
+        read_configuration(script, "pax")
+    assert (
+        caught.value.hint
+        == "one of megatron, primus, bridge, nemo, torchtitan, torch, hf, torchtune, accelerate, huggingface, deepspeed"
+    )
+
+
+def test_added_fields_replace_those_that_were_read() -> None:
+    imported = read_configuration('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}')
+    given = {"model": "llama-2-13b", "hardware": "h100", "seq_length": 4096}
+    assert imported.complete(num_gpus=32, tp=2, **given)["parallelism"]["tp"] == 2
+    assert "dp" not in imported.complete(num_gpus=32, **given)["parallelism"], "16 in the file, found again for 32 GPUs"
+    assert imported.run["parallelism"]["dp"] == 16
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    return str(tmp_path / "run.sh")
+
+
+def test_the_command_prices_and_compares(script: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = str(tmp_path / "run.jsonl")
+    assert main(["import", script, "--json", "-o", saved]) == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert answer["unknown"] == {"--brand-new-switch": "7"}
+    assert "warning: not understood: --brand-new-switch 7" in captured.err
+    assert answer["evaluated"]["model"]["name"] == "llama-3.1-70b", "known by its sizes"
+    assert [stage["num_layers"] for stage in answer["evaluated"]["best"]["stages"]] == [19, 20, 20, 21]
+    assert answer["own"]["step"]["step_s"] <= answer["evaluated"]["best"]["step"]["step_s"]
+    assert answer["why"]
+    assert main(["evaluate", "--runs", saved, "--json"]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["step"]["step_s"] == answer["evaluated"]["best"]["step"]["step_s"]
+
+
+def test_the_command_for_eyes(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", script, "--no-search"]) == 0
+    out = capsys.readouterr().out
+    assert "TP 4 × PP 4 × DP 8" in out
+    assert "Not understood" in out
+    assert "--brand-new-switch 7" in out
+
+
+def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "binary").write_bytes(b"\0\1")
+    assert main(["import", str(tmp_path / "binary")]) == 2
+    assert main(["import", str(tmp_path / "missing")]) == 2
+    err = capsys.readouterr().err
+    assert "is no configuration" in err
+    assert "no such file" in err
+
+
+def test_deepspeed() -> None:
+    config = {
+        "train_batch_size": 512,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 8},
+        "optimizer": {"type": "AdamW"},
+        "curriculum_learning": {"enabled": True},
+    }
+    imported = read_configuration(json.dumps(config))
+    assert imported.source == "deepspeed"
+    assert layout_of(imported)["dp"] == 64
+    assert layout_of(imported)["fsdp"] == 8
+    assert imported.run["dtype"] == "fp16"
+    assert set(imported.unknown) == {"zero_optimization.offload_param", "curriculum_learning"}
+    with pytest.raises(SpecError, match="model is not in the configuration"):
+        imported.complete()
+
+
+CORPUS = Path(__file__).parents[1] / "fuzzing" / "corpus"
+TOML = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\n{}\n[parallelism]\npipeline_parallel_degree = 2\n'
+RECIPE = """
+from megatron.bridge.training.config import ConfigContainer
+{}
+def recipe() -> ConfigContainer:
+    return ConfigContainer(model=LlamaProvider(tensor_model_parallel_size=4), train=TrainingConfig(micro_batch_size=1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"overrides": {"": 7}, "recipe": "run_recipe.py"}', "overrides: holds a mapping, not a list"),
+        ('{"overrides": [], "recipe": 7}', "overrides no field"),
+        (TOML.format("local_batch_size = inf"), "training.local_batch_size: inf is no whole number"),
+        (TOML.format('seq_len = "long"'), "training.seq_len: 'long' is no whole number"),
+        (TOML.format("seq_len = 0"), "training.seq_len: 0 is below 1"),
+        (f"--num-layers 2 --hidden-size 8 --num-attention-heads {'x' * 999}", "--num-attention-heads: 'xxx"),
+    ],
+)
+def test_values_that_are_no_counts(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_configuration(text)
+    assert message in caught.value.message
+    assert len(caught.value.lines()) < 400
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("digits", ["²", "٣", "9" * 5000])
+def test_digits_that_are_no_number_for_python_count_nothing(digits: str) -> None:
+    sizes = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1"
+    script = f"NGPU={digits}\nWORLD_SIZE={digits}\npretrain_gpt.py {sizes} --nnodes {digits}"
+    assert read_configuration(script).run["num_gpus"] is None
+
+
+@pytest.mark.parametrize("targets", ["7", "true", "{a: 1}", "[q_proj, 7]"])
+def test_targets_of_adapters_that_are_no_names(targets: str) -> None:
+    text = f"base_model: meta-llama/Llama-3.1-8B\nadapter: lora\nmicro_batch_size: 1\nlora_target_modules: {targets}\n"
+    imported = read_configuration(text + f"target_parameters: {targets}\n")
+    assert imported.run["adapters"]["targets"] == (["q_proj"] if "q_proj" in targets else ["all-linear"])
+    assert imported.unknown["target_modules"]
+
+
+def test_a_rank_without_end_is_no_rank() -> None:
+    with pytest.raises(SpecError, match=r"r: inf is no number"):
+        read_configuration("base_model: x\nadapter: lora\nmicro_batch_size: 1\nlora_r: .inf\n")
+
+
+def test_a_model_without_a_vocabulary_is_asked_for_one() -> None:
+    lines = (CORPUS / "torch" / "plan.torch.yaml").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.startswith(("#", "  vocab_size:")))
+    with pytest.raises(SpecError, match="vocab_size is not in the configuration"):
+        read_configuration(text).complete(hardware="h100")
+
+
+def test_a_micro_batch_of_none_is_no_division() -> None:
+    text = TOML.format("local_batch_size = 8") + "pipeline_parallel_microbatch_size = 0\n"
+    with pytest.raises(SpecError, match="micro-batch: 0 is below 1"):
+        read_configuration(text)
+
+
+@pytest.mark.parametrize("statement", ["raise ValueError", "break", "return 1"])
+def test_a_recipe_is_read_to_where_its_file_ends_itself(statement: str) -> None:
+    """What stands behind it is no part of the file that a run would see."""
+    with pytest.raises(SpecError, match="no function of the file returns a recipe"):
+        read_configuration(RECIPE.format(statement))
+    assert read_configuration(RECIPE.format("")).run["parallelism"]["tp"] == 4
+
+
+def test_an_import_from_above_all_folders_is_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE.format(f"from {'.' * 30} import common"))
+    assert read(tmp_path / "recipe.py").run["parallelism"]["tp"] == 4
+
+
+def test_stages_on_ranks_below_0_are_refused() -> None:
+    text = (CORPUS / "torch" / "plan.torch.yaml").read_text()
+    negative = re.sub(r"stage_to_rank:.*?\n(?=\w)", "stage_to_rank: [-1, -3]\n", text, flags=re.DOTALL)
+    assert negative != text
+    with pytest.raises(SpecError, match="names no rank"):
+        read_configuration(negative)
