@@ -307,6 +307,8 @@ class Branch:
             if candidate.fits:
                 self.keep(candidate)
                 bound_s = min(bound_s, candidate.step_s)
+                if self.slack is not None:  # one layout of a grid is enough beside the best
+                    break
         return bound_s
 
     def _solve_chain(self, node: Open, choice: RecomputeChoice) -> float:

@@ -15,6 +15,7 @@ from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
 from planner.physics.host_memory import host_rule
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
+from planner.search.case import Case
 from planner.shape import RANK_ORDERS, FloatArray, Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -164,6 +165,17 @@ def scalar(shape: Shape, index: int) -> Shape:
     row = shape.take(index)
     numbers = {name: getattr(row, name) for name in Shape.__slots__}
     return Shape(**{k: v.item() if isinstance(v, np.generic) else v for k, v in numbers.items()})
+
+
+def num_rows(case: Case) -> int:
+    """At most the number of rows of the raw axes: tensor, context, expert and pipeline sizes and micro-batches."""
+    model, training, limits, gpus = case.model, case.training, case.limits, case.cluster.num_gpus
+    tps = len(limits.tp or divisors(model.num_attention_heads, min(case.cluster.nvlink_domain_size, gpus)))
+    cps = len(limits.cp or divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)))
+    eps = 1 if model.moe is None else 2 * len(limits.ep or divisors(model.moe.num_experts, gpus))
+    pps = len(limits.pp or range(min(model.num_hidden_layers, gpus, MOST_STAGES)))
+    most = max(1, MAX_MICRO_BATCH_TOKENS // training.seq_length)
+    return tps * cps * eps * pps * len(limits.micro_batch_size or divisors(training.global_batch_size, most))
 
 
 def _grid(

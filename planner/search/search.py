@@ -18,6 +18,7 @@ from planner.search.auto import AUTO, made_to_measure
 from planner.search.case import Case
 from planner.search.certificate import certificate
 from planner.search.deadline import Deadline
+from planner.search.enumerate import num_rows
 from planner.search.first import first_layouts, some_layout
 from planner.search.frontier import key_of
 from planner.search.layouts import Found, News, find_layouts
@@ -35,6 +36,8 @@ from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
 
+FEW_ROWS = 100_000
+"""Rows of raw axes that are searched at once under one recipe, without a first layout to beat."""
 CONTENDERS = 3
 """Candidates nearly as fast as the best around which switches are moved too."""
 
@@ -90,9 +93,10 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     deadline = deadline or Deadline(case.limits.time_limit_s)
     check_expressible(case.limits, case.runtime)
     recipes = Recipes.of(case)
-    first = first_layouts(case, recipes)
-    known = None if first is None else recipes.refined(first.best, deadline)
     starts = recipes.starts()
+    # where a search is soon over by itself, a first one would only come on top
+    first = None if len(starts) == 1 and num_rows(case) <= FEW_ROWS else first_layouts(case, recipes)
+    known = None if first is None else recipes.refined(first.best, deadline)
     if known is not None:
         starts = list(dict.fromkeys([*starts, known.pricing.runtime, *recipes.offloading(known)]))
     rounds = [find_layouts(case, starts, deadline, known=known, news=news)]
