@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -121,7 +122,7 @@ class Shape:
     @property
     def is_single(self) -> bool:
         """True where every size is one number."""
-        return not any(isinstance(getattr(self, name), np.ndarray) for name in self.__slots__)
+        return np.ndarray not in map(type, _sizes(self))
 
     @property
     def tokens(self) -> Number:
@@ -162,6 +163,8 @@ class Shape:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: v[index] for k, v in values.items() if isinstance(v, np.ndarray) and v.ndim})
 
+
+_sizes = attrgetter(*(f.name for f in fields(Shape)))
 
 NEAR_FRACTION = 0.03
 """Share by which another batch may be larger or smaller than the one asked for."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -22,6 +25,10 @@ DEEP = {
     "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "tie_word_embeddings": False,
 }  # fmt: skip
 """A model of 10,000 layers, which the jobs name deep.yaml."""
+
+
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become our children
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,20 @@ def _ended(words: list[str], tree: Path, folder: Path, by_cpu: bool) -> Ended:
         start, env = time.perf_counter(), environment(tree, by_cpu) | variables
         process = subprocess.Popen(arguments, stdout=out, stderr=subprocess.DEVNULL, cwd=folder, env=env)
         _, status, usage = os.wait4(process.pid, 0)
-        wall_s = time.perf_counter() - start
+        wall_s, usages = time.perf_counter() - start, [usage, *_orphans()]
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
-        cpu_s = usage.ru_utime + usage.ru_stime
-        return Ended(process.returncode, out.read(), cpu_s, wall_s, usage.ru_maxrss / 1024)
+        cpu_s = sum(one.ru_utime + one.ru_stime for one in usages)
+        return Ended(process.returncode, out.read(), cpu_s, wall_s, max(one.ru_maxrss for one in usages) / 1024)
+
+
+def _orphans() -> Iterator[resource.struct_rusage]:
+    """What the processes took that a command left behind, which those of a sweep are."""
+    while True:
+        try:
+            yield os.wait4(-1, 0)[2]
+        except ChildProcessError:
+            return
 
 
 def plan(line: str, tree: Path, folder: Path, by_cpu: bool = False) -> Ended:

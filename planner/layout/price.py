@@ -84,13 +84,13 @@ def _stage(candidate: Candidate, rank: int, pipeline: Pipeline, layer_modes: Seq
     split, ranks, cost = candidate.split, candidate.placement, candidate.rank_costs[rank]
     chunks = [stage for stage, holder in enumerate(ranks) if holder == rank]
     is_folded = ranks[0] == ranks[-1]
-    modes = dict[str, int]()
+    bounds, modes = split.chunks, dict[str, int]()
     for stage in chunks:
         for (_, mode), count in layer_modes[stage].items():
             modes[mode] = modes.get(mode, 0) + count
     return StagePlan(
         stage=rank,
-        chunks=tuple(split.chunks[stage] for stage in chunks),
+        chunks=tuple(bounds[stage] for stage in chunks),
         num_layers=sum(modes.values()),
         holds=tuple(name for stage in chunks for name, _ in held_parts(candidate.table, split, stage, is_folded)),
         recompute=modes,

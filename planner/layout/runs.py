@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _RATE = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*Gb/s\b[^(;]*?\bper (node|GPU)\b", re.IGNORECASE)
 _BITS_PER_BYTE = 8
+MOST_KEPT = 1000
+"""The most answers that are kept for later lines."""
 
 
 class RunSpec(Spec):
@@ -106,9 +108,11 @@ class RunAnswer:
 def evaluate_lines(lines: Iterable[str]) -> Iterator[RunAnswer]:
     """One answer per line that is not blank, in their order, each before the next line is read.
 
-    Each unknown feature is logged once as a warning.
+    Each unknown feature is logged once as a warning. A run that was priced is not priced again: published files repeat
+    many.
     """
     warned: set[str] = set()
+    priced: dict[str, PricedLayout] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -122,7 +126,11 @@ def evaluate_lines(lines: Iterable[str]) -> Iterator[RunAnswer]:
                 if name not in warned:
                     warned.add(name)
                     _log.warning("%s: features: %s: unknown, ignored", where, name)
-            yield RunAnswer(run_id, layout=run.evaluate())
+            key = json.dumps(data["run"], sort_keys=True)
+            layout = priced[key].model_copy(update={"id": run.id}) if key in priced else run.evaluate()
+            if len(priced) < MOST_KEPT:
+                priced[key] = layout
+            yield RunAnswer(run_id, layout=layout)
         except PlannerError as error:
             yield RunAnswer(run_id, error=error)
         except Exception as error:  # a defect that one line meets must not cost the lines after it

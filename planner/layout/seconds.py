@@ -58,7 +58,10 @@ def _held_bytes(pricing: Pricing, table: CostTable, costs: Sequence[PartCost]) -
 
 def _hops_s(pricing: Pricing, table: CostTable, placement: Sequence[int]) -> float | list[float]:
     """Seconds of a transfer between virtual stages; one number where all boundaries take as long."""
-    least_s, hops_s = float(table.p2p_s), pricing.exchanges.hops_s(table.shape, placement)
+    least_s = float(table.p2p_s)
+    if len(placement) == 1:
+        return least_s
+    hops_s = pricing.exchanges.hops_s(table.shape, placement)
     return least_s if np.all(hops_s == least_s) else [float(hop_s) for hop_s in hops_s]
 
 

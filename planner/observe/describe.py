@@ -243,7 +243,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
     if refused := _only_first(record) or _contradicted(record, facts, found.step_s):
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
-    if record.numbers[0] - record.covers[0] > 1 and not record.backs:
+    if record.numbers[0] - record.covers[0] > 1 and not (record.backs or record.is_cut):
         notes.append(f"the log begins at step {record.numbers[0]:,}: what was before is not known")
     if max(record.covers) > 1:
         notes.append(f"a line is the mean of up to {max(record.covers):,} steps: single slow ones do not show")
@@ -277,7 +277,8 @@ def _only_first(record: RunRecord) -> str:
 def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:
     """A sentence where the wall clock or the tokens per second of the same log say another step by over 10%."""
     said = [(step_s * ratio, "by the times of its lines") for ratio in (_wall_ratio(record),) if ratio]
-    batch, length, gpus = facts.global_batch_size, facts.seq_length, facts.num_gpus
+    batch = None if record.state.get("batch") == "grows" else facts.global_batch_size
+    length, gpus = facts.seq_length, facts.num_gpus
     per_gpu, speed = _printed(record, "tokens_per_s_per_gpu"), _printed(record, "tokens_per_s")
     speed = per_gpu * gpus if per_gpu and gpus else speed
     if batch and length and speed:

@@ -243,7 +243,7 @@ class Follower:
 
     def __post_init__(self) -> None:
         self._reader = LogReader(self.where)
-        self._grammar, self._seen, self._backs = "", 0, 0
+        self._grammar, self._seen, self._backs, self._try_at = "", 0, 0, LEARNED_STEPS
         self._is_asked = self._is_learned = self._is_own = False
 
     def feed(self, line: bytes) -> bool:
@@ -316,10 +316,13 @@ class Follower:
 
     def _learn(self) -> None:
         """The run's own steps as its band: the first steady ones, or the last of one that became faster."""
+        if not self._is_own and self.num_steps < self._try_at:
+            return
         record = self.record()
         if self._is_own:
             record.forget(max(self.watch.allowed_steps, LEARNED_ROWS))
-        elif self.num_steps < LEARNED_STEPS or len(record.numbers) < LEARNED_ROWS:
+        self._try_at = self.num_steps + max(1, self.num_steps // LEARNED_STEPS - 1)
+        if len(record.numbers) < LEARNED_ROWS:
             return
         steady, last = self.observation(record), record.numbers[-1]
         if steady.step_s is None or (not self._is_own and steady.num_steps - steady.num_warmup_steps < LEARNED_STEPS):

@@ -47,8 +47,8 @@ def judged_alone(observation: Observation, recorded: Recorded | None = None) -> 
 
 def _told(case: ObservedCase) -> Observed:
     """All that is said of a case."""
-    gap, causes = waterfall(case, recipe_terms(case)), shown_rows(case)
     verdict, says = (None, "") if case.prediction is None else verdict_of(case.observation, case.prediction)
+    gap, causes = waterfall(case, recipe_terms(case)), shown_rows(case, verdict)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,

@@ -16,13 +16,14 @@ from planner.observe.logs.grammar import COMMON_ROWS
 from planner.observe.logs.megatron import BRIDGE, MEGATRON
 from planner.observe.logs.nemo import DLLOGGER, MLPERF, NEMO
 from planner.observe.logs.one_line import MAXTEXT, NANOTRON, VERL
+from planner.observe.logs.progress_bar import PROGRESS_BAR
 from planner.observe.logs.torchtitan import TORCHTITAN
 from planner.observe.observation import Observation, SourceFile
 from planner.observe.record import RunRecord
 from planner.specs.reading import label
 
 GRAMMARS = (
-    MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED, NANOTRON, MAXTEXT, VERL, MLPERF, DLLOGGER, NEMO,
+    MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED, NANOTRON, MAXTEXT, VERL, MLPERF, DLLOGGER, NEMO, PROGRESS_BAR,
 )  # fmt: skip
 """Every grammar; adding one is a row here and a module in `logs`."""
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
@@ -122,15 +123,19 @@ _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
 
 
 def _ranked(records: list[RunRecord]) -> list[RunRecord]:
-    """Records, the one that read most first."""
-    return sorted(records, key=lambda record: (-len(record.numbers), _RANKS[record.grammar], -len(record.words)))
+    """Records, the one that read most first; a bar's whole seconds count where nothing else says a step."""
+
+    def size(record: RunRecord) -> float:
+        return len(record.numbers) if record.grammar != PROGRESS_BAR.name else 0.5 * bool(record.numbers)
+
+    return sorted(records, key=lambda record: (-size(record), _RANKS[record.grammar], -len(record.words)))
 
 
 def _chosen(records: list[RunRecord], where: str) -> RunRecord:
     """The record of the grammar that read most; SpecError where two trainers wrote into one file."""
     first, *others = _ranked(records)
     for other in others:
-        steps = len(other.numbers)
+        steps = 0 if other.grammar == PROGRESS_BAR.name else len(other.numbers)
         mixed = steps >= _LEAST_MIXED and steps >= _LEAST_MIXED_FRACTION * len(first.numbers)
         if mixed and not any({first.grammar, other.grammar} <= kin for kin in _KIN):
             raise SpecError(
@@ -189,7 +194,7 @@ def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, Sourc
 
 _HINT = (
     "name the output of Megatron-LM, Bridge, NeMo, MLPerf, torchtitan, DeepSpeed, nanotron, Primus, MaxText or verl, "
-    "or a CSV with a column step_time_s"
+    "with a Trainer's or torchtune's progress bar, or a CSV with a column step_time_s"
 )
 
 

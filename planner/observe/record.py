@@ -143,6 +143,8 @@ class RunRecord:
     last_s: float = math.nan
     is_first_alike: bool = False
     """True where the first step has no warm-up that is worth a word, as an iteration of minutes has not."""
+    is_cut: bool = False
+    """True where earlier rows were forgotten."""
     duplicates: int = 0
     left_steps: int = 0
     words: Counter[str] = field(default_factory=Counter)
@@ -315,6 +317,7 @@ class RunRecord:
         cut = max(0, len(self.numbers) - rows)
         if not cut:
             return 0
+        self.is_cut = True
         begin_s = self.ends[cut] - self.seconds[cut] * self.covers[cut]
         self.backs = [
             FallBack(back.row - cut, back.from_step, (max(0, back.lost_rows[0] - cut), max(0, back.lost_rows[1] - cut)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, reduce
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -108,20 +109,20 @@ class PartCost:
 
     def take(self, index: Any) -> PartCost:
         """The costs with every array replaced by its entry at `index`."""
-        return PartCost(**{f.name: _at(getattr(self, f.name), index) for f in fields(self)})
+        return PartCost(**{name: _at(cost, index) for name, cost in zip(_NAMES, _costs(self), strict=True)})
 
     def times(self, count: Number) -> PartCost:
         """Cost of `count` such parts on one rank.
 
         They run one after the other, so that the transient bytes of one are enough for all.
         """
-        scaled = {f.name: count * getattr(self, f.name) for f in fields(self)}
+        scaled = {name: count * cost for name, cost in zip(_NAMES, _costs(self), strict=True)}
         scaled["transient_bytes"] = where(count > 0, self.transient_bytes, 0.0)
         return PartCost(**scaled)
 
     def changed_by(self, before: PartCost, after: PartCost, count: int = 1) -> PartCost:
         """Cost of this part after `count` of its parts that cost `before` have come to cost `after`."""
-        times = {f.name: 1 if f.name == "transient_bytes" else count for f in fields(self)}
+        times = {name: 1 if name == "transient_bytes" else count for name in _NAMES}
         return PartCost(
             **{
                 name: getattr(self, name) + number * (getattr(after, name) - getattr(before, name))
@@ -131,9 +132,14 @@ class PartCost:
 
     def __add__(self, other: PartCost) -> PartCost:
         """Cost of both parts on one rank: a sum, but for the transient bytes, of which the larger number counts."""
-        total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        both = zip(_NAMES, _costs(self), _costs(other), strict=True)
+        total = {name: cost + another for name, cost, another in both}
         total["transient_bytes"] = maximum(self.transient_bytes, other.transient_bytes)
         return PartCost(**total)
+
+
+_NAMES = tuple(f.name for f in fields(PartCost))
+_costs = attrgetter(*_NAMES)
 
 
 def sum_parts(parts: Iterable[PartCost]) -> PartCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from planner.physics import compute
@@ -82,7 +83,8 @@ class Passes:
         slow = lateness(self.training, self.cluster)
         operators = operators_of(items)
         hardware, dtype, runtime = self.cluster.hardware, self.training.dtype, self.runtime
-        gpu = compute.gpu_seconds(operators, hardware, dtype, runtime)
+        each = [compute.operator_seconds(op, hardware, dtype, runtime) for op in operators]
+        gpu = compute.summed(each)
         issued = compute.issue_seconds(operators, hardware, runtime)
         sent_s = self._sending_s(items, shape)
         issued = streams.PassSeconds(issued[0] + sent_s["forward"], issued[1] + sent_s["backward"], issued[2])
@@ -90,7 +92,8 @@ class Passes:
         # while the GPU waits for the host, exchanges go on
         idle = 0.0 if runtime.blocking_launches else 1.0
         idle_s = {"forward": idle * (passes[0] - gpu[0]), "backward": idle * (sum(passes[1:]) - sum(gpu[1:]))}
-        seconds, behind = self._exchanges(items, shape, idle_s, replayed)
+        priced = {id(op): one for op, one in zip(operators, each, strict=True)}
+        seconds, behind = self._exchanges(items, shape, idle_s, replayed, priced)
         for key, value in zip(("forward_s", "input_grad_s", "weight_grad_s"), passes, strict=True):
             seconds[key] = slow * value
         if behind:
@@ -124,14 +127,19 @@ class Passes:
             seconds[f"ep_{way}_s"] = seconds[f"ep_{way}_s"] + share * added_s
 
     def _exchanges(
-        self, items: Sequence[Item], shape: Shape, idle_s: Mapping[str, Number], replayed: bool
+        self,
+        items: Sequence[Item],
+        shape: Shape,
+        idle_s: Mapping[str, Number],
+        replayed: bool,
+        priced: Mapping[int, streams.PassSeconds],
     ) -> tuple[dict[str, Number], dict[str, Number]]:
         """Seconds of exchanges that show, by group and pass, and by pass those that hide behind another micro-batch."""
         seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
         shown_of_hideable: dict[str, Number] = dict.fromkeys(seconds, 0.0)
         behind: dict[str, Number] = {}
         overlapped = self.runtime.overlaps_experts and not replayed
-        for each in self.each_exchange(items, shape, replayed):
+        for each in self.each_exchange(items, shape, replayed, priced):
             key = f"{each.group}_{each.way}_s"
             if each.exchange.overlap == "ep" and overlapped:
                 behind[each.way] = behind.get(each.way, 0.0) + each.hidden_s
@@ -146,8 +154,17 @@ class Passes:
                 seconds[key] = seconds[key] - hidden_fraction * shown_of_hideable[key]
         return seconds, behind
 
-    def each_exchange(self, items: Sequence[Item], shape: Shape, replayed: bool = False) -> Iterator[ExchangeSeconds]:
-        """The seconds of each exchange of a part, in their order in the list."""
+    def each_exchange(
+        self,
+        items: Sequence[Item],
+        shape: Shape,
+        replayed: bool = False,
+        priced: Mapping[int, streams.PassSeconds] = MappingProxyType({}),
+    ) -> Iterator[ExchangeSeconds]:
+        """The seconds of each exchange of a part, in their order in the list.
+
+        `priced` has the seconds of operators that are known, by their identity.
+        """
         for exchange in collectives_of(items):
             size, _ = group_of(exchange.group, shape)
             tiers_s = self._tiers_s(exchange, shape, size)
@@ -159,7 +176,7 @@ class Passes:
             if exchange.overlap == "cp":
                 hidden_s = minimum(hidden_s, self._other_blocks_s(items, exchange, size))
             if exchange.beside and any_of(hidden_s):
-                hidden_s = minimum(hidden_s, self._products_s(exchange))
+                hidden_s = minimum(hidden_s, self._products_s(exchange, priced))
             yield ExchangeSeconds(exchange, exchanged_s, hideable_s, hidden_s)
 
     def _tiers_s(self, exchange: Collective, shape: Shape, size: Number) -> list[Number]:
@@ -226,10 +243,12 @@ class Passes:
         seconds = sum(passes[1:]) if exchange.backward else passes[0]
         return seconds * (1 - 1 / size)
 
-    def _products_s(self, exchange: Collective) -> Number:
+    def _products_s(self, exchange: Collective, priced: Mapping[int, streams.PassSeconds]) -> Number:
         """Seconds of the products beside an exchange of tensor parallelism, which can hide no more of it than this."""
         hardware, dtype = self.cluster.hardware, self.training.dtype
-        passes = [compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside]
+        passes = [
+            priced.get(id(op)) or compute.operator_seconds(op, hardware, dtype, self.runtime) for op in exchange.beside
+        ]
         seconds: Number = sum(getattr(product_seconds, exchange.beside_pass) for product_seconds in passes)
         return seconds
 

@@ -170,14 +170,15 @@ class Pricing:
 
     def layer(self, kind: LayerKind, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a decoder layer of `kind`, as this training runs it."""
-        known: dict[LayerKind, tuple[Item, ...]] = self._known_of(shape)
+        known = self._known_of(shape)
         if kind not in known:
             items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
             known[kind] = self.as_trained(items, shape)
-        return known[kind]
+        layer: tuple[Item, ...] = known[kind]
+        return layer
 
     def _known_of(self, shape: Shape) -> dict[Any, Any]:
-        """Layers and seconds that are remembered of a shape: only of the latest, and nothing of arrays."""
+        """The layers of a shape and their seconds so far: none for arrays, nor for another shape than the latest."""
         if not shape.is_single:
             return {}
         latest, known = self._latest.get("latest", (None, {}))

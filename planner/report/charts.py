@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from matplotlib import style
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from planner.report.html.pieces import Html
 
@@ -70,8 +71,18 @@ def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
     """The figure as a file's bytes."""
     file = io.BytesIO()
     dates: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    # matplotlib draws twice, for the layout and for the file: hundreds of numbers in bars are no part of the first
+    inside = [text for text in drawn.findobj(Text) if text.get_visible() and not text.get_in_layout()]
+
+    def show(visible: bool) -> None:
+        for text in inside:
+            text.set_visible(visible)
+
+    show(False)
+    link = drawn.canvas.mpl_connect("draw_event", lambda event: show(True))
     with drawing():
         drawn.savefig(file, format=kind, dpi=150, metadata=dates[kind])
+    drawn.canvas.mpl_disconnect(link)
     return file.getvalue()
 
 

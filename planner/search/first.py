@@ -9,10 +9,11 @@ import numpy as np
 
 from planner.answer import Plan
 from planner.errors import Infeasible
+from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
 from planner.search.case import Case
 from planner.search.deadline import Deadline
-from planner.search.layouts import Found, Standing, find_layouts
+from planner.search.layouts import Found, find_layouts
 from planner.search.recipes import Recipes
 from planner.search.why.misses import NothingFits
 from planner.shape import Shape, divisors
@@ -30,19 +31,22 @@ FIRST_GAP = 0.05
 """Gap at which the first layout is good enough."""
 
 
-def first_layouts(case: Case, recipes: Recipes, deadline: Deadline | None = None) -> Found | None:
+def first_layouts(
+    case: Case, recipes: Recipes, deadline: Deadline | None = None, known: Candidate | None = None
+) -> Found | None:
     """A search for a layout within `FIRST_GAP`: among few shapes under the quickest bundles, else with small batches.
 
-    Without a deadline it goes on until it ends. None if it does not say whether anything fits. Raises NothingFits if
-    nothing does: what does not fit in the smallest micro-batch fits in none. Raises SolverError if the solver fails.
+    Without a deadline it goes on until it ends; others must beat a `known` candidate by the gap that was asked for.
+    None if it does not say whether anything fits. Raises NothingFits if nothing does: what does not fit in the smallest
+    micro-batch fits in none. Raises SolverError if the solver fails.
     """
     deadline = deadline or Deadline(float("inf"))
-    gap_fraction = max(FIRST_GAP, case.limits.gap_fraction)
+    gap_fraction = max(FIRST_GAP, case.limits.gap_fraction) if known is None else case.limits.gap_fraction
     narrow, light = (
         case.limited(top=1, gap_fraction=gap_fraction, **limits) for limits in (_narrow(case), _light(case))
     )
     try:
-        return find_layouts(narrow, _quickest(narrow, recipes.starts()), deadline, is_first=True)
+        return find_layouts(narrow, _quickest(narrow, recipes.starts()), deadline, known, is_first=True)
     except Infeasible:
         pass
     try:
@@ -62,9 +66,7 @@ def some_layout(case: Case) -> Plan:
     """
     deadline, recipes = Deadline(case.limits.time_limit_s, patient=False), Recipes.of(case)
     found = first_layouts(case, recipes, deadline) or find_layouts(case, recipes.starts(), deadline)
-    return Standing(
-        found.best, found.branch.lower_bound_s, found.num_shapes, found.num_fitting, found.branch.num_ilps
-    ).plan()
+    return found.standing(found.best).plan()
 
 
 def _quickest(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:

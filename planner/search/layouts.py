@@ -87,6 +87,11 @@ class Found:
     num_shapes: int
     num_fitting: int
 
+    def standing(self, best: Candidate) -> Standing:
+        """The certificate of this search alone, for its best candidate or one that was made of it."""
+        bound_s = min(self.branch.lower_bound_s, best.step_s)
+        return Standing(best, bound_s, self.num_shapes, self.num_fitting, self.branch.num_ilps)
+
     @property
     def best(self) -> Candidate:
         """The fastest candidate."""

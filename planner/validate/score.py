@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -117,7 +117,19 @@ def validate_runs(family: str | None = None) -> list[Score]:
 
 def evaluate_rows(rows: Iterable[PublishedRun]) -> list[Scored]:
     """Every row priced as `plan evaluate --runs` would."""
-    return [_priced(row) for row in rows]
+    rows = list(rows)
+    priced: dict[str, Scored] = {}
+    for row in rows:
+        if row.run_key not in priced:
+            priced[row.run_key] = _priced(row)
+    return [_of_row(priced[row.run_key], row) for row in rows]
+
+
+def _of_row(known: Scored, row: PublishedRun) -> Scored:
+    """The answer to a row whose run was priced, perhaps for another that published it too."""
+    if known.row is row or known.layout is None or known.run is None:
+        return known if known.row is row else _priced(row)
+    return Scored(row, known.layout.model_copy(update={"id": row.id}), run=replace(known.run, id=row.id))
 
 
 def _priced(row: PublishedRun) -> Scored:

@@ -139,7 +139,7 @@ def test_the_run_ends_with_its_last_step_or_with_its_tokens(plan: Plan) -> None:
 def test_silence_rings_after_half_an_hour() -> None:
     loop, _, last = run(iterations(STEPS), [], ends=False)
     assert (loop.ended, last.rings) == ("silent", True)
-    assert "no step for 30 minutes, where one takes 9.02 s" in last.says
+    assert "no step for 30 minutes" in last.says
 
 
 def test_a_line_of_steps_is_shown_once_in_so_many_and_rarer_in_a_burst() -> None:

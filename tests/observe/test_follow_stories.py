@@ -56,7 +56,7 @@ def test_a_log_that_was_cut_and_outgrew_its_old_size_is_read_from_its_begin(
         file.truncate(0)
     append(log, FIRST.replace(b"iteration", b"step") * 3)
     assert end.read() == FIRST.replace(b"iteration", b"step").splitlines() * 3
-    assert said == [f"{log}: was cut off, and is read from its begin: lines written just before may be lost"]
+    assert ["was cut off" in text for text in said] == [True]
 
 
 def test_a_writer_that_goes_on_behind_a_hole_is_read_behind_it(end: FileEnd, log: Path, said: list[str]) -> None:
@@ -97,7 +97,7 @@ def test_a_copy_that_takes_its_place_is_read_on(end: FileEnd, log: Path, said: l
     beside.write_bytes(FIRST[:-1] + b"!\n" + b"step 9\n")
     beside.rename(log)
     assert len(end.read()) == 21, "another log of nearly the same lines is another log"
-    assert said == [f"{log}: is another file now, which is read from its begin"]
+    assert ["is another file now" in text for text in said] == [True]
 
 
 def test_lines_written_while_a_log_is_rotated_are_read_in_order(end: FileEnd, log: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_longer_line_than_is_read_is_said_once(end: FileEnd, log: Path, said: 
     for _ in range(3):
         append(log, b"x" * (MAX_LINE_BYTES + 5) + b"\n")
         assert end.read() == [b"x" * MAX_LINE_BYTES]
-    assert said == [f"{log}: its lines are read up to {MAX_LINE_BYTES:,} bytes, and one is longer"]
+    assert [f"{MAX_LINE_BYTES:,} bytes" in text for text in said] == [True]
 
 
 def test_many_lines_at_once_are_read_block_by_block(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_the_arguments_say_what_comes_as_often(tmp_path: Path) -> None:
     dump = arguments(**LLAMA_8B, manual_gc_interval=10)
     (outlier,) = read(tmp_path, "\n".join([dump, *iterations(seconds)])).outliers
     assert (outlier.kind, outlier.period_steps) == ("periodic", 10)
-    assert outlier.likely == "garbage collection, by its manual_gc_interval"
+    assert "manual_gc_interval" in outlier.likely
 
 
 def test_a_dump_of_2021_has_its_batch_beside_it(tmp_path: Path) -> None:

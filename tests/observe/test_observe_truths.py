@@ -77,6 +77,13 @@ def test_a_step_that_tokens_a_second_contradict_is_not_said(tmp_path: Path) -> N
     assert "18 s by its tokens per second" in seen.notes[0]
 
 
+def test_a_batch_that_grows_contradicts_nothing(tmp_path: Path) -> None:
+    dump, speed = arguments(**LLAMA_8B), "| tokens-per-second-per-gpu: 7281.8 | lm loss"
+    grown = [iteration(n, 2.25 if n < 20 else 9.0, batch=32 if n < 20 else 128) for n in range(1, 31)]
+    seen = read(tmp_path, "\n".join([dump, *(line.replace("| lm loss", speed) for line in grown)]))
+    assert seen.step_s == 2.25
+
+
 def test_two_layouts_in_one_file_are_two_runs(tmp_path: Path) -> None:
     first = [arguments(**LLAMA_8B), *iterations([9.0] * 20)]
     again = [arguments(**LLAMA_8B), *iterations([9.0] * 20, first=21, begin_s=BEGIN_S + 900)]
@@ -133,6 +140,41 @@ def test_lines_of_other_trainers(tmp_path: Path, text: str, kind: str, step_s: f
         assert {timer.name for timer in seen.timers} == {"gen", "update_actor"}
     if kind == "table":
         assert seen.peak_memory_bytes == round(26.9 * GIB)
+
+
+def bars(total: int, every: int, step_s: float, begin_s: float = 0.0) -> list[str]:
+    """A progress bar as tqdm prints it, after `begin_s` of compiling in its first step."""
+    rows = []
+    for step in range(0, total + 1, every):
+        at_s = int(begin_s * (step > 0) + step * step_s)
+        clock_ = f"{at_s // 3600}:" * (at_s >= 3600) + f"{at_s // 60 % 60:02d}:{at_s % 60:02d}"
+        rows.append(f"{100 * step // total:3d}%|####      | {step}/{total} [{clock_}<15:21,  1.68s/it]")
+    return rows
+
+
+def test_progress_bars_of_trainers(tmp_path: Path) -> None:
+    head = [
+        "  Total train batch size (w. parallel, distributed & accumulation) = 128",
+        "  Total optimization steps = 1,200",
+    ]
+    loads = ["Loading checkpoint shards: 100%|##########| 4/4 [05:10<00:00,  2.59s/it]"]
+    seen = read(tmp_path, "\r".join(["\n".join([*head, *loads]), *bars(1200, 3, 1.68, 40.0), *bars(50, 1, 0.2)]))
+    assert (seen.sources[0].format, seen.facts.global_batch_size, seen.facts.num_steps_asked) == (
+        "progress bar",
+        128,
+        1200,
+    )
+    assert seen.step_s == pytest.approx(1.68, rel=0.02)
+    tune = [f"1|{n}|Loss: 0.91: {bar}" for n, bar in enumerate(bars(400, 1, 2.5))]
+    told = read(tmp_path, "\n".join(tune))
+    assert (told.facts.trainer, told.step_s) == ("torchtune", pytest.approx(2.5, rel=0.02))
+    both = [*bars(400, 1, 2.5), *iterations([9.0] * 40)]
+    assert read(tmp_path, "\n".join(both)).step_s == 9.0  # a trainer's own lines say it better
+    done = (
+        "{'train_runtime': 512.3, 'train_samples_per_second': 25.0, 'train_steps_per_second': 0.195, 'train_loss': 1.2}"
+    )
+    mean = read(tmp_path, done)
+    assert (mean.step_s, mean.num_steps) == (pytest.approx(1 / 0.195), 100)
 
 
 OUT_OF_MEMORY = (

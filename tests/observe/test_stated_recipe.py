@@ -70,7 +70,7 @@ def test_terms_add_up_to_the_price_of_the_logs_recipe(
         "recipe: tp_comm_overlap", "recipe: overlap_grad_reduce", "recipe: overlap_param_gather",
         "recipe: activation_fusion", "recipe: recompute",
     ]  # fmt: skip
-    assert "the log shows overlap_grad_reduce false, the plan has true" in [term.evidence for term in terms]
+    assert any("overlap_grad_reduce false" in term.evidence for term in terms)
     words = ["--model", "8b", "--gpus", "16", "--hardware", "h100", "--tp", "2", "--pp", "2", "-s", "8192", "-b", "128"]
     recipe = "tp_comm_overlap=false,overlap_grad_reduce=false,overlap_param_gather=false,activation_fusion=false"
     same = ["--recompute", "full", "--switch", f"{recipe},cross_entropy_fusion=native"]
@@ -108,7 +108,7 @@ def test_what_a_part_of_a_dump_does_not_name_is_not_said(planned: Plan, tmp_path
 def test_recomputing_that_the_log_has_off_is_a_term(tmp_path: Path) -> None:
     case = beside(planned_as(recompute="full"), observed(tmp_path))
     (term,) = [term for term in recipe_terms(case) if "recompute" in term.term]
-    assert term.evidence == "the log shows recompute none, the plan has full"
+    assert ("recompute none" in term.evidence, "has full" in term.evidence) == (True, True)
     assert term.seconds < 0
 
 
@@ -131,7 +131,7 @@ def test_sharding_that_the_log_lacks_is_a_term(planned: Plan, tmp_path: Path) ->
     case = beside(planned, observed(tmp_path, tp_comm_overlap=True, use_distributed_optimizer=False))
     (term, *others) = [term for term in recipe_terms(case) if "zero_stage" in term.term]
     assert others == []
-    assert term.evidence == "the log shows zero_stage 0, the plan has 1"
+    assert "zero_stage 0" in term.evidence
     assert term.seconds > 0
 
 

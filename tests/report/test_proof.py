@@ -36,48 +36,30 @@ def test_a_proof_that_falls_short_says_so(changes: dict[str, Any], says: str) ->
 
 
 @pytest.mark.parametrize(
-    ("schedules", "under"),
+    ("schedules", "among"),
     [
-        ((), ""),
-        (("1f1b",), " under 1f1b"),
-        (("1f1b", "zb-h1", "zb-v"), " under 1f1b, zb-h1 or zb-v"),
+        ((), "no pipeline"),
+        (("1f1b",), "1f1b"),
+        (("1f1b", "zb-h1", "zb-v"), "1f1b, zb-h1 or zb-v"),
     ],
 )
-def test_the_bound_is_of_the_schedules_searched(schedules: tuple[str, ...], under: str) -> None:
-    says = f"no layout that fits is faster than 20.00 s in this model{under}"
-    assert says_bound(report(schedules=schedules)) == says
+def test_the_bound_is_of_the_schedules_searched(schedules: tuple[str, ...], among: str) -> None:
+    assert f"20.00 s in this model ({among})" in says_bound(report(schedules=schedules))
 
 
-def test_the_bound_names_everything_that_was_searched_and_what_was_not() -> None:
+def test_the_bound_counts_what_was_searched_and_names_what_was_not() -> None:
     searched = {
         "schedules": ("1f1b", "interleaved-1f1b"),
-        "recompute_modules": ((), ("layernorm", "moe_act"), ("mlp",)),
+        "recompute_modules": (("layernorm", "moe_act"), ("mlp",)),
         "switches": {"ep_overlap": ("true", "false"), "dispatcher": ("alltoall",), "p2p_overlap": ("true",)},
         "chunks": "equal",
     }
     said = says_bound(report(searched=searched, unsearched=("offloading", "fp8")))
-    assert said == (
-        "no layout that fits is faster than 20.00 s in this model under 1f1b or interleaved-1f1b, selective recompute "
-        "meaning layernorm + moe_act or mlp, with ep_overlap true or false, 2 other switches at one value each, "
-        "equal inner chunks; "
-        "not searched: offloading, fp8"
-    )
-
-
-@pytest.mark.parametrize(
-    ("switches", "said"),
-    [
-        ({"compile": ("true",)}, "with 1 switch at one value"),
-        ({"compile": ("true",), "async_tp": ("false",)}, "with 2 switches at one value each"),
-        ({"compile": ("true", "false")}, "with compile true or false"),
-        ({"compile": ("true", "false"), "async_tp": ("false",)}, "compile true or false, 1 other switch at one value"),
-    ],
-)
-def test_the_proof_names_the_switches_with_several_values(switches: dict[str, Any], said: str) -> None:
-    searched = {"schedules": ("1f1b",), "recompute_modules": (), "switches": switches, "chunks": "any"}
-    assert says_bound(report(searched=searched)).endswith(said)
+    for part in ("2 sets of modules", "1 of 3 switches free", "equal inner chunks", "offloading, fp8"):
+        assert part in said
+    assert len(said) < 240, "two lines and a half of the answer"
 
 
 def test_a_bound_over_everything_says_no_more_than_it_must() -> None:
     searched = {"schedules": ("1f1b",), "recompute_modules": (), "switches": {}, "chunks": "any"}
-    assert says_bound(report(searched=searched)).endswith("in this model under 1f1b")
+    assert says_bound(report(searched=searched)).endswith("in this model (1f1b)")

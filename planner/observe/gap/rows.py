@@ -54,6 +54,8 @@ class GapRow:
     """Layouts near the run's own that may help, priced."""
     options: tuple[str, ...] = ()
     """Words for the trainer's environment."""
+    beside: bool = False
+    """True where its evidence is a number beside the price: without a gap that it explains it says nothing."""
 
     def at(self, where: str) -> str:
         """The row in words, of a rank or stage that is known."""
@@ -84,31 +86,33 @@ GAP_ROWS: Mapping[str, GapRow] = {
                STAGE_TRACES, "look at what runs on its node, or put another one in its place"),
         GapRow("slow_link", "a link is slower than it should be",
                ("tp_link_rate", "cp_link_rate", "ep_link_rate", "dp_link_rate", "pp_link_rate"), (e.slow_link,),
-               STAGE_TRACES, "measure the links with nccl-tests or rccl-tests (all_reduce_perf -b 64M -e 2G -f 2)"),
+               STAGE_TRACES, "measure the links with nccl-tests or rccl-tests (all_reduce_perf -b 64M -e 2G -f 2)",
+               beside=True),
         GapRow("no_ep_overlap", "exchanges of experts are not hidden", ("ep_overlap", "ep_exchanges"),
                (partial(e.unhidden, group="ep"),), ONE_TRACE,
                "exchanges of experts beside another micro-batch's products",
-               ("ep_overlap", "dispatcher", "shared_expert_overlap")),
+               ("ep_overlap", "dispatcher", "shared_expert_overlap"), beside=True),
         GapRow("exposed_dp", "gradients and parameters are not exchanged behind computing",
                ("dp_overlap", "dp_exchanges", "gradients"), (partial(e.unhidden, group="dp"), e.gradient_timers),
                ONE_TRACE, "exchanges of gradients and weights behind computing",
-               ("overlap_grad_reduce", "overlap_param_gather")),
+               ("overlap_grad_reduce", "overlap_param_gather"), beside=True),
         GapRow("host_bound", "the host launches work too slowly", ("host_gaps",), (own.host_gaps,), ONE_TRACE,
                "CUDA graphs, torch.compile, larger micro-batches, or free cores on the hosts",
-               ("cuda_graph", "sync_free_moe")),
+               ("cuda_graph", "sync_free_moe"), beside=True),
         GapRow("attention_kernel", "attention runs in a slow kernel", ("compute_attention",), (own.slow_attention,),
-               ONE_TRACE, "a fused kernel for attention", ("attention_kernel", "flash_attention")),
+               ONE_TRACE, "a fused kernel for attention", ("attention_kernel", "flash_attention"), beside=True),
         GapRow("unfused_kernels", "kernels are not fused", ("compute_memory_bound", "compute_other"),
                (own.slow_small_kernels,), ONE_TRACE, "fused kernels, or torch.compile",
                ("compile", "cross_entropy_fusion", "activation_fusion", "gradient_accumulation_fusion",
-                "grouped_gemm")),
+                "grouped_gemm"), beside=True),
         GapRow("clocks", "all GPUs run at a lower clock", ("compute_products",), (own.low_clocks,),
                "clocks while it runs: nvidia-smi -q -d CLOCK,PERFORMANCE,POWER (amd-smi metric --clock --power)",
-               "look at clocks, heat and power limits while it runs"),
+               "look at clocks, heat and power limits while it runs", beside=True),
         GapRow("expert_imbalance", "experts get uneven numbers of tokens", ("ep_skew",), (e.uneven_experts,),
                STAGE_TRACES, "balance the experts' load, by a larger auxiliary loss or by biases"),
         GapRow("bubble", "stages wait for each other longer than their order says", ("bubble", "pipeline_waits"),
-               (own.standing_stages,), PIPELINE_TRACES, "more chunks on a rank, or more micro-batches", (), chunked),
+               (own.standing_stages,), PIPELINE_TRACES, "more chunks on a rank, or more micro-batches", (), chunked,
+               beside=True),
         GapRow("data_stall", "training waits for data", ("data_loading",), (own.data_waits,), BATCH_TIMER,
                "more processes that load data (num_workers), or data on a local disk"),
         GapRow("recompute_unneeded", "layers are recomputed although memory is left", (), (_recomputed_with_room,),
@@ -131,23 +135,43 @@ GAP_ROWS: Mapping[str, GapRow] = {
     )
 }  # fmt: skip
 """Every row by the name that `causes` has; another is a row here and a function in `evidence`."""
+LEAST_PART, LEAST_GAP = 0.25, 0.04
+"""Part of the gap that a row has to explain where its evidence is a number beside a price, twice as much inside of the
+predicted interval; and the share of a step that a gap has to have there."""
+_MAKE_STAGES_WAIT = ("straggler_rank", "data_stall", "no_ep_overlap", "expert_imbalance", "slow_link")
+"""Rows for which stages wait: their pipeline's bubble is no other thing."""
 _SHOWN_BY_PRICE = ("recompute_unneeded", "recipe")
 """Rows that are a choice of the job, so that the plan's own step may have them, too."""
 
 
-def shown_rows(case: ObservedCase) -> tuple[GapCause, ...]:
+def shown_rows(case: ObservedCase, verdict: Verdict | None = None) -> tuple[GapCause, ...]:
     """The rows whose mechanism the files show, the one that takes most first, each with its remedy."""
     files, settings = RunFiles(case), slower_settings(case, _ROW_OF_SWITCH)
     causes = []
     for row in GAP_ROWS.values():
         found = next((one for see in row.sees if (one := see(files)) is not None), None)
+        if found is not None and row.beside and not _explains(case, found, verdict):
+            found = None
         stated = [Finding(term.evidence, term.seconds, name) for name, term in settings.get(row.name, ())]
         if row.name == "recipe":
             causes += [_cause(case, row, one, (one.where,)) for one in stated]
         elif found is not None or stated:
             one = found or Finding("; ".join(each.says for each in stated), sum(each.seconds or 0.0 for each in stated))
             causes.append(_cause(case, row, one, row.switches))
+    if any(cause.name in _MAKE_STAGES_WAIT for cause in causes):
+        causes = [cause for cause in causes if cause.name != "bubble"]
     return tuple(sorted(causes, key=lambda cause: -(cause.seconds or 0.0)))
+
+
+def _explains(case: ObservedCase, found: Finding, verdict: Verdict | None) -> bool:
+    """True where the step is longer than predicted, and the finding takes a fair part of that; alone, of anything."""
+    step_s, prediction = case.observation.step_s, case.prediction
+    if prediction is None or step_s is None:
+        return True
+    gap_s = step_s - prediction.step_s
+    if found.seconds is None or verdict == "slow":
+        return verdict == "slow" and (found.seconds is None or found.seconds >= LEAST_PART * gap_s)
+    return gap_s > LEAST_GAP * step_s and found.seconds >= 2 * LEAST_PART * gap_s
 
 
 _ROW_OF_SWITCH = {name: row.name for row in GAP_ROWS.values() for name in row.switches}

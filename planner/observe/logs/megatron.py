@@ -129,6 +129,8 @@ def _iteration(record: RunRecord, match: re.Match[str]) -> None:
     record.facts["num_steps_asked"] = int(match[2])
     batch = values.get("batch", 0.0)
     if 0 < batch < MOST:
+        if record.facts.get("global_batch_size", int(batch)) != int(batch) and len(record.numbers) > 1:
+            record.state["batch"] = "grows"
         record.facts["global_batch_size"] = int(batch)
     for name in ("tflops", "tokens_per_s_per_gpu", "samples_per_s", "watts_per_gpu"):
         record.prints(name, values.get(name))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import numpy as np
+import math
+from functools import cache, partial
 
 from planner.physics.kernels.streams import PassSeconds, launch_s, stream_s
 from planner.physics.operators import BF16, Operator
@@ -156,13 +155,23 @@ def _narrow_factor(gemm: GemmEfficiency, dtype: str, narrow: bool) -> float:
 
 def _tile_waves(hardware: HardwareSpec, count: Number, m: Number, n: Number) -> Number:
     """FLOPs of one SM per step of the reduction: min over tiles of waves · 2·a·b / (the tile's efficiency)."""
-    overhead, num_sms = hardware.efficiency.gemm.tile_overhead, hardware.num_sms
-    tiles = CDNA_TILES if hardware.architecture.startswith("cdna") else TILES
-    rows = {a: ceil(m / a) * count for a in {a for a, _ in tiles}}
-    columns = {b: ceil(n / b) for b in {b for _, b in tiles}}
-    best: Number = np.inf
-    for a, b in tiles:
-        # relative to a tile of 128 x 256, whose loss is part of wave_fraction
-        loss = (1 + overhead * (1 / a + 1 / b)) / (1 + overhead * (1 / 128 + 1 / 256))
-        best = minimum(best, ceil(rows[a] * columns[b] / num_sms) * (2 * a * b * loss))
+    num_sms, is_cdna = hardware.num_sms, hardware.architecture.startswith("cdna")
+    heights, widths, tiles = _tiles(is_cdna, hardware.efficiency.gemm.tile_overhead)
+    rows = {a: ceil(m / a) * count for a in heights}
+    columns = {b: ceil(n / b) for b in widths}
+    best: Number = math.inf
+    for a, b, flops in tiles:
+        best = minimum(best, ceil(rows[a] * columns[b] / num_sms) * flops)
     return best
+
+
+@cache
+def _tiles(is_cdna: bool, overhead: float) -> tuple[set[int], set[int], tuple[tuple[int, int, float], ...]]:
+    """Heights, widths, and of each tile both with 2·a·b / its efficiency.
+
+    The efficiency is relative to a tile of 128 x 256, whose loss is part of wave_fraction.
+    """
+    tiles = CDNA_TILES if is_cdna else TILES
+    losses = [(1 + overhead * (1 / a + 1 / b)) / (1 + overhead * (1 / 128 + 1 / 256)) for a, b in tiles]
+    flops = tuple((a, b, 2 * a * b * loss) for (a, b), loss in zip(tiles, losses, strict=True))
+    return {a for a, _ in tiles}, {b for _, b in tiles}, flops

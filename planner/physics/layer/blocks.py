@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from planner.physics.operators import BF16, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
@@ -28,31 +29,33 @@ def enter_tp(
     """
     num_bytes = BF16 * shape.tokens * width
     sharded, unsharded = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
-    products = [replace(product, input_shards=shape.sequence_shards) for product in products]
+    shards = shape.sequence_shards
+    products = [one if _same(one.input_shards, shards) else replace(one, input_shards=shards) for one in products]
     beside, cast = tuple(products), products[0].is_cast
     keeps = runtime.keeps_gathered_inputs
     again = (*modules, "op") if keeps else modules
-    gather = Collective(
+    yield Collective(
         name=f"{name} gather", kind="all_gather", group="tp", num_bytes=sharded, modules=again, cast=cast,
         overlap="tp", beside=beside,
     )  # fmt: skip
-    yield gather
     if keeps:
         # beside the shard, which whatever made it keeps
         others = shape.tokens * shape.sequence_parallel * (1 - 1 / shape.tp)
         kept = Saved("gathered input", (others, width), again, gemm_input=cast)
         yield Operator(name=f"{name} gathered", kind="elementwise", modules=again, saved=(kept,))
     else:
-        yield replace(
-            gather, name=f"{name} gather again", backward=True, modules=(), overlap="tp_async", beside_pass="dgrad_s",
-            for_weight=True,
+        yield Collective(
+            name=f"{name} gather again", kind="all_gather", group="tp", num_bytes=sharded, cast=cast, backward=True,
+            overlap="tp_async", beside=beside, beside_pass="dgrad_s", for_weight=True,
         )  # fmt: skip
-    scatter = Collective(
+    yield Collective(
         name=f"{name} dgrad scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, backward=True,
         overlap="tp_async", beside=beside, beside_pass="wgrad_s",
     )  # fmt: skip
-    yield scatter
-    yield replace(scatter, name=f"{name} dgrad reduce", kind="all_reduce", num_bytes=unsharded)
+    yield Collective(
+        name=f"{name} dgrad reduce", kind="all_reduce", group="tp", num_bytes=unsharded, backward=True,
+        overlap="tp_async", beside=beside, beside_pass="wgrad_s",
+    )  # fmt: skip
     yield from products
 
 
@@ -63,18 +66,24 @@ def leave_tp(product: Operator, num_bytes: Number, shape: Shape, modules: tuple[
     Without it the output is all-reduced. Nothing hides this all-reduce, nor the exchanges of a lookup.
     """
     sharded, unsharded = num_bytes * shape.sequence_parallel, num_bytes * (1 - shape.sequence_parallel)
-    product = replace(product, gradient_shards=shape.sequence_shards)
-    scatter = Collective(
-        name=f"{product.name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, modules=modules,
-        overlap="tp" if product.kind == "gemm" else "none", beside=(product,),
-    )  # fmt: skip
+    shards = shape.sequence_shards
+    product = product if _same(product.gradient_shards, shards) else replace(product, gradient_shards=shards)
+    overlap: Literal["tp", "none"] = "tp" if product.kind == "gemm" else "none"
     yield product
-    yield scatter
-    yield Collective(name=f"{product.name} reduce", kind="all_reduce", group="tp", num_bytes=unsharded, modules=modules)
-    yield replace(
-        scatter, name=f"{product.name} grad gather", kind="all_gather", backward=True, modules=(),
-        beside_pass="dgrad_s", cast=product.is_cast,
+    yield Collective(
+        name=f"{product.name} scatter", kind="reduce_scatter", group="tp", num_bytes=sharded, modules=modules,
+        overlap=overlap, beside=(product,),
     )  # fmt: skip
+    yield Collective(name=f"{product.name} reduce", kind="all_reduce", group="tp", num_bytes=unsharded, modules=modules)
+    yield Collective(
+        name=f"{product.name} grad gather", kind="all_gather", group="tp", num_bytes=sharded, backward=True,
+        overlap=overlap, beside=(product,), beside_pass="dgrad_s", cast=product.is_cast,
+    )  # fmt: skip
+
+
+def _same(first: Number, second: Number) -> bool:
+    """True for one number that is the other."""
+    return isinstance(first, int) and isinstance(second, int) and first == second
 
 
 def bias_gradients(name: str, widths: Sequence[Number], shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:

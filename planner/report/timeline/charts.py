@@ -157,7 +157,8 @@ def _boxes(axes: Axes, lefts: FloatArray, rights: FloatArray, tops: FloatArray, 
     corners = [(lefts, tops), (rights, tops), (rights, tops + height), (lefts, tops + height), (lefts, tops)]
     vertices = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1).reshape(-1, 2)
     codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(lefts))
-    axes.add_patch(PathPatch(Path(vertices, codes), **{"edgecolor": PAPER, "linewidth": 0.35, **style}))
+    # no add_patch, which follows each corner for limits that the axes have
+    axes.add_artist(PathPatch(Path(vertices, codes), **{"edgecolor": PAPER, "linewidth": 0.35, **style}))
 
 
 def _time_axis(axes: Axes, step: Step, title: str, left: float, right: float) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import Infeasible, SolverError
 from planner.layout import assumptions
+from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice, with_microbatches
 from planner.physics.pricing import Pricing
 from planner.search.case import Case
+from planner.search.deadline import Deadline
+from planner.search.first import first_layouts
+from planner.search.layouts import find_layouts
+from planner.search.recipes import Recipes
 from planner.search.search import search
-from planner.search.why.side_by_side import side_by_side
 from planner.specs.units import gib
 
 TIME_LIMIT_S = 10.0
@@ -26,6 +29,16 @@ MEMORY, ROOM = 0.05, 0.1
 def aside(case: Case) -> Plan:
     """The plan of a case beside the main one, without alternatives and with a short time limit."""
     return search(case.limited(top=1, time_limit_s=min(TIME_LIMIT_S, case.limits.time_limit_s)))
+
+
+def soon(case: Case, known: Candidate | None) -> Plan:
+    """The plan of the first layout that a search of the case finds, or of a `known` one that none of them beats.
+
+    Its switches are moved. Raises Infeasible if nothing fits.
+    """
+    deadline, recipes = Deadline(TIME_LIMIT_S), Recipes.of(case)
+    found = first_layouts(case, recipes, known=known) or find_layouts(case, recipes.starts(), deadline)
+    return found.standing(recipes.refined(found.best, deadline)).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +70,29 @@ class Outcome:
 
 
 def outcome(what_if: WhatIf, now: Plan) -> Outcome:
-    """Search again under the change, and price the choice of `now` under it."""
-    kept_s, kept_bytes = _repriced(now, what_if)
-    room = what_if.case.cluster.hardware.memory_bytes - what_if.case.headroom_bytes
+    """Search again under the change, among what tuned recipes would try, and price the choice of `now` under it."""
+    kept = _repriced(now, what_if)
     try:
-        chosen = aside(what_if.case).best
+        chosen = soon(what_if.case, kept if kept.fits else None).best
     except (Infeasible, SolverError):
         chosen = None
-    return Outcome(chosen, kept_s, kept_bytes <= room)
+    return Outcome(chosen, kept.run().makespan_s + sum(kept.outside), kept.fits)
 
 
 def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
-    """The outcome of each change, in order; long searches run side by side if processors are free."""
-    assert now.search is not None, "what is asked again was searched"
-    return list(side_by_side(partial(outcome, now=now), what_ifs, now.search.seconds or 0.0))
+    """The outcome of each change, in order."""
+    return [outcome(what_if, now) for what_if in what_ifs]
 
 
-def _repriced(now: Plan, what_if: WhatIf) -> tuple[float, float]:
-    """Seconds of a step, and bytes of the fullest rank, of the best layout and recipe of `now` under a change."""
+def _repriced(now: Plan, what_if: WhatIf) -> Candidate:
+    """The best layout and recipe of `now` under a change."""
     case = what_if.case
     steps = now.parallelism.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
     layout = now.best if now.best.actions else with_microbatches(now.best, steps)
     runtime = now.runtime_spec.model_copy(update=what_if.runtime_changes)
     changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": runtime}
     again = reprice(now.model_copy(update=changed), layout)
-    return again.run().makespan_s + sum(again.outside), max(stage.total_bytes for stage in again.memory)
+    return replace(again, pricing=replace(again.pricing, headroom_bytes=case.headroom_bytes))
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:

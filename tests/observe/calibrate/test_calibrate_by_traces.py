@@ -113,7 +113,7 @@ def test_kernels_that_nobody_knows_give_no_factor_by_family(plan: Plan) -> None:
     calibration = from_run(traced(plan, 1.1 * plan.step.step_s, ranks), plan.cluster)
     assert calibration.gemm_factor is not None
     assert calibration.gemm_factor.verdict == "refused"
-    assert "kernels of no known family take 23% of the computing" in calibration.gemm_factor.reason
+    assert "23% of the computing" in calibration.gemm_factor.reason
     assert calibration.kernels_factor is not None
     assert calibration.kernels_factor.is_applied, "the log's step stays"
 

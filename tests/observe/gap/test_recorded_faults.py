@@ -10,7 +10,7 @@ import pytest
 
 from planner.observe.judge import judged_alone, judged_beside
 from planner.observe.log_reader import observe
-from planner.observe.saved import observed_of
+from planner.observe.saved import observed_of, read_observed
 from planner.observe.traces.recorded import ObservedFiles, kinds_of, read_recorded
 
 DATA = Path(__file__).parents[1] / "data" / "faults"
@@ -48,6 +48,14 @@ def test_what_was_made_wrong_is_named_first(name: str, beside: str, cause: str, 
 def test_a_healthy_run_has_no_cause(name: str) -> None:
     assert answer(name).causes == ()
     assert answer(name, name).causes == ()
+
+
+def test_an_observation_that_0_2_saved_is_read() -> None:
+    old = read_observed(str(DATA.parent / "observed_by_0_2.json"))
+    assert isinstance(old, ObservedFiles)
+    assert [cause.name for cause in old.causes] == ["straggler_rank"]
+    own = answer("healthy_dp")
+    assert judged_beside(own.observation, old, "old.json", own.recorded).verdict == "fast"
 
 
 def test_a_slow_link_has_no_name_where_nothing_says_what_it_should_give() -> None:

@@ -59,7 +59,7 @@ def test_one_rank_cannot_tell_wait_from_transfer_and_says_so(tmp_path: Path) -> 
     report = both(tmp_path, training_trace(0))
     only = report.ranks[0].collectives[0]
     assert (only.transfer_s, only.wait_s, only.at_least) == (None, None, True)
-    assert "transfer and wait are one number: one rank's trace" in report.not_shown
+    assert any("one rank's trace" in text for text in report.not_shown)
 
 
 def test_a_rank_that_computes_longer_than_its_stage_is_a_straggler(tmp_path: Path) -> None:

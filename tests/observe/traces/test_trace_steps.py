@@ -155,7 +155,7 @@ def test_each_gpu_of_a_file_is_a_trace_of_its_own(tmp_path: Path) -> None:
 def test_events_that_end_before_they_start_are_left_out_and_told(tmp_path: Path) -> None:
     trace = training_trace(0)
     trace.add("kernel", GEMM, 100, -5, 7)
-    assert "1 events end before they start and are left out" in reported(trace, tmp_path).warnings
+    assert any(text.startswith("1 events") for text in reported(trace, tmp_path).warnings)
 
 
 def test_old_spellings_are_read(tmp_path: Path) -> None:
