@@ -11,12 +11,12 @@ from planner.probe.plan_slice import real_chunks, recompute_modules, slice_sched
 from planner.probe.result import (
     ChunkSeconds,
     PlanSlice,
+    ProbedExchange,
     ProbedMemory,
     ProbeResult,
     RankResult,
     StepSeconds,
     TimedAction,
-    TimedExchange,
 )
 from planner.probe.run import ProbeRun
 from planner.probe.verdict.compare import compared
@@ -54,7 +54,7 @@ def probe_result(
     *,
     stages: Sequence[int] | None = None,
     run: ProbeRun | None = None,
-    exchanges: tuple[TimedExchange, ...] = (),
+    exchanges: tuple[ProbedExchange, ...] = (),
     memory: ProbedMemory | None = None,
     **changes: Any,
 ) -> ProbeResult:
@@ -88,7 +88,7 @@ def _rank(
     stage: int,
     virtual: Sequence[int],
     seconds: Seconds,
-    exchanges: tuple[TimedExchange, ...],
+    exchanges: tuple[ProbedExchange, ...],
     memory: ProbedMemory | None,
 ) -> RankResult:
     times = {j: seconds(j) for j in virtual}

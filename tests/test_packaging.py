@@ -76,7 +76,7 @@ def test_nothing_else_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     }
     assert set(wheel.namelist()) - own == info
     assert {Path(name).suffix for name in wheel.namelist()} <= {
-        "", ".py", ".typed", ".yaml", ".json", ".jsonl", ".csv", ".gz", ".js", ".css", ".txt",
+        "", ".py", ".typed", ".yaml", ".json", ".jsonl", ".csv", ".gz", ".j2", ".js", ".css", ".txt",
     }  # fmt: skip
 
 

@@ -79,12 +79,10 @@ def probe_command(
 
     _refuse_files(output, trace, stage, force)
     if rehearse:
-        from planner.cli.rehearsal import show_rehearsal
-
         if sleep or device is not None or order is not None or trace is not None:
             message = "--rehearse: bytes are counted on no device, in the plan's own order"
             raise SpecError(message, "leave out --device, --sleep, --order and --trace")
-        show_rehearsal(read_plan(plan), _stages(stage or "all"), tolerance, json, output, force)
+        _count_bytes(read_plan(plan), _stages(stage or "all"), tolerance, json, output, force)
         return
     read = read_plan(plan)
     result = _probe(read, device, stage, steps, budget, timeout, _read_order(order), scale, processes, sleep, tolerance)
@@ -96,6 +94,29 @@ def probe_command(
         _write_trace(trace, read, result, force)
     if not result.agrees:
         raise ProbeMismatch("the run contradicts the plan", "the report names what is off, and by how much")
+
+
+def _count_bytes(plan: Plan, stages: Any, tolerance: float | None, json: bool, output: str | None, force: bool) -> None:
+    """Count, print and save bytes of the plan's stages. Raises ProbeMismatch where one needs others than planned."""
+    from planner.cli.output import show_and_save
+    from planner.cli.probe_report import render_counted
+    from planner.distribution import install_line
+    from planner.errors import ProbeError, ProbeMismatch, SpecError
+
+    if tolerance is not None and not tolerance > 0:
+        raise SpecError(f"--tolerance {tolerance:g}: must be positive")
+    try:
+        from planner.probe.probe import ProbeOptions, probe_bytes
+        from planner.probe.rehearse import BYTES_TOLERANCE
+    except ModuleNotFoundError as error:
+        raise ProbeError(f"the probe needs {error.name}", install_line("probe")) from None
+    options = ProbeOptions(
+        device="cuda", stages=stages, tolerance_fraction=BYTES_TOLERANCE if tolerance is None else tolerance
+    )
+    result = probe_bytes(plan, options)
+    show_and_save(result.model_dump(mode="json"), render_counted(result), json, output, force)
+    if not result.agrees:
+        raise ProbeMismatch("the count contradicts the plan", "the report names the stages, and what they hold")
 
 
 def _refuse_files(output: str | None, trace: str | None, stage: str | None, force: bool) -> None:

@@ -11,9 +11,10 @@ from rich.text import Text
 
 from planner.report.format import digits, gibibytes, percent, seconds
 from planner.report.pieces import bullets, columns, headed, section
+from planner.specs.units import gib
 
 if TYPE_CHECKING:
-    from planner.probe.result import ComparedQuantity, ProbeResult
+    from planner.probe.result import ComparedQuantity, ProbeResult, RehearsalResult
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "s": seconds,
@@ -197,3 +198,27 @@ def _verdict(result: ProbeResult) -> str:
     faults = [condition.text for condition in result.conditions if condition.is_fault]
     weak = "its seconds are no evidence against the plan" if faults else "its seconds may differ by how the GPUs were"
     return f"{verdict}\n{weak}: {'; '.join(faults or [condition.text for condition in result.conditions])}"
+
+
+def render_counted(result: RehearsalResult) -> Group:
+    """The report of bytes that were planned and counted, of `plan probe --rehearse`."""
+    return Group(*_counted(result))
+
+
+def _counted(result: RehearsalResult) -> Iterator[RenderableType]:
+    yield Text(f"plan  {result.slice.asked}", style="bold")
+    yield Text(f"run   {result.slice.run}")
+    yield Text(f"on    nothing: tensors without memory, as on {result.architecture}, torch {result.torch_version}")
+    yield Text("held  against the planner's price of eager torch, which is what the probe runs")
+    counted = comparison_table(
+        result.comparisons, ("planned", "counted"), {"bytes": lambda num_bytes: f"{gib(num_bytes):,.3f}"}, places=2
+    )
+    yield section("Planned and counted, GiB", counted)
+    claims = [f"verified: {', '.join(result.slice.verified)}", f"not counted: {', '.join(result.slice.extrapolated)}"]
+    yield section("Verified here, and not", bullets(claims))
+    wrong = [f"{one.name} of stage {one.stage}" for one in result.comparisons if one.agrees is False]
+    within = f"within {100 * result.tolerance_fraction:g}%"
+    verdict = (
+        f"the count contradicts the plan: {', '.join(wrong)}" if wrong else f"the count agrees with the plan {within}"
+    )
+    yield Text(f"\n{verdict}", style="bold")

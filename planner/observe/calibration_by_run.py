@@ -26,11 +26,13 @@ from planner.observe.traces.results import HOST, RankReport, TraceStep
 from planner.physics.communication import Kind, Places, collective_s, members_by_tier
 from planner.physics.memory import communicators
 from planner.physics.passes import lateness
-from planner.profile.probed.doubt import LEAST_SENSITIVE, REPEATS, TRANSFER_WIDTH
-from planner.profile.probed.plausible import (
+from planner.profile.probed import (
     LEAST_LINK_SHARE,
+    LEAST_SENSITIVE,
     MOST_LINK_SHARE,
+    REPEATS,
     TAKEN,
+    TRANSFER_WIDTH,
     Opinion,
     kernel_objection,
     opinion_of_context,

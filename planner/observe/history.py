@@ -33,7 +33,7 @@ from planner.observe.history_place import VARIABLE
 from planner.observe.observation import Observed
 from planner.observe.observed_run import PricedRun, evidence_of
 from planner.plan_file import plan_of
-from planner.profile.probed.doubt import LEAST_SENSITIVE, TRANSFER_WIDTH
+from planner.profile.probed import LEAST_SENSITIVE, TRANSFER_WIDTH
 from planner.saved import KEY, as_saved, with_digest
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec
 from planner.specs.checking import checked

@@ -13,7 +13,7 @@ from planner.layout.replan import reprice
 from planner.observe.judge import differences
 from planner.observe.observation import Observation, Observed
 from planner.observe.traces.recorded import ObservedFiles
-from planner.profile.probed.plausible import MOST_FACTOR, MOST_SPREAD, least_factor
+from planner.profile.probed import MOST_FACTOR, MOST_SPREAD, least_factor
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.trainers.calibration import Calibration, Factor

@@ -59,7 +59,7 @@ class ChunkSeconds(Spec):
         return self.backward_s if self.quiet_backward_s is None else self.quiet_backward_s
 
 
-class TimedExchange(Spec):
+class ProbedExchange(Spec):
     """One exchange timed by itself, after the steps."""
 
     name: str
@@ -131,7 +131,7 @@ class RankResult(Spec):
     actions: tuple[TimedAction, ...]
     """The actions of the last step."""
     chunks: tuple[ChunkSeconds, ...] = ()
-    exchanges: tuple[TimedExchange, ...] = ()
+    exchanges: tuple[ProbedExchange, ...] = ()
     peak_in_flight_chunks: int
     memory: ProbedMemory | None = None
     checks: tuple[Check, ...] = ()
@@ -207,7 +207,7 @@ class StageActivity(Spec):
     max_queue: int
 
 
-def stride_of(exchange: TimedExchange, run: ProbeRun) -> int | None:
+def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:
     """The distance in global ranks between neighbours of an exchange; None for ranks that are not evenly spaced: those
     of experts' gradients, and replicas with pipelines between them."""
     axis = exchange.name.split()[0]
@@ -217,9 +217,9 @@ def stride_of(exchange: TimedExchange, run: ProbeRun) -> int | None:
     return 1 if axis == "tp" else run.tp
 
 
-def slowest_exchanges(ranks: Sequence[RankResult]) -> list[TimedExchange]:
+def slowest_exchanges(ranks: Sequence[RankResult]) -> list[ProbedExchange]:
     """The slowest rank's measurement of each kind of exchange."""
-    slowest: dict[str, TimedExchange] = {}
+    slowest: dict[str, ProbedExchange] = {}
     for exchange in (exchange for rank in ranks for exchange in rank.exchanges):
         if exchange.name not in slowest or exchange.seconds > slowest[exchange.name].seconds:
             slowest[exchange.name] = exchange

@@ -26,7 +26,7 @@ from planner.profile.fitting import (
     stream_problem,
 )
 from planner.profile.probe_calibration import chunk_costs
-from planner.profile.probed.doubt import step_width
+from planner.profile.probed import step_width
 from planner.profile.record import Machine, MeasurementRecord, StageShape, shapes_to_measure
 from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec

@@ -16,13 +16,15 @@ from planner.physics.cost import PartCost, sum_parts
 from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
 from planner.probe.eager import eager_with, training_of
-from planner.probe.result import ProbeResult, RankResult, TimedExchange, stride_of
+from planner.probe.result import ProbedExchange, ProbeResult, RankResult, stride_of
 from planner.probe.run import ProbeRun
 from planner.probe.verdict.evidence import expected_kernels, in_words, require_speed, seen_kernels, unpriced
 from planner.profile.fitting import BenchNumbers, FitProblem, fit, number_at
-from planner.profile.probed.doubt import NORMAL_80, Doubt, doubt
-from planner.profile.probed.plausible import (
+from planner.profile.probed import (
     MOST_LINK_SHARE,
+    NORMAL_80,
+    Doubt,
+    doubt,
     kernel_objection,
     least_factor,
     opinion_of_context,
@@ -43,7 +45,7 @@ MOST_LATENCY_FRACTION = 0.5
 
 def link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
     """For each tier that alone carried an exchange, the share of its rate that the largest such exchange reached."""
-    run, shares_by_tier = result.run, dict[int, list[tuple[TimedExchange, float]]]()
+    run, shares_by_tier = result.run, dict[int, list[tuple[ProbedExchange, float]]]()
     for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
         stride = stride_of(exchange, run)
         level = None if stride is None else _tier_alone(exchange.size, stride, cluster)
@@ -55,7 +57,7 @@ def link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
     return {cluster.tiers[level].name: _of_largest(pairs, level, cluster) for level, pairs in shares_by_tier.items()}
 
 
-def _of_largest(pairs: list[tuple[TimedExchange, float]], level: int, cluster: ClusterSpec) -> Share:
+def _of_largest(pairs: list[tuple[ProbedExchange, float]], level: int, cluster: ClusterSpec) -> Share:
     """The share that the largest exchange reached, as the median of its ranks."""
     largest = max(pairs, key=lambda pair: pair[0].num_bytes)[0]
     same = [pair for pair in pairs if (pair[0].name, pair[0].size) == (largest.name, largest.size)]
@@ -77,7 +79,7 @@ def _tier_alone(size: int, stride: int, cluster: ClusterSpec) -> int | None:
     return level if size > 1 and (level == 0 or members[level - 1] == 1) else None
 
 
-def _share_of_rate(exchange: TimedExchange, level: int, cluster: ClusterSpec) -> float | None:
+def _share_of_rate(exchange: ProbedExchange, level: int, cluster: ClusterSpec) -> float | None:
     """Share of the tier's rate that an exchange reached, without latency; None where most of its seconds are
     latency."""
     tier = cluster.tiers[level]

@@ -20,10 +20,10 @@ from planner.probe.device_state import DeviceState
 from planner.probe.result import (
     ChunkSeconds,
     ComparedQuantity,
+    ProbedExchange,
     ProbedMemory,
     ProbeResult,
     RankResult,
-    TimedExchange,
 )
 from planner.probe.verdict.evidence import conditions_of
 
@@ -108,7 +108,7 @@ def test_a_report_says_how_gpus_were_and_what_a_contradiction_is_worth() -> None
     plan = plan_of(load_model("8b"), 2, 8192, 8, pp=2)
     result = probe_result(plan, lambda stage: (1.0, 2.0), mode="stages")
     off = ComparedQuantity(name="forward", stage=0, unit="s", predicted=1.0, measured=2.0, agrees=False)
-    exchange = TimedExchange(
+    exchange = ProbedExchange(
         name="tp all-gather", size=2, num_bytes=2**20, seconds=1e-3, bus_gb_per_s=1.0, spread_fraction=0.04
     )
     hot = {**HEALTHY, "throttle_reasons": ("hardware thermal slowdown",)}

@@ -17,7 +17,7 @@ from small_plans import plan_of, small_plan
 from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions
-from planner.probe.result import MeasuredRun, ProbedMemory, ProbeResult, RankOutOfMemory, StepSeconds, TimedExchange
+from planner.probe.result import MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory, StepSeconds
 from planner.probe.verdict.compare import compare_data_parallel, compare_exchanges
 from planner.probe.verdict.judge import judge_ranks
 
@@ -133,7 +133,7 @@ def test_exchanges_are_shown_beside_what_the_links_say() -> None:
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
     size = 2**30
     timed = [
-        TimedExchange(name=name, size=2, num_bytes=size, seconds=seconds, bus_gb_per_s=1.0)
+        ProbedExchange(name=name, size=2, num_bytes=size, seconds=seconds, bus_gb_per_s=1.0)
         for name, seconds in (("tp all-reduce", 1e-3), ("gradient reduce-scatter", 2e-3))
     ]
     slow = timed[0].model_copy(update={"seconds": 5e-3})
@@ -155,7 +155,7 @@ def test_a_steps_sums_and_gathers_are_shown_beside_what_the_links_say() -> None:
     plan = small_plan(tp=2, pp=2, dp=2)
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
     timed = tuple(
-        TimedExchange(name=name, size=2, num_bytes=2**30, seconds=1e-3, bus_gb_per_s=1.0)
+        ProbedExchange(name=name, size=2, num_bytes=2**30, seconds=1e-3, bus_gb_per_s=1.0)
         for name in ("tp all-reduce", "gradient reduce-scatter", "weight all-gather")
     )
     step = ran.ranks[0].steps[0].model_copy(update={"reduce_s": 3e-3, "gather_s": 4e-3})

@@ -11,7 +11,7 @@ import pytest
 from planner.layout.confidence import STEP_WIDTH
 from planner.profile.fitting import BenchNumbers, FitProblem, fit, number_at
 from planner.profile.probe_calibration import NEAR, TOGETHER
-from planner.profile.probed.doubt import NORMAL_80, TRANSFER_WIDTH, Doubt, doubt
+from planner.profile.probed import NORMAL_80, TRANSFER_WIDTH, Doubt, doubt
 from planner.shape import FloatArray
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware

@@ -16,10 +16,10 @@ from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.physics.communication import collective_s
 from planner.probe.eager import in_eager_torch
-from planner.probe.result import Condition, ProbedMemory, ProbeResult, RankOutOfMemory, TimedExchange
+from planner.probe.result import Condition, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
 from planner.probe.verdict.compare import compared
 from planner.profile.probe_calibration import chunk_costs, from_probe, host
-from planner.profile.probed.doubt import NORMAL_80
+from planner.profile.probed import NORMAL_80
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
@@ -188,7 +188,7 @@ def with_links(cluster: ClusterSpec, **shares: float) -> ClusterSpec:
     return ClusterSpec(hardware=hardware.model_copy(update={"tiers": tiers}), num_gpus=cluster.num_gpus)
 
 
-def exchange(plan: Plan, name: str, size: int, stride: int, num_bytes: int, efficiency: float) -> TimedExchange:
+def exchange(plan: Plan, name: str, size: int, stride: int, num_bytes: int, efficiency: float) -> ProbedExchange:
     """As it would be measured on links that reach `efficiency` of their rate."""
     hardware = plan.cluster.hardware
     tiers = tuple(tier.model_copy(update={"efficiency_fraction": efficiency}) for tier in hardware.tiers)
@@ -196,7 +196,7 @@ def exchange(plan: Plan, name: str, size: int, stride: int, num_bytes: int, effi
     kind: Any = "all_reduce" if "all-reduce" in name else "all_gather"
     seconds = float(collective_s(kind, num_bytes, size, stride, cluster))
     moved = (2 if kind == "all_reduce" else 1) * (size - 1) / size * num_bytes
-    return TimedExchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)
+    return ProbedExchange(name=name, size=size, num_bytes=num_bytes, seconds=seconds, bus_gb_per_s=moved / seconds / GB)
 
 
 def test_links_are_measured_by_the_exchanges_that_run_on_them_alone() -> None:

@@ -22,7 +22,7 @@ from planner.probe.model.attention import CoreAttention
 from planner.probe.rank.clock import RankClock
 from planner.probe.rank.training import RankTrainer, unheard
 from planner.probe.repeats import Repeats, is_sure, spread_fraction
-from planner.probe.result import ChunkSeconds, TimedExchange
+from planner.probe.result import ChunkSeconds, ProbedExchange
 from planner.specs.units import GB
 
 FEWEST_ROUNDS = 5
@@ -49,7 +49,7 @@ def barrier(device: str, group: Any = None) -> None:
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
 
 
-def measure_exchanges(trainer: RankTrainer, on_exchange: Callable[[str], None] = unheard) -> tuple[TimedExchange, ...]:
+def measure_exchanges(trainer: RankTrainer, on_exchange: Callable[[str], None] = unheard) -> tuple[ProbedExchange, ...]:
     """Median seconds and bus bandwidth of what this rank exchanges with tensor-, context- and data-parallel peers;
     `on_exchange` hears of each."""
     exchanges = []
@@ -140,10 +140,10 @@ def slowest_s(seconds: float, device: str, group: Any = None) -> float:
     return float(largest)
 
 
-def _exchange(name: str, size: int, num_bytes: int, timed: Seconds, passes: int) -> TimedExchange:
+def _exchange(name: str, size: int, num_bytes: int, timed: Seconds, passes: int) -> ProbedExchange:
     """Bus bandwidth: passes · (n − 1)/n · bytes / seconds, as nccl-tests print it."""
     moved = passes * (size - 1) / size * num_bytes
-    return TimedExchange(
+    return ProbedExchange(
         name=name, size=size, num_bytes=num_bytes, seconds=timed.median_s, bus_gb_per_s=moved / timed.median_s / GB,
         spread_fraction=timed.spread,
     )  # fmt: skip

@@ -19,9 +19,9 @@ from planner.probe.plan_slice import planned_seconds, replay_durations
 from planner.probe.result import (
     ChunkSeconds,
     ComparedQuantity,
+    ProbedExchange,
     ProbedMemory,
     RankResult,
-    TimedExchange,
     slowest_exchanges,
     stride_of,
 )
@@ -132,7 +132,7 @@ def compare_data_parallel(
     return comparisons
 
 
-def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: TimedExchange) -> float | None:
+def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: ProbedExchange) -> float | None:
     """Seconds that the cluster's links need for an exchange; None for experts' gradients, whose ranks are not evenly
     spaced."""
     stride = stride_of(exchange, run)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.answer import SIGMAS_TO_END
 from planner.observe.history import KeptPrice, KernelPosterior, posterior
-from planner.profile.probed.doubt import TRANSFER_WIDTH
+from planner.profile.probed import TRANSFER_WIDTH
 
 factors = st.floats(0.7, 1.6)
 widths = st.floats(0.08, 0.3)
