@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
 
-MOST_ENTRIES = 4096
-"""Entries of one owner after which its memory begins anew."""
+MOST_BYTES = 8 << 20
+"""Bytes of the keys of one owner, of which values take about as many, after which its memory begins anew."""
 MOST_OWNERS = 8
 """Owners after which the memory begins anew."""
 MOST_ELEMENTS = 2048
 """Elements of an array beyond which nothing is remembered."""
+NUMBER_BYTES = 512
+"""Bytes that an entry of numbers alone takes, about."""
 
-_known: dict[int, tuple[object, dict[Hashable, Any]]] = {}
-"""Seconds known of each owner, by its identity, beside the owner, which must live as long."""
+
+@dataclass(slots=True)
+class _Memory:
+    """Values known of an owner, which lives as long, so that its identity is not another's."""
+
+    owner: object
+    values: dict[Hashable, Any] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+_known: dict[int, _Memory] = {}
+"""The memory of each owner, by its identity."""
 
 
 def content(value: Any) -> Hashable:
@@ -34,13 +47,17 @@ def remembered(owner: object, key: tuple[Hashable, ...], work_out: Callable[[], 
     """
     if None in key:
         return work_out()
-    _, known = _known.get(id(owner), (owner, {}))
-    if not known:
+    memory = _known.get(id(owner))
+    if memory is None:
         if len(_known) >= MOST_OWNERS:
             _known.clear()
-        _known[id(owner)] = owner, known
-    if key not in known:
-        if len(known) >= MOST_ENTRIES:
-            known.clear()
-        known[key] = work_out()
-    return known[key]  # type: ignore[no-any-return]
+        memory = _known[id(owner)] = _Memory(owner)
+    if key not in memory.values:
+        if memory.num_bytes > MOST_BYTES:
+            memory.values.clear()
+            memory.num_bytes = 0
+        memory.values[key] = work_out()
+        memory.num_bytes += NUMBER_BYTES + sum(
+            len(part[2]) for part in key if isinstance(part, tuple) and len(part) == 3
+        )
+    return memory.values[key]  # type: ignore[no-any-return]

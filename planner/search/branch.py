@@ -267,12 +267,6 @@ class Branch:
                 table = replace(alike, shape=replace(alike.shape, **sizes))
                 *_, least_s = bounded(pricing, table, nodes.schedules[int(rows[places[0]])], choice, splits)
                 bound_s[places] = least_s.min(axis=-1)
-        for place in np.flatnonzero(bound_s < self.cutoff_s(self.limits.gap_fraction)).tolist():
-            row = int(rows[place])
-            modules = nodes.pricing(row).selective_modules
-            self.tables.setdefault(
-                (pricing.runtime, modules, replace(scalar(shapes.shape, row), vpp=1)), together.take(place)
-            )
         return bound_s
 
     def _solve(self, node: Open) -> None:

@@ -295,12 +295,15 @@ class Frontier:
     def sharpen(self, most: int, sharp_bound_s: Callable[[Nodes, IntArray, RecomputeChoice], FloatArray]) -> bool:
         """Bound the `most` most promising nodes anew, by their own splits; False if the first of all is bounded so.
 
+        Nodes that stand for any set of modules keep the bound of all sets.
+
         `sharp_bound_s` is asked for the nodes of a block at some rows, under one choice.
         """
         if not len(self._guess_s) or self._sharp[np.argmin(self._guess_s)]:
             return False
+        of_sets = np.array([choice.whole == "any_modules" for choice in self._known])[self._place[:, 2]]
         ranked = np.argsort(self._guess_s, kind="stable")
-        taken = ranked[~self._sharp[ranked]][:most]
+        taken = ranked[~(self._sharp | of_sets)[ranked]][:most]
         self._sharp[taken] = True
         for block, choice in np.unique(self._place[taken][:, [0, 2]], axis=0).tolist():
             at = taken[(self._place[taken, 0] == block) & (self._place[taken, 2] == choice)]

@@ -25,6 +25,7 @@ from planner.search.priced_shapes import (
     fits,
     priced_shapes,
     with_module_sets,
+    with_used_kernels,
     without,
     without_beaten,
 )
@@ -129,7 +130,8 @@ def find_layouts(
     fitting = np.flatnonzero(np.any(may_fit, axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
     if all_priced:
         count_misfits(case, all_priced[0][0], fitting, rejections)
-    priced = [(_with_sets(case, shapes.take(fitting)), tried) for shapes, tried in all_priced] if len(fitting) else []
+    kept = all_priced if len(fitting) else []
+    priced = [(_with_sets(case, with_used_kernels(shapes.take(fitting))), tried) for shapes, tried in kept]
     choices = {shapes.pricing.runtime: _choices(case, shapes) for shapes, _ in priced}
     branch = Branch(limits, choices, deadline, rejections)
     if known is not None:

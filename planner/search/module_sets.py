@@ -155,11 +155,6 @@ class ModuleSets:
         return cls({modules: pricings[modules] for modules in useful}, useful)
 
     @cached_property
-    def stacked(self) -> CostTable:
-        """The prices of all sets in one table, one set's kernels after the other's."""
-        return CostTable.stacked(list(self.tables.values()))
-
-    @cached_property
     def together(self) -> CostTable:
         """A table for one lower bound of all sets: a mixture of its plain and full layers is no dearer than any set.
 

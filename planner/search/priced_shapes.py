@@ -66,10 +66,12 @@ class PricedShapes:
     def with_each_set(self, rows: npt.NDArray[np.int64]) -> PricedShapes:
         """The shapes at `rows` once for each set of modules, priced so that selective recompute means that set."""
         assert self.module_sets is not None
-        sets, kernels = len(self.module_sets.tables), len(np.asarray(self.table.shape.tp))
-        some = self.take(np.tile(rows, sets))
-        offset = np.repeat(np.arange(sets) * kernels, len(rows))
-        return replace(some, table=self.module_sets.stacked, kernel=some.kernel + offset, static={})
+        used, kernel = np.unique(self.kernel[rows], return_inverse=True)
+        tables = [table.take(used) for table in self.module_sets.tables.values()]
+        offset = np.repeat(np.arange(len(tables)) * len(used), len(rows))
+        some = self.take(np.tile(rows, len(tables)))
+        table = CostTable.stacked(tables)
+        return replace(some, table=table, kernel=np.tile(kernel, len(tables)) + offset, static={})
 
     def with_any_modules(self) -> PricedShapes:
         """The same shapes, priced so that a mixture of plain and full layers is no dearer than any set of modules.
@@ -260,13 +262,17 @@ def without(shapes: PricedShapes, lost: npt.NDArray[np.bool_]) -> PricedShapes:
     """The shapes with those marked as beaten that are lost, and prices of the kernels of the others alone."""
     if not lost.any():
         return shapes
-    lost = lost if shapes.beaten is None else lost | shapes.beaten
+    return with_used_kernels(replace(shapes, beaten=lost if shapes.beaten is None else lost | shapes.beaten))
+
+
+def with_used_kernels(shapes: PricedShapes) -> PricedShapes:
+    """The shapes with prices of the kernels alone that a shape which is not beaten has; all stay if all are beaten."""
     used = np.zeros(np.shape(shapes.table.shape.tp), dtype=bool)
-    used[shapes.kernel[~lost]] = True
-    if lost.all() or used.all():  # if all are lost they stay, to be left out as a whole
-        return replace(shapes, beaten=lost)
+    used[shapes.kernel if shapes.beaten is None else shapes.kernel[~shapes.beaten]] = True
+    if used.all() or not used.any():
+        return shapes
     place = np.maximum(np.cumsum(used) - 1, 0)
-    return replace(shapes, table=shapes.table.take(np.flatnonzero(used)), kernel=place[shapes.kernel], beaten=lost)
+    return replace(shapes, table=shapes.table.take(np.flatnonzero(used)), kernel=place[shapes.kernel], static={})
 
 
 def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> npt.NDArray[np.bool_]:

@@ -8,7 +8,7 @@ part only with consent; without it, their worth is offered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -102,13 +102,13 @@ class Recipes:
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
 
-    def offloading(self, candidate: Candidate) -> list[RuntimeSpec]:
-        """The candidate's runtime with activations on the host, if the host's link is fast enough to hide that."""
+    def offloading(self, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:
+        """The runtimes with activations on the host, if the host's link is fast enough to hide that."""
         if self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S:
             return []
         values = self.free.get("activation_offload", ())[1:]
-        others = [switched(candidate.pricing.runtime, {"activation_offload": value}) for value in values]
-        return [runtime for runtime in others if _takes(candidate, runtime)]
+        others = [switched(runtime, {"activation_offload": value}) for runtime in runtimes for value in values]
+        return [runtime for runtime in others if not any(broken_recipe_rules(self._setting(runtime)))]
 
     @property
     def offloads_slowly(self) -> bool:
@@ -164,8 +164,10 @@ class Recipes:
             for other in chain((other for _, _, other in self.moves(candidate)), self.module_moves(candidate)):
                 if deadline.left_s <= 0:
                     break
-                if other.fits and other.step_s < best.step_s:
-                    best = other
+                if other.step_s < best.step_s:
+                    # what is faster and does not fit may fit with a module more
+                    lighter = [other] if other.fits else [each for each in self.module_moves(other) if each.fits]
+                    best = min([best, *lighter], key=lambda each: each.step_s)
             if best.step_s >= candidate.step_s * (1 - LEAST_GAIN):
                 break
             candidate = best

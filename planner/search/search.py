@@ -98,14 +98,13 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     first = None if len(starts) == 1 and num_rows(case) <= FEW_ROWS else first_layouts(case, recipes)
     known = None if first is None else recipes.refined(first.best, deadline)
     if known is not None:
-        starts = list(dict.fromkeys([*starts, known.pricing.runtime, *recipes.offloading(known)]))
+        starts = [*starts, known.pricing.runtime]
+    starts = list(dict.fromkeys([*starts, *recipes.offloading(starts)]))
     rounds = [find_layouts(case, starts, deadline, known=known, news=news)]
     best = recipes.refined(rounds[0].best, deadline)
     # the layout that was best for a bundle may not be so for a moved recipe, or for one that frees memory
     gained = best.step_s < rounds[0].best.step_s * (1 - REPLAN_GAIN)
     again = [best.pricing.runtime] if gained else []
-    if known is None:
-        again += recipes.offloading(best)
     if again and not deadline.passed:
         rounds.append(find_layouts(case, again, deadline, known=best))
         best = recipes.refined(rounds[1].best, deadline)
