@@ -156,6 +156,23 @@ class Branch:
             where = f"pp {shape.pp}{chunks} with {shape.num_microbatches} micro-batches"
             self.rejections.add("no_schedule", int((~opened).sum()), f"no schedule runs {where}")
 
+    def try_same_grid(self, frontier: Frontier) -> None:
+        """Price the best split under the other orders of ranks and groups of shards that its grid may have.
+
+        They are mostly within the gap, so that no proof asks for them.
+        """
+        best = self.best
+        for nodes in frontier.all_nodes() if best is not None else ():
+            assert best is not None
+            if nodes.shapes.pricing.runtime != best.pricing.runtime or self._late():
+                continue
+            for row in nodes.rows_like(best.shape, best.schedule):
+                shape = scalar(nodes.shapes.shape, row)
+                table = best.pricing.table(shape, best.split.priced_modes)
+                other = Candidate(best.pricing, table, best.split, best.schedule)
+                if other.fits:
+                    self.keep(other)
+
     def try_uneven_chunks(self, frontier: Frontier) -> None:
         """Try inner chunks of different lengths in the shapes that could gain by them.
 

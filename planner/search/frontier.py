@@ -114,6 +114,12 @@ class Nodes:
         pricing = self.shapes.pricing
         return replace(pricing, selective_modules=self.sets[row]) if self.sets else pricing
 
+    def rows_like(self, shape: Shape, schedule: str) -> list[int]:
+        """The rows with the grid, micro-batches and chunks of a shape."""
+        names = ("tp", "cp", "ep", "etp", "pp", "dp", "vpp", "micro_batch_size", "zero_stage")
+        alike = [np.asarray(getattr(self.shapes.shape, name)) == getattr(shape, name) for name in names]
+        return [row for row in np.flatnonzero(np.all(alike, axis=0)).tolist() if self.schedules[row] == schedule]
+
     def by_pipeline(self, rows: IntArray) -> Iterator[IntArray]:
         """Places among `rows` of those with the same schedule, numbers of stages and micro-batches, and ZeRO stage."""
         shape, alike = self.shapes.shape, dict[tuple[str, tuple[int, ...]], list[int]]()

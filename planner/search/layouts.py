@@ -142,6 +142,7 @@ def find_layouts(
         branch.news = _teller(news, branch, num_shapes, len(fitting))
     frontier = branch.run(priced)
     if not is_first:
+        branch.try_same_grid(frontier)
         branch.try_uneven_chunks(frontier)
     if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
         raise NothingLegal(rejections)
