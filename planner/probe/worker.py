@@ -122,3 +122,7 @@ def summary(run: ProbeRun, results: tuple[RankResult, ...]) -> dict[str, Any]:
         "peak_allocated_bytes": max(memory, default=None),
         "num_parameters": {rank.stage: rank.num_parameters for rank in results},
     }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

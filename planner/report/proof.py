@@ -31,15 +31,18 @@ def is_proven(search: SearchReport) -> bool:
 def says_bound(search: SearchReport) -> str:
     """The step that no layout beats, among how many kinds of layouts, and what was not searched; JSON has the names."""
     among = ", ".join(_among(search))
-    left_out = f"; not searched, but around the best: {', '.join(search.unsearched)}" if search.unsearched else ""
-    return f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model ({among}{left_out})"
+    left_out = f"not searched, but around the best: {', '.join(search.unsearched)}" if search.unsearched else ""
+    says = "; ".join(part for part in (among, left_out) if part)
+    bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
+    return f"{bound} ({says})" if says else bound
 
 
 def _among(search: SearchReport) -> Iterator[str]:
     """Phrases that narrow the layouts searched down."""
     searched = search.searched
     schedules = searched.schedules if searched else search.schedules
-    yield _either(schedules) if schedules else "no pipeline"
+    if schedules:
+        yield _either(schedules)
     if searched is None:
         return
     if any(searched.recompute_modules):

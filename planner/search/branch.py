@@ -60,6 +60,8 @@ MAX_TRIES = 4
 """Most programs solved for a node; each leaves more bytes free on the ranks that the replay showed to be too full."""
 RUNNERS_UP = 48
 """Most nodes that are solved for alternatives once the best is proven."""
+NEARLY = 0.99
+"""Largest share of the step of a grid's alternative that another node of the grid must promise to be solved too."""
 ALTERNATIVE_SLACK = 1.5
 ALTERNATIVE_GAP = 0.01
 """The largest step of an alternative over the best step, and the gap to its own optimum that its program may leave."""
@@ -230,7 +232,8 @@ class Branch:
         for node in nodes:
             if self._late():
                 break
-            if node.bound_s < self.cutoff_s(0.0) and key_of(node.shape) not in self.candidates:
+            known = self.candidates.get(key_of(node.shape))
+            if node.bound_s < self.cutoff_s(0.0) and (known is None or node.guess_s < known.step_s * NEARLY):
                 self.solve_choice(node, node.choice)
         self.lower_bound_s, self.complete = proof
 

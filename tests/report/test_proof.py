@@ -38,13 +38,13 @@ def test_a_proof_that_falls_short_says_so(changes: dict[str, Any], says: str) ->
 @pytest.mark.parametrize(
     ("schedules", "among"),
     [
-        ((), "no pipeline"),
-        (("1f1b",), "1f1b"),
-        (("1f1b", "zb-h1", "zb-v"), "1f1b, zb-h1 or zb-v"),
+        ((), ""),
+        (("1f1b",), " (1f1b)"),
+        (("1f1b", "zb-h1", "zb-v"), " (1f1b, zb-h1 or zb-v)"),
     ],
 )
 def test_the_bound_is_of_the_schedules_searched(schedules: tuple[str, ...], among: str) -> None:
-    assert f"20.00 s in this model ({among})" in says_bound(report(schedules=schedules))
+    assert says_bound(report(schedules=schedules)).endswith(f"20.00 s in this model{among}")
 
 
 def test_the_bound_counts_what_was_searched_and_names_what_was_not() -> None:

@@ -26,7 +26,7 @@ from planner.trainers.load import RUNTIMES, load_runtime
 
 MOST = {
     ("llama-3.1-405b", 2048, 8192, 2048): {"tables": 47, "bounds": 39, "programs": 0, "replays": 34},
-    ("deepseek-v3", 2048, 4096, 15360): {"tables": 87, "bounds": 108, "programs": 0, "replays": 57},
+    ("deepseek-v3", 2048, 4096, 15360): {"tables": 120, "bounds": 130, "programs": 0, "replays": 66},
     ("llama-3.1-8b", 8, 8192, 512): {"tables": 34, "bounds": 24, "programs": 0, "replays": 66},
 }
 """Model, GPUs, tokens and batch of a job on H100, and the most of each kind of work that its search may do: about 1.3
