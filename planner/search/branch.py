@@ -9,7 +9,6 @@ lowest bound is from the best step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
@@ -18,7 +17,7 @@ import numpy as np
 
 from planner.errors import SolverError
 from planner.layout.candidate import Candidate
-from planner.layout.split import Split
+from planner.layout.split import Split, even_counts
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
 from planner.search.deadline import Deadline
@@ -78,6 +77,8 @@ class Branch:
     rejections: Rejections
     candidates: dict[Key, Candidate] = field(default_factory=dict)
     """The fastest candidate of each key."""
+    most_ilps: float = np.inf
+    """Integer programs after which a search that has a layout ends."""
     num_ilps: int = 0
     failures: list[SolverFailed] = field(default_factory=list)
     """The reasons why nodes were left with the bound that they had before the solver was asked."""
@@ -358,6 +359,8 @@ class Branch:
         The bound is 0 if the solver's is not confirmed, or the replay is below it: then it is none.
         """
         bound, pricing, table = np.inf, node.pricing, self._table(node)
+        if not self.candidates:
+            self._try_even_split(node, choice)
         # the program knows nothing of the seconds that every split of the shape takes
         tail_s = float(table.tail_s)
         short_bytes: list[float] = []
@@ -371,7 +374,7 @@ class Branch:
             self.num_ilps += 1
             try:
                 # an alternative proves nothing, and bytes left free raise no bound
-                left_s = self.deadline.left_s if self.candidates or not self.deadline.patient else math.inf
+                left_s = self.deadline.left_for(bool(self.candidates))
                 solution = solve(problem, left_s, proves=self.slack is None and not short_bytes)
             except SolverFailed as error:
                 self.failures.append(error)
@@ -403,6 +406,19 @@ class Branch:
             short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
         return float(bound)
 
+    def _try_even_split(self, node: Open, choice: RecomputeChoice) -> None:
+        """Keep the node's even split if it fits, so that no program of a deep model is waited for without a layout."""
+        layers, stages = node.pricing.model.num_hidden_layers, int(node.shape.pp) * int(node.shape.vpp)
+        plain = Candidate(
+            node.pricing, self._table(node), Split(even_counts(layers, stages), choice.base), node.schedule
+        )
+        counts = [(first, last) for first, last in plain.split.chunks]
+        kinds, all_layers = node.pricing.model.kinds, node.pricing.model.layers
+        whole = tuple(tuple(all_layers[first:last].count(kind) for kind in kinds) for first, last in counts)
+        candidate = plain.with_split(replace(plain.split, recomputed=whole)) if choice.whole != "none" else plain
+        if candidate.fits:
+            self.keep(candidate)
+
     def keep(self, candidate: Candidate) -> None:
         """Remember the candidate if it is the fastest of its key."""
         key = key_of(candidate.shape)
@@ -424,7 +440,8 @@ class Branch:
                 raise self.failures[-1]
             self.complete = False
             return True
-        if not self.deadline.gives_up(bool(self.candidates)):
+        enough = bool(self.candidates) and self.num_ilps >= self.most_ilps
+        if not enough and not self.deadline.gives_up(bool(self.candidates)):
             return False
         self.complete = False
         return True

@@ -12,7 +12,7 @@ from planner.errors import Infeasible
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
 from planner.search.case import Case
-from planner.search.deadline import Deadline
+from planner.search.deadline import PATIENCE_S, Deadline
 from planner.search.layouts import Found, find_layouts
 from planner.search.recipes import Recipes
 from planner.search.why.misses import NothingFits
@@ -36,11 +36,11 @@ def first_layouts(
 ) -> Found | None:
     """A search for a layout within `FIRST_GAP`: among few shapes under the quickest bundles, else with small batches.
 
-    Without a deadline it goes on until it ends; others must beat a `known` candidate by the gap that was asked for.
+    Without a deadline it has `PATIENCE_S`; others must beat a `known` candidate by the gap that was asked for.
     None if it does not say whether anything fits. Raises NothingFits if nothing does: what does not fit in the smallest
     micro-batch fits in none. Raises SolverError if the solver fails.
     """
-    deadline = deadline or Deadline(float("inf"))
+    deadline = deadline or Deadline(PATIENCE_S)
     gap_fraction = max(FIRST_GAP, case.limits.gap_fraction) if known is None else case.limits.gap_fraction
     narrow, light = (
         case.limited(top=1, gap_fraction=gap_fraction, **limits) for limits in (_narrow(case), _light(case))

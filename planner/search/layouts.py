@@ -39,6 +39,9 @@ from planner.trainers.load import switches_of
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, read_recipe
 
+MOST_FIRST_ILPS = 4
+"""Integer programs of a first search, which those of very deep models would fill with minutes."""
+
 Priced = Sequence[tuple[PricedShapes, SearchLimits]]
 """The same shapes, priced for one runtime each, with limits that name the schedules that it runs."""
 
@@ -133,7 +136,7 @@ def find_layouts(
     kept = all_priced if len(fitting) else []
     priced = [(_with_sets(case, with_used_kernels(shapes.take(fitting))), tried) for shapes, tried in kept]
     choices = {shapes.pricing.runtime: _choices(case, shapes) for shapes, _ in priced}
-    branch = Branch(limits, choices, deadline, rejections)
+    branch = Branch(limits, choices, deadline, rejections, most_ilps=MOST_FIRST_ILPS if is_first else np.inf)
     if known is not None:
         branch.keep(known)
     if bar is not None:
