@@ -1,7 +1,8 @@
-"""Branch and bound over shapes: the search branches on the shape, a node is an integer program, and the replay judges.
+"""Branch and bound over shapes: the search branches on the shape, a node is a way to run it, and the replay judges.
 
 Shapes are sorted by a coarse lower bound of their step. They are opened into nodes (schedule, vpp, recompute) as long
-as that bound is below the most promising open node. The most promising open node is solved and replayed. A node is cut
+as that bound is below the most promising open node. Nodes with few splits are bounded again by these, hundreds at once.
+The most promising node is solved (by its few splits, a dynamic program or an integer one) and replayed. A node is cut
 if its bound is not below the replayed step of the best candidate so far (the incumbent). The search ends when no bound
 is left below the incumbent less the gap that was asked for, or when time is up. In both cases it reports how far the
 lowest bound is from the best step.
@@ -245,11 +246,10 @@ class Branch:
         """
         several = node.choice.whole in ("one_count", "any_modules")
         choice = RecomputeChoice(node.choice.base, "none") if several else node.choice
-        pricing = node.pricing
-        if choice.mode == "selective" and best.split.base == "selective":
-            known = set(best.pricing.selective_modules) <= set(pricing.runtime.recomputable_modules)
-            if known:
-                pricing = replace(pricing, selective_modules=best.pricing.selective_modules)
+        pricing, modules = node.pricing, best.pricing.selective_modules
+        has_them = set(modules) <= set(pricing.runtime.recomputable_modules)
+        if choice.mode == "selective" and best.split.base == "selective" and has_them:
+            pricing = replace(pricing, selective_modules=modules)
         is_known = pricing.selective_modules == node.pricing.selective_modules
         return replace(node, pricing=pricing, choice=choice, priced=node.priced if is_known else None)
 
@@ -412,9 +412,8 @@ class Branch:
         plain = Candidate(
             node.pricing, self._table(node), Split(even_counts(layers, stages), choice.base), node.schedule
         )
-        counts = [(first, last) for first, last in plain.split.chunks]
         kinds, all_layers = node.pricing.model.kinds, node.pricing.model.layers
-        whole = tuple(tuple(all_layers[first:last].count(kind) for kind in kinds) for first, last in counts)
+        whole = tuple(tuple(all_layers[first:last].count(kind) for kind in kinds) for first, last in plain.split.chunks)
         candidate = plain.with_split(replace(plain.split, recomputed=whole)) if choice.whole != "none" else plain
         if candidate.fits:
             self.keep(candidate)
