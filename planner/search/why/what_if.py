@@ -10,6 +10,7 @@ from planner.answer import Plan, PricedLayout
 from planner.errors import Infeasible, SolverError
 from planner.layout import assumptions
 from planner.layout.candidate import Candidate
+from planner.layout.price import price_layout
 from planner.layout.replan import reprice, with_microbatches
 from planner.physics.pricing import Pricing
 from planner.search.case import Case
@@ -50,6 +51,8 @@ class WhatIf:
     case: Case
     runtime_changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the runtime that are changed, with their values; the present choice keeps its recipe beside them."""
+    gives_room: bool = False
+    """True if other layouts than those known may become possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,15 @@ class Outcome:
 
 
 def outcome(what_if: WhatIf, now: Plan) -> Outcome:
-    """Search again under the change, among what tuned recipes would try, and price the choice of `now` under it."""
-    kept = _repriced(now, what_if)
+    """Price the layouts of `now` under the change; search again if none of them fits, or if the change gives room."""
+    kept, *others = (_repriced(now, what_if, layout) for layout in (now.best, *now.alternatives))
+    fastest = min((one for one in (kept, *others) if one.fits), key=lambda one: one.step_s, default=None)
+    chosen: PricedLayout | None
     try:
-        chosen = soon(what_if.case, kept if kept.fits else None).best
+        if fastest is None or what_if.gives_room:
+            chosen = soon(what_if.case, fastest).best
+        else:
+            chosen = price_layout(fastest, fastest.pricing.totals, exact=False)
     except (Infeasible, SolverError):
         chosen = None
     return Outcome(chosen, kept.run().makespan_s + sum(kept.outside), kept.fits)
@@ -84,15 +92,15 @@ def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
     return [outcome(what_if, now) for what_if in what_ifs]
 
 
-def _repriced(now: Plan, what_if: WhatIf) -> Candidate:
-    """The best layout and recipe of `now` under a change."""
+def _repriced(now: Plan, what_if: WhatIf, layout: PricedLayout) -> Candidate:
+    """A layout of `now`, with its recipe, under a change."""
     case = what_if.case
-    steps = now.parallelism.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
-    layout = now.best if now.best.actions else with_microbatches(now.best, steps)
-    runtime = now.runtime_spec.model_copy(update=what_if.runtime_changes)
+    steps = layout.parallelism.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
+    runtime = (layout.runtime_spec or now.runtime_spec).model_copy(update=what_if.runtime_changes)
     changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": runtime}
-    again = reprice(now.model_copy(update=changed), layout)
-    return replace(again, pricing=replace(again.pricing, headroom_bytes=case.headroom_bytes))
+    layout = layout if layout.actions else with_microbatches(layout, steps)
+    layout = layout.model_copy(update={"runtime_spec": None})
+    return reprice(now.model_copy(update=changed), layout, headroom_bytes=case.headroom_bytes)
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:
@@ -112,9 +120,10 @@ def other_limits(case: Case) -> Iterator[WhatIf]:
     """The limits that the job has to obey, each moved by itself: memory, batch, NVLink domain."""
     cluster, hardware, training = case.cluster, case.cluster.hardware, case.training
     larger = hardware.model_copy(update={"memory_gib": hardware.memory_gib * (1 + ROOM)})
-    yield WhatIf("memory", f"{ROOM:.0%} more memory", replace(case, cluster=cluster.changed(hardware=larger)))
+    more = replace(case, cluster=cluster.changed(hardware=larger))
+    yield WhatIf("memory", f"{ROOM:.0%} more memory", more, gives_room=True)
     twice = training.model_copy(update={"global_batch_size": 2 * training.global_batch_size})
-    yield WhatIf("batch", "twice the batch", replace(case, training=twice))
+    yield WhatIf("batch", "twice the batch", replace(case, training=twice), gives_room=True)
     inner = cluster.tiers[0].num_gpus
     if len(cluster.tiers) > 1 and inner is not None and inner < cluster.num_gpus:
         outer = cluster.tiers[1].num_gpus
@@ -122,4 +131,6 @@ def other_limits(case: Case) -> Iterator[WhatIf]:
             tiers = (cluster.tiers[0].model_copy(update={"num_gpus": 2 * inner}), *cluster.tiers[1:])
             wider = hardware.model_copy(update={"tiers": tiers, "gpus_per_node": cluster.node_size})
             changed = cluster.changed(hardware=wider, gpus_per_node=None, network_gb_per_s=None, network_tiers=())
-            yield WhatIf("domain", f"{hardware.a_domain} of {2 * inner}", replace(case, cluster=changed))
+            yield WhatIf(
+                "domain", f"{hardware.a_domain} of {2 * inner}", replace(case, cluster=changed), gives_room=True
+            )
