@@ -408,13 +408,12 @@ class Branch:
 
     def _try_even_split(self, node: Open, choice: RecomputeChoice) -> None:
         """Keep the node's even split if it fits, so that no program of a deep model is waited for without a layout."""
-        layers, stages = node.pricing.model.num_hidden_layers, int(node.shape.pp) * int(node.shape.vpp)
-        plain = Candidate(
-            node.pricing, self._table(node), Split(even_counts(layers, stages), choice.base), node.schedule
-        )
-        kinds, all_layers = node.pricing.model.kinds, node.pricing.model.layers
-        whole = tuple(tuple(all_layers[first:last].count(kind) for kind in kinds) for first, last in plain.split.chunks)
-        candidate = plain.with_split(replace(plain.split, recomputed=whole)) if choice.whole != "none" else plain
+        model, stages = node.pricing.model, int(node.shape.pp) * int(node.shape.vpp)
+        split = Split(even_counts(model.num_hidden_layers, stages), choice.base)
+        if choice.whole != "none":
+            layers = [model.layers[first:last] for first, last in split.chunks]
+            split = replace(split, recomputed=tuple(tuple(map(part.count, model.kinds)) for part in layers))
+        candidate = Candidate(node.pricing, self._table(node), split, node.schedule)
         if candidate.fits:
             self.keep(candidate)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -282,10 +284,18 @@ def checked_in_no_time(node: Node) -> None:
         solve(node, NO_LIMIT_S)
 
 
-def searched() -> Plan:
-    """A job whose nodes no dynamic program decides, so that the solver is believed or not."""
+@contextmanager
+def nothing_but_programs() -> Iterator[None]:
+    """No dynamic program decides a node and no even split is tried before, so that all rests on the solver."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branch, "best_split", lambda node: None)
+        patch.setattr(branch.Branch, "_try_even_split", lambda *_: None)
+        yield
+
+
+def searched() -> Plan:
+    """A job whose answer rests on the solver alone."""
+    with nothing_but_programs():
         return plan(
             toy_model(10, vocab_size=96_000),
             toy_cluster(8, memory_gib=8.0),
@@ -316,14 +326,14 @@ def test_no_plan_is_proven_by_a_lie(monkeypatch: pytest.MonkeyPatch, honest: Pla
 
 def test_a_bound_above_the_replay_of_its_own_split_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the second run confirms it."""
-    monkeypatch.setattr(branch, "best_split", lambda node: None)
     problem = toy_problem(
         toy_model(10), toy_cluster(8), toy_training(48), pp=(4,), tp=(1,), schedule=("1f1b",), gap_fraction=0.0
     )
     case = Case(problem.model, problem.cluster, problem.training, problem.runtime, problem.limits)
 
     def bound_s() -> float:
-        return find_layouts(case, [case.runtime], Deadline(NO_LIMIT_S)).branch.lower_bound_s
+        with nothing_but_programs():
+            return find_layouts(case, [case.runtime], Deadline(NO_LIMIT_S)).branch.lower_bound_s
 
     honest_s = bound_s()
     lie_with(monkeypatch, inflated, to_the_end=True)
@@ -339,31 +349,18 @@ def test_a_plan_is_found_though_the_solver_denies_it(monkeypatch: pytest.MonkeyP
     assert not isinstance(caught.value, Infeasible)
 
 
+FAILING = [
+    "-m", "8b", "-g", "64", "-b", "128", "--tp", "1", "--pp", "4,8", "--runtime", "torch-eager", "--schedule", "1f1b",
+    "--time-limit", "1000",
+]  # fmt: skip
+
+
 def test_a_solver_that_always_fails_is_not_asked_for_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(branch, "best_split", lambda node: None)
     calls = lie_with(monkeypatch, killed, to_the_end=True)
-    code = main(
-        [
-            "-m",
-            "8b",
-            "-g",
-            "64",
-            "-b",
-            "128",
-            "--tp",
-            "1",
-            "--pp",
-            "4,8",
-            "--runtime",
-            "torch-eager",
-            "--schedule",
-            "1f1b",
-            "--time-limit",
-            "1000",
-        ]
-    )
+    with nothing_but_programs():
+        code = main(FAILING)
     _, stderr = capsys.readouterr()
     assert code == 4
     assert len(calls) <= 2 * 20 + 4
@@ -371,6 +368,14 @@ def test_a_solver_that_always_fails_is_not_asked_for_ever(
     assert "the solver failed" in error
     assert "PulpSolverError killed" in error
     assert "--pp" in hint
+
+
+def test_a_plan_needs_no_solver(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An even split stands where every program fails, and it is called no more than feasible."""
+    lie_with(monkeypatch, killed, to_the_end=True)
+    monkeypatch.setattr(branch, "best_split", lambda node: None)
+    assert main([*FAILING, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["search"]["outcome"] == "feasible"
 
 
 def test_judges_agree_on_random_nodes() -> None:
