@@ -8,7 +8,7 @@ from planner.answer import Plan
 from planner.files import write_text
 from planner.layout.memory_curve import memory_curves
 from planner.report.format import seconds
-from planner.report.html.charts_curve import COLUMNS, draw_curves
+from planner.report.html.charts_of_plans import COLUMNS, draw_curves
 from planner.report.html.document import Drawing, Drawings, render_html
 from planner.report.timeline.charts import draw_timeline, shown_step
 from planner.schedule.replay import replay

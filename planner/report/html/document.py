@@ -7,20 +7,21 @@ same bytes. Names come from files that anyone may have written, so all text is e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from planner.answer import Plan
-from planner.report.format import percent
-from planner.report.html.charts_layouts import draw_pareto, draw_steps
-from planner.report.html.charts_memory import draw_stacks
-from planner.report.html.charts_stages import draw_stage_seconds
-from planner.report.html.header import header
-from planner.report.html.inputs import inputs
+from planner.report.format import gibibytes, large, percent
+from planner.report.html.charts_of_plans import draw_pareto, draw_stacks, draw_stage_seconds, draw_steps
 from planner.report.html.pieces import (
+    Card,
     Html,
     beside,
     bullets,
+    cards,
+    facts,
+    folded,
     page,
     picture,
     section,
@@ -29,10 +30,9 @@ from planner.report.html.pieces import (
     tag,
     zoomed,
 )
-from planner.report.html.small import small_sections
-from planner.report.html.stages import stages
-from planner.report.labels import LEAST_SHARE
-from planner.report.rows import Entry, Share
+from planner.report.labels import LEAST_SHARE, MEMORY
+from planner.report.rows import STAGE_HEADS, Entry, Figure, Share, runs_of_stages, shown_cells
+from planner.report.small.changes import ChangeRow
 from planner.report.view import View, view_of
 
 PAIRS = ("", "")
@@ -140,3 +140,149 @@ def _reasons(view: View) -> Iterator[Html]:
         yield section(headings["assumptions"], bullets(view.assumptions))
     if view.warnings:
         yield section(headings["warnings"], bullets(view.warnings))
+
+
+def header(view: View) -> Html:
+    """All of it, before the first section."""
+    said = [
+        tag("h1", tag("bdi", view.job)),
+        tag("p", view.layout, class_="layout"),
+        tag("p", f"{' · '.join(view.manner)} · {view.batch}"),
+        tag("p", " · ".join(view.placement), class_="soft"),
+        tag("p", view.batch_offer),
+        tag("p", view.misfit, class_="alarm"),
+        tag("p", " · ".join(view.corrected), class_="soft"),
+    ]
+    command = (
+        tag("pre", tag("code", view.command), aria_label="the command that made this plan") if view.command else ""
+    )
+    return tag("header", *(part for part in said if "></p>" not in part), command, cards(_cards(view)))
+
+
+def _cards(view: View) -> Iterator[Card]:
+    """The step, its speed, its memory, and the whole run."""
+    figures = {figure.name: figure for figure in view.figures}
+    step, rate, each, flops, mfu = (
+        figures.pop(name) for name in ("step", "tokens/s", "tokens/s/GPU", "TFLOP/s/GPU", "MFU")
+    )
+    yield Card(step.name, step.brief, tuple(map(_named, figures.values())))
+    yield Card(rate.name, rate.brief, (_named(each),))
+    yield Card(mfu.name, mfu.brief, (_named(flops),))
+    yield Card(view.peak.name, view.peak.brief, (f"of {view.capacity} a GPU", *filter(None, [view.fit])))
+    if view.sustained is not None:
+        yield Card(view.sustained.name, view.sustained.brief, (view.sustained.ends,))
+    if view.cost:
+        days, *rest = view.cost
+        hours = [figure.text for figure in rest if figure.unit == "GPU-hours"]
+        yield Card(f"{large(view.tokens or 0)} tokens", days.brief, (*filter(None, [days.ends]), *hours))
+        for figure in rest:
+            if figure.unit != "GPU-hours":
+                yield Card(figure.name, figure.brief, tuple(filter(None, [figure.ends])))
+    if view.goodput:
+        effective = view.goodput[0]
+        yield Card(effective.name, effective.brief, (effective.ends, "of the run's time trains"))
+
+
+def _named(figure: Figure) -> str:
+    return f"{figure.name} {figure.text}" if figure.unit in ("s", "fraction") else f"{figure.text} {figure.name}"
+
+
+HEADS = ("change", "GiB", "step", "what it changes beside", "options")
+
+
+def small_sections(view: View, link: Callable[[ChangeRow], object] = lambda row: row.options) -> Iterator[Html]:
+    """Nothing for a job that is not small; `link` draws the options of a change, where a page applies them."""
+    if view.room:
+        yield section(view.headings["room"], table(("", ""), view.room, "ll"))
+    if view.changes:
+        rows = [(*row.cells, link(row)) for row in view.changes]
+        yield section(view.headings["changes"], table(HEADS, rows, "lrrll"))
+
+
+def stages(plan: Plan, view: View) -> Iterator[Html]:
+    """A row for each run of neighbouring stages that hold the same; then every stage, folded."""
+    rows = [shown_cells(row.cells, view.mixes_recompute) for row in runs_of_stages(view.stages)]
+    heads = shown_cells(STAGE_HEADS, view.mixes_recompute)
+    yield table(heads, rows, "rll" + "l" * (len(heads) - 7) + "rrrr")
+    yield folded("Every stage: seconds, layers and parameters", _each(plan, view))
+    yield folded("Every stage: memory by item, in GiB", _memory(plan))
+
+
+def _each(plan: Plan, view: View) -> Html:
+    heads = (*STAGE_HEADS, "parameters", "layers, counted from 0")
+    rows = [
+        (*row.cells, large(stage.num_parameters), chunks(stage.chunks))
+        for row, stage in zip(view.stages, plan.stages, strict=True)
+    ]
+    return table(heads, rows, "rlllrrrrrn")
+
+
+def chunks(ranges: Sequence[tuple[int, int]]) -> str:
+    """`0–6`, `3, 19, 35`, or `2–3, then every 16 on to 114–115` where as many come again and again."""
+    held = [(first, end) for first, end in ranges if end > first]
+    gaps = {after[0] - before[0] for before, after in pairwise(held)}
+    sizes = {end - first for first, end in held}
+    if len(held) > 3 and len(gaps) == len(sizes) == 1:
+        return f"{_range(*held[0])}, then every {gaps.pop()} on to {_range(*held[-1])}"
+    return ", ".join(_range(first, end) for first, end in held)
+
+
+def _range(first: int, end: int) -> str:
+    return f"{first}–{end - 1}" if end > first + 1 else str(first)
+
+
+def _memory(plan: Plan) -> Html:
+    heads = ["stage", *MEMORY.values()]
+    rows: list[list[object]] = [
+        [stage.stage, *(gibibytes(getattr(stage.memory, name)) for name in MEMORY)] for stage in plan.stages
+    ]
+    if any(stage.memory.total_bytes_interval for stage in plan.stages):
+        heads.append("80% interval")
+        for row, stage in zip(rows, plan.stages, strict=True):
+            row.append("–".join(map(gibibytes, stage.memory.total_bytes_interval or ())))
+    return table(heads, rows, "r" * len(heads))
+
+
+def inputs(plan: Plan) -> Iterator[Html]:
+    """The sources in a table, every field below it on demand, and the hash of all."""
+    model, hardware = plan.model.spec, plan.cluster.hardware
+    named = [("model", model.name, model.source)]
+    if model.training is not None:
+        named.append(("published training", f"{model.training.tokens_per_step:,} tokens a step", model.training.source))
+    named.append(("hardware", hardware.name, hardware.source))
+    named += [
+        (f"link {tier.name}", f"{tier.gb_per_s:g} GB/s, {tier.latency_us:g} µs", tier.source)
+        for tier in plan.cluster.tiers
+    ]
+    named.append(("kernels", hardware.efficiency.evidence.replace("_", " "), hardware.efficiency.source))
+    named.append(("reserved memory", f"{hardware.reserved.context_gib:g} GiB context", hardware.reserved.source))
+    if hardware.usd_per_gpu_hour is not None:
+        named.append(("price", f"${hardware.usd_per_gpu_hour:g} a GPU-hour", hardware.price_source))
+    yield table(("input", "value", "source"), [row for row in named if row[2]], "lll", folds=True)
+    total, active = large(plan.model.num_parameters), large(plan.model.num_active_parameters)
+    model_facts = {"parameters": total, "active parameters": active, **_flat(model.model_dump(mode="json"))}
+    yield folded("Model", facts(model_facts))
+    yield folded("Cluster", facts(_flat(plan.cluster.model_dump(mode="json"))))
+    yield folded("Training", facts(_flat(plan.training.model_dump(mode="json"))))
+    yield folded("Runtime", facts(_flat(plan.runtime_spec.model_dump(mode="json"))))
+    yield tag("p", "sha256 of the inputs: ", tag("code", plan.inputs_sha256))
+    yield tag("p", f"planner {plan.planner_version}, plan schema {plan.schema_version}", class_="soft")
+
+
+def _flat(data: dict[str, Any], before: str = "") -> dict[str, object]:
+    """Nested values under dotted names, without those that are not set."""
+    flat: dict[str, object] = {}
+    for key, value in data.items():
+        name = f"{before}{key}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{name}.")
+        elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+            for index, entry in enumerate(value):
+                flat |= _flat(entry, f"{name}[{index}].")
+        elif value is not None:
+            flat[name] = _listed(value) if isinstance(value, list) else value
+    return flat
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
