@@ -24,9 +24,8 @@ from planner.report.months import cost_figures, goodput_figures, says_sources, s
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
-from planner.report.small import changes
 from planner.report.small import view as small
-from planner.report.small.changes import ChangeRow
+from planner.report.small.view import ChangeRow
 from planner.specs.training import TrainingSpec
 
 
@@ -190,7 +189,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         assumptions=(small.assumed(plan),) if is_tuning and small.assumed(plan) else plan.assumptions,
         warnings=plan.warnings,
         room=small.room_lines(plan.room),
-        changes=changes.change_rows(plan, plan.changes),
+        changes=small.change_rows(plan, plan.changes),
     )
 
 

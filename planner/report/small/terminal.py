@@ -12,7 +12,6 @@ from rich.text import Text
 from planner.answer import Change, Plan
 from planner.report.format import gibibytes, seconds
 from planner.report.pieces import Bar, bullets, columns, section
-from planner.report.small import changes
 from planner.report.small import view as small
 from planner.report.view import View
 
@@ -23,7 +22,7 @@ def small_sections(plan: Plan, view: View) -> Iterator[RenderableType]:
     lines = small.room_lines(plan.room)
     if lines:
         yield section("Room, all else as it is", _sentences(lines))
-    rows = changes.shown_changes(plan)
+    rows = small.shown_changes(plan)
     if rows:
         yield section("What else, and what it saves or takes (plan explain has all)", _changes(rows))
     yield section(f"Where the {seconds(view.step_s)} of a step go", _step(plan))
@@ -61,7 +60,7 @@ def _step(plan: Plan) -> Table:
     return table
 
 
-def _changes(rows: Iterable[changes.ChangeRow]) -> Table:
+def _changes(rows: Iterable[small.ChangeRow]) -> Table:
     table = columns("l", "r", "r", None)
     for row in rows:
         table.add_row(*row.cells[:3], Text(row.remark, style="dim"))
@@ -71,7 +70,7 @@ def _changes(rows: Iterable[changes.ChangeRow]) -> Table:
 def changes_section(found: tuple[Change, ...], capacity_bytes: int, step_s: float, fits: bool) -> RenderableType:
     """All changes with the options that make them, as `plan explain` shows them."""
     table = columns(None, "r", "r", None)
-    for row in changes.rows_of(found, capacity_bytes, step_s):
+    for row in small.rows_of(found, capacity_bytes, step_s):
         says = "; ".join(filter(None, (row.options, row.remark)))
         table.add_row(row.change, row.gib, row.seconds, says)
     goal = "seconds gained, then GiB saved a second" if fits else "what makes it fit, then GiB saved"
