@@ -68,7 +68,7 @@ def follow(options: FollowOptions, expected: Callable[[Observation], Expected]) 
 
 def _show(options: FollowOptions, found: FollowedRun) -> None:
     """One line on where the run stands; nothing where stdout is another's."""
-    from planner.report.observe.live import line_of
+    from planner.report.observe.answer import line_of
 
     if options.json:
         sys.stdout.write(dumps(found.model_dump(mode="json"), None))
