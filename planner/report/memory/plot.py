@@ -15,7 +15,7 @@ from planner.report.charts import INK, MEMORY_COLOURS, drawing, figure, image, s
 from planner.report.format import gibibytes, unit_for
 from planner.report.html.charts_of_plans import draw_capacity, envelope
 from planner.report.html.pieces import page, section, table, tag
-from planner.report.memory.groups import grouped
+from planner.report.memory.text import grouped
 from planner.specs.units import GIB
 
 COLUMNS = 600
