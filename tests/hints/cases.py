@@ -95,7 +95,6 @@ NOT_TYPED_IN: dict[str, str] = {
     "observe/": "it speaks of logs and traces, which tests/observe has",
     "serve/": "it answers a page, which tests/serve has",
     "export/": "it speaks of a trainer's file; tests/export and scripts/roundtrips have what is written",
-    "cli/follow.py": _PROSE,
     "cli/validate": "it speaks of kept runs, which tests/cli has",
     "cli/probe_command.py": "it speaks of GPUs",
     "cli/profile_command.py": "it speaks of GPUs",
