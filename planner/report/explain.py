@@ -14,8 +14,8 @@ from planner.report.format import fits_with, gibibytes, percent, seconds, signed
 from planner.report.labels import MEMORY, corrections_title, manner, sizes
 from planner.report.pieces import bullets, columns, section
 from planner.report.recipe import LEAST_GAIN, named
-from planner.report.small.terminal import changes_section, room_section
-from planner.report.small.view import room_lines
+from planner.report.small import room_lines
+from planner.report.terminal import changes_section, room_section
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
 from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
 from planner.specs.corrections import Correction

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.answer import Plan, PricedLayout
+from planner.report import small
 from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
 from planner.report.labels import (
     BREAKDOWN,
@@ -24,8 +25,7 @@ from planner.report.months import cost_figures, goodput_figures, says_sources, s
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
-from planner.report.small import view as small
-from planner.report.small.view import ChangeRow
+from planner.report.small import ChangeRow
 from planner.specs.training import TrainingSpec
 
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from planner.answer import Plan
+from planner.report import small
 from planner.report.format import gibibytes
-from planner.report.small import view as small
 from planner.report.terminal import render
 from planner.report.view import view_of
 from planner.search.search import plan

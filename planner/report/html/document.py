@@ -32,7 +32,7 @@ from planner.report.html.pieces import (
 )
 from planner.report.labels import LEAST_SHARE, MEMORY
 from planner.report.rows import STAGE_HEADS, Entry, Figure, Share, runs_of_stages, shown_cells
-from planner.report.small.view import ChangeRow
+from planner.report.small import ChangeRow
 from planner.report.view import View, view_of
 
 PAIRS = ("", "")
