@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.report.html.document import chunks
+from planner.report.page import chunks
 
 
 @pytest.mark.parametrize(
