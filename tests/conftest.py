@@ -248,7 +248,7 @@ def make_plan() -> Callable[..., Plan]:
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports of plans with nothing in the places of their charts, which take most of the time."""
-    from planner.report.html import document
+    from planner.report import page as report
 
     for name in ("draw_stacks", "draw_stage_seconds", "draw_steps", "draw_pareto"):
-        monkeypatch.setattr(document, name, lambda *_: document.Html("<svg></svg>"))
+        monkeypatch.setattr(report, name, lambda *_: report.Html("<svg></svg>"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from planner.report.html.document import Drawing, Drawings
 from planner.report.html.pieces import Html
+from planner.report.page import Drawing, Drawings
 
 BLANK = Html('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
 DRAWN = Drawings(Drawing(BLANK, "what is drawn"), Drawing(BLANK, "what is held"))

@@ -66,7 +66,7 @@ def _print_recipe(asked: SearchOptions, json: bool) -> None:
     """Plan, set every switch to its other values, and print what that costs."""
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import dumps, progress, show
-    from planner.report.recipe_table import render_recipe_table
+    from planner.report.explain import render_recipe_table
     from planner.search.case import Case
     from planner.search.why.recipe import other_values, recipe_table
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
-from planner.cli import finetuning
-from planner.cli.batches import read_batches
-from planner.cli.finetuning import read_adapters
 from planner.cli.history import with_history
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
@@ -20,13 +19,15 @@ from planner.specs.base import Spec
 from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning.objective import OBJECTIVES, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.model import ModelSpec
 from planner.specs.operations import OperationsSpec
 from planner.specs.problems import nearest
+from planner.specs.reading import load_yaml
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.tiers import parse_tiers
-from planner.specs.training import PINS, Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import PINS, DocumentLength, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
 from planner.trainers.generations import described, objection_to_silicon, todays
 from planner.trainers.load import load_runtime, switches_of
@@ -81,7 +82,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     model = load_model(asked.model)
     hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
     adapters = read_adapters(asked)
-    default = todays(DEFAULT_RUNTIME, hardware.architecture) if adapters is None else finetuning.RUNTIME
+    default = todays(DEFAULT_RUNTIME, hardware.architecture) if adapters is None else TUNING_RUNTIME
     name = asked.runtime or default
     runtime = load_runtime(name)
     if (objection := objection_to_silicon(runtime, hardware)) is not None:
@@ -167,7 +168,7 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
 def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = False) -> Any:
     """The switches of --switch, --optimizer and --assume together, or `default`; None where none states any."""
     stated = {} if asked.switch is None else stated_switches(asked.switch, job.runtime_spec, describes=describes)
-    others = [("--assume", job.assumed), ("--optimizer", finetuning.read_optimizer(asked, job.runtime_spec))]
+    others = [("--assume", job.assumed), ("--optimizer", read_optimizer(asked, job.runtime_spec))]
     for option_name, more in others:
         if more and stated == DEFAULT:
             raise SpecError(f"--switch default and {option_name}: both state switches", "state them in one of the two")
@@ -235,13 +236,13 @@ def listed(field: str, text: str, convert: Callable[[str], V]) -> tuple[V, ...]:
 def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None) -> TrainingSpec:
     published, seq_length = model.training, asked.seq_length
     if seq_length is None and adapters is not None:
-        seq_length = finetuning.SEQ_LENGTH
+        seq_length = TUNING_SEQ_LENGTH
     if seq_length is None:
         if published is None:
             raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
         seq_length = published.seq_length
-    objective = finetuning.read_objective(asked, adapters)
-    batches = read_batches(asked, seq_length, objective, count_of)
+    objective = read_objective(asked, adapters)
+    batches = read_batches(asked, seq_length, objective)
     seq_length = batches.get("seq_length", seq_length)
     values: dict[str, Any] = {
         "seq_length": seq_length,
@@ -279,7 +280,7 @@ def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int, tun
         return sequences
     num_gpus = asked.gpus or 1
     if tokens is None and tunes:
-        return max(finetuning.GLOBAL_BATCH_SIZE, num_gpus)
+        return max(TUNING_BATCH_SIZE, num_gpus)
     if tokens is not None:
         return _batch_near("--batch-tokens", tokens, count_of("batch_tokens", tokens), seq_length, num_gpus)
     if model.training is None:
@@ -324,3 +325,112 @@ def count_of(field: str, text: str) -> int:
         return parse_count(text)
     except (ValueError, OverflowError):
         raise SpecError(f"{option(field)}: {text[:60]!r} is not a count", "write 1048576, 16M or 15T") from None
+
+
+TUNING_RUNTIME, TUNING_SEQ_LENGTH, TUNING_BATCH_SIZE = "hf", 2048, 16
+"""Trainer, tokens of a sequence and sequences of a step where a job with adapters does not say them."""
+_ADAPTER_FIELDS = {"rank": "lora_rank", "dropout": "lora_dropout", "base_bits": "base_bits"}
+
+
+def read_optimizer(asked: JobOptions, runtime: RuntimeSpec) -> Recipe:
+    """The switch that --optimizer pins. SpecError naming the option for one that the trainer does not have."""
+    if asked.optimizer is None:
+        return {}
+    if "," in asked.optimizer:
+        raise SpecError(f"--optimizer: {asked.optimizer[:60]!r} is more than one", "--optimizer adamw")
+    try:
+        stated = stated_switches(f"optimizer={asked.optimizer}", runtime, "--optimizer")
+    except SpecError as error:
+        error.hint = error.hint.replace("optimizer=", "--optimizer ")
+        raise
+    return stated if isinstance(stated, dict) else {}
+
+
+def read_objective(asked: JobOptions, adapters: AdapterSpec | None) -> ObjectiveSpec:
+    """The objective that the options ask for; its reference is the model without its adapters where it has any."""
+    name, reference = asked.objective or "lm", asked.reference
+    known = OBJECTIVES.get(name)
+    if reference is not None and known is not None and not known.reference_forwards:
+        raise SpecError(f"--reference: {name} has no reference model", "--objective dpo has one")
+    if reference == "adapters" and adapters is None:
+        raise SpecError("--reference adapters: no adapters are trained", "add --lora, or --reference model")
+    values = {"name": name, "reference": reference or ("model" if adapters is None else "adapters")}
+    return checked(ObjectiveSpec, values, spelling={"name": "--objective", "reference": "--reference"})
+
+
+def read_adapters(asked: JobOptions) -> AdapterSpec | None:
+    """The adapters that the options ask for; None where all weights are trained. SpecError names the option."""
+    given = {field: value for field, name in _ADAPTER_FIELDS.items() if (value := getattr(asked, name)) is not None}
+    if asked.lora_targets is not None:
+        given["targets"] = tuple(part.strip() for part in asked.lora_targets.split(",", 100))
+    if asked.qlora:
+        if given.get("base_bits", 4) != 4:
+            raise SpecError(f"--qlora and --base-bits {given['base_bits']}: weights of 4 bits", "--lora")
+        given["base_bits"] = 4
+    if not (asked.lora or asked.qlora or given):
+        return None
+    spelling = {
+        field: f"--{name.replace('_', '-')}" for field, name in (*_ADAPTER_FIELDS.items(), ("targets", "lora_targets"))
+    }
+    return checked(AdapterSpec, given, spelling=spelling)
+
+
+_MAX_QUANTILE = 3.09
+"""Standard deviations above the middle that 99.9% of a normal distribution are below: MAX of MEAN:MAX."""
+
+
+def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -> dict[str, Any]:
+    """The fields of a training that the options of examples say; SpecError names the option."""
+    if asked.batching not in (None, "packed", "padded"):
+        raise SpecError(f"--batching: {asked.batching[:60]!r} is none of packed and padded", "--batching packed")
+    if asked.epochs is not None and asked.examples is None:
+        raise SpecError("--epochs: without --examples, nothing says how long one is", "add --examples 50k")
+    if asked.examples is not None and asked.tokens is not None:
+        raise SpecError("--examples and --tokens: both given", "leave --tokens out")
+    if asked.example_lengths is None:
+        if asked.batching == "padded":
+            raise SpecError("--batching padded: nothing says how long examples are", "add --example-lengths 400:2048")
+        fields: dict[str, Any] = {}
+        mean = float(seq_length)
+    else:
+        lengths = _lengths(asked.example_lengths)
+        is_padded = asked.batching != "packed"
+        fields = {"document_lengths": lengths, "batching": "padded" if is_padded else "packed"}
+        if is_padded:
+            # no batch is longer than its longest example
+            fields["seq_length"] = seq_length = min(seq_length, max(entry.length for entry in lengths))
+        total = sum(entry.share for entry in lengths)
+        mean = sum(min(entry.length, seq_length) * entry.share for entry in lengths) / total
+    if asked.examples is None:
+        return fields
+    examples, epochs = count_of("examples", asked.examples), 1.0 if asked.epochs is None else asked.epochs
+    if not 0 < epochs <= 1e6:
+        raise SpecError(f"--epochs: {epochs:g} is not between 0 and 1,000,000", "--epochs 3")
+    tokens = examples * objective.row.num_sequences * mean * epochs
+    return fields | {"examples": examples, "epochs": epochs, "tokens": tokens}
+
+
+def _lengths(text: str) -> tuple[DocumentLength, ...]:
+    """The lengths of a file, of `400`, or of `400:2048`."""
+    from planner.specs.documents import LogNormal, read_lengths
+
+    if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json")):
+        data = load_yaml(text)
+        given = read_lengths(data.get("lengths", data), f"--example-lengths {text}")
+        return tuple(DocumentLength.model_validate(entry) for entry in given)
+    mean_text, _, most_text = text.partition(":")
+    try:
+        mean = float(mean_text)
+        most = float(most_text) if most_text else mean
+    except ValueError:
+        mean = most = math.nan
+    if not 1 <= mean <= most <= 2**31:
+        raise SpecError(
+            f"--example-lengths: {text[:60]!r} is no file, and no MEAN:MAX in tokens", "--example-lengths 400:2048"
+        )
+    if most == mean:
+        return (DocumentLength(length=round(mean), share=1.0),)
+    # the logarithm of MAX is its mean, ln(MEAN) - σ²/2, and _MAX_QUANTILE·σ
+    sigma = _MAX_QUANTILE - math.sqrt(max(_MAX_QUANTILE**2 - 2 * math.log(most / mean), 0.0))
+    drawn = LogNormal(mean=mean, sigma=max(sigma, 1e-3)).lengths()
+    return tuple(entry.model_copy(update={"length": min(entry.length, round(most))}) for entry in drawn)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.cli import options as o
 from planner.cli.job_options import LayoutOptions, job_options
-from planner.errors import SpecError
+from planner.errors import OutOfBand, SpecError, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
+    from planner.observe.follower import Expected, FollowedRun, FollowLoop
     from planner.observe.observation import Observation, Observed
 
 _log = logging.getLogger(__name__)
@@ -65,8 +68,6 @@ def observe_command(
       plan observe train.log --json
       plan observe --follow train.log --plan plan.json
     """
-    from planner.cli.follow import FollowOptions
-    from planner.cli.follow import follow as follow_run
     from planner.cli.output import show_and_save
     from planner.files import STDOUT, refuse_to_overwrite
     from planner.saved import with_digest
@@ -259,3 +260,89 @@ def _hardware(device: str | None) -> str:
     best = max(named, key=lambda name: (sum(part in words for part in name.split("-")), name == o.DEFAULT_HARDWARE))
     _log.info("--hardware %s: the log names %s", best, device)
     return best
+
+
+_UNFOLLOWED = "plan observe FILE without --follow says where the seconds of the whole run went"
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """The options of a run that is followed."""
+
+    files: list[str]
+    only_slow: bool = False
+    tokens: str | None = None
+    json: bool = False
+    output: str | None = None
+    force: bool = False
+
+    def checked(self) -> FollowOptions:
+        """These options. Raises SpecError for what cannot be."""
+        from planner.files import STDOUT
+
+        if len(self.files) != 1:
+            raise SpecError(f"plan observe --follow: {len(self.files)} files", "follow one log, that of rank 0")
+        if self.json and self.output == STDOUT:
+            raise SpecError("--json and -o -: both on standard output", "give -o a file")
+        return self
+
+
+def follow_run(options: FollowOptions, expected: Callable[[Observation], Expected]) -> None:
+    """Follow a run until it ends, is interrupted, or leaves its band, which raises OutOfBand."""
+    from planner.cli.inputs import count_of
+    from planner.observe.follower import BandWatch, Follower, FollowLoop
+    from planner.observe.log_tail import source_of
+    from planner.specs.reading import STDIN, label
+
+    path = options.files[0]
+    tokens = None if options.tokens is None else count_of("tokens", options.tokens)
+    follower = Follower(label(path), BandWatch(only_slow=options.only_slow), expected)
+    loop = FollowLoop(
+        follower, source_of(path, _log.info), time.monotonic, lambda: time.sleep(POLL_S), path == STDIN, tokens
+    )
+    try:
+        for found in loop.standings():
+            _show_standing(options, found)
+    except KeyboardInterrupt:
+        loop.ended = "interrupted"
+    found = loop.standing(final=True)
+    _show_standing(options, found)
+    _conclude(options, loop, found)
+
+
+def _show_standing(options: FollowOptions, found: FollowedRun) -> None:
+    """One line on where the run stands; nothing where stdout is another's."""
+    from planner.cli.output import dumps
+    from planner.files import STDOUT
+    from planner.report.observe.answer import line_of
+
+    if options.json:
+        sys.stdout.write(dumps(found.model_dump(mode="json"), None))
+    elif options.output != STDOUT:
+        sys.stdout.write(printable(f"{line_of(found)}\n"))
+    sys.stdout.flush()
+
+
+def _conclude(options: FollowOptions, loop: FollowLoop, found: FollowedRun) -> None:
+    """The final answer, and the alarm if there is one."""
+    from planner.cli.output import dumps, show
+    from planner.files import STDOUT, write_text
+    from planner.report.observe.answer import render_observed
+    from planner.saved import with_digest
+
+    rings = loop.ended in ("alarm", "silent")
+    answer = loop.answer(last_steps=rings)
+    if answer is None:
+        if loop.ended == "end of input":
+            raise SpecError(f"{found.source}: has no lines of steps that are known", "pipe the output of a trainer")
+        return
+    if not options.json and options.output != STDOUT:
+        show("", render_observed(answer))
+    if options.output is not None:
+        whole = loop.answer(last_steps=False) if rings else answer
+        assert whole is not None
+        write_text(options.output, dumps(with_digest(whole.model_dump(mode="json"))), options.force)
+    if rings:
+        shown = f"; {found.causes[0].name}: {found.causes[0].evidence}" if found.causes else ""
+        raise OutOfBand(f"{found.source}: {found.says}{shown}", _UNFOLLOWED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from planner.cli import options as o
 from planner.cli.job_options import SearchOptions, job_options
 from planner.errors import SpecError
+from planner.specs.units import is_count
 
 if TYPE_CHECKING:
     from planner.decide.point import Trial
@@ -95,7 +97,6 @@ def sweep_command(
 
 
 def _goal(asked: SweepOptions, deadline: str | None, budget: str | None) -> Goal:
-    from planner.cli.axes import days
     from planner.decide.sweep import Goal
     from planner.specs.units import parse_count
 
@@ -172,7 +173,6 @@ def _too_many(num_points: int) -> SpecError:
 
 def _axes(asked: SweepOptions) -> dict[str, list[Any]]:
     """The values of each option that was given, beside --gpus."""
-    from planner.cli.axes import doubling, numbers
     from planner.cli.inputs import listed, option
 
     axes: dict[str, list[Any]] = {}
@@ -191,7 +191,6 @@ def _typed(name: str, value: Any) -> Any:
 
 def _gpus(asked: SweepOptions, point: SearchOptions) -> list[int]:
     """The numbers of GPUs; one node, from which the search for the fewest starts, where they are looked for."""
-    from planner.cli.axes import by_nodes, numbers
     from planner.specs.registry import load_hardware
 
     node_size = point.gpus_per_node or load_hardware(point.hardware or o.DEFAULT_HARDWARE).gpus_per_node
@@ -211,3 +210,76 @@ def _drawing_to(path: str) -> Callable[[Sweep, str, bool], None]:
         stem = PurePath(path).stem or "sweep"
         raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")
     return draw_sweep
+
+
+MOST_OF_A_RANGE = 32
+"""The most points of a range that gives no step of its own; a longer one is thinned out, in equal ratios."""
+MOST_STEPS = 1024
+"""The most points of a range that gives its step."""
+_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})(?::([0-9]{1,18}))?")
+
+
+def numbers(option: str, text: str, between: Callable[[int, int], list[int]]) -> list[int]:
+    """The numbers of a list of numbers and ranges; `between` gives those of a range without a step."""
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        found |= dict.fromkeys(_numbers_of(option, part.strip(), between))
+    if len(found) > MOST_STEPS:
+        raise SpecError(f"{option}: {text[:60]!r} are {len(found):,} points", f"at most {MOST_STEPS:,}: a longer step")
+    return list(found)
+
+
+def _numbers_of(option: str, part: str, between: Callable[[int, int], list[int]]) -> list[int]:
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        if not is_count(part) or int(part) < 1:
+            raise SpecError(
+                f"{option}: {part[:60]!r} is no whole number and no range", f"write {option} 256,512 or 256..4096"
+            )
+        return [int(part)]
+    first, last, step = int(match[1]), int(match[2]), match[3]
+    if not 0 < first <= last or (step is not None and int(step) < 1):
+        raise SpecError(
+            f"{option}: {part[:60]!r} is an empty range", f"write the smaller number first: {option} 256..4096"
+        )
+    if step is None:
+        return between(first, last)
+    if (last - first) // int(step) >= MOST_STEPS:
+        raise SpecError(f"{option}: {part[:60]!r} has more than {MOST_STEPS:,} points", "a longer step, or a list")
+    return list(range(first, last + 1, int(step)))
+
+
+def by_nodes(node_size: int) -> Callable[[int, int], list[int]]:
+    """The whole nodes between two numbers of GPUs, both ends included; a long range is thinned out in equal ratios."""
+
+    def between(first: int, last: int) -> list[int]:
+        low, high = -(-first // node_size), last // node_size
+        if low > high:
+            raise SpecError(
+                f"--gpus: {first}..{last} holds no whole node of {node_size} GPUs", "name the numbers instead"
+            )
+        if high - low < MOST_OF_A_RANGE:
+            return [nodes * node_size for nodes in range(low, high + 1)]
+        ratio = (high / low) ** (1 / (MOST_OF_A_RANGE - 1))
+        return [nodes * node_size for nodes in dict.fromkeys(round(low * ratio**i) for i in range(MOST_OF_A_RANGE))]
+
+    return between
+
+
+def doubling(first: int, last: int) -> list[int]:
+    """The first number and its doubles up to the last one."""
+    return list(_doubles(first, last))
+
+
+def _doubles(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
+
+
+def days(option: str, text: str) -> float:
+    """`30d`, `6w`, `12h` as days; a number by itself is days."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw]?)", text.strip().lower())
+    if match is None or not float(match[1]) > 0:
+        raise SpecError(f"{option}: {text[:60]!r} is no time", f"write {option} 30d, 6w or 12h")
+    return float(match[1]) * {"h": 1 / 24, "d": 1.0, "": 1.0, "w": 7.0}[match[2]]

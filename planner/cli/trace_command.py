@@ -37,7 +37,7 @@ def trace_command(
     from planner.files import STDOUT, refuse_to_overwrite, write_text
     from planner.layout.replan import num_actions, with_microbatches
     from planner.plan_file import read_plan, with_alternative
-    from planner.report.timeline.plan_trace import MAX_ACTIONS, trace_text
+    from planner.report.timeline.trace import MAX_ACTIONS, trace_text
 
     refuse_to_overwrite(output, force)
     chosen = with_alternative(read_plan(plan), alternative)

@@ -1,4 +1,4 @@
-"""The answer of `plan explain`: the best layout beside the one asked for, or beside everything it beat."""
+"""The answers of `plan explain`: the best layout beside another or all that it beat, and `--recipe`'s switches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from planner.report.causes import Difference, matters, memory_differences, step_
 from planner.report.format import fits_with, gibibytes, percent, seconds, signed_seconds
 from planner.report.labels import MEMORY, corrections_title, manner, sizes
 from planner.report.pieces import bullets, columns, section
-from planner.report.small.terminal import changes_section, room_section
-from planner.report.small.view import room_lines
+from planner.report.recipe import LEAST_GAIN, named
+from planner.report.small import room_lines
+from planner.report.terminal import changes_section, room_section
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
+from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
 from planner.specs.corrections import Correction
+from planner.trainers.switches import written
 
 
 def asked(pins: Mapping[str, Iterable[int | str]]) -> str:
@@ -223,3 +226,57 @@ def _constraints(constraints: Iterable[Constraint]) -> Table:
             f"{constraint.now}; with {constraint.moved}: {gain}",
         )
     return table
+
+
+def render_recipe_table(answer: RecipeTable) -> Group:
+    """The whole table, made for 80 columns."""
+    return Group(*_recipe_sections(answer))
+
+
+def _recipe_sections(answer: RecipeTable) -> Iterator[RenderableType]:
+    yield Text(f"What is each switch worth? {answer.job}", style="bold")
+    yield ""
+    yield Text(f"{sizes(answer.parallelism)}: {seconds(answer.step_s)}")
+    if not answer.switches:
+        yield Text("The planner knows no switches of this trainer.")
+        return
+    yield section("Every switch, and the step with another value, everything else planned again", _worths(answer))
+    others = [other for switch in answer.switches if switch.has_effect for other in switch.others]
+    refused = [f"{named(other.switch, other.value)}: {other.rule}" for other in others if other.rule]
+    if refused:
+        yield section("Refused, by rule", bullets(refused))
+
+
+def _worths(answer: RecipeTable) -> Table:
+    """The chosen value of each switch in bold, and below it its others."""
+    table = columns("l", "l", "r", "r", None)
+    for switch in filter(_switch_matters, answer.switches):
+        note = "" if switch.has_effect else "no effect here"
+        chosen = Text(written(switch.value), style="bold")
+        table.add_row(switch.switch, chosen, "", "", Text(note, style="dim"))
+        for other in (other for other in switch.others if not other.rule):
+            table.add_row(
+                "",
+                written(other.value),
+                *_other_step(answer, other),
+                Text(_remark(other), style="dim", overflow="fold"),
+            )
+    return table
+
+
+def _switch_matters(switch: SwitchWorth) -> bool:
+    """True if the switch has an effect on the chosen layout, or leads to another."""
+    return switch.has_effect or any(abs(other.more_fraction or 0.0) >= LEAST_GAIN for other in switch.others)
+
+
+def _other_step(answer: RecipeTable, other: OtherValue) -> tuple[str, str]:
+    if other.step_s is None or other.more_fraction is None:
+        return "none fits" if other.replanned else "not here", ""
+    return seconds(other.step_s, answer.step_s), f"{other.more_fraction:+.1%}"
+
+
+def _remark(other: OtherValue) -> str:
+    here = "" if other.replanned else "of this layout"
+    beside = ", ".join(f"{name}={written(value)}" for name, value in other.beside.items())
+    parts = (here, f"with {beside}" if beside else "", f"changes {other.changes}" if other.changes else "")
+    return ", ".join(part for part in parts if part)

@@ -1,16 +1,51 @@
-"""The report of a plan as one HTML page: `plan report`, `write_report` and notebooks."""
+"""The report of a plan as one HTML page that needs nothing else: no network, no scripts; charts are inline SVG.
+
+It is for `plan report`, `write_report` and notebooks. It lays out the lines of `view`, as the terminal does, and adds
+what a terminal has no room for: charts of memory, of seconds and of the alternatives, the pipeline's timeline, and the
+inputs with their sources. The same plan makes the same bytes. Names come from files that anyone may have written, so
+all text is escaped.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from planner.answer import Plan
 from planner.files import write_text
 from planner.layout.memory_curve import memory_curves
-from planner.report.format import seconds
-from planner.report.html.charts_curve import COLUMNS, draw_curves
-from planner.report.html.document import Drawing, Drawings, render_html
+from planner.report.format import gibibytes, large, percent, seconds
+from planner.report.html.charts_of_plans import (
+    COLUMNS,
+    draw_curves,
+    draw_pareto,
+    draw_stacks,
+    draw_stage_seconds,
+    draw_steps,
+)
+from planner.report.html.pieces import (
+    Card,
+    Html,
+    beside,
+    bullets,
+    cards,
+    facts,
+    folded,
+    page,
+    picture,
+    section,
+    share_bar,
+    table,
+    tag,
+    zoomed,
+)
+from planner.report.labels import LEAST_SHARE, MEMORY
+from planner.report.rows import STAGE_HEADS, Entry, Figure, Share, runs_of_stages, shown_cells
+from planner.report.small import ChangeRow
 from planner.report.timeline.charts import draw_timeline, shown_step
+from planner.report.view import View, view_of
 from planner.schedule.replay import replay
 
 CURVE = f"with reserved memory; shaded is what comes and goes within a {COLUMNS}th of it."
@@ -35,3 +70,256 @@ def report_page(plan: Plan) -> str:
 def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     """Write `report_page` to a file; `-` is stdout. Raises SpecError where the file exists and `force` is not given."""
     write_text(path, report_page(plan), force)
+
+
+PAIRS = ("", "")
+"""Heads of a table of subjects and sentences."""
+
+
+class Drawing(NamedTuple):
+    """A drawing, and what it shows."""
+
+    svg: Html
+    caption: str
+
+
+class Drawings(NamedTuple):
+    """The drawings for which the step is replayed: the pipeline's actions, and memory over time."""
+
+    timeline: Drawing
+    curve: Drawing
+
+
+def render_html(plan: Plan, replayed: Drawings) -> str:
+    """The whole page."""
+    view = view_of(plan)
+    return page(f"{view.job}: {view.layout}", *_sections(plan, view, replayed))
+
+
+def _sections(plan: Plan, view: View, replayed: Drawings) -> Iterator[Html]:
+    headings = view.headings
+    yield header(view)
+    if view.recipe:
+        yield section(headings["recipe"], table(PAIRS, view.recipe, "ll"))
+    yield from small_sections(view)
+    yield section(headings["stages"], *stages(plan, view))
+    has_interval = any(stage.memory.total_bytes_interval for stage in plan.stages)
+    peaks = picture(
+        draw_stacks(plan.stages, view.capacity_bytes),
+        f"Each stage at its peak{', with the 80% interval of the whole' if has_interval else ''}.",
+    )
+    yield section(headings["memory"], beside(peaks, picture(*replayed.curve)))
+    busy = picture(draw_stage_seconds(plan.best), "Each stage over all micro-batches of a step, whose end is the line.")
+    yield section(headings["breakdown"], beside(_breakdown(view), busy))
+    yield section(headings["timeline"], picture(zoomed(replayed.timeline.svg, "timeline"), replayed.timeline.caption))
+    if view.alternatives:
+        yield section(headings["alternatives"], *_alternatives(view))
+    if view.risk or view.robust:
+        yield section(headings["risk"], *_risk(view))
+    if view.sustained or view.goodput or view.cost:
+        yield section(headings["months"], *_months(view))
+    yield from _reasons(view)
+    yield section("Inputs", *inputs(plan))
+
+
+def _breakdown(view: View) -> Html:
+    rows: list[tuple[object, ...]] = [(*share.cells, share_bar(share.fraction)) for share in view.breakdown]
+    rows.append((*Share("step", view.step_s, view.step_s).cells, ""))
+    note = f"On the rank that decides the step; the items add up to it, those below {percent(LEAST_SHARE, 2)} left out."
+    filled = table(("item", "seconds", "share", ""), rows, "lrrl", bold_last=True)
+    return tag("div", filled, tag("p", note, class_="soft"))
+
+
+def _alternatives(view: View) -> Iterator[Html]:
+    entries = (view.best, *view.alternatives)
+    heads = ("", "layout", "step", "GiB", "fits with", "MFU", "how, and what it trades against the best")
+    rows = [(e.name, e.sizes, e.step, e.peak, e.fit, percent(e.mfu), _how(e)) for e in entries]
+    yield table(heads, rows, "lnrrrrl", folds=True)
+    sure = "Grey is the best's interval: a prediction alone cannot tell layouts apart whose intervals reach into it."
+    yield beside(
+        picture(draw_steps(entries), sure if view.best.step_s_interval else ""),
+        picture(draw_pareto(entries, view.capacity_bytes), "Filled: no other is faster in less memory."),
+    )
+
+
+def _how(entry: Entry) -> str:
+    """The trade of an alternative; the way in which the best is run stands at the top of the page."""
+    more = "" if entry.trade else entry.more
+    return "" if entry.more_fraction is None else "; ".join(part for part in (more, entry.how) if part)
+
+
+def _risk(view: View) -> Iterator[Html]:
+    if view.risk:
+        yield table(PAIRS, view.risk, "ll")
+    if view.robust:
+        yield tag("h3", view.headings["robust"])
+        yield table(view.robust.heads, view.robust.rows, "l" + "r" * (len(view.robust.heads) - 1))
+        yield from (tag("p", remark, class_="soft") for remark in view.robust.remarks)
+
+
+def _months(view: View) -> Iterator[Html]:
+    """The sustained step, days, dollars and the share that trains, beside the sources of what was assumed."""
+    figures = [*filter(None, [view.sustained]), *view.cost, *view.goodput]
+    told = table(PAIRS, [(figure.name, figure.text.removeprefix(f"{figure.name} ")) for figure in figures], "ll")
+    yield beside(told, table(PAIRS, [(f"source: {name}", source) for name, source in view.sources], "ll"))
+
+
+def _reasons(view: View) -> Iterator[Html]:
+    """The shapes that were left out, the proof, and all that was assumed."""
+    headings = view.headings
+    if view.rejections:
+        cells = [rejection.cells for rejection in view.rejections]
+        yield section(headings["rejections"], table(("shapes", "reason", "for example"), cells, "rll", folds=True))
+    if view.corrections:
+        yield section(headings["corrections"], table(PAIRS, view.corrections, "ll"))
+    yield section(headings["how_sure"], table(PAIRS, view.proof, "ll"))
+    if view.assumptions:
+        yield section(headings["assumptions"], bullets(view.assumptions))
+    if view.warnings:
+        yield section(headings["warnings"], bullets(view.warnings))
+
+
+def header(view: View) -> Html:
+    """All of it, before the first section."""
+    said = [
+        tag("h1", tag("bdi", view.job)),
+        tag("p", view.layout, class_="layout"),
+        tag("p", f"{' · '.join(view.manner)} · {view.batch}"),
+        tag("p", " · ".join(view.placement), class_="soft"),
+        tag("p", view.batch_offer),
+        tag("p", view.misfit, class_="alarm"),
+        tag("p", " · ".join(view.corrected), class_="soft"),
+    ]
+    command = (
+        tag("pre", tag("code", view.command), aria_label="the command that made this plan") if view.command else ""
+    )
+    return tag("header", *(part for part in said if "></p>" not in part), command, cards(_cards(view)))
+
+
+def _cards(view: View) -> Iterator[Card]:
+    """The step, its speed, its memory, and the whole run."""
+    figures = {figure.name: figure for figure in view.figures}
+    step, rate, each, flops, mfu = (
+        figures.pop(name) for name in ("step", "tokens/s", "tokens/s/GPU", "TFLOP/s/GPU", "MFU")
+    )
+    yield Card(step.name, step.brief, tuple(map(_named, figures.values())))
+    yield Card(rate.name, rate.brief, (_named(each),))
+    yield Card(mfu.name, mfu.brief, (_named(flops),))
+    yield Card(view.peak.name, view.peak.brief, (f"of {view.capacity} a GPU", *filter(None, [view.fit])))
+    if view.sustained is not None:
+        yield Card(view.sustained.name, view.sustained.brief, (view.sustained.ends,))
+    if view.cost:
+        days, *rest = view.cost
+        hours = [figure.text for figure in rest if figure.unit == "GPU-hours"]
+        yield Card(f"{large(view.tokens or 0)} tokens", days.brief, (*filter(None, [days.ends]), *hours))
+        for figure in rest:
+            if figure.unit != "GPU-hours":
+                yield Card(figure.name, figure.brief, tuple(filter(None, [figure.ends])))
+    if view.goodput:
+        effective = view.goodput[0]
+        yield Card(effective.name, effective.brief, (effective.ends, "of the run's time trains"))
+
+
+def _named(figure: Figure) -> str:
+    return f"{figure.name} {figure.text}" if figure.unit in ("s", "fraction") else f"{figure.text} {figure.name}"
+
+
+HEADS = ("change", "GiB", "step", "what it changes beside", "options")
+
+
+def small_sections(view: View, link: Callable[[ChangeRow], object] = lambda row: row.options) -> Iterator[Html]:
+    """Nothing for a job that is not small; `link` draws the options of a change, where a page applies them."""
+    if view.room:
+        yield section(view.headings["room"], table(("", ""), view.room, "ll"))
+    if view.changes:
+        rows = [(*row.cells, link(row)) for row in view.changes]
+        yield section(view.headings["changes"], table(HEADS, rows, "lrrll"))
+
+
+def stages(plan: Plan, view: View) -> Iterator[Html]:
+    """A row for each run of neighbouring stages that hold the same; then every stage, folded."""
+    rows = [shown_cells(row.cells, view.mixes_recompute) for row in runs_of_stages(view.stages)]
+    heads = shown_cells(STAGE_HEADS, view.mixes_recompute)
+    yield table(heads, rows, "rll" + "l" * (len(heads) - 7) + "rrrr")
+    yield folded("Every stage: seconds, layers and parameters", _each(plan, view))
+    yield folded("Every stage: memory by item, in GiB", _memory(plan))
+
+
+def _each(plan: Plan, view: View) -> Html:
+    heads = (*STAGE_HEADS, "parameters", "layers, counted from 0")
+    rows = [
+        (*row.cells, large(stage.num_parameters), chunks(stage.chunks))
+        for row, stage in zip(view.stages, plan.stages, strict=True)
+    ]
+    return table(heads, rows, "rlllrrrrrn")
+
+
+def chunks(ranges: Sequence[tuple[int, int]]) -> str:
+    """`0–6`, `3, 19, 35`, or `2–3, then every 16 on to 114–115` where as many come again and again."""
+    held = [(first, end) for first, end in ranges if end > first]
+    gaps = {after[0] - before[0] for before, after in pairwise(held)}
+    sizes = {end - first for first, end in held}
+    if len(held) > 3 and len(gaps) == len(sizes) == 1:
+        return f"{_range(*held[0])}, then every {gaps.pop()} on to {_range(*held[-1])}"
+    return ", ".join(_range(first, end) for first, end in held)
+
+
+def _range(first: int, end: int) -> str:
+    return f"{first}–{end - 1}" if end > first + 1 else str(first)
+
+
+def _memory(plan: Plan) -> Html:
+    heads = ["stage", *MEMORY.values()]
+    rows: list[list[object]] = [
+        [stage.stage, *(gibibytes(getattr(stage.memory, name)) for name in MEMORY)] for stage in plan.stages
+    ]
+    if any(stage.memory.total_bytes_interval for stage in plan.stages):
+        heads.append("80% interval")
+        for row, stage in zip(rows, plan.stages, strict=True):
+            row.append("–".join(map(gibibytes, stage.memory.total_bytes_interval or ())))
+    return table(heads, rows, "r" * len(heads))
+
+
+def inputs(plan: Plan) -> Iterator[Html]:
+    """The sources in a table, every field below it on demand, and the hash of all."""
+    model, hardware = plan.model.spec, plan.cluster.hardware
+    named = [("model", model.name, model.source)]
+    if model.training is not None:
+        named.append(("published training", f"{model.training.tokens_per_step:,} tokens a step", model.training.source))
+    named.append(("hardware", hardware.name, hardware.source))
+    named += [
+        (f"link {tier.name}", f"{tier.gb_per_s:g} GB/s, {tier.latency_us:g} µs", tier.source)
+        for tier in plan.cluster.tiers
+    ]
+    named.append(("kernels", hardware.efficiency.evidence.replace("_", " "), hardware.efficiency.source))
+    named.append(("reserved memory", f"{hardware.reserved.context_gib:g} GiB context", hardware.reserved.source))
+    if hardware.usd_per_gpu_hour is not None:
+        named.append(("price", f"${hardware.usd_per_gpu_hour:g} a GPU-hour", hardware.price_source))
+    yield table(("input", "value", "source"), [row for row in named if row[2]], "lll", folds=True)
+    total, active = large(plan.model.num_parameters), large(plan.model.num_active_parameters)
+    model_facts = {"parameters": total, "active parameters": active, **_flat(model.model_dump(mode="json"))}
+    yield folded("Model", facts(model_facts))
+    yield folded("Cluster", facts(_flat(plan.cluster.model_dump(mode="json"))))
+    yield folded("Training", facts(_flat(plan.training.model_dump(mode="json"))))
+    yield folded("Runtime", facts(_flat(plan.runtime_spec.model_dump(mode="json"))))
+    yield tag("p", "sha256 of the inputs: ", tag("code", plan.inputs_sha256))
+    yield tag("p", f"planner {plan.planner_version}, plan schema {plan.schema_version}", class_="soft")
+
+
+def _flat(data: dict[str, Any], before: str = "") -> dict[str, object]:
+    """Nested values under dotted names, without those that are not set."""
+    flat: dict[str, object] = {}
+    for key, value in data.items():
+        name = f"{before}{key}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{name}.")
+        elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+            for index, entry in enumerate(value):
+                flat |= _flat(entry, f"{name}[{index}].")
+        elif value is not None:
+            flat[name] = _listed(value) if isinstance(value, list) else value
+    return flat
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))

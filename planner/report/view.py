@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.answer import Plan, PricedLayout
+from planner.report import small
 from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
 from planner.report.labels import (
     BREAKDOWN,
@@ -24,9 +25,7 @@ from planner.report.months import cost_figures, goodput_figures, says_sources, s
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
-from planner.report.small import changes
-from planner.report.small import view as small
-from planner.report.small.changes import ChangeRow
+from planner.report.small import ChangeRow
 from planner.specs.training import TrainingSpec
 
 
@@ -190,7 +189,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
         assumptions=(small.assumed(plan),) if is_tuning and small.assumed(plan) else plan.assumptions,
         warnings=plan.warnings,
         room=small.room_lines(plan.room),
-        changes=changes.change_rows(plan, plan.changes),
+        changes=small.change_rows(plan, plan.changes),
     )
 
 

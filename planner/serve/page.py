@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 
-from planner.report.html.pieces import Html, joined, tag
-from planner.report.html.style import STYLE
+from planner.report.html.pieces import STYLE, Html, joined, tag
 from planner.serve.controls import GROUPS, SWITCH, Catalogue, Control, Form
 from planner.serve.pieces import empty
 from planner.serve.question import Question

@@ -12,9 +12,8 @@ from planner.errors import Infeasible, PlannerError
 from planner.export.targets import LAUNCHERS, TRAINERS
 from planner.plan_file import with_alternative
 from planner.report.format import gibibytes, percent, seconds
-from planner.report.html.header import header
 from planner.report.html.pieces import Html, beside, bullets, folded, joined, section, share_bar, table, tag
-from planner.report.html.small import small_sections
+from planner.report.page import header, small_sections
 from planner.report.proof import is_proven, says_bound, says_outcome
 from planner.report.rows import STAGE_HEADS, Entry, Share, runs_of_stages
 from planner.report.view import View, view_of

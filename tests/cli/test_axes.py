@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from planner.cli.axes import MOST_POINTS, by_nodes, days, doubling, numbers
+from planner.cli.sweep_command import MOST_OF_A_RANGE, by_nodes, days, doubling, numbers
 from planner.errors import SpecError
 
 
@@ -28,7 +28,7 @@ def test_numbers_of_gpus(text: str, values: list[int]) -> None:
 
 def test_a_long_range_is_thinned_out_to_whole_nodes_between_its_ends() -> None:
     values = numbers("--gpus", "256..4096", by_nodes(8))
-    assert (values[0], values[-1], len(values)) == (256, 4096, MOST_POINTS)
+    assert (values[0], values[-1], len(values)) == (256, 4096, MOST_OF_A_RANGE)
     assert all(value % 8 == 0 for value in values)
     assert max(b / a for a, b in pairwise(values)) < 1.15
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli import follow, main
+from planner.cli import main, observe_command
 
 LINE = (
     " iteration {number:8d}/     500 | consumed samples: 1 | elapsed time per iteration (ms): {ms:.1f} | "
@@ -39,7 +39,7 @@ def piped(text: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "POLL_S", 0.001)
+    monkeypatch.setattr(observe_command, "POLL_S", 0.001)
 
 
 def test_a_run_that_leaves_its_band_is_exit_code_7(
@@ -82,7 +82,7 @@ def test_interrupted_is_the_final_answer_and_no_failure(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(follow.time, "sleep", interrupt)
+    monkeypatch.setattr(observe_command.time, "sleep", interrupt)
     assert main(["observe", "--follow", str(path)]) == 0
     assert "median step" in capsys.readouterr().out
 

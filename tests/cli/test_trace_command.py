@@ -13,7 +13,7 @@ from trace_judge import judge, named
 from planner.answer import Plan
 from planner.cli import main
 from planner.layout.evaluate import evaluate
-from planner.report.timeline import plan_trace
+from planner.report.timeline import trace as trace_module
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
@@ -135,7 +135,7 @@ def test_of_many_exchanges_those_of_a_layer_or_a_pass_are_one(
         (5_000, "those of a layer together"),
         (10, "those of a pass together"),
     ):
-        monkeypatch.setattr(plan_trace, "MAX_SLICES", most)
+        monkeypatch.setattr(trace_module, "MAX_SLICES", most)
         trace = _traced(str(mixture_file), "--force", tmp_path=tmp_path)
         slices = named(trace, judge(trace))
         assert trace["otherData"]["exchanges"].startswith(says)
@@ -190,7 +190,7 @@ def test_refuses_an_alternative_that_is_not_there(plan_file: Path, capsys: pytes
 def test_a_step_of_too_many_actions_is_refused_with_a_length_that_works(
     plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan_trace, "MAX_ACTIONS", 300)
+    monkeypatch.setattr(trace_module, "MAX_ACTIONS", 300)
     target = tmp_path / "trace.json"
     assert _run(str(plan_file), "-o", str(target)) == 2
     error, hint = capsys.readouterr().err.splitlines()

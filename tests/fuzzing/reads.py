@@ -27,7 +27,7 @@ from planner.observe.log_reader import observe
 from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
 from planner.profile.record import MeasurementRecord
-from planner.report.timeline.plan_trace import plan_trace
+from planner.report.timeline.trace import plan_trace
 from planner.serve.app import _asked_for
 from planner.serve.controls import Catalogue, options_of
 from planner.serve.question import asked

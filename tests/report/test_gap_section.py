@@ -9,7 +9,7 @@ from rich.console import Console
 
 from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
 from planner.observe.observation import Observation, Observed, Prediction, SourceFile, Term
-from planner.report.observe.gap import SignedBar, gap_section
+from planner.report.observe.answer import SignedBar, gap_section
 
 SOURCE = SourceFile(path="a.log", format="megatron")
 

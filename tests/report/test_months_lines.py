@@ -10,7 +10,7 @@ from pages import DRAWN, Page
 from rich.console import Console
 
 from planner.answer import Goodput, Plan, RunCost, Sustained
-from planner.report.html.document import render_html
+from planner.report.page import render_html
 from planner.report.terminal import render
 from planner.report.view import view_of
 

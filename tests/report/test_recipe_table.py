@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from planner.answer import Plan
-from planner.report.recipe_table import render_recipe_table
+from planner.report.explain import render_recipe_table
 from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
 from planner.trainers.switches import Value
 

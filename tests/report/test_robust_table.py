@@ -11,7 +11,7 @@ from pages import DRAWN, Page
 from rich.console import Console
 
 from planner.answer import AS_PLANNED, Plan, RobustStep
-from planner.report.html.document import render_html
+from planner.report.page import render_html
 from planner.report.rows import Robust, robust_of
 from planner.report.terminal import render
 

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from planner.answer import Plan
+from planner.report import small
 from planner.report.format import gibibytes
-from planner.report.small import changes
-from planner.report.small import view as small
 from planner.report.terminal import render
 from planner.report.view import view_of
 from planner.search.search import plan
@@ -101,7 +100,7 @@ def test_a_run_of_weeks_has_its_months() -> None:
 
 def test_each_kind_of_change_is_shown_once_and_a_misfit_says_by_how_much() -> None:
     made = tuned(bits=16)
-    rows = changes.shown_changes(made)
+    rows = small.shown_changes(made)
     known = {change.change: change for change in made.changes}
     kinds = [(known[row.change].kind, known[row.change].fits) for row in rows]
     assert len(kinds) == len(set(kinds)) > 3
@@ -109,7 +108,7 @@ def test_each_kind_of_change_is_shown_once_and_a_misfit_says_by_how_much() -> No
     row = next(row for row in rows if row.change == misfit.change)
     lacking = gibibytes(misfit.total_bytes - made.cluster.hardware.memory_bytes)
     assert row.remark in (f"does not fit by {lacking} GiB", "fits too narrowly")
-    assert view_of(made).changes == changes.change_rows(made, made.changes)
+    assert view_of(made).changes == small.change_rows(made, made.changes)
 
 
 def test_all_weights_of_a_small_model_are_said_to_be_trained() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal, RiskOffer
 from planner.report.format import SURE, fits_with, gibibytes
-from planner.report.html.document import render_html
+from planner.report.page import render_html
 from planner.report.rows import RECOMPUTE_COLUMN
 from planner.report.terminal import render
 from planner.report.view import View, view_of

@@ -44,7 +44,7 @@ EXCEPTIONS = {
     "planner/layout/runs.py": OWN,
     "planner/months/facts.py": OWN,
     "planner/profile/measure_links.py": WIRE,
-    "planner/report/small/view.py": OWN,
+    "planner/report/small.py": OWN,
     "planner/specs/base.py": "our own sources, for the docstrings below fields",
     "planner/validate/rows.py": OWN,
     "planner/probe/device_state.py": "the table that nvidia-smi prints",

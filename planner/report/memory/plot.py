@@ -13,10 +13,9 @@ from planner.answer.memory import MemoryAnswer, MemoryOfStage
 from planner.files import STDOUT, write_bytes, write_text
 from planner.report.charts import INK, MEMORY_COLOURS, drawing, figure, image, svg
 from planner.report.format import gibibytes, unit_for
-from planner.report.html.charts_curve import envelope
-from planner.report.html.charts_memory import draw_capacity
+from planner.report.html.charts_of_plans import draw_capacity, envelope
 from planner.report.html.pieces import page, section, table, tag
-from planner.report.memory.groups import grouped
+from planner.report.memory.text import grouped
 from planner.specs.units import GIB
 
 COLUMNS = 600

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.observation import Observation, Observed, Outlier, Prediction, Wall
-from planner.report.format import digits, gibibytes, large, percent, seconds, signed_seconds, span
-from planner.report.labels import BREAKDOWN
-from planner.report.observe.causes import causes_section, conclusion
-from planner.report.observe.gap import gap_section
+from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
+from planner.observe.gap.rows import GAP_ROWS, OF_MEMORY
+from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Outlier, Prediction, Term, Wall
+from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
+from planner.report.labels import BREAKDOWN, LEAST_SHARE
+from planner.report.months import duration
 from planner.report.pieces import Bar, bullets, columns, headed, section
+from planner.specs.reading import printable
 from planner.specs.units import GIB
+
+if TYPE_CHECKING:
+    from planner.observe.follower import FollowedRun
 
 _MOST_TIMERS, _MOST_RANKS, _WIDEST_BAR = 16, 8, 24
 _LEAST_DRIFT = 0.01
@@ -224,3 +233,171 @@ def _open(observed: Observed) -> Iterator[str]:
         yield f"tokens per second: add {' '.join(observation.asks)}"
     if observed.prediction is None:
         yield "nothing was predicted: add --plan plan.json, or --model, --gpus and the layout (--tp, --pp, …)"
+
+
+_LABELS = {**STEP_TERMS, **WALL_TERMS}
+_WIDEST_HALF, _LONGEST = 8, 300
+_MOST_LINES, _WIDTH = 6, 76
+_WORTH_A_SENTENCE = 0.01
+"""Terms of at least this share of the step have their evidence shown, as many as fit; that of all is in --json."""
+
+
+class SignedBar:
+    """A bar to the right of its middle for seconds lost, to the left for seconds won."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(7, 2 * _WIDEST_HALF + 1)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        half = max(1, (min(2 * _WIDEST_HALF + 1, options.max_width) - 1) // 2)
+        cells = bar(abs(self.fraction), half)
+        won, lost = (cells[::-1], " " * half) if self.fraction < 0 else (" " * half, cells)
+        yield Text.assemble((won, "green"), ("│", "dim"), (lost, "red"))
+
+
+def gap_section(observed: Observed) -> RenderableType | None:
+    """The waterfall from the predicted step to the wall time per step; None where there is nothing between them."""
+    observation, prediction = observed.observation, observed.prediction
+    step_s = observation.step_s
+    if step_s is None or not (observed.waterfall or observed.beside):
+        return None
+    every = (*observed.waterfall, *observed.beside)
+    largest_s = max(abs(term.seconds) for term in every)
+    like_s = min(step_s, prediction.step_s) if prediction else step_s
+    table = headed(("", "", "", "to win back"), "l", "r", "l", "r", style="dim")
+    if prediction is not None and observed.waterfall:
+        table.add_row("predicted step", seconds(prediction.step_s, like_s), "", "", style="bold")
+        _add_terms(table, observed.waterfall, like_s, largest_s, LEAST_SHARE * step_s)
+    table.add_row("measured step", seconds(step_s, like_s), "", "", style="bold")
+    parts: list[RenderableType] = [table]
+    if observed.beside:
+        _add_terms(table, observed.beside, like_s, largest_s, LEAST_SHARE * step_s)
+        wall_s = step_s + sum(term.seconds for term in observed.beside)
+        table.add_row("wall time per step", seconds(wall_s, like_s), "", "", style="bold")
+        parts += [Text(words, style="dim") for words in _whole(observation)]
+    if said := list(_evidence(observed.waterfall, _WORTH_A_SENTENCE * step_s)):
+        parts += ["", bullets(said)]
+    return section("Where the seconds go", Group(*parts))
+
+
+def _whole(observation: Observation) -> Iterator[str]:
+    """One sentence on the wall time of the whole run."""
+    if (wall := observation.wall) is not None:
+        warm_up = f", {observation.num_warmup_steps:,} of them to warm up" if observation.num_warmup_steps else ""
+        share = percent(min(1.0, wall.steps_s / wall.wall_s)) if wall.wall_s else "all"
+        yield f"{seconds(wall.wall_s)} in all, {share} of it {observation.num_steps:,} steps{warm_up}"
+
+
+def _evidence(terms: Sequence[Term], least_s: float) -> Iterator[str]:
+    """The evidence of the largest terms, in a few lines."""
+    lines = 0
+    for term in sorted(terms, key=lambda term: -abs(term.seconds)):
+        words = f"{_label(term)}: {printable(term.evidence, _LONGEST)}"
+        lines += math.ceil(len(words) / _WIDTH)
+        if abs(term.seconds) < least_s or lines > _MOST_LINES:
+            return
+        yield words
+
+
+def _add_terms(table: Table, terms: Sequence[Term], like_s: float, largest_s: float, least_s: float) -> None:
+    """A row for each term, those that would read as nothing together in one."""
+    small = [term for term in terms if abs(term.seconds) < least_s]
+    for term in terms:
+        if term not in small:
+            back = "" if not term.recoverable_s else seconds(term.recoverable_s, like_s)
+            table.add_row(
+                f"  {_label(term)}", signed_seconds(term.seconds, like_s), SignedBar(term.seconds / largest_s), back
+            )
+    total_s = sum(term.seconds for term in small)
+    if signed_seconds(total_s, like_s) != "0 s":
+        words = f"  {len(small)} smaller ones" if len(small) > 1 else f"  {_label(small[0])}"
+        table.add_row(words, signed_seconds(total_s, like_s), SignedBar(total_s / largest_s), "")
+
+
+def _label(term: Term) -> str:
+    return _LABELS.get(term.term, printable(term.term.replace("_", " "), 40))
+
+
+def conclusion(observed: Observed) -> str:
+    """The sentence of the verdict, with the row that takes most of the gap where one is shown for it."""
+    says, is_memory = observed.says, observed.verdict == "memory"
+    fitting = [cause for cause in observed.causes if (cause.name in OF_MEMORY) == is_memory]
+    if not fitting or observed.verdict == "fast":
+        return says
+    clause = _clause(fitting[0])
+    if observed.verdict == "slow":
+        return f"slow: {clause}; {says.removeprefix('slow: ')}"
+    return f"{says}; {clause}" if says else clause
+
+
+def causes_section(observed: Observed) -> RenderableType | None:
+    """Every row that is shown, and what to record next where none is."""
+    parts = [part for cause in observed.causes for part in _cause(cause, observed.observation.step_s)]
+    if observed.next_test:
+        parts.append(Text(f"No file shows where the time went. Record next: {observed.next_test}."))
+    return section("What the files show", Group(*parts)) if parts else None
+
+
+def _clause(cause: GapCause) -> str:
+    row = GAP_ROWS.get(cause.name)
+    text = row.at(cause.where) if row else cause.name
+    return text if not cause.seconds else f"{text}, {seconds(cause.seconds)} of a step"
+
+
+def _cause(cause: GapCause, step_s: float | None) -> Iterator[RenderableType]:
+    row = GAP_ROWS.get(cause.name)
+    head = Text(row.at(cause.where) if row else cause.name)
+    head.append(f"  {cause.name}", style="dim")
+    yield head
+    yield Padding(_details(cause, step_s), (0, 0, 0, 3))
+
+
+def _details(cause: GapCause, step_s: float | None) -> Table:
+    table = columns("l", None)
+    table.add_row("seen", cause.evidence)
+    if cause.seconds:
+        share = f", {percent(cause.seconds / step_s)} of it" if step_s else ""
+        table.add_row("takes", f"{seconds(cause.seconds)} of a step{share}")
+    if cause.remedy is not None:
+        table.add_row("helps", remedy_says(cause.remedy))
+    return table
+
+
+def remedy_says(remedy: GapRemedy) -> str:
+    """The remedy in words, with its options and the step that it gives."""
+    by = "by the price of this job" if remedy.is_priced else "without it"
+    given = f"a step of {seconds(remedy.step_s)} {by}" if remedy.step_s is not None else ""
+    return "; ".join(part for part in (remedy.says, " ".join(remedy.options), given) if part)
+
+
+_DAY_S = 86400.0
+
+
+def line_of(found: FollowedRun) -> str:
+    """`step 80 of 500  11.00 s a step  above 8.578–9.482 s, 8 of 20 steps  1.3 h left`."""
+    if found.step is None or found.window_step_s is None:
+        return found.says
+    step = f"step {found.step:,}" + (f" of {found.total_steps:,}" if found.total_steps else "")
+    parts = [step, f"{seconds(found.window_step_s)} a step", _place(found)]
+    if found.mfu is not None:
+        parts.append(f"MFU {percent(found.mfu)}")
+    elif found.tokens_per_s is not None:
+        parts.append(f"{large(round(found.tokens_per_s))} tokens/s")
+    if found.peak_memory_bytes is not None:
+        parts.append(f"{gibibytes(found.peak_memory_bytes)} GiB")
+    if found.eta_s is not None:
+        left = f"{found.eta_s / _DAY_S:,.1f} d" if found.eta_s >= 2 * _DAY_S else duration(found.eta_s)
+        parts.append(f"{left} left")
+    return "  ".join(parts)
+
+
+def _place(found: FollowedRun) -> str:
+    if found.band_s is None:
+        return found.place
+    around = span(*found.band_s, found.band_s[1])
+    if found.place in ("above", "below"):
+        return f"{found.place} {around}, {found.out_steps:,} of {found.allowed_steps:,} steps"
+    return f"{found.place} {around}"

@@ -6,9 +6,12 @@ its beginning and its end, below a strip that shows where in the step they lie.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -21,11 +24,10 @@ from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice, with_microbatches
 from planner.report.charts import ACTION_COLOURS, INK, LINE, PAPER, SOFT, drawing, figure, svg, svg_file
-from planner.report.format import unit_for
+from planner.report.format import percent, seconds, unit_for
 from planner.report.html.pieces import Html
 from planner.report.labels import ACTIONS
-from planner.report.timeline.windows import Mask, Step, Window, caption
-from planner.schedule.actions import KINDS
+from planner.schedule.actions import KINDS, F
 from planner.schedule.timeline import FloatArray, Timeline
 
 WIDTH_IN = 11.0
@@ -203,3 +205,139 @@ def _on(colour: str) -> str:
     """Black or white, whichever is read better on `colour`."""
     red, green, blue = to_rgb(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#000000"
+
+
+WHOLE, WINDOW, MOST = 80, 40, 1_600
+"""Bars of a rank up to which a step is drawn whole, bars of a rank in a window, and the most bars of one window: in 11
+inches they still bear the number of their micro-batch."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Window(NamedTuple):
+    """A part of a step, and what it is called."""
+
+    title: str
+    from_s: float
+    to_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A replayed step as arrays along all of its actions."""
+
+    timeline: Timeline
+
+    @property
+    def start_s(self) -> FloatArray:
+        """Time when each action starts."""
+        return self.timeline.timing.start_s
+
+    @property
+    def end_s(self) -> FloatArray:
+        """Time when each action ends."""
+        return self.timeline.timing.end_s
+
+    @property
+    def rank(self) -> npt.NDArray[np.int32]:
+        """Rank of each action."""
+        return self.timeline.graph.rank
+
+    @cached_property
+    def rows(self) -> FloatArray:
+        """Height of each action in the drawing: its rank."""
+        return self.rank.astype(np.float64)
+
+    @cached_property
+    def is_forward(self) -> Mask:
+        """True for forwards."""
+        forward: Mask = self.timeline.graph.kind == F
+        return forward
+
+    @cached_property
+    def chunk(self) -> npt.NDArray[np.int32]:
+        """Number of the chunk that each action works on, counted on its rank from 0."""
+        return np.array(self.timeline.schedule.stage_to_chunk, dtype=np.int32)[self.timeline.graph.stage]
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """The most chunks of a rank."""
+        return max(self.timeline.schedule.stage_to_chunk) + 1
+
+    @cached_property
+    def turns_s(self) -> FloatArray:
+        """Times, per rank, of the first action that is no forward; the step's end where there is none."""
+        firsts = np.full(self.timeline.schedule.pp, self.timeline.makespan_s)
+        np.minimum.at(firsts, self.rank[~self.is_forward], self.start_s[~self.is_forward])
+        return firsts
+
+    @cached_property
+    def last_forwards_s(self) -> FloatArray:
+        """Times, per rank, of the end of the last forward."""
+        lasts = np.zeros(self.timeline.schedule.pp)
+        np.maximum.at(lasts, self.rank[self.is_forward], self.end_s[self.is_forward])
+        return lasts
+
+    @property
+    def steady_s(self) -> tuple[float, float]:
+        """Time from which all ranks have run a backward, and time of the first rank's last forward."""
+        return float(self.turns_s.max()), float(self.last_forwards_s.min())
+
+    def windows(self) -> list[Window]:
+        """The whole step, or its steady state, beginning and end."""
+        makespan_s, ranks = self.timeline.makespan_s, self.timeline.schedule.pp
+        most = int(np.bincount(self.rank).max(initial=0))
+        if most <= WHOLE and len(self.rank) <= MOST:
+            return [Window("whole step", 0.0, makespan_s)]
+        long_s = makespan_s / most * min(WINDOW, max(MOST // ranks, 8))
+        fill_s, drain_s = self.steady_s
+        middle_s = (fill_s + drain_s) / 2
+        from_s = min(max(middle_s - long_s / 2, 0.0), makespan_s - long_s)
+        middle = Window("from forwards to backwards", from_s, from_s + long_s)
+        if fill_s + long_s < drain_s:
+            from_s = self._round_between(fill_s, middle_s, from_s)
+            middle = Window("steady state", from_s, from_s + long_s)
+        begin_s, end_s = (min(max(long_s / 2, 1.1 * slant_s), 1.6 * long_s) for slant_s in self._slants_s)
+        return [middle, Window("beginning", 0.0, begin_s), Window("end", makespan_s - end_s, makespan_s)]
+
+    @property
+    def _slants_s(self) -> tuple[float, float]:
+        """Seconds until the last rank has begun, and from the first rank's end on."""
+        begun_s = max(float(start_s[0]) for start_s in self.timeline.start_s)
+        return begun_s, self.timeline.makespan_s - min(float(end_s.max()) for end_s in self.timeline.end_s)
+
+    def _round_between(self, from_s: float, to_s: float, otherwise_s: float) -> float:
+        """The last time between both at which the busiest rank begins a round of forwards on its first chunk."""
+        rank = int(self.timeline.busy_s.argmax())
+        own = (self.rank == rank) & self.is_forward
+        order = np.argsort(self.start_s[own], kind="stable")
+        starts_s, chunks = self.start_s[own][order], self.chunk[own][order]
+        begins = (chunks == 0) & (np.append(-1, chunks[:-1]) != 0)
+        between = starts_s[begins & (starts_s >= from_s) & (starts_s <= to_s)]
+        return float(between[-1]) if len(between) else otherwise_s
+
+
+def caption(step: Step, windows: list[Window], bubble_fraction: float | None, num_microbatches: int) -> str:
+    """The sentences that say what is drawn, and what the step is made of; arguments are those of `draw_timeline`."""
+    timeline, schedule = step.timeline, step.timeline.schedule
+    makespan_s, (fill_s, drain_s) = timeline.makespan_s, step.steady_s
+    idle = f", of which ranks idle {percent(timeline.bubble_fraction)}"
+    if bubble_fraction is not None:
+        idle = f"; the pipeline bubble is {percent(bubble_fraction)} of the step"
+    each = f" in {step.num_chunks} chunks each" if step.num_chunks > 1 else ""
+    on = f"{schedule.pp} ranks" if schedule.pp > 1 else "1 rank"
+    says = f"{schedule.name}, {schedule.num_microbatches} micro-batches on {on}{each}: "
+    says += f"{seconds(makespan_s)}{idle}."
+    if num_microbatches > schedule.num_microbatches:
+        says += f" The plan's step has {num_microbatches} micro-batches, and the others repeat the steady state."
+    if fill_s < drain_s:
+        parts = (fill_s, drain_s - fill_s, makespan_s - drain_s)
+        fill, steady, drain = (seconds(part_s, makespan_s) for part_s in parts)
+        says += (
+            f" It fills for {fill}, until all ranks have begun a backward, is steady for {steady}, and drains for "
+            f"{drain}, from the first rank's last forward on."
+        )
+    if len(windows) > 1:
+        spans = (f"{window.title} ({seconds(window.to_s - window.from_s)})" for window in windows)
+        says += f" Drawn: {', '.join(spans)}."
+    return says + " The numbers are micro-batches."

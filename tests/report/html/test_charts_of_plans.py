@@ -12,10 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.answer import Plan
-from planner.report.html.charts_curve import envelope
-from planner.report.html.charts_layouts import front
-from planner.report.html.charts_memory import draw_stacks
-from planner.report.html.charts_stages import draw_stage_seconds
+from planner.report.html.charts_of_plans import draw_stacks, draw_stage_seconds, envelope, front
 from planner.report.rows import Entry, entry_of
 from planner.specs.units import GIB
 

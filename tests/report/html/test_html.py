@@ -11,7 +11,7 @@ import pytest
 from pages import DRAWN, Page
 
 from planner.answer import Plan
-from planner.report.html.document import render_html
+from planner.report.page import render_html
 
 MakePlan = Callable[..., Plan]
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>&amp;\"]]>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.report.html.stages import chunks
+from planner.report.page import chunks
 
 
 @pytest.mark.parametrize(

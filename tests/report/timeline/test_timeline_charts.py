@@ -12,8 +12,7 @@ from matplotlib.patches import PathPatch
 from planner.layout.evaluate import evaluate
 from planner.report.charts import ACTION_COLOURS, SOFT
 from planner.report.timeline import charts
-from planner.report.timeline.charts import draw_timeline, shown_step
-from planner.report.timeline.windows import MOST, WHOLE, Step
+from planner.report.timeline.charts import MOST, WHOLE, Step, draw_timeline, shown_step
 from planner.schedule.compare import RankSeconds
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import replay
