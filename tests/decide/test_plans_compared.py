@@ -11,8 +11,7 @@ from probes import probe_result, probe_run
 from rich.console import Console
 
 from planner.answer import Plan
-from planner.decide.compare import Comparison, compare
-from planner.decide.compared import of_plan, of_probe
+from planner.decide.compare import Comparison, compare, of_plan, of_probe
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.probe.result import ProbedMemory, ProbeResult

@@ -1,24 +1,174 @@
-"""A job that resumes: the old plan, the case of the new GPUs, and the axes that it keeps."""
+"""A job that resumes: the old plan, the case of the new GPUs, and the axes that it keeps; and the answer's types."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-from planner.answer import Layout, Plan
+from pydantic import Field
+
+from planner.answer import Interval, Layout, Plan
+from planner.answer.quantities import Difference
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice
+from planner.months.failure_kinds import Taken
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.recipes import pinned
+from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import check_names
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.checkpoint import AXES, Axis, Checkpoint
 from planner.trainers.load import checkpoint_of
+
+Kind = Literal["split", "reshard", "wait", "stay"]
+"""`split`: the old layout with another number of data-parallel ranks. `reshard`: any layout. `wait`: the old layout on
+the old GPUs, once they are back. `stay`: the old layout, where GPUs were added."""
+Loads = Literal["as_is", "resave", "convert", "ready"]
+"""The way to the checkpoint: as its files are; written again by a job that keeps its axes; converted by a tool; only
+where it was saved in the other format."""
+
+
+Answer = Literal["restarts", "stands_in", "splits", "reshards", "waits"]
+"""The job's answer to a failure: it restarts on its nodes, idle or spare ones stand in, it goes on with fewer
+data-parallel ranks or in another layout, or it waits for the repair."""
+
+
+class Closed(Spec):
+    """A way that cannot be taken."""
+
+    kind: Kind
+    reason: str
+
+
+class Choice(Spec):
+    """One way to go on."""
+
+    kind: Kind
+    layout: str
+    parallelism: Layout
+    num_gpus_used: int
+    num_gpus_idle: int
+    global_batch_size: int
+    step_s: float
+    tokens_per_s: float
+    rate_fraction: float
+    """Tokens a second, over those of the old plan."""
+    oom_probability: float | None = None
+    loads: Loads = "as_is"
+    needs: tuple[str, ...] = ()
+    """Things that must be done for the checkpoint to load, each the end of a sentence."""
+    back_s: float = 0.0
+    """Seconds from the failure until the job trains so; of a job that waits, beside the wait. Where GPUs were added,
+    seconds that a planned stop takes."""
+    back_s_interval: Interval | None = None
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """The parts of back_s."""
+    ready_back_s: float | None = None
+    """The same, had the checkpoint been saved in the other format; null where that makes no difference."""
+    break_even_wait_s: float | None = None
+    """The wait, from the failure on, beyond which this loses less than waiting; where GPUs were added, the seconds that
+    the job has to run on for this to pay."""
+    return_pays_s: float | None = None
+    """Seconds that a job must run after its return to the old layout for that to pay; null for no shorter step."""
+    lost_until_repair_s: float | None = None
+    """Seconds of training at the old rate that are lost until the old layout runs again, after the usual repair."""
+    lost_until_repair_s_interval: tuple[Difference, Difference] | None = None
+    """The same for the ends of the repair's interval; below 0 where more is trained than at the old rate."""
+    convergence: tuple[str, ...] = ()
+    """Changes that what is learned may depend on: batch, order of the data, numerics."""
+    execution: tuple[str, ...] = ()
+    """Changes that seconds and bytes alone depend on."""
+    options: tuple[str, ...] = ()
+    """Words of the command line that make this the plan that is saved."""
+
+
+class Failure(Spec):
+    """One kind of failure of the job that goes on, and what it costs."""
+
+    taken: Taken
+    num_nodes: int
+    per_day: float
+    per_day_interval: Interval
+    job: Answer
+    """The job's answer that loses least."""
+    lost_s: float
+    """Seconds of training that one failure costs: work since the last checkpoint, standstill, the slower steps."""
+    tokens_per_s: float
+    """Tokens a second until the nodes are back."""
+    gpu_hours_per_day: float
+    """The expected loss."""
+    source: str
+
+
+class SpareNodes(Spec):
+    """A number of spare nodes, and what it costs a day in GPU-hours."""
+
+    num_nodes: int
+    num_idle: int
+    """How many of them are idle GPUs of the plan, which cost no more for standing in."""
+    none_free_fraction: float
+    idle_gpu_hours: float
+    lost_gpu_hours: float
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.idle_gpu_hours + self.lost_gpu_hours
+
+
+class Before(Spec):
+    """The plan of the running job."""
+
+    num_gpus: int
+    layout: str
+    global_batch_size: int
+    step_s: float
+    tokens_per_s: float
+
+
+class Resume(Spec):
+    """The ways to go on after nodes came or went."""
+
+    before: Before
+    num_gpus: int
+    num_gpus_lost: int
+    """GPUs lost; negative for GPUs that were added."""
+    keep: tuple[Axis, ...]
+    """The axes that the user keeps beside those of the checkpoint."""
+    checkpoint: Checkpoint
+    repair_s: float
+    repair_s_interval: Interval
+    standby_s: float
+    """Seconds from the failure until the old layout trains again, were there a spare node for each lost one."""
+    choices: tuple[Choice, ...]
+    """The ways to go on; none where there is nothing to do."""
+    closed: tuple[Closed, ...] = ()
+    recommended: int
+    """Index of the choice that is saved: it keeps the batch asked for."""
+    failures: tuple[Failure, ...] = ()
+    spares: tuple[SpareNodes, ...] = ()
+    num_idle_nodes: int = 0
+    """Whole nodes of the recommended plan that no rank uses."""
+    num_spare_nodes_cheapest: int | None = None
+    num_spare_nodes_advised: int | None = None
+    """The fewest of which one is free in 99% of the failures that take a node."""
+    sources: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def chosen(self) -> Choice:
+        """The recommended choice."""
+        return self.choices[self.recommended]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the sum of each number of spare nodes."""
+        data = self.model_dump(mode="json")
+        for row, nodes in zip(data["spares"], self.spares, strict=True):
+            row["gpu_hours"] = nodes.gpu_hours
+        return data
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from planner.decide.resume.choice import Choice, Loads
-from planner.decide.resume.job import ResumedJob
+from planner.decide.resume.job import Choice, Loads, ResumedJob
 from planner.months.facts import Fact, stated
 from planner.months.losses import Losses, losses_of
 from planner.months.standstill import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
