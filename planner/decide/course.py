@@ -35,8 +35,8 @@ from planner.decide.processes import Each
 from planner.decide.resume.job import Loads
 from planner.decide.resume.seconds import CONVERSIONS, transfer
 from planner.errors import PlannerError, SpecError
+from planner.months.closed_form import Standstill
 from planner.months.losses import losses_of
-from planner.months.standstill import Standstill
 from planner.trainers.checkpoint import AXES, Checkpoint
 from planner.trainers.documents import attended_fraction, masked_documents
 from planner.trainers.load import checkpoint_of

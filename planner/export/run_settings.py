@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from planner.answer import Plan
-from planner.months.facts import load_facts
+from planner.months.losses import load_facts
 from planner.months.whole_run import save_interval_s
 from planner.specs.optimizer import OptimizerDefaults
 

@@ -19,7 +19,7 @@ from planner.decide.phases import PhaseAnswer
 from planner.decide.resume.job import Resume
 from planner.decide.sweep import Sweep
 from planner.layout.runs import RunSpec
-from planner.months.facts import Fact
+from planner.months.losses import Fact
 from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import Recorded

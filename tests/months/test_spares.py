@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.months.failure_kinds import failure_kinds
-from planner.months.losses import Losses, losses_of
-from planner.months.spares import ALIKE, cheapest_spares, spares
+from planner.months.closed_form import ALIKE, cheapest_spares, spares
+from planner.months.losses import Losses, failure_kinds, losses_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
 from planner.specs.operations import OperationsSpec

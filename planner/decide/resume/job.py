@@ -14,7 +14,7 @@ from planner.answer.quantities import Difference
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice
-from planner.months.failure_kinds import Taken
+from planner.months.losses import Taken
 from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.recipes import pinned

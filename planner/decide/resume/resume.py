@@ -29,11 +29,16 @@ from planner.decide.resume.ways import NoSplit, Way, Ways, fastest_for, loading,
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
 from planner.layout.risk import memory_width, oom_probability
-from planner.months.closed_form import best_interval_s, rhythm_of
-from planner.months.failure_kinds import FailureKind, failure_kinds
-from planner.months.losses import Losses
-from planner.months.spares import Spares, cheapest_spares, spares
-from planner.months.standstill import going_on_s, waiting_s
+from planner.months.closed_form import (
+    Spares,
+    best_interval_s,
+    cheapest_spares,
+    going_on_s,
+    rhythm_of,
+    spares,
+    waiting_s,
+)
+from planner.months.losses import FailureKind, Losses, failure_kinds
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import switches_of

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from planner.decide.resume.job import Choice, Loads, ResumedJob
-from planner.months.facts import Fact, stated
-from planner.months.losses import Losses, losses_of
-from planner.months.standstill import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
+from planner.months.closed_form import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
+from planner.months.losses import Fact, Losses, losses_of, stated
 
 CONVERSIONS = 2
 """Times that a tool which converts a checkpoint moves all of its bytes, at least: it reads them and writes them."""
