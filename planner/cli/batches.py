@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.cli.job_options import JobOptions
 from planner.errors import SpecError
-from planner.specs.finetuning.objective import ObjectiveSpec
+from planner.specs.finetuning import ObjectiveSpec
 from planner.specs.reading import load_yaml
 from planner.specs.training import DocumentLength
 

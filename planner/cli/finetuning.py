@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from planner.cli.job_options import JobOptions
 from planner.errors import SpecError
-from planner.specs.checking import checked
-from planner.specs.finetuning.adapters import AdapterSpec
-from planner.specs.finetuning.objective import OBJECTIVES, ObjectiveSpec
+from planner.specs.finetuning import OBJECTIVES, AdapterSpec, ObjectiveSpec
+from planner.specs.problems import checked
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import Recipe, stated_switches
 

@@ -28,7 +28,7 @@ from planner.answer import SIGMAS_TO_END, PricedLayout, Sustained, half_width
 from planner.shape import FloatArray
 from planner.specs.base import NonNegativeFloat, Spec
 from planner.specs.cluster import ClusterSpec
-from planner.specs.operations import OperationsSpec
+from planner.specs.training import OperationsSpec
 from planner.specs.units import GB
 
 

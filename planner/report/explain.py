@@ -16,7 +16,7 @@ from planner.report.pieces import bullets, columns, section
 from planner.report.small.terminal import changes_section, room_section
 from planner.report.small.view import room_lines
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
-from planner.specs.corrections import Correction
+from planner.specs.hardware import Correction
 
 
 def asked(pins: Mapping[str, Iterable[int | str]]) -> str:

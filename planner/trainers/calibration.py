@@ -9,8 +9,7 @@ from pydantic import Field
 
 from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, Spec
 from planner.specs.cluster import ClusterSpec
-from planner.specs.corrections import By, Correction, Unit, Verdict
-from planner.specs.hardware import HardwareSpec, LinkTier
+from planner.specs.hardware import By, Correction, HardwareSpec, LinkTier, Unit, Verdict
 from planner.trainers.spec import RuntimeSpec
 
 UNPROBED_MEMORY_WIDTH = 0.04

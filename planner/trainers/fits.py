@@ -6,7 +6,7 @@ import datetime
 from functools import cache
 
 from planner.specs.base import Spec
-from planner.specs.checking import checked
+from planner.specs.problems import checked
 from planner.specs.reading import load_yaml
 from planner.trainers.shipped import FITS
 

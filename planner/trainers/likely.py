@@ -11,8 +11,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.specs.base import Fraction, Spec
-from planner.specs.checking import checked
-from planner.specs.problems import check_names
+from planner.specs.problems import check_names, checked
 from planner.trainers.switches import SWITCHES, Value, changes
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from planner.errors import SpecError
-from planner.specs.checking import checked
-from planner.specs.problems import check_names, nearest
+from planner.specs.problems import check_names, checked, nearest
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.training import Dtype
 from planner.trainers.checkpoint import UNKNOWN, Checkpoint, read_checkpoints

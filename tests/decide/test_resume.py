@@ -19,8 +19,7 @@ from planner.report.decide.resume import render_resume
 from planner.search.rebalance import rebalance
 from planner.shape import NEAR_FRACTION
 from planner.specs.cluster import ClusterSpec
-from planner.specs.operations import OperationsSpec
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import OperationsSpec, Parallelism, SearchLimits, TrainingSpec
 
 QUICK = SearchLimits(top=1, schedule=("1f1b",), recompute=("none",), micro_batch_size=(1,), cp=(1,))
 LLAMA_405B = Parallelism(tp=8, cp=2, pp=16, vpp=8, dp=8, layers_per_stage=(0, *[1] * 126, 0))

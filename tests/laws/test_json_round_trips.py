@@ -30,9 +30,8 @@ from planner.search.why.explanation import Explanation
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
-from planner.specs.operations import OperationsSpec
 from planner.specs.phases import PhasesFile
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import OperationsSpec, Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.calibration import Calibration
 from planner.trainers.checkpoint import Checkpoint
 from planner.trainers.spec import RuntimeSpec

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.specs.finetuning.adapters import GROUPS
+from planner.specs.finetuning import GROUPS
 from planner.trainers.rules.common import Rule, model_rule
 
 HF_MODEL_RULES: tuple[Rule, ...] = (

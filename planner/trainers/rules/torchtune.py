@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.specs.finetuning.adapters import ATTENTION, MLP
+from planner.specs.finetuning import ATTENTION, MLP
 from planner.specs.training import TrainingSpec
 from planner.trainers.rules.common import Rule, model_rule
 from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
