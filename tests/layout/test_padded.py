@@ -13,7 +13,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import DocumentLength, Parallelism, TrainingSpec
-from planner.trainers.padding import Lengths
+from planner.trainers.documents import Lengths
 
 SHORT_AND_LONG: Lengths = ((512, 0.5), (1024, 0.5))
 
