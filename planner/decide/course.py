@@ -32,8 +32,7 @@ from planner.decide.phases import (
     tried,
 )
 from planner.decide.processes import Each
-from planner.decide.resume.job import Loads
-from planner.decide.resume.seconds import CONVERSIONS, transfer
+from planner.decide.resume.job import CONVERSIONS, Loads, transfer
 from planner.errors import PlannerError, SpecError
 from planner.months.closed_form import Standstill
 from planner.months.losses import losses_of

@@ -1,6 +1,6 @@
 """Replanning after nodes come or go: the old layout split, another one, or waiting, beside each other.
 
-Read `replan` first. Each way gets its layout (`ways`), its seconds until it trains and its break-even (`seconds`), and
+Read `replan` first. Each way gets its layout (`ways`), its seconds until it trains and its break-even (`Clock`), and
 what it changes (`convergence_of`, `execution_of`). The plan that is answered keeps the batch asked
 for, and loses least until the usual repair; what each failure of it costs, and how many spare nodes pay, stands beside
 it. Batches nearby are choices of their own: they change what is learned, which is for the user to decide.
@@ -16,6 +16,7 @@ from planner.decide.resume.job import (
     Answer,
     Before,
     Choice,
+    Clock,
     Closed,
     Failure,
     Kind,
@@ -23,8 +24,8 @@ from planner.decide.resume.job import (
     Resume,
     ResumedJob,
     SpareNodes,
+    losses_on,
 )
-from planner.decide.resume.seconds import Clock, losses_on
 from planner.decide.resume.ways import NoSplit, Way, Ways, fastest_for, loading, split_for, tokens_per_s
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
