@@ -20,8 +20,8 @@ from planner.priced_again import MOVED, first_difference, priced_again, step_now
 from planner.saved import KEY, changed_entry, said
 from planner.schedule.actions import Action
 from planner.schedule.torch_csv import made_order
-from planner.specs.checking import checked
 from planner.specs.model import ModelSpec
+from planner.specs.problems import checked
 from planner.specs.reading import label, load_yaml, printable
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from planner.cli import options as o
 from planner.errors import SpecError
 
 if TYPE_CHECKING:
-    from planner.decide.compared import Compared
+    from planner.decide.compare import Compared
 
 MOST_FILES = 6
 """More columns than that cannot be read."""
@@ -55,7 +55,7 @@ def compare_command(files: Files, json: o.Json = False) -> None:
 def _side(path: str) -> Compared:
     """One side: a plan, a probe's result, or a run that `plan import` or `plan observe` read."""
     from planner.cli.probe_file import is_probe, probe_of
-    from planner.decide.compared import of_observation, of_plan, of_probe
+    from planner.decide.compare import of_observation, of_plan, of_probe
     from planner.observe.saved import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml

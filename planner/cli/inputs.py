@@ -16,18 +16,15 @@ from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.errors import SpecError
 from planner.shape import liked_batch
 from planner.specs.base import Spec
-from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec
-from planner.specs.finetuning.objective import OBJECTIVES, ObjectiveSpec
+from planner.specs.finetuning import OBJECTIVES, AdapterSpec, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.model import ModelSpec
-from planner.specs.operations import OperationsSpec
-from planner.specs.problems import nearest
+from planner.specs.problems import checked, nearest
 from planner.specs.reading import load_yaml
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.tiers import parse_tiers
-from planner.specs.training import PINS, DocumentLength, Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import PINS, DocumentLength, OperationsSpec, Parallelism, SearchLimits, TrainingSpec
 from planner.specs.units import parse_count
 from planner.trainers.generations import described, objection_to_silicon, todays
 from planner.trainers.load import load_runtime, switches_of

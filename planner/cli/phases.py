@@ -15,8 +15,7 @@ from planner.cli.job_options import PlanOptions, command_line
 from planner.errors import PlannerError, SpecError
 
 if TYPE_CHECKING:
-    from planner.decide.phase_answer import PhasesAnswer
-    from planner.decide.phases import Batch, Phase
+    from planner.decide.phases import Batch, Phase, PhasesAnswer
     from planner.specs.phases import PhaseSpec
 
 _log = logging.getLogger(__name__)
@@ -28,8 +27,8 @@ SUMMARY = "phases.json"
 def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None, force: bool) -> None:
     """Plan the phases of a file, print the run, and save it: a file of all, or a folder with a plan of each."""
     from planner.cli.output import dumps, progress, show
+    from planner.decide.course import run_of_phases
     from planner.decide.processes import processes
-    from planner.decide.run_of_phases import run_of_phases
     from planner.files import STDOUT
     from planner.report.decide.phases import render_phases
     from planner.specs.phases import read_phases

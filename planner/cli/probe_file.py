@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from planner.errors import SpecError
 from planner.saved import as_saved
-from planner.specs.checking import checked
 from planner.specs.hardware import HardwareSpec
+from planner.specs.problems import checked
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.reading.limits import SAVED
 

@@ -64,9 +64,8 @@ def _training(asked: SearchOptions, old: Plan) -> TrainingSpec:
     """The old plan's training, with the options that may change while a job runs."""
     from planner.cli.inputs import option
     from planner.months.whole_run import check_spares
-    from planner.specs.checking import checked
-    from planner.specs.operations import OperationsSpec
-    from planner.specs.training import TrainingSpec
+    from planner.specs.problems import checked
+    from planner.specs.training import OperationsSpec, TrainingSpec
     from planner.specs.units import parse_count
 
     names = ("global_batch_size", "moe_imbalance", "straggler_fraction")

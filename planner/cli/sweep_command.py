@@ -16,8 +16,7 @@ from planner.errors import SpecError
 from planner.specs.units import is_count
 
 if TYPE_CHECKING:
-    from planner.decide.point import Trial
-    from planner.decide.sweep import Goal, Sweep
+    from planner.decide.sweep import Goal, Sweep, Trial
 
 AUTO = "auto"
 MOST_GPUS = 131_072
@@ -129,7 +128,7 @@ def _swept(asked: SweepOptions, goal: Goal) -> Sweep:
 
 def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
     """The points planned on the way to the fewest GPUs that meet the goal, and to the most within a budget."""
-    from planner.decide.fewest import Nodes
+    from planner.decide.sweep import Nodes
 
     nodes = Nodes(trial, plan_all, MOST_GPUS // trial.case.cluster.node_size)
     first = nodes.first_that(lambda point: point.fits)
@@ -144,7 +143,7 @@ def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
 def _trials(asked: SweepOptions) -> Iterator[Trial]:
     """One trial for each combination of the options' values."""
     from planner.cli.inputs import read_job, read_limits
-    from planner.decide.point import Trial
+    from planner.decide.sweep import Trial
     from planner.search.case import Case
 
     axes, said = _axes(asked), set[str]()

@@ -1,14 +1,210 @@
-"""Many jobs planned: a table of points, the Pareto front among them, and the answers to how many GPUs and which."""
+"""Many jobs planned: a table of points, the Pareto front among them, and the fewest GPUs that meet a condition.
+
+With more GPUs the same layouts are open and none has to be given up, since GPUs may stay idle. So a condition that
+more GPUs can only help is met from some number of nodes on, and halving finds that number. One thing is in the way:
+idle nodes count among those that a job waits for. A number of nodes that misses the condition by that alone is tried
+again on just the nodes that its layout uses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
-from planner.decide.point import Point, Trial, planned, with_deadline, with_efficiency
+from pydantic import Field
+
+from planner.answer import SIGMAS_TO_END, Interval, Plan, half_width
 from planner.decide.processes import processes
+from planner.errors import PlannerError
+from planner.search.case import Case
+from planner.search.safest import exceeds_risk
+from planner.search.search import search
+from planner.search.why.remedy import least_that
 from planner.specs.base import Spec
+from planner.trainers.switches import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A job that is to be planned, and the options that tell it from the others of its sweep."""
+
+    options: Mapping[str, Value]
+    case: Case
+
+    def on_gpus(self, num_gpus: int) -> Trial:
+        """The same trial on another number of GPUs."""
+        return Trial({**self.options, "gpus": num_gpus}, self.case.on_gpus(num_gpus))
+
+    @property
+    def num_gpus(self) -> int:
+        return self.case.cluster.num_gpus
+
+
+class Point(Spec):
+    """One row of a sweep. Figures are null where nothing fits; days, money and energy where no tokens are given."""
+
+    options: dict[str, Value]
+    num_gpus: int
+    fits: bool
+    """True if a layout fits with no more risk of running out of memory than was accepted."""
+    reason: str = ""
+    """A sentence that tells why nothing fits, or that the risk is larger than was accepted."""
+    layout: str = ""
+    num_gpus_used: int | None = None
+    oom_probability: float | None = None
+    step_s: float | None = None
+    step_s_interval: Interval | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_interval: Interval | None = None
+    mfu: float | None = None
+    mfu_interval: Interval | None = None
+    scaling_efficiency: float | None = None
+    """Tokens per second and GPU over those of the fewest GPUs with the same other options."""
+    days: float | None = None
+    days_interval: Interval | None = None
+    usd: float | None = None
+    usd_interval: Interval | None = None
+    mwh: float | None = None
+    mwh_interval: Interval | None = None
+    deadline_probability: float | None = Field(default=None, ge=0, le=1)
+    """The probability that the run ends in time, if there is a deadline."""
+
+
+def planned(trial: Trial) -> Point:
+    """Plan a trial. A job that cannot be planned is a point that does not fit, with the reason."""
+    case = trial.case.limited(top=1)
+    options = dict(trial.options)
+    try:
+        plan = search(case)
+    except PlannerError as error:
+        return Point(options=options, num_gpus=trial.num_gpus, fits=False, reason=error.message)
+    return _point(plan, options, exceeds_risk(plan, case))
+
+
+def _point(plan: Plan, options: dict[str, Value], is_risky: bool) -> Point:
+    step, layout, cost = plan.step, plan.parallelism, plan.run_cost
+    slow_fast = step.step_s_interval and step.step_s_interval[::-1]
+    point = Point(
+        options=options,
+        num_gpus=plan.cluster.num_gpus,
+        fits=plan.fits and not is_risky,
+        reason=plan.warnings[0] if is_risky and plan.warnings else "",
+        layout=str(layout),
+        num_gpus_used=layout.num_gpus_used,
+        oom_probability=plan.best.oom_probability,
+        step_s=step.step_s,
+        step_s_interval=step.step_s_interval,
+        tokens_per_s=step.tokens_per_s,
+        tokens_per_s_interval=_inverse(step.tokens_per_s, step.step_s, slow_fast),
+        mfu=step.mfu,
+        mfu_interval=_inverse(step.mfu, step.step_s, slow_fast),
+    )
+    if cost is None:
+        return point
+    figures = {name: getattr(cost, name) for name in ("days", "days_interval", "usd", "usd_interval", "mwh")}
+    return point.model_copy(update={**figures, "mwh_interval": _like(cost.mwh, cost.days, cost.days_interval)})
+
+
+def _inverse(value: float, step_s: float, slow_fast: Interval | None) -> Interval | None:
+    """The interval of a rate, which falls as the step grows."""
+    return None if slow_fast is None else (value * step_s / slow_fast[0], value * step_s / slow_fast[1])
+
+
+def _like(value: float | None, other: float, interval: Interval | None) -> Interval | None:
+    """The interval of a number that is in proportion to another one."""
+    return None if value is None or interval is None else (value * interval[0] / other, value * interval[1] / other)
+
+
+def with_deadline(point: Point, deadline_days: float | None) -> Point:
+    """The point with the probability that its run ends by a deadline; days are lognormal through their interval."""
+    if deadline_days is None or point.days is None or point.days_interval is None:
+        return point
+    middle = math.log(point.days_interval[0] * point.days_interval[1]) / 2
+    sigma = half_width(point.days_interval) / SIGMAS_TO_END
+    probability = (
+        NormalDist(middle, sigma).cdf(math.log(deadline_days)) if sigma else float(point.days <= deadline_days)
+    )
+    return point.model_copy(update={"deadline_probability": probability})
+
+
+def with_efficiency(points: list[Point]) -> list[Point]:
+    """The points with their scaling efficiency, among those that differ in their number of GPUs only."""
+    bases: dict[tuple[tuple[str, Value], ...], Point] = {}
+    for point in sorted(points, key=lambda point: point.num_gpus):
+        if point.tokens_per_s is not None:
+            bases.setdefault(_others(point), point)
+    return [_relative(point, bases.get(_others(point))) for point in points]
+
+
+def _others(point: Point) -> tuple[tuple[str, Value], ...]:
+    return tuple((name, value) for name, value in point.options.items() if name != "gpus")
+
+
+def _relative(point: Point, base: Point | None) -> Point:
+    if base is None or base.tokens_per_s is None or point.tokens_per_s is None:
+        return point
+    efficiency = point.tokens_per_s / point.num_gpus / (base.tokens_per_s / base.num_gpus)
+    return point.model_copy(update={"scaling_efficiency": efficiency})
+
+
+PlanTrials = Callable[[Sequence[Trial]], list[Point]]
+NEIGHBOURS = 3
+"""Numbers of nodes tried below the one that was found, should the condition be met there after all."""
+
+
+class Nodes:
+    """Points of one job by their number of nodes, each planned once."""
+
+    def __init__(self, trial: Trial, plan_all: PlanTrials, most_nodes: int) -> None:
+        self.trial, self.plan_all, self.most_nodes = trial, plan_all, most_nodes
+        self.size = trial.case.cluster.node_size
+        self.points: dict[int, Point] = {}
+
+    def point(self, num_nodes: int) -> Point:
+        self.plan([num_nodes])
+        return self.points[num_nodes]
+
+    def plan(self, numbers: Sequence[int]) -> None:
+        """Plan those of the numbers that are not planned yet."""
+        missing = [number for number in dict.fromkeys(numbers) if number not in self.points]
+        if missing:
+            points = self.plan_all([self.trial.on_gpus(number * self.size) for number in missing])
+            self.points.update(zip(missing, points, strict=True))
+
+    def first_that(self, holds: Callable[[Point], bool], least: int = 1) -> int | None:
+        """The fewest nodes whose point `holds`; None if there are none up to the most."""
+        low, high = least - 1, least
+        while not self._holds(high, holds):
+            if high >= self.most_nodes:
+                return None
+            low, high = high, min(2 * high, self.most_nodes)
+        high = least_that(low, high, lambda num_nodes: self._holds(num_nodes, holds))
+        below = range(max(least, high - NEIGHBOURS), high)
+        self.plan(below)
+        found = [number for number in sorted(self.points) if least <= number <= high and holds(self.points[number])]
+        return found[0] if found else high
+
+    def _holds(self, num_nodes: int, holds: Callable[[Point], bool]) -> bool:
+        point = self.point(num_nodes)
+        if holds(point):
+            return True
+        used = -(-(point.num_gpus_used or 0) // self.size)
+        return 0 < used < num_nodes and holds(self.point(used))
+
+    def last_that(self, holds: Callable[[Point], bool], first: int) -> int:
+        """The most nodes whose point `holds`, from `first` on, where it does; the most of all where it always does."""
+        low, high = first, first
+        while holds(self.point(high)):
+            low = high
+            if high >= self.most_nodes:
+                return low
+            high = min(2 * high, self.most_nodes)
+        return least_that(low, high, lambda num_nodes: not holds(self.point(num_nodes))) - 1
+
 
 FEWEST_FOR_PROCESSES = 8
 """Processes take a second or two to start, which fewer points do not win back."""
@@ -88,5 +284,5 @@ def of_points(points: Iterable[Point], goal: Goal) -> Sweep:
 @contextmanager
 def planners(num_points: int, advance: Callable[[], None] = lambda: None) -> Any:
     """Something that plans trials in as many processes as there are processors, or here where there are few points."""
-    with processes(num_points, FEWEST_FOR_PROCESSES, "planner.decide.point", advance) as each:
+    with processes(num_points, FEWEST_FOR_PROCESSES, "planner.decide.sweep", advance) as each:
         yield lambda trials: each(planned, trials)

@@ -11,9 +11,8 @@ from planner.errors import SpecError
 from planner.shape import Shape
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
-from planner.trainers.rules.fine_tuning import WHOLE_MODEL_RULES
-from planner.trainers.rules.layer_kinds import UNWRITTEN_RULES
 from planner.trainers.rules.megatron_model import megatron_model_rules
+from planner.trainers.rules.model_fields import UNWRITTEN_RULES, WHOLE_MODEL_RULES
 from planner.trainers.rules.named import EXPORT_RULES
 
 

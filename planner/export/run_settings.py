@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from planner.answer import Plan
-from planner.months.facts import load_facts
+from planner.months.losses import load_facts
 from planner.months.whole_run import save_interval_s
-from planner.specs.optimizer import OptimizerDefaults
+from planner.specs.model_parts import OptimizerDefaults
 
 TOKENS_PER_PARAMETER = 20
 """Tokens for each active parameter where no number is planned: Hoffmann et al. (arXiv:2203.15556)."""

@@ -23,8 +23,7 @@ from planner.schedule.torch_csv import to_torch_csv
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.facts import has_groups, rotary_method
-from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
-from planner.trainers.rules.torch_model import TORCH_MODEL_RULES
+from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_MODEL_RULES, TORCH_SCHEDULE_RULES
 
 _HINT = "give a plan.torch.yaml that plan export wrote"
 _AXES = ("tp", "cp", "dp", "ep", "micro_batch_size")

@@ -11,7 +11,7 @@ from planner.layout.placement import placements
 from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
 from planner.layout.split import Modes, Split, held_parts
-from planner.months.sustained import with_sustained
+from planner.months.losses import with_sustained
 from planner.physics.cost import PartCost
 from planner.physics.layers import ModelTotals
 from planner.physics.memory import frozen_weights_bytes

@@ -16,12 +16,10 @@ from planner.answer import PricedLayout
 from planner.errors import PlannerError, SpecError, defect
 from planner.layout.evaluate import price_given
 from planner.specs.base import PositiveInt, Spec
-from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec
-from planner.specs.finetuning.objective import ObjectiveSpec
+from planner.specs.finetuning import AdapterSpec, ObjectiveSpec
 from planner.specs.model import ModelSpec
-from planner.specs.problems import spec_error
+from planner.specs.problems import checked, spec_error
 from planner.specs.reading import NotJsonError, json_value, kind_of
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Dtype, Parallelism, TrainingSpec

@@ -17,12 +17,11 @@ from planner.answer import Interval, PricedLayout, UnsaidSwitch
 from planner.layout.assumptions import TOLD_FRACTION
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of
-from planner.months.sustained import with_sustained
+from planner.months.losses import with_sustained
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.trainers.generations import imbalance_of, with_likely
-from planner.trainers.likely import Likely
-from planner.trainers.load import likely_of
+from planner.trainers.load import Likely, likely_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.switches import SWITCHES
 

@@ -1,17 +1,116 @@
-"""The figures that decide what a long run loses: failures, restarts, checkpoints, evaluation, each with its source."""
+"""The figures that decide what a long run loses, each with an interval and its source (`data/facts.yaml`).
+
+Failures by what they take with them, restarts, checkpoints, evaluation, and the step that months sustain.
+
+The step that months of training sustain, beside the one that a benchmark would show, is
+
+    sustained step = predicted step · factor
+
+A benchmark is short, tuned and freshly started. Over months clocks fall with the temperature of the day, some node is
+always slow, and data wait now and then. Failures, restarts, checkpoints and evaluation are no part of the factor: they
+are goodput's. The factor is the median over published production runs of the measured step over the predicted one, so
+that its interval holds the error of the prediction too.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
 
 import numpy as np
+import yaml
+from pydantic import model_validator
 
-from planner.months.facts import Fact, Facts, load_facts, stated
+from planner.answer import SIGMAS_TO_END, PricedLayout, Sustained, half_width
+from planner.shape import FloatArray
+from planner.specs.base import NonNegativeFloat, Spec
 from planner.specs.cluster import ClusterSpec
-from planner.specs.operations import OperationsSpec
+from planner.specs.training import OperationsSpec
 from planner.specs.units import GB
+
+
+class Fact(Spec):
+    """A figure with an interval that is meant to hold the truth in 80% of all cases."""
+
+    value: NonNegativeFloat
+    low: NonNegativeFloat
+    high: NonNegativeFloat
+    source: str
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Fact:
+        if not self.low <= self.value <= self.high:
+            raise ValueError(f"{self.value:g} is not between {self.low:g} and {self.high:g}")
+        if not 0.95 <= self.value / max(math.sqrt(self.low * self.high), 1e-300) <= 1.05 and self.value:
+            raise ValueError(f"{self.value:g} is not the middle of {self.low:g} and {self.high:g}, as factors go")
+        return self
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the logarithm: that of the lognormal through both ends; 0 for what is known."""
+        return half_width((self.low, self.high)) / SIGMAS_TO_END if self.low < self.high else 0.0
+
+    def draws(self, normal: FloatArray) -> FloatArray:
+        """Draws of the lognormal, from as many of a normal distribution."""
+        drawn: FloatArray = self.value * np.exp(self.sigma * normal)
+        return drawn
+
+    def times(self, factor: float) -> Fact:
+        """The figure and its interval, multiplied."""
+        return Fact(value=factor * self.value, low=factor * self.low, high=factor * self.high, source=self.source)
+
+
+def stated(value: float) -> Fact:
+    """A figure that the user gave; it is taken as it is."""
+    return Fact(value=value, low=value, high=value, source="given")
+
+
+class Facts(Spec):
+    """All figures of the file; the file says what each of them is."""
+
+    sustained_factor: Fact
+    """Seconds of a step over months, over those of a benchmark."""
+    jitter_factor: Fact
+    """Mean step over median step in runs without failures: the least that a sustained step is longer."""
+    failures_per_1000_gpu_days: dict[str, Fact]
+    """Unplanned interruptions, by generation of the GPU; `rack` where NVLink joins more than a node."""
+    detection_s: Fact
+    """Seconds until somebody, or something, notices that the job stands."""
+    restart_s: Fact
+    """Seconds for a new job of 1,024 GPUs to reach its first step, without reading the checkpoint."""
+    standby_restart_s: Fact
+    """The same where a spare node waits with the program started."""
+    node_loss_fraction: Fact
+    """Share of the interruptions after which a node has to be replaced."""
+    gpu_fraction: Fact
+    """Share of the lost nodes that are lost for a GPU, and not for anything else in them."""
+    repair_s: Fact
+    """Seconds until a lost node is back."""
+    switch_failures_per_year: Fact
+    """Failures of one switch in a year."""
+    leaf_gpus: Fact
+    """GPUs whose ports a leaf switch has."""
+    leaf_nodes: Fact
+    """Nodes that have a port on the same leaf switch, where each GPU of a node has a leaf of its own."""
+    rack_switches: Fact
+    """Switches that join the GPUs of a rack by NVLink."""
+    storage_gb_per_s_per_gpu: Fact
+    """Rate of a cluster's storage, over the number of its GPUs."""
+    asynchronous_stall_s: Fact
+    """Seconds that training stands still while a checkpoint is copied to host memory, to be written beside it."""
+    evaluation_fraction: Fact
+    """Share of the time that a run's own evaluations take."""
+
+
+@cache
+def load_facts() -> Facts:
+    """The figures that come with the planner."""
+    text = (resources.files(__package__) / "data" / "facts.yaml").read_text(encoding="utf-8")
+    return Facts.model_validate(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
 
 SECONDS_PER_DAY = 86_400
 _RESTART_GPUS, _RESTART_S_PER_DOUBLING, _RESTART_LEAST_S, _RESTART_MOST_S = 1024, 30.0, 120.0, 1200.0
@@ -122,3 +221,82 @@ def all_in_repair(in_repair: Any, num_spare_nodes: int) -> Any:
         fewer = fewer + term
         term = term * in_repair / (count + 1)
     return np.maximum(0.0, 1.0 - fewer)
+
+
+Taken = Literal["nothing", "gpu", "node", "switch"]
+DAYS_PER_YEAR = 365.25
+
+
+@dataclass(frozen=True, slots=True)
+class FailureKind:
+    """One kind of failure."""
+
+    taken: Taken
+    per_day: Fact
+    num_nodes: int
+    """Nodes that the job loses: a GPU takes its node along."""
+    source: str
+
+
+def failure_kinds(losses: Losses, cluster: ClusterSpec) -> tuple[FailureKind, ...]:
+    """The kinds of failures of a job, whose rates add up to that of all.
+
+    Switches: leaf switches of the network, one for every 32 GPUs, each with a port of 32 nodes; in a rack that NVLink
+    joins, the rack's own switches. A tier that joins fewer nodes than that is the switch's reach. Their failures are
+    taken out of those that cost no node.
+    """
+    facts, rate, lost = load_facts(), losses.failures_per_day, losses.node_loss_fraction.value
+    num_switches, num_nodes = _switches(cluster, losses.num_gpus)
+    switch = facts.switch_failures_per_year.times(num_switches / DAYS_PER_YEAR)
+    rest = max(rate.value * (1 - lost) - switch.value, 0.0)
+    gpu = facts.gpu_fraction
+    causes = losses.failures_per_1000_gpu_days.source
+    return (
+        FailureKind("nothing", rate.times(rest / rate.value if rate.value else 0.0), 0, causes),
+        FailureKind("gpu", rate.times(lost * gpu.value), 1, gpu.source),
+        FailureKind("node", rate.times(lost * (1 - gpu.value)), 1, gpu.source),
+        FailureKind("switch", switch, num_nodes, switch.source),
+    )
+
+
+def _switches(cluster: ClusterSpec, num_gpus: int) -> tuple[int, int]:
+    """Switches that the job's nodes hang on, and nodes that one of them takes along."""
+    facts, node = load_facts(), cluster.node_size
+    if cluster.is_rack:
+        racks = math.ceil(num_gpus / cluster.nvlink_domain_size)
+        return racks * round(facts.rack_switches.value), math.ceil(cluster.nvlink_domain_size / node)
+    if num_gpus <= node:
+        return 0, 1
+    inner = [tier.num_gpus for tier in cluster.tiers[1:] if tier.num_gpus is not None]
+    reach = min(round(facts.leaf_nodes.value), *(math.ceil(size / node) for size in inner), math.ceil(num_gpus / node))
+    return math.ceil(num_gpus / facts.leaf_gpus.value), reach
+
+
+WIDEST_OF_RUNS = 0.16
+"""Half-width of the widest benchmark interval among the runs that the factor was read from, but for GPUs that are known
+from a data sheet only (DeepSeek-V3's); errors as large are in the factor's interval."""
+
+
+def with_sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> PricedLayout:
+    """The layout with its sustained step.
+
+    Where the benchmark is less sure than those of the runs that the factor was read from, the excess is added to the
+    factor's interval, as variances, at each end. A slow rank that the step already waits for is part of the factor,
+    and is taken out of it, down to the jitter that clean runs show.
+    """
+    facts, step = load_facts(), layout.step
+    factor = max(facts.sustained_factor.value / (1 + straggler_fraction), facts.jitter_factor.value)
+    step_s, benchmark_s = factor * step.step_s, step.step_s_interval or (step.step_s, step.step_s)
+    known = half_width((facts.sustained_factor.low, facts.sustained_factor.high))
+    low, high = (math.hypot(known, _excess(abs(math.log(end_s / step.step_s)))) for end_s in benchmark_s)
+    found = Sustained(
+        step_s=step_s,
+        step_s_interval=(step_s * math.exp(-low), step_s * math.exp(high)),
+        source=f"{factor:.3g} × the benchmark: {facts.sustained_factor.source}",
+    )
+    return layout.model_copy(update={"sustained": found})
+
+
+def _excess(width: float) -> float:
+    """Half-width that a benchmark of such a half-width adds."""
+    return math.sqrt(max(0.0, width**2 - WIDEST_OF_RUNS**2))

@@ -36,8 +36,8 @@ from planner.plan_file import plan_of
 from planner.profile.probed import LEAST_SENSITIVE, TRANSFER_WIDTH
 from planner.saved import KEY, as_saved, with_digest
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec
-from planner.specs.checking import checked
 from planner.specs.cluster import ClusterSpec
+from planner.specs.problems import checked
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.reading.limits import SAVED
 from planner.specs.registry import hardware_names, load_hardware

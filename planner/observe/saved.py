@@ -9,7 +9,7 @@ from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
 from planner.plan_file import refuse_contradiction
 from planner.saved import as_saved
-from planner.specs.checking import checked
+from planner.specs.problems import checked
 from planner.specs.reading import label, load_yaml
 from planner.specs.reading.limits import SAVED
 

@@ -32,7 +32,7 @@ from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up
 from planner.probe.verdict.evidence import seen_kernels, unpriced
 from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds, probe_result
 from planner.specs.training import tokens_split
-from planner.trainers.rules.torch_model import runner_objection
+from planner.trainers.rules.torch import runner_objection
 
 __all__ = ["ProbeOptions", "probe"]
 

@@ -20,7 +20,7 @@ from planner.probe.model.attention import require_flash
 from planner.probe.result import RankFailure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import default_device, require_gpu
-from planner.specs.checking import checked
+from planner.specs.problems import checked
 from planner.specs.reading import label, load_yaml, read_text
 from planner.specs.reading.csv_text import parse_rows
 from planner.specs.reading.limits import CSV

@@ -50,7 +50,7 @@ from planner.search.ilp.self_test import SolverName, solver_trouble
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GIB, MIB
-from planner.trainers.fits import shipped_fits
+from planner.trainers.calibration import shipped_fits
 
 PCI = Path("/sys/bus/pci/devices")
 TOOL_S = 20.0

@@ -16,9 +16,8 @@ import numpy as np
 
 from planner.profile.fitting import SCALE, FitProblem, log_errors
 from planner.shape import FloatArray
-from planner.specs.corrections import Verdict
 from planner.specs.efficiency import Efficiency
-from planner.specs.hardware import HardwareSpec
+from planner.specs.hardware import HardwareSpec, Verdict
 
 
 class Opinion(TypedDict):

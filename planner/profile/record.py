@@ -28,8 +28,8 @@ from planner.profile.fitting import MeasuredTable
 from planner.saved import as_saved, with_digest
 from planner.schedule.orders import build_schedule
 from planner.specs.base import Spec
-from planner.specs.checking import checked
 from planner.specs.model import ModelSpec
+from planner.specs.problems import checked
 from planner.specs.reading import parse_mapping, read_text
 
 

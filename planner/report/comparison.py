@@ -10,8 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.decide.compare import FIGURES, Comparison, WaterfallTerm
-from planner.decide.compared import Compared
+from planner.decide.compare import FIGURES, Compared, Comparison, WaterfallTerm
 from planner.report.format import gibibytes, large, percent, seconds, signed_seconds
 from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY, NINE_OF_TEN_LOSE, RANKED_FIRST
 from planner.report.pieces import headed, section

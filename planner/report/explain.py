@@ -18,7 +18,7 @@ from planner.report.small import room_lines
 from planner.report.terminal import changes_section, room_section
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
 from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
-from planner.specs.corrections import Correction
+from planner.specs.hardware import Correction
 from planner.trainers.switches import written
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from planner.answer import Layout, PricedLayout
 from planner.report.format import percent
-from planner.specs.corrections import By, Correction
+from planner.specs.hardware import By, Correction
 from planner.trainers.switches import written
 
 BREAKDOWN = {

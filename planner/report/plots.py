@@ -10,8 +10,7 @@ import plotille
 from matplotlib.figure import Figure
 
 from planner.answer import Interval
-from planner.decide.point import Point
-from planner.decide.sweep import Sweep
+from planner.decide.sweep import Point, Sweep
 from planner.files import STDOUT, write_bytes, write_text
 from planner.report.charts import PALETTE, drawing, figure, image, svg
 from planner.report.format import large

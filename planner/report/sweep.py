@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.answer import Interval, half_width
-from planner.decide.point import Point
-from planner.decide.sweep import Sweep
+from planner.decide.sweep import Point, Sweep
 from planner.report.format import digits, fits_with, large, percent, seconds
 from planner.report.months import duration
 from planner.report.pieces import bullets, headed, section

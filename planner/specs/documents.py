@@ -12,7 +12,7 @@ from pydantic import Field
 
 from planner.errors import SpecError
 from planner.specs.base import PositiveFloat, Spec
-from planner.specs.checking import checked
+from planner.specs.problems import checked
 from planner.specs.reading import kind_of
 from planner.specs.training import DocumentLength
 

@@ -9,17 +9,20 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from planner.specs.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-from planner.specs.mixers import IndexerSpec, LinearAttentionSpec, MambaSpec, SlidingHeadsSpec
 from planner.specs.model_parts import (
     NEEDS,
     SPARSE,
     Activation,
     AttentionKind,
+    IndexerSpec,
+    LinearAttentionSpec,
+    MambaSpec,
     MLASpec,
     MlpKind,
     MoESpec,
     RopeScalingSpec,
     ScoringFunction,
+    SlidingHeadsSpec,
     TrainingDefaults,
 )
 

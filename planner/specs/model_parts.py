@@ -1,4 +1,4 @@
-"""Sections of a model's spec: experts, latent attention, rotary scaling, and the training it was published with."""
+"""Sections of a model's spec: experts, mixers, latent attention, rotary scaling, training as it was published."""
 
 from __future__ import annotations
 
@@ -7,8 +7,129 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-from planner.specs.optimizer import OptimizerDefaults
+from planner.specs.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+
+
+class OptimizerDefaults(Spec):
+    """AdamW and the schedule of its learning rate, as a model was published with them. They cost no time."""
+
+    learning_rate: PositiveFloat
+    """Rate after the warm-up."""
+    min_learning_rate: NonNegativeFloat
+    """Rate at the end."""
+    warmup_steps: PositiveInt
+    """Steps over which the rate rises from nothing."""
+    decay_style: Literal["cosine", "linear"] = "cosine"
+    """Curve on which the rate falls."""
+    decay_fraction: Fraction = 1.0
+    """Share of the steps, the last ones, over which it falls; before them it is constant."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Share of the weights, times the rate, that a step takes away."""
+    beta1: Fraction = 0.9
+    """Share of the mean of gradients that a step keeps."""
+    beta2: Fraction = 0.95
+    """Share of the mean of squared gradients that a step keeps."""
+    epsilon: PositiveFloat = 1e-8
+    """Term beside the root of the squared gradients' mean."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Norm of all gradients above which they are scaled down."""
+    init_std: PositiveFloat = Field(default=0.02, le=1)
+    """Standard deviation of initial weights."""
+    source: str = ""
+    """Source of these numbers; the others are defaults."""
+
+
+class SlidingHeadsSpec(Spec):
+    """Heads of the sliding layers, as far as they differ from those of the other layers (Gemma 4, MiMo-V2)."""
+
+    num_attention_heads: PositiveInt | None = None
+    """Query heads."""
+    num_key_value_heads: PositiveInt | None = None
+    """Key-value heads."""
+    head_dim: PositiveInt | None = None
+    """Width of a query or key head."""
+    value_head_dim: PositiveInt | None = None
+    """Width of a value head."""
+    attention_sinks: bool | None = None
+    """One learned sink logit per query head."""
+    values_are_keys: bool | None = None
+    """Values are the keys before their norm and rotation: there is no projection of values."""
+
+
+class MambaSpec(Spec):
+    """State-space mixers: Mamba (Gu and Dao, 2023) on `mamba` layers, Mamba-2 (Dao and Gu, 2024) on `mamba2` layers."""
+
+    state_size: PositiveInt
+    """Width of the state of a channel (N)."""
+    intermediate_size: PositiveInt
+    """Channels of all heads together (expand · hidden_size in most models)."""
+    num_heads: PositiveInt | None = None
+    """Heads of Mamba-2; null for Mamba."""
+    n_groups: PositiveInt = 1
+    """Groups of heads that share their B and C."""
+    conv_kernel: PositiveInt = 4
+    """Taps of the convolution."""
+    conv_bias: bool = True
+    """The convolution has a bias."""
+    proj_bias: bool = False
+    """The projections in and out have biases."""
+    time_step_rank: PositiveInt | None = None
+    """Rank of Mamba's time steps; null for Mamba-2."""
+    chunk_size: PositiveInt = 256
+    """Tokens of a chunk of Mamba-2's algorithm."""
+    gated_norm: bool = True
+    """A norm after Mamba-2's gate (not in Falcon-H1)."""
+    inner_norms: bool = False
+    """Norms of Mamba's time steps, B and C (Jamba)."""
+
+    @model_validator(mode="after")
+    def _heads_are_whole(self) -> MambaSpec:
+        if self.num_heads is not None and self.intermediate_size % self.num_heads:
+            raise ValueError(
+                f"intermediate_size ({self.intermediate_size}) is no multiple of num_heads ({self.num_heads})"
+            )
+        if self.num_heads is not None and self.num_heads % self.n_groups:
+            raise ValueError(f"num_heads ({self.num_heads}) is no multiple of n_groups ({self.n_groups})")
+        return self
+
+
+class LinearAttentionSpec(Spec):
+    """Linear attention with a state per head: gated delta net, Kimi delta attention, lightning attention."""
+
+    num_key_heads: PositiveInt
+    """Heads of queries and keys."""
+    num_value_heads: PositiveInt
+    """Heads of values, and of the state."""
+    key_head_dim: PositiveInt
+    """Width of a query or key head."""
+    value_head_dim: PositiveInt
+    """Width of a value head."""
+    conv_kernel: PositiveInt | None = None
+    """Taps of the convolution over queries, keys and values; null for none (lightning attention)."""
+    gate_rank: PositiveInt | None = None
+    """Rank of the projections to the forget gate and the output gate (Kimi delta attention); null: they are full."""
+    chunk_size: PositiveInt = 64
+    """Tokens of a chunk of the algorithm."""
+
+    @model_validator(mode="after")
+    def _heads_are_whole(self) -> LinearAttentionSpec:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_value_heads ({self.num_value_heads}) is no multiple of num_key_heads ({self.num_key_heads})"
+            )
+        return self
+
+
+class IndexerSpec(Spec):
+    """The indexer of sparse attention (DeepSeek-V3.2), which chooses the keys that a query attends to."""
+
+    index_n_heads: PositiveInt
+    """Heads that score all keys before the query."""
+    index_head_dim: PositiveInt
+    """Width of such a head."""
+    index_topk: PositiveInt
+    """Keys that each query attends to."""
+
 
 AttentionKind = Literal[
     "full", "sliding", "chunked", "indexed", "sparse", "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta",

@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from planner.errors import SpecError
 from planner.specs.base import NonNegativeFloat, PositiveInt, Spec
-from planner.specs.checking import checked
 from planner.specs.documents import read_lengths
+from planner.specs.problems import checked
 from planner.specs.reading import kind_of, label, load_yaml
 from planner.specs.training import DocumentLength, Dtype
 from planner.specs.units import parse_count

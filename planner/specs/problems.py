@@ -1,17 +1,17 @@
-"""Errors of pydantic in plain words: file, field, value, and what to write instead."""
+"""Errors of pydantic in plain words: file, field, value, and what to write instead; and specs made of values."""
 
 from __future__ import annotations
 
 import difflib
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from planner.errors import SpecError
-from planner.specs.base import LEAST_RATE, MOST_RATE
+from planner.specs.base import LEAST_RATE, MOST_RATE, Spec
 from planner.specs.efficiency import SLOW_FAMILIES
 from planner.specs.reading import kind_of, printable
 
@@ -157,3 +157,18 @@ def _nested(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((spec for spec in map(_nested, get_args(annotation)) if spec), None)
+
+
+S = TypeVar("S", bound=Spec)
+
+
+def checked(model: type[S], values: Mapping[str, Any], where: str = "", spelling: Mapping[str, str] | None = None) -> S:
+    """The `model` that `values` make; SpecError naming `where`, the field and the value.
+
+    `spelling` maps field paths to what the user wrote (`num_gpus` to `--gpus`).
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as exc:
+        error = spec_error(exc, where, model, spelling)
+        raise SpecError(error.message.removeprefix(": "), error.hint) from None

@@ -1,17 +1,35 @@
-"""The training step: what is computed per optimizer step, and how one layout is written down."""
+"""The training step: what is computed per optimizer step, and how one layout is written down.
+
+How a long run is operated stands beside it: storage, failures, spare nodes, price; what is not given has a default with
+a source.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-from planner.specs.finetuning.adapters import AdapterSpec
-from planner.specs.finetuning.objective import ObjectiveSpec
-from planner.specs.operations import OperationsSpec
+from planner.specs.finetuning import AdapterSpec, ObjectiveSpec
+
+Rate = Annotated[PositiveFloat, Field(le=1e9)]
+
+
+class OperationsSpec(Spec):
+    """The place where a run takes months; null where `planner/months/data/facts.yaml` has the default."""
+
+    storage_gb_per_s: Rate | None = None
+    """Rate at which all ranks together write a checkpoint, or read it, 10^9 bytes a second."""
+    failures_per_1000_gpu_days: Annotated[NonNegativeFloat, Field(le=1e6)] | None = None
+    """Unplanned interruptions of the job, per 1,000 days of one GPU."""
+    num_spare_nodes: NonNegativeInt | None = None
+    """Nodes that wait beside the job's own to replace those that fail; null: a pool that others share has one."""
+    usd_per_gpu_hour: Annotated[NonNegativeFloat, Field(le=1e6)] | None = None
+    """Price of one GPU for an hour; null: that of the hardware profile."""
+
 
 Dtype = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 """The dtype of products; everything else stays in 16 bits."""

@@ -1,16 +1,23 @@
-"""Calibrations: measurements of a machine, laid over its hardware profile without touching the profile's file."""
+"""Calibrations: measurements of a machine, laid over its hardware profile without touching the profile's file.
+
+The days on which the numbers that ship with the planner were fitted to measurements stand here too.
+"""
 
 from __future__ import annotations
 
+import datetime
 import math
+from functools import cache
 from typing import Any
 
 from pydantic import Field
 
 from planner.specs.base import Fraction, NonNegativeFloat, PositiveFloat, Spec
 from planner.specs.cluster import ClusterSpec
-from planner.specs.corrections import By, Correction, Unit, Verdict
-from planner.specs.hardware import HardwareSpec, LinkTier
+from planner.specs.hardware import By, Correction, HardwareSpec, LinkTier, Unit, Verdict
+from planner.specs.problems import checked
+from planner.specs.reading import load_yaml
+from planner.trainers.shipped import FITS
 from planner.trainers.spec import RuntimeSpec
 
 UNPROBED_MEMORY_WIDTH = 0.04
@@ -191,3 +198,26 @@ def _correction(name: str, unit: Unit, before: float, number: Factor | Share | Q
         reason=number.reason,
         by=by,
     )
+
+
+class Fit(Spec):
+    """One fit: its day, the numbers that it changed, and the command and page that have it."""
+
+    date: datetime.date
+    numbers: str
+    source: str
+
+
+class Fits(Spec):
+    """All fits that the shipped numbers come from."""
+
+    fingerprint: str
+    """Digest of the fitted values as they ship."""
+    fits: tuple[Fit, ...]
+    """The newest last."""
+
+
+@cache
+def shipped_fits() -> Fits:
+    """The fits behind the profiles and trainers of this version."""
+    return checked(Fits, load_yaml(FITS), FITS.name)

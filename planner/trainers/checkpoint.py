@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from planner.errors import SpecError
 from planner.specs.base import Name, Spec
-from planner.specs.checking import checked
+from planner.specs.problems import checked
 
 AXES: Final = (
     "tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size", "zero_stage", "shard_size", "schedule",

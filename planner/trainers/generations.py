@@ -9,8 +9,7 @@ from typing import Any
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Parallelism
-from planner.trainers.likely import Likely
-from planner.trainers.load import RUNTIMES, load_runtime, switches_of
+from planner.trainers.load import RUNTIMES, Likely, load_runtime, switches_of
 from planner.trainers.shipped import architectures_of
 from planner.trainers.spec import RuntimeSpec
 

@@ -5,9 +5,13 @@ are what the trainer switches on, spelled as in a run. A number without a source
 
 `switches` are those that it has, with their values; one without values is not that of its base. `versions` are its
 releases, the newest last, and `since` says with which of them a switch, or one value of it (`switch=value`,
-`dtype=nvfp4`), came. `megatron@0.16` is the trainer of that release. `likely` are the values
-that runs usually have where they do not say them (likely.py). `checkpoint` says what its files can be loaded as
+`dtype=nvfp4`), came. `megatron@0.16` is the trainer of that release. `checkpoint` says what its files can be loaded as
 (checkpoint.py).
+
+`likely` are the values that the switches of runs usually have where nobody says them. Entries whose first switch is the
+same exclude each other; the trainer's own value has what their shares leave. A share counts published sources and not
+runs, since a source has habits: (sources with the value + ½) / (sources + 1). The half stands for what the next source
+does, which nobody knows.
 """
 
 from __future__ import annotations
@@ -20,17 +24,49 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from planner.errors import SpecError
-from planner.specs.checking import checked
-from planner.specs.problems import check_names, nearest
+from planner.specs.base import Fraction, Spec
+from planner.specs.problems import check_names, checked, nearest
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.training import Dtype
 from planner.trainers.checkpoint import UNKNOWN, Checkpoint, read_checkpoints
-from planner.trainers.likely import Likely, read_likely
 from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.shipped import DATA as _DATA
 from planner.trainers.shipped import RUNTIMES as RUNTIMES
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, changes, written
+
+
+class Likely(Spec):
+    """Values that switches have together in a share of all runs."""
+
+    switches: dict[str, Value]
+    value: Fraction
+    """The share of runs."""
+    source: str
+    architectures: tuple[str, ...] = ()
+    """The silicon of these runs; empty for all."""
+
+    @property
+    def switch(self) -> str:
+        """The switch that the entry is about: the first one."""
+        return next(iter(self.switches))
+
+
+def read_likely(where: str, given: Any) -> tuple[Likely, ...]:
+    """The `likely:` entries of a trainer's file. Raises SpecError naming the entry and what is wrong with it."""
+    if not isinstance(given, list):
+        raise SpecError(f"{where}: likely: {given!r:.60} is no list", "write a list of {switches, value, source}")
+    return tuple(_entry(f"{where}: likely: {number}", entry) for number, entry in enumerate(given, start=1))
+
+
+def _entry(where: str, given: Any) -> Likely:
+    entry = checked(Likely, given, where)
+    check_names(where, "switches", entry.switches, SWITCHES)
+    _, unknown = changes(entry.switches)
+    if unknown or not entry.switches:
+        raise SpecError(f"{where}: switches: {unknown[0] if unknown else 'none'}: unknown", "name a switch's value")
+    return entry
+
 
 _SUFFIXES = (".yaml", ".yml")
 _BASES = (*RUNTIMES, *sorted(f"shared/{path.stem}" for path in (_DATA / "shared").glob("*.yaml")))

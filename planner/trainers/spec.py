@@ -23,8 +23,7 @@ from planner.specs.base import (
     Width,
     without,
 )
-from planner.specs.finetuning.adapters import AdapterSpec
-from planner.specs.finetuning.objective import ObjectiveSpec
+from planner.specs.finetuning import AdapterSpec, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.training import Dtype, RankOrder
 from planner.trainers.optimizers import BLOCK, OPTIMIZERS, Optimizer, OptimizerName

@@ -12,7 +12,7 @@ from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.report.months import cost_figures
 from planner.specs.training import Parallelism, TrainingSpec
-from planner.trainers.padding import example_lengths, mean_length
+from planner.trainers.documents import example_lengths, mean_length
 
 
 def _training(**options: object) -> TrainingSpec:

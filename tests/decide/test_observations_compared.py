@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console
 
 from planner.answer import Plan
-from planner.decide.compare import compare
-from planner.decide.compared import Compared, of_observation, of_plan
+from planner.decide.compare import Compared, compare, of_observation, of_plan
 from planner.layout.evaluate import evaluate
 from planner.observe.observation import Observation, SourceFile
 from planner.report.comparison import render_comparison

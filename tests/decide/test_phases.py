@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.decide.course import Course, course_of, held, key_of, shortest
-from planner.decide.phase_answer import PhasesAnswer
-from planner.decide.phases import Batch, Phase, Run, found
-from planner.decide.run_of_phases import answer_of, run_of_phases
+from planner.decide.course import Course, answer_of, course_of, held, key_of, run_of_phases, shortest
+from planner.decide.phases import Batch, Phase, PhasesAnswer, Run, found
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate, runtime_of
 from planner.report.decide.phases import says

@@ -11,14 +11,13 @@ from probes import probe_result, probe_run
 from rich.console import Console
 
 from planner.answer import Plan
-from planner.decide.compare import Comparison, compare
-from planner.decide.compared import of_plan, of_probe
+from planner.decide.compare import Comparison, compare, of_plan, of_probe
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.probe.result import ProbedMemory, ProbeResult
 from planner.report.comparison import render_comparison, short_names
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GIB

@@ -8,20 +8,18 @@ import pytest
 from rich.console import Console
 
 from planner.answer import Plan
-from planner.decide.resume.choice import Choice, Resume
-from planner.decide.resume.job import ResumedJob
+from planner.decide.resume.job import Choice, Resume, ResumedJob
 from planner.decide.resume.resume import Replanned, replan
-from planner.decide.resume.split import NoSplit, split_for, split_near, with_ranks
+from planner.decide.resume.ways import NoSplit, split_for, split_near, with_ranks
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
-from planner.months.standstill import going_on_s, waiting_s
+from planner.months.closed_form import going_on_s, waiting_s
 from planner.report.decide.resume import render_resume
 from planner.search.rebalance import rebalance
 from planner.shape import NEAR_FRACTION
 from planner.specs.cluster import ClusterSpec
-from planner.specs.operations import OperationsSpec
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import OperationsSpec, Parallelism, SearchLimits, TrainingSpec
 
 QUICK = SearchLimits(top=1, schedule=("1f1b",), recompute=("none",), micro_batch_size=(1,), cp=(1,))
 LLAMA_405B = Parallelism(tp=8, cp=2, pp=16, vpp=8, dp=8, layers_per_stage=(0, *[1] * 126, 0))

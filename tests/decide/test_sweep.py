@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decide.fewest import Nodes
-from planner.decide.point import Point, Trial, planned, with_deadline
-from planner.decide.sweep import Goal, Sweep, of_points, planners, sweep
+from planner.decide.sweep import Goal, Nodes, Point, Sweep, Trial, of_points, planned, planners, sweep, with_deadline
 from planner.layout.evaluate import runtime_of
 from planner.report.sweep import as_csv, as_rows, says
 from planner.search.case import Case

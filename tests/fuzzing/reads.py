@@ -16,8 +16,7 @@ from planner.cli.calibration_file import read_calibration
 from planner.cli.compare_command import _side
 from planner.cli.options import DEFAULT_HARDWARE
 from planner.cli.serve_command import read_question
-from planner.decide.compare import compare
-from planner.decide.compared import of_plan
+from planner.decide.compare import compare, of_plan
 from planner.errors import PlannerError
 from planner.export.import_run import read as read_configuration
 from planner.layout.runs import evaluate_lines, parse_run

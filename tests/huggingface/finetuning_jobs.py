@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.layout.evaluate import priced_as_given
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning import AdapterSpec
 from planner.specs.huggingface import from_config
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec

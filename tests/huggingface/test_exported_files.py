@@ -29,7 +29,7 @@ from planner.export.export import export
 from planner.export.huggingface.trl_files import _LAYER_CLASSES, OPTIMIZERS, deepspeed_config
 from planner.layout.evaluate import evaluate, pricing_of
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning import AdapterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec

@@ -15,11 +15,11 @@ from laws.values import values_of
 from planner.answer import Plan, PricedLayout
 from planner.answer.memory import MemoryAnswer
 from planner.decide.compare import Comparison
-from planner.decide.phase_answer import PhaseAnswer
-from planner.decide.resume.choice import Resume
+from planner.decide.phases import PhaseAnswer
+from planner.decide.resume.job import Resume
 from planner.decide.sweep import Sweep
 from planner.layout.runs import RunSpec
-from planner.months.facts import Fact
+from planner.months.losses import Fact
 from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import Recorded
@@ -30,9 +30,8 @@ from planner.search.why.explanation import Explanation
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
-from planner.specs.operations import OperationsSpec
 from planner.specs.phases import PhasesFile
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import OperationsSpec, Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.calibration import Calibration
 from planner.trainers.checkpoint import Checkpoint
 from planner.trainers.spec import RuntimeSpec

@@ -7,10 +7,9 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from planner.months.facts import Fact, load_facts, stated
-from planner.months.losses import Losses, all_in_repair, losses_of
+from planner.months.losses import Fact, Losses, all_in_repair, load_facts, losses_of, stated
 from planner.specs.cluster import ClusterSpec
-from planner.specs.operations import OperationsSpec
+from planner.specs.training import OperationsSpec
 
 TERABYTE = 1e12
 

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.months.failure_kinds import failure_kinds
-from planner.months.losses import Losses, losses_of
-from planner.months.spares import ALIKE, cheapest_spares, spares
+from planner.months.closed_form import ALIKE, cheapest_spares, spares
+from planner.months.losses import Losses, failure_kinds, losses_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
-from planner.specs.operations import OperationsSpec
 from planner.specs.registry import load_hardware
 from planner.specs.tiers import parse_tiers
+from planner.specs.training import OperationsSpec
 
 
 def losses(num_gpus: int, rate_fraction: float = 0.0, rate: float | None = None) -> Losses:

@@ -9,7 +9,7 @@ import pytest
 
 from planner.answer import Plan, PricedLayout, Sustained, half_width
 from planner.layout.evaluate import evaluate
-from planner.months.sustained import WIDEST_OF_RUNS, with_sustained
+from planner.months.losses import WIDEST_OF_RUNS, with_sustained
 from planner.specs.cluster import ClusterSpec
 from planner.specs.training import Parallelism, TrainingSpec
 

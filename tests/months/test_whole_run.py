@@ -10,8 +10,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
-from planner.specs.operations import OperationsSpec
-from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.training import OperationsSpec, Parallelism, TrainingSpec
 
 LLAMA = Parallelism(tp=8, pp=16, vpp=8, dp=128, schedule="interleaved-1f1b")
 

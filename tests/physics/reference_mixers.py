@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.specs.mixers import LinearAttentionSpec, MambaSpec
+from planner.specs.model_parts import LinearAttentionSpec, MambaSpec
 
 
 class Kernel(torch.autograd.Function):

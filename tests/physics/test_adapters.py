@@ -10,7 +10,7 @@ from planner.physics.adapters import adapted
 from planner.physics.layers import decoder_layer, model_totals
 from planner.physics.operators import Item, num_parameters, operators_of, saved_bytes
 from planner.shape import Shape
-from planner.specs.finetuning.adapters import AdapterSpec
+from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_model
 from planner.trainers.load import load_runtime
 

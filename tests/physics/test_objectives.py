@@ -11,8 +11,7 @@ from planner.physics.pricing import Pricing
 from planner.search.search import plan
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec
-from planner.specs.finetuning.objective import ObjectiveName, ObjectiveSpec, Reference
+from planner.specs.finetuning import AdapterSpec, ObjectiveName, ObjectiveSpec, Reference
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime

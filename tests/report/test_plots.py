@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.decide.point import Point
-from planner.decide.sweep import Goal, Sweep
+from planner.decide.sweep import Goal, Point, Sweep
 from planner.report.charts import image
 from planner.report.plots import as_page, as_text, draw_sweep, drawn, series_of
 

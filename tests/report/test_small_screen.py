@@ -15,10 +15,9 @@ from planner.report.terminal import render
 from planner.report.view import view_of
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec
-from planner.specs.operations import OperationsSpec
+from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware
-from planner.specs.training import SearchLimits, TrainingSpec
+from planner.specs.training import OperationsSpec, SearchLimits, TrainingSpec
 
 
 @cache

@@ -11,8 +11,8 @@ import pytest
 
 from planner import ClusterSpec, Parallelism, TrainingSpec, evaluate, load_model
 from planner.errors import SpecError
-from planner.specs.checking import checked
 from planner.specs.hardware import HardwareSpec
+from planner.specs.problems import checked
 from planner.specs.registry import load_hardware
 
 H100: dict[str, Any] = load_hardware("h100").model_dump(exclude={"corrections"})

@@ -42,7 +42,7 @@ EXCEPTIONS = {
     "planner/export/launch/node_check.py": JOB,
     "planner/export/launch/rank_trials.py": JOB,
     "planner/layout/runs.py": OWN,
-    "planner/months/facts.py": OWN,
+    "planner/months/losses.py": OWN,
     "planner/profile/measure_links.py": WIRE,
     "planner/report/small.py": OWN,
     "planner/specs/base.py": "our own sources, for the docstrings below fields",

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from planner.errors import SpecError
-from planner.specs.checking import checked
+from planner.specs.problems import checked
 from planner.specs.training import Parallelism, tokens_split
 
 

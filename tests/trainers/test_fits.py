@@ -10,7 +10,7 @@ from typing import Any
 
 import planner
 from planner.specs.registry import hardware_names, load_hardware
-from planner.trainers.fits import shipped_fits
+from planner.trainers.calibration import shipped_fits
 from planner.trainers.load import load_runtime
 from planner.trainers.shipped import calibration_date
 from tools.calibrate.runs import COEFFICIENTS

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from planner.errors import SpecError
-from planner.trainers.likely import read_likely
-from planner.trainers.load import RUNTIMES, likely_of, load_runtime
+from planner.trainers.load import RUNTIMES, likely_of, load_runtime, read_likely
 
 ENTRY = {"switches": {"ep_overlap": True}, "value": 0.3, "source": "counted"}
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.specs.training import DocumentLength, TrainingSpec
-from planner.trainers.padding import Lengths, example_lengths, longest_of, mean_length, padding_fraction
+from planner.trainers.documents import Lengths, example_lengths, longest_of, mean_length, padding_fraction
 
 
 def _training(lengths: Lengths, seq_length: int = 10_000) -> TrainingSpec:

@@ -11,10 +11,9 @@ import pytest
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
-from planner.trainers.rules.automodel import AUTOMODEL_RULES
 from planner.trainers.rules.common import Rule, first_broken
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
+from planner.trainers.rules.torch import AUTOMODEL_RULES, TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
 from planner.trainers.rules.torchtitan import TORCHTITAN_RULES
 
 LLAMA = ModelSpec(

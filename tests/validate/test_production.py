@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from planner.months.facts import load_facts
+from planner.months.losses import load_facts
 from planner.validate.rows import PRODUCTION, load_rows
 from planner.validate.score import Month, evaluate_rows, months_of, production, says_production
 

@@ -8,7 +8,7 @@ from math import inf, isfinite
 from typing import Any
 
 from planner.errors import SpecError
-from planner.specs.finetuning.adapters import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
+from planner.specs.finetuning import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.specs.model import ModelSpec
 
 ADAPTER_FILE, QUANTIZATION_FILE = "adapter_config.json", "quantization_config.json"

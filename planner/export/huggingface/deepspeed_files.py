@@ -21,7 +21,7 @@ from planner.export.trainer_files import (
     header,
     promise,
 )
-from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
+from planner.trainers.rules.huggingface import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 
 TRAINING_FILE = "planned_training.py"
 PLACEHOLDERS = (

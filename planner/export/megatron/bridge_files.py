@@ -46,9 +46,9 @@ from planner.export.trainer_files import (
 )
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
-from planner.trainers.rules.bridge_model import bridge_model_rules, family_of
 from planner.trainers.rules.common import release
 from planner.trainers.rules.facts import every_nth, query_width, rotary_method
+from planner.trainers.rules.megatron_model import bridge_model_rules, family_of
 
 UNASKED: dict[str, Any] = {
     "model.num_moe_experts": None,

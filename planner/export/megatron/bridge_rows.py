@@ -9,7 +9,7 @@ from planner.export.megatron.model_options import BRIDGE_OF_MODEL
 from planner.export.megatron.plan_arguments import BRIDGE_OF_RUN
 from planner.export.megatron.switch_options import BRIDGE_OF_SWITCHES, SWITCHING
 from planner.export.trainer_files import Arguments
-from planner.trainers.rules.bridge_model import Family
+from planner.trainers.rules.megatron_model import Family
 
 RECIPES: dict[Family, str] = {
     "gpt": "vanilla_gpt_pretrain_config",

@@ -34,7 +34,7 @@ from planner.export.trainer_files import (
     header,
     promise,
 )
-from planner.trainers.rules.megatron_core import NEW_QUERY_NORM_SINCE, norms_queries_twice
+from planner.trainers.rules.megatron_model import NEW_QUERY_NORM_SINCE, norms_queries_twice
 
 _IMAGE_OF_AMD = f"use the image {IMAGE_OF_AMD}"
 _TRANSFORMER_ENGINE = "pip install --no-build-isolation transformer_engine[pytorch]"

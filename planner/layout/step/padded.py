@@ -8,8 +8,7 @@ import numpy as np
 
 from planner.answer import Plan
 from planner.layout.replan import reprice
-from planner.trainers.documents import largest_normal
-from planner.trainers.padding import example_lengths, longest_of, mean_length, padding_fraction
+from planner.trainers.documents import example_lengths, largest_normal, longest_of, mean_length, padding_fraction
 
 _NUM_KNOTS = 7
 """Lengths at which a layout is priced; steps are straight between them."""

@@ -16,7 +16,7 @@ from planner.layout.risk import headroom_bytes
 from planner.observe.case import ObservedCase
 from planner.observe.observation import GapRemedy, Prediction, Term
 from planner.schedule.orders import SCHEDULES
-from planner.specs.checking import checked
+from planner.specs.problems import checked
 from planner.specs.training import Parallelism, SearchLimits
 from planner.trainers.generations import described, runtime_of_its_day
 from planner.trainers.load import switches_of

@@ -12,8 +12,8 @@ from planner.physics.layer.blocks import enter_tp, leave_tp
 from planner.physics.layer.scans import TRIANGLE_KERNELS, convolution, gated_norm, scan
 from planner.physics.operators import BF16, FP32, Item, Operator, Saved
 from planner.shape import Number, Shape
-from planner.specs.mixers import LinearAttentionSpec
 from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import LinearAttentionSpec
 from planner.trainers.spec import RuntimeSpec
 
 

@@ -12,8 +12,8 @@ from planner.physics.layer.blocks import bias_gradients, enter_tp, leave_tp
 from planner.physics.layer.scans import convolution, gated_norm, scan
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape, maximum
-from planner.specs.mixers import MambaSpec
 from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import MambaSpec
 from planner.trainers.spec import RuntimeSpec
 
 SCAN_FLOPS_PER_STATE = 9

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.answer import Interval, half_width
-from planner.decide.phase_answer import Change, PhaseAnswer, PhasesAnswer
+from planner.decide.phases import Change, PhaseAnswer, PhasesAnswer
 from planner.report.format import digits, large, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.months import duration

@@ -12,7 +12,7 @@ from planner.answer.small import Change as JobChange
 from planner.answer.small import Room
 from planner.report.causes import Cause, Difference, memory_differences, step_differences
 from planner.specs.base import Spec
-from planner.specs.corrections import Correction
+from planner.specs.hardware import Correction
 
 Verdict = Literal["chosen", "as_fast", "faster", "slower", "does_not_fit", "refused"]
 

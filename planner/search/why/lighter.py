@@ -11,7 +11,7 @@ from planner.search.case import Case
 from planner.search.why.misses import fitting_candidate
 from planner.search.why.room import most_within
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning.adapters import AdapterSpec, Bits
+from planner.specs.finetuning import AdapterSpec, Bits
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.trainers.load import load_runtime

@@ -2,7 +2,7 @@
 
 A row holds the config key of each field, the values that transformers 5.23 assumes for absent keys, the fields that are
 the same for every model of the architecture, and the functions that work out the others (`derivations`, `layer_lists`,
-`sections`). `general` reads what all configs say alike.
+`sections`). `planner.specs.huggingface` reads what all configs say alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The one home of reading what users' files hold: bytes, nesting, values and digits have limits, and nothing is run.
 
-A module for each language; every parse raises SpecError for whatever cannot be read. Toml, Python and CSV are imported
-where they are needed.
+Every parse raises SpecError for whatever cannot be read. Text, JSON and YAML stand together; TOML, Python and CSV, a
+module each, are imported where they are needed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import SpecError
-from planner.specs.reading.json_text import NotJsonError, json_value, parse_json
 from planner.specs.reading.limits import JSON, Limits
-from planner.specs.reading.text import MAX_BYTES, STDIN, kind_of, label, printable, read_text, whole_number
-from planner.specs.reading.yaml_text import parse_yaml
+from planner.specs.reading.text import (
+    MAX_BYTES,
+    STDIN,
+    NotJsonError,
+    json_value,
+    kind_of,
+    label,
+    parse_json,
+    parse_yaml,
+    printable,
+    read_text,
+    whole_number,
+)
 
 __all__ = [
     "MAX_BYTES", "STDIN", "NotJsonError", "json_value", "kind_of", "label", "load_yaml", "parse_json", "parse_mapping",

@@ -7,9 +7,8 @@ import tomllib
 from typing import Any
 
 from planner.errors import SpecError
-from planner.specs.reading.json_text import refuse_depth
 from planner.specs.reading.limits import TOML, Limits
-from planner.specs.reading.text import printable, refuse_longer, refuse_signs
+from planner.specs.reading.text import printable, refuse_depth, refuse_longer, refuse_signs
 
 _MAX_DOTS = 50
 _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{_MAX_DOTS}}}")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.trainers.rules.automodel import AUTOMODEL_RULES
-from planner.trainers.rules.bridge_model import BRIDGE_MODEL_RULES
 from planner.trainers.rules.common import BF16_ONLY, Rule
-from planner.trainers.rules.deepspeed import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
-from planner.trainers.rules.hf_model import HF_MODEL_RULES, HF_RULES
+from planner.trainers.rules.huggingface import (
+    DEEPSPEED_MODEL_RULES,
+    DEEPSPEED_RULES,
+    HF_MODEL_RULES,
+    HF_RULES,
+    TORCHTUNE_MODEL_RULES,
+    TORCHTUNE_RULES,
+)
 from planner.trainers.rules.megatron import megatron_rules
-from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
-from planner.trainers.rules.torch import TORCH_EAGER_RULES
-from planner.trainers.rules.torch_model import TORCH_MODEL_RULES
-from planner.trainers.rules.torchtitan import TORCHTITAN_RULES
-from planner.trainers.rules.torchtitan_model import TORCHTITAN_MODEL_RULES
-from planner.trainers.rules.torchtune import TORCHTUNE_MODEL_RULES, TORCHTUNE_RULES
+from planner.trainers.rules.megatron_model import BRIDGE_MODEL_RULES, MEGATRON_MODEL_RULES
+from planner.trainers.rules.torch import AUTOMODEL_RULES, TORCH_EAGER_RULES, TORCH_MODEL_RULES
+from planner.trainers.rules.torchtitan import TORCHTITAN_MODEL_RULES, TORCHTITAN_RULES
 from planner.trainers.spec import RuntimeSpec
 
 RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {

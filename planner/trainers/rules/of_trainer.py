@@ -8,10 +8,9 @@ from planner.errors import SpecError
 from planner.shape import RANK_ORDERS
 from planner.specs.problems import check_names
 from planner.trainers.load import RUNTIMES, load_runtime
-from planner.trainers.rules.bridge_model import bridge_model_rules
 from planner.trainers.rules.common import PAIRS, Rule
-from planner.trainers.rules.layer_kinds import LAYER_KIND_RULES
-from planner.trainers.rules.megatron_model import megatron_model_rules
+from planner.trainers.rules.megatron_model import bridge_model_rules, megatron_model_rules
+from planner.trainers.rules.model_fields import LAYER_KIND_RULES
 from planner.trainers.rules.named import EXPORT_RULES, RULES
 from planner.trainers.spec import RuntimeSpec
 

@@ -1,4 +1,8 @@
-"""Rules of torch: what its sharding refuses, our own runner, and torch.distributed.pipelining (2.13) by schedule."""
+"""Rules of torch: what its sharding refuses, our own runner, and torch.distributed.pipelining (2.13) by schedule.
+
+NeMo AutoModel (main of August 2026) shards as torch does. Our own runner has rules on models, too: the export writes
+it, the probe runs it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,17 @@ import numpy as np
 
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
-from planner.specs.training import tokens_split
-from planner.trainers.rules.common import DENSE_WIDTH, EXPERTS, HEADS, SHARED_EXPERT_WIDTH, Rule, no_multiple
+from planner.specs.training import TrainingSpec, tokens_split
+from planner.trainers.rules.common import (
+    DENSE_WIDTH,
+    EXPERTS,
+    HEADS,
+    SHARED_EXPERT_WIDTH,
+    Rule,
+    first_broken,
+    no_multiple,
+)
+from planner.trainers.rules.model_fields import HEAD_NORMS, PLAIN, UNWRITTEN_RULES, WHOLE_MODEL_RULES
 
 KV_HEADS = Rule(
     "kv_heads_not_divisible_by_tp",
@@ -181,3 +194,46 @@ UNCOMPILED = (
     "for each part"
 )
 """torch.compile's backward is one node of the graph, and its donated buffers allow no second pass (torch 2.13)."""
+
+
+AUTOMODEL_RULES: tuple[Rule, ...] = (
+    *TORCH_RULES,
+    UNTIED,
+    EXPERTS,
+    EXPERT_RANKS,
+    Rule(
+        "experts_with_tp",
+        # moe/parallelizer.py splits attention alone, and takes no sequence parallelism beside it
+        lambda model, training, shape: (model.moe is None) | ((shape.tp == 1) & (shape.etp == 1)),
+        lambda model, training, shape: f"tp {shape.tp}, etp {shape.etp}: experts are split over ep alone",
+    ),
+    Rule(
+        "seq_length_not_divisible_by_2cp",
+        lambda model, training, shape: shape.seq_length % np.where(shape.cp == 1, 1, 2 * np.asarray(shape.cp)) == 0,
+        lambda model, training, shape: no_multiple("seq_length", shape.seq_length, "2cp", 2 * shape.cp),
+    ),
+    Rule(
+        "shard_size_not_dividing_dp_cp",
+        lambda model, training, shape: (shape.dp * shape.cp) % shape.shard_size == 0,
+        lambda model, training, shape: no_multiple("dp·cp", shape.dp * shape.cp, "shard_size", shape.shard_size),
+    ),
+    FULL_PIPELINE,
+    *INTERLEAVED_RULES,
+)
+"""Constraints for 1F1B at vpp 1 and interleaved 1F1B above."""
+
+
+TORCH_MODEL_RULES: tuple[Rule, ...] = (
+    *UNWRITTEN_RULES,
+    *WHOLE_MODEL_RULES,
+    PLAIN["pre_norms"],
+    PLAIN["parallel_residual"],
+    HEAD_NORMS,
+    PLAIN["attn_output_gate"],
+)
+
+
+def runner_objection(model: ModelSpec, training: TrainingSpec) -> str | None:
+    """The reason why our own runner cannot build the model's layers; None where it can."""
+    rule = first_broken(TORCH_MODEL_RULES, model, training, Shape())
+    return None if rule is None else f"{rule.reason}: {rule.message(model, training, Shape())}"

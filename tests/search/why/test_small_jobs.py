@@ -28,7 +28,7 @@ from planner.search.why.room import (
     sequence_excess_bytes,
     with_room,
 )
-from planner.specs.finetuning.adapters import AdapterSpec, Bits
+from planner.specs.finetuning import AdapterSpec, Bits
 from planner.specs.registry import load_model
 from planner.specs.training import Recompute
 from planner.trainers.load import load_runtime, switches_of

@@ -1,4 +1,8 @@
-"""Rules on layers that do not attend, or not in the plain way: how they are sharded, and that no export builds them."""
+"""Rules on models that exports share: layers that do not attend plainly, fields without a word for them, adapters.
+
+Layers that do not attend, or not in the plain way, are sharded otherwise, and no export builds them. A field that a
+trainer has nothing for must have its plain value. Targets that train all weights refuse adapters beside frozen ones.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import SPARSE
+from planner.specs.training import TrainingSpec
 from planner.trainers.rules.common import Rule, model_rule, no_multiple
 
 
@@ -101,3 +106,56 @@ UNWRITTEN_RULES: tuple[Rule, ...] = (
     ),
 )
 """Rules of every export: what breaks one is priced all the same, with a warning."""
+
+
+_FIELDS: tuple[tuple[str, Any, str], ...] = (
+    ("zero_centered_norm", False, "its norms multiply by the weight, not by 1 + weight"),
+    ("pre_norms", True, "attention and MLP always have a norm before them"),
+    ("post_norms", False, "it has no second norm after attention and MLP"),
+    ("embedding_norm", False, "it has no norm after the embedding"),
+    ("parallel_residual", None, "its MLP reads what attention adds to, never the layer's input"),
+    ("attn_output_gate", False, "it has no gate on attention's output"),
+    ("attn_logit_softcapping", None, "it does not cap attention logits"),
+    ("final_logit_softcapping", None, "it does not cap the vocabulary's logits"),
+    ("embedding_multiplier", 1, "it does not scale the embedding"),
+    ("residual_multiplier", 1, "it adds to the residual stream unscaled"),
+    ("logits_scaling", 1, "it does not scale the vocabulary's logits"),
+    ("no_rope_layer_interval", None, "it rotates positions on every layer"),
+)
+"""Fields, their plain values, and what a trainer says of any other."""
+
+
+def _unlike(field: str, plain: Any, message: str) -> Rule:
+    return model_rule(field, lambda m: getattr(m, field) != plain, lambda m: message)
+
+
+PLAIN = {row[0]: _unlike(*row) for row in _FIELDS}
+"""The rules by field; a trainer lists those that it sets."""
+
+HEAD_NORMS = model_rule(
+    "qk_norm_over",
+    lambda m: m.qk_norm and m.qk_norm_over != "head_dim",
+    lambda m: "norms of queries and keys are over a head there, with one weight for all heads",
+)
+
+
+def _adapters(training: TrainingSpec) -> str:
+    adapters = training.adapters
+    assert adapters is not None
+    weights = "" if adapters.base_bits == 16 else f" beside weights of {adapters.base_bits} bits"
+    return f"LoRA of rank {adapters.rank}{weights}: what is written trains every weight of the model, in 16 bits"
+
+
+WHOLE_MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "adapters",
+        lambda model, training, shape: training.adapters is None,
+        lambda model, training, shape: _adapters(training),
+    ),
+    Rule(
+        "objective",
+        lambda model, training, shape: training.objective.name == "lm",
+        lambda model, training, shape: f"{training.objective.name}: what is written learns the next token",
+    ),
+)
+"""Rules of exports that have no word for adapters, for weights that stay as they are, and for other losses."""

@@ -1,1 +1,0 @@
-"""The part of a training that small jobs have and long runs do not: adapters."""
