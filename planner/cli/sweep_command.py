@@ -128,9 +128,9 @@ def _swept(asked: SweepOptions, goal: Goal) -> Sweep:
 
 def _auto(trial: Trial, goal: Goal, plan_all: Any) -> list[Any]:
     """The points planned on the way to the fewest GPUs that meet the goal, and to the most within a budget."""
-    from planner.decide.sweep import Nodes
+    from planner.decide.sweep import PlannedNodes
 
-    nodes = Nodes(trial, plan_all, MOST_GPUS // trial.case.cluster.node_size)
+    nodes = PlannedNodes(trial, plan_all, MOST_GPUS // trial.case.cluster.node_size)
     first = nodes.first_that(lambda point: point.fits)
     if first is not None and goal.deadline_days is not None:
         in_time = goal.model_copy(update={"budget_usd": None})

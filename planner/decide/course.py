@@ -18,12 +18,12 @@ from planner.decide.phases import (
     Asked,
     BatchStep,
     Change,
-    Found,
     Phase,
     PhaseAnswer,
+    PhaseLayouts,
+    PhaseRun,
     PhasesAnswer,
     Pins,
-    Run,
     RunTotal,
     found,
     grid_of,
@@ -84,9 +84,9 @@ class Course:
     """Phases with their own plans, the layouts that are tried, and what each phase takes in them."""
 
     phases: tuple[Phase, ...]
-    found: tuple[Found, ...]
+    found: tuple[PhaseLayouts, ...]
     reshard_s: float = 0.0
-    known: dict[tuple[int, Key], Run | str] = field(default_factory=dict)
+    known: dict[tuple[int, Key], PhaseRun | str] = field(default_factory=dict)
     """The run of each phase in a layout, or the reason why it cannot run there, as far as it was asked for."""
 
     @cached_property
@@ -132,7 +132,7 @@ class Course:
         layouts = tuple(self.in_phase(number, key) for key in keys)
         return Asked(self.phases[number], self.found[number].plan, layouts, searches)
 
-    def kept(self, number: int, before: Key) -> tuple[Key, Run | str]:
+    def kept(self, number: int, before: Key) -> tuple[Key, PhaseRun | str]:
         """The best layout of a phase in which ranks hold what they held before, and its run or why it has none.
 
         Where the job goes on, nothing of the layout may change.
@@ -149,7 +149,7 @@ class Course:
         may_run = self.phases[number].has_runtime_of(self.phases[origin])
         return layout, (layout.runtime_spec or own) if may_run else own
 
-    def run(self, number: int, key: Key) -> Run | str:
+    def run(self, number: int, key: Key) -> PhaseRun | str:
         """The run of a phase in a layout, or the reason why it cannot run there."""
         if (number, key) not in self.known:
             layout, runtime = self.in_phase(number, key)
@@ -217,13 +217,13 @@ class Course:
                 )
         return path
 
-    def learn(self, number: int, keys: Iterable[Key], answers: Iterable[Run | str]) -> None:
+    def learn(self, number: int, keys: Iterable[Key], answers: Iterable[PhaseRun | str]) -> None:
         """Note what a phase takes in some layouts."""
         self.known.update({(number, key): answer for key, answer in zip(keys, answers, strict=True)})
 
-    def runs_of(self, number: int) -> dict[Key, Run]:
+    def runs_of(self, number: int) -> dict[Key, PhaseRun]:
         """The runs of a phase in the layouts that were tried, as far as it can run there."""
-        return {key: run for (at, key), run in self.known.items() if at == number and isinstance(run, Run)}
+        return {key: run for (at, key), run in self.known.items() if at == number and isinstance(run, PhaseRun)}
 
 
 def course_of(phases: Sequence[Phase], each: Each, reshard_hours: float = 0.0) -> Course:
@@ -261,7 +261,7 @@ def _axis(layout: PricedLayout, axis: str) -> object:
     return getattr(layout.parallelism, axis)
 
 
-def _no_layout(phase: Phase, plan: Found, reason: str) -> SpecError:
+def _no_layout(phase: Phase, plan: PhaseLayouts, reason: str) -> SpecError:
     """The error of a batch that grows in steps which no layout found can run, with steps that the best one can."""
     sizes = plan.plan.parallelism
     quantum = sizes.dp * sizes.micro_batch_size * (sizes.pp if sizes.vpp > 1 else 1)
@@ -294,9 +294,9 @@ def answer_of(course: Course, command: str = "") -> PhasesAnswer:
     return PhasesAnswer(command=command, phases=answers, total=_total(course, answers, chosen), changes=changes)
 
 
-def _run(course: Course, number: int, key: Key) -> Run:
+def _run(course: Course, number: int, key: Key) -> PhaseRun:
     run = course.run(number, key)
-    assert isinstance(run, Run), "a layout was chosen that runs"
+    assert isinstance(run, PhaseRun), "a layout was chosen that runs"
     return run
 
 
@@ -333,8 +333,8 @@ def _phase(course: Course, number: int, chosen: Sequence[Key]) -> PhaseAnswer:
         effective_fraction=run.goodput.effective_fraction,
         own_layout=str(fastest.layout.parallelism),
         own_days=fastest.cost.days,
-        kept_days=kept.cost.days if isinstance(kept, Run) else None,
-        kept_refused="" if isinstance(kept, Run) else kept,
+        kept_days=kept.cost.days if isinstance(kept, PhaseRun) else None,
+        kept_refused="" if isinstance(kept, PhaseRun) else kept,
         plan=plan,
     )
 
@@ -354,7 +354,7 @@ def _change(course: Course, number: int, chosen: Sequence[Key]) -> Change:
         from_layout=str(_run(course, number - 1, before).layout.parallelism),
         to_layout=str(_run(course, number, after).layout.parallelism),
         gains_days=saved,
-        kept_refused="" if isinstance(kept := course.kept(number, before)[1], Run) else kept,
+        kept_refused="" if isinstance(kept := course.kept(number, before)[1], PhaseRun) else kept,
         costs_days=costs_s / SECONDS_PER_DAY,
         saved_as=_saved_as(course, number, before, after),
         stop_s=course.change_s(number, before, after),
@@ -366,7 +366,7 @@ def _saved_days(course: Course, numbers: range, before: Key, chosen: Sequence[Ke
     saved = 0.0
     for number in numbers:
         before, old = course.kept(number, before)
-        if not isinstance(old, Run):
+        if not isinstance(old, PhaseRun):
             return None
         saved += old.cost.days - _run(course, number, chosen[number]).cost.days
     return saved

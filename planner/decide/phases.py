@@ -181,7 +181,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PhaseLayouts:
     """A phase's own plan, and layouts that are good for it, the best first; each has its runtime."""
 
     plan: Plan
@@ -190,7 +190,7 @@ class Found:
     """Those of the layouts that were searched for the sake of other phases."""
 
 
-def found(phase: Phase) -> Found | PlannerError:
+def found(phase: Phase) -> PhaseLayouts | PlannerError:
     """Plan a phase by itself; the error where it cannot be planned.
 
     Where the batch grows, layouts of the largest batch that divides all others are candidates too: one runs all
@@ -205,7 +205,7 @@ def found(phase: Phase) -> Found | PlannerError:
     if phase.grows:
         with suppress(PlannerError):
             layouts += _layouts(search(case.with_batch(phase.divisor)))
-    return Found(own, layouts)
+    return PhaseLayouts(own, layouts)
 
 
 def _layouts(found: Plan) -> tuple[PricedLayout, ...]:
@@ -216,7 +216,7 @@ def _layouts(found: Plan) -> tuple[PricedLayout, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PhaseRun:
     """The seconds and the cost of a phase in one layout."""
 
     layout: PricedLayout
@@ -251,7 +251,7 @@ def grid_of(layout: PricedLayout) -> Pins:
     return tuple((axis, (getattr(layout.parallelism, axis),)) for axis in GRID)
 
 
-def tried(asked: Asked) -> tuple[list[Run | str], list[tuple[PricedLayout, Run | str]]]:
+def tried(asked: Asked) -> tuple[list[PhaseRun | str], list[tuple[PricedLayout, PhaseRun | str]]]:
     """The run of a phase in each layout, or the reason why it cannot run there; then what the searches found."""
     phase, own = asked.phase, asked.own
     answers = [run_in(phase, own, layout, runtime) for layout, runtime in asked.layouts]
@@ -265,11 +265,11 @@ def tried(asked: Asked) -> tuple[list[Run | str], list[tuple[PricedLayout, Run |
     return answers, more
 
 
-def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> Run | str:
+def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> PhaseRun | str:
     """The run of a phase in a layout, with every batch of it."""
     is_own = layout.model_copy(update={"runtime_spec": None}) == own.best
     if is_own and not phase.grows and own.run_cost is not None and own.goodput is not None:
-        return Run(own.best, (own.step.step_s,), own.run_cost, own.goodput)
+        return PhaseRun(own.best, (own.step.step_s,), own.run_cost, own.goodput)
     candidates = _with_each_batch(phase, own, layout, runtime)
     if isinstance(candidates, str):
         return candidates
@@ -280,7 +280,7 @@ def run_in(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) 
     cost, goodput = whole_run_of(pricing, priced, pricing.totals.num_parameters, factor)
     assert cost is not None, "a phase has tokens"
     assert goodput is not None, "a phase has tokens"
-    return Run(priced, steps_s, cost, goodput)
+    return PhaseRun(priced, steps_s, cost, goodput)
 
 
 def _with_each_batch(phase: Phase, own: Plan, layout: PricedLayout, runtime: RuntimeSpec) -> list[Candidate] | str:
@@ -309,7 +309,7 @@ def _longer_factor(phase: Phase, steps_s: Sequence[float]) -> float:
     return sum(per_sequence) / last
 
 
-def plan_in(phase: Phase, own: Plan, run: Run, asked: tuple[PricedLayout, RuntimeSpec]) -> Plan:
+def plan_in(phase: Phase, own: Plan, run: PhaseRun, asked: tuple[PricedLayout, RuntimeSpec]) -> Plan:
     """The plan of a phase in the layout of a run, which was asked for so: its own where that is the best."""
     if run.layout == own.best:
         chosen = own

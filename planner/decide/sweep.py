@@ -156,7 +156,7 @@ NEIGHBOURS = 3
 """Numbers of nodes tried below the one that was found, should the condition be met there after all."""
 
 
-class Nodes:
+class PlannedNodes:
     """Points of one job by their number of nodes, each planned once."""
 
     def __init__(self, trial: Trial, plan_all: PlanTrials, most_nodes: int) -> None:

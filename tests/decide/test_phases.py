@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.decide.course import Course, answer_of, course_of, held, key_of, run_of_phases, shortest
-from planner.decide.phases import Batch, Phase, PhasesAnswer, Run, found
+from planner.decide.phases import Batch, Phase, PhaseRun, PhasesAnswer, found
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate, runtime_of
 from planner.report.decide.phases import says
@@ -195,7 +195,7 @@ def test_a_layout_is_known_again_whatever_its_batch(course: Course) -> None:
     assert not isinstance(one, Exception)
     key = key_of(one.layouts[0])
     run = course.run(2, key)
-    assert isinstance(run, Run)
+    assert isinstance(run, PhaseRun)
     assert held(run.layout) == key[0]
     assert math.isfinite(run.wall_s)
 

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.decide.sweep import Goal, Nodes, Point, Sweep, Trial, of_points, planned, planners, sweep, with_deadline
+from planner.decide.sweep import (
+    Goal,
+    PlannedNodes,
+    Point,
+    Sweep,
+    Trial,
+    of_points,
+    planned,
+    planners,
+    sweep,
+    with_deadline,
+)
 from planner.layout.evaluate import runtime_of
 from planner.report.sweep import as_csv, as_rows, says
 from planner.search.case import Case
@@ -130,7 +141,7 @@ def test_the_fewest_are_those_of_a_linear_scan(
             days=days, usd=days,
         )  # fmt: skip
 
-    nodes = Nodes(trial(8), lambda trials: [point(one.num_gpus // 8) for one in trials], 24)
+    nodes = PlannedNodes(trial(8), lambda trials: [point(one.num_gpus // 8) for one in trials], 24)
     goal = Goal(deadline_days=deadline)
     assert nodes.first_that(lambda p: p.fits) == fits_from
     scan = next((n for n in range(1, 25) if goal.is_met(point(n))), None)
@@ -140,7 +151,7 @@ def test_the_fewest_are_those_of_a_linear_scan(
 @pytest.mark.thorough(0)
 def test_the_fewest_gpus_of_a_real_job_are_those_of_a_linear_scan() -> None:
     one = trial(8, "llama-2-13b", **PINS)
-    nodes = Nodes(one, here, 8)
+    nodes = PlannedNodes(one, here, 8)
     points = {number: planned(one.on_gpus(8 * number)) for number in range(1, 9)}
     for days in (300.0, 130.0, 70.0, 41.0):
         goal = Goal(deadline_days=days)
