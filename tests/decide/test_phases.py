@@ -18,7 +18,7 @@ from planner.decide.phases import Batch, Phase, Run, found
 from planner.decide.run_of_phases import answer_of, run_of_phases
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate, runtime_of
-from planner.report.decide.phases import says
+from planner.report.phases import says
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
