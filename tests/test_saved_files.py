@@ -14,7 +14,7 @@ from probes import probe_result
 
 from planner.answer import Plan
 from planner.cli import main
-from planner.cli.probe_file import probe_of
+from planner.cli.measurements import probe_of
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.observe.history import kept_run, read_kept, text_of

@@ -18,7 +18,7 @@ from planner.errors import SpecError, one_line
 from planner.trainers.shipped import calibration_date
 
 
-class Row(NamedTuple):
+class CommandRow(NamedTuple):
     """A command: the module that has it, and its line in lists."""
 
     module: str
@@ -29,86 +29,88 @@ class Row(NamedTuple):
 
 
 COMMANDS = {
-    "evaluate": Row(
+    "evaluate": CommandRow(
         "planner.cli.evaluate_command", "evaluate_command", "Price a given layout, fit or not, or a file of many."
     ),
-    "explain": Row(
+    "explain": CommandRow(
         "planner.cli.explain_command",
         "explain_command",
         "Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.",
     ),
-    "sweep": Row(
+    "sweep": CommandRow(
         "planner.cli.sweep_command",
         "sweep_command",
         "Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.",
     ),
-    "compare": Row(
+    "compare": CommandRow(
         "planner.cli.compare_command",
         "compare_command",
         "Say what differs between plans, probes and runs (imported, observed), "
         "and why one is faster: terms that add up.",
     ),
-    "models": Row("planner.cli.catalogue", "models_command", "List the models, or show one with its sources."),
-    "hardware": Row("planner.cli.catalogue", "hardware_command", "List the hardware, or show one with its sources."),
-    "export": Row(
+    "models": CommandRow("planner.cli.catalogue", "models_command", "List the models, or show one with its sources."),
+    "hardware": CommandRow(
+        "planner.cli.catalogue", "hardware_command", "List the hardware, or show one with its sources."
+    ),
+    "export": CommandRow(
         "planner.cli.export_command",
         "export_command",
         "Write the files that a trainer or a scheduler takes as they are, or say what it cannot express.",
     ),
-    "import": Row(
+    "import": CommandRow(
         "planner.cli.import_command",
         "import_command",
         "Read the configuration of a run you have, price it, and say what the planner would do instead, and why.",
     ),
-    "observe": Row(
+    "observe": CommandRow(
         "planner.cli.observe_command",
         "observe_command",
         "Read a run's log: its steady step, what made steps slow, memory, "
         "where the wall time went; beside the prediction.",
     ),
-    "report": Row(
+    "report": CommandRow(
         "planner.cli.report_command",
         "report_command",
         "Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, "
         "alternatives, inputs.",
     ),
-    "schedule": Row("planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."),
-    "memory": Row(
+    "schedule": CommandRow("planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."),
+    "memory": CommandRow(
         "planner.cli.memory_command",
         "memory_command",
         "Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.",
     ),
-    "serve": Row(
+    "serve": CommandRow(
         "planner.cli.serve_command",
         "serve_command",
         "Serve the planner as a page: controls change the plan, its memory and its timeline",
     ),
-    "trace": Row(
+    "trace": CommandRow(
         "planner.cli.trace_command",
         "trace_command",
         "Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.",
     ),
-    "validate": Row(
+    "validate": CommandRow(
         "planner.cli.validate_command",
         "validate_command",
         "Hold the planner against published training runs, or against your own.",
     ),
-    "probe": Row(
+    "probe": CommandRow(
         "planner.cli.probe_command",
         "probe_command",
         "Run the plan's pipeline for a few steps, and put measured beside predicted.",
     ),
-    "profile": Row(
+    "profile": CommandRow(
         "planner.cli.profile_command",
         "profile_command",
         "Measure this machine into a hardware profile that plan --hardware reads; eight minutes on a GPU.",
     ),
-    "rebalance": Row(
+    "rebalance": CommandRow(
         "planner.cli.rebalance_command",
         "rebalance_command",
         "Move layers between stages that a probe found slow and fast, and say what it gains.",
     ),
-    "doctor": Row(
+    "doctor": CommandRow(
         "planner.cli.doctor_command",
         "doctor_command",
         "Say what is installed, what each command needs and whether it can run here: "

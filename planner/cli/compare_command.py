@@ -54,7 +54,7 @@ def compare_command(files: Files, json: o.Json = False) -> None:
 
 def _side(path: str) -> Compared:
     """One side: a plan, a probe's result, or a run that `plan import` or `plan observe` read."""
-    from planner.cli.probe_file import is_probe, probe_of
+    from planner.cli.measurements import is_probe, probe_of
     from planner.decide.compare import of_observation, of_plan, of_probe
     from planner.observe.saved import is_observed, observed_of
     from planner.plan_file import plan_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
-from planner.cli.history import with_history
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
+from planner.cli.measurements import with_history
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.errors import SpecError
 from planner.shape import liked_batch
@@ -97,7 +97,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     if assumed:
         runtime = checked(RuntimeSpec, {**runtime.model_dump(), **assumed}, where="--assume")
     if asked.calibration is not None:
-        from planner.cli.calibration_file import read_calibration
+        from planner.cli.measurements import read_calibration
 
         calibration = read_calibration(asked.calibration, cluster, runtime.family)
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)

@@ -209,7 +209,7 @@ def _of_options(observation: Observation, asked: LayoutOptions) -> Plan:
 
 def _of_arguments(stated: dict[str, Any], asked: LayoutOptions) -> Plan | None:
     """The price of the run that the log dumps, with what the options add; None where something is missing."""
-    from planner.cli.history import with_history
+    from planner.cli.measurements import with_history
     from planner.export.imported_run import ImportedRun
     from planner.layout.evaluate import evaluate
     from planner.layout.runs import parse_run

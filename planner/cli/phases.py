@@ -30,7 +30,7 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
     from planner.decide.course import run_of_phases
     from planner.decide.processes import processes
     from planner.files import STDOUT
-    from planner.report.decide.phases import render_phases
+    from planner.report.phases import render_phases
     from planner.specs.phases import read_phases
 
     if asked.from_ is not None or asked.keep is not None:

@@ -136,7 +136,7 @@ def _refuse_files(output: str | None, trace: str | None, stage: str | None, forc
 
 def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
     """Warn of a GPU that is not the plan's, and of a tolerance that judges nothing."""
-    from planner.cli.probe_file import doubt_device
+    from planner.cli.measurements import doubt_device
 
     if result.run.device == "cuda":
         doubt_device(result, plan.cluster.hardware, "the probe")

@@ -27,7 +27,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
     from planner.decide.resume.resume import replan
     from planner.files import refuse_to_overwrite
     from planner.plan_file import read_plan
-    from planner.report.decide.resume import render_resume
+    from planner.report.resume import render_resume
 
     _check(asked, path)
     assert asked.gpus is not None

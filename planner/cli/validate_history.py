@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 def add_run(path: str, folder: str | None, as_json: bool) -> None:
     """Keep an observed run in the folder of the user's runs, and show those of its cluster and trainer."""
-    from planner.cli.calibration_file import refuse_device
+    from planner.cli.measurements import refuse_device
     from planner.cli.output import dumps, show
     from planner.observe.history import (
         belongs_to,

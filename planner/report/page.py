@@ -42,7 +42,7 @@ from planner.report.html.pieces import (
     zoomed,
 )
 from planner.report.labels import LEAST_SHARE, MEMORY
-from planner.report.rows import STAGE_HEADS, Entry, Figure, Share, runs_of_stages, shown_cells
+from planner.report.rows import STAGE_HEADS, Entry, Figure, StepShare, runs_of_stages, shown_cells
 from planner.report.small import ChangeRow
 from planner.report.timeline.charts import draw_timeline, shown_step
 from planner.report.view import View, view_of
@@ -124,7 +124,7 @@ def _sections(plan: Plan, view: View, replayed: Drawings) -> Iterator[Html]:
 
 def _breakdown(view: View) -> Html:
     rows: list[tuple[object, ...]] = [(*share.cells, share_bar(share.fraction)) for share in view.breakdown]
-    rows.append((*Share("step", view.step_s, view.step_s).cells, ""))
+    rows.append((*StepShare("step", view.step_s, view.step_s).cells, ""))
     note = f"On the rank that decides the step; the items add up to it, those below {percent(LEAST_SHARE, 2)} left out."
     filled = table(("item", "seconds", "share", ""), rows, "lrrl", bold_last=True)
     return tag("div", filled, tag("p", note, class_="soft"))

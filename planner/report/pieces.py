@@ -48,7 +48,7 @@ def headed(heads: Iterable[str], *justify: str | None, style: str = "") -> Table
     return table
 
 
-class Bar:
+class TextBar:
     """A bar as wide as its column lets it be, within limits."""
 
     def __init__(self, fraction: float, widest: int, track: str = " ", style: str = "cyan") -> None:

@@ -90,7 +90,7 @@ def shown_cells(cells: tuple[str, ...], mixes_recompute: bool) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StepShare:
     """One item of the step, in seconds on the rank that decides it."""
 
     name: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from planner.answer import Change, Layout, Plan, Room, StagePlan, small
 from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.months import cost_figures, duration
-from planner.report.rows import Figure, Share
+from planner.report.rows import Figure, StepShare
 from planner.specs.units import gib
 
 _SHARDED = {
@@ -167,7 +167,7 @@ def memory_items(plan: Plan) -> tuple[MemoryItem, ...]:
     return tuple(MemoryItem(name, size, capacity) for name, size in items if name and size > 0)
 
 
-def step_items(plan: Plan) -> tuple[Share, ...]:
+def step_items(plan: Plan) -> tuple[StepShare, ...]:
     """The items of a step: computing is forward and backward."""
     step_s, parts, layout = plan.step.step_s, plan.step.breakdown, plan.parallelism
     stage, number = plan.best.slowest_stage, layout.num_microbatches
@@ -179,7 +179,7 @@ def step_items(plan: Plan) -> tuple[Share, ...]:
         ("optimizer", parts.optimizer_s),
         ("host and other overhead", parts.overhead_s + parts.bubble_s),
     )
-    return tuple(Share(name, value_s, step_s) for name, value_s in items if value_s >= 0.001 * step_s)
+    return tuple(StepShare(name, value_s, step_s) for name, value_s in items if value_s >= 0.001 * step_s)
 
 
 def room_lines(room: Room | None) -> tuple[tuple[str, str], ...]:

@@ -17,14 +17,14 @@ from planner.answer import Change, Plan, PricedLayout
 from planner.report import small
 from planner.report.format import gibibytes, large, seconds
 from planner.report.labels import says_unsaid
-from planner.report.pieces import Bar, bullets, columns, section
+from planner.report.pieces import TextBar, bullets, columns, section
 from planner.report.rows import (
     STAGE_HEADS,
     Entry,
     Figure,
     Rejection,
     Robust,
-    Share,
+    StepShare,
     entry_of,
     runs_of_stages,
     shown_cells,
@@ -158,15 +158,15 @@ def _stages(view: View) -> Table:
     table.add_row(*(Text(head, style="dim") for head in shown_cells(STAGE_HEADS, mixed)), "")
     for row in rows:
         over = row.filled_fraction > 1
-        bar = Bar(row.filled_fraction, 16, "░", style="red" if over else "cyan")
+        bar = TextBar(row.filled_fraction, 16, "░", style="red" if over else "cyan")
         table.add_row(*shown_cells(row.cells, mixed), bar)
     return table
 
 
-def _breakdown(shares: Iterable[Share]) -> Table:
+def _breakdown(shares: Iterable[StepShare]) -> Table:
     table = columns("l", "r", "r", None)
     for share in shares:
-        table.add_row(*share.cells, Bar(share.fraction, 32))
+        table.add_row(*share.cells, TextBar(share.fraction, 32))
     return table
 
 
@@ -248,14 +248,14 @@ def _small_memory(plan: Plan) -> Table:
     table = columns("l", "r", None)
     for item in small.memory_items(plan):
         shown = f"{gibibytes(item.num_bytes)} GiB"
-        table.add_row(item.name, shown, Bar(item.fraction, 32, style="dim" if item.name == "free" else "cyan"))
+        table.add_row(item.name, shown, TextBar(item.fraction, 32, style="dim" if item.name == "free" else "cyan"))
     return table
 
 
 def _small_step(plan: Plan) -> Table:
     table = columns("l", "r", "r", None)
     for share in small.step_items(plan):
-        table.add_row(*share.cells, Bar(share.fraction, 32))
+        table.add_row(*share.cells, TextBar(share.fraction, 32))
     return table
 
 

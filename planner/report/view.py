@@ -24,7 +24,7 @@ from planner.report.labels import (
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
 from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
-from planner.report.rows import Entry, Figure, Rejection, Robust, Share, StageRow, entry_of, robust_of
+from planner.report.rows import Entry, Figure, Rejection, Robust, StageRow, StepShare, entry_of, robust_of
 from planner.report.small import ChangeRow
 from planner.specs.training import TrainingSpec
 
@@ -69,7 +69,7 @@ class View:
     recipe: tuple[tuple[str, str], ...]
     """A subject and a sentence each, about the switches of the best layout; empty where they are not known."""
     step_s: float
-    breakdown: tuple[Share, ...]
+    breakdown: tuple[StepShare, ...]
     """The items of the step, the largest first, those below LEAST_SHARE left out."""
     best: Entry
     alternatives: tuple[Entry, ...]
@@ -222,7 +222,7 @@ def _figures(plan: Plan) -> tuple[Figure, ...]:
     """The six numbers that people quote; the bubble stands where the interval is not known."""
     step, interval_s = plan.step, plan.step.step_s_interval
     if interval_s is None:
-        bubble = Share(BREAKDOWN["bubble_s"], step.breakdown.bubble_s, step.step_s)
+        bubble = StepShare(BREAKDOWN["bubble_s"], step.breakdown.bubble_s, step.step_s)
         sure = Figure(bubble.name, (bubble.fraction,), "fraction", percent(bubble.fraction))
     else:
         sure = Figure("80% interval", interval_s, "s", span(*interval_s, like_s=step.step_s))
@@ -237,9 +237,9 @@ def _figures(plan: Plan) -> tuple[Figure, ...]:
     )
 
 
-def _breakdown(plan: Plan) -> tuple[Share, ...]:
+def _breakdown(plan: Plan) -> tuple[StepShare, ...]:
     step_s = plan.step.step_s
-    shares = [Share(label, getattr(plan.step.breakdown, name), step_s) for name, label in BREAKDOWN.items()]
+    shares = [StepShare(label, getattr(plan.step.breakdown, name), step_s) for name, label in BREAKDOWN.items()]
     return tuple(share for share in sorted(shares, key=lambda share: -share.value_s) if share.fraction >= LEAST_SHARE)
 
 

@@ -15,7 +15,7 @@ from planner.report.format import gibibytes, percent, seconds
 from planner.report.html.pieces import Html, beside, bullets, folded, joined, section, share_bar, table, tag
 from planner.report.page import header, small_sections
 from planner.report.proof import is_proven, says_bound, says_outcome
-from planner.report.rows import STAGE_HEADS, Entry, Share, runs_of_stages
+from planner.report.rows import STAGE_HEADS, Entry, StepShare, runs_of_stages
 from planner.report.view import View, view_of
 from planner.serve.controls import Form, changed
 from planner.serve.pictures import pictures
@@ -178,7 +178,7 @@ def _looking_at(plan: Plan, form: Form, alternative: int) -> Html:
 
 def _breakdown(view: View) -> Html:
     rows: list[tuple[object, ...]] = [(*share.cells, share_bar(share.fraction)) for share in view.breakdown]
-    rows.append((*Share("step", view.step_s, view.step_s).cells, ""))
+    rows.append((*StepShare("step", view.step_s, view.step_s).cells, ""))
     return table(("item", "seconds", "share", ""), rows, "lrrl", bold_last=True)
 
 

@@ -13,7 +13,7 @@ from planner.report.format import gibibytes, seconds, unit_for
 from planner.report.html.charts_of_plans import envelope
 from planner.report.html.pieces import Html, joined, picture, tag
 from planner.report.labels import MEMORY
-from planner.report.timeline.charts import Step, Window, caption, shown_step
+from planner.report.timeline.charts import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
 from planner.schedule.replay import replay
 from planner.schedule.timeline import Timeline
@@ -106,7 +106,7 @@ def _capacity(plot: Plot, capacity_bytes: int) -> None:
 
 def pipeline(timeline: Timeline, idle_fraction: float, num_microbatches: int) -> Html:
     """The step, or its steady state, beginning and end, a row per rank."""
-    step = Step(timeline)
+    step = DrawnStep(timeline)
     windows = step.windows()
     drawn = [_window(step, window, _WIDE if number == 0 else _NARROW) for number, window in enumerate(windows)]
     says = caption(step, windows, idle_fraction, num_microbatches)
@@ -115,7 +115,7 @@ def pipeline(timeline: Timeline, idle_fraction: float, num_microbatches: int) ->
     return tag("figure", wide, few, tag("figcaption", keys(_kinds(step)), tag("p", says)))
 
 
-def _kinds(step: Step) -> Iterator[tuple[str, str]]:
+def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
     names: dict[str, list[str]] = {}
     for kind in np.unique(step.timeline.graph.kind).tolist():
         names.setdefault(ACTION_COLOURS[KINDS[kind]], []).append(_ACTIONS[KINDS[kind]])
@@ -123,7 +123,7 @@ def _kinds(step: Step) -> Iterator[tuple[str, str]]:
         yield ", ".join(kinds) + (", lighter from chunk to chunk" if step.num_chunks > 1 else ""), colour
 
 
-def _window(step: Step, window: Window, width: float) -> Html:
+def _window(step: DrawnStep, window: Window, width: float) -> Html:
     graph, (factor, unit) = step.timeline.graph, unit_for(step.timeline.makespan_s)
     ranks, left, right = step.timeline.schedule.pp, window.from_s * factor, window.to_s * factor
     label = f"Timeline of the pipeline, {window.title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
@@ -147,7 +147,7 @@ def _window(step: Step, window: Window, width: float) -> Html:
     return plot.svg()
 
 
-def _numbers(plot: Plot, step: Step, seen: list[int], starts: FloatArray, ends: FloatArray) -> Iterator[Html]:
+def _numbers(plot: Plot, step: DrawnStep, seen: list[int], starts: FloatArray, ends: FloatArray) -> Iterator[Html]:
     """The micro-batch of each bar that has room for it."""
     graph = step.timeline.graph
     if plot.down(0.0) - plot.down(1.0) > -_DIGIT:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli import main
-from planner.cli.probe_file import read_probe
+from planner.cli.measurements import read_probe
 from planner.plan_file import read_plan
 from planner.specs.registry import load_hardware
 

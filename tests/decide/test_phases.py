@@ -16,7 +16,7 @@ from planner.decide.course import Course, answer_of, course_of, held, key_of, ru
 from planner.decide.phases import Batch, Phase, PhaseRun, PhasesAnswer, found
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate, runtime_of
-from planner.report.decide.phases import says
+from planner.report.phases import says
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from tiny import skip_where_torch_is_too_old  # noqa: E402
 
 from planner.cli import main  # noqa: E402
-from planner.cli.probe_file import read_probe  # noqa: E402
+from planner.cli.measurements import read_probe  # noqa: E402
 from planner.probe.eager import EAGER, in_eager_torch  # noqa: E402
 from planner.probe.plan_runs import ranks_run  # noqa: E402
 from planner.probe.plan_slice import (  # noqa: E402

@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import faulty_joined
 
-from planner.cli.probe_file import probe_of
+from planner.cli.measurements import probe_of
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.probe.launch.joined import first_host, joins_others

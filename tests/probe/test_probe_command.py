@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from small_plans import run, small_plan
 
 from planner.cli import main
-from planner.cli.probe_file import probe_of
+from planner.cli.measurements import probe_of
 
 
 @pytest.fixture

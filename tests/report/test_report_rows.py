@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from planner.answer import Plan
-from planner.report.rows import Share, entry_of, runs_of_stages
+from planner.report.rows import StepShare, entry_of, runs_of_stages
 from planner.report.view import view_of
 
 MakePlan = Callable[..., Plan]
@@ -33,6 +33,6 @@ def test_a_layout_beside_another_says_only_what_differs(make_plan: MakePlan) -> 
 
 
 def test_a_share_is_in_the_unit_of_the_step() -> None:
-    share = Share("pipeline sends", 0.11, 22.0)
+    share = StepShare("pipeline sends", 0.11, 22.0)
     assert share.cells == ("pipeline sends", "0.11 s", "0.5%")
     assert share.fraction == pytest.approx(0.005)

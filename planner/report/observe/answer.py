@@ -18,7 +18,7 @@ from planner.observe.observation import GapCause, GapRemedy, Observation, Observ
 from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN, LEAST_SHARE
 from planner.report.months import duration
-from planner.report.pieces import Bar, bullets, columns, headed, section
+from planner.report.pieces import TextBar, bullets, columns, headed, section
 from planner.specs.reading import printable
 from planner.specs.units import GIB
 
@@ -160,7 +160,7 @@ def _wall(wall: Wall) -> Table:
         value = getattr(wall, name)
         if value:
             share = value / wall.wall_s
-            table.add_row(label, seconds(value), percent(share), Bar(share, _WIDEST_BAR))
+            table.add_row(label, seconds(value), percent(share), TextBar(share, _WIDEST_BAR))
     if wall.error_fraction >= 0.0005:
         table.add_row(
             "counted twice", signed_seconds(-wall.overlap_s, wall.overlap_s), percent(wall.error_fraction), ""

@@ -14,7 +14,7 @@ from planner.observe.traces.recorded import Recorded, steady
 from planner.observe.traces.results import HOST, CollectiveTime, TraceReport, TraceStep
 from planner.observe.traces.snapshot import SnapshotReport
 from planner.report.format import gibibytes, percent, seconds
-from planner.report.pieces import Bar, columns, headed, section
+from planner.report.pieces import TextBar, columns, headed, section
 
 _WIDEST_BAR, _MOST_ROWS, _NAME_WIDTH = 24, 10, 34
 _PARTS = {
@@ -66,7 +66,7 @@ def _parts(steps: Sequence[TraceStep], on_host: bool) -> Table:
         value = sum(getattr(step, name) for step in steps) / len(steps)
         told = "between operators" if on_host and name == "host_gaps_s" else told
         if value:
-            table.add_row(told, seconds(value), percent(value / wall_s), Bar(value / wall_s, _WIDEST_BAR))
+            table.add_row(told, seconds(value), percent(value / wall_s), TextBar(value / wall_s, _WIDEST_BAR))
     table.add_row("all", seconds(wall_s), "", "")
     return table
 
@@ -79,7 +79,7 @@ def _families(steps: Sequence[TraceStep]) -> RenderableType:
     whole = sum(total.values()) or 1.0
     table = columns("l", "r", "r", None)
     for name, value in sorted(total.items(), key=lambda item: -item[1]):
-        table.add_row(name, seconds(value), percent(value / whole), Bar(value / whole, _WIDEST_BAR))
+        table.add_row(name, seconds(value), percent(value / whole), TextBar(value / whole, _WIDEST_BAR))
     unknown = dict.fromkeys(name for step in steps for family in step.families for name in family.largest)
     if not unknown:
         return table
@@ -136,7 +136,7 @@ def _snapshot(report: SnapshotReport) -> RenderableType:
     table = columns("l", "r", "r", None)
     for part in report.parts:
         share = part.num_bytes / (report.peak_bytes or 1)
-        table.add_row(part.category, f"{gibibytes(part.num_bytes)} GiB", percent(share), Bar(share, _WIDEST_BAR))
+        table.add_row(part.category, f"{gibibytes(part.num_bytes)} GiB", percent(share), TextBar(share, _WIDEST_BAR))
     table.add_row("peak, allocated", f"{gibibytes(report.peak_bytes)} GiB", "", "")
     table.add_row("reserved then", f"{gibibytes(report.reserved_at_peak_bytes)} GiB", "", "")
     table.add_row("most reserved", f"{gibibytes(report.peak_reserved_bytes)} GiB", "", "")

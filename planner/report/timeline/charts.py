@@ -73,7 +73,7 @@ def shown_step(plan: Plan) -> Candidate:
 def draw_timeline(timeline: Timeline, bubble_fraction: float | None = None, num_microbatches: int = 0) -> Picture:
     """The step, whole or in windows; `bubble_fraction` is the plan's own, and `num_microbatches` that of its step where
     `timeline` is a shorter one of the same pipeline."""
-    step = Step(timeline)
+    step = DrawnStep(timeline)
     windows = step.windows()
     rows, strips = timeline.schedule.pp, len(windows) > 1
     row_in, strip_in = (float(np.clip(fill / rows, *ends)) for fill, ends in ((3.4, _ROW_IN), (0.6, _STRIP_IN)))
@@ -90,7 +90,7 @@ def draw_timeline(timeline: Timeline, bubble_fraction: float | None = None, num_
     return Picture(drawn, caption(step, windows, bubble_fraction, num_microbatches))
 
 
-def _draw_window(axes: Axes, step: Step, window: Window, width_pt: float, row_pt: float) -> None:
+def _draw_window(axes: Axes, step: DrawnStep, window: Window, width_pt: float, row_pt: float) -> None:
     factor, _ = unit_for(step.timeline.makespan_s)
     left, right = window.from_s * factor, window.to_s * factor
     starts, ends = np.maximum(step.start_s * factor, left), np.minimum(step.end_s * factor, right)
@@ -109,7 +109,7 @@ def _draw_window(axes: Axes, step: Step, window: Window, width_pt: float, row_pt
 
 
 def _numbers(
-    axes: Axes, step: Step, seen: Mask, spans: tuple[FloatArray, FloatArray], row_pt: float, pt_per_unit: float
+    axes: Axes, step: DrawnStep, seen: Mask, spans: tuple[FloatArray, FloatArray], row_pt: float, pt_per_unit: float
 ) -> None:
     """The micro-batch of each bar that has room for it."""
     starts, ends = spans
@@ -124,7 +124,7 @@ def _numbers(
             axes.text(*centre, word, ha="center", va="center_baseline", size=size_pt, color=ink, in_layout=False)
 
 
-def _draw_strip(axes: Axes, step: Step, windows: list[Window]) -> None:
+def _draw_strip(axes: Axes, step: DrawnStep, windows: list[Window]) -> None:
     """The whole step: where each rank runs forwards only, both in turn, and backwards only."""
     makespan_s, (factor, _) = step.timeline.makespan_s, unit_for(step.timeline.makespan_s)
     before, behind = step.start_s < step.turns_s[step.rank], step.start_s >= step.last_forwards_s[step.rank]
@@ -163,7 +163,7 @@ def _boxes(axes: Axes, lefts: FloatArray, rights: FloatArray, tops: FloatArray, 
     axes.add_artist(PathPatch(Path(vertices, codes), **{"edgecolor": PAPER, "linewidth": 0.35, **style}))
 
 
-def _time_axis(axes: Axes, step: Step, title: str, left: float, right: float) -> None:
+def _time_axis(axes: Axes, step: DrawnStep, title: str, left: float, right: float) -> None:
     ranks = step.timeline.schedule.pp
     axes.set_xlim(left, right if right > left else left + 1)
     axes.set_ylim(ranks - 0.4, -0.6)
@@ -175,7 +175,7 @@ def _time_axis(axes: Axes, step: Step, title: str, left: float, right: float) ->
     axes.set_title(f"{title}, {unit_for(step.timeline.makespan_s)[1]}", loc="left", size=8)
 
 
-def _legend(drawn: Figure, step: Step) -> None:
+def _legend(drawn: Figure, step: DrawnStep) -> None:
     graph, chunks = step.timeline.graph, step.num_chunks
     kinds = [KINDS[kind] for kind in np.unique(graph.kind)]
     names: dict[str, str] = {}
@@ -223,7 +223,7 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class DrawnStep:
     """A replayed step as arrays along all of its actions."""
 
     timeline: Timeline
@@ -317,7 +317,7 @@ class Step:
         return float(between[-1]) if len(between) else otherwise_s
 
 
-def caption(step: Step, windows: list[Window], bubble_fraction: float | None, num_microbatches: int) -> str:
+def caption(step: DrawnStep, windows: list[Window], bubble_fraction: float | None, num_microbatches: int) -> str:
     """The sentences that say what is drawn, and what the step is made of; arguments are those of `draw_timeline`."""
     timeline, schedule = step.timeline, step.timeline.schedule
     makespan_s, (fill_s, drain_s) = timeline.makespan_s, step.steady_s

@@ -12,7 +12,7 @@ from matplotlib.patches import PathPatch
 from planner.layout.evaluate import evaluate
 from planner.report.charts import ACTION_COLOURS, SOFT
 from planner.report.timeline import charts
-from planner.report.timeline.charts import MOST, WHOLE, Step, draw_timeline, shown_step
+from planner.report.timeline.charts import MOST, WHOLE, DrawnStep, draw_timeline, shown_step
 from planner.schedule.compare import RankSeconds
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import replay
@@ -64,7 +64,7 @@ def test_transfers_are_drawn_below_the_bars_that_wait_for_them() -> None:
 @pytest.mark.parametrize(("name", "vpp"), [("interleaved-1f1b", 4), ("zb-v", 2), ("dualpipe", 1), ("gpipe", 1)])
 def test_a_long_step_is_drawn_in_windows_that_can_be_read(name: str, vpp: int) -> None:
     timeline = replayed(name, vpp, 64)
-    step = Step(timeline)
+    step = DrawnStep(timeline)
     middle, begin, end = step.windows()
     assert begin.from_s == 0
     assert end.to_s == timeline.makespan_s
@@ -86,7 +86,7 @@ def test_a_long_step_is_drawn_in_windows_that_can_be_read(name: str, vpp: int) -
 
 def test_the_caption_adds_up_to_the_step() -> None:
     timeline = replayed("interleaved-1f1b", 2, 32)
-    fill_s, drain_s = Step(timeline).steady_s
+    fill_s, drain_s = DrawnStep(timeline).steady_s
     caption = draw_timeline(timeline).caption
     for part_s in (fill_s, drain_s - fill_s, timeline.makespan_s - drain_s):
         assert f"{part_s:,.2f} s" in caption

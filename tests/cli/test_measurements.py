@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from planner.cli.probe_file import doubt_device
+from planner.cli.measurements import doubt_device
 from planner.probe.result import ProbeResult
 from planner.specs.registry import load_hardware
 

@@ -1,23 +1,58 @@
-"""Files that `plan probe -o` and `plan observe -o` saved, as calibrations of the hardware."""
+"""Measurements of a user, applied to a job: saved probes and observed runs as calibrations, and the runs kept."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
-from planner.cli.probe_file import doubt_device, is_probe, probe_of
 from planner.errors import SpecError
+from planner.saved import as_saved
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
+from planner.specs.problems import checked
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.reading.limits import SAVED
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from planner.observe.history import KeptPrice
     from planner.observe.observation import Observed
     from planner.probe.result import ProbeResult
     from planner.trainers.calibration import Calibration
+    from planner.trainers.spec import RuntimeSpec
 
 _log = logging.getLogger(__name__)
+_NOT_EDITED = "measurements are not for editing: run plan probe plan.json -o probe.json again"
+
+
+def read_probe(path: str) -> ProbeResult:
+    """The probe's result in a file, `-` for stdin; SpecError where the file holds none."""
+    data, where = load_yaml(path, SAVED), label(path)
+    if not is_probe(data):
+        raise SpecError(f"{where}: is no probe's result", "save one with plan probe plan.json -o probe.json")
+    return probe_of(data, where)
+
+
+def is_probe(data: dict[str, Any]) -> bool:
+    """True if what a file held is a probe's result."""
+    return {"comparisons", "run", "ranks"} <= data.keys()
+
+
+def probe_of(data: dict[str, Any], where: str) -> ProbeResult:
+    """The probe's result in what a file held; SpecError where a field is wrong, or was edited."""
+    from planner.probe.result import ProbeResult
+
+    return checked(ProbeResult, as_saved(data, where, _NOT_EDITED), where)
+
+
+def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> None:
+    """Warn where GPUs that ran are not named as the hardware is."""
+    from planner.probe.verdict.evidence import is_named
+
+    if result.ranks and not is_named(hardware, result.device):
+        _log.warning("%s: ran on %s; is that %s?", where, printable(result.device), hardware.name)
 
 
 def read_calibration(path: str, cluster: ClusterSpec, trainer: str) -> Calibration:
@@ -74,3 +109,41 @@ def refuse_device(observed: Observed, hardware: HardwareSpec, where: str) -> Non
         raise SpecError(f"{where}: {objection[0]}", named or "observe a run on the GPUs that you plan for")
     if not is_named(hardware, device):
         _log.warning("%s: ran on %s; is that %s?", where, printable(device), hardware.name)
+
+
+def with_history(cluster: ClusterSpec, runtime: RuntimeSpec, said: set[str] | None = None) -> ClusterSpec:
+    """`cluster` corrected by the runs that are kept of it and of the trainer; as it is where none are.
+
+    What was said once of a command with many jobs stands in `said`, and is not said again.
+    """
+    from planner.observe.history_place import default_folder
+
+    folder = default_folder()
+    if folder is None or not os.path.isdir(folder):
+        return cluster
+    from planner.observe.history import calibration_of, prices_of, runs_of, said_of
+
+    prices = prices_of(folder, _priced)
+    said = set() if said is None else said
+    _say_once(logging.WARNING, said_of(prices.left_out, folder), said)
+    known = calibration_of(runs_of(prices, cluster, runtime), cluster, folder)
+    if known is None:
+        return cluster
+    calibration, found = known
+    for correction in calibration.corrections(cluster.hardware, cluster.tiers):
+        runs = f"{found.num_runs} {'run' if found.num_runs == 1 else 'runs'} of yours"
+        text = f"{printable(str(folder))}: {correction.brief} by {runs}; --no-history leaves them out"
+        _say_once(logging.INFO, text, said)
+    return calibration.of_cluster(cluster)
+
+
+def _priced(path: Path) -> KeptPrice:
+    from planner.observe.history import price_of_file
+
+    return price_of_file(path)
+
+
+def _say_once(level: int, text: str, said: set[str]) -> None:
+    if text and text not in said:
+        said.add(text)
+        _log.log(level, "%s", text)
