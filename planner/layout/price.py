@@ -155,9 +155,7 @@ def _breakdown(candidate: Candidate, pipeline: Pipeline) -> StepBreakdown:
     busiest = pipeline.busiest
     cost, times, outside = candidate.rank_costs[busiest], pipeline.num_microbatches, candidate.outside
     compute = times * float(cost.forward_s + cost.input_grad_s + cost.weight_grad_s)
-    tp, cp, ep = (
-        times * float(getattr(cost, f"{g}_forward_s") + getattr(cost, f"{g}_backward_s")) for g in ("tp", "cp", "ep")
-    )
+    tp, cp, ep = (times * float(sum(cost.exchanges_s[group])) for group in ("tp", "cp", "ep"))
     pp = float(pipeline.transfer_s[busiest])
     host = float(pipeline.busy_s[busiest]) - compute - tp - cp - ep
     return StepBreakdown(

@@ -85,6 +85,15 @@ class PartCost:
         return self.input_grad_s + self.tp_backward_s + self.cp_backward_s + self.ep_backward_s
 
     @cached_property
+    def exchanges_s(self) -> dict[str, tuple[Number, Number]]:
+        """Seconds of exchanges in a forward and in a backward that compute does not hide, by group of ranks."""
+        return {
+            "tp": (self.tp_forward_s, self.tp_backward_s),
+            "cp": (self.cp_forward_s, self.cp_backward_s),
+            "ep": (self.ep_forward_s, self.ep_backward_s),
+        }
+
+    @cached_property
     def backward_total_s(self) -> Number:
         return self.input_grad_total_s + self.weight_grad_s
 

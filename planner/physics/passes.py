@@ -230,11 +230,12 @@ class Passes:
         A product that takes its input, or gives its output, in one piece per rank hides the exchange of all pieces but
         one.
         """
-        if exchange.overlap == "none":
-            return 0.0
-        where = "mla_" if exchange.overlap == "tp" and self.model.mla is not None else ""
-        fraction = float(getattr(self.runtime, f"{where}{exchange.overlap}_overlap_fraction"))
-        return fraction * (1 - 1 / size) if exchange.overlap == "tp" else fraction
+        runtime = self.runtime
+        if exchange.overlap == "tp":
+            fraction = runtime.tp_overlap_fraction if self.model.mla is None else runtime.mla_tp_overlap_fraction
+            return fraction * (1 - 1 / size)
+        fractions = {"tp_async": runtime.tp_async_overlap_fraction, "cp": runtime.cp_overlap_fraction}
+        return fractions.get(exchange.overlap, 0.0)
 
     def _other_blocks_s(self, items: Sequence[Item], exchange: Collective, size: Number) -> Number:
         """Seconds of attention to all blocks of keys in a ring but one, which hide the exchange of these blocks."""

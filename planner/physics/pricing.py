@@ -237,7 +237,9 @@ class Pricing:
             input_grad_s=plain.input_grad_s + repeat["forward_s"],
             live_bytes=live,
             transient_bytes=plain.transient_bytes + plain.live_bytes - live,
-            **{f"{g}_backward_s": getattr(plain, f"{g}_backward_s") + repeat[f"{g}_forward_s"] for g in COMM_GROUPS},
+            tp_backward_s=plain.tp_backward_s + repeat["tp_forward_s"],
+            cp_backward_s=plain.cp_backward_s + repeat["cp_forward_s"],
+            ep_backward_s=plain.ep_backward_s + repeat["ep_forward_s"],
         )
 
     def replayed_items(self, items: Sequence[Item], mode: Recompute) -> Sequence[Item]:

@@ -27,7 +27,7 @@ LATE = {
     "ep": "slower beside another micro-batch",
 }
 """Reasons why more of a group's exchanges shows than they take."""
-WAYS = {"F": "forward", "B": "backward", "I": "backward"}
+KINDS = ("F", "B", "I")
 """The kinds of actions that exchange something; weight gradients do not."""
 
 Together = Literal["", "part", "pass"]
@@ -70,7 +70,7 @@ def exchanges_of_passes(candidate: Candidate, together: Together = "") -> Passes
     passes = {}
     for stage, rank in enumerate(candidate.placement):
         parts = list(beats_of.parts(stage))
-        for kind in WAYS:
+        for kind in KINDS:
             beats = [beats_of.of(part, kind) for part in (parts if kind == "F" else parts[::-1])]
             if together == "part":
                 beats = [_merged(part) for part in beats]
@@ -206,7 +206,7 @@ def _priced(cost: PartCost, kind: str, beats: Sequence[_Beat]) -> list[_Beat]:
     compute_s, alone_s = sum(float(getattr(cost, name)) for name in computing), sum(beat.compute_s for beat in beats)
     late, shares = [], {}
     for group in COMM_GROUPS:
-        priced_s = float(getattr(cost, f"{group}_{WAYS[kind]}_s"))
+        priced_s = float(cost.exchanges_s[group][kind != "F"])
         shown_s = sum(beat.exchange.exposed_s for beat in beats if beat.exchange and beat.exchange.group == group)
         shares[group] = min(1.0, priced_s / shown_s) if shown_s else 1.0
         if priced_s > shown_s * (1 + 1e-12):

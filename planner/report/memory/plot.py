@@ -16,6 +16,7 @@ from planner.report.format import gibibytes, unit_for
 from planner.report.html.charts_of_plans import draw_capacity, envelope
 from planner.report.html.pieces import page, section, table, tag
 from planner.report.memory.text import grouped
+from planner.shape import Number
 from planner.specs.units import GIB
 
 COLUMNS = 600
@@ -52,10 +53,15 @@ def drawn(stage: MemoryOfStage) -> Figure:
     with drawing():
         axes = made.add_subplot()
         below = np.zeros(len(total))
-        layers = [(name, getattr(memory, f"{name}_bytes")) for name in ("weights", "gradients", "optimizer")]
-        state = sum(size for _, size in layers)
-        moment = "logits" if memory.logits_bytes else "workspace"
-        layers += [("activations", held), (moment, total - held - state), ("reserved", memory.reserved_bytes)]
+        state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        layers: list[tuple[str, Number]] = [
+            ("weights", memory.weights_bytes),
+            ("gradients", memory.gradients_bytes),
+            ("optimizer", memory.optimizer_bytes),
+            ("activations", held),
+            ("logits" if memory.logits_bytes else "workspace", total - held - state),
+            ("reserved", memory.reserved_bytes),
+        ]
         for name, size in layers:
             above = below + size / GIB
             colour = MEMORY_COLOURS[name]
