@@ -16,7 +16,6 @@ from planner.report.format import gibibytes, unit_for
 from planner.report.html.charts_of_plans import draw_capacity, envelope
 from planner.report.html.pieces import page, section, table, tag
 from planner.report.memory.text import grouped
-from planner.shape import Number
 from planner.specs.units import GIB
 
 COLUMNS = 600
@@ -54,7 +53,7 @@ def drawn(stage: MemoryOfStage) -> Figure:
         axes = made.add_subplot()
         below = np.zeros(len(total))
         state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
-        layers: list[tuple[str, Number]] = [
+        layers: list[tuple[str, Any]] = [
             ("weights", memory.weights_bytes),
             ("gradients", memory.gradients_bytes),
             ("optimizer", memory.optimizer_bytes),

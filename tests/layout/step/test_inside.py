@@ -10,7 +10,7 @@ from pinned_numbers import LAYOUTS
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
-from planner.layout.step.inside import LATE, WAYS, PassExchange, exchanges_of_passes
+from planner.layout.step.inside import KINDS, LATE, PassExchange, exchanges_of_passes
 from planner.physics.passes import COMM_GROUPS
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
@@ -40,7 +40,8 @@ def test_they_add_up_to_the_prices_of_every_stage(
     each, by_part, by_pass = (exchanges_of_passes(candidate, together) for together in ("", "part", "pass"))
     for stage, cost in enumerate(candidate.costs):
         lengths_s = {"F": cost.forward_total_s, "B": cost.backward_total_s, "I": cost.input_grad_total_s}
-        for kind, way in WAYS.items():
+        for kind in KINDS:
+            way = "forward" if kind == "F" else "backward"
             for group in COMM_GROUPS:
                 priced_s = float(getattr(cost, f"{group}_{way}_s"))
                 for passes in (each, by_part, by_pass):
