@@ -35,12 +35,20 @@ from planner.search.frontier import (
     key_of,
     nodes_of,
 )
+from planner.search.ilp.node import Node
 from planner.search.ilp.program import SolverFailed, solve
 from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import PricedShapes
 from planner.search.splits.chain import best_split
-from planner.search.splits.equal_chunks import bounded, few_splits, least_step_s, promising, splits_of
+from planner.search.splits.equal_chunks import (
+    bounded,
+    few_splits,
+    least_step_s,
+    promising,
+    recomputing_first,
+    splits_of,
+)
 from planner.search.splits.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
@@ -332,9 +340,7 @@ class Branch:
         tail_s, objective_s = float(table.tail_s), np.inf
         for _ in range(MAX_TRIES):
             cutoff_s = self.cutoff_s(self.limits.gap_fraction)
-            problem = node_of(node.pricing, table, choice, node.schedule, short_bytes, cutoff_s - tail_s)
-            if self.slack is not None:
-                problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
+            problem = self._problem(node, table, choice, short_bytes, cutoff_s - tail_s)
             solution = best_split(problem)
             if solution is None:
                 return max(bound_s, self._solve_program(node, choice))
@@ -368,9 +374,7 @@ class Branch:
             if self._late():
                 return 0.0
             cutoff = self.cutoff_s(self.limits.gap_fraction)
-            problem = node_of(pricing, table, choice, node.schedule, short_bytes, cutoff - tail_s)
-            if self.slack is not None:
-                problem = replace(problem, gap_fraction=ALTERNATIVE_GAP)
+            problem = self._problem(node, table, choice, short_bytes, cutoff - tail_s)
             self.num_ilps += 1
             try:
                 # an alternative proves nothing, and bytes left free raise no bound
@@ -406,13 +410,18 @@ class Branch:
             short_bytes = shorter(short_bytes, candidates[0].excess_bytes, solution.free_bytes)
         return float(bound)
 
+    def _problem(
+        self, node: Open, table: CostTable, choice: RecomputeChoice, short_bytes: Sequence[float], cutoff_s: float
+    ) -> Node:
+        """The node as a program takes it: below the cutoff, and for an alternative with a wider gap."""
+        problem = node_of(node.pricing, table, choice, node.schedule, short_bytes, cutoff_s)
+        return problem if self.slack is None else replace(problem, gap_fraction=ALTERNATIVE_GAP)
+
     def _try_even_split(self, node: Open, choice: RecomputeChoice) -> None:
         """Keep the node's even split if it fits, so that no program of a deep model is waited for without a layout."""
         model, stages = node.pricing.model, int(node.shape.pp) * int(node.shape.vpp)
-        split = Split(even_counts(model.num_hidden_layers, stages), choice.base)
-        if choice.whole != "none":
-            layers = [model.layers[first:last] for first, last in split.chunks]
-            split = replace(split, recomputed=tuple(tuple(map(part.count, model.kinds)) for part in layers))
+        counts = even_counts(model.num_hidden_layers, stages)
+        split = recomputing_first(counts, choice, max(counts) if choice.whole != "none" else 0, model)
         candidate = Candidate(node.pricing, self._table(node), split, node.schedule)
         if candidate.fits:
             self.keep(candidate)

@@ -115,7 +115,8 @@ def promising(
     few = [int(at) for at in order if least_s[at] < cutoff_s]
     others_s = float(least_s[order[len(few)]]) if len(few) < len(order) else np.inf
     tried = [
-        layout.with_split(_split(tuple(counts[at].tolist()), choice, max(int(again[at]), whole), model)) for at in few
+        layout.with_split(recomputing_first(tuple(counts[at].tolist()), choice, max(int(again[at]), whole), model))
+        for at in few
     ]
     return others_s, list(zip(least_s[few].tolist(), tried, strict=True))
 
@@ -133,7 +134,7 @@ def bounded(
     return counts, again, least_steps_s(pricing, table, schedule, node, counts, again)
 
 
-def _split(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:
+def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:
     """The split with these layers of each stage, and the first `number` layers of each chunk recomputed whole."""
     plain = Split(counts, choice.base)
     if not number:
