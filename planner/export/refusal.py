@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.answer import Layout, Plan
+from planner.answer import Plan
 from planner.errors import SpecError
-from planner.shape import Shape
+from planner.layout.replan import shape_of
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
 from planner.trainers.rules.megatron_model import megatron_model_rules
@@ -100,23 +100,3 @@ def broken_rules(rules: Iterable[Rule], plan: Plan) -> list[Reason]:
         for rule in rules
         if not rule.holds(model, training, shape)
     ]
-
-
-def shape_of(layout: Layout, seq_length: int) -> Shape:
-    """The plan's sizes as the rules take them."""
-    return Shape(
-        tp=layout.tp,
-        cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.etp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        dp=layout.dp,
-        micro_batch_size=layout.micro_batch_size,
-        num_microbatches=layout.num_microbatches,
-        seq_length=seq_length,
-        sequence_parallel=int(layout.sequence_parallel),
-        zero_stage=layout.zero_stage,
-        shard_size=layout.shard_size,
-        dp_outermost=int(layout.dp_outermost),
-    )

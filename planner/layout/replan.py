@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.answer import Plan, PricedLayout, StagePlan
+from planner.answer import Layout, Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
@@ -35,15 +35,7 @@ def reprice(
         selective_modules=chosen.recompute_modules or ("core_attn",) if modules is None else modules,
         headroom_bytes=headroom_bytes,
     )
-    shape = Shape.of(
-        **{axis: getattr(chosen, axis) for axis in ("tp", "cp", "ep", "etp", "pp", "vpp", "dp", "micro_batch_size")},
-        num_microbatches=chosen.num_microbatches,
-        seq_length=plan.training.seq_length,
-        sequence_parallel=int(chosen.sequence_parallel),
-        zero_stage=chosen.zero_stage,
-        shard_size=chosen.shard_size,
-        dp_outermost=int(chosen.dp_outermost),
-    )
+    shape = shape_of(chosen, plan.training.seq_length)
     # of a named schedule the actions are not needed here, and a large batch has billions of them
     made = order_of(layout) if layout.actions else None
     ranks = placement(chosen.schedule, chosen.pp, chosen.vpp) if made is None else made.stage_to_rank
@@ -54,6 +46,26 @@ def reprice(
         schedule=chosen.schedule if made is None else named_schedule(layout, made),
         made_order=made,
         rank_factors=tuple(layout.rank_factors),
+    )
+
+
+def shape_of(layout: Layout, seq_length: int) -> Shape:
+    """The sizes of a layout, as rules and prices take them. Raises SpecError for a size that is none."""
+    return Shape.of(
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        dp=layout.dp,
+        micro_batch_size=layout.micro_batch_size,
+        num_microbatches=layout.num_microbatches,
+        seq_length=seq_length,
+        sequence_parallel=int(layout.sequence_parallel),
+        zero_stage=layout.zero_stage,
+        shard_size=layout.shard_size,
+        dp_outermost=int(layout.dp_outermost),
     )
 
 
