@@ -20,7 +20,7 @@ from planner.search.why.misses import Miss, nearest_miss
 from planner.search.why.refused import Refusal, hint_for, refusal
 from planner.search.why.remedy import DOES_NOT_FIT, Trials, first_remedy, remedies
 from planner.search.why.room import is_small, largest_models, nearest_changes, room_of, within_risk
-from planner.search.why.what_if import Outcome, WhatIf, aside, other_assumptions, other_limits, outcomes
+from planner.search.why.what_if import Outcome, WhatIf, aside, other_assumptions, other_limits, outcome
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import model_of
@@ -154,7 +154,7 @@ def _why_this(case: Case) -> Explanation:
             raise
         return _why_too_large(case, miss, error)
     assumptions, limits = list(other_assumptions(case)), list(other_limits(case))
-    then = outcomes([*assumptions, *limits], best)
+    then = [outcome(what_if, best) for what_if in (*assumptions, *limits)]
     beaten = [Beaten(layout=other, cause=largest_cause(best.best, other, case.cluster)) for other in best.alternatives]
     return _explanation(
         case,
@@ -165,11 +165,11 @@ def _why_this(case: Case) -> Explanation:
         job_changes=best.changes,
         beaten=tuple(beaten),
         assumptions=tuple(
-            _assumption(case, best, other, outcome) for other, outcome in zip(assumptions, then, strict=False)
+            _assumption(case, best, other, result) for other, result in zip(assumptions, then, strict=False)
         ),
         constraints=tuple(
-            _constraint(case, best, other, outcome)
-            for other, outcome in zip(limits, then[len(assumptions) :], strict=True)
+            _constraint(case, best, other, result)
+            for other, result in zip(limits, then[len(assumptions) :], strict=True)
         ),
     )
 

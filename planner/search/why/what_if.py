@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def soon(case: Case, known: Candidate | None) -> Plan:
     Its switches are moved. Raises Infeasible if nothing fits.
     """
     deadline, recipes = Deadline(TIME_LIMIT_S), Recipes.of(case)
-    found = first_layouts(case, recipes, known=known) or find_layouts(case, recipes.starts(), deadline)
+    found = first_layouts(case, recipes, deadline, known) or find_layouts(case, recipes.starts(), deadline)
     return found.standing(recipes.refined(found.best, deadline)).plan()
 
 
@@ -85,11 +85,6 @@ def outcome(what_if: WhatIf, now: Plan) -> Outcome:
     except (Infeasible, SolverError):
         chosen = None
     return Outcome(chosen, kept.run().makespan_s + sum(kept.outside), kept.fits)
-
-
-def outcomes(what_ifs: Sequence[WhatIf], now: Plan) -> list[Outcome]:
-    """The outcome of each change, in order."""
-    return [outcome(what_if, now) for what_if in what_ifs]
 
 
 def _repriced(now: Plan, what_if: WhatIf, layout: PricedLayout) -> Candidate:
