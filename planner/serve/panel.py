@@ -25,7 +25,6 @@ from planner.serve.question import Question
 State = Literal["same", "first", "all", "final"]
 WIDEST_GAP = 0.1
 """The gap that fills the bar that shows it."""
-_ONLY_ONE = "One layout is all there is within these pins."
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,9 +110,6 @@ def families_of(names: Sequence[str]) -> NDArray[np.int64]:
     return np.array([family_of(name) for name in names], np.int64)
 
 
-TRUNCATED_AFTER = 30
-"""Kineto writes at most this many entries of a list, and `...` behind them: such a list says no group."""
-
 AXES = (
     # dispatch of tokens over experts and the tensor ranks inside them
     ("ep", r"expert_tensor_and_model"),
