@@ -98,12 +98,13 @@ def within(plan: Plan, days: float | None, usd: float | None) -> Plan:
     """
     from planner.months.whole_run import whole_run
 
-    run, runtime, training = run_of_examples(plan), plan.runtime_spec, plan.training
+    run, runtime, training, model = run_of_examples(plan), plan.runtime_spec, plan.training, plan.model
+    trained = model.num_trained_parameters or model.num_parameters
     training = training.model_copy(update={"tokens": float(training.tokens_per_step)})
     for _ in range(MOST_GUESSES):
         cost, goodput = whole_run(
             plan.best, plan.cluster, training,
-            checkpoint_bytes=runtime.checkpoint_bytes_per_parameter * plan.model.num_trained_parameters,
+            checkpoint_bytes=runtime.checkpoint_bytes_per_parameter * trained,
             asynchronous=runtime.asynchronous_checkpoints, longer_factor=1.0 if run is None else run.longer_factor,
         )  # fmt: skip
         assert cost is not None
