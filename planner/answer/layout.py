@@ -239,6 +239,24 @@ class RobustStep(Spec):
     step_s: PositiveFloat
 
 
+class Recommendation(Spec):
+    """The reason why another layout than the fastest comes first: it costs little, is simpler or loses less."""
+
+    fastest: Name
+    """The fastest layout, in the words of its grid."""
+    fastest_step_s: PositiveFloat
+    chunks: PositiveInt
+    """Chunks of layers of the layout that comes first: pp·vpp."""
+    fastest_chunks: PositiveInt
+    worst_loss_fraction: PositiveFloat | Literal[0] | None = None
+    """The most that this layout loses to others near the fastest under any assumption of `robust`; null where it comes
+    first for its fewer chunks."""
+    fastest_worst_loss_fraction: PositiveFloat | None = None
+    """The same of the fastest layout."""
+    assumption: str = ""
+    """The assumption under which the fastest layout loses most."""
+
+
 class PricedLayout(Spec):
     """One layout priced: whether it fits, how its stages are cut, how long a step takes."""
 
@@ -277,6 +295,8 @@ class PricedLayout(Spec):
     robust: tuple[RobustStep, ...] = ()
     """The steps of the best few layouts under each assumption that moves them, layout by layout, this one first; empty
     where none was compared."""
+    recommendation: Recommendation | None = None
+    """The reason why this layout comes before a faster one; null where it is the fastest found."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 

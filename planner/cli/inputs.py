@@ -298,8 +298,12 @@ def _refuse_unstated(asked: JobOptions, model: ModelSpec) -> None:
 
 def _operations(asked: JobOptions) -> OperationsSpec:
     given = _given(asked, OperationsSpec)
-    is_dated = isinstance(asked, PlanOptions) and (asked.days is not None or asked.usd is not None)
-    if given and asked.tokens is None and asked.examples is None and not is_dated:
+    ends = {"days": asked.days, "usd": asked.usd} if isinstance(asked, PlanOptions) else {}
+    dated = next((name for name, value in ends.items() if value is not None), None)
+    is_counted = asked.tokens is not None or asked.examples is not None
+    if dated is not None and is_counted:
+        raise SpecError(f"--{dated}: asks how many tokens, which are given", f"leave --{dated} out")
+    if given and not is_counted and dated is None:
         _log.warning("%s: has no effect without --tokens", ", ".join(map(option, given)))
     return _checked(OperationsSpec, given)
 

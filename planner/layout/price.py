@@ -31,7 +31,7 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
     layout = PricedLayout(
         evidence=evidence_of(pricing),
         fits=candidate.fits,
-        parallelism=_layout(candidate),
+        parallelism=parallelism_of(candidate),
         actions=() if made is None else tuple(" ".join(map(str, actions)) for actions in made.ranks),
         rank_factors=candidate.rank_factors,
         stages=tuple(_stage(candidate, rank, pipeline, modes) for rank in range(int(candidate.shape.pp))),
@@ -51,7 +51,8 @@ def evidence_of(pricing: Pricing) -> Evidence:
     return found.get(pricing.cluster.hardware.efficiency.evidence, "calibrated")
 
 
-def _layout(candidate: Candidate) -> Layout:
+def parallelism_of(candidate: Candidate) -> Layout:
+    """The sizes of a candidate as a plan shows them."""
     shape, split = candidate.shape, candidate.split
     recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
     used = int(shape.num_ranks)
