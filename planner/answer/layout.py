@@ -12,7 +12,7 @@ from pydantic import Field
 from planner.answer.quantities import Count, Interval, PositiveSeconds, Quantity, Seconds
 from planner.answer.run import Sustained
 from planner.shape import RANK_ORDERS
-from planner.specs.base import Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.training import RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
@@ -248,7 +248,7 @@ class Recommendation(Spec):
     chunks: PositiveInt
     """Chunks of layers of the layout that comes first: pp·vpp."""
     fastest_chunks: PositiveInt
-    worst_loss_fraction: PositiveFloat | Literal[0] | None = None
+    worst_loss_fraction: NonNegativeFloat | None = None
     """The most that this layout loses to others near the fastest under any assumption of `robust`; null where it comes
     first for its fewer chunks."""
     fastest_worst_loss_fraction: PositiveFloat | None = None

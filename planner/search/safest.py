@@ -10,23 +10,38 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from planner.answer import Plan, Recommendation
+from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import parallelism_of
 from planner.layout.robust import NUM_LAYOUTS, assumed_steps
 from planner.search.case import Case
+from planner.search.recipes import pinned, pinned_by
 from planner.search.schedules import schedule_options
 from planner.search.splits.uneven import level_split
-from planner.search.why.misses import nearest_miss
+from planner.search.why.misses import least_state_bytes, nearest_miss
 from planner.specs.units import gib
+from planner.trainers.load import switches_of
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import Recipe
+from planner.trainers.switches import SWITCHES, written
 
 
 def safer_first(case: Case) -> Iterator[Case]:
-    """Cases to search where no layout has a risk as small as was asked: the safest layouts first, then all that fit.
+    """Cases to search where no layout fits within the risk: with switches that save memory, then the safest layouts,
+    then all that fit.
 
     The layout that needs least memory, among the shapes that promise it, says how much can be left free.
     """
-    if case.limits.memory_headroom_gib is not None:
+    capacity_bytes = case.cluster.hardware.memory_bytes
+    for recipe in _saving(case):
+        held = case.limits.switches if isinstance(case.limits.switches, dict) else {}
+        try:
+            saving = pinned(case.limited(switches={**held, **recipe}))
+        except SpecError:  # it does not go with the job
+            continue
+        if 0 < least_state_bytes(saving) <= capacity_bytes:  # 0 where the host has no room for its part
+            yield saving
+    if case.limits.memory_headroom_gib is not None or least_state_bytes(case) > capacity_bytes:
         return
     miss = nearest_miss(case)
     if miss is not None and miss.shortfall_bytes < case.headroom_bytes:
@@ -35,14 +50,25 @@ def safer_first(case: Case) -> Iterator[Case]:
     yield case.filling
 
 
+def _saving(case: Case) -> Iterator[Recipe]:
+    """Switches that only save memory at each value that needs no consent, where nobody has pinned them."""
+    if case.limits.switches == "default":
+        return
+    held = pinned_by(case)
+    for name, values in switches_of(case.runtime).items():
+        row = SWITCHES[name]
+        if row.only_saves_memory and name not in held:
+            yield from ({name: value} for value in values[1:] if value not in row.consent)
+
+
 def exceeds_risk(plan: Plan, case: Case) -> bool:
     """True if the plan's best layout is likelier to run out of memory than the case accepts."""
     risk = plan.best.oom_probability
     return case.limits.memory_headroom_gib is None and risk is not None and risk > case.limits.oom_risk * (1 + 1e-9)
 
 
-def with_warning(plan: Plan, case: Case) -> Plan:
-    """The plan with a warning in front of the others that no layout was safe enough."""
+def with_warning(plan: Plan, found_for: Case, case: Case) -> Plan:
+    """The plan with a warning in front of the others of what it took to fit: a switch, or more risk than was asked."""
     best, stage = plan.best, plan.best.worst_stage
     asked, risk = case.limits.oom_risk, best.oom_probability or 0.0
     needed, capacity = gib(stage.memory.total_bytes), plan.cluster.hardware.memory_gib
@@ -50,6 +76,12 @@ def with_warning(plan: Plan, case: Case) -> Plan:
         f"no layout fits with a probability of {100 * (1 - asked):g}%: this one, the safest found, "
         f"fits with {1 - risk:.0%}, for stage {stage.stage} needs {needed:.1f} of {capacity:.1f} GiB"
     )
+    held, saving = case.limits.switches or {}, found_for.limits.switches
+    if isinstance(saving, dict) and isinstance(held, dict) and saving != held:
+        chosen = ",".join(f"{name}={written(value)}" for name, value in saving.items() if name not in held)
+        says = f"no layout fits without it: --switch {chosen} was chosen"
+    elif not exceeds_risk(plan, case):
+        return plan
     return plan.model_copy(update={"best": best.model_copy(update={"warnings": (says, *best.warnings)})})
 
 
@@ -95,13 +127,15 @@ def standing(fastest: Candidate, others: list[Candidate], case: Case, trainer: R
         return Standing(ranked, steps_s)
     places = [first, *sorted(set(range(len(told))) - {first}, key=lambda place: told[place].step_s)]
     (loss, _), (lost, assumption) = worst[first], worst[0]
-    loses = {"worst_loss_fraction": loss, "fastest_worst_loss_fraction": lost, "assumption": assumption}
+    is_robust = first > 0 and lost > loss
     reason = Recommendation(
         fastest=str(parallelism_of(fastest)),
         fastest_step_s=fastest.step_s,
         chunks=_chunks(told[first]),
         fastest_chunks=_chunks(fastest),
-        **(loses if first and lost > loss else {}),
+        worst_loss_fraction=loss if is_robust else None,
+        fastest_worst_loss_fraction=lost if is_robust else None,
+        assumption=assumption if is_robust else "",
     )
     reordered = {name: [seconds[place] for place in places] for name, seconds in steps_s.items()}
     return Standing([*(told[place] for place in places), *ranked[NUM_LAYOUTS:]], reordered, reason)

@@ -24,7 +24,7 @@ from planner.search.case import Case
 from planner.search.enumerate import IntArray, Rejections, scalar
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.search.schedules import schedule_options, schedules_tried
-from planner.search.why.refused import listed, shapes_of
+from planner.search.why.refused import shapes_of
 from planner.shape import FloatArray, Shape
 from planner.specs.training import Parallelism, Recompute
 from planner.specs.units import gib
@@ -43,7 +43,7 @@ class NothingFits(Infeasible):
         hardware, headroom_gib = case.cluster.hardware, case.limits.memory_headroom_gib
         room = f"{hardware.memory_gib:g} GiB{f' less {headroom_gib:g} of headroom' if headroom_gib else ''}"
         self.where = f"nothing fits in {room} of {case.cluster.num_gpus} × {hardware.name}"
-        super().__init__(f"{self.where} ({listed(rejections)})", rejections=rejections)
+        super().__init__(self.where, rejections=rejections)
 
 
 @dataclass(frozen=True, slots=True)

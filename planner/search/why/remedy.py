@@ -21,7 +21,7 @@ from planner.search.deadline import Deadline
 from planner.search.schedules import DEFAULT_SCHEDULES
 from planner.search.why.lighter import lighter
 from planner.search.why.misses import NothingFits, fitting_candidate, least_state_bytes, nearest_miss
-from planner.search.why.refused import NothingLegal, listed, shapes_of
+from planner.search.why.refused import NothingLegal, shapes_of
 from planner.search.why.room import is_small
 from planner.specs.units import gib
 from planner.trainers.load import RUNTIMES, load_runtime
@@ -33,7 +33,7 @@ VALUES_TRIED = 6
 DOUBLINGS = 8
 """Number of times that the number of nodes is doubled to find enough of them."""
 DOES_NOT_FIT = "does_not_fit"
-_UNTRIED = "add GPUs, or free a pinned axis"
+_UNTRIED, _UNTRIED_PINNED = "add GPUs", "add GPUs, or free a pinned axis"
 _NONE = "use GPUs with more memory, a shorter sequence or a smaller model"
 _SIZES = ("micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size")
 _AXES = ("recompute", *_SIZES, "schedule")
@@ -114,13 +114,14 @@ def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], d
         return error
     miss, found = nearest_miss(case.filling), _all_of(case, trials)
     remedy = found[0] if found else None
-    hint = _UNTRIED if trials.cut_short else _NONE
+    untried = _UNTRIED_PINNED if case.pins else _UNTRIED
+    hint = untried if trials.cut_short else _NONE
     states_bytes = least_state_bytes(case)
     why = f": weights, gradients and optimizer alone take {gib(states_bytes):,.1f} GiB a GPU at least"
     why = why if states_bytes > case.cluster.hardware.memory_bytes else ""
     why += "" if miss is None else f"{';' if why else ':'} the nearest miss, {miss}"
     return Infeasible(
-        f"{error.where}{why} ({listed(error.rejections)})",
+        f"{error.where}{why}",
         "; or ".join(other.says for other in found) or hint,
         error.rejections,
         nearest=None if miss is None else miss.as_data,
