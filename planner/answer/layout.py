@@ -13,6 +13,7 @@ from planner.answer.quantities import Count, Interval, PositiveSeconds, Quantity
 from planner.answer.run import Sustained
 from planner.shape import RANK_ORDERS
 from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.model_parts import Scaling
 from planner.specs.training import RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
@@ -239,6 +240,15 @@ class RobustStep(Spec):
     step_s: PositiveFloat
 
 
+class NarrowScaling(Spec):
+    """The scales of products in 8 or 4 bits."""
+
+    scaling: Scaling
+    """The values that share a scale, as the step is priced and exported."""
+    published: Scaling | None = None
+    """The same as the model was trained with; null where nothing says."""
+
+
 class Recommendation(Spec):
     """The reason why another layout than the fastest comes first: it costs little, is simpler or loses less."""
 
@@ -295,6 +305,8 @@ class PricedLayout(Spec):
     robust: tuple[RobustStep, ...] = ()
     """The steps of the best few layouts under each assumption that moves them, layout by layout, this one first; empty
     where none was compared."""
+    narrow_scaling: NarrowScaling | None = None
+    """The scales of its products in 8 or 4 bits; null where they are in 16."""
     recommendation: Recommendation | None = None
     """The reason why this layout comes before a faster one; null where it is the fastest found."""
     trade: str = ""

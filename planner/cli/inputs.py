@@ -104,11 +104,26 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
     training = _training(asked, model, adapters)
+    _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares
 
         check_spares(cluster, training)
     return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
+
+
+SMALL_GIB = 40.0
+"""Memory of a GPU below which few train a model from its beginning."""
+
+
+def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
+    """Say on stderr what the options mean where they may mean something else."""
+    if not tunes and asked.runtime is None and cluster.hardware.memory_gib < SMALL_GIB:
+        _log.info("this plans a training from the beginning; --finetune trains a model further, --lora or --qlora less")
+    nodes, rest = divmod(cluster.num_gpus, cluster.node_size)
+    if nodes and rest:
+        _log.info("--gpus %d: %d whole nodes of %d GPUs and %d GPUs of another", cluster.num_gpus, nodes,
+                  cluster.node_size, rest)  # fmt: skip
 
 
 J = TypeVar("J", bound=JobOptions)

@@ -278,6 +278,10 @@ class RopeScalingSpec(Spec):
         return growth + 1
 
 
+Scaling = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+"""Values that share a scale: a tensor, a row, a block of 128 × 128 (1 × 128 of activations), 32, or 16."""
+
+
 class TrainingDefaults(Spec):
     """The training that the model was published with; used where the user says nothing."""
 
@@ -285,6 +289,8 @@ class TrainingDefaults(Spec):
     """Tokens of a sequence."""
     tokens_per_step: PositiveInt
     """Tokens of an optimizer step."""
+    scaling: Scaling | None = None
+    """The scales of its products in 8 bits; null where it was trained in 16, or nothing says."""
     optimizer: OptimizerDefaults | None = None
     """How its weights were learned."""
     source: str = ""
