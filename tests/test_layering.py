@@ -1,6 +1,6 @@
 """Who may import whom, without cycles; only the integer program imports the solver, only what runs on GPUs torch.
 
-How large folders may be and how docstrings begin stands here too.
+How docstrings begin stands here too.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -107,10 +106,6 @@ CYCLES = {
 }
 """Imports that may close a cycle, and why."""
 
-MAX_MODULES = 20
-LARGE_FOLDERS = {"cli"}
-"""Folders not cut yet."""
-
 RIDDLES = ("Of ", "What ", "Where ", "Whether ")
 """Beginnings of a docstring that is no sentence and names no quantity."""
 ROOMS_WITH_RIDDLES: set[str] = set()
@@ -175,11 +170,6 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"a cycle, each imported by the next: {error.args[1]}")
-
-
-def test_no_folder_is_larger_than_one_looks_through() -> None:
-    sizes = Counter(str(path.parent) for path in FILES if path.name != "__init__.py")
-    assert not {name: size for name, size in sizes.items() if size > MAX_MODULES and name not in LARGE_FOLDERS}
 
 
 def docstrings(path: Path) -> Iterator[str]:
