@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from planner.answer import Plan
-from planner.export.megatron.megatron_files import notes_on_options
-from planner.export.megatron.plan_arguments import megatron_arguments, training_arguments
+from planner.export.megatron.megatron_files import megatron_arguments, notes_on_options, training_arguments
+from planner.export.megatron.option_rows import all_rows
 from planner.export.refusal import Objections, Reason, hint_for
 from planner.export.stages import VirtualStage, is_even, virtual_stages
 from planner.export.target_price import unstretched
@@ -19,24 +19,9 @@ from planner.specs.units import is_count
 Keys = dict[str, Any]
 """Keys of `overrides:` and their values."""
 
-NEGATED = {
-    "--disable-bias-linear": "add_bias_linear",
-    "--no-bias-gelu-fusion": "bias_gelu_fusion",
-    "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
-    "--no-check-for-nan-in-loss-and-grad": "check_for_nan_in_loss_and_grad",
-    "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
-    "--no-overlap-p2p-communication": "overlap_p2p_comm",
-    "--no-rope-fusion": "apply_rope_fusion",
-}
+_KEYS = {row.name: row.primus for row in all_rows() if row.primus}
+NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
 """Options that set a value to false."""
-_RENAMED = {
-    "--apply-layernorm-1p": "layernorm_zero_centered_gamma",
-    "--fp4-format": "fp4",
-    "--fp4-param-gather": "fp4_param",
-    "--fp8-format": "fp8",
-    "--norm-epsilon": "layernorm_epsilon",
-}
-"""Options whose value has another name."""
 _PATTERNS = ("--no-rope-freq", "--window-attn-skip-freq", "--window-size")
 """Options whose text the parser evaluates; Primus does so itself for `moe_layer_freq` alone."""
 
@@ -62,7 +47,7 @@ and that decide what is trained; they stand at the parser's values wherever a pl
 
 def key_of(option: str) -> str:
     """The name under which Primus knows an option of Megatron-LM."""
-    return NEGATED.get(option) or _RENAMED.get(option) or option.removeprefix("--").replace("-", "_")
+    return NEGATED.get(option) or _KEYS.get(option) or option.removeprefix("--").replace("-", "_")
 
 
 def keys_of(arguments: Mapping[str, Value]) -> Keys:
