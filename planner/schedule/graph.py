@@ -10,7 +10,6 @@ from planner.errors import SpecError
 from planner.schedule.actions import ActionList, B, F, I, IntArray, Schedule, W
 from planner.schedule.latest import keeps_latest
 
-
 WIDE = 64
 """Least ranks whose actions are ordered and timed level by level, in arrays."""
 
