@@ -27,7 +27,7 @@ from planner.search.recipe_answer import with_recipe
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned
 from planner.search.safest import exceeds_risk, safer_first, with_warning
 from planner.search.schedules import check_expressible
-from planner.search.why.misses import NothingFits
+from planner.search.why.misses import NothingFits, least_state_bytes
 from planner.search.why.remedy import with_remedy
 from planner.search.why.room import with_room
 from planner.specs.cluster import ClusterSpec
@@ -79,7 +79,8 @@ def search(case: Case, news: News | None = None) -> Plan:
         return search_within_risk(case, deadline, news)
     except NothingFits as error:
         nothing = error
-    for safer in safer_first(case):
+    has_room = least_state_bytes(case) <= case.cluster.hardware.memory_bytes
+    for safer in safer_first(case) if has_room else ():
         try:
             return with_warning(search_within_risk(safer, deadline), case)
         except NothingFits as error:
