@@ -29,6 +29,7 @@ class JobOptions:
 
     model: o.Model = None
     gpus: o.Gpus = None
+    nodes: o.Nodes = None
     hardware: o.Hardware = None
     gpus_per_node: o.GpusPerNode = None
     tier: o.Tier = None
@@ -39,6 +40,7 @@ class JobOptions:
     batch_tokens: o.BatchTokens = None
     dtype: o.Dtype = None
     runtime: o.Runtime = None
+    finetune: o.Finetune = False
     lora: o.Lora = False
     qlora: o.Qlora = False
     lora_rank: o.LoraRank = None
@@ -97,6 +99,8 @@ class PlanOptions(SearchOptions):
     from_: o.From = None
     keep: o.Keep = None
     phases: o.Phases = None
+    days: o.Days = None
+    usd: o.Usd = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
