@@ -94,7 +94,7 @@ def _options(asked: PlanOptions, spec: PhaseSpec) -> PlanOptions:
             "batch_tokens": None if spec.batch_tokens is None else str(spec.batch_tokens),
         }
     # operations are said to have no effect without tokens; how many a phase has is known when its batch is
-    return replace(asked, tokens="1", **{name: value for name, value in stated.items() if value is not None})
+    return replace(asked, tokens="1e15", **{name: value for name, value in stated.items() if value is not None})
 
 
 def _batches(spec: PhaseSpec, last: int, seq_length: int) -> Iterator[Batch]:

@@ -47,12 +47,20 @@ def plan_command(
     from planner.files import refuse_to_overwrite
     from planner.search.search import plan
 
+    if asked.tokens is not None or asked.examples is not None:
+        for name in ("days", "usd"):
+            if getattr(asked, name) is not None:
+                raise SpecError(f"--{name}: asks how many tokens, which are given", f"leave --{name} out")
     job = read_job(asked)
     limits = read_limits(asked, job)
     if output is not None:
         refuse_to_overwrite(output, force)
     with waiting("searching"):
         best = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
+    if asked.days is not None or asked.usd is not None:
+        from planner.layout.assemble import within
+
+        best = within(best, asked.days, asked.usd)
     answer(best.model_copy(update={"command": command_line(asked)}), json, output, force)
 
 
