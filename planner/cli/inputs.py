@@ -19,6 +19,7 @@ from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning import OBJECTIVES, AdapterSpec, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec, LinkTier
+from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, nearest
 from planner.specs.reading import load_yaml
@@ -76,6 +77,10 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
     model = load_model(asked.model)
     hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
+    if asked.network is not None:
+        hardware = with_network(hardware, asked.network, "--network")
+    if asked.host is not None:
+        hardware = with_host(hardware, asked.host, "--host")
     asked = in_gpus(asked, hardware)
     adapters = read_adapters(asked)
     tunes = adapters is not None or asked.finetune

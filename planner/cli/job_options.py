@@ -33,6 +33,8 @@ class JobOptions:
     hardware: o.Hardware = None
     gpus_per_node: o.GpusPerNode = None
     tier: o.Tier = None
+    network: o.Network = None
+    host: o.Host = None
     seq_length: o.SeqLength = None
     global_batch_size: o.GlobalBatchSize = None
     batch_tokens: o.BatchTokens = None

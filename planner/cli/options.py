@@ -103,6 +103,12 @@ Tier = Annotated[
     str | None,
     text(JOB, "--tier", "NAME:GPUS:GB/S[:Nx],…", f"The network outside NVLink, such as {EXAMPLE}. [the hardware's]"),
 ]
+Network = Annotated[
+    str | None, text(JOB, "--network", "KIND", "Between nodes: ib, roce, efa, slingshot or tcp. [the hardware's]")
+]
+Host = Annotated[
+    str | None, text(JOB, "--host", "NAME", "The CPU, such as xeon-8480c, or a rented instance's. [the hardware's]")
+]
 SeqLength = Annotated[int | None, number(JOB, "--seq-length -s", "Tokens of a sequence. [the model's]")]
 GlobalBatchSize = Annotated[
     int | None, number(JOB, "--global-batch-size -b", "Sequences of an optimizer step. [the model's]")

@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.specs.hardware import HardwareSpec
+from planner.specs.machines import find_instance, instance_names, made_instance, with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, known_keys, nearest, spec_error
 from planner.specs.reading import STDIN, label, load_yaml
@@ -99,11 +100,35 @@ def model_of(model: ModelSpec | str) -> ModelSpec:
 
 
 def load_hardware(name_or_path: str | Path) -> HardwareSpec:
-    """The hardware profile of a name, an alias or a YAML file; `-` is stdin. Raises SpecError as `load_model` does."""
-    path, shipped = _locate("hardware", str(name_or_path))
+    """The hardware profile of a name, an alias, a rented instance or a YAML file; `-` is stdin.
+
+    Raises SpecError as `load_model` does.
+    """
+    name = str(name_or_path)
+    if name != STDIN and find("hardware", name.lower()) is None and not os.path.exists(name):
+        made = _instance(name)
+        if made is not None:
+            return made
+    path, shipped = _locate("hardware", name)
     if shipped:
         return _shipped_hardware(path)
-    return checked(HardwareSpec, {"name": _stem(path), **load_yaml(path)}, label(path))
+    return _on_machine(checked(HardwareSpec, {"name": _stem(path), **load_yaml(path)}, label(path)))
+
+
+def _on_machine(hardware: HardwareSpec) -> HardwareSpec:
+    """A profile with what the network and the host that it names mean, where it does not say this itself."""
+    if hardware.network:
+        hardware = with_network(hardware, hardware.network, keeps=True)
+    if hardware.host.kind and "host_us" not in hardware.efficiency.model_fields_set:
+        hardware = with_host(hardware, hardware.host.kind)
+    return hardware
+
+
+@cache
+def _instance(name: str) -> HardwareSpec | None:
+    """The profile of a rented instance; None where no instance has the name."""
+    found = find_instance(name)
+    return None if found is None else made_instance(*found, load_hardware(found[1].hardware))
 
 
 @cache
@@ -134,7 +159,7 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
             return shipped, True
     if exists or (looks_like_path and not _is_missing(name)):
         return Path(name), False
-    shipped_names = names(kind)
+    shipped_names = {**names(kind), **(instance_names() if kind == "hardware" else {})}
     known = [*shipped_names, *(alias for aliases in shipped_names.values() for alias in aliases)]
     close = nearest(PurePath(name).name if looks_like_path else name, known)
     if kind == "model" and _REPOSITORY.fullmatch(name) and not is_file:

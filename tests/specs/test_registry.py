@@ -106,7 +106,7 @@ def test_no_name_means_two_things(names: dict[str, tuple[str, ...]]) -> None:
     [
         (load_model, "llama-3.1-404b", "llama-3.1-405b"),
         (load_model, "405", "405b"),
-        (load_model, "deepseek-v4", "deepseek-v3"),
+        (load_model, "deepseek-v5", "deepseek-v3"),
         (load_hardware, "h100-sxm", "h100-sxm-80gb"),
         (load_hardware, "gb200-nvl36", "gb200-nvl72"),
     ],
