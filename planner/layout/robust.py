@@ -21,7 +21,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES
 
-NUM_LAYOUTS = 3
+NUM_LAYOUTS = 4
 """The most layouts that are compared, the best among them."""
 NO_OVERLAP = "no overlap: no collective hides behind compute"
 DEFAULT_SWITCHES = "default switches: the recipe is the trainer's own"
