@@ -1,4 +1,4 @@
-"""A reviewer's questions about a launch file: does it start, does it fit, how long is a step, what did the change do."""
+"""A reviewer's questions about a launch file: does it start, does it fit, how long is a step, what changed it."""
 
 from __future__ import annotations
 
