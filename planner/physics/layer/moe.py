@@ -73,6 +73,8 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     outputs = (Saved("expert outputs", (pairs, sent), ("moe",)),) if runtime.weights_expert_outputs else ()
     yield replace(unpermute, saved=outputs)
     if moe.latent_size is not None:
+        if moe.latent_norm:
+            yield norm("latent norm", sent, tokens, model, runtime, saves_output=False)
         yield _latent("latent up", sent, hidden, shape)
     if moe.shared_expert_intermediate_size:
         yield cast_copy("shared experts", (tokens, hidden), ("shared_experts",))
