@@ -21,7 +21,16 @@ from planner.search.deadline import Deadline
 from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.stated import NARROW_DTYPES, Recipe, check_has, check_together, consent_of, own_runtime, switched
+from planner.trainers.stated import (
+    NARROW_DTYPES,
+    Recipe,
+    check_has,
+    check_together,
+    consent_of,
+    least_gain,
+    own_runtime,
+    switched,
+)
 from planner.trainers.switches import SWITCHES, Value, parsed, written
 
 BUNDLES: tuple[Recipe, ...] = (
@@ -58,8 +67,6 @@ FAST_HOST_GB_PER_S = 200.0
 above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
 LEAST_GAIN = 5e-4
 """Least share of a step for which a switch leaves the trainer's own value."""
-MOST_LOSS = 0.01
-"""Share of a step that a chosen switch may cost at the lower end of its gain."""
 REPLAN_GAIN = 0.02
 """Gain of the moves around the winner, as a share of the step, from which on the layouts are searched again."""
 
@@ -180,15 +187,13 @@ class Recipes:
     def _plainest(self, candidate: Candidate) -> Candidate:
         """The candidate with each free switch at the trainer's own value that gains nothing, or may cost, at another.
 
-        A switch may cost where its gain is so little that, less what predictions of it were too large by, more than
-        `MOST_LOSS` is lost.
+        It may cost where it gains less than `least_gain`.
         """
         for name, values in self.free.items():
             own = SWITCHES[name].value_of(self.base)
             if own in values and own != SWITCHES[name].value_of(candidate.pricing.runtime):
                 plain = self.moved(candidate, {name: own})
-                doubt = SWITCHES[name].doubt_fraction * (2 if self.case.cluster.tiers[-1].is_host_driven else 1)
-                least = max(LEAST_GAIN, doubt - MOST_LOSS)
+                least = max(LEAST_GAIN, least_gain(name, self.case.cluster.hardware))
                 if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + least):
                     candidate = plain
         return candidate
