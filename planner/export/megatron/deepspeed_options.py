@@ -174,9 +174,8 @@ _BY_VALUE = {
 
 def check_is_gpt(words: Sequence[str], options: Options) -> None:
     """Raise SpecError where the program or its options are those of a model that is no GPT, or train nothing."""
-    programs = " ".join(
-        word for word in words if word.endswith((".py", ".sh")) or ("." in word and not word.startswith("-"))
-    )
+    started = [*words[:1], *(word for word, before in zip(words[1:], words, strict=False) if before == "-m")]
+    programs = " ".join([*started, *(word for word in words if word.endswith((".py", ".sh")))])
     for pattern, what in _BY_PROGRAM:
         if re.search(pattern, programs):
             _refuse(what, next((word for word in words if re.search(pattern, word)), programs).strip().splitlines()[0])
