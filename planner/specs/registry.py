@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from planner.errors import SpecError
 from planner.specs.base import Spec
 from planner.specs.hardware import HardwareSpec
+from planner.specs.hub_models import model_called
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest, spec_error
 from planner.specs.reading import STDIN, label, load_yaml
@@ -26,11 +27,16 @@ S = TypeVar("S", bound=Spec)
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """The model of a name, an alias, a YAML file, a `config.json` or a directory holding one; `-` is stdin.
+    """The model of a name, an alias, a hub's name, a YAML file, a `config.json` or a directory of one; `-` is stdin.
 
     Raises SpecError naming file, field and value.
     """
-    path, shipped = _locate("model", str(name_or_path))
+    try:
+        path, shipped = _locate("model", str(name_or_path))
+    except SpecError:
+        if (found := model_called(str(name_or_path))) is None:
+            raise
+        return load_model(found) if isinstance(found, str) else _validate(ModelSpec, found, str(name_or_path))
     if shipped:
         return _shipped_model(path)
     if os.path.isdir(path):
@@ -95,7 +101,8 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
     shipped_names = names(kind)
     known = [*shipped_names, *(alias for aliases in shipped_names.values() for alias in aliases)]
     if looks_like_path:  # a repository of the Hugging Face hub looks like one
-        raise SpecError(f"{label(name)}: no such file", f"check the path{nearest(PurePath(name).name, known)}")
+        close = nearest(PurePath(name).name, known)
+        raise SpecError(f"{label(name)}: no such file, and no model of the hub that is known", f"check the path{close}")
     close = nearest(name, known)
     listing = "plan models" if kind == "model" else "plan hardware"
     raise SpecError(f"{kind}: unknown {name[:100]!r}", f"`{listing}` lists the names{close}")

@@ -128,9 +128,22 @@ def test_a_missing_path_is_named_as_a_file(name: str) -> None:
     assert failure(load_model, name).message.startswith(f"{name}: no such file")
 
 
-def test_a_repository_of_the_hub_brings_the_nearest_name() -> None:
-    assert "did you mean llama-3.1-8b" in failure(load_model, "meta-llama/Llama-3.1-8B-Instruct").hint
-    assert "did you mean qwen3-30b-a3b" in failure(load_model, "Qwen/Qwen3-30B-A3B").hint
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 32, 4096),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 64, 5120),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", 48, 2048),
+        ("Qwen/Qwen2.5-Math-7B", 28, 3584),
+    ],
+)
+def test_a_repository_of_the_hub_is_the_model_of_its_sizes(name: str, layers: int, hidden: int) -> None:
+    model = load_model(name)
+    assert (model.num_hidden_layers, model.hidden_size) == (layers, hidden)
+
+
+def test_an_unknown_repository_of_the_hub_brings_the_nearest_name() -> None:
+    assert "did you mean llama-3.1-8b" in failure(load_model, "meta-llama/Llama-3.1-9B").hint
 
 
 def test_a_yaml_file_needs_no_name_of_its_own(tmp_path: Path) -> None:

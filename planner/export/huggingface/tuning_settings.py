@@ -12,7 +12,7 @@ from planner.export.huggingface.deepspeed_config import DEEPSPEED_RUNTIME, DeepS
 from planner.export.huggingface.trl_files import OPTIMIZERS
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
 from planner.export.keyed_settings import is_on, mapping_of, number
-from planner.export.named_models import model_called, num_layers_of
+from planner.export.named_models import has_towers, model_called, num_layers_of
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.switches import SWITCHES
 
@@ -96,6 +96,8 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     imported.run["model"] = model_called(name)
     if imported.run["model"] is None:
         imported.model_name = name
+    elif has_towers(name):
+        imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
 
 def new_run(source: str) -> ImportedRun:

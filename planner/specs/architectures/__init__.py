@@ -52,6 +52,7 @@ REFUSED = {
     "gemma3n": "layers with embeddings of their own, and alternating streams",
     "gemma3n_text": "layers with embeddings of their own, and alternating streams",
     "jetmoe": "a mixture of attention heads",
+    "kimi_k3": "layers that attend to the residuals of earlier ones, and experts on a latent",
     "mllama": "layers that attend to images",
     "nemotron-nas": "sizes of its own for every layer",
     "deci": "sizes of its own for every layer",
