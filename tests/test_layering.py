@@ -92,7 +92,7 @@ ALLOWED = {
 """Rooms that each room may import, beside itself; `cli` may import all of them and is imported by none."""
 
 EXTERNAL = {
-    "jinja2": {"export/templating.py"},
+    "jinja2": {"export/trainer_files.py"},
     "pulp": {"search/ilp"},
     "torch": {"probe", "profile"},
     "starlette": {"serve"},

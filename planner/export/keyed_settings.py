@@ -11,7 +11,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, json_of, yaml_of
-from planner.export.megatron.option_words import options_of
+from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import num_gpus
 from planner.specs.reading.python_text import literal, parse_python
 

@@ -341,6 +341,8 @@ class Overlaps(Group):
     """The products of shared experts run beside the exchanges of the routed ones."""
     dispatcher: Literal["", "allgather", "alltoall", "deepep", "hybridep"] = ""
     """The kernels that send tokens to their experts; empty for those that the GPU's links ask for."""
+    dispatcher_transport: Literal["", "nccl", "nvshmem", "ibgda", "uccl", "hybridep", "mori"] = ""
+    """The carrier of the dispatcher's bytes between nodes; empty for the one that its kernels have there."""
     deepep_sms: NonNegativeInt = 20
     """Streaming multiprocessors that DeepEP's kernels run on while they send tokens, and products do not: Megatron-LM's
     default (--moe-flex-dispatcher-num-sms)."""

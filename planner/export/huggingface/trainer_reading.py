@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.dialects import Dialect, dialect
-from planner.export.huggingface.deepspeed_config import DEEPSPEED_RUNTIME
+from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME
 from planner.export.huggingface.trl_files import ACCELERATE_FILE
 from planner.export.huggingface.tuning_settings import (
     IN_FP32,

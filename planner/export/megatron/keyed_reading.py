@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from planner.errors import SpecError
 from planner.export.dialects import dialect
 from planner.export.followed.shell_script import Script, read_script
-from planner.export.huggingface.adapter_files import read_adapters
+from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import KeyedSettings, Settings, is_off, is_on, settings_of
-from planner.export.megatron.bridge_rows import FLAGS, SAME
-from planner.export.megatron.option_words import Options, options_of
+from planner.export.megatron.option_rows import Options, all_rows, options_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, model_called
-from planner.export.primus.primus_keys import NEGATED, key_of
 
 _CONFIG_KEYS = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -26,13 +24,19 @@ _CONFIG_KEYS = {
 }
 """Fields of Megatron core's configuration classes whose options have other names."""
 OPTION_OF_KEY: dict[str, str] = (
-    {path.rpartition(".")[2]: option for option, path in SAME.items()}
-    | {flag.field.rpartition(".")[2]: flag.option for flag in FLAGS if flag.value}
-    | {key_of(option): option for option in sorted(READ_OPTIONS, reverse=True)}
+    {row.bridge.rpartition(".")[2]: row.name for row in all_rows() if row.bridge}
+    | {
+        path.rpartition(".")[2]: row.name
+        for row in all_rows()
+        for path in (*row.bridge_is, *row.bridge_read)
+        if not path.startswith("not ")
+    }
+    | {name.removeprefix("--").replace("-", "_"): name for name in sorted(READ_OPTIONS, reverse=True)}
+    | {row.primus: row.name for row in all_rows() if row.primus and not row.primus.startswith("not ")}
     | _CONFIG_KEYS
 )
 """A key, as the parser of Megatron-LM or its configuration classes name it, to the option that sets it."""
-OFF_KEYS = {key: option for option, key in NEGATED.items()}
+OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if row.primus.startswith("not ")}
 """Keys that are true unasked, and the option that sets them to false."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from planner.errors import SpecError
-from planner.export.megatron.option_words import Options, number, text
+from planner.export.megatron.option_rows import Options, number, text
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 _VPP, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
