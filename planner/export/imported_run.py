@@ -56,7 +56,7 @@ class ConfigFile:
             found = folder.joinpath(*parts[start:])
             if found != self.path and (text := text_beside(found)) is not None:
                 return text
-        return None
+        return self.above("/".join(parts)) if len(parts) > 1 else None
 
     def above(self, name: str) -> str | None:
         """The text of the file at a relative path in the configuration's folder or in one that holds it."""

@@ -142,7 +142,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
-        mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
+        mark=r"per_device_train_batch_size|^model_class:|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
         r"|accelerate launch|\"peft_type\":",
     ),
     TrainerTarget(

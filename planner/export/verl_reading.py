@@ -47,15 +47,16 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
         return (_flat(data) if isinstance(data, dict) else {}), ""
     script = read_script(config.text, config.beside)
     found: Settings = {}
-    for word in script.words:
+    words = max(script.commands, key=lambda words: sum("=" in word for word in words), default=[])
+    for word in words:
         path, equals, value = word.partition("=")
         if equals and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.@/-]*", path):
             found[path.lstrip("+")] = _value(value)
     gpus = script.variables.get("nproc_per_node") or []
-    launched = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", " ".join(script.words))
+    launched = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", " ".join(words))
     if launched or gpus:
         found.setdefault("trainer.n_gpus_per_node", _value(launched[1] if launched else gpus[0]))
-    return found, " ".join(word for word in script.words if word.endswith((".yaml", "megatron_trainer", "megatron")))
+    return found, " ".join(word for word in words if word.endswith((".yaml", "megatron_trainer", "megatron")))
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> Settings:

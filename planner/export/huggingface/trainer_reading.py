@@ -109,6 +109,7 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
     """The run of a trainer's settings, over the defaults of the tool that reads them."""
+    keyed.settings = _in_one(keyed.settings)
     settings = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
     if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
         raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
@@ -160,6 +161,21 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.unknown |= {name: value for name, value in keyed.unread.items() if not _ROW.is_harmless(str(name))}
     layout.setdefault("micro_batch_size", 1)
     return imported
+
+
+def _in_one(settings: Settings) -> Settings:
+    """LLaMA-Factory's settings since its version 1, whose sections of adapters and of sharding are put in."""
+    adapters, sharding = settings.get("peft_config"), settings.get("dist_config")
+    if "model_class" not in settings:
+        return settings
+    found = {name: value for name, value in settings.items() if name not in ("peft_config", "dist_config")}
+    found |= adapters if isinstance(adapters, dict) else {}
+    kind = found.pop("name", None)
+    found["finetuning_type"] = "full" if kind is None else kind
+    if isinstance(sharding, dict):
+        is_deepspeed = sharding.get("name") == "deepspeed"
+        found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
+    return found
 
 
 def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: ConfigFile) -> None:

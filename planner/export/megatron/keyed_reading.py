@@ -56,9 +56,9 @@ def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Option
             options[option] = [str(item) for item in value]
         elif not is_off(value):
             text = str(value)
-            options[option] = (
-                re.findall(r"[\w.+-]+", text) if text.startswith("[") and "*" not in text else text.split()
-            )
+            # a list of names as one text, `["moe_act", "layernorm"]`; one of numbers is a pattern of layers
+            is_list = text.startswith("[") and re.search("[A-Za-z]", text)
+            options[option] = re.findall(r"[\w.+-]+", text) if is_list else [text] if text[0] in "([" else text.split()
     return options
 
 

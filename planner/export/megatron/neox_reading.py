@@ -82,6 +82,8 @@ def _options(given: Settings) -> dict[str, list[str]]:
         "--fp16": _precision(given) == "fp16",
     }
     options |= {name: [] for name, is_set in flags.items() if is_set}
+    if given.get("vocab_file") and given.get("tokenizer_type") != "GPT2BPETokenizer":
+        options["--tokenizer-model"] = [str(given["vocab_file"])]
     options["--ffn-hidden-size"] = [str(_width(given))]
     options["--normalization"] = ["RMSNorm" if given["norm"] == "rmsnorm" else "LayerNorm"]
     options["--position-embedding-type"] = [
