@@ -279,7 +279,7 @@ def test_405b_is_planned_to_within_a_percent_of_the_bound() -> None:
 
 def searched_until(asks: float, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """A search whose time is up when its clock has been asked so often: each answer is a second later."""
-    monkeypatch.setattr("planner.search.deadline.time", SimpleNamespace(monotonic=count().__next__))
+    monkeypatch.setattr("planner.search.case.time", SimpleNamespace(monotonic=count().__next__))
     model, training = load_model("70b"), TrainingSpec(seq_length=8192, global_batch_size=1024)
     limits = SearchLimits(time_limit_s=asks, gap_fraction=0.0)
     return plan(model, ClusterSpec(hardware=load_hardware("h100"), num_gpus=512), training, limits=limits)
