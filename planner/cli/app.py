@@ -30,7 +30,7 @@ class CommandRow(NamedTuple):
 
 COMMANDS = {
     "evaluate": CommandRow(
-        "planner.cli.evaluate_command", "evaluate_command", "Price a given layout, fit or not, or a file of many."
+        "planner.cli.plan_command", "evaluate_command", "Price a given layout, fit or not, or a file of many."
     ),
     "explain": CommandRow(
         "planner.cli.explain_command",
@@ -43,7 +43,7 @@ COMMANDS = {
         "Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.",
     ),
     "compare": CommandRow(
-        "planner.cli.compare_command",
+        "planner.cli.views",
         "compare_command",
         "Say what differs between plans, probes and runs (imported, observed), "
         "and why one is faster: terms that add up.",
@@ -69,14 +69,19 @@ COMMANDS = {
         "where the wall time went; beside the prediction.",
     ),
     "report": CommandRow(
-        "planner.cli.report_command",
+        "planner.cli.views",
         "report_command",
         "Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, "
         "alternatives, inputs.",
     ),
+    "show": CommandRow(
+        "planner.cli.views",
+        "show_command",
+        "Print again what was saved: a plan, a sweep, phases, a comparison, a probe, an observed or imported run.",
+    ),
     "schedule": CommandRow("planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."),
     "memory": CommandRow(
-        "planner.cli.memory_command",
+        "planner.cli.views",
         "memory_command",
         "Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.",
     ),
@@ -86,7 +91,7 @@ COMMANDS = {
         "Serve the planner as a page: controls change the plan, its memory and its timeline",
     ),
     "trace": CommandRow(
-        "planner.cli.trace_command",
+        "planner.cli.views",
         "trace_command",
         "Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.",
     ),

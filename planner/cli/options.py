@@ -23,11 +23,26 @@ JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Sear
 FINETUNE = "Fine-tuning"
 RUN = "The whole run, with --tokens"
 FOLLOW = "A log that grows, with --follow"
+SECTIONS = (
+    "sure", "seconds", "alternatives", "robust", "room", "changes", "memory", "timeline", "recipe", "months",
+    "rejected", "proof", "corrections", "assumptions", "warnings",
+)  # fmt: skip
+"""Sections of an answer, for --show."""
 
 
 def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     """A shell completion that offers those of `names` that begin as the word does."""
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
+
+
+def completing_list(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """The same for the last word of a comma list."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
+
+    return complete
 
 
 def _with_aliases(names: Callable[[], dict[str, tuple[str, ...]]]) -> Callable[[], list[str]]:
@@ -267,6 +282,9 @@ Allow = Annotated[
 
 Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
 TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float, "s")]
+Fastest = Annotated[
+    bool, text(SEARCH, "--fastest", None, "The fastest first, even where one within 1% is simpler or more robust.")
+]
 TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
 OomRisk = Annotated[
     float | None,
@@ -302,6 +320,14 @@ NoHistory = Annotated[
 ]
 
 Json = Annotated[bool, text(OUTPUT, "--json", None, "The answer as JSON.")]
+Full = Annotated[bool, text(OUTPUT, "--full", None, "All that is known, not one screen of it.")]
+Show = Annotated[
+    str | None,
+    text(
+        OUTPUT, "--show", "SECTION,…", f"These sections in full: {', '.join(SECTIONS)}.",
+        autocompletion=completing_list(lambda: SECTIONS),
+    ),
+]  # fmt: skip
 Output = Annotated[
     str | None, text(OUTPUT, "--output -o", "FILE", "Save the plan for other commands to read; - is stdout.")
 ]

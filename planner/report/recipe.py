@@ -18,11 +18,16 @@ Line = tuple[str, str]
 """A subject, and what is said of it."""
 
 
-def recipe_lines(layout: PricedLayout, variables: Mapping[str, str]) -> tuple[Line, ...]:
-    """The lines of the recipe; none for a layout whose recipe is not known."""
+def recipe_lines(layout: PricedLayout, variables: Mapping[str, str], is_brief: bool = False) -> tuple[Line, ...]:
+    """The lines of the recipe; none for a layout whose recipe is not known. In brief: what is on, and what consent
+    would buy."""
     if not layout.recipe:
         return ()
-    return tuple(_lines(layout, variables))
+    if not is_brief:
+        return tuple(_lines(layout, variables))
+    on = _some(_on(layout), ", ", 2, "in --show recipe") or "every switch at its plainest value"
+    offers = _some([says_offer(offer, layout.step.step_s) for offer in layout.offers], "; ", 1, "in --show recipe")
+    return tuple(line for line in (("recipe", on), ("consent", offers)) if line[1])
 
 
 def recipe_heading(layout: PricedLayout) -> str:
