@@ -367,10 +367,11 @@ def test_an_optimizer_is_sharded_over_a_node_where_that_pays(trainer: str, group
     cluster = ClusterSpec(hardware=load_hardware("a100"), num_gpus=1024, network_gb_per_s=6.25)
     arguments = load_model("llama-2-7b"), cluster, TrainingSpec(seq_length=2048, global_batch_size=8192)
     pins = {"tp": (1,), "cp": (1,), "pp": (1,), "micro_batch_size": (2,), "zero_stage": (1,)}
-    best = plan(*arguments, limits=SearchLimits(top=1, **pins), runtime=trainer).best
+    runtime = load_runtime(trainer).model_copy(update={"narrow_gradient_bytes": None})
+    best = plan(*arguments, limits=SearchLimits(top=1, **pins), runtime=runtime).best
     assert best.parallelism.shard_size == group
     steps = [
-        evaluate(*arguments, Parallelism(micro_batch_size=2, zero_stage=1, fsdp=size), runtime=trainer).step.step_s
+        evaluate(*arguments, Parallelism(micro_batch_size=2, zero_stage=1, fsdp=size), runtime=runtime).step.step_s
         for size in (8, 1024)
     ]
     assert best.step.step_s == pytest.approx(min(steps))
@@ -422,7 +423,8 @@ def test_pinned_chunks_are_no_slower_than_equal_ones(name: str, gpus: int, hardw
     """A rank's layers in one long chunk take it as long as in several short ones; the others wait for them."""
     model, cluster = load_model(name), ClusterSpec(hardware=load_hardware(hardware), num_gpus=gpus)
     training = TrainingSpec(seq_length=8192, global_batch_size=512)
-    limits = SearchLimits(top=1, tp=(1,), cp=(2,), pp=(2,), vpp=(vpp,), micro_batch_size=(1,), recompute=("none",))
+    pins = {"tp": (1,), "cp": (2,), "pp": (2,), "vpp": (vpp,), "micro_batch_size": (1,), "recompute": ("none",)}
+    limits = SearchLimits(top=1, allow=("bf16_gradients",), **pins)
     found = plan(model, cluster, training, limits=limits)
     even = evaluate(model, cluster, training, Parallelism(cp=2, pp=2, vpp=vpp, dp=gpus // 4))
     assert even.best.fits
