@@ -15,6 +15,7 @@ from planner.errors import SpecError
 from planner.rank_orders import RANK_ORDERS
 from planner.specs.shipped import hardware_names, model_names
 from planner.specs.tiers import EXAMPLE
+from planner.specs.units import UNITS, parse_number, parse_whole, unit_of
 from planner.trainers.shipped import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
@@ -66,15 +67,21 @@ def _not_empty(name: str, word: str) -> str:
     return word
 
 
-def number(panel: str, names: str, what: str, metavar: str = "N", convert: Callable[[str], Any] = int) -> Any:
-    """An option that takes one number."""
+def number(
+    panel: str, names: str, what: str, metavar: str = "N", convert: Callable[[str], Any] = int, unit: str = ""
+) -> Any:
+    """An option that takes one number, written as `planner.specs.units` has it."""
     name, kind = names.split()[0], "whole number" if convert is int else "number"
+    unit = unit or unit_of(name.removeprefix("--").replace("-", "_"))
 
     def parse(word: str) -> Any:
         try:
-            return convert(word)
-        except ValueError:
-            raise SpecError(f"{name}: {word[:60]!r} is not a {kind}", f"write {name} and a {kind}") from None
+            if convert is int:
+                return parse_whole(word, unit)
+            return float(parse_number(word, unit)) if convert is float else convert(word)
+        except (ValueError, OverflowError):
+            example = UNITS[unit][1] if convert in (int, float) else "1"
+            raise SpecError(f"{name}: {word[:60]!r} is not a {kind}", f"write {name} {example}") from None
 
     return text(panel, names, metavar, what, parser=parse)
 
@@ -92,6 +99,7 @@ Model = Annotated[
     ),
 ]  # fmt: skip
 Gpus = Annotated[int | None, number(JOB, "--gpus -g", "GPUs in all.")]
+Nodes = Annotated[int | None, number(JOB, "--nodes", "Nodes in all, in place of --gpus.")]
 From = Annotated[
     str | None, text(JOB, "--from", "PLAN.json", "The plan of a running job, which goes on with other --gpus.")
 ]
@@ -109,6 +117,12 @@ GpusPerNode = Annotated[int | None, number(JOB, "--gpus-per-node", "GPUs of a no
 Tier = Annotated[
     str | None,
     text(JOB, "--tier", "NAME:GPUS:GB/S[:Nx],…", f"The network outside NVLink, such as {EXAMPLE}. [the hardware's]"),
+]
+Network = Annotated[
+    str | None, text(JOB, "--network", "KIND", "Between nodes: ib, roce, efa, slingshot or tcp. [the hardware's]")
+]
+Host = Annotated[
+    str | None, text(JOB, "--host", "NAME", "The CPU, such as xeon-8480c, or a rented instance's. [the hardware's]")
 ]
 SeqLength = Annotated[int | None, number(JOB, "--seq-length -s", "Tokens of a sequence. [the model's]")]
 GlobalBatchSize = Annotated[
@@ -138,6 +152,13 @@ Tokens = Annotated[
     str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
 ]
 
+Days = Annotated[
+    float | None, number(RUN, "--days", "How many tokens so many days train, such as 30.", "N", float, "days")
+]
+Usd = Annotated[float | None, number(RUN, "--usd", "How many tokens so many dollars train, such as 5M.", "X", float)]
+Finetune = Annotated[
+    bool, typer.Option("--finetune", help="Train all weights of a trained model.", rich_help_panel=FINETUNE)
+]
 Lora = Annotated[bool, typer.Option("--lora", help="Train adapters beside frozen weights.", rich_help_panel=FINETUNE)]
 Qlora = Annotated[
     bool, typer.Option("--qlora", help="Train adapters beside frozen weights of 4 bits.", rich_help_panel=FINETUNE)
@@ -190,7 +211,7 @@ Spares = Annotated[
     int | None, number(RUN, "--spares", "Nodes kept to replace those that fail. [the cluster's pool has one]")
 ]
 Price = Annotated[
-    float | None, number(RUN, "--usd-per-gpu-hour", "Price of a GPU for an hour. [the profile's]", "X", float)
+    float | None, number(RUN, "--usd-per-gpu-hour", "Price of a GPU for an hour. [the profile's]", "X", float, "usd")
 ]
 
 Tps = Annotated[str | None, text(LAYOUT, "--tp", "N,N…", "Tensor parallel.")]
@@ -260,14 +281,15 @@ Allow = Annotated[
 ]
 
 Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
-TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float)]
+TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float, "s")]
 TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
 OomRisk = Annotated[
-    float | None, number(SEARCH, "--oom-risk", "Highest risk of running out of memory to accept. [0.1]", "X", float)
+    float | None,
+    number(SEARCH, "--oom-risk", "Highest risk of running out of memory to accept. [0.1]", "X", float, "fraction"),
 ]
 Headroom = Annotated[
     float | None,
-    number(SEARCH, "--memory-headroom", "To leave free on every GPU, in place of that rule.", "GIB", float),
+    number(SEARCH, "--memory-headroom", "To leave free on every GPU, in place of that rule.", "GIB", float, "gib"),
 ]
 
 Imbalance = Annotated[

@@ -80,6 +80,10 @@ def plan_command(
     from planner.files import refuse_to_overwrite
     from planner.search.search import plan
 
+    if asked.tokens is not None or asked.examples is not None:
+        for name in ("days", "usd"):
+            if getattr(asked, name) is not None:
+                raise SpecError(f"--{name}: asks how many tokens, which are given", f"leave --{name} out")
     job = read_job(asked)
     limits = read_limits(asked, job)
     shape = Shape(json, full, show)
@@ -88,6 +92,10 @@ def plan_command(
         refuse_to_overwrite(output, force)
     with waiting("searching") as news:
         found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec, news=news)
+    if asked.days is not None or asked.usd is not None:
+        from planner.layout.assemble import within
+
+        found = within(found, asked.days, asked.usd)
     best = found.model_copy(update={"command": command_line(asked)})
     warn_of_early_stop(best)
     answer(best, shape, output, force)
@@ -334,7 +342,7 @@ def _options(asked: PlanOptions, spec: PhaseSpec) -> PlanOptions:
             "batch_tokens": None if spec.batch_tokens is None else str(spec.batch_tokens),
         }
     # operations are said to have no effect without tokens; how many a phase has is known when its batch is
-    return replace(asked, tokens="1", **{name: value for name, value in stated.items() if value is not None})
+    return replace(asked, tokens="1e15", **{name: value for name, value in stated.items() if value is not None})
 
 
 def _batches(spec: PhaseSpec, last: int, seq_length: int) -> Iterator[Batch]:

@@ -77,6 +77,26 @@ class Spelling:
         return value
 
 
+_ENCODINGS = {"<itself>": ITSELF, "<number>": SHARE, "<names>": MODULES, "<any>": IS_SET}
+_CELLS = ("is", "since", "before", "read_only")
+
+
+def spellings(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> tuple[Spelling, ...]:
+    """The rows of a trainer's table of switches (options.yaml)."""
+    return tuple(
+        Spelling(
+            switch,
+            row.get("is"),
+            {name: _ENCODINGS.get(str(value), value) for name, value in row.items() if name not in _CELLS},
+            row.get("since", ""),
+            row.get("before", ""),
+            row.get("read_only", False),
+        )
+        for switch, rows in table.items()
+        for row in rows
+    )
+
+
 def spelling_of(rows: Iterable[Spelling], switch: str, value: Value, version: str) -> dict[str, Any] | None:
     """The settings that say a switch's value in a version; None where it has no word for it."""
     own = [row for row in rows if row.switch == switch and row.is_of(version)]

@@ -129,7 +129,7 @@ _TRAINERS = (
         r"|accelerate launch|\"peft_type\":",
     ),
     TrainerTarget(
-        "deepspeed", "huggingface.deepspeed_files:export_deepspeed", "huggingface.deepspeed_config:read_deepspeed",
+        "deepspeed", "huggingface.deepspeed_files:export_deepspeed", "huggingface.deepspeed_files:read_deepspeed",
         mark=r'\A\s*\{(?s:.*)"(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)"',
         runtimes=("deepspeed",),
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from types import MappingProxyType
 
 from planner import __version__
 from planner.answer import Goodput, ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.errors import SpecError
 from planner.layout.step.padded import Examples, run_of_examples
 from planner.physics.layers import ModelTotals
 from planner.physics.pricing import Pricing
@@ -83,6 +85,39 @@ def whole_run_of(
         asynchronous=runtime.asynchronous_checkpoints,
         longer_factor=longer_factor,
     )
+
+
+MOST_GUESSES = 12
+"""Guesses after which the tokens of a time or a sum are close enough: days grow nearly along a line with tokens."""
+
+
+def within(plan: Plan, days: float | None, usd: float | None) -> Plan:
+    """The plan with the tokens that its GPUs train in so many days and for so many dollars, whichever are fewer.
+
+    Raises SpecError for dollars where nobody says what a GPU costs.
+    """
+    from planner.months.whole_run import whole_run
+
+    run, runtime, training, model = run_of_examples(plan), plan.runtime_spec, plan.training, plan.model
+    trained = model.num_trained_parameters or model.num_parameters
+    training = training.model_copy(update={"tokens": float(training.tokens_per_step)})
+    for _ in range(MOST_GUESSES):
+        cost, goodput = whole_run(
+            plan.best, plan.cluster, training,
+            checkpoint_bytes=runtime.checkpoint_bytes_per_parameter * trained,
+            asynchronous=runtime.asynchronous_checkpoints, longer_factor=1.0 if run is None else run.longer_factor,
+        )  # fmt: skip
+        assert cost is not None
+        assert training.tokens is not None
+        if usd is not None and not cost.usd:
+            raise SpecError(
+                f"--usd: nothing says what {plan.cluster.hardware.name} costs", "add --usd-per-gpu-hour 2.5"
+            )
+        ratios = [days / cost.days if days is not None else inf, usd / cost.usd if usd and cost.usd else inf]
+        if abs(min(ratios) - 1) < 1e-4:
+            break
+        training = training.model_copy(update={"tokens": training.tokens * min(ratios)})
+    return plan.model_copy(update={"training": training, "run_cost": cost, "goodput": goodput})
 
 
 def trade(best: PricedLayout, other: PricedLayout) -> str:

@@ -14,7 +14,7 @@ from planner.export.import_run import read_configuration
 from planner.export.imported_run import ImportedRun
 from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS as DEEPSPEED_OPTIONS
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
-from planner.export.megatron.option_words import options_of
+from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import options_of_features, run_of
 from planner.observe.logs.grammar import MOST
 from planner.observe.observation import JobFacts

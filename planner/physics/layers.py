@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from planner.physics.adapters import adapted
 from planner.physics.layer.blocks import enter_tp, leave_tp, norm
+from planner.physics.layer.hyper_connections import join_streams
 from planner.physics.layer.mixers import mixer_block
 from planner.physics.layer.mlp import mlp_block
 from planner.physics.operators import (
@@ -45,7 +46,7 @@ def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:
     Each micro-batch in flight has an input of its own (Megatron-LM, transformer/cuda_graphs.py). The output is one of
     the tensors that the backward keeps anyway.
     """
-    static = Saved("static input", (shape.shard_tokens, model.hidden_size))
+    static = Saved("static input", (shape.shard_tokens, model.residual_size))
     return Operator(
         name="graph buffers",
         kind="elementwise",
@@ -98,8 +99,9 @@ def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding:
 
     Where `shares_embedding`, the head's matrix is the embedding of the same rank, and its parameters are counted there.
     """
+    joined = join_streams(model, shape, runtime) if model.num_residual_streams > 1 else ()
     final = norm("final norm", model.hidden_size, shape.shard_tokens, model, runtime)
-    return (final, *_loss("head", model, shape, runtime, shares_embedding))
+    return (*joined, final, *_loss("head", model, shape, runtime, shares_embedding))
 
 
 def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: bool) -> tuple[Item, ...]:

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import ParamSpec, Protocol, TypeVar
 
 MOST_RESULTS = 32
-MOST_ACTIONS = 1 << 22
+MOST_ACTIONS = 1 << 20
 """The most actions of all results that a function keeps; the last result is kept however many it has."""
 
 

@@ -40,7 +40,7 @@ from planner.search.ilp.program import SolverFailed, solve
 from planner.search.ilp.retry import shorter
 from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
 from planner.search.priced_shapes import PricedShapes
-from planner.search.splits.chain import best_split
+from planner.search.splits.chain import best_split, is_deep
 from planner.search.splits.equal_chunks import (
     bounded,
     few_splits,
@@ -354,7 +354,7 @@ class Branch:
                 self.keep(candidate)
                 break
             short_bytes = shorter(short_bytes, candidate.excess_bytes, solution.free_bytes)
-        decided = objective_s + tail_s <= bound_s * (1 + NOISE)
+        decided = objective_s + tail_s <= bound_s * (1 + NOISE) or is_deep(problem)
         if decided or self.slack is not None or bound_s >= self.cutoff_s(self.limits.gap_fraction):
             return bound_s
         return max(bound_s, self._solve_program(node, choice))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from planner.specs.base import Achieved, Fraction, Name, NonNegativeFloat, Overhead, PositiveInt, Rate, Spec, Width
 from planner.specs.efficiency import Efficiency
@@ -151,6 +151,8 @@ class ReservedMemory(Spec):
 class HostSpec(Spec):
     """The host beside a GPU: the link between them, and the GPU's share of the host's memory bandwidth."""
 
+    kind: str = ""
+    """The kind of CPU (specs/machines.yaml), whose speed is the profile's host_us; empty where nobody says it."""
     link_gb_per_s: Rate = 64.0
     """Per GPU and direction, as the data sheet has it: 64 for PCIe 5.0 x16."""
     link_efficiency_fraction: Achieved = 0.8
@@ -202,8 +204,10 @@ class HardwareSpec(Spec):
     """GPUs of a node."""
     tiers: tuple[LinkTier, ...] = Field(min_length=1)
     """Links, innermost first."""
+    network: str = ""
+    """The kind of network outside a node: ib, roce, efa, slingshot or tcp; empty where nobody says it."""
     host: HostSpec = HostSpec()
-    """The host; given none, one of DGX H100."""
+    """The host; given none, one of DGX H100. A name alone is its kind."""
     reserved: ReservedMemory = ReservedMemory()
     """Device memory that no tensor holds."""
     efficiency: Efficiency = Efficiency()
@@ -216,6 +220,11 @@ class HardwareSpec(Spec):
     """Facility power per GPU, CPUs and network included."""
     price_source: str = ""
     """Source of price and power."""
+
+    @field_validator("host", mode="before")
+    @classmethod
+    def _named_host(cls, host: object) -> object:
+        return {"kind": host} if isinstance(host, str) else host
 
     @model_validator(mode="after")
     def _tiers_widen(self) -> HardwareSpec:

@@ -14,6 +14,7 @@ from planner.specs.model_parts import (
     SPARSE,
     Activation,
     AttentionKind,
+    CompressedAttentionSpec,
     IndexerSpec,
     LinearAttentionSpec,
     MambaSpec,
@@ -167,6 +168,10 @@ class ModelSpec(Spec):
     """Latent attention; null where attention is not latent."""
     indexer: IndexerSpec | None = None
     """The choice of keys on layers of sparse attention; null where there are none."""
+    compressed_attention: CompressedAttentionSpec | None = None
+    """Attention to a window and to compressed keys, on all layers (DeepSeek-V4); null where there is none."""
+    num_residual_streams: PositiveInt = Field(default=1, le=64)
+    """Streams of the residual that hyper-connections mix (DeepSeek-V4: hc_mult); 1 for a plain sum."""
     mamba: MambaSpec | None = None
     """State-space mixers; null where there are none."""
     linear_attention: LinearAttentionSpec | None = None
@@ -238,6 +243,10 @@ class ModelSpec(Spec):
         if self.layer_types is not None and self.sliding_window_pattern is not None:
             raise ValueError("layer_types and sliding_window_pattern: both given, one of them says which layers slide")
         kinds = {kind.attention for kind in self.kinds}
+        if (self.compressed_attention is not None) != bool(kinds & {"compressed_sparse", "heavily_compressed"}):
+            raise ValueError("compressed_attention: goes with compressed_sparse and heavily_compressed layers")
+        if self.compressed_attention is not None and self.sliding_window is None:
+            raise ValueError("sliding_window is missing and compressed_attention attends to a window")
         for kind, name in NEEDS.items():
             if kind in kinds and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing and layer_types has {kind} layers")
@@ -276,6 +285,16 @@ class ModelSpec(Spec):
         # never the model itself: two equal ones that hold themselves could not be compared
         heads = {} if self.sliding_heads is None else self.sliding_heads.model_dump(exclude_none=True)
         return self.model_copy(update=heads)
+
+    @property
+    def residual_size(self) -> int:
+        """Features of a token between layers: hidden_size, for each of the residual's streams."""
+        return self.num_residual_streams * self.hidden_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def qkv_bias(self) -> bool:

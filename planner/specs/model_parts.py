@@ -120,6 +120,29 @@ class LinearAttentionSpec(Spec):
         return self
 
 
+class CompressedAttentionSpec(Spec):
+    """Attention to a window and to keys compressed over time (DeepSeek-V4): one shared head of keys that are values."""
+
+    q_lora_rank: PositiveInt
+    """Rank of the projection to queries."""
+    o_groups: PositiveInt
+    """Groups of heads whose outputs are projected by themselves."""
+    o_lora_rank: PositiveInt
+    """Width to which each group is projected, before all of them are mixed."""
+    sparse_rate: PositiveInt = 4
+    """Tokens that one key of a `compressed_sparse` layer stands for."""
+    heavy_rate: PositiveInt = 128
+    """Tokens that one key of a `heavily_compressed` layer stands for."""
+
+    def rate(self, attention: str) -> int:
+        """Tokens of a compressed key on layers of a kind; 0 where only the window is attended to."""
+        return {"compressed_sparse": self.sparse_rate, "heavily_compressed": self.heavy_rate}.get(attention, 0)
+
+    def overlaps(self, rate: int) -> bool:
+        """True where a key pools the tokens of two windows: on `compressed_sparse` layers."""
+        return rate == self.sparse_rate
+
+
 class IndexerSpec(Spec):
     """The indexer of sparse attention (DeepSeek-V3.2), which chooses the keys that a query attends to."""
 
@@ -132,8 +155,8 @@ class IndexerSpec(Spec):
 
 
 AttentionKind = Literal[
-    "full", "sliding", "chunked", "indexed", "sparse", "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta",
-    "lightning", "conv", "none",
+    "full", "sliding", "chunked", "indexed", "sparse", "compressed_sparse", "heavily_compressed",
+    "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta", "lightning", "conv", "none",
 ]  # fmt: skip
 """Ways to mix tokens. `indexed` layers choose the keys that they attend to, `sparse` ones take an earlier layer's
 choice; `full_mamba2` layers attend and scan side by side."""
@@ -142,11 +165,12 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2",
 
 NEEDS: dict[AttentionKind, str] = {
     "sliding": "sliding_window", "chunked": "attention_chunk_size", "indexed": "indexer", "sparse": "indexer",
+    "compressed_sparse": "indexer", "heavily_compressed": "compressed_attention",
     "mamba": "mamba", "mamba2": "mamba", "full_mamba2": "mamba", "gated_delta": "linear_attention",
     "kimi_delta": "linear_attention", "lightning": "linear_attention", "conv": "short_conv_kernel",
 }  # fmt: skip
 """The field of a model without which it cannot have layers of a kind."""
-SPARSE: frozenset[AttentionKind] = frozenset({"indexed", "sparse"})
+SPARSE: frozenset[AttentionKind] = frozenset({"indexed", "sparse", "compressed_sparse", "heavily_compressed"})
 """Kinds of attention to chosen keys."""
 
 ScoringFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]

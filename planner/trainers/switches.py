@@ -410,6 +410,10 @@ _ROWS = (
         source="Megatron-LM's reference on determinism: 4% of a large dense model, about 15% of most, 17% of a mixture",
     ),
     # features of runs
+    _one_of(
+        "dispatcher_transport", "what carries the dispatcher's bytes between nodes", "dispatcher_transport",
+        ("nccl", "nvshmem", "ibgda", "uccl", "hybridep", "mori"), True,
+    ),
     _described("moe_capacity_factor", lambda value: _CAPACITY if value else {}),
     _described("moe_token_drop", lambda value: _CAPACITY if value else {}),
     _described("fp32_grad_accum", lambda value: dict.fromkeys(_GRADIENT_BYTES, 4 if value else 2)),

@@ -85,6 +85,8 @@ def test_every_architecture_is_held_against_a_config() -> None:
         ("granite-4.0-h-small", ["moe-mamba2"] * 5 + ["moe"]),
         ("lfm2-8b-a1b", ["dense-conv", "dense-conv", "moe", "moe-conv"]),
         ("deepseek-v3.2", ["dense-indexed"] * 3 + ["moe-indexed"]),
+        ("deepseek-v4-flash", ["moe-sliding"] * 2 + ["moe-compressed_sparse", "moe-heavily_compressed"]),
+        ("deepseek-v4-pro", ["moe-heavily_compressed"] * 3 + ["moe-compressed_sparse"]),
         ("longcat-flash", ["moe", "dense"] * 2),
         ("mimo-v2-flash", ["dense", "moe-sliding", "moe-sliding", "moe-sliding", "moe-sliding", "moe"]),
         ("exaone-4.0-32b", ["dense-sliding"] * 3 + ["dense"]),

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
-from planner.export.huggingface.deepspeed_config import DEEPSPEED_RUNTIME
+from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME
 from planner.export.huggingface.trl_files import ACCELERATE_FILE
 from planner.export.huggingface.tuning_settings import (
     IN_FP32,
@@ -26,7 +26,7 @@ from planner.export.huggingface.tuning_settings import (
     set_model,
 )
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
-from planner.export.megatron.option_words import options_of
+from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import num_gpus
 from planner.export.named_models import exported_gpus, exported_model
 from planner.specs.reading.python_text import literal, parse_python

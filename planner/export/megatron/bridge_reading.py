@@ -13,8 +13,8 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.megatron.bridge_rows import FLAGS, MOMENT_FIELDS, MOMENTS, RECIPES, SAME, TANH, YARN
-from planner.export.megatron.option_words import Options, options_of
+from planner.export.megatron.bridge_files import BRIDGE, FLAGS, MOMENT_FIELDS, MOMENTS, READ_FLAGS, RECIPES, TANH, YARN
+from planner.export.megatron.option_rows import Options, options_of
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called, num_layers_of
 from planner.specs.reading import kind_of
@@ -111,9 +111,9 @@ def _of_gemma(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
 Fields = Mapping[str, Any]
 """Path of a field (`model.num_layers`) to its value."""
 
-_PATHS = {path: option for option, path in SAME.items()}
+_PATHS = {path: option for option, path in BRIDGE.items()}
 # the check of the loss is read as that of the gradients
-_FLAGS = {flag.field: flag for flag in FLAGS if not flag.field.startswith("rerun_state_machine.")}
+_FLAGS = {flag.field: flag for flag in (*FLAGS, *READ_FLAGS) if not flag.field.startswith("rerun_state_machine.")}
 _ACTIVATIONS = {"squared_relu": "--squared-relu", "quick_gelu": "--quick-geglu"}
 _VALUED = {
     "model.seq_length": "--seq-length",

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.imported_run import ImportedRun
-from planner.export.megatron.option_words import Options, number, text
+from planner.export.megatron.option_rows import Options, number, text
 
 MARKS = {
     "--deepspeed", "--zero-stage", "--deepspeed_config", "--deepspeed-config", "--checkpoint-activations",

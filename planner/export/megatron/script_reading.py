@@ -16,24 +16,30 @@ from planner.export.megatron.deepspeed_options import (
     is_megatron_deepspeed,
     read_zero,
 )
-from planner.export.megatron.kernel_options import KERNELS, PRECISION_OPTIONS, read_dtype, read_scales
-from planner.export.megatron.layout_options import LAYOUT_OPTIONS, read_layout
 from planner.export.megatron.model_options import MODEL_OPTIONS, read_model
-from planner.export.megatron.option_rows import names_read, read_fields
-from planner.export.megatron.option_words import Options, number, options_of, text
-from planner.export.megatron.switch_options import SWITCH_OPTIONS, SWITCHING
+from planner.export.megatron.option_rows import Options, number, options_of, read_fields, text
+from planner.export.megatron.plan_options import (
+    KERNELS,
+    LAYOUT_OPTIONS,
+    PRECISION_OPTIONS,
+    SWITCH_OPTIONS,
+    SWITCHING,
+    read_dtype,
+    read_layout,
+    read_scales,
+)
 from planner.export.spelling import canonical, read_switches, unexplained
 from planner.specs.units import is_count
 from planner.trainers.switches import SWITCHES
 
 _OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
-FEATURE_OPTIONS = SWITCHING | PRECISION_OPTIONS | names_read(KERNELS) | {"--hidden-dropout"}
+FEATURE_OPTIONS = SWITCHING | PRECISION_OPTIONS | KERNELS.names_read() | {"--hidden-dropout"}
 
 
 def options_of_features() -> dict[str, frozenset[str]]:
     """The options that say each feature, in any value."""
     pairs = [(row.switch, option) for row in SWITCH_OPTIONS for option in row.settings]
-    pairs += [(feature, option) for row in KERNELS for option in row.bridge for feature in row.features(option)]
+    pairs += [(feature, row.name) for row in KERNELS.rows for feature in KERNELS.says(row)]
     return {name: frozenset(option for other, option in pairs if other == name) for name, _ in pairs}
 
 
@@ -52,7 +58,7 @@ def read_features(options: Options) -> dict[str, Any]:
         del features["bf16_gradients"]
     # Megatron-LM drops a tenth of the activations unless told otherwise
     features["dropout"] = text(options, "--hidden-dropout", "0.1").strip("0.") != ""
-    return features | read_fields(KERNELS, options)
+    return features | read_fields([KERNELS], options)
 
 
 _HARMLESS = """

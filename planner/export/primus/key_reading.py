@@ -8,9 +8,9 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script
 from planner.export.imported_run import ImportedRun
-from planner.export.megatron.option_words import Options
+from planner.export.megatron.option_rows import Options
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
-from planner.export.primus.primus_keys import ALGORITHMS, NEGATED, key_of
+from planner.export.primus.primus_files import ALGORITHMS, NEGATED, key_of
 
 Values = dict[str, Any]
 TURBO = frozenset({

@@ -126,7 +126,7 @@ def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> list[R
     pricing, shape, own = candidate.pricing, candidate.shape, [part for part in parts if part.stage == life.stage]
     rows = [Row(one, life, part.name, part.layer) for part in own for one in part.kept(pricing, shape)]
     if pricing.runtime.is_runner and life.stage != len(candidate.placement) - 1:
-        rows.append(Row(held(Saved("sent on", (shape.shard_tokens, pricing.model.hidden_size))), life, "stage"))
+        rows.append(Row(held(Saved("sent on", (shape.shard_tokens, pricing.model.residual_size))), life, "stage"))
     assert candidate.durations.activation_bytes is not None
     assert life.stage is not None
     total = candidate.durations.activation_bytes[life.stage]

@@ -23,6 +23,8 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
     "chunked": (attention,),
     "indexed": (attention,),
     "sparse": (attention,),
+    "compressed_sparse": (attention,),
+    "heavily_compressed": (attention,),
     "mamba": (mamba1,),
     "mamba2": (mamba2,),
     "full_mamba2": (attention, mamba2),
@@ -40,8 +42,8 @@ def mixer_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
     mixers = MIXERS[kind.attention]
     if not mixers:
         return
-    module = "" if model.mla is None else "layernorm"
-    yield enter_half("attention", model, shape, runtime, module=module)
+    module = "layernorm" if model.mla is not None or model.compressed_attention is not None else ""
+    yield from enter_half("attention", model, shape, runtime, module=module)
     for mixer in mixers:
         yield from mixer(model, kind, shape, runtime)
     yield from leave_half(

@@ -7,14 +7,17 @@ functions of a rank r and the layers p … p + n that it holds, for what comes b
 
     f[r, p + n] = min over n of max(f[r − 1, p], row[r, p, n])
 
-which is the least of the longest row over all splits, in pp · L · n steps.
+which is the least of the longest row over all splits, in pp · L · n steps. Where these are too many, and all layers are
+of one kind, each row is the largest of a few that are linear in p and n, and no rank gains by beginning earlier: ranks
+that take as many layers as a limit lets them reach as far as any split does, and the limit is found by trying a few.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +38,10 @@ MAX_CELLS = 1 << 18
 """Most combinations of rank, first layer and number of layers in a dynamic program, which has a dozen such arrays."""
 CLOSE = 1e-4
 """Gap of an objective to its bound at which a split is the best."""
+DEEP = 1 << 18
+"""Least combinations of rank and first layer that no integer program is asked about either."""
+FAR_S = 1e30
+"""Seconds that stand for no limit."""
 NUM_LIMITS = 12
 """Limits of the seconds outside the pipeline by which splits are divided."""
 TINY = 1e-9
@@ -172,9 +179,14 @@ def best_split(node: Node) -> Solution | None:
     if node.whole == "per_stage" and len(node.kinds) > 1:
         return None
     if node.whole != "one_count":
-        cells = _Cells.of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
-        return None if cells is None else cells.best()
+        rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
+        return None if rows is None else rows.best()
     return _best_count(node)
+
+
+def is_deep(node: Node) -> bool:
+    """True if the layers are so many that the best split found by `best_split` stands with its gap."""
+    return node.pp * node.num_layers >= DEEP
 
 
 def _best_count(node: Node) -> Solution | None:
@@ -182,15 +194,64 @@ def _best_count(node: Node) -> Solution | None:
 
     Every rank holds so many layers. Larger numbers are tried until they are slower even with boundless memory.
     """
-    best = Solution((), (), np.inf, np.inf, ())
-    for number in range(node.num_layers // node.pp + 1):
-        cells = _Cells.of(node, number, min(node.cutoff_s, best.bound_s))
-        if cells is None:
+    best, numbers = Solution((), (), np.inf, np.inf, ()), range(node.num_layers // node.pp + 1)
+    if isinstance(_rows_of(node, 0, node.cutoff_s), _Line):  # where fewer leave too little memory, they are passed over
+        numbers = numbers[bisect_left(numbers, True, key=lambda number: _Line.of(node, number).has_room) :]
+    for number in numbers:
+        most_s = min(node.cutoff_s, best.bound_s)
+        rows = _rows_of(node, number, most_s)
+        if rows is None:
             return None
-        best = min(best, cells.best(), key=lambda solution: solution.bound_s)
-        if cells.bound_s(cells.boundless_s) >= min(node.cutoff_s, best.bound_s):
+        best = min(best, rows.best(), key=lambda solution: solution.bound_s)
+        if not rows.beats(min(most_s, best.bound_s)):
             break
     return best
+
+
+def _rows_of(node: Node, number: int, most_s: float) -> _Cells | _Line | None:
+    """The rows where `number` layers of each rank are recomputed whole; None if they are too many to look at.
+
+    With −1 each rank recomputes as few as its memory asks for.
+    """
+    cells = _Cells.of(node, number, most_s)
+    if cells is None and len(node.kinds) == 1 and number >= 0:
+        return _Line.of(node, number)
+    return cells
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows 5 to 7 of the program on any ranks that hold any layers, each as its parts: it is the largest of them."""
+
+    row_s: list[FloatArray]
+    """Seconds of the pipeline."""
+    ends_s: list[list[FloatArray]]
+    """Seconds of the gradients, the parameters and the optimizer."""
+    free_bytes: FloatArray
+    recomputed: IntArray
+
+    @classmethod
+    def of(cls, node: Node, rank: IntArray, first: IntArray, last: IntArray, number: int) -> _Rows:
+        """The rows of ranks that hold the layers first … last − 1, of which `number` are recomputed whole."""
+        free, recomputed = _memory(node, rank, first, last, number)
+        chain = Chain.of(node, first, last, recomputed)
+        forward_s, backward_s = (_with_ends(chain, name, rank) for name in PASSES)
+        # the trips before each first layer, less what is recomputed on other ranks, and that with `number` on each
+        trips = [_before(node, name, node.modes[0]) for name in PASSES]
+        again_s = _again_s(node) * max(number, 0) * (node.whole == "one_count")
+        ends = [[float(getattr(part, name)) for name in PASSES] for part in (node.embedding, node.head)]
+        before_s = np.sum(trips, axis=0)[first] + (rank > 0) * sum(ends[0]) + rank * again_s
+        below_s = sum(trip[-1] - trip[last] for trip in trips) + (rank < node.pp - 1) * sum(ends[1])
+        below_s = below_s + (node.pp - 1 - rank) * again_s
+        slowest = [
+            _before(node, name, node.modes[-1])[first] + (rank > 0) * e for name, e in zip(PASSES, ends[0], strict=True)
+        ]
+        rows_s = _rows_s(node, rank, forward_s, backward_s, before_s, below_s)
+        return cls(rows_s, _ends_s(chain, rank, (forward_s, backward_s), slowest), free, recomputed)
+
+
+def _largest(parts: Sequence[FloatArray]) -> FloatArray:
+    return reduce(np.maximum, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +270,7 @@ class _Cells:
 
     @classmethod
     def of(cls, node: Node, number: int, most_s: float) -> _Cells | None:
-        """The cells where `number` layers of each rank are recomputed whole; None if there are too many.
-
-        With −1 each rank recomputes as few as its memory asks for. Cells that take longer than `most_s` by themselves
-        are left out.
-        """
+        """The cells of `_rows_of`, without those that take longer than `most_s` by themselves; None if too many."""
         layers, steps = node.num_layers, node.num_microbatches
         quickest_s = sum(min(float(getattr(part, name)) for part in node.layers.values()) for name in PASSES)
         most = layers if not np.isfinite(most_s) else min(layers, int(most_s / max(steps * quickest_s, 1e-30)) + 1)
@@ -221,28 +278,17 @@ class _Cells:
             return None
         rank, first, count = np.ogrid[: node.pp, : layers + 1, : most + 1]
         last = np.minimum(first + count, layers)
-        free, recomputed = _memory(node, rank, first, last, number)
-        is_end = (rank == 0) | (rank == node.pp - 1)
-        legal = (first + count <= layers) & (
-            count >= np.where(is_end & node.empty_ends, max(number, 0), max(number, 1))
-        )
+        rows = _Rows.of(node, rank, first, last, number)
+        legal = (first + count <= layers) & (count >= _fewest(node, rank, number))
         legal &= np.where(rank == 0, first == 0, True) & np.where(rank == node.pp - 1, first + count == layers, True)
-        chain = Chain.of(node, first, last, recomputed)
-        forward_s, backward_s = (_with_ends(chain, name, rank) for name in PASSES)
-        # the trips before each first layer, less what is recomputed on other ranks, and that with `number` on each
-        trips = [_before(node, name, node.modes[0]) for name in PASSES]
-        again_s = _again_s(node) * max(number, 0) * (node.whole == "one_count")
-        ends = [[float(getattr(part, name)) for name in PASSES] for part in (node.embedding, node.head)]
-        before_s = np.sum(trips, axis=0)[first] + (rank > 0) * sum(ends[0]) + rank * again_s
-        below_s = sum(trip[-1] - trip[last] for trip in trips) + (rank < node.pp - 1) * sum(ends[1])
-        below_s = below_s + (node.pp - 1 - rank) * again_s
-        row_s = np.where(legal, _row_s(node, rank, forward_s, backward_s, before_s, below_s), np.inf)
-        slowest = [
-            _before(node, name, node.modes[-1])[first] + (rank > 0) * e for name, e in zip(PASSES, ends[0], strict=True)
-        ]
-        ends_s = _ends_s(chain, rank, (forward_s, backward_s), slowest)
-        fits = free >= -TINY * node.usable_bytes
-        return cls(node, np.where(fits, row_s, np.inf), row_s, ends_s, recomputed, free)
+        row_s = np.where(legal, _largest(rows.row_s), np.inf)
+        fits = rows.free_bytes >= -TINY * node.usable_bytes
+        ends_s = tuple(_largest(parts) for parts in rows.ends_s)
+        return cls(node, np.where(fits, row_s, np.inf), row_s, ends_s, rows.recomputed, rows.free_bytes)
+
+    def beats(self, limit_s: float) -> bool:
+        """True if some split's bound is below the limit where memory is no matter."""
+        return self.bound_s(self.boundless_s) < limit_s
 
     def bound_s(self, row_s: FloatArray) -> float:
         """A lower bound of the objective of every split, whose ranks' rows are `row_s`."""
@@ -282,11 +328,113 @@ class _Cells:
         node, counts = self.node, _read(choices, self.node.num_layers)
         at = np.arange(node.pp), np.cumsum([0, *counts[:-1]]), np.array(counts)
         again = np.broadcast_to(self.recomputed, self.row_s.shape)[at]
-        free = np.broadcast_to(self.free_bytes, self.row_s.shape)[at].tolist()
-        told = counts if node.whole == "all" else again.tolist()
-        settings = tuple((int(number),) * len(node.kinds) for number in told)
-        objective_s = _objective_s(node, at[1], at[1] + at[2], again)
-        return Solution(tuple(counts), settings, objective_s, 0.0, tuple(free))
+        free = np.broadcast_to(self.free_bytes, self.row_s.shape)[at]
+        return _solution(node, at[2], again, free)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Rows of layers of one kind, each the largest of parts that are linear in a rank's first layer and its number.
+
+    Each part is (seconds of no layer from the first on, seconds a layer before, seconds a layer held), arrays (part,
+    rank). A part that does not rise with what a rank holds limits nothing.
+    """
+
+    node: Node
+    number: int
+    parts: list[FloatArray]
+    """Of the row, the gradients, the parameters and the optimizer: arrays (3, part, rank)."""
+    fewest: IntArray
+    room: FloatArray
+    """Layers that each rank has memory for."""
+
+    @classmethod
+    def of(cls, node: Node, number: int) -> _Line:
+        rank, first, count = np.ogrid[: node.pp, :2, max(number, 1) : max(number, 1) + 2]
+        rows = _Rows.of(node, rank, first, first + count, number)
+        parts = []
+        for each in (rows.row_s, *rows.ends_s):
+            s = np.stack(np.broadcast_arrays(*each))
+            s = np.broadcast_to(s, (len(each), node.pp, 2, 2))
+            held_s = s[..., 0, 1] - s[..., 0, 0]
+            parts.append(np.stack([s[..., 0, 0] - held_s * count[0, 0, 0], s[..., 1, 0] - s[..., 0, 0], held_s]))
+        free = np.broadcast_to(rows.free_bytes, (node.pp, 2, 2))[:, 0]
+        fewest = _fewest(node, np.arange(node.pp), number)
+        layer_bytes = np.maximum(free[:, 0] - free[:, 1], 1.0)
+        room = np.floor(free[:, 0] / layer_bytes + TINY * node.num_layers) + count[0, 0, 0]
+        return cls(node, number, parts, fewest, np.where(fewest == 0, np.maximum(room, 0), room))
+
+    def beats(self, limit_s: float) -> bool:
+        """False if memory has room and still no split's longest row is below the limit."""
+        return not self.has_room or bool(self._within(0, np.array([min(limit_s, FAR_S)]), self.room + np.inf)[0][0])
+
+    @property
+    def has_room(self) -> bool:
+        return bool((self.room >= self.fewest).all() and self.room.sum() >= self.node.num_layers)
+
+    def best(self) -> Solution:
+        """The best split that is found, and the bound; without counts where no split is below the cutoff."""
+        node = self.node
+        if not self.has_room:
+            return Solution((), (), np.inf, np.inf, ())
+        works, counts = self._within(0, np.array([min(node.cutoff_s, FAR_S)]), self.room)
+        if not works[0]:
+            return Solution((), (), np.inf, node.cutoff_s, ())
+        best, bound_s = self._solution(counts[:, 0]), 0.0
+        for table, (none_s, before_s, held_s) in enumerate(self.parts):
+            given = np.array(best.counts)
+            low_s, high_s = 0.0, float((none_s + before_s * (given.cumsum() - given) + held_s * given).max())
+            for _ in range(3 * (high_s > 0)):
+                limits_s = np.linspace(low_s, high_s, 33)
+                works, counts = self._within(table, limits_s, self.room)
+                at = int(np.argmax(works)) if works.any() else len(limits_s) - 1
+                low_s, high_s = float(limits_s[max(at - 1, 0)]), float(limits_s[at])
+            bound_s += low_s
+            if table == 0 and works.any():
+                best = min(best, self._solution(counts[:, at]), key=lambda solution: solution.objective_s)
+        if bound_s >= node.cutoff_s:
+            return Solution((), (), np.inf, bound_s, ())
+        return replace(best, bound_s=bound_s)
+
+    def _within(self, table: int, limits_s: FloatArray, room: FloatArray) -> tuple[npt.NDArray[np.bool_], FloatArray]:
+        """Whether a split stays within each of the limits, and the most layers of each rank (rows) that do."""
+        node, (none_s, before_s, held_s) = self.node, self.parts[table]
+        rises = held_s > TINY * np.abs(none_s).max()
+        inverse = 1 / np.where(rises, held_s, 1.0)
+        none_s, before_s = np.where(rises, none_s, -FAR_S) * inverse, np.where(rises, before_s, 0.0) * inverse
+        after = self.fewest[::-1].cumsum()[::-1] - self.fewest
+        first, counts = np.zeros(len(limits_s)), np.zeros((node.pp, len(limits_s)))
+        for rank in range(node.pp):
+            most = limits_s * inverse[:, rank, None] - none_s[:, rank, None] - before_s[:, rank, None] * first
+            counts[rank] = np.minimum(np.floor(most.min(axis=0) + TINY * node.num_layers), room[rank])
+            counts[rank] = np.maximum(counts[rank], self.fewest[rank])
+            reached = first + counts[rank]
+            first = np.minimum(reached, node.num_layers - after[rank])
+        return reached >= node.num_layers, counts
+
+    def _solution(self, most: FloatArray) -> Solution:
+        """A split whose ranks hold about the same share of the most that they may hold."""
+        node = self.node
+        ends = np.floor(most.cumsum() * (node.num_layers / most.sum()) + 0.5).astype(np.int64)
+        counts = np.diff(ends, prepend=0)
+        rows = _Rows.of(node, *(each[:, None, None] for each in (np.arange(node.pp), ends - counts, ends)), self.number)
+        again, free = (np.broadcast_to(each, (node.pp, 1, 1))[:, 0, 0] for each in (rows.recomputed, rows.free_bytes))
+        return _solution(node, counts, again, free)
+
+
+def _fewest(node: Node, rank: IntArray, number: int) -> IntArray:
+    """The fewest layers of a rank."""
+    is_end = (rank == 0) | (rank == node.pp - 1)
+    return np.where(is_end & node.empty_ends, max(number, 0), max(number, 1))
+
+
+def _solution(node: Node, counts: IntArray, again: IntArray, free_bytes: FloatArray) -> Solution:
+    """A split with its objective, without a bound; each rank recomputes so many layers and leaves so many bytes."""
+    told = (counts if node.whole == "all" else again).tolist()
+    settings = tuple((number,) * len(node.kinds) for number in told)
+    last = counts.cumsum()
+    objective_s = _objective_s(node, last - counts, last, again)
+    return Solution(tuple(counts.tolist()), settings, objective_s, 0.0, tuple(free_bytes.tolist()))
 
 
 def _again_s(node: Node) -> float:
@@ -303,9 +451,9 @@ def _objective_s(node: Node, first: IntArray, last: IntArray, recomputed: IntArr
     passes = [_with_ends(chain, name, rank) for name in PASSES]
     before = [np.concatenate([[0.0], each.cumsum()]) for each in passes]
     trips_s = np.sum(before, axis=0)
-    row_s = _row_s(node, rank, passes[0], passes[1], trips_s[:-1], trips_s[-1] - trips_s[1:])
+    rows_s = _rows_s(node, rank, passes[0], passes[1], trips_s[:-1], trips_s[-1] - trips_s[1:])
     ends_s = _ends_s(chain, rank, passes, [each[:-1] for each in before])
-    return float(row_s.max()) + sum(float(each.max()) for each in ends_s)
+    return sum(float(_largest(parts).max()) for parts in (rows_s, *ends_s))
 
 
 def _with_ends(chain: Chain, quantity: str, rank: IntArray) -> FloatArray:
@@ -335,19 +483,18 @@ def _memory(node: Node, rank: IntArray, first: IntArray, last: IntArray, number:
     return free + held * saved * again, again
 
 
-def _row_s(
+def _rows_s(
     node: Node, rank: IntArray, forward_s: FloatArray, backward_s: FloatArray, before_s: FloatArray, below_s: FloatArray
-) -> FloatArray:
-    """Row 5 of the program for plain 1F1B (`ilp/time.py`): a rank with so many seconds on it, before and below it."""
+) -> list[FloatArray]:
+    """Rows 5 of the program for plain 1F1B (`ilp/time.py`): a rank with so many seconds on it, before and below it."""
     pp, steps = node.pp, node.num_microbatches
     hop_s, pause_s = 2 * node.p2p_s, node.p2p_s if node.blocking_p2p else 0.0
     k = np.minimum(steps, pp - rank)
     pauses = np.where(rank == pp - 1, steps - 1, np.where(rank == 0, steps + k - 1, 2 * steps - 1))
     below_s = below_s + (pp - 1 - rank) * hop_s - k * pause_s
     first_s, last_s = below_s - (k - 1) * forward_s, below_s - (k - 1) * backward_s
-    wait_s = np.maximum(np.maximum(first_s, last_s), 0.0)
-    wait_s = np.where(steps > k, np.maximum(wait_s, first_s + last_s), wait_s)
-    return np.asarray(steps * (forward_s + backward_s) + pauses * pause_s + before_s + rank * hop_s + wait_s)
+    busy_s = np.asarray(steps * (forward_s + backward_s) + pauses * pause_s + before_s + rank * hop_s)
+    return [busy_s + wait_s for wait_s in (0.0, first_s, last_s, np.where(steps > k, first_s + last_s, first_s))]
 
 
 def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
@@ -358,8 +505,8 @@ def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
 
 def _ends_s(
     chain: Chain, rank: IntArray, passes: Sequence[FloatArray], before: Sequence[FloatArray]
-) -> tuple[FloatArray, ...]:
-    """Row 7 of the program (`ilp/ends.py`): seconds of gradients, of parameters and of the optimizer, by cell.
+) -> list[list[FloatArray]]:
+    """Row 7 of the program (`ilp/ends.py`): seconds of gradients, of parameters and of the optimizer, each as parts.
 
     `passes` are seconds of a forward and a backward on the rank, `before` at most those on all ranks before it.
     """
@@ -369,9 +516,9 @@ def _ends_s(
         ("gather_s", passes[0], before[0], node.parameter_overlap_fraction, 1.0),
     ):
         exchanged_s = _with_ends(chain, exchange, rank)
-        shown_s = np.maximum(node.contention_fraction * exchanged_s, exchanged_s - fraction * passing_s)
-        ends.append(np.maximum(shown_s - lead * before_s, 0.0))
-    return (*ends, _with_ends(chain, "optimizer_s", rank))
+        shown_s = node.contention_fraction * exchanged_s, exchanged_s - fraction * passing_s
+        ends.append([*(each_s - lead * before_s for each_s in shown_s), np.zeros(1)])
+    return [*ends, [_with_ends(chain, "optimizer_s", rank)]]
 
 
 def _bottlenecks(tables: FloatArray, wanted: int = 0) -> tuple[FloatArray, list[list[IntArray]]]:

@@ -46,7 +46,6 @@ REFUSED = {
     "bailing_moe_linear": "linear attention of Ring-linear",
     "bitnet": "weights of three values, with norms inside attention and MLP",
     "blt": "bytes that are gathered into patches before the layers",
-    "deepseek_v4": "keys and values that are compressed over time, and residual streams that are mixed by learned maps",
     "diffllama": "attention as the difference of two softmaxes",
     "ernie4_5_vl_moe": "experts of their own for text and for images",
     "gemma3n": "layers with embeddings of their own, and alternating streams",

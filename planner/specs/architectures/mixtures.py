@@ -303,6 +303,18 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
                 lists.moe_layers(lists.mimo_moe)),
         fixed={"router_bias": True, **ROTARY},
     ),
+    "deepseek_v4": Architecture(
+        keys=without(DENSE, "intermediate_size") | MOE | keys(
+            "sliding_window", "swiglu_limit", "num_nextn_predict_layers", num_residual_streams="hc_mult",
+            num_experts=("n_routed_experts", "num_local_experts")),
+        defaults=sizes(43, 4096, 64, 1, 129280, head_dim=512, moe_intermediate_size=2048, n_routed_experts=256,
+                       n_shared_experts=1, num_experts_per_tok=6, q_lora_rank=1024, o_groups=8, o_lora_rank=1024,
+                       qk_rope_head_dim=64, sliding_window=128, swiglu_limit=10.0, hc_mult=4, index_n_heads=64,
+                       index_head_dim=128, index_topk=512, rope_theta=1e4, num_nextn_predict_layers=1,
+                       scoring_func="sqrtsoftplus", **ROUTED | {"routed_scaling_factor": 1.5}),
+        derive=(d.activation, d.attention_bias, _SHARED, sections.indexer, sections.compressed_attention),
+        fixed={"router_bias": True, "attention_sinks": True, **ROTARY},
+    ),
     "step3_text": _STEP3,
     "step3p5": _STEP3.like(
         sections.step_layers,

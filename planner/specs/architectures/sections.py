@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from planner.specs.architectures import layer_lists as lists
-from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, whole
+from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, num_layers, whole
 from planner.specs.units import is_count
 
 
@@ -130,6 +130,38 @@ def indexer(config: Config) -> Derived:
     """The indexer of sparse attention."""
     names = ("index_n_heads", "index_head_dim", "index_topk")
     return {"indexer": {name: whole(config, name) for name in names}}
+
+
+_COMPRESSED = {
+    "sliding_attention": "sliding", "compressed_sparse_attention": "compressed_sparse",
+    "heavily_compressed_attention": "heavily_compressed",
+}  # fmt: skip
+"""Names of transformers for DeepSeek-V4's layers."""
+
+
+def compressed_attention(config: Config) -> Derived:
+    """DeepSeek-V4's attention: kinds of layers by name, or by the tokens of a compressed key (0 for none)."""
+    rates = config.get("compress_rates")
+    named = rates if isinstance(rates, dict) else {}
+    sparse = whole({**named, **config}, "compress_rate_csa", named.get("compressed_sparse_attention", 4))
+    heavy = whole({**named, **config}, "compress_rate_hca", named.get("heavily_compressed_attention", 128))
+    layers, stated = num_layers(config), config.get("compress_ratios")
+    kinds = lists.listed(config, _COMPRESSED)
+    if kinds is None and isinstance(stated, list):
+        by_rate = {0: "sliding", 1: "sliding", sparse: "compressed_sparse", heavy: "heavily_compressed"}
+        if len(stated) < layers or any(rate not in by_rate for rate in stated):
+            raise InexpressibleError(f"compress_ratios: {stated!r:.60}, expected 0, {sparse} or {heavy} for each layer")
+        kinds = [by_rate[rate] for rate in stated[:layers]]
+    if kinds is None:
+        kinds = ["compressed_sparse" if i > 1 and i % 2 else "heavily_compressed" for i in range(layers)]
+    rotated = config.get("partial_rotary_factor") or whole(config, "qk_rope_head_dim") / whole(config, "head_dim")
+    return {
+        "layer_types": lists.shortest(kinds), "partial_rotary_factor": rotated, "mlp_layer_types": ("moe",),
+        "compressed_attention": {
+            "q_lora_rank": whole(config, "q_lora_rank"), "o_groups": whole(config, "o_groups"),
+            "o_lora_rank": whole(config, "o_lora_rank"), "sparse_rate": sparse, "heavy_rate": heavy,
+        },
+    }  # fmt: skip
 
 
 def gemma4_heads(config: Config) -> Derived:

@@ -1,18 +1,28 @@
-"""The options of Megatron-LM that say a layout: grid, stages, batch, sharding and recompute, written and read."""
+"""Megatron-LM's options that say a plan, both ways: grid, stages, sharding, recompute, dtypes, kernels, switches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from operator import attrgetter
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.export.megatron.option_rows import Fields, OptionRow, names_read, read_fields, row, written
-from planner.export.megatron.option_words import Options, number, positive, text
+from planner.export.megatron.option_rows import (
+    Codec,
+    Fields,
+    Options,
+    number,
+    positive,
+    read_fields,
+    sections_of,
+    table,
+    text,
+)
+from planner.export.spelling import recipe_of, spelling_of, spellings
 from planner.export.stages import VirtualStage, block_size, is_even, virtual_stages
 from planner.export.trainer_files import Arguments
 from planner.trainers.layout_string import expanded
+from planner.trainers.switches import Value
 
 
 def layout_string(stages: Iterable[VirtualStage], num_mtp: int = 0) -> str:
@@ -51,25 +61,24 @@ def is_fsdp(plan: Plan) -> bool:
     return plan.parallelism.zero_stage >= 2
 
 
-def _axis(name: str, field: str, bridge: str) -> OptionRow:
-    """A size of the grid."""
-    size = attrgetter(field)
-    return row(name, bridge, lambda plan: size(plan.parallelism), lambda options: {field: positive(options, name)})
-
-
-def _write_expert_ranks(plan: Plan) -> int | None:
-    """Tensor parallelism of experts, which would be tp unless told."""
+def _write_expert_ranks(plan: Plan) -> Arguments:
+    """Expert parallelism, and tensor parallelism of experts, which would be tp unless told."""
     layout = plan.parallelism
     if plan.model.spec.moe is not None:
-        return layout.etp
+        return {"--expert-model-parallel-size": layout.ep, "--expert-tensor-parallel-size": layout.etp}
     # it asks for as many replicas of experts as of the rest, also where there are none
-    return layout.tp * layout.cp if layout.dp_outermost and layout.cp > 1 else None
+    if layout.dp_outermost and layout.cp > 1:
+        return {"--expert-tensor-parallel-size": layout.tp * layout.cp}
+    return {}
 
 
 def _read_expert_ranks(options: Options) -> Fields:
+    fields: Fields = {"ep": positive(options, "--expert-model-parallel-size")}
     if "--num-experts" not in options:
-        return {}
-    return {"etp": number(options, "--expert-tensor-parallel-size", positive(options, "--tensor-model-parallel-size"))}
+        return fields
+    return fields | {
+        "etp": number(options, "--expert-tensor-parallel-size", positive(options, "--tensor-model-parallel-size"))
+    }
 
 
 def _write_stages(plan: Plan) -> Arguments:
@@ -188,74 +197,131 @@ def _accounted(num_layers: int, num_stages: int, ends: tuple[bool, bool]) -> lis
     return counts
 
 
-_GRID: tuple[OptionRow, ...] = (
-    _axis("--tensor-model-parallel-size", "tp", "model.tensor_model_parallel_size"),
-    _axis("--pipeline-model-parallel-size", "pp", "model.pipeline_model_parallel_size"),
-    _axis("--context-parallel-size", "cp", "model.context_parallel_size"),
-    row(
-        "--sequence-parallel", "", lambda plan: plan.parallelism.tp > 1 and plan.parallelism.sequence_parallel,
+def precision(plan: Plan) -> Arguments:
+    """The dtypes of matrix products and of weights, and that of the gradients of fp16."""
+    dtype = plan.training.dtype
+    runtime = plan.runtime_spec.in_dtype(dtype, plan.cluster.hardware.architecture)
+    arguments: Arguments = dict(table()["dtypes"][dtype])
+    if runtime.narrow_parameters and plan.parallelism.zero_stage >= 1:
+        arguments |= table()["narrow_weights"].get(dtype, {})
+    if dtype == "fp16" and runtime.gradient_bytes == 4:
+        arguments["--accumulate-allreduce-grads-in-fp32"] = True
+    return arguments
+
+
+def read_dtype(options: Options) -> str:
+    """The dtype that matrix products compute in."""
+    if "--fp4-format" in options:
+        return "nvfp4"
+    if "--fp8-format" in options or "--fp8-hybrid" in options or "--fp8-e4m3" in options:
+        return "mxfp8" if options.get("--fp8-recipe") == ["mxfp8"] else "fp8"
+    return "fp16" if "--fp16" in options else "bf16"
+
+
+def read_scales(options: Options) -> str | None:
+    """The recipe of 8-bit scales, as a run's `precision_recipe` has it: `fp8-tensorwise`; None for other dtypes.
+
+    Megatron-LM's own, where none is named, is `delayed`.
+    """
+    return f"fp8-{text(options, '--fp8-recipe', 'delayed')}" if read_dtype(options) == "fp8" else None
+
+
+def _is_swiglu(plan: Plan) -> bool:
+    return plan.model.spec.gated_mlp and plan.model.spec.activation == "silu"
+
+
+def _read_attention(options: Options) -> Fields:
+    if "--attention-backend" not in options:
+        return {}
+    return {"flash_attention": text(options, "--attention-backend") not in ("unfused", "local")}
+
+
+PRECISION_OPTIONS = frozenset({
+    "--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--fp8-hybrid", "--fp8-e4m3",
+})  # fmt: skip
+"""Options that are read for the dtype; the first two formats have older names."""
+CODECS = {
+    "sequence_parallel": Codec(
+        lambda plan: plan.parallelism.tp > 1 and plan.parallelism.sequence_parallel,
         lambda options: {
             "sequence_parallel": "--sequence-parallel" in options
             and positive(options, "--tensor-model-parallel-size") > 1
         },
     ),
-    row(
-        "--use-tp-pp-dp-mapping", "dist.use_tp_pp_dp_mapping", lambda plan: plan.parallelism.dp_outermost,
+    "rank_order": Codec(
+        lambda plan: plan.parallelism.dp_outermost,
         lambda options: {"rank_order": "tp-cp-ep-pp-dp"} if "--use-tp-pp-dp-mapping" in options else {},
     ),
-    row(
-        "--expert-model-parallel-size", "model.expert_model_parallel_size",
-        lambda plan: plan.parallelism.ep if plan.model.spec.moe is not None else None,
-        lambda options: {"ep": positive(options, "--expert-model-parallel-size")},
+    "expert_ranks": Codec(_write_expert_ranks, _read_expert_ranks),
+    "stages": Codec(_write_stages, _read_stages),
+    "sharding": Codec(_write_sharding, _read_sharding),
+    "recompute": Codec(_write_recompute, _read_recompute),
+    "attention_backend": Codec(
+        lambda plan: "auto" if plan.runtime_spec.flash_attention else "unfused", _read_attention
     ),
-    row("--expert-tensor-parallel-size", "model.expert_tensor_parallel_size", _write_expert_ranks, _read_expert_ranks),
-    OptionRow(
-        {
-            "--pipeline-model-parallel-layout": "model.pipeline_model_parallel_layout",
-            "--num-virtual-stages-per-pipeline-rank": "", "--num-layers-per-virtual-pipeline-stage": "",
-            "--decoder-first-pipeline-num-layers": "", "--decoder-last-pipeline-num-layers": "",
-            "--account-for-embedding-in-pipeline-split": "", "--account-for-loss-in-pipeline-split": "",
-        },
-        _write_stages, _read_stages,
+    "unfused_accumulation": Codec(lambda plan: not plan.runtime_spec.fused_grad_accumulation),
+    "unfused_rotary": Codec(
+        lambda plan: not plan.runtime_spec.fused_rotary and plan.model.spec.position_embedding == "rope"
     ),
-    row("--seq-length", "", lambda plan: plan.training.seq_length),
-    _axis("--micro-batch-size", "micro_batch_size", "train.micro_batch_size"),
-    row("--global-batch-size", "train.global_batch_size", lambda plan: plan.training.global_batch_size),
-    OptionRow(
-        {
-            "--use-megatron-fsdp": "ddp.use_megatron_fsdp", "--use-custom-fsdp": "", "--use-torch-fsdp2": "",
-            "--data-parallel-sharding-strategy": "ddp.data_parallel_sharding_strategy",
-            "--use-distributed-optimizer": "",
-            "--num-distributed-optimizer-instances": "ddp.num_distributed_optimizer_instances",
-        },
-        _write_sharding, _read_sharding,
-    ),
-    OptionRow({"--ckpt-format": "checkpoint.ckpt_format", "--ddp-bucket-size": ""}, lambda plan: {}),
-)  # fmt: skip
-_RECOMPUTE: tuple[OptionRow, ...] = (
-    OptionRow(
-        {
-            "--recompute-granularity": "model.recompute_granularity", "--recompute-method": "model.recompute_method",
-            "--recompute-num-layers": "model.recompute_num_layers", "--recompute-modules": "",
-            "--recompute-activations": "",
-        },
-        _write_recompute, _read_recompute,
-    ),
-)  # fmt: skip
-LAYOUT_OPTIONS = names_read((*_GRID, *_RECOMPUTE))
+    "unfused_swiglu": Codec(lambda plan: not plan.runtime_spec.fused_activation and _is_swiglu(plan)),
+    "unfused_gelu": Codec(lambda plan: not plan.runtime_spec.fused_activation and not _is_swiglu(plan)),
+}
+_SECTIONS = sections_of("layout", CODECS)
+GRID, RECOMPUTE, KERNELS = (_SECTIONS[name] for name in ("grid", "recompute", "kernels"))
+LAYOUT_OPTIONS = GRID.names_read() | RECOMPUTE.names_read()
 """Options that are read for a layout."""
-BRIDGE_OF_LAYOUT = {name: path for option in (*_GRID, *_RECOMPUTE) for name, path in option.bridge.items()}
-
-
-def grid_arguments(plan: Plan) -> Arguments:
-    """Grid, stages, batch and sharding."""
-    return written(_GRID, plan)
-
-
-def recompute_arguments(plan: Plan) -> Arguments:
-    return written(_RECOMPUTE, plan)
 
 
 def read_layout(options: Options) -> Fields:
     """Fields of a run's parallelism, without dp. Raises SpecError for sizes that are no numbers or do not divide."""
-    return read_fields((*_GRID, *_RECOMPUTE), options)
+    return read_fields((GRID, RECOMPUTE), options)
+
+
+SWITCH_OPTIONS = spellings(table()["switches"])
+"""Megatron-LM's options for each value of each switch, which the exporter and the importer share."""
+SWITCHING = frozenset(name for row in SWITCH_OPTIONS for name in row.settings)
+"""All options that say a switch."""
+CAPACITY = 1.5
+"""Room of a rank for tokens of its experts, over the mean: the recipes of Megatron-Bridge for DeepSeek-V3 and Qwen3."""
+STASH = 1.2
+"""Buffers of the paged stash, over what balanced experts keep (Megatron-Bridge's recipes for DeepSeek-V3)."""
+INFLIGHT = 1
+"""Copies to the host, of one kind, that a graph of a whole iteration does not wait for: Megatron-Bridge's recipe of
+DeepSeek-V3 for GB300."""
+
+
+def switch_arguments(plan: Plan) -> Arguments:
+    """The options that say the plan's recipe in its version's words; those of refused values are left out."""
+    arguments: Arguments = {}
+    for name, value in _recipe(plan).items():
+        arguments |= spelling_of(SWITCH_OPTIONS, name, value, plan.runtime_spec.version) or {}
+    if plan.model.spec.moe is not None:
+        # allgather unless told
+        arguments.setdefault("--moe-token-dispatcher-type", "alltoall")
+        arguments |= _whole_mixture(plan)
+    if plan.runtime_spec.cuda_graphs and plan.runtime_spec.offload_modules:
+        arguments["--fine-grained-offloading-max-inflight-offloads"] = INFLIGHT
+    if not plan.model.spec.gated_mlp:
+        arguments.pop("--moe-mlp-glu-interleave-size", None)
+    return arguments
+
+
+def _recipe(plan: Plan) -> dict[str, Value]:
+    recipe = dict(recipe_of(plan, SWITCH_OPTIONS))
+    if plan.training.dtype == "fp16":
+        # the other way about: gradients are 16 bits wide unless they are asked to be 32
+        recipe.pop("bf16_gradients")
+    return recipe
+
+
+def _whole_mixture(plan: Plan) -> Arguments:
+    """The room for tokens of experts in a graph that replays whatever their numbers are: no host sees these."""
+    if not (plan.runtime_spec.cuda_graphs and plan.runtime_spec.fuses_experts):
+        return {}
+    return {
+        "--moe-token-dispatcher-type": "flex",
+        "--moe-flex-dispatcher-backend": "hybridep",
+        "--moe-expert-rank-capacity-factor": CAPACITY,
+        "--moe-paged-stash": True,
+        "--moe-paged-stash-buffer-size-factor-cuda": STASH,
+    }
