@@ -12,7 +12,8 @@ from pydantic import Field
 from planner.answer.quantities import Count, Interval, PositiveSeconds, Quantity, Seconds
 from planner.answer.run import Sustained
 from planner.shape import RANK_ORDERS
-from planner.specs.base import Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.model_parts import Scaling
 from planner.specs.training import Parallelism, RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
@@ -259,6 +260,33 @@ class RobustStep(Spec):
     step_s: PositiveFloat
 
 
+class NarrowScaling(Spec):
+    """The scales of products in 8 or 4 bits."""
+
+    scaling: Scaling
+    """The values that share a scale, as the step is priced and exported."""
+    published: Scaling | None = None
+    """The same as the model was trained with; null where nothing says."""
+
+
+class Recommendation(Spec):
+    """The reason why another layout than the fastest comes first: it costs little, is simpler or loses less."""
+
+    fastest: Name
+    """The fastest layout, in the words of its grid."""
+    fastest_step_s: PositiveFloat
+    chunks: PositiveInt
+    """Chunks of layers of the layout that comes first: pp·vpp."""
+    fastest_chunks: PositiveInt
+    worst_loss_fraction: NonNegativeFloat | None = None
+    """The most that this layout loses to others near the fastest under any assumption of `robust`; null where it comes
+    first for its fewer chunks."""
+    fastest_worst_loss_fraction: PositiveFloat | None = None
+    """The same of the fastest layout."""
+    assumption: str = ""
+    """The assumption under which the fastest layout loses most."""
+
+
 class PricedLayout(Spec):
     """One layout priced: whether it fits, how its stages are cut, how long a step takes."""
 
@@ -297,6 +325,10 @@ class PricedLayout(Spec):
     robust: tuple[RobustStep, ...] = ()
     """The steps of the best few layouts under each assumption that moves them, layout by layout, this one first; empty
     where none was compared."""
+    narrow_scaling: NarrowScaling | None = None
+    """The scales of its products in 8 or 4 bits; null where they are in 16."""
+    recommendation: Recommendation | None = None
+    """The reason why this layout comes before a faster one; null where it is the fastest found."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
 

@@ -25,7 +25,7 @@ class CommandRow(NamedTuple):
     """A command: where it stands in the help, the module that has it, and its line in lists."""
 
     group: str
-    """What a person does with it; empty for an old spelling, which no list shows."""
+    """The purpose that it serves; empty for an old spelling, which no list shows."""
     module: str
     function: str
     """Its name in the module. Heavy imports belong inside it."""

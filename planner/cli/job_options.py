@@ -87,6 +87,7 @@ class SearchOptions(JobOptions):
     allow: o.Allow = None
     top: o.Top = None
     time_limit: o.TimeLimit = None
+    fastest: o.Fastest = False
     tp_across_nodes: o.TpAcrossNodes = False
     oom_risk: o.OomRisk = None
     memory_headroom: o.Headroom = None

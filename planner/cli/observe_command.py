@@ -292,7 +292,7 @@ def follow_run(options: FollowOptions, expected: Callable[[Observation], Expecte
     """Follow a run until it ends, is interrupted, or leaves its band, which raises OutOfBand."""
     from planner.cli.inputs import count_of
     from planner.observe.follower import BandWatch, Follower, FollowLoop
-    from planner.observe.log_tail import source_of
+    from planner.observe.lines import source_of
     from planner.specs.reading import STDIN, label
 
     path = options.files[0]

@@ -68,8 +68,7 @@ SCHEDULES = (
     "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
     "dualpipe", "dualpipe-v", "chimera", "pipedream-2bw", "forward-only", "auto",
 )  # fmt: skip
-"""What a shell completes for --dtype and --schedule: the names of `Dtype` and of the schedules, which take longer to
-load."""
+"""The words that shells complete for --dtype and --schedule, as `Dtype` and the schedules have them, which load longer."""
 complete_model = starting_with(_with_aliases(model_names))
 complete_hardware = starting_with(_with_aliases(hardware_names))
 
@@ -95,7 +94,9 @@ def number(
     name, kind = names.split()[0], "whole number" if convert is int else "number"
     unit = unit or unit_of(name.removeprefix("--").replace("-", "_"))
 
-    def parse(word: str) -> Any:
+    def parse(word: Any) -> Any:
+        if not isinstance(word, str):  # the default of an option that was not given
+            return word
         try:
             if convert is int:
                 return parse_whole(word, unit)
@@ -328,6 +329,9 @@ Allow = Annotated[
 
 Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
 TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float, "s")]
+Fastest = Annotated[
+    bool, text(SEARCH, "--fastest", None, "The fastest first, even where one within 1% is simpler or more robust.")
+]
 TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
 OomRisk = Annotated[
     float | None,

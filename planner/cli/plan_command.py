@@ -73,12 +73,9 @@ def plan_command(
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import Shape, answer, waiting, warn_of_early_stop
     from planner.files import refuse_to_overwrite
+    from planner.layout.assemble import within
     from planner.search.search import plan
 
-    if asked.tokens is not None or asked.examples is not None:
-        for name in ("days", "usd"):
-            if getattr(asked, name) is not None:
-                raise SpecError(f"--{name}: asks how many tokens, which are given", f"leave --{name} out")
     job = read_job(asked)
     limits = read_limits(asked, job)
     shape = Shape(json, full, show)
@@ -87,11 +84,7 @@ def plan_command(
         refuse_to_overwrite(output, force)
     with waiting("searching") as news:
         found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec, news=news)
-    if asked.days is not None or asked.usd is not None:
-        from planner.layout.assemble import within
-
-        found = within(found, asked.days, asked.usd)
-    best = found.model_copy(update={"command": command_line(asked)})
+    best = within(found, asked.days, asked.usd).model_copy(update={"command": command_line(asked)})
     warn_of_early_stop(best)
     answer(best, shape, output, force)
 

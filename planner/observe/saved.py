@@ -43,7 +43,8 @@ def observed_of(data: dict[str, Any], where: str) -> Observed:
 
 
 _RETIRED = (
-    "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline",
+    "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline", "links",
+    "per_rank",
 )  # fmt: skip
 """Fields of observations that 0.2 saved and that nothing reads any more."""
 _OTHERS = ("plan", "facts")

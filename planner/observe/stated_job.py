@@ -16,7 +16,7 @@ from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS as DEEPS
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import options_of_features, run_of
-from planner.observe.logs.grammar import MOST
+from planner.observe.line_formats import MOST
 from planner.observe.observation import JobFacts
 from planner.observe.record import RunRecord
 from planner.specs.reading import parse_yaml

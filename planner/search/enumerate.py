@@ -45,6 +45,23 @@ class Rejections:
             self.counts[reason] = self.counts.get(reason, 0) + count
             self.examples.setdefault(reason, example)
 
+    def leave_unasked(self, limits: SearchLimits) -> None:
+        """Leave out the reasons of plain arithmetic about sizes that nobody asked for."""
+        for reason, axes in _ARITHMETIC.items():
+            if all(getattr(limits, axis) is None for axis in axes):
+                self.counts.pop(reason, None)
+                self.examples.pop(reason, None)
+
+
+_ARITHMETIC = {
+    "heads_not_divisible_by_tp": ("tp",), "kv_heads_not_divisible_by_tp": ("tp",),
+    "intermediate_size_not_divisible_by_tp": ("tp",), "shared_expert_not_divisible_by_tp": ("tp",),
+    "expert_ranks_not_divisible_by_instances": ("ep", "etp"), "experts_not_divisible_by_ep": ("ep",),
+    "moe_intermediate_size_not_divisible_by_etp": ("etp",),
+    "no_data_parallel_size": ("tp", "cp", "pp", "ep", "dp", "micro_batch_size"),
+}  # fmt: skip
+"""Reasons that say only that sizes do not divide each other, and the axes that they are about."""
+
 
 @dataclass(slots=True)
 class Bar:
@@ -128,6 +145,8 @@ def enumerate_shapes(
             first = int(np.argmax(broken))
             rejections.add(rule.reason, int(broken.sum()), rule.message(model, training, scalar(shape, first)))
         legal &= holds
+    if legal.any():
+        rejections.leave_unasked(limits)
 
     def is_legal(other: Shape) -> Any:
         return np.all(
@@ -190,7 +209,7 @@ def _grid(
     """The raw axes, multiplied out, and the least step in seconds that each row may have; 0 without a bar."""
     gpus, moe = cluster.num_gpus, model.moe
     widest = gpus if limits.tp_across_nodes else min(cluster.nvlink_domain_size, gpus)
-    tps = _pinned(limits.tp, range(1, min(widest, model.num_attention_heads) + 1))
+    tps = _pinned(limits.tp, divisors(model.num_attention_heads, widest))
     cps = _pinned(
         limits.cp, divisors(max(training.seq_length // 2, 1), min(gpus, MAX_CP)) if training.seq_length > 1 else [1]
     )

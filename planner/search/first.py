@@ -36,7 +36,8 @@ def first_layouts(
 ) -> Found | None:
     """A search for a layout within `FIRST_GAP`: among few shapes under the quickest bundles, else with small batches.
 
-    Without a deadline it has `PATIENCE_S`; others must beat a `known` candidate by the gap that was asked for.
+    Without a deadline it has `PATIENCE_S`; others must beat a `known` candidate, with its recipe, by the gap that was
+    asked for.
     None if it does not say whether anything fits. Raises NothingFits if nothing does: what does not fit in the smallest
     micro-batch fits in none. Raises SolverError if the solver fails.
     """
@@ -45,8 +46,9 @@ def first_layouts(
     narrow, light = (
         case.limited(top=1, gap_fraction=gap_fraction, **limits) for limits in (_narrow(case), _light(case))
     )
+    starts = [known.pricing.runtime] if known is not None else _quickest(narrow, recipes.starts())
     try:
-        return find_layouts(narrow, _quickest(narrow, recipes.starts()), deadline, known, is_first=True)
+        return find_layouts(narrow, starts, deadline, known, is_first=True)
     except Infeasible:
         pass
     try:

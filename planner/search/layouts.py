@@ -127,7 +127,7 @@ def find_layouts(
     legal_shapes, rejections = enumerate_shapes(model, case.cluster, case.training, limits, case.runtime, bar)
     num_shapes = len(np.atleast_1d(legal_shapes.tp))
     if not num_shapes and known is None:
-        raise NothingLegal(rejections)
+        raise NothingLegal(rejections, case)
     all_priced = _promising(tried, legal_shapes, bar) if num_shapes else []
     may_fit = [fits(shapes, schedules_tried(tried, shapes.pricing.runtime)) for shapes, tried in all_priced]
     fitting = np.flatnonzero(np.any(may_fit, axis=0)) if all_priced else np.zeros(0, dtype=np.int64)
@@ -148,7 +148,7 @@ def find_layouts(
         branch.try_same_grid(frontier)
         branch.try_uneven_chunks(frontier)
     if branch.best is None and not branch.num_ilps and "no_schedule" in rejections.counts:
-        raise NothingLegal(rejections)
+        raise NothingLegal(rejections, case)
     if branch.best is None and branch.failures:  # nobody knows whether those nodes have a layout that fits
         raise branch.failures[-1]
     if branch.best is None:

@@ -193,6 +193,10 @@ def pinned(case: Case) -> Case:
     Raises SpecError for a switch or a value that the trainer does not have, and for switches that exclude each other.
     """
     recipe = case.limits.switches
+    held = recipe if isinstance(recipe, dict) else {}
+    if case.runtime.narrow_gradient_bytes is not None and not {"bf16_gradients"} & {*held, *case.limits.allow}:
+        # a dtype that is asked for is no consent to gradients in 16 bits, which its recipes have
+        case = replace(case, runtime=case.runtime.model_copy(update={"narrow_gradient_bytes": None}))
     if not isinstance(recipe, dict) or not recipe:
         return case
     for name, value in recipe.items():

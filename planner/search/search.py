@@ -12,7 +12,7 @@ from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import export_warnings, host_warnings, runtime_of
 from planner.layout.price import price_layout
-from planner.layout.robust import robust_steps
+from planner.layout.robust import NUM_LAYOUTS, robust_steps
 from planner.physics.layers import ModelTotals
 from planner.search.auto import AUTO, made_to_measure
 from planner.search.case import Case
@@ -25,7 +25,7 @@ from planner.search.layouts import Found, News, find_layouts
 from planner.search.offers import batch_offer, risk_offer
 from planner.search.recipe_answer import with_recipe
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned
-from planner.search.safest import exceeds_risk, safer_first, with_warning
+from planner.search.safest import exceeds_risk, safer_first, standing, with_warning
 from planner.search.schedules import check_expressible
 from planner.search.why.misses import NothingFits
 from planner.search.why.remedy import with_remedy
@@ -81,9 +81,9 @@ def search(case: Case, news: News | None = None) -> Plan:
         nothing = error
     for safer in safer_first(case):
         try:
-            return with_warning(search_within_risk(safer, deadline), case)
-        except NothingFits as error:
-            nothing = error
+            return with_warning(search_within_risk(safer, deadline), safer, case)
+        except Infeasible as error:
+            nothing = error if isinstance(error, NothingFits) else nothing
     raise nothing
 
 
@@ -115,15 +115,21 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     best, *others = _ranked([*rounds, *beside], best, recipes, deadline)
     if AUTO in (case.limits.schedule or ()) and not best.pricing.runtime.compiled and not deadline.passed:
         best = made_to_measure(best)
-    totals = best.pricing.totals
+    totals, fastest = best.pricing.totals, best
+    stands = None
+    if case.limits.top > 1 and not deadline.passed:
+        stands = standing(best, others, case, recipes.base)
+        best, *others = stands.candidates
     layouts = [_priced(candidate, best, totals) for candidate in (best, *others)]
     warnings = export_warnings(best.pricing) + host_warnings(best.pricing, best.shape)
     layouts[0] = layouts[0].model_copy(update={"warnings": warnings})
     layouts[0] = with_recipe(layouts[0], best, recipes)
-    report = certificate(rounds, recipes, layouts[0].step.step_s, time.monotonic() - started)
+    fastest_s = layouts[0].step.step_s if best is fastest else price_layout(fastest, totals).step.step_s
+    report = certificate(rounds, recipes, fastest_s, time.monotonic() - started)
     rejections = rounds[0].rejections
-    if case.limits.top > 1 and not deadline.passed:
-        layouts[0] = layouts[0].model_copy(update={"robust": robust_steps([best, *others], layouts, recipes.base)})
+    if stands is not None:
+        robust = robust_steps(layouts[:NUM_LAYOUTS], stands.assumed_s)
+        layouts[0] = layouts[0].model_copy(update={"robust": robust, "recommendation": stands.reason})
     told = told_assumptions(best)
     answer = assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
     return answer.model_copy(update={"risk_offer": risk_offer(rounds[-1], best, recipes, deadline)})

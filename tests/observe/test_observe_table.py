@@ -8,7 +8,7 @@ import pytest
 from written import read
 
 from planner.errors import SpecError
-from planner.observe.logs.table import TableColumns
+from planner.observe.machine_logs import TableColumns
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,8 @@ class ResumedJob:
         cluster = (cluster or old.cluster).changed(num_gpus=num_gpus)
         limits = limits or SearchLimits()
         case = Case(old.model.spec, cluster, training or old.training, old.runtime_spec, limits)
-        case = pinned(case).limited(switches="default")
+        # a job that runs has consented to what it runs with
+        case = pinned(case.limited(allow=(*limits.allow, "bf16_gradients"))).limited(switches="default")
         job = cls(old, case, tuple(axis for axis in AXES if axis in keep), Deadline(limits.time_limit_s))
         job.pins(job.keep)
         return job

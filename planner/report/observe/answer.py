@@ -20,7 +20,6 @@ from planner.report.labels import BREAKDOWN, LEAST_SHARE
 from planner.report.months import duration
 from planner.report.pieces import TextBar, bullets, columns, headed, section
 from planner.specs.reading import printable
-from planner.specs.units import GIB
 
 if TYPE_CHECKING:
     from planner.observe.follower import FollowedRun
@@ -68,8 +67,6 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
         yield section("Memory", _memory(observation, prediction))
     if observation.timers:
         yield section("Timers, of one step, least and most over the ranks", _timers(observation))
-    if observation.links:
-        yield section("Collectives that the log times", _links(observation))
     if prediction is not None and len(observed.waterfall) < 2 and observation.breakdown.keys() - {"unattributed_s"}:
         yield section("Predicted seconds by term", _terms(prediction))
     if left := list(_open(observed)):
@@ -202,14 +199,6 @@ def _timers(observation: Observation) -> Table:
         table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s), rank)
     if len(ranked) > _MOST_TIMERS:
         table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "", "")
-    return table
-
-
-def _links(observation: Observation) -> Table:
-    table = headed(("collective", "message, GiB", "time", "bus rate"), "l", "r", "r", "r")
-    for link in observation.links:
-        rate = f"{link.bus_bytes_per_s / 1e9:.1f} GB/s"
-        table.add_row(link.op, f"{link.message_bytes / GIB:.3f}", seconds(link.seconds), rate)
     return table
 
 

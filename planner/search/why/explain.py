@@ -85,7 +85,7 @@ def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
         rejections=refused.rejections.counts,
         rejection_examples=refused.rejections.examples,
         lifts=_lifts(case, best, refused.reason, _trials(case)),
-        hint=hint_for(refused.reason),
+        hint=hint_for(refused.reason, case),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from planner.answer.small import MOST_GPUS
 from planner.errors import Infeasible, SpecError
 from planner.search.case import Case
-from planner.search.why.misses import fitting_candidate
+from planner.search.why.misses import fitting_candidate, least_state_bytes
 from planner.search.why.room import most_within
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning import AdapterSpec, Bits
@@ -35,15 +35,19 @@ def lighter(case: Case) -> Iterator[Way]:
     ways = list(_weights(case))
     held = next((way for way in ways if _fits(way[2])), None)
     if held is not None:
-        yield held
-    yield from _shorter(case, ())
+        yield _worded(held)
+    yield from map(_worded, _shorter(((), "", case)))
     if held is not None or not ways:
-        yield from _other_card(case, ())
+        yield from map(_worded, _other_card(((), "", case)))
         return
-    options, _, lightest = ways[-1]
-    yield from _shorter(lightest, options)
-    yield from _more_gpus(lightest, options)
-    yield from _other_card(lightest, options)
+    for kind in (_shorter, _more_gpus, _other_card):
+        yield from map(_worded, kind(ways[-1]))
+
+
+def _worded(way: Way) -> Way:
+    """A way whose words end in what is typed."""
+    options, says, case = way
+    return options, f"{says.removeprefix(', ')}: {' '.join(options)}", case
 
 
 def _fits(case: Case) -> bool:
@@ -61,14 +65,13 @@ def _weights(case: Case) -> Iterator[Way]:
         runtime = case.runtime if not case.runtime.has_model_parallel else load_runtime(TUNER)
         named = () if runtime is case.runtime else ("--runtime", runtime.name)
         free = replace(case, runtime=runtime).free()
-        kinds: tuple[tuple[str, Bits], ...] = (("--lora", 16), ("--qlora", 4))
-        for option, bits in kinds:
-            options = (option, *named)
-            yield options, f"train adapters: {' '.join(options)}", _with(free, AdapterSpec(base_bits=bits))
+        kinds: tuple[tuple[str, Bits, str], ...] = (("--lora", 16, "frozen weights"), ("--qlora", 4, "4-bit weights"))
+        for option, bits, beside in kinds:
+            yield (option, *named), f"train adapters beside {beside}", _with(free, AdapterSpec(base_bits=bits))
         return
     if adapters.base_bits > 4:
         options = ("--qlora",) if adapters.base_bits == 16 else ("--base-bits", "4")
-        yield options, f"hold the base in 4 bits: {' '.join(options)}", _with(case, _in_4_bits(adapters))
+        yield options, "hold the base in 4 bits", _with(case, _in_4_bits(adapters))
 
 
 def _with(case: Case, adapters: AdapterSpec) -> Case:
@@ -79,9 +82,12 @@ def _in_4_bits(adapters: AdapterSpec) -> AdapterSpec:
     return adapters.model_copy(update={"base_bits": 4})
 
 
-def _shorter(case: Case, beside: tuple[str, ...]) -> Iterator[Way]:
+def _shorter(way: Way) -> Iterator[Way]:
     """The longest sequence that fits, in steps of 256 tokens."""
+    beside, says, case = way
     if case.training.document_lengths is not None or case.training.seq_length <= LEAST_SEQUENCE:
+        return
+    if least_state_bytes(case) > case.cluster.hardware.memory_bytes:
         return
 
     def of_length(steps: int) -> Case:
@@ -92,34 +98,34 @@ def _shorter(case: Case, beside: tuple[str, ...]) -> Iterator[Way]:
     steps = most_within(lambda number: -1.0 if _fits(of_length(number)) else 1.0, most)
     if steps:
         options = (*beside, "--seq-length", str(steps * SEQUENCE_STEP))
-        yield options, f"shorten sequences: {' '.join(options)}", of_length(steps)
+        yield options, f"{says}, shorten sequences to {steps * SEQUENCE_STEP:,} tokens", of_length(steps)
 
 
-def _more_gpus(case: Case, beside: tuple[str, ...]) -> Iterator[Way]:
+def _more_gpus(way: Way) -> Iterator[Way]:
     """The fewest GPUs of a small job that are enough."""
+    beside, says, case = way
     for num_gpus in range(case.cluster.num_gpus + 1, MOST_GPUS + 1):
         batch = case.training.global_batch_size
         other = case.on_gpus(num_gpus)
         if batch % num_gpus == 0 and _fits(other):
-            options = (*beside, "--gpus", str(num_gpus))
-            yield options, f"take {num_gpus} GPUs: {' '.join(options)}", other
+            yield (*beside, "--gpus", str(num_gpus)), f"{says}, take {num_gpus} GPUs", other
             return
 
 
-def _other_card(case: Case, beside: tuple[str, ...]) -> Iterator[Way]:
+def _other_card(way: Way) -> Iterator[Way]:
     """The same number of the GPU with the least memory that is enough."""
-    now = case.cluster.hardware
+    beside, says, case = way
+    now, least_bytes = case.cluster.hardware, least_state_bytes(case)
     larger = [card for card in _cards() if card.memory_gib > now.memory_gib and card.is_amd == now.is_amd]
     for card in sorted(larger, key=lambda card: (card.memory_gib, card.name)):
-        if card.peak_flops(case.training.dtype) is None:
+        if card.peak_flops(case.training.dtype) is None or card.memory_bytes < least_bytes:
             continue
         try:
             other = replace(case, cluster=ClusterSpec(hardware=card, num_gpus=case.cluster.num_gpus))
         except (SpecError, ValueError):
             continue
         if _fits(other):
-            options = (*beside, "--hardware", card.name)
-            yield options, f"take another card: {' '.join(options)}", other
+            yield (*beside, "--hardware", card.name), f"{says}, take another card", other
             return
 
 

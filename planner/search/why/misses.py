@@ -24,7 +24,7 @@ from planner.search.case import Case
 from planner.search.enumerate import IntArray, Rejections, scalar
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.search.schedules import schedule_options, schedules_tried
-from planner.search.why.refused import listed, shapes_of
+from planner.search.why.refused import shapes_of
 from planner.shape import FloatArray, Shape
 from planner.specs.training import Parallelism, Recompute
 from planner.specs.units import gib
@@ -43,7 +43,7 @@ class NothingFits(Infeasible):
         hardware, headroom_gib = case.cluster.hardware, case.limits.memory_headroom_gib
         room = f"{hardware.memory_gib:g} GiB{f' less {headroom_gib:g} of headroom' if headroom_gib else ''}"
         self.where = f"nothing fits in {room} of {case.cluster.num_gpus} × {hardware.name}"
-        super().__init__(f"{self.where} ({listed(rejections)})", rejections=rejections)
+        super().__init__(self.where, rejections=rejections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,36 @@ def nearest_miss(case: Case) -> Miss | None:
 
 
 def fitting_candidate(case: Case) -> Candidate | None:
-    """Some layout of the most promising shapes that fits, by the exact memory; None does not mean that nothing fits."""
+    """Some layout of the most promising shapes that fits, by the exact memory; None does not mean that nothing fits.
+
+    Raises NothingFits where no shape has room for its layers, which then no smaller number of them has.
+    """
     candidates = (candidate for _, candidate in _promising(case, may_fit=True))
     return next((candidate for candidate in candidates if candidate.fits), None)
+
+
+def least_state_bytes(case: Case) -> float:
+    """Bytes of weights, gradients and optimizer on the mean rank of the shape that spreads them most; 0 for none."""
+    shapes = _smallest(case)
+    if shapes is None:
+        return 0.0
+    ends = [shapes.static_bytes(part) for part in (shapes.table.embedding, shapes.table.head)]
+    layers = [
+        number * shapes.static_bytes(shapes.table.layers[kind, "none"])
+        for kind, number in shapes.pricing.kind_counts.items()
+    ]
+    return float((sum([*ends, *layers]) / np.asarray(shapes.shape.pp)).min())
+
+
+def _smallest(case: Case) -> PricedShapes | None:
+    """The legal shapes with the smallest micro-batch that may be, priced; None if there is none."""
+    batches = case.limits.micro_batch_size or (1,)
+    legal_shapes, _ = shapes_of(case.limited(micro_batch_size=(min(batches),)))
+    if not np.size(legal_shapes.tp) and len(batches) > 1:
+        legal_shapes, _ = shapes_of(case)
+    if not np.size(legal_shapes.tp) or not modes_allowed(case):
+        return None
+    return priced_shapes(pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits), legal_shapes)
 
 
 def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
@@ -119,16 +146,14 @@ def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism,
     With `may_fit` they are only those of shapes that pass the test of `priced_shapes.fits`. Micro-batches
     are the smallest that may be.
     """
-    batches = case.limits.micro_batch_size or (1,)
-    legal_shapes, _ = shapes_of(case.limited(micro_batch_size=(min(batches),)))
-    if not np.size(legal_shapes.tp) and len(batches) > 1:
-        legal_shapes, _ = shapes_of(case)
-    if not np.size(legal_shapes.tp) or not modes_allowed(case):
+    shapes = _smallest(case)
+    if shapes is None:
         return
-    pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
-    shapes = priced_shapes(pricing, legal_shapes)
     if may_fit:
-        shapes = shapes.take(np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime))))
+        left = np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime)))
+        if not len(left) and not case.runtime.counts_moments:  # a step's only micro-batch may free its activations
+            raise NothingFits(case, {"does_not_fit": len(shapes.kernel)})
+        shapes = shapes.take(left)
     rows = np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable")[:PROMISING]
     yield from candidates_of(case, shapes.shape.take(rows))
 

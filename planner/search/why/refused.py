@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -25,6 +26,7 @@ _HINTS = {
     "cp_not_expressible": _NO_CP,
     "host_memory": _LESS_OFFLOADED,
     "interleaving_too_few_microbatches": _MORE_MICROBATCHES,
+    "model_parallel_not_expressible": "leave tp, cp, pp and ep out, or add --runtime megatron",
     "more_ranks_than_gpus": "lower what is pinned, or give more GPUs",
     "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",
     "sliding_window_with_ring_cp": _NO_CP,
@@ -37,11 +39,10 @@ _HINTS = {
 class NothingLegal(Infeasible):
     """No shape obeys the arithmetic of model and batch and the rules of the trainer."""
 
-    def __init__(self, rejections: Rejections) -> None:
+    def __init__(self, rejections: Rejections, case: Case) -> None:
         self.reason = last_reason(rejections)
-        example = rejections.examples.get(self.reason, "no shape exists")
-        message = f"no legal layout: {example} ({listed(rejections.counts)})"
-        super().__init__(message, hint_for(self.reason), rejections.counts)
+        example = _too_many_ranks(case) or rejections.examples.get(self.reason, "no shape exists")
+        super().__init__(f"no legal layout: {example}", hint_for(self.reason, case), rejections.counts)
 
 
 def last_reason(rejections: Rejections) -> str:
@@ -52,15 +53,21 @@ def last_reason(rejections: Rejections) -> str:
     return next(reversed(rejections.counts), "")
 
 
-def hint_for(reason: str) -> str:
+def hint_for(reason: str, case: Case) -> str:
     """A change of the job that lifts the rule which left no shape over."""
-    return _HINTS.get(reason, "free a pinned axis, or change the number of GPUs or the global batch size")
+    change = "change the number of GPUs or the global batch size"
+    return _HINTS.get(reason, f"free a pinned axis, or {change}" if case.pins else change)
 
 
-def listed(rejections: dict[str, int]) -> str:
-    """Rejected shapes by reason, `12 × does_not_fit, 3 × no_schedule`, the largest number first."""
-    ordered = sorted(rejections.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count:,} × {reason}" for reason, count in ordered) or "nothing rejected"
+def _too_many_ranks(case: Case) -> str:
+    """A sentence on pinned sizes that together are more ranks than there are GPUs; empty where they are not."""
+    sizes = {axis: min(case.pins[axis]) for axis in ("tp", "cp", "pp", "dp") if axis in case.pins}
+    ranks, gpus = prod(sizes.values()), case.cluster.num_gpus
+    if ranks <= gpus:
+        return ""
+    return (
+        f"{' · '.join(f'{axis} {size}' for axis, size in sizes.items())} are {ranks:,} ranks, more than {gpus:,} GPUs"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ def refusal(case: Case) -> Refusal | None:
     shapes, rejections = shapes_of(case)
     if not np.size(shapes.tp):
         reason = last_reason(rejections)
-        says = _no_data_parallel(case) if reason == "no_data_parallel_size" else ""
+        says = _too_many_ranks(case) or (_no_data_parallel(case) if reason == "no_data_parallel_size" else "")
         return Refusal(reason, says or rejections.examples[reason], rejections)
     if any(schedule_options(shape, case.model, case.limits, case.runtime) for shape in _scalars(shapes)):
         return None

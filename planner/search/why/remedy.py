@@ -20,9 +20,10 @@ from planner.search.case import Case
 from planner.search.deadline import Deadline
 from planner.search.schedules import DEFAULT_SCHEDULES
 from planner.search.why.lighter import lighter
-from planner.search.why.misses import NothingFits, fitting_candidate, nearest_miss
-from planner.search.why.refused import NothingLegal, listed, shapes_of
+from planner.search.why.misses import NothingFits, fitting_candidate, least_state_bytes, nearest_miss
+from planner.search.why.refused import NothingLegal, shapes_of
 from planner.search.why.room import is_small
+from planner.specs.units import gib
 from planner.trainers.load import RUNTIMES, load_runtime
 
 LONGEST_TRY_FRACTION = 0.25
@@ -32,7 +33,7 @@ VALUES_TRIED = 6
 DOUBLINGS = 8
 """Number of times that the number of nodes is doubled to find enough of them."""
 DOES_NOT_FIT = "does_not_fit"
-_UNTRIED = "add GPUs, or free a pinned axis"
+_UNTRIED, _UNTRIED_PINNED = "add GPUs", "add GPUs, or free a pinned axis"
 _NONE = "use GPUs with more memory, a shorter sequence or a smaller model"
 _SIZES = ("micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size")
 _AXES = ("recompute", *_SIZES, "schedule")
@@ -85,13 +86,20 @@ class Trials:
                 sizes = {axis: int(getattr(shape, axis)) for axis in _SIZES}
                 return {**sizes, "recompute": recompute, "schedule": candidate.schedule}
             time_limit_s = LONGEST_TRY_FRACTION * self.deadline.left_s
-            best = self.search(case.limited(top=1, time_limit_s=time_limit_s, gap_fraction=1.0)).best
+            best = self.search(_lightest(case).limited(top=1, time_limit_s=time_limit_s, gap_fraction=1.0)).best
             return {axis: getattr(best.parallelism, axis) for axis in (*_SIZES, "recompute", "schedule")}
         except SolverError:
             self.cut_short = True
         except (Infeasible, SpecError):
             pass
         return None
+
+
+def _lightest(case: Case) -> Case:
+    """The case without layouts that need more memory than others of theirs, as far as the user leaves that open."""
+    recomputes = case.limits.recompute is None and case.runtime.recomputes_layers
+    case = case.limited(recompute=("full",)) if recomputes else case
+    return case if case.limits.micro_batch_size else case.limited(micro_batch_size=(1,))
 
 
 def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], deadline: Deadline) -> Infeasible:
@@ -106,9 +114,14 @@ def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], d
         return error
     miss, found = nearest_miss(case.filling), _all_of(case, trials)
     remedy = found[0] if found else None
-    hint = _UNTRIED if trials.cut_short else _NONE
+    untried = _UNTRIED_PINNED if case.pins else _UNTRIED
+    hint = untried if trials.cut_short else _NONE
+    states_bytes = least_state_bytes(case)
+    why = f": weights, gradients and optimizer alone take {gib(states_bytes):,.1f} GiB a GPU at least"
+    why = why if states_bytes > case.cluster.hardware.memory_bytes else ""
+    why += "" if miss is None else f"{';' if why else ':'} the nearest miss, {miss}"
     return Infeasible(
-        f"{error.where}{'' if miss is None else f': the nearest miss, {miss}'} ({listed(error.rejections)})",
+        f"{error.where}{why}",
         "; or ".join(other.says for other in found) or hint,
         error.rejections,
         nearest=None if miss is None else miss.as_data,

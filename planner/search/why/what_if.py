@@ -35,11 +35,12 @@ def aside(case: Case) -> Plan:
 def soon(case: Case, known: Candidate | None) -> Plan:
     """The plan of the first layout that a search of the case finds, or of a `known` one that none of them beats.
 
-    Its switches are moved. Raises Infeasible if nothing fits.
+    The switches of another layout are moved. Raises Infeasible if nothing fits.
     """
     deadline, recipes = Deadline(TIME_LIMIT_S), Recipes.of(case)
     found = first_layouts(case, recipes, deadline, known) or find_layouts(case, recipes.starts(), deadline)
-    return found.standing(recipes.refined(found.best, deadline)).plan()
+    best = found.best if found.best is known else recipes.refined(found.best, deadline)
+    return found.standing(best).plan()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ HYBRID_ARCHITECTURES: dict[str, Architecture] = {
         qk_norm=True, qk_norm_over="hidden",
     ),
     "kimi_linear": MIXTURE_ARCHITECTURES["deepseek_v3"].like(
-        d.shared_experts("num_shared_experts"), sections.kimi_delta, lists.mixers("kimi_delta", lists.kimi_full),
+        d.shared_experts("num_shared_experts"), sections.kimi_delta, sections.kimi_k3,
+        lists.mixers("kimi_delta", lists.kimi_full),
         keys=keys(num_experts="num_experts", num_experts_per_tok=("num_experts_per_token", "num_experts_per_tok")),
         defaults={"num_hidden_layers": 27, "hidden_size": 2304, "num_attention_heads": 32, "vocab_size": 163840,
                   "intermediate_size": 9216, "moe_intermediate_size": 1024, "q_lora_rank": None, "num_experts": 256,
