@@ -68,7 +68,7 @@ SCHEDULES = (
     "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
     "dualpipe", "dualpipe-v", "chimera", "pipedream-2bw", "forward-only", "auto",
 )  # fmt: skip
-"""The words that shells complete for --dtype and --schedule: those of `Dtype` and of the schedules, which load longer."""
+"""The words that shells complete for --dtype and --schedule: those of `Dtype` and the schedules, which load longer."""
 complete_model = starting_with(_with_aliases(model_names))
 complete_hardware = starting_with(_with_aliases(hardware_names))
 
