@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.observe.case import ObservedCase
-from planner.observe.gap.rows import next_recording, shown_rows
-from planner.observe.gap.stated import recipe_terms
-from planner.observe.gap.waterfall import beside_steps, waterfall
+from planner.observe.accounts import beside_steps, waterfall
+from planner.observe.case import ObservedCase, recipe_terms
+from planner.observe.gap_rows import next_recording, shown_rows
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
 from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
@@ -53,7 +52,7 @@ def _told(case: ObservedCase) -> Observed:
         observation=case.observation,
         prediction=case.prediction,
         waterfall=gap,
-        beside=beside_steps(case),
+        beside=beside_steps(case.observation),
         verdict=verdict,
         says=says,
         causes=causes,

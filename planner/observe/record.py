@@ -69,7 +69,7 @@ class RunRecord:
     counts: Counter[str] = field(default_factory=Counter)
     """How often something happened: out of memory, retries of the allocator, steps skipped."""
     means: list[tuple[float, ...]] = field(default_factory=list)
-    """Numbers that a format keeps until the whole file is known: MLPerf's means of stretches, the bars of a progress bar."""
+    """Numbers that a format keeps until the whole file is known: means of stretches, a bar's progress."""
     failed_allocations: list[FailedAllocation] = field(default_factory=list)
     hung_collectives: list[HungCollective] = field(default_factory=list)
     printed: dict[str, array[float]] = field(default_factory=dict)

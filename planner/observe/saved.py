@@ -44,7 +44,8 @@ def observed_of(data: dict[str, Any], where: str) -> Observed:
 
 _RETIRED = (
     "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline", "links",
-    "per_rank",
+    "phases", "slowest", "num_collectives", "age_s", "during", "peak_time_us", "awaiting_free_bytes",
+    "allocator_settings", "per_rank",
 )  # fmt: skip
 """Fields of observations that 0.2 saved and that nothing reads any more."""
 _OTHERS = ("plan", "facts")

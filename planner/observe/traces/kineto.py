@@ -24,10 +24,9 @@ from planner.specs.reading import printable
 EVENTS_KEY = "traceEvents"
 MAX_VALUE_CHARS = 2**25
 """The longest value beside or inside `traceEvents`; the longest seen in real traces is a call stack of 100 kB."""
-MAX_KEYS = 1000
-"""The most keys beside `traceEvents`; torch writes about 15."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
+_LIST = re.compile(rf'"{EVENTS_KEY}"\s*:\s*\[')
 
 
 class EventScanner:
@@ -37,65 +36,49 @@ class EventScanner:
         self.header: dict[str, Any] = {}
         self.num_events = 0
         self._source = source
-        self._text, self._at, self._num_dropped = "", 0, 0
+        self._text, self._at = "", 0
         self._bytes = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
-        self._ended = False
         self._decode = json.JSONDecoder().raw_decode
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Every event, a mapping; SpecError names the place of anything that is none."""
-        if self._peek() == "[":  # the format's bare list
-            self._at += 1
-            yield from self._elements()
-        else:
-            self._take("{", "a trace is a mapping with `traceEvents`")
-            yield from self._members()
-        if self._peek():
-            raise self._broken("something follows the end of the trace")
-
-    def _members(self) -> Iterator[dict[str, Any]]:
-        seen: set[str] = set()
-        mark = self._peek()
-        if mark == "}":
-            self._at += 1
-        while mark != "}":
-            key = self._value()
-            if not isinstance(key, str):
-                raise self._broken("a key is no text")
-            if key in seen:
-                raise self._broken(f"{key[:60]!r} is given twice")
-            seen.add(key)
-            if len(seen) > MAX_KEYS:
-                raise self._broken(f"has more than {MAX_KEYS:,} keys beside {EVENTS_KEY}")
-            self._take(":", "a key has a colon behind it")
-            if key == EVENTS_KEY:
-                self._take("[", "the list of events")
-                yield from self._elements()
-            else:
-                self.header[key] = self._value()
-            mark = self._take(",}", "a comma or the end of the mapping")
-        if EVENTS_KEY not in seen:
-            raise self._source.broken(f"holds no `{EVENTS_KEY}`", "name a trace that torch.profiler exported")
-
-    def _elements(self) -> Iterator[dict[str, Any]]:
-        mark = self._peek()
-        if mark == "]":
-            self._at += 1
-        while mark != "]":
+        head = ""
+        if self._peek() != "[":  # else the format's bare list
+            while (match := _LIST.search(self._text)) is None:
+                if not self._more(MAX_VALUE_CHARS):
+                    raise self._source.broken(f"holds no `{EVENTS_KEY}`", "name a trace that torch.profiler exported")
+            head, self._at = self._text[: match.end()], match.end() - 1
+        self._at += 1
+        while (mark := self._peek()) != "]":
+            if self.num_events:
+                if mark != ",":
+                    raise self.broken(
+                        f"{mark!r} stands where a comma should" if mark else "the file ends in the middle"
+                    )
+                self._at += 1
             event = self._value()
             if not isinstance(event, dict):
                 raise self.broken("is not an event, which is a mapping")
             yield event
             self.num_events += 1
-            mark = self._take(",]", "a comma or the end of the list")
+        self._text, self._at = self._text[self._at :], 0
+        while self._more(MAX_VALUE_CHARS):
+            pass
+        if head:
+            self._take_header(head + self._text)
+        elif self._text[1:].strip():
+            raise self._source.broken("something follows the end of the trace")
+
+    def _take_header(self, text: str) -> None:
+        try:
+            header = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._source.broken(f"beside {EVENTS_KEY}: not JSON, or cut off: {error}") from None
+        self.header = {key: value for key, value in header.items() if key != EVENTS_KEY}
 
     def broken(self, problem: str) -> SpecError:
         """The error that the event caused which was read last."""
         return self._source.broken(f"{EVENTS_KEY}[{self.num_events}]: {problem}")
-
-    def _broken(self, problem: str) -> SpecError:
-        where = f"{EVENTS_KEY}[{self.num_events}], " if self.num_events else ""
-        return self._source.broken(f"{where}character {self._num_dropped + self._at:,}: {problem}")
 
     def _peek(self) -> str:
         """The next character that is no blank, or nothing at the end of the file."""
@@ -105,49 +88,31 @@ class EventScanner:
             self._at = match.end()
             if self._at < len(self._text):
                 return self._text[self._at]
-            if self._ended:
+            self._text, self._at = "", 0
+            if not self._more():
                 return ""
-            self._more()
-
-    def _take(self, wanted: str, meaning: str) -> str:
-        mark = self._peek()
-        if not mark:
-            raise self._broken("the file ends in the middle")
-        if mark not in wanted:
-            raise self._broken(f"{mark!r} stands where {meaning} should")
-        self._at += 1
-        return mark
 
     def _value(self) -> Any:
         """The value at the front; text is added until it is whole."""
-        if not self._peek():
-            raise self._broken("the file ends in the middle")
+        self._peek()
         while True:
             try:
-                value, end = self._decode(self._text, self._at)
+                value, self._at = self._decode(self._text, self._at)
+                return value
             except json.JSONDecodeError as error:
-                if self._ended:
-                    whole = error.pos < len(self._text) - 1 and "Unterminated" not in error.msg
-                    raise self._broken(f"not JSON: {error.msg}" if whole else "the file ends in the middle") from None
-            except RecursionError:
-                raise self._broken("nested too deeply") from None
-            except ValueError:  # an integer of thousands of digits
-                raise self._broken("a number of thousands of digits") from None
-            else:
-                if end < len(self._text) or self._ended:  # a number may go on in the next piece
-                    self._at = end
-                    return value
-            if len(self._text) - self._at > MAX_VALUE_CHARS:
-                raise self._broken(f"not JSON, or a value of more than {MAX_VALUE_CHARS:,} characters")
-            self._more()
+                self._text, self._at = self._text[self._at :], 0
+                if not self._more(MAX_VALUE_CHARS):
+                    raise self.broken(f"not JSON, or the file ends in the middle: {error.msg}") from None
+            except (RecursionError, ValueError):  # an integer of thousands of digits
+                raise self.broken("nested too deeply, or a number of thousands of digits") from None
 
-    def _more(self) -> None:
-        """Drop what was read, and read at least as much again as is left: a long value is not decoded often."""
-        self._num_dropped += self._at
-        rest = self._text[self._at :]
-        data = self._source.read(max(CHUNK_BYTES, len(rest)))
-        self._ended = not data
-        self._text, self._at = rest + self._bytes.decode(data, final=self._ended), 0
+    def _more(self, most: int = 2**62) -> bool:
+        """Read at least as much again as is left, so that a long value is not decoded often; false at the end."""
+        if len(self._text) > most:
+            raise self.broken(f"a value of more than {most:,} characters")
+        data = self._source.read(max(CHUNK_BYTES, len(self._text)))
+        self._text += self._bytes.decode(data, final=not data)
+        return bool(data)
 
 
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -207,10 +172,10 @@ class _Reader:
             columns = self.gpu
         elif kind in _LAUNCH:
             columns = self.launches
+        elif kind == "user_annotation" or str(event.get("name")).startswith("ProfilerStep#"):
+            columns = self.marks  # before torch 1.12 a step was an operator
         elif kind == "cpu_op":
             columns = self.operators
-        elif kind == "user_annotation":
-            columns = self.marks
         else:
             return
         start_ns, end_ns = self._times(event)

@@ -112,8 +112,6 @@ def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Pe
         told.append(
             "steps: nothing marks them (call `profiler.step()` in the loop); the numbers are of the whole trace"
         )
-    if not any(step.phases for report in reports for step in report.steps):
-        told.append("forward and backward: no annotation and no autograd operator tells them apart")
     if len(ranks) > 1 and any(report.stage is None for report in reports):
         told.append("stragglers: the traces do not say which stage a rank is of, so that none is judged")
     return tuple(told)

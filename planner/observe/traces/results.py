@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from planner.specs.base import Spec
 
+DATA_RANGES = re.compile(r"data_?load|batch.?generator|(get|next)_batch|data.?iter", re.IGNORECASE)
+"""Annotations of waiting for a batch: those of torch's loader and of Megatron-LM's timers."""
 HOST = "host"
 """The device of a trace without a GPU's events."""
 
@@ -35,20 +39,6 @@ class GroupTime(Spec):
     """The part while it computed nothing and no group above communicated: these add up over groups."""
 
 
-class PhaseTime(Spec):
-    """Computing time of the kernels that one phase launched."""
-
-    phase: str
-    """`forward`, `backward`, `optimizer` …"""
-    seconds: float
-    num_ranges: int
-    """How often the phase ran, such as once a micro-batch; 0 where operators and no annotation tell the phase."""
-    median_s: float | None = None
-    """Median computing time of one range."""
-    source: str
-    """The evidence for the phase: `annotations` or `autograd`."""
-
-
 class TraceStep(Spec):
     """One step of one rank: computing, exposed communication, copies and idle time add up to `wall_s` exactly."""
 
@@ -73,7 +63,6 @@ class TraceStep(Spec):
     slow."""
     families: tuple[FamilyTime, ...]
     groups: tuple[GroupTime, ...]
-    phases: tuple[PhaseTime, ...] = ()
     waits: tuple[tuple[str, float], ...] = ()
     """(what the host did while nothing ran, seconds), the longest first."""
 

@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
-from planner.observe.gap.rows import GAP_ROWS, OF_MEMORY
+from planner.observe.accounts import STEP_TERMS, WALL_TERMS
+from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Outlier, Prediction, Term, Wall
 from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN, LEAST_SHARE

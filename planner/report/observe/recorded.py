@@ -51,8 +51,6 @@ def _traces(report: TraceReport) -> Iterator[RenderableType]:
         yield section("Computing, by family of kernels", _families(steps))
     if any(step.groups for step in steps):
         yield section("Communication, by group", _groups(steps))
-    if any(step.phases for step in steps):
-        yield section("Computing, by phase", _phases(steps))
     if exchanges := [row for rank in report.ranks for row in rank.collectives]:
         yield section("Exchanges that take longest", _exchanges(exchanges))
     if report.stragglers:
@@ -98,17 +96,6 @@ def _groups(steps: Sequence[TraceStep]) -> Table:
     return table
 
 
-def _phases(steps: Sequence[TraceStep]) -> Table:
-    table = headed(("phase", "in a step", "median of one", "told by"), "l", "r", "r", None)
-    names = dict.fromkeys(phase.phase for step in steps for phase in step.phases)
-    for name in names:
-        mine = [phase for step in steps for phase in step.phases if phase.phase == name]
-        medians = [phase.median_s for phase in mine if phase.median_s is not None]
-        median = seconds(sum(medians) / len(medians)) if medians else ""
-        table.add_row(name, seconds(sum(phase.seconds for phase in mine) / len(steps)), median, mine[0].source)
-    return table
-
-
 def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
     table = headed(("exchange", "group", "MB", "times", "transfer", "wait", "GB/s"), "l", "l", "r", "r", "r", "r", "r")
     for row in sorted(rows, key=lambda row: -row.median_s * row.count)[:_MOST_ROWS]:
@@ -147,8 +134,6 @@ def _snapshot(report: SnapshotReport) -> RenderableType:
 
 
 def _says(report: SnapshotReport) -> Iterator[str]:
-    if report.during:
-        yield f"The peak was during {', '.join(report.during)}."
     oom = report.out_of_memory
     if oom is not None:
         why = ""
