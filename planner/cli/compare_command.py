@@ -56,7 +56,7 @@ def _side(path: str) -> Compared:
     """One side: a plan, a probe's result, or a run that `plan import` or `plan observe` read."""
     from planner.cli.measurements import is_probe, probe_of
     from planner.decide.compare import of_observation, of_plan, of_probe
-    from planner.observe.saved import is_observed, observed_of
+    from planner.observe.judge import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml
     from planner.specs.reading.limits import SAVED

@@ -40,7 +40,6 @@ from planner.observe.traces.kernels_and_groups import (
     axis_of,
     families_of,
 )
-from planner.observe.traces.kineto import launch_of
 from planner.observe.traces.results import FamilyTime, GroupTime, TraceStep
 
 _STEP = re.compile(r"^(?:ProfilerStep#|(?:train_)?step[ _#:]*|iteration[ _#:]*)(\d{1,12})$", re.IGNORECASE)
@@ -85,10 +84,10 @@ def _marked(trace: RankTrace) -> tuple[list[int], list[int], list[int]]:
     """Number, start and end of every step's annotation; of several with one number the longest."""
     steps: dict[int, tuple[int, int]] = {}
     number_of = {index: int(match[1]) for index, name in enumerate(trace.names) if (match := _STEP.match(name))}
-    chosen = np.flatnonzero(np.isin(trace.marks.name, list(number_of)))
+    chosen = np.flatnonzero(np.isin(trace.marks["name"], list(number_of)))
     for start, end, name in zip(
-        trace.marks.start_ns[chosen].tolist(), trace.marks.end_ns[chosen].tolist(),
-        trace.marks.name[chosen].tolist(), strict=True,
+        trace.marks["start"][chosen].tolist(), trace.marks["end"][chosen].tolist(),
+        trace.marks["name"][chosen].tolist(), strict=True,
     ):  # fmt: skip
         number = number_of[name]
         old = steps.get(number)
@@ -101,12 +100,12 @@ def _marked(trace: RankTrace) -> tuple[list[int], list[int], list[int]]:
 def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
     """Boundaries of steps: where the GPU starts what each launched, if all launched something, else the host's."""
     on_host = [*starts, ends[-1]]
-    launch = launch_of(trace.gpu, trace.launches)
+    launch = trace.launch()
     known = launch >= 0
     if trace.on_host or not known.any():
         return on_host
-    launched_ns = trace.launches.start_ns[launch[known]]
-    began, ended = trace.gpu.start_ns[known], trace.gpu.end_ns[known]
+    launched_ns = trace.launches["start"][launch[known]]
+    began, ended = trace.gpu["start"][known], trace.gpu["end"][known]
     step: NDArray[np.int64] = np.searchsorted(np.array(starts), launched_ns, side="right") - 1
     inside = (step >= 0) & (launched_ns < np.array(ends)[np.maximum(step, 0)])
     bounds = []
@@ -125,7 +124,7 @@ def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
 def _captures(trace: RankTrace, starts: list[int], ends: list[int]) -> list[bool]:
     """True for each step in which the host captures or instantiates a graph."""
     names = [index for index, name in enumerate(trace.names) if _CAPTURE.search(name)]
-    at = trace.launches.start_ns[np.isin(trace.launches.name, names)]
+    at = trace.launches["start"][np.isin(trace.launches["name"], names)]
     return [bool(((at >= start) & (at < end)).any()) for start, end in zip(starts, ends, strict=True)]
 
 
@@ -157,7 +156,7 @@ class Sorted:
     @classmethod
     def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
         """Sort a trace's events; `grid` names the axes of groups that the trace leaves undescribed."""
-        family = families_of(trace.names)[trace.gpu.name] if len(trace.gpu) else np.zeros(0, np.int64)
+        family = families_of(trace.names)[trace.gpu["name"]] if len(trace.gpu) else np.zeros(0, np.int64)
         label_of_call = [
             axis_of(trace.groups[call.group], grid) if call.group in trace.groups else UNKNOWN for call in trace.calls
         ]
@@ -166,12 +165,12 @@ class Sorted:
         labels = tuple(sorted({*label_of_call, *of_name}))
         by_call = np.array([labels.index(label) for label in label_of_call] or [0], np.int64)
         by_name = np.array([labels.index(label) for label in of_name] or [0], np.int64)
-        said = trace.gpu.call >= 0
-        group = np.where(said, by_call[np.where(said, trace.gpu.call, 0)], by_name[trace.gpu.name])
-        communicates = ((family == COMMUNICATION) | said) & ~trace.copies
+        said = trace.gpu["call"] >= 0
+        group = np.where(said, by_call[np.where(said, trace.gpu["call"], 0)], by_name[trace.gpu["name"]])
+        communicates = ((family == COMMUNICATION) | said) & (trace.gpu["copy"] == 0)
         family = np.where(communicates, COMMUNICATION, family)
-        launch = launch_of(trace.gpu, trace.launches)
-        reach = np.maximum.accumulate(trace.gpu.end_ns) if len(trace.gpu) else trace.gpu.end_ns
+        launch = trace.launch()
+        reach = np.maximum.accumulate(trace.gpu["end"]) if len(trace.gpu) else trace.gpu["end"]
         group = np.where(communicates, group, -1)
         return cls(trace, family, group, labels, launch, _waits_of(trace), reach)
 
@@ -179,7 +178,7 @@ class Sorted:
         """The communication alone: what is kept of a rank while the next one's file is read."""
         chosen = self.group >= 0
         trace = replace(
-            self.trace, gpu=self.trace.gpu.where(chosen), copies=self.trace.copies[chosen], launches=NO_EVENTS,
+            self.trace, gpu=self.trace.gpu[chosen], launches=NO_EVENTS,
             operators=NO_EVENTS, marks=NO_EVENTS,
         )  # fmt: skip
         cut = (self.family[chosen], self.group[chosen], self.labels, self.launch[chosen])
@@ -188,8 +187,8 @@ class Sorted:
     def near(self, step: StepWindow) -> Sorted:
         """The events that may run in a step, and the one behind it: a step costs what is in it, not in the trace."""
         first = int(np.searchsorted(self.reach_ns, step.start_ns, side="right"))
-        part = slice(first, int(np.searchsorted(self.trace.gpu.start_ns, step.end_ns)) + 1)
-        trace = replace(self.trace, gpu=self.trace.gpu.part(part), copies=self.trace.copies[part])
+        part = slice(first, int(np.searchsorted(self.trace.gpu["start"], step.end_ns)) + 1)
+        trace = replace(self.trace, gpu=self.trace.gpu[part])
         cut = (self.family[part], self.group[part], self.labels, self.launch[part])
         return Sorted(trace, *cut, self.waits, self.reach_ns[part])
 
@@ -214,8 +213,8 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
     origin_ns = events.trace.span_ns[0]
     events = events.near(step)
     inside = window(step.start_ns, step.end_ns)
-    gpu, kernels = events.trace.gpu, ~events.trace.copies
-    near = (gpu.start_ns < step.end_ns) & (gpu.end_ns > step.start_ns)
+    gpu, kernels = events.trace.gpu, events.trace.gpu["copy"] == 0
+    near = (gpu["start"] < step.end_ns) & (gpu["end"] > step.start_ns)
     computing = near & kernels & (events.group < 0)
     compute = intersect(_union(gpu, computing), inside)
     groups, communicating = _groups(events, near, inside, compute)
@@ -242,7 +241,7 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
 
 
 def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
-    return union(gpu.start_ns[chosen], gpu.end_ns[chosen])
+    return union(gpu["start"][chosen], gpu["end"][chosen])
 
 
 def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
@@ -258,8 +257,8 @@ def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tu
         taken = merge(taken, spans)
     total = sum(nanoseconds for _, nanoseconds, _, _ in times) or 1
     rows = [
-        FamilyTime(family=name, seconds=ns * NS, share_fraction=ns / total, num_kernels=count, largest=largest)
-        for name, ns, count, largest in times
+        FamilyTime(family=name, seconds=ns * NS, share_fraction=ns / total, num_kernels=count, longest=longest)
+        for name, ns, count, longest in times
     ]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
@@ -270,7 +269,7 @@ def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> tuple[st
         return ()
     gpu = events.trace.gpu
     total: Counter[int] = Counter()
-    for name, length in zip(gpu.name[chosen].tolist(), (gpu.end_ns - gpu.start_ns)[chosen].tolist(), strict=True):
+    for name, length in zip(gpu["name"][chosen].tolist(), (gpu["end"] - gpu["start"])[chosen].tolist(), strict=True):
         total[name] += length
     return tuple(events.trace.names[name][:80] for name, _ in total.most_common(MAX_NAMES))
 
@@ -305,10 +304,10 @@ def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
         return idle, NONE, NONE
     if not len(idle) or not len(gpu):
         return NONE, NONE, idle
-    following = np.minimum(np.searchsorted(gpu.start_ns, idle[:, 1], side="left"), len(gpu) - 1)
+    following = np.minimum(np.searchsorted(gpu["start"], idle[:, 1], side="left"), len(gpu) - 1)
     launch = events.launch[following]
-    known = (launch >= 0) & (gpu.start_ns[following] >= idle[:, 1])
-    late = known & (launches.start_ns[launch] > idle[:, 0]) if len(launches) else known
+    known = (launch >= 0) & (gpu["start"][following] >= idle[:, 1])
+    late = known & (launches["start"][launch] > idle[:, 0]) if len(launches) else known
     return idle[late], idle[known & ~late], idle[~known]
 
 
@@ -316,10 +315,10 @@ def _waits_of(trace: RankTrace) -> tuple[tuple[str, Spans], ...]:
     """Calls and annotations whose name says that the host waits or does something else than launch."""
     spans = []
     for events, wanted in ((trace.launches, _SYNCHRONISES), (trace.marks, _BUSY)):
-        for index in np.unique(events.name):
+        for index in np.unique(events["name"]):
             if wanted.search(trace.names[index]):
-                chosen = events.where(events.name == index)
-                spans.append((trace.names[index][:80], union(chosen.start_ns, chosen.end_ns)))
+                chosen = events[events["name"] == index]
+                spans.append((trace.names[index][:80], union(chosen["start"], chosen["end"])))
     return tuple(spans)
 
 

@@ -20,7 +20,7 @@ class FamilyTime(Spec):
     share_fraction: float
     """Share of the step's computing time."""
     num_kernels: int
-    largest: tuple[str, ...] = ()
+    longest: tuple[str, ...] = ()
     """Names of the longest kernels, for the family `other`."""
 
 
@@ -100,23 +100,10 @@ class RankReport(Spec):
     warnings: tuple[str, ...] = ()
 
 
-class Straggler(Spec):
-    """One rank beside the others of its stage."""
-
-    rank: int
-    stage: int | None
-    compute_ratio: float
-    """Its computing time ÷ the median of the other ranks of its stage; 1 without others."""
-    late_s: float
-    """Seconds a step that others wait because it comes last."""
-    slow: bool
-
-
 class TraceReport(Spec):
     """Traces of one run, one entry a rank, and what they cannot show."""
 
     ranks: tuple[RankReport, ...]
-    stragglers: tuple[Straggler, ...] = ()
     clock_error_s: float | None = None
     """How far apart ends of shared collectives are after clocks were aligned (median); None without peers."""
     not_shown: tuple[str, ...] = ()

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.observe.judge import judged_alone, judged_beside
+from planner.observe.judge import judged_alone, judged_beside, observed_of, read_observed
 from planner.observe.log_reader import observe
-from planner.observe.saved import observed_of, read_observed
 from planner.observe.traces.recorded import ObservedFiles, kinds_of, read_recorded
 
 DATA = Path(__file__).parents[1] / "data" / "faults"

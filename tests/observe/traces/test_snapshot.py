@@ -67,14 +67,12 @@ def test_the_peak_is_attributed_to_the_byte(tmp_path: Path) -> None:
     assert sum(parts.values()) == report.peak_bytes
     assert report.baseline_bytes == 5 * MIB
     assert (report.reserved_bytes, report.peak_reserved_bytes) == (13 * MIB, 13 * MIB)
-    assert report.largest[0].where == "param_and_grad_buffer.py:10:__init__"
 
 
 def test_what_is_free_at_the_end_is_told(tmp_path: Path) -> None:
     report = read(tmp_path, a_step())
     assert report.inactive_bytes == 4 * MIB + 512
     assert report.largest_free_block_bytes == 3 * MIB
-    assert report.expandable_segments is False
     assert report.out_of_memory is None
     assert any("baseline has no frames" in told for told in report.warnings)
 
@@ -95,12 +93,7 @@ def test_reserved_follows_segments_that_grow_in_place(tmp_path: Path) -> None:
     mapped = segment(0x1000, [(2 * MIB, "active_allocated", []), (2 * MIB, "inactive", [])])
     mapped["is_expandable"] = True
     report = read(tmp_path, made_snapshot(events, [mapped]))
-    assert (report.peak_reserved_bytes, report.reserved_at_peak_bytes, report.reserved_bytes) == (
-        8 * MIB,
-        8 * MIB,
-        4 * MIB,
-    )
-    assert report.expandable_segments is True
+    assert (report.peak_reserved_bytes, report.reserved_bytes) == (8 * MIB, 4 * MIB)
 
 
 def test_torch_counts_the_same(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_kernels_that_no_row_knows_are_named_with_their_share(tmp_path: Path) ->
     trace.kernel("somebody_s_kernel", 0, 30, 0)
     trace.kernel(GEMM, 30, 70, 0)
     other = reported(trace, tmp_path).steps[0].families[-1]
-    assert (other.family, other.share_fraction, other.largest) == ("other", pytest.approx(0.3), ("somebody_s_kernel",))
+    assert (other.family, other.share_fraction, other.longest) == ("other", pytest.approx(0.3), ("somebody_s_kernel",))
 
 
 def test_steps_that_capture_graphs_are_warm_ups(tmp_path: Path) -> None:
