@@ -130,7 +130,7 @@ def rank_name(rank: Traced) -> str:
 
 def slow_rank(files: RunFiles) -> Finding | None:
     """One rank that computes longer than the others of its stage, or stands still while they wait for it."""
-    found = [*_longer_traced(files), *_longer_timed(files), *_longer_printed(files)]
+    found = [*_longer_traced(files), *_longer_printed(files)]
     longest = max(found, key=lambda pair: pair[0], default=None)
     return longest[1] if longest else _comes_late(files)
 
@@ -161,21 +161,6 @@ def _longer_traced(files: RunFiles) -> Iterable[tuple[float, Finding]]:
             noise = max(NOISE_ON_HOST / 2 if files.on_host else NOISE, spread)
             more_s = rank.middle(compute_s) - median(other.middle(compute_s) for other in others)
             yield from _longer(ratio, noise, files.on_host, rank_name(rank), "its peers", more_s)
-
-
-def _longer_timed(files: RunFiles) -> Iterable[tuple[float, Finding]]:
-    """Ranks by the timers of all ranks, where the grid says who is of one stage."""
-    timers = {timer.name: timer.per_rank_s for timer in files.case.observation.timers}
-    forward_s, backward_s = (timers.get(f"{name}-compute", {}) for name in ("forward", "backward"))
-    grid = grid_of(files.case)
-    pass_s = {rank: forward_s[rank] + backward_s[rank] for rank in forward_s.keys() & backward_s.keys()}
-    for rank, own_s in pass_s.items() if grid is not None and not files.ranks else ():
-        assert grid is not None
-        others = [each_s for each, each_s in pass_s.items() if each != rank and grid.stage(each) == grid.stage(rank)]
-        if others and (usual_s := median(others)) > 0:
-            spread = 1.4826 * median(abs(other_s - usual_s) for other_s in others) / usual_s
-            noise = max(NOISE, spread) if len(others) > 2 else 2 * NOISE
-            yield from _longer(own_s / usual_s, noise, False, f"rank {rank}", "its peers", own_s - usual_s)
 
 
 def _longer_printed(files: RunFiles) -> Iterable[tuple[float, Finding]]:

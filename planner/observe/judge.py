@@ -218,9 +218,10 @@ def observed_of(data: dict[str, Any], where: str) -> Observed:
     if observed.plan is not None:
         refuse_contradiction(observed.plan, f"{where}: plan")
     step_s, known = observed.observation.step_s, observed.prediction
-    sums = [("observation.breakdown", step_s, observed.observation.breakdown.values())]
+    breakdown = observed.observation.breakdown
+    sums = [("observation.breakdown", step_s, list(breakdown.values()))]
     if known is not None:
-        sums.append(("prediction.breakdown", known.step_s, known.breakdown.values()))
+        sums.append(("prediction.breakdown", known.step_s, list(known.breakdown.values())))
         sums.append(("waterfall", (step_s or 0.0) - known.step_s, [term.seconds for term in observed.waterfall]))
     for name, total_s, parts in sums:
         if parts and total_s is not None and abs(sum(parts) - total_s) > 1e-6 * (step_s or total_s):
@@ -230,7 +231,7 @@ def observed_of(data: dict[str, Any], where: str) -> Observed:
 
 _RETIRED = (
     "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline", "links",
-    "reserved_at_peak_bytes", "num_events", "expandable_segments", "stragglers", "phases", "slowest",
+    "per_rank_s", "reserved_at_peak_bytes", "num_events", "expandable_segments", "stragglers", "phases", "slowest",
     "num_collectives", "age_s", "during", "peak_time_us", "awaiting_free_bytes", "allocator_settings", "per_rank",
     "largest",
 )  # fmt: skip

@@ -191,14 +191,12 @@ def _memory(observation: Observation, prediction: Prediction | None) -> Renderab
 
 
 def _timers(observation: Observation) -> Table:
-    table = headed(("timer", "least", "most", "rank"), "l", "r", "r", None)
+    table = headed(("timer", "least", "most"), "l", "r", "r")
     ranked = sorted(observation.timers, key=lambda timer: -timer.max_s)
     for timer in ranked[:_MOST_TIMERS]:
-        slowest = max(timer.per_rank_s, key=lambda rank: timer.per_rank_s[rank], default=None)
-        rank = "" if slowest is None else f"{slowest} is slowest"
-        table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s), rank)
+        table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s))
     if len(ranked) > _MOST_TIMERS:
-        table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "", "")
+        table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "")
     return table
 
 
@@ -386,7 +384,8 @@ def line_of(found: FollowedRun) -> str:
 def _place(found: FollowedRun) -> str:
     if found.band_s is None:
         return found.place
-    around = span(*found.band_s, found.band_s[1])
+    low_s, high_s = found.band_s
+    around = span(low_s, high_s, high_s) if low_s else f"up to {seconds(high_s)}"
     if found.place in ("above", "below"):
         return f"{found.place} {around}, {found.out_steps:,} of {found.allowed_steps:,} steps"
     return f"{found.place} {around}"

@@ -14,7 +14,6 @@ from planner.observe.observation import (
     FailedAllocation,
     GapCause,
     HungCollective,
-    JobFacts,
     MemorySeries,
     Observation,
     ObservedMemory,
@@ -22,7 +21,6 @@ from planner.observe.observation import (
     RankSpread,
     SourceFile,
     StepSeries,
-    Timer,
 )
 from planner.observe.traces.recorded import Recorded
 from planner.observe.traces.results import CollectiveTime, FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
@@ -128,18 +126,6 @@ def test_the_loader_of_one_rank_is_named_with_the_rank() -> None:
 def test_a_timer_of_batches_is_data() -> None:
     assert named(data_s=0.15)[0].name == "data_stall"
     assert named(data_s=0.005) == ()
-
-
-def test_timers_of_all_ranks_name_the_slow_one() -> None:
-    seconds = {rank: 0.5 + 0.002 * (rank % 3) for rank in range(8)} | {5: 0.6}
-    timers = tuple(
-        Timer(name=name, min_s=0.5, max_s=0.6, num_values=9, per_rank_s=seconds)
-        for name in ("forward-compute", "backward-compute")
-    )
-    run = {"parallelism": {"tp": 1, "cp": 1, "pp": 1, "dp": 8, "micro_batch_size": 1}}
-    facts = JobFacts(num_gpus=8, global_batch_size=64, seq_length=4096, run=run)
-    first = named(timers=timers, facts=facts)[0]
-    assert (first.name, first.where) == ("straggler_rank", "rank 5")
 
 
 def series(*sizes_gib: float) -> tuple[MemorySeries, ...]:
