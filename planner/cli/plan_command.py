@@ -78,7 +78,7 @@ def plan_command(
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import Shape, answer, waiting, warn_of_early_stop
     from planner.files import refuse_to_overwrite
-    from planner.layout.assemble import within
+    from planner.layout.evaluate import within
     from planner.search.search import plan
 
     job = read_job(asked)

@@ -204,7 +204,7 @@ def trace_command(
     """
     from planner.cli.output import waiting
     from planner.files import STDOUT, refuse_to_overwrite, write_text
-    from planner.layout.replan import num_actions, with_microbatches
+    from planner.layout.price import num_actions, with_microbatches
     from planner.plan_file import read_plan, with_alternative
     from planner.report.timeline.trace import MAX_ACTIONS, trace_text
 
@@ -248,8 +248,8 @@ def memory_command(
     """
     from planner.cli.output import dumps, show_and_save, waiting
     from planner.files import STDOUT, refuse_to_overwrite, write_text
-    from planner.layout.replan import reprice
-    from planner.layout.tensors.explore import explore, shown
+    from planner.layout.alive import explore, shown
+    from planner.layout.price import reprice
     from planner.plan_file import read_plan, with_alternative
     from planner.report.memory.text import render_memory
 
@@ -304,8 +304,8 @@ def _drawing_to(path: str) -> Callable[[MemoryAnswer, MemoryOfStage, str, bool],
 
 def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candidate, path: str, force: bool) -> None:
     from planner.files import write_bytes
+    from planner.layout.alive import step_of
     from planner.layout.memory_curve import memory_curves
-    from planner.layout.tensors.step import step_of
     from planner.report.memory.torch_snapshot import snapshot
     from planner.schedule.replay import replay
 

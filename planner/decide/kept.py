@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SpecError
-from planner.layout.assemble import assemble
-from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import export_warnings
-from planner.layout.price import price_layout
-from planner.layout.recipe import setting_of
-from planner.layout.replan import reprice, with_microbatches
-from planner.layout.risk import headroom_bytes
+from planner.layout.confidence import headroom_bytes
+from planner.layout.evaluate import assemble, export_warnings
+from planner.layout.price import price_layout, reprice, with_microbatches
+from planner.layout.variation import setting_of, told_assumptions
 from planner.schedule.orders import violation
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.specs.units import gib

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 from planner.answer import Goodput, Interval, Plan, PricedLayout, RunCost
 from planner.decide.kept import kept, plan_of
 from planner.errors import PlannerError
-from planner.layout.assemble import whole_run_of
 from planner.layout.candidate import Candidate
+from planner.layout.evaluate import whole_run_of
 from planner.layout.price import price_layout
 from planner.search.case import Case
 from planner.search.safest import exceeds_risk

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
 from planner.observe.observation import Observation, Observed, Prediction
 from planner.observe.traces.recorded import Recorded
 from planner.shape import RANK_ORDERS, Shape

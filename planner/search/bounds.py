@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from planner.layout.outside_pipeline import reduce_overlap_fraction
+from planner.layout.seconds import reduce_overlap_fraction
 from planner.physics.cost import PartCost
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement

@@ -14,9 +14,8 @@ import numpy as np
 
 from planner.answer import Plan, SearchReport
 from planner.errors import Infeasible
-from planner.layout.assemble import assemble
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import pricing_of
+from planner.layout.evaluate import assemble, pricing_of
 from planner.layout.price import price_layout
 from planner.physics.pricing import Pricing
 from planner.search.branch import Branch

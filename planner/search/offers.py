@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from planner.answer import BatchOffer, Plan, RiskOffer
 from planner.errors import Infeasible, SolverError
-from planner.layout.candidate import Candidate
-from planner.layout.risk import headroom_bytes, memory_width, oom_probability
-from planner.layout.split import Split
+from planner.layout.candidate import Candidate, Split
+from planner.layout.confidence import headroom_bytes, memory_width, oom_probability
 from planner.search.bounds import free_bytes, layer_bytes
 from planner.search.branch import Branch
 from planner.search.case import Case, Deadline

@@ -13,7 +13,7 @@ from planner.answer import Plan, Recommendation
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import parallelism_of
-from planner.layout.robust import NUM_LAYOUTS, assumed_steps
+from planner.layout.variation import NUM_LAYOUTS, assumed_steps
 from planner.search.case import Case
 from planner.search.enumerate import schedule_options
 from planner.search.recipes import pinned, pinned_by

@@ -14,12 +14,10 @@ from dataclasses import replace
 
 from planner.answer import Plan, PricedLayout, Searched, SearchReport
 from planner.errors import Infeasible
-from planner.layout.assemble import assemble
-from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import export_warnings, host_warnings, runtime_of
+from planner.layout.evaluate import assemble, export_warnings, host_warnings, runtime_of
 from planner.layout.price import price_layout
-from planner.layout.robust import NUM_LAYOUTS, robust_steps
+from planner.layout.variation import NUM_LAYOUTS, robust_steps, told_assumptions
 from planner.physics.layers import ModelTotals
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s

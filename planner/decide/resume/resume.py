@@ -28,8 +28,8 @@ from planner.decide.resume.job import (
 )
 from planner.decide.resume.ways import NoSplit, Way, Ways, fastest_for, loading, split_for, tokens_per_s
 from planner.layout.candidate import Candidate
+from planner.layout.confidence import memory_width, oom_probability
 from planner.layout.price import price_layout
-from planner.layout.risk import memory_width, oom_probability
 from planner.months.closed_form import (
     Spares,
     best_interval_s,

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from planner.layout.candidate import Candidate
-from planner.layout.compute_terms import compute_by_kernels
-from planner.layout.outside_pipeline import exchanged_dp_s
-from planner.layout.seconds import Pipeline
-from planner.layout.step.inside import LATE, exchanges_of_passes
+from planner.layout.seconds import Pipeline, exchanged_dp_s
+from planner.layout.step import LATE, compute_by_kernels, exchanges_of_passes
 from planner.observe.describe import DATA_TIMERS
 from planner.observe.observation import Observation, Term
 

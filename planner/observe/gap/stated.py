@@ -9,10 +9,10 @@ from typing import Any
 
 from planner.errors import PlannerError
 from planner.layout.candidate import Candidate
+from planner.layout.confidence import headroom_bytes
 from planner.layout.given import given_layout
 from planner.layout.price import price_layout
-from planner.layout.recipe import setting_of, settled, under
-from planner.layout.risk import headroom_bytes
+from planner.layout.variation import setting_of, settled, under
 from planner.observe.case import ObservedCase
 from planner.observe.observation import GapRemedy, Prediction, Term
 from planner.schedule.orders import SCHEDULES

@@ -14,12 +14,11 @@ from typing import Any
 from planner.answer import Plan, PricedLayout
 from planner.answer.small import Room
 from planner.errors import Infeasible, SolverError
-from planner.layout import assumptions
+from planner.layout import variation
 from planner.layout.candidate import Candidate
+from planner.layout.confidence import headroom_bytes
 from planner.layout.evaluate import evaluate, price_given, runtime_of
-from planner.layout.price import price_layout
-from planner.layout.replan import reprice, with_microbatches
-from planner.layout.risk import headroom_bytes
+from planner.layout.price import price_layout, reprice, with_microbatches
 from planner.physics.pricing import Pricing
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case, Deadline
@@ -304,7 +303,7 @@ def _repriced(now: Plan, what_if: WhatIf, layout: PricedLayout) -> Candidate:
 def other_assumptions(case: Case) -> Iterator[WhatIf]:
     """Every assumption that this job makes, and an estimate of memory that is short, each changed by itself."""
     pricing = Pricing(model=case.model, training=case.training, cluster=case.cluster, runtime=case.runtime)
-    for other in assumptions.other_assumptions(pricing):
+    for other in variation.other_assumptions(pricing):
         then = other.pricing
         changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
         fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}

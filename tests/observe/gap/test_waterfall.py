@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
 from planner.observe.case import ObservedCase
 from planner.observe.gap.account import STEP_TERMS, Account, GroupExchanges, planned
 from planner.observe.gap.stated import recipe_terms
