@@ -25,6 +25,7 @@ CASES = (
     Case("cli/inputs.py", "join(near)", _1B + "--batch-tokens 1"),
     Case("cli/inputs.py", "write 1048576, 16M or 15T", _1B + "--tokens 15X", option="--tokens"),
     Case("cli/plan_command.py", "add --from plan.json", "-g 8 --keep tp", moves_on=True),
+    Case("cli/app.py", "nearest(topic, words)", "-h laout", option="laout"),
     Case("cli/output.py", "nearest(name, SECTIONS)", "-m 1b -g 1 --show rejectd", option="--show"),
     Case("cli/schedule.py", "'--slow-stage 3:1.2'", "schedule 1f1b --pp 4 --micro-batches 8 --slow-stage x"),
     Case("cli/schedule.py", "'--slow-link 1-2:5'", "schedule 1f1b --pp 4 --micro-batches 8 --slow-link x"),
