@@ -113,7 +113,7 @@ def _draw_imported(data: dict[str, Any], where: str, shape: Shape, alternative: 
 
 
 def _draw_resume(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
-    from planner.decide.resume.job import Resume
+    from planner.decide.job import Resume
     from planner.plan_file import plan_of
     from planner.report.resume import render_resume
     from planner.specs.problems import checked

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.answer import Interval, Plan, PricedLayout
+from planner.decide.job import CONVERSIONS, Loads, transfer
 from planner.decide.phases import (
     GRID,
     Asked,
@@ -31,8 +32,7 @@ from planner.decide.phases import (
     run_in,
     tried,
 )
-from planner.decide.processes import Each
-from planner.decide.resume.job import CONVERSIONS, Loads, transfer
+from planner.decide.sweep import Each
 from planner.errors import PlannerError, SpecError
 from planner.months.closed_form import Standstill
 from planner.months.losses import losses_of

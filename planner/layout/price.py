@@ -35,8 +35,8 @@ from planner.physics.memory import frozen_weights_bytes
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes
 from planner.schedule.actions import Schedule
+from planner.schedule.graph import made_order
 from planner.schedule.orders import build_schedule, placement
-from planner.schedule.torch_csv import made_order
 from planner.shape import Number, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from planner.answer import Plan
-from planner.decide.resume.job import Choice, Resume, ResumedJob
-from planner.decide.resume.resume import Replanned, replan
-from planner.decide.resume.ways import NoSplit, split_for, split_near, with_ranks
+from planner.decide.job import Choice, Resume, ResumedJob
+from planner.decide.resume import Replanned, replan
+from planner.decide.ways import NoSplit, split_for, split_near, with_ranks
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate
 from planner.layout.price import reprice

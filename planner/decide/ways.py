@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.answer import Layout, Plan
-from planner.decide.kept import plan_of
-from planner.decide.resume.job import Closed, Kind, Loads, ResumedJob
+from planner.decide.job import Closed, Kind, Loads, ResumedJob
+from planner.decide.phases import plan_of
 from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import headroom_bytes
