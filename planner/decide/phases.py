@@ -125,7 +125,7 @@ class PhaseAnswer(Spec):
     plan: Plan
 
 
-class Change(Spec):
+class LayoutChange(Spec):
     """A stop between two phases, and what it buys."""
 
     before: str
@@ -170,7 +170,7 @@ class PhasesAnswer(Spec):
     command: str = ""
     phases: tuple[PhaseAnswer, ...]
     total: RunTotal
-    changes: tuple[Change, ...]
+    changes: tuple[LayoutChange, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data in the contract's form; the plans in it are such as commands read."""

@@ -22,14 +22,14 @@ from planner.layout.price import price_layout, reprice, with_microbatches
 from planner.physics.pricing import Pricing
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case, Deadline
-from planner.search.ilp.describe import describe
 from planner.search.ilp.node import node_of
+from planner.search.ilp.program import describe
 from planner.search.layouts import find_layouts, first_layouts, some_layout
 from planner.search.rebalance import recompute_of
 from planner.search.recipes import Recipes, pinned
 from planner.search.search import plan, search
-from planner.search.why.explanation import Beaten, Change, ChangedAssumption, Constraint, Explanation
-from planner.search.why.misses import Miss, Refusal, hint_for, nearest_miss, refusal
+from planner.search.why.explanation import Beaten, ChangedAssumption, Constraint, Explanation, Lift
+from planner.search.why.misses import BrokenRule, Miss, hint_for, nearest_miss, refusal
 from planner.search.why.remedy import DOES_NOT_FIT, Trials, first_remedy, remedies
 from planner.search.why.room import is_small, largest_models, nearest_changes, room_of, within_risk
 from planner.specs.cluster import ClusterSpec
@@ -87,7 +87,7 @@ def _why_not(case: Case) -> Explanation:
     return _why_slower(case, best, pinned)
 
 
-def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
+def _why_refused(case: Case, best: Plan, refused: BrokenRule) -> Explanation:
     return _explanation(
         case,
         best,
@@ -127,7 +127,7 @@ def _trials(case: Case) -> Trials:
     return Trials(some_layout, Deadline(case.limits.time_limit_s))
 
 
-def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change, ...]:
+def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Lift, ...]:
     """Every change that helps on the same GPUs, with the best layout that it allows."""
     changes = []
     for remedy in list(remedies(case, reason, trials)):
@@ -137,7 +137,7 @@ def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change,
             continue
         instead = f" instead of {remedy.replaced}" if remedy.replaced else ""
         changes.append(
-            Change(
+            Lift(
                 change=f"{' '.join(remedy.options)}{instead}",
                 parallelism=chosen.parallelism,
                 step_s=chosen.step.step_s,
