@@ -44,7 +44,7 @@ ALLOWED = {
     # and prices a plan under the trainer that it is written for
     "export": {
         "distribution", "errors", "files", "shape", "specs", "trainers", "schedule", "answer", "months",
-        "layout.replan",
+        "layout.price",
     },
     # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches; a
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
@@ -59,7 +59,7 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.environment", "decide", "observe.observation",
+        "layout.price", "export.environment", "decide", "observe.observation",
         "observe.traces", "observe.gap_rows", "observe.accounts", "observe.follower",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
@@ -71,7 +71,7 @@ ALLOWED = {
     # ranks ran beside what the plan's layout costs in the program that they are
     "probe": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
-        "physics.kernels", "physics.operators", "layout.candidate", "layout.replan",
+        "physics.kernels", "physics.operators", "layout.candidate", "layout.price",
     },
     # a fit evaluates what it fits, on stages that a probe ran; what a machine lacks is looked for everywhere, and the
     # solver tests itself

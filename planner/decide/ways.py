@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.answer import Layout, Plan
-from planner.decide.kept import plan_of
-from planner.decide.resume.job import Closed, Kind, Loads, ResumedJob
+from planner.decide.job import Closed, Kind, Loads, ResumedJob
+from planner.decide.phases import plan_of
 from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
-from planner.layout.recipe import setting_of
-from planner.layout.replan import reprice
-from planner.layout.risk import headroom_bytes
+from planner.layout.confidence import headroom_bytes
+from planner.layout.price import reprice
+from planner.layout.variation import setting_of
 from planner.schedule.orders import violation
 from planner.search.case import Case
 from planner.search.layouts import find_layouts, some_layout

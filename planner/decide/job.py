@@ -17,7 +17,7 @@ from planner.answer import Interval, Layout, Plan
 from planner.answer.quantities import Difference
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
 from planner.months.closed_form import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 from planner.months.losses import Fact, Losses, Taken, losses_of, stated
 from planner.search.case import Case, Deadline

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.answer import BatchOffer, Layout, Plan
-from planner.decide.resume.job import (
+from planner.decide.job import (
     Answer,
     Before,
     Choice,
@@ -26,10 +26,10 @@ from planner.decide.resume.job import (
     SpareNodes,
     losses_on,
 )
-from planner.decide.resume.ways import NoSplit, Way, Ways, fastest_for, loading, split_for, tokens_per_s
+from planner.decide.ways import NoSplit, Way, Ways, fastest_for, loading, split_for, tokens_per_s
 from planner.layout.candidate import Candidate
+from planner.layout.confidence import memory_width, oom_probability
 from planner.layout.price import price_layout
-from planner.layout.risk import memory_width, oom_probability
 from planner.months.closed_form import (
     Spares,
     best_interval_s,

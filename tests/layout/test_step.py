@@ -9,8 +9,8 @@ from pinned_numbers import LAYOUTS
 
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
-from planner.layout.replan import reprice
-from planner.layout.step.inside import KINDS, LATE, PassExchange, exchanges_of_passes
+from planner.layout.price import reprice
+from planner.layout.step import KINDS, LATE, PassExchange, exchanges_of_passes
 from planner.physics.passes import COMM_GROUPS
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware

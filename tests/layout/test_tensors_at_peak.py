@@ -9,12 +9,11 @@ import pytest
 
 from planner.answer import Plan
 from planner.answer.memory import MemoryOfStage, MemoryTensor
+from planner.layout.alive import MAX_ACTIONS, explore, shown, step_of
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
 from planner.layout.memory_curve import memory_curves
-from planner.layout.replan import reprice
-from planner.layout.tensors.explore import MAX_ACTIONS, explore, shown
-from planner.layout.tensors.step import step_of
+from planner.layout.price import reprice
 from planner.physics.operators import DTYPE_BYTES
 from planner.schedule.replay import replay
 from planner.specs.cluster import ClusterSpec
