@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.observe.megatron_lines import facts_of
 from planner.observe.observation import (
     JobFacts,
     MemorySeries,
@@ -29,7 +30,6 @@ from planner.observe.observation import (
     Wall,
 )
 from planner.observe.record import FallBack, RunRecord
-from planner.observe.stated_job import facts_of
 from planner.observe.steady import Steady, steady
 from planner.specs.units import is_count
 
@@ -275,12 +275,12 @@ def _in_a_hole(record: RunRecord, step_s: float) -> str:
     """A sentence where steps are of two kinds, and hardly any takes as long as the median of all."""
     seconds = np.frombuffer(record.seconds, dtype=float)
     near = np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03)
-    if len(seconds) < 2 * LEAST_OF_RUN or near > 0.02 * len(seconds):
+    low, high = seconds[seconds < step_s], seconds[seconds > step_s]
+    if len(seconds) < 2 * LEAST_OF_RUN or near > 0.02 * len(seconds) or not (len(low) and len(high)):
         return ""
-    low_s, high_s = (
-        median(seconds[seconds < step_s].tolist() or [0.0]),
-        median(seconds[seconds > step_s].tolist() or [0.0]),
-    )
+    low_s, high_s = float(np.median(low)), float(np.median(high))
+    if high_s <= (1 + MOST_APART) * low_s:
+        return ""
     return f"no step is said: steps are of two kinds, of {low_s:.4g} and of {high_s:.4g} s, and none takes the median"
 
 

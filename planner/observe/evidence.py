@@ -29,7 +29,7 @@ from planner.observe.accounts import (
 from planner.observe.case import ObservedCase, grid_of
 from planner.observe.observation import MemorySeries
 from planner.observe.steady import slope_of
-from planner.observe.traces.results import DATA_RANGES, HOST, TraceStep
+from planner.observe.traces.events import DATA_RANGES, HOST, TraceStep
 from planner.specs.units import GIB, MIB
 
 LONGER, LONGER_ON_HOST = 1.06, 1.2

@@ -51,7 +51,8 @@ def test_steps_and_terms_are_read_from_top_to_bottom() -> None:
     rows = [line.strip() for line in text.splitlines() if ("│" in line and "·" not in line) or "step " in line]
     words = [re.split(r"\s{2,}", row)[:2] for row in rows]
     assert words == [
-        ["predicted step", "6.10 s"], ["pipeline bubble and transfers", "+1.00 s"], ["GPU waits for the host", "-0.25 s"],
+        ["predicted step", "6.10 s"], ["pipeline bubble and transfers", "+1.00 s"],
+        ["GPU waits for the host", "-0.25 s"],
         ["measured step", "6.85 s"], ["checkpoints", "+0.50 s"], ["wall time per step", "7.35 s"],
     ]  # fmt: skip
 

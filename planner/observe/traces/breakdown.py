@@ -17,12 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.observe.traces.events import (
+    COMMUNICATION,
+    FAMILIES,
+    NAMES,
     NO_EVENTS,
     NONE,
+    OTHER,
+    POINT_TO_POINT,
+    UNKNOWN,
     Events,
+    FamilyTime,
+    GroupTime,
     RankTrace,
     Spans,
     Times,
+    TraceStep,
+    axis_of,
+    families_of,
     intersect,
     length_ns,
     merge,
@@ -30,17 +41,6 @@ from planner.observe.traces.events import (
     union,
     window,
 )
-from planner.observe.traces.kernels_and_groups import (
-    COMMUNICATION,
-    FAMILIES,
-    NAMES,
-    OTHER,
-    POINT_TO_POINT,
-    UNKNOWN,
-    axis_of,
-    families_of,
-)
-from planner.observe.traces.results import FamilyTime, GroupTime, TraceStep
 
 _STEP = re.compile(r"^(?:ProfilerStep#|(?:train_)?step[ _#:]*|iteration[ _#:]*)(\d{1,12})$", re.IGNORECASE)
 _CAPTURE = re.compile(r"(cuda|hip)StreamBeginCapture|(cu|hip|cuda)Graph(Exec)?Instantiate", re.IGNORECASE)

@@ -22,8 +22,8 @@ from planner.observe.observation import (
     SourceFile,
     StepSeries,
 )
+from planner.observe.traces.events import CollectiveTime, FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded
-from planner.observe.traces.results import CollectiveTime, FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
 from planner.specs.units import GIB
 from planner.trainers.switches import SWITCHES
 
