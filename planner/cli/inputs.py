@@ -109,11 +109,26 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
     training = _training(asked, model, adapters)
+    _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares
 
         check_spares(cluster, training)
     return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
+
+
+SMALL_GIB = 40.0
+"""Memory of a GPU below which few train a model from its beginning."""
+
+
+def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
+    """Say on stderr what the options mean where they may mean something else."""
+    if not tunes and asked.runtime is None and cluster.hardware.memory_gib < SMALL_GIB:
+        _log.info("this plans a training from the beginning; --finetune trains a model further, --lora or --qlora less")
+    nodes, rest = divmod(cluster.num_gpus, cluster.node_size)
+    if nodes and rest:
+        _log.info("--gpus %d: %d whole nodes of %d GPUs and %d GPUs of another", cluster.num_gpus, nodes,
+                  cluster.node_size, rest)  # fmt: skip
 
 
 J = TypeVar("J", bound=JobOptions)
@@ -303,8 +318,12 @@ def _refuse_unstated(asked: JobOptions, model: ModelSpec) -> None:
 
 def _operations(asked: JobOptions) -> OperationsSpec:
     given = _given(asked, OperationsSpec)
-    is_dated = isinstance(asked, PlanOptions) and (asked.days is not None or asked.usd is not None)
-    if given and asked.tokens is None and asked.examples is None and not is_dated:
+    ends = {"days": asked.days, "usd": asked.usd} if isinstance(asked, PlanOptions) else {}
+    dated = next((name for name, value in ends.items() if value is not None), None)
+    is_counted = asked.tokens is not None or asked.examples is not None
+    if dated is not None and is_counted:
+        raise SpecError(f"--{dated}: asks how many tokens, which are given", f"leave --{dated} out")
+    if given and not is_counted and dated is None:
         _log.warning("%s: has no effect without --tokens", ", ".join(map(option, given)))
     return _checked(OperationsSpec, given)
 

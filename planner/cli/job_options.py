@@ -87,6 +87,7 @@ class SearchOptions(JobOptions):
     allow: o.Allow = None
     top: o.Top = None
     time_limit: o.TimeLimit = None
+    fastest: o.Fastest = False
     tp_across_nodes: o.TpAcrossNodes = False
     oom_risk: o.OomRisk = None
     memory_headroom: o.Headroom = None
@@ -148,6 +149,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.is_of_a_job = True  # type: ignore[attr-defined]
     return run
 
 

@@ -23,6 +23,11 @@ JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Sear
 FINETUNE = "Fine-tuning"
 RUN = "The whole run, with --tokens"
 FOLLOW = "A log that grows, with --follow"
+SECTIONS = (
+    "sure", "seconds", "alternatives", "robust", "room", "changes", "memory", "timeline", "recipe", "months",
+    "rejected", "proof", "corrections", "assumptions", "warnings",
+)  # fmt: skip
+"""Sections of an answer, for --show."""
 
 
 def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -30,10 +35,40 @@ def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[st
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
+def completing_list(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """The same for the last word of a comma list."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
+
+    return complete
+
+
 def _with_aliases(names: Callable[[], dict[str, tuple[str, ...]]]) -> Callable[[], list[str]]:
     return lambda: [name for canonical, aliases in names().items() for name in (canonical, *aliases)]
 
 
+def complete_switch(incomplete: str) -> list[str]:
+    """Switches for the last word of a comma list, and after its = the values of the switch."""
+    from planner.trainers.switches import SWITCHES, written
+
+    before, comma, last = incomplete.rpartition(",")
+    name, is_named, value = last.partition("=")
+    if is_named:
+        values = SWITCHES[name].values if name in SWITCHES else ()
+        words = [f"{name}={written(each)}" for each in values if written(each).startswith(value)]
+    else:
+        words = [f"{each}=" for each in SWITCHES if each.startswith(last)] + ["default"] * "default".startswith(last)
+    return [f"{before}{comma}{word}" for word in words]
+
+
+DTYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+SCHEDULES = (
+    "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
+    "dualpipe", "dualpipe-v", "chimera", "pipedream-2bw", "forward-only", "auto",
+)  # fmt: skip
+"""The words that shells complete for --dtype and --schedule: those of `Dtype` and the schedules, which load longer."""
 complete_model = starting_with(_with_aliases(model_names))
 complete_hardware = starting_with(_with_aliases(hardware_names))
 
@@ -59,7 +94,9 @@ def number(
     name, kind = names.split()[0], "whole number" if convert is int else "number"
     unit = unit or unit_of(name.removeprefix("--").replace("-", "_"))
 
-    def parse(word: str) -> Any:
+    def parse(word: Any) -> Any:
+        if not isinstance(word, str):  # the default of an option that was not given
+            return word
         try:
             if convert is int:
                 return parse_whole(word, unit)
@@ -124,7 +161,13 @@ BatchTokens = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    text(JOB, "--dtype", "NAME", "What matrix products compute in: bf16, fp16, fp8, mxfp8 or nvfp4. [bf16]"),
+    text(
+        JOB,
+        "--dtype",
+        "NAME",
+        f"What matrix products compute in: {', '.join(DTYPES)}. [bf16]",
+        autocompletion=starting_with(lambda: DTYPES),
+    ),
 ]
 Runtime = Annotated[
     str | None,
@@ -209,7 +252,16 @@ Vpps = Annotated[str | None, text(LAYOUT, "--vpp", "N,N…", "Chunks of a stage 
 MicroBatchSizes = Annotated[str | None, text(LAYOUT, "--micro-batch-size", "N,N…", "Sequences of a micro-batch.")]
 ZeroStages = Annotated[str | None, text(LAYOUT, "--zero-stage", "N,N…", "ZeRO, 0 to 3.")]
 ShardSizes = Annotated[str | None, text(LAYOUT, "--shard-size", "N,N…", "Ranks that ZeRO shards over (HSDP).")]
-Schedules = Annotated[str | None, text(LAYOUT, "--schedule", "NAME,…", "Pipeline schedules, such as 1f1b.")]
+Schedules = Annotated[
+    str | None,
+    text(
+        LAYOUT,
+        "--schedule",
+        "NAME,…",
+        "Pipeline schedules, such as 1f1b.",
+        autocompletion=completing_list(lambda: SCHEDULES),
+    ),
+]
 RankOrders = Annotated[
     str | None, text(LAYOUT, "--rank-order", "ORDER,…", f"Orders of the ranks: {', '.join(RANK_ORDERS)}.")
 ]
@@ -224,7 +276,10 @@ Etp = Annotated[int | None, number(LAYOUT, "--etp", "Tensor parallel inside an e
 Vpp = Annotated[int | None, number(LAYOUT, "--vpp", "Chunks of a stage (interleaving). [1]")]
 MicroBatchSize = Annotated[int | None, number(LAYOUT, "--micro-batch-size", "Sequences of a micro-batch. [1]")]
 ZeroStage = Annotated[int | None, number(LAYOUT, "--zero-stage", "ZeRO, 0 to 3. [1]")]
-Schedule = Annotated[str | None, text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]")]
+Schedule = Annotated[
+    str | None,
+    text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]", autocompletion=starting_with(lambda: SCHEDULES)),
+]
 RankOrder = Annotated[
     str | None, text(LAYOUT, "--rank-order", "ORDER", f"Order of the ranks, or {RANK_ORDERS[1]}. [{RANK_ORDERS[0]}]")
 ]
@@ -254,11 +309,18 @@ Switch = Annotated[
         "--switch",
         "NAME=VALUE,…|default",
         "Pin switches of the trainer, or leave all at its own values. [chosen]",
+        autocompletion=complete_switch,
     ),
 ]
 Described = Annotated[
     str | None,
-    text(LAYOUT, "--switch", "NAME=VALUE,…|default", "Switches of the run; default: none but the trainer's. [likely]"),
+    text(
+        LAYOUT,
+        "--switch",
+        "NAME=VALUE,…|default",
+        "Switches of the run; default: none but the trainer's. [likely]",
+        autocompletion=complete_switch,
+    ),
 ]
 Allow = Annotated[
     str | None,
@@ -267,6 +329,9 @@ Allow = Annotated[
 
 Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
 TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float, "s")]
+Fastest = Annotated[
+    bool, text(SEARCH, "--fastest", None, "The fastest first, even where one within 1% is simpler or more robust.")
+]
 TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
 OomRisk = Annotated[
     float | None,
@@ -302,6 +367,14 @@ NoHistory = Annotated[
 ]
 
 Json = Annotated[bool, text(OUTPUT, "--json", None, "The answer as JSON.")]
+Full = Annotated[bool, text(OUTPUT, "--full", None, "All that is known, not one screen of it.")]
+Show = Annotated[
+    str | None,
+    text(
+        OUTPUT, "--show", "SECTION,…", f"These sections in full: {', '.join(SECTIONS)}.",
+        autocompletion=completing_list(lambda: SECTIONS),
+    ),
+]  # fmt: skip
 Output = Annotated[
     str | None, text(OUTPUT, "--output -o", "FILE", "Save the plan for other commands to read; - is stdout.")
 ]

@@ -94,8 +94,11 @@ MOST_GUESSES = 12
 def within(plan: Plan, days: float | None, usd: float | None) -> Plan:
     """The plan with the tokens that its GPUs train in so many days and for so many dollars, whichever are fewer.
 
+    Where neither is asked, it stays as it is.
     Raises SpecError for dollars where nobody says what a GPU costs.
     """
+    if days is None and usd is None:
+        return plan
     from planner.months.whole_run import whole_run
 
     run, runtime, training, model = run_of_examples(plan), plan.runtime_spec, plan.training, plan.model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Layout, Plan, PricedLayout
 from planner.errors import SpecError
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
@@ -24,6 +24,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.registry import model_of
 from planner.specs.training import Dtype, Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.generations import described
 from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.rules.of_trainer import export_rules_for
 from planner.trainers.spec import RuntimeSpec
@@ -33,18 +34,26 @@ def evaluate(
     model: ModelSpec | str,
     cluster: ClusterSpec,
     training: TrainingSpec,
-    parallelism: Parallelism,
+    parallelism: Parallelism | Layout | PricedLayout,
     *,
     runtime: RuntimeSpec | str = "megatron",
-    says_switches: bool = True,
+    says_switches: bool | None = None,
 ) -> Plan:
-    """Price one given layout, whether it fits or not.
+    """Price one given layout, whether it fits or not: a stated one, that of a plan, or `plan.best` with its layers.
 
-    Without `says_switches` the runtime's switches are a guess: the step's interval covers their other likely values.
-    Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
+    A runtime by name stands for a run that says no switches, as in `plan evaluate`: it has the likely ones, and the
+    step's interval covers their other likely values. The switches of a RuntimeSpec are what runs, unless
+    `says_switches` is false. Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
     """
     model = model_of(model)
-    candidate, priced = priced_as_given(model, cluster, training, parallelism, runtime_of(runtime), says_switches)
+    says_switches = not isinstance(runtime, str) if says_switches is None else says_switches
+    if isinstance(runtime, str):
+        runtime, _ = described(load_runtime(runtime), cluster.hardware, model, {})
+    if isinstance(parallelism, Layout):
+        parallelism = parallelism.replace()
+    elif isinstance(parallelism, PricedLayout):
+        parallelism = parallelism.stated
+    candidate, priced = priced_as_given(model, cluster, training, parallelism, runtime, says_switches)
     totals = candidate.pricing.totals
     return assemble(candidate.pricing, totals, [priced], told_assumptions(candidate, with_switches=True))
 

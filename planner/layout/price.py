@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.answer import Evidence, Layout, PricedLayout, StageMemory, StagePlan, StepBreakdown, StepTime
+from planner.answer import (
+    Evidence,
+    Layout,
+    NarrowScaling,
+    PricedLayout,
+    StageMemory,
+    StagePlan,
+    StepBreakdown,
+    StepTime,
+)
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import with_intervals
 from planner.layout.placement import placements
@@ -18,6 +27,7 @@ from planner.physics.memory import frozen_weights_bytes
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes
 from planner.shape import Number
+from planner.specs.model_parts import Scaling
 from planner.specs.training import Recompute
 
 
@@ -31,17 +41,28 @@ def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact:
     layout = PricedLayout(
         evidence=evidence_of(pricing),
         fits=candidate.fits,
-        parallelism=_layout(candidate),
+        parallelism=parallelism_of(candidate),
         actions=() if made is None else tuple(" ".join(map(str, actions)) for actions in made.ranks),
         rank_factors=candidate.rank_factors,
         stages=tuple(_stage(candidate, rank, pipeline, modes) for rank in range(int(candidate.shape.pp))),
         step=_step(candidate, pipeline, totals),
         recipe=recipe_of(candidate),
+        narrow_scaling=scaling_of(pricing),
         rank_order=candidate.shape.rank_order,
         placement=placements(candidate.shape, pricing.cluster),
     )
     layout = with_intervals(pricing, layout, candidate.shape)
     return with_sustained(layout, pricing.training.straggler_fraction)
+
+
+def scaling_of(pricing: Pricing) -> NarrowScaling | None:
+    """The scales of products in 8 or 4 bits: formats with blocks have their own, fp8 one a tensor or a row."""
+    training, published = pricing.training, pricing.model.training
+    scalings: dict[str, Scaling] = {"mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+    scalings["fp8"] = "tensorwise" if pricing.runtime.narrow_factor == 1 else "rowwise"
+    if training.dtype not in scalings:
+        return None
+    return NarrowScaling(scaling=scalings[training.dtype], published=None if published is None else published.scaling)
 
 
 def evidence_of(pricing: Pricing) -> Evidence:
@@ -51,7 +72,8 @@ def evidence_of(pricing: Pricing) -> Evidence:
     return found.get(pricing.cluster.hardware.efficiency.evidence, "calibrated")
 
 
-def _layout(candidate: Candidate) -> Layout:
+def parallelism_of(candidate: Candidate) -> Layout:
+    """The sizes of a candidate as a plan shows them."""
     shape, split = candidate.shape, candidate.split
     recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
     used = int(shape.num_ranks)

@@ -6,7 +6,7 @@ one that overlaps less, or crosses the network less, loses less where an assumpt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from planner.answer import AS_PLANNED, PricedLayout, RobustStep
@@ -21,7 +21,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched
 from planner.trainers.switches import SWITCHES
 
-NUM_LAYOUTS = 3
+NUM_LAYOUTS = 4
 """The most layouts that are compared, the best among them."""
 NO_OVERLAP = "no overlap: no collective hides behind compute"
 DEFAULT_SWITCHES = "default switches: the recipe is the trainer's own"
@@ -29,25 +29,28 @@ WORDS = {"network": "half the network", "straggler": "slow rank", "moe_imbalance
 """Short words for the assumptions of `other_assumptions` that are changed here; the rest is told of the best alone."""
 
 
-def robust_steps(
-    candidates: Sequence[Candidate], layouts: Sequence[PricedLayout], trainer: RuntimeSpec
-) -> tuple[RobustStep, ...]:
+def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict[str, list[float]]:
+    """The step of each candidate as planned and under each assumption that all of them know.
+
+    `trainer` is the runtime with the trainer's own switches. Memory is not looked at: a layout is taken to fit.
+    """
+    assumed = [dict(_assumptions(candidate, trainer)) for candidate in candidates]
+    shared = [name for name in assumed[0] if all(name in others for others in assumed)]
+    return {AS_PLANNED: [candidate.step_s for candidate in candidates]} | {
+        name: [_step_s(candidate, others[name]) for candidate, others in zip(candidates, assumed, strict=True)]
+        for name in shared
+    }
+
+
+def robust_steps(layouts: Sequence[PricedLayout], assumed_s: Mapping[str, Sequence[float]]) -> tuple[RobustStep, ...]:
     """The step of each layout as planned and under each assumption that matters, layout by layout, the best first.
 
     An assumption matters if it moves one of the steps by more than `TOLD_FRACTION` or makes another layout the fastest.
-    Nothing is returned where none does. `trainer` is the runtime with the trainer's own switches. Memory is not looked
-    at: a layout is taken to fit.
+    Nothing is returned where none does.
     """
-    candidates, layouts = candidates[:NUM_LAYOUTS], layouts[:NUM_LAYOUTS]
     planned_s = [layout.step.step_s for layout in layouts]
-    assumed = [dict(_assumptions(candidate, trainer)) for candidate in candidates]
-    steps_s = {AS_PLANNED: planned_s}
-    for name in (name for name in assumed[0] if all(name in others for others in assumed)):
-        changed_s = [_step_s(candidate, others[name]) for candidate, others in zip(candidates, assumed, strict=True)]
-        if _matters(planned_s, changed_s):
-            steps_s[name] = changed_s
-    if len(steps_s) == 1:
-        return ()
+    told = {n: s for n, s in assumed_s.items() if n != AS_PLANNED and _matters(planned_s, s)}
+    steps_s = {AS_PLANNED: planned_s, **told} if told else {}
     return tuple(
         RobustStep(layout=str(layout.parallelism), assumption=name, step_s=seconds[place])
         for place, layout in enumerate(layouts)

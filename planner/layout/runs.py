@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -180,7 +180,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     )
 
 
-_MACHINE = {"network": with_network, "host": with_host}
+_MACHINE: dict[str, Callable[[HardwareSpec, str], HardwareSpec]] = {"network": with_network, "host": with_host}
 """Features of a run that say what stands around its GPUs, and no switch."""
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from planner.physics.adapters import adapted
 from planner.physics.layer.blocks import enter_tp, leave_tp, norm
-from planner.physics.layer.hyper_connections import join_streams
+from planner.physics.layer.hyper_connections import attend_snapshots, join_streams
 from planner.physics.layer.mixers import mixer_block
 from planner.physics.layer.mlp import mlp_block
 from planner.physics.operators import (
@@ -99,7 +99,9 @@ def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding:
 
     Where `shares_embedding`, the head's matrix is the embedding of the same rank, and its parameters are counted there.
     """
-    joined = join_streams(model, shape, runtime) if model.num_residual_streams > 1 else ()
+    joined: tuple[Item, ...] = join_streams(model, shape, runtime) if model.num_residual_streams > 1 else ()
+    if model.attn_res_block_size is not None:
+        joined = (attend_snapshots("final", model, shape, runtime),)
     final = norm("final norm", model.hidden_size, shape.shard_tokens, model, runtime)
     return (*joined, final, *_loss("head", model, shape, runtime, shares_embedding))
 

@@ -102,6 +102,16 @@ class LinkTier(Spec):
     without: one tier after the other."""
     all_to_all_fraction: Achieved = 1.0
     """Share of the achieved rate that is left to an all-to-all, in which every pair of ranks exchanges at once."""
+    all_to_all_gb_per_s: Rate | None = None
+    """The most that an all-to-all among two units of this tier reaches per GPU; among more it reaches less
+    (physics/communication.py). Null where the link's rate is the limit."""
+    all_to_all_us: Overhead = 0.0
+    """Microseconds by which an all-to-all over this tier is longer whatever its bytes."""
+    is_host_driven: bool = False
+    """Threads of the host hand messages to this network (EFA, TCP): GPUs cannot, and the thread that launches kernels
+    gains nothing on an exchange meanwhile."""
+    message_us: Overhead = 0.0
+    """Microseconds in which such a thread hands on one row of a token, where a dispatcher sends row by row."""
     source: str = ""
     """Source of the tier's numbers."""
 
@@ -117,6 +127,10 @@ class LinkTier(Spec):
     @property
     def start_s(self) -> float:
         return self.start_us * MICRO
+
+    def start_s_of(self, kind: str) -> float:
+        """Seconds by which a collective of a kind is longer on this tier than its hops and its bytes."""
+        return self.start_s + (self.all_to_all_us * MICRO if kind == "all_to_all" else 0.0)
 
 
 class ReservedMemory(Spec):

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from planner.errors import SpecError
-from planner.specs.base import Rate, Spec
+from planner.specs.base import NonNegativeFloat, Overhead, Rate, Spec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.problems import checked, nearest
 from planner.specs.reading import load_yaml
@@ -29,8 +29,20 @@ class NetworkKind(Spec):
     """One kind of network."""
 
     says: str
-    tier: dict[str, float]
+    tier: dict[str, float | bool]
     """Fields of a LinkTier with their values on this kind."""
+    source: str
+
+
+class Transport(Spec):
+    """A carrier of the rows that a dispatcher sends between nodes."""
+
+    networks: tuple[str, ...]
+    """The networks on which it is known to gain over NCCL."""
+    start_us: Overhead = 0.0
+    """Microseconds to begin an exchange on a network that the host's threads drive."""
+    row_fraction: NonNegativeFloat = 1.0
+    """Share of a tier's `message_us` that a row takes there."""
     source: str
 
 
@@ -51,6 +63,8 @@ class Instance(Spec):
     gb_per_s: Rate
     """Network rate per GPU and direction."""
     host: str
+    tier: dict[str, float | bool] = Field(default_factory=dict)
+    """Fields of a LinkTier, where its network's generation has others than its kind."""
     aliases: tuple[str, ...] = ()
     source: str
 
@@ -59,6 +73,7 @@ class Machines(Spec):
     """The whole table."""
 
     networks: dict[str, NetworkKind]
+    transports: dict[str, Transport]
     hosts: dict[str, HostKind]
     instances: dict[str, Instance] = Field(default_factory=dict)
 
@@ -81,6 +96,11 @@ def find_instance(name: str) -> tuple[str, Instance] | None:
         if word in (known, *row.aliases):
             return known, row
     return None
+
+
+def transport_of(name: str) -> Transport:
+    """The transport of a name; of none, the one of DeepEP on networks that the host drives."""
+    return machines().transports[name or "nvshmem"]
 
 
 def find_host(name: str) -> tuple[str, HostKind] | None:
@@ -114,15 +134,22 @@ def with_network(hardware: HardwareSpec, kind: str, where: str = "network", keep
         known = list(machines().networks)
         raise SpecError(f"{where}: unknown {kind[:60]!r}", f"one of {', '.join(known)}{nearest(kind, known)}")
 
+    named = {"name": "infiniband" if kind == "ib" else kind}
+    hardware = _on_tiers(hardware, row.tier, keeps)
+    inner, *outer = hardware.tiers
+    outer = [tier.model_copy(update=named) if tier.name in _NETWORK_NAMES and not keeps else tier for tier in outer]
+    return hardware.model_copy(update={"network": kind, "tiers": (inner, *outer)})
+
+
+def _on_tiers(hardware: HardwareSpec, fields: dict[str, float | bool], keeps: bool = False) -> HardwareSpec:
+    """The profile with fields of its tiers outside a node; with `keeps`, those that a tier states itself stay."""
+
     def on(tier: LinkTier) -> LinkTier:
         own = tier.model_fields_set if keeps else frozenset[str]()
-        update: dict[str, Any] = {name: value for name, value in row.tier.items() if name not in own}
-        if not keeps and tier.name in _NETWORK_NAMES:
-            update["name"] = "infiniband" if kind == "ib" else kind
-        return tier.model_copy(update=update | ({"source": f"{tier.source} {row.source}".strip()} if update else {}))
+        return tier.model_copy(update={name: value for name, value in fields.items() if name not in own})
 
     inner, *outer = hardware.tiers
-    return hardware.model_copy(update={"network": kind, "tiers": (inner, *map(on, outer))})
+    return hardware.model_copy(update={"tiers": (inner, *map(on, outer))})
 
 
 def with_host(hardware: HardwareSpec, name: str, where: str = "host") -> HardwareSpec:
@@ -134,6 +161,9 @@ def with_host(hardware: HardwareSpec, name: str, where: str = "host") -> Hardwar
             f"{where}: unknown {name[:60]!r}", f"one of {', '.join(machines().hosts)}{nearest(name, known)}"
         )
     kind, row = found
+    rented = find_instance(name)
+    if rented is not None and rented[1].network == hardware.network:
+        hardware = _on_tiers(hardware, rented[1].tier)
     efficiency = hardware.efficiency.model_copy(update={"host_us": row.host_us})
     return hardware.model_copy(
         update={"efficiency": efficiency, "host": hardware.host.model_copy(update={"kind": kind})}
@@ -142,7 +172,7 @@ def with_host(hardware: HardwareSpec, name: str, where: str = "host") -> Hardwar
 
 def made_instance(name: str, row: Instance, base: HardwareSpec) -> HardwareSpec:
     """The profile of an instance: its GPU's, on its network, beside its host."""
-    hardware = with_host(with_network(base, row.network), row.host)
+    hardware = _on_tiers(with_host(with_network(base, row.network), row.host), row.tier)
     inner, *outer = hardware.tiers
     rated = (inner, *(tier.model_copy(update={"gb_per_s": row.gb_per_s}) for tier in outer))
     source = f"{base.source} {row.source}"

@@ -172,6 +172,8 @@ class ModelSpec(Spec):
     """Attention to a window and to compressed keys, on all layers (DeepSeek-V4); null where there is none."""
     num_residual_streams: PositiveInt = Field(default=1, le=64)
     """Streams of the residual that hyper-connections mix (DeepSeek-V4: hc_mult); 1 for a plain sum."""
+    attn_res_block_size: PositiveInt | None = None
+    """Layers between snapshots of the residual, to all of which every half layer attends (Kimi-K3); null for none."""
     mamba: MambaSpec | None = None
     """State-space mixers; null where there are none."""
     linear_attention: LinearAttentionSpec | None = None
@@ -287,9 +289,15 @@ class ModelSpec(Spec):
         return self.model_copy(update=heads)
 
     @property
-    def residual_size(self) -> int:
-        """Features of a token between layers: hidden_size, for each of the residual's streams."""
-        return self.num_residual_streams * self.hidden_size
+    def residual_size(self) -> float:
+        """Features of a token between layers: hidden_size, for each of the residual's streams and mean snapshots."""
+        return (self.num_residual_streams + self.mean_snapshots) * self.hidden_size
+
+    @property
+    def mean_snapshots(self) -> float:
+        """Snapshots of the residual that the mean layer attends to."""
+        block = self.attn_res_block_size
+        return 0.0 if block is None else sum(layer // block + 1 for layer in range(len(self.layers))) / len(self.layers)
 
     @property
     def rotary_dim(self) -> int:

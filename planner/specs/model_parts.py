@@ -108,6 +108,8 @@ class LinearAttentionSpec(Spec):
     """Taps of the convolution over queries, keys and values; null for none (lightning attention)."""
     gate_rank: PositiveInt | None = None
     """Rank of the projections to the forget gate and the output gate (Kimi delta attention); null: they are full."""
+    full_output_gate: bool = False
+    """The output gate has a full projection beside a forget gate of low rank (Kimi-K3)."""
     chunk_size: PositiveInt = 64
     """Tokens of a chunk of the algorithm."""
 
@@ -152,6 +154,8 @@ class IndexerSpec(Spec):
     """Width of such a head."""
     index_topk: PositiveInt
     """Keys that each query attends to."""
+    weighs_heads: bool = True
+    """A weight for each head and token, of a projection of its own (not in MiniMax-M3)."""
 
 
 AttentionKind = Literal[
@@ -161,7 +165,7 @@ AttentionKind = Literal[
 """Ways to mix tokens. `indexed` layers choose the keys that they attend to, `sparse` ones take an earlier layer's
 choice; `full_mamba2` layers attend and scan side by side."""
 MlpKind = Literal["dense", "moe", "none"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu", "situ"]
 
 NEEDS: dict[AttentionKind, str] = {
     "sliding": "sliding_window", "chunked": "attention_chunk_size", "indexed": "indexer", "sparse": "indexer",
@@ -222,6 +226,8 @@ class MoESpec(Spec):
     """Experts beside the routed ones that give a token back as it is (LongCat)."""
     latent_size: PositiveInt | None = None
     """Width to which tokens are projected before they are sent to experts (Nemotron 3 Super); null: hidden_size."""
+    latent_norm: bool = False
+    """A norm over what experts give in that width, before it is projected back (Kimi-K3)."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
 
@@ -302,6 +308,10 @@ class RopeScalingSpec(Spec):
         return growth + 1
 
 
+Scaling = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+"""Values that share a scale: a tensor, a row, a block of 128 × 128 (1 × 128 of activations), 32, or 16."""
+
+
 class TrainingDefaults(Spec):
     """The training that the model was published with; used where the user says nothing."""
 
@@ -309,6 +319,8 @@ class TrainingDefaults(Spec):
     """Tokens of a sequence."""
     tokens_per_step: PositiveInt
     """Tokens of an optimizer step."""
+    scaling: Scaling | None = None
+    """The scales of its products in 8 bits; null where it was trained in 16, or nothing says."""
     optimizer: OptimizerDefaults | None = None
     """How its weights were learned."""
     source: str = ""

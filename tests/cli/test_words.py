@@ -1,4 +1,4 @@
-"""A job in its user's words: numbers with suffixes, nodes, all weights of a model, tokens of a time or a sum."""
+"""A job in its user's words: nodes, all weights of a trained model, tokens of a time or a sum."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def test_a_named_network_moves_the_tiers_outside_a_node_alone() -> None:
     base = load_hardware("h100")
     efa = with_network(base, "efa")
     assert efa.tiers[0] == base.tiers[0]
-    assert efa.tiers[1].all_to_all_fraction < base.tiers[1].all_to_all_fraction
+    assert efa.tiers[1].is_host_driven
+    assert efa.tiers[1].all_to_all_gb_per_s is not None
     assert with_network(base, "ib").tiers[1].efficiency_fraction == base.tiers[1].efficiency_fraction
 
 
@@ -48,7 +49,7 @@ def test_a_profile_may_name_its_network_and_host(tmp_path) -> None:  # type: ign
     row = machines().networks["efa"].tier
     assert mine.efficiency.host_us == machines().hosts["epyc-7r13"].host_us
     assert mine.tiers[1].latency_us == 8
-    assert mine.tiers[1].all_to_all_fraction == row["all_to_all_fraction"]
+    assert mine.tiers[1].all_to_all_gb_per_s == row["all_to_all_gb_per_s"]
 
 
 def test_what_a_run_says_of_its_machines_is_no_switch() -> None:

@@ -20,8 +20,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice
 from planner.months.closed_form import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 from planner.months.losses import Fact, Losses, Taken, losses_of, stated
-from planner.search.case import Case
-from planner.search.deadline import Deadline
+from planner.search.case import Case, Deadline
 from planner.search.recipes import pinned
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
@@ -193,7 +192,8 @@ class ResumedJob:
         cluster = (cluster or old.cluster).changed(num_gpus=num_gpus)
         limits = limits or SearchLimits()
         case = Case(old.model.spec, cluster, training or old.training, old.runtime_spec, limits)
-        case = pinned(case).limited(switches="default")
+        # a job that runs has consented to what it runs with
+        case = pinned(case.limited(allow=(*limits.allow, "bf16_gradients"))).limited(switches="default")
         job = cls(old, case, tuple(axis for axis in AXES if axis in keep), Deadline(limits.time_limit_s))
         job.pins(job.keep)
         return job

@@ -27,6 +27,13 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         yield from _qkv(model, shape, runtime)
     else:
         yield from latent_qkv(model, model.mla, shape, runtime)
+        if model.attn_output_gate:
+            gates = model.num_attention_heads * model.mla.v_head_dim / shape.tp
+            product = Operator(
+                name="output gate", kind="gemm", m=shape.tokens, n=gates, k=model.hidden_size,
+                parameters=gates * model.hidden_size,
+            )  # fmt: skip
+            yield from enter_tp("output gate", [product], model.hidden_size, shape, runtime)
     if kind.attention == "indexed":
         yield from indexer(model, shape, runtime)
     yield from core_attention(model, kind, shape, runtime)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.layer.hyper_connections import gather_streams, spread_streams
+from planner.physics.layer.hyper_connections import attend_snapshots, gather_streams, spread_streams
 from planner.physics.operators import BF16, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
@@ -173,6 +173,8 @@ def enter_half(
     """The norm before half a layer; where there is none, the input itself, which the first products keep."""
     if model.num_residual_streams > 1:
         yield from gather_streams(name, model, shape, runtime)
+    if model.attn_res_block_size is not None:
+        yield attend_snapshots(name, model, shape, runtime)
     if model.pre_norms:
         yield norm(
             f"{name} norm", model.hidden_size, shape.shard_tokens, model, runtime,

@@ -1,6 +1,11 @@
-"""Residual streams that learned maps mix (manifold-constrained hyper-connections, DeepSeek-V4 2026, §2.2)."""
+"""Residuals that are more than a sum: streams mixed by learned maps, and attention to snapshots of earlier layers.
+
+Manifold-constrained hyper-connections are DeepSeek-V4's (2026, §2.2), attention residuals Kimi-K3's (2026).
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from planner.physics.operators import BF16, FP32, Operator, Saved
 from planner.shape import Number, Shape
@@ -30,12 +35,19 @@ def spread_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSp
     """The streams of the next half: the old ones mixed, plus the half's output weighted for each."""
     width = model.num_residual_streams * model.hidden_size
     spread = _passes(f"{name} streams out", (width + model.hidden_size, width), shape, runtime)
-    kept = Saved("half output", (shape.shard_tokens, model.hidden_size))
-    return Operator(
-        name=spread.name, kind="elementwise", family="residual", forward_bytes=spread.forward_bytes,
-        backward_bytes=spread.backward_bytes, forward_kernels=spread.forward_kernels,
-        backward_kernels=spread.backward_kernels, saved=(kept,),
-    )  # fmt: skip
+    return replace(spread, saved=(Saved("half output", (shape.shard_tokens, model.hidden_size)),))
+
+
+def attend_snapshots(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Operator:
+    """The sum of the residual and its snapshots that half a layer reads, by a softmax over one score a row.
+
+    A row's score is a product of its norm and a vector of h weights; the norm has h weights too. Snapshots are kept
+    where they are taken, and what is mixed by the norm behind.
+    """
+    rows, hidden, tokens = 1 + model.mean_snapshots, model.hidden_size, shape.shard_tokens
+    mixed = _passes(f"{name} snapshots", (2 * rows * hidden, hidden), shape, runtime)
+    kept = (Saved("residual", (tokens, hidden)), Saved("scores", (tokens, rows), dtype="fp32"))
+    return replace(mixed, parameters=2 * hidden, saved=kept)
 
 
 def join_streams(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, Operator]:

@@ -24,11 +24,9 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
     assert spec is not None
     tokens, heads, width = shape.tokens, spec.index_n_heads, spec.index_head_dim
     rank = (model.mla.q_lora_rank if model.mla is not None else None) or model.hidden_size
-    for name, columns, inputs in (
-        ("index q", heads * width, rank),
-        ("index k", width, model.hidden_size),
-        ("index weights", heads, model.hidden_size),
-    ):
+    weights = (("index weights", heads, model.hidden_size),) if spec.weighs_heads else ()
+    products = (("index q", heads * width, rank), ("index k", width, model.hidden_size), *weights)
+    for name, columns, inputs in products:
         yield Operator(
             name=name, kind="gemm", wide=True, m=tokens, n=columns, k=inputs, parameters=columns * inputs,
             saved=(Saved(name, (tokens, columns)),),

@@ -315,6 +315,57 @@ MIXTURE_ARCHITECTURES: dict[str, Architecture] = {
         derive=(d.activation, d.attention_bias, _SHARED, sections.indexer, sections.compressed_attention),
         fixed={"router_bias": True, "attention_sinks": True, **ROTARY},
     ),
+    "granitemoe_swa": GRANITE_MOE.like(
+        lists.window(lists.cwm_full), defaults={"sliding_window": 128}, attention_sinks=True
+    ),
+    "sarvam_moe": _GLM4_MOE.like(
+        keys=keys(num_experts=("n_routed_experts", "num_experts")),
+        defaults={"num_hidden_layers": 19, "num_attention_heads": 64, "num_key_value_heads": 4, "vocab_size": 262144,
+                  "intermediate_size": 8192, "moe_intermediate_size": 1024, "num_experts_per_tok": 6, "head_dim": 64,
+                  "num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0, "routed_scaling_factor": 2.5,
+                  "rms_norm_eps": 1e-6, "rope_theta": 8e6},
+        qk_norm=True,
+    ),
+    "sarvam_mla": _DEEPSEEK_V3.like(
+        defaults={"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 64, "vocab_size": 262144,
+                  "intermediate_size": 16384, "n_routed_experts": 128, "first_k_dense_replace": 1,
+                  "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    ),
+    "mellum": Architecture(
+        keys=DENSE | MOE,
+        defaults=sizes(28, 2304, 32, 4, 98304, intermediate_size=7168, num_local_experts=64, num_experts_per_tok=8,
+                       moe_intermediate_size=896, head_dim=128, sliding_window=1024, router_aux_loss_coef=0.001,
+                       **NORMED),
+        derive=(d.activation, d.attention_bias, lists.window(lists.always), lists.moe_layers(lists.always)),
+        fixed={"qk_norm": True, **ROTARY},
+    ),
+    "flint": Architecture(
+        keys=DENSE | MOE | keys("shared_expert_intermediate_size"),
+        defaults=sizes(49, 2048, 32, 4, 150144, intermediate_size=6144, num_experts=256, num_experts_per_tok=6,
+                       moe_intermediate_size=512, shared_expert_intermediate_size=1024, decoder_sparse_step=1,
+                       sliding_window=513, head_dim=128, mlp_only_layers=[0, 1], router_aux_loss_coef=0.0005, **NORMED),
+        derive=(d.activation, d.attention_bias, lists.window(lists.always), lists.moe_layers(lists.qwen_moe)),
+        fixed={"qk_norm": True, "attention_sinks": True, **ROTARY},
+    ),
+    "cohere2_moe": DENSE_ARCHITECTURES["cohere2"].like(
+        d.shared_experts("num_shared_experts", "intermediate_size"), lists.moe_layers(lists.always),
+        keys=keys("num_experts_per_tok", num_experts=("num_experts", "num_local_experts"),
+                  moe_intermediate_size="intermediate_size"),
+        defaults={"num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0, "intermediate_size": 22528,
+                  **NORMED},
+    ),
+    "minimax_m3_vl_text": Architecture(
+        keys=DENSE | MOE | keys("swiglu_limit", "routed_scaling_factor", intermediate_size="dense_intermediate_size",
+                                moe_intermediate_size="intermediate_size",
+                                shared_expert_intermediate_size="shared_intermediate_size"),
+        defaults=sizes(60, 6144, 64, 4, 200064, dense_intermediate_size=12288, intermediate_size=3072, head_dim=128,
+                       num_local_experts=128, num_experts_per_tok=4, shared_intermediate_size=3072, rotary_dim=64,
+                       index_n_heads=4, index_head_dim=128, index_block_size=128, index_topk_blocks=16,
+                       swiglu_limit=7.0, rope_theta=5e6, scoring_func="sigmoid", router_aux_loss_coef=0.001,
+                       **ROUTED | {"routed_scaling_factor": 2.0}),
+        derive=(d.attention_bias, sections.minimax_m3, lists.moe_layers(lists.minimax_m3_moe)),
+        fixed={"router_bias": True, "qk_norm": True, "zero_centered_norm": True, **ROTARY},
+    ),
     "step3_text": _STEP3,
     "step3p5": _STEP3.like(
         sections.step_layers,

@@ -87,7 +87,7 @@ _UNWRITTEN: tuple[tuple[str, Callable[[ModelSpec], bool], str], ...] = (
     ("query_rank", lambda m: m.query_rank is not None, "low-rank queries beside full keys"),
     ("norm_weight", lambda m: not m.norm_weight, "norms without weights"),
     ("head_bias", lambda m: m.head_bias, "biases in the head"),
-    ("activation", lambda m: m.activation == "xielu", "xIELU"),
+    ("activation", lambda m: m.activation in ("xielu", "situ"), "xIELU or SiTU"),
     ("latent_size", lambda m: m.moe is not None and m.moe.latent_size is not None, "experts on latents"),
     ("num_zero_experts", lambda m: m.moe is not None and m.moe.num_zero_experts > 0, "experts that do nothing"),
     ("expert_norms", lambda m: m.moe is not None and m.moe.expert_norms, "norms around experts"),
