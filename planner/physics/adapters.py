@@ -14,7 +14,7 @@ from itertools import chain
 from planner.physics.adapter_split import Split, frozen_exchange
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Shape
-from planner.specs.finetuning import AdapterSpec
+from planner.specs.finetuning import EXPERTS, AdapterSpec
 from planner.trainers.spec import RuntimeSpec
 
 _OPERATORS = {
@@ -62,7 +62,8 @@ def without_adapters(items: Sequence[Item]) -> tuple[Item, ...]:
 def _targets(adapters: AdapterSpec, runtime: RuntimeSpec) -> frozenset[str]:
     """Names of the products with an adapter."""
     fused = _FUSED if runtime.fused_projections else {}
-    return frozenset(name for module in adapters.modules for name in fused.get(module, _OPERATORS[module]))
+    named = {*adapters.modules, *(EXPERTS if runtime.adapts_experts and adapters.adapts_mlps else ())}
+    return frozenset(name for module in named for name in fused.get(module, _OPERATORS[module]))
 
 
 def _read_by_adapters(items: Sequence[Item], targets: frozenset[str]) -> frozenset[int]:

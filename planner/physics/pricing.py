@@ -29,6 +29,7 @@ from planner.physics.adapters import adapted, without_adapters
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.exchanges import Exchanges
 from planner.physics.kernels import streams, updates
+from planner.physics.layer.moe import with_fullest_kept
 from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block
 from planner.physics.offload import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
@@ -173,7 +174,7 @@ class Pricing:
         known = self._known_of(shape)
         if kind not in known:
             items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
-            known[kind] = self.as_trained(items, shape)
+            known[kind] = self.as_trained(self._in_fullest_step(items, shape), shape)
         layer: tuple[Item, ...] = known[kind]
         return layer
 
@@ -199,7 +200,13 @@ class Pricing:
 
     def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
-        return self.as_trained(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
+        items = mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance)
+        return self.as_trained(self._in_fullest_step(items, shape), shape)
+
+    def _in_fullest_step(self, items: Sequence[Item], shape: Shape) -> Sequence[Item]:
+        """Items whose experts keep what the fullest rank keeps in the step that decides its memory."""
+        mean, peak = self.training.moe_imbalance, self.training.moe_peak_imbalance
+        return items if peak is None or peak <= mean else with_fullest_kept(items, peak / mean, shape)
 
     def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of the embedding."""

@@ -63,7 +63,9 @@ class TrainingSpec(Spec):
     tokens: PositiveFloat | None = Field(default=None, le=1e18)
     """Tokens of the whole training run, for days and cost."""
     moe_imbalance: PositiveFloat = Field(default=1.0, ge=1.0, le=100.0)
-    """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
+    """Tokens on the most loaded expert rank over the mean, as the mean of all layers and steps: 1 is forced balance."""
+    moe_peak_imbalance: PositiveFloat | None = Field(default=None, ge=1.0, le=100.0)
+    """The same in the layers and steps that decide a rank's memory; given none, no more than in the mean."""
     straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
     """Share by which the slowest rank computes slower than the profile says."""
     document_lengths: tuple[DocumentLength, ...] | None = Field(default=None, min_length=1, max_length=1000)

@@ -268,6 +268,9 @@ class Memory(Group):
 class FineTuning(Group):
     """Frozen weights, the adapters beside them, and the forwards that an objective adds."""
 
+    adapts_experts: bool = False
+    """`all-linear` and `mlp` put adapters beside routed experts too (Megatron's linear_fc1 and linear_fc2 are theirs as
+    well); without: those are named (peft: the weights of all experts are one tensor and no nn.Linear)."""
     frozen_weight_bytes: Rate = 2.0
     """Bytes per frozen weight of a linear layer (`for_adapters`)."""
     frozen_wide_bytes: Rate = 2.0
@@ -389,6 +392,9 @@ class Overlaps(Group):
     sends_tokens_once: bool = False
     """The dispatcher sends a token to a node once and there to a rank once, however many of its experts they hold
     (DeepEP, HybridEP)."""
+    natural_imbalance: Rate = 1.0
+    """Tokens of the fullest expert rank over the mean in runs of this trainer that do not say how they route: above 1
+    where nothing forces a balance."""
     visits_experts_in_rows: bool = False
     """A benchmark's gate sends each token to experts that stand in a row, so that it visits one or two ranks."""
 
