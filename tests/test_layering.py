@@ -82,7 +82,7 @@ ALLOWED = {
     # layout on the screen again, searches, and shows and exports what is found
     "serve": {
         "errors", "shape", "specs", "trainers", "schedule", "answer", "plan_file", "layout", "search",
-        "report", "export",
+        "report", "export", "decide.check",
     },
     # a log's argument dump is a configuration that the importer reads; a run that was read is priced, and changed by
     # what would help; a run that calibrates is believed as a probe is, and one that is kept holds its plan
@@ -97,6 +97,8 @@ EXTERNAL = {
     "jinja2": {"export/trainer_files.py"},
     "pulp": {"search/ilp"},
     "torch": {"probe", "profile"},
+    "mcp": {"serve/mcp_server.py"},
+    "mcp_types": {"serve/mcp_server.py"},
     "starlette": {"serve"},
     "uvicorn": {"serve"},
 }

@@ -95,6 +95,9 @@ COMMANDS = {
         "serve_command",
         "Serve the planner as a page: controls change the plan, its memory and its timeline",
     ),
+    "mcp": CommandRow(
+        "planner.cli.mcp_command", "mcp_command", "Offer the planner to agents as tools of the Model Context Protocol."
+    ),
     "trace": CommandRow(
         "planner.cli.views",
         "trace_command",
