@@ -25,7 +25,7 @@ auxiliary loss alone balances the experts. Qwen3 235B on 256 H100, forced and na
 DeepSeek-V3 on 256 to 8,192 GB300 (MLPerf v6.0) within 8%, Moonlight and Nemotron 3.5 within 7%."""
 
 TAIL = 1.25
-"""The excess of the fullest step of the fullest layer over that of all in the mean. A first guess, fitted to nothing."""
+"""The excess of the fullest step of the fullest layer over that of all in the mean. A guess, fitted to nothing."""
 
 
 def runtime_of_its_day(
