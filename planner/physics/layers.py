@@ -208,7 +208,8 @@ def model_totals(
     Of attention, FLOPs count that stay within `documents`.
     """
     shape = Shape(seq_length=seq_length)
-    plain = runtime.model_copy(update={"flash_attention": True, "vocab_divisible_by": 1, "balances_in_buffers": False})
+    plainly = {"flash_attention": True, "fuses_sparse_attention": True, "vocab_divisible_by": 1}
+    plain = runtime.model_copy(update=plainly | {"balances_in_buffers": False})
     parts = [(decoder_layer(model, kind, shape, plain), model.layers.count(kind)) for kind in model.kinds]
     shares = model.tie_word_embeddings
     parts += [(embedding(model, shape, plain), 1), (head(model, shape, plain, shares_embedding=shares), 1)]

@@ -74,6 +74,9 @@ class Kernels(Group):
     """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first.
 
     `sdpa`: as `trainers.torch_attention` says of torch's own attention; behind a hyphen the kernel that torch took."""
+    fuses_sparse_attention: bool = False
+    """A kernel scores keys and attends to the chosen ones alone; without: scores of all keys are written to memory, of
+    the indexer and of attention, and masked (Megatron-LM, transformer/experimental_attention_variant/dsa.py)."""
     deterministic: bool = False
     """Kernels add up in a fixed order, so that two runs give the same bits."""
     fused_norm: bool = True

@@ -33,8 +33,11 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     # exchanging heads for tokens, both the kernel's output and what comes back from the exchange are kept
     copies = where(shape.cp > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
     output = Saved("output", (copies, shape.tokens, heads, v_dim))
-    if not runtime.flash_attention:
-        yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output)
+    masks_scores = kind.attention in ("indexed", "sparse") and not runtime.fuses_sparse_attention
+    if masks_scores or not runtime.flash_attention:
+        yield from _unfused_core(
+            shape, runtime, heads, qk_dim, v_dim, sinks, output, "fp32" if masks_scores else "bf16"
+        )
         return
     core, span = ("core_attn",), shape.seq_length
     gathered = shape.tokens * (shape.cp - 1), kv_heads, qk_dim + v_dim
@@ -118,15 +121,34 @@ def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_d
 
 
 def _unfused_core(
-    shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved
+    shape: Shape,
+    runtime: RuntimeSpec,
+    heads: Number,
+    qk_dim: int,
+    v_dim: int,
+    sinks: Number,
+    output: Saved,
+    dtype: str = "bf16",
 ) -> Iterator[Operator]:
-    """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities."""
+    """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities.
+
+    In fp32 a mask of the chosen keys is added to the scores in a pass of its own.
+    """
     core, q_len = ("core_attn",), shape.seq_length / shape.cp
     count = shape.micro_batch_size * heads
-    scores = Saved("probabilities", (count, q_len, shape.seq_length), core)
+    masked = 3 if dtype == "fp32" else 0
+    scores = Saved("probabilities", (count, q_len, shape.seq_length), core, dtype)
     dropout = (scores._replace(name="dropped probabilities"), scores._replace(name="mask", dtype="uint8"))
     yield Operator(
-        name="scores", kind="gemm", modules=core, weight=False, count=count, m=q_len, n=shape.seq_length, k=qk_dim
+        name="scores",
+        kind="gemm",
+        modules=core,
+        weight=False,
+        count=count,
+        m=q_len,
+        n=shape.seq_length,
+        k=qk_dim,
+        in_fp32=masked > 0,
     )
     yield Operator(
         name="softmax",
@@ -134,7 +156,7 @@ def _unfused_core(
         family="softmax",
         modules=core,
         # scale, mask and softmax in one kernel; dropout reads and writes once more
-        forward_bytes=scores.num_bytes * (4.5 if runtime.dropout else 2),
+        forward_bytes=scores.num_bytes * ((4.5 if runtime.dropout else 2) + masked),
         backward_bytes=scores.num_bytes * (5.5 if runtime.dropout else 3),
         forward_kernels=2 if runtime.dropout else 1,
         backward_kernels=2 if runtime.dropout else 1,
@@ -157,6 +179,7 @@ def _unfused_core(
         kind="gemm",
         modules=core,
         weight=False,
+        in_fp32=masked > 0,
         count=count,
         m=q_len,
         n=v_dim,

@@ -37,7 +37,10 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
         parameters=INDEX_NORM_PARAMETERS * width,
         saved=(Saved("statistics", (2, tokens), dtype="fp32"), Saved("index k normed", (tokens, width))),
     )  # fmt: skip
-    yield scores(spec, shape, shape.seq_length)
+    if runtime.fuses_sparse_attention:
+        yield scores(spec, shape, shape.seq_length)
+    else:
+        yield from _written_scores(spec, shape)
     yield choice(spec, shape, shape.seq_length)
 
 
@@ -46,6 +49,20 @@ def scores(spec: IndexerSpec, shape: Shape, keys: Number) -> Operator:
     return Operator(
         name="index scores", kind="attention", batch=shape.micro_batch_size, heads=spec.index_n_heads, kv_heads=1,
         q_len=shape.seq_length / shape.cp, kv_len=keys, qk_dim=spec.index_head_dim, v_dim=0,
+    )  # fmt: skip
+
+
+def _written_scores(spec: IndexerSpec, shape: Shape) -> Iterator[Operator]:
+    """The same in fp32, head by head in memory, where they are cut off at zero, weighted and summed."""
+    keys, core = shape.seq_length, ("core_attn",)
+    written = Saved("index scores", (shape.tokens, spec.index_n_heads, keys), core, dtype="fp32")
+    yield Operator(
+        name="index scores", kind="gemm", weight=False, in_fp32=True, modules=core, count=shape.micro_batch_size,
+        m=keys / shape.cp * spec.index_n_heads, n=keys, k=spec.index_head_dim, saved=(written,),
+    )  # fmt: skip
+    yield Operator(
+        name="index sum", kind="elementwise", family="router", modules=core, forward_bytes=5 * written.num_bytes,
+        backward_bytes=4 * written.num_bytes, forward_kernels=3, backward_kernels=3,
     )  # fmt: skip
 
 
