@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from planner.physics.kernels.attention import ATTENTION_BACKWARD_KERNELS, attention_s
-from planner.physics.kernels.products import cast_s, gemm_s, is_narrow
-from planner.physics.kernels.streams import PassSeconds, stream_s
-from planner.physics.layer.scans import SCAN_STREAM_FRACTION, scan_flops_s
+from planner.physics.kernels import (
+    ATTENTION_BACKWARD_KERNELS,
+    PassSeconds,
+    attention_s,
+    cast_s,
+    gemm_s,
+    is_narrow,
+    stream_s,
+)
+from planner.physics.layer.recurrent import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.physics.operators import BF16, Operator
 from planner.physics.remember import content, remembered
 from planner.shape import Number, maximum

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.physics.layers import decoder_layer, embedding
-from planner.physics.offload import OFFLOADED, is_decoder_layer, offloaded_bytes, shown_s
+from planner.physics.memory import OFFLOADED, is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec

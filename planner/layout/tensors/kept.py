@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.physics.memory import GRAPH_POOL
-from planner.physics.offload import is_decoder_layer, offloaded
+from planner.physics.memory import GRAPH_POOL, is_decoder_layer, offloaded
 from planner.physics.operators import NARROW_BYTES, Item, Saved, operators_of
 from planner.physics.pricing import Pricing
 from planner.shape import Shape

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.layer.blocks import cast_copy, norm
-from planner.physics.layer.dense_mlp import activation_of, dense_mlp
+from planner.physics.layer.blocks import activation_of, cast_copy, dense_mlp, norm
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
