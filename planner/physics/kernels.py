@@ -12,9 +12,9 @@ from planner.shape import Number, ceil, maximum, minimum, where
 from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import MICRO
+from planner.trainers.documents import torch_choice
 from planner.trainers.optimizers import OPTIMIZERS
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.torch_attention import torch_choice
 
 
 class PassSeconds(NamedTuple):

@@ -12,8 +12,8 @@ from planner.physics.operators import BF16, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
+from planner.trainers.documents import head_dims
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.torch_attention import head_dims
 
 
 def latent_qkv(model: ModelSpec, mla: MLASpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:

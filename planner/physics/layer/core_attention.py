@@ -8,8 +8,8 @@ from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Sa
 from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import IndexerSpec
+from planner.trainers.documents import calls_flash, head_dims, window_of
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.torch_attention import calls_flash, head_dims, window_of
 
 INDEX_NORM_PARAMETERS = 2
 """Weight and bias of the LayerNorm over a key of the indexer."""
