@@ -195,7 +195,7 @@ class Memory(Group):
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offloads_masters: bool = False
-    """fp32 masters leave the GPU with the states (ZeRO-Offload); without: the GPU keeps them."""
+    """fp32 masters leave the GPU with the states (ZeRO-Offload, Megatron); without: the GPU keeps them."""
     host_adam_bytes: Rate = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
