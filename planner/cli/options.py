@@ -361,9 +361,7 @@ Straggler = Annotated[
 
 Assume = Annotated[
     str | None,
-    text(
-        ASSUMED, "--assume", "NAME=X,…", "The runtime's …overlap… fields, network_gb_per_s, or switches as in --switch."
-    ),
+    text(ASSUMED, "--assume", "NAME=X,…", "The runtime's …overlap… fields, network_gb_per_s, host_us, or switches."),
 ]
 
 Calibration = Annotated[
