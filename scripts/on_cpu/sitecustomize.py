@@ -98,10 +98,19 @@ def widths_of_latents(module):
 
 
 def plain_cpu(module):
-    """torchtitan asks its device's type for a backend and kernels: those of a CPU."""
+    """torchtitan asks its device's type for a backend and kernels: those of a CPU, whose FlexAttention is eager."""
     import torch
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
+    from torch.nn.attention import flex_attention
 
-    module.device_type, torch.cuda.is_available = CPU, lambda: False
+    factors = fsdp._get_gradient_divide_factors
+    # gloo sums, and divides nothing
+    fsdp._get_gradient_divide_factors = lambda *args: factors(*args[:5], True)
+    flex_attention._validate_device = lambda *args: None
+    # of torch above 2.13
+    torch.distributed.set_timeout = lambda *args: None
+    module.device_type = CPU
+    torch.cuda.is_available, torch.cuda.current_device = lambda: False, lambda: 0
 
 
 CHANGED = {

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from planner.answer import Plan
+from planner.export.environment import network_of
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.trainer_files import (
     ExportFile,
@@ -24,6 +25,8 @@ from planner.export.trainer_files import (
 )
 
 PREFLIGHT = "preflight.py"
+SHARED_BYTES = 2**27
+"""Memory in /dev/shm that a rank's exchanges and loaders take at least; containers begin with 64 MiB for all."""
 _NO_CHECKS = 'json.loads("{}")'
 
 
@@ -35,6 +38,9 @@ def preflight(plan: Plan, command: LaunchCommand) -> ExportFile:
         "packages": [asdict(requirement) for requirement in command.requirements],
         "placeholders": [asdict(placeholder) for placeholder in command.placeholders],
         "trainer": asdict(command.trainer),
+        "network": {"kind": plan.cluster.hardware.network, **row} if (row := network_of(plan)).get("devices") else {},
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "shared_bytes": gpus * SHARED_BYTES,
     }
     source = Path(__file__).with_name("node_check.py").read_text(encoding="utf-8")
     before, found, after = source.partition(_NO_CHECKS)

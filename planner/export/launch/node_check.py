@@ -1,16 +1,19 @@
-"""Looks at one node before any rank starts: GPUs, packages, the trainer's version, and what the user fills in.
+"""Looks at one node before any rank starts, in ten seconds: GPUs, driver, packages, links, disk, clock, processes.
 
 This file is exported as preflight.py, with the checks of one plan in CHECKS; it needs nothing but Python.
-Each missing thing is one line on stderr, and the exit status is then 1.
+Each missing thing is one line on stderr that names the node, and the exit status is then 1.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import runpy
 import shutil
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -127,6 +130,83 @@ def missing_gpus() -> str:
     return f"{wanted} GPUs wanted on this node, {found} found" if found < wanted else ""
 
 
+def said_by(*words: str) -> str:
+    """The text that a program of the system prints; empty where it is missing, fails or takes two seconds."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=2)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def busy_gpus() -> str:
+    """The reason why GPUs are not free: other processes that hold more memory than a context."""
+    held = said_by("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+    rows = [line.split(",") for line in held.splitlines() if line.count(",") == 1]
+    pids = [pid.strip() for pid, used in rows if used.strip().isdigit() and int(used) > 1024]
+    return f"processes {', '.join(pids[:4])} hold memory of the GPUs" if pids else ""
+
+
+def wrong_driver() -> str:
+    """The reason why torch cannot use the driver; empty where it can, or where no GPU is looked for."""
+    if "cpu" in sys.argv[1:] or not Path("/dev/nvidiactl").exists():
+        return ""
+    if not said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"):
+        return "the driver of the GPUs does not answer (nvidia-smi)"
+    try:
+        torch = importlib.import_module("torch")
+        torch.cuda.init()
+    except Exception as error:
+        return f"torch cannot use the driver of the GPUs ({str(error).splitlines()[0]})"
+    return ""
+
+
+def wrong_network() -> str:
+    """The reason why ranks of this node would not reach the others' as planned: no card, a port that is down."""
+    wanted = CHECKS["network"]
+    folder = Path(wanted.get("devices") or "/")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return f"no card of the planned network {wanted['kind']} in {folder}"
+    for port in sorted(folder.glob("*/ports/*")):
+        layer, state = (port / name for name in ("link_layer", "state"))
+        is_planned = wanted.get("link_layer") in (None, layer.read_text().strip() if layer.is_file() else None)
+        if is_planned and state.is_file() and "ACTIVE" not in state.read_text():
+            return f"{port.parents[1].name} is down ({state.read_text().strip()})"
+    names = wanted.get("plugin", "").split()
+    if names and not any(map(loads, names)):
+        return f"NCCL has no plugin for {wanted['kind']} here: none of {', '.join(names)} can be loaded"
+    return ""
+
+
+def loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def wrong_machine() -> Iterator[str]:
+    """The reasons why a run would end early: no room for checkpoints, a clock that is not set, a port that is taken."""
+    folder = Path(os.environ.get("CHECKPOINTS", "").strip() or ".").absolute()
+    while not folder.exists():
+        folder = folder.parent
+    room, wanted = shutil.disk_usage(folder).free, CHECKS["checkpoint_bytes"]
+    if os.environ.get("MOCK") != "1" and room < 2 * wanted:
+        yield f"{folder} has room for {room / 2**30:,.0f} GiB, two checkpoints take {2 * wanted / 2**30:,.0f}"
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).total < CHECKS["shared_bytes"]:
+        yield f"/dev/shm has {shutil.disk_usage(shared).total / 2**20:,.0f} MiB, NCCL and loaders share more"
+    if "no" in said_by("timedatectl", "show", "-p", "NTPSynchronized", "--value"):
+        yield "the clock is not synchronised (timedatectl)"
+    if os.environ.get("NODE_RANK", os.environ.get("SLURM_NODEID", "0")) == "0":
+        port = int(os.environ.get("MASTER_PORT") or 29500)
+        with socket.socket() as listener:
+            listener.settimeout(1)
+            if listener.connect_ex(("127.0.0.1", port)) == 0:
+                yield f"port {port} is taken: MASTER_PORT names another"
+
+
 def problems() -> Iterator[tuple[str, str]]:
     """Each problem in words, empty where there is none, and the way to solve it."""
     if shutil.which("torchrun") is None:
@@ -135,6 +215,10 @@ def problems() -> Iterator[tuple[str, str]]:
         problem = missing_package(need)
         yield problem and f"{problem}, needed for {need['reason']}", need["hint"]
     yield missing_gpus(), ""
+    yield wrong_driver(), ""
+    yield busy_gpus(), "end them, or leave these GPUs out with CUDA_VISIBLE_DEVICES"
+    yield wrong_network() if CHECKS["network"] else "", ""
+    yield from ((problem, "") for problem in wrong_machine())
     for place in CHECKS["placeholders"]:
         if place["in_first_run"] or os.environ.get("MOCK") != "1":
             yield wrong_value(place), ""
@@ -152,8 +236,9 @@ def main() -> int:
     is_told_only = bool(found) and not sees_gpus()
     if is_told_only:
         found.append("no GPU is visible here: this is told, and nothing is stopped")
+    node = socket.gethostname()
     for line in found:
-        print(f"preflight: {line}", file=sys.stderr)
+        print(f"preflight: {node}: {line}", file=sys.stderr)
     return 1 if found and not is_told_only else 0
 
 
