@@ -162,6 +162,26 @@ def test_the_first_run_needs_no_data(planned: Planned, tmp_path: Path, machine: 
     assert not started(plan, tmp_path, machine | {"TOKENIZER": "gpt2"})[0], "where something is, it is training"
 
 
+@pytest.mark.parametrize(("seconds", "place"), [(1.0, "inside"), (1.5, "outside")])
+def test_the_first_run_prints_measured_beside_promised(
+    planned: Planned, tmp_path: Path, machine: dict[str, str], seconds: float, place: str
+) -> None:
+    plan = planned("llama-3.1-8b", 16)
+    ms = 1000 * seconds * plan.step.step_s
+    torchrun = f"for i in 1 2 3; do echo 'elapsed time per iteration (ms): {ms:.1f} |'; done"
+    (tmp_path / "torchrun").write_text(f"#!/usr/bin/env bash\n{torchrun}\nexit 3\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    for file in bundle_of(plan, "megatron").files:
+        (run / file.name).write_text(file.text)
+    environment = machine | {"MOCK": "1", "PREFLIGHT": "0"}
+    done = subprocess.run(["bash", str(run / "launch.sh")], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, "the run's own status"
+    assert f"{100 * (seconds - 1):+.1f}%, {place} the 80% interval" in done.stderr
+    assert "plan observe" in done.stderr
+    assert (run / "measured.log").read_text() == done.stdout
+
+
 def test_a_machine_without_a_gpu_is_told_and_not_stopped(
     planned: Planned, tmp_path: Path, machine: dict[str, str]
 ) -> None:

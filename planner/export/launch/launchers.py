@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from planner.answer import Plan
 from planner.export.environment import network_of
@@ -40,6 +41,7 @@ def preflight(plan: Plan, command: LaunchCommand) -> ExportFile:
         "trainer": asdict(command.trainer),
         "network": {"kind": plan.cluster.hardware.network, **row} if (row := network_of(plan)).get("devices") else {},
         "checkpoint_bytes": plan.checkpoint_bytes,
+        "promised": promised(plan),
         "shared_bytes": gpus * SHARED_BYTES,
     }
     source = Path(__file__).with_name("node_check.py").read_text(encoding="utf-8")
@@ -47,6 +49,18 @@ def preflight(plan: Plan, command: LaunchCommand) -> ExportFile:
     assert found
     # JSON in a literal of Python: no text of a plan can leave it
     return ExportFile(PREFLIGHT, f"{before}json.loads({json.dumps(json.dumps(checks))}){after}")
+
+
+def promised(plan: Plan) -> dict[str, Any]:
+    """The facts about a plan that a log is held against."""
+    return {
+        "layout": str(plan.parallelism),
+        "step_s": plan.step.step_s,
+        "step_s_interval": plan.step.step_s_interval,
+        "tokens_per_step": plan.training.tokens_per_step,
+        "global_batch_size": plan.training.global_batch_size,
+        "num_gpus": plan.parallelism.num_gpus_used,
+    }
 
 
 def nodes_of(plan: Plan) -> tuple[int, int, int]:

@@ -1,7 +1,12 @@
 """Looks at one node before any rank starts, in ten seconds: GPUs, driver, packages, links, disk, clock, processes.
 
-This file is exported as preflight.py, with the checks of one plan in CHECKS; it needs nothing but Python.
+This file is exported as preflight.py, with the checks of one plan in CHECKS; it needs nothing but Python 3.9.
 Each missing thing is one line on stderr that names the node, and the exit status is then 1.
+
+    python3 preflight.py --measured LOG     hold the steps in a first run's log against the plan
+    python3 rank_trials.py [FOLDER]         the same file without CHECKS: rank the layouts of trials.json by their logs
+
+A log's first steps are left out: they compile and allocate.
 """
 
 from __future__ import annotations
@@ -10,14 +15,17 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import runpy
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from re import Pattern
 from typing import Any
 
 CHECKS: dict[str, Any] = json.loads("{}")
@@ -225,8 +233,93 @@ def problems() -> Iterator[tuple[str, str]]:
     yield wrong_trainer(), ""
 
 
+SKIPPED = 5
+"""Steps at the beginning that are not counted, where as many others are left."""
+Trial = dict[str, Any]
+
+
+def per_gpu(found: str, trial: Trial) -> float:
+    """Seconds of a step at a rate of tokens per second and GPU."""
+    rate = float(found.replace(",", ""))
+    return float(trial["tokens_per_step"]) / (rate * trial["num_gpus"]) if rate else float("inf")
+
+
+SECONDS: tuple[tuple[Pattern[str], Callable[[str, Trial], float]], ...] = (
+    # Megatron-LM: elapsed time per iteration (ms): 3210.5
+    (re.compile(r"elapsed time per iteration \(ms\): *([\d.]+)"), lambda found, trial: float(found) / 1000),
+    # Megatron-Bridge: Step Time : 3.21s
+    (re.compile(r"[Ss]tep [Tt]ime *:? *([\d.]+) ?s"), lambda found, trial: float(found)),
+    # torchtitan: tps: 5,678 (tokens per second and GPU)
+    (re.compile(r"\btps: *(?:\x1b\[[\d;]*m)?([\d,]+)"), per_gpu),
+    # DeepSpeed: CurrSamplesPerSec=12.3
+    (re.compile(r"CurrSamplesPerSec=([\d.]+)"), lambda found, trial: trial["global_batch_size"] / float(found)),
+    # planner's own runner: step 12: 3.21 s
+    (re.compile(r"\bstep \d+: *([\d.]+) s\b"), lambda found, trial: float(found)),
+)
+
+
+def measured_s(place: Path, trial: Trial) -> tuple[float, int] | None:
+    """The median step of a log, or of a folder's that has most, and how many steps it rests on; None without any."""
+    best: list[float] = []
+    logs = sorted(path for end in ("*.log", "*.out", "*.txt") for path in place.rglob(end))
+    for path in logs or ([place] if place.is_file() else []):
+        text = path.read_text(errors="replace")
+        for pattern, seconds in SECONDS:
+            steps = [seconds(found, trial) for found in pattern.findall(text)]
+            if len(steps) > len(best):
+                best = steps
+    kept = best[SKIPPED:] if len(best) >= 2 * SKIPPED else best
+    return (statistics.median(kept), len(kept)) if kept else None
+
+
+def rank(root: Path) -> None:
+    """Print the trials of a folder by their measured steps, beside the predicted ones."""
+    trials = json.loads((root / "trials.json").read_text())["trials"]
+    rows = [(trial, measured_s(root / trial["folder"], trial)) for trial in trials]
+    rows.sort(key=lambda row: row[1][0] if row[1] else float("inf"))
+    print(f"{'trial':8} {'measured':>10} {'predicted':>10} {'off by':>8} {'tokens/s':>12}  layout")
+    for trial, found in rows:
+        predicted = trial["step_s"]
+        if found is None:
+            print(f"{trial['folder']:8} {'no log':>10} {predicted:8.3f} s {'':8} {'':12}  {trial['layout']}")
+            continue
+        seconds, count = found
+        rate = trial["tokens_per_step"] / seconds
+        off = f"{100 * (seconds / predicted - 1):+.1f}%"
+        times = f"{seconds:8.3f} s {predicted:8.3f} s {off:>8}"
+        print(f"{trial['folder']:8} {times} {rate:12,.0f}  {trial['layout']} ({count} steps)")
+    if not any(found for _, found in rows):
+        sys.exit(
+            "no trial has a log with step times: run them with run_trials.sh, or put their logs into their folders"
+        )
+
+
+def compare(log: Path) -> int:
+    """Print the step of a first run beside the promised one; 0 whether or not it is as fast."""
+    plan = CHECKS["promised"]
+    found = measured_s(log, plan)
+    if found is None:
+        # only the node that prints the steps has them
+        return 0
+    seconds, count = found
+    low, high = plan["step_s_interval"] or (plan["step_s"], plan["step_s"])
+    place = "inside" if low <= seconds <= high else "outside"
+    print(
+        f"first run: measured {seconds:.4g} s a step (median of {count}), promised {plan['step_s']:.4g} s: "
+        f"{100 * (seconds / plan['step_s'] - 1):+.1f}%, {place} the 80% interval of {low:.3g} to {high:.3g} s\n"
+        f"first run: plan observe {log} --plan PLAN.json says where the difference is, and corrects later plans",
+        file=sys.stderr,
+    )
+    return 0
+
+
 def main() -> int:
     """Print every problem; 1 if there are any, but for a machine without GPUs, where ranks cannot start anyway."""
+    if not CHECKS:
+        rank(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent))
+        return 0
+    if sys.argv[1:2] == ["--measured"]:
+        return compare(Path(sys.argv[2]))
     found = [f"{problem}: {hint}" if hint else problem for problem, hint in problems() if problem]
     left_out = [place["name"] for place in CHECKS["placeholders"] if not place["in_first_run"]]
     if found:
