@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.dialects import dialect
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
@@ -336,6 +337,9 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
             "features": _features(settings),
         },
     )
+    row = dialect("torchtitan")
+    imported.assumed = {name: str(value) for name, value in row.left_out(settings).items()}
+    imported.documented = row.documented
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
