@@ -149,9 +149,11 @@ def _of_fsdp(settings: Settings, config: ConfigFile, model: str, is_rl: bool) ->
     prefix = f"{actor}fsdp_config." if is_rl else "model.fsdp_config."
     _offload(imported, settings, prefix)
     fsdp = ("fsdp_size", "model_dtype", "dtype", "ulysses_sequence_parallel_size", "reshard_after_forward")
+    of_model = (
+        "enable_gradient_checkpointing", "enable_activation_offload", "lora_rank", "target_modules", "use_liger",
+    )  # fmt: skip
     read = (
-        *(f"{own}{name}" for name in ("enable_gradient_checkpointing", "enable_activation_offload", "lora_rank")),
-        *(f"{own}{name}" for name in ("target_modules", "use_liger", "fsdp_config.fsdp_size", "fsdp_config.model_dtype")),
+        *(f"{own}{name}" for name in (*of_model, "fsdp_config.fsdp_size", "fsdp_config.model_dtype")),
         *(f"{actor}fsdp_config.{name}" for name in fsdp), *(f"engine.{name}" for name in fsdp),
         f"{actor}ulysses_sequence_parallel_size", f"{actor}ppo_micro_batch_size_per_gpu", "use_remove_padding",
     )  # fmt: skip
