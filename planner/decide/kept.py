@@ -15,8 +15,7 @@ from planner.layout.risk import headroom_bytes
 from planner.schedule.orders import violation
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.specs.units import gib
-from planner.trainers.rules.of_trainer import rules_for
-from planner.trainers.rules.recipe import broken_recipe_rules
+from planner.trainers.rules.recipe import broken_recipe_rules, rules_for
 from planner.trainers.spec import RuntimeSpec
 
 

@@ -26,7 +26,7 @@ from planner.specs.registry import model_of
 from planner.specs.training import Dtype, Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.generations import described
 from planner.trainers.load import has_dtype, load_runtime, since_of
-from planner.trainers.rules.of_trainer import export_rules_for
+from planner.trainers.rules.recipe import export_rules_for
 from planner.trainers.spec import RuntimeSpec
 
 
