@@ -6,11 +6,10 @@ import re
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.dialects import dialect
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, is_on, number
+from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_on, number
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
 

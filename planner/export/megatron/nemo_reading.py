@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.dialects import dialect
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.keyed_settings import dialect
 from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, read_peft, sort_fields
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import model_called, vocabulary_of

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.dialects import dialect
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun
+from planner.export.keyed_settings import dialect
 from planner.export.named_models import Model, exported_model, model_called, num_layers_of
 from planner.specs.reading import printable
 from planner.specs.reading.python_text import literal, parse_python
