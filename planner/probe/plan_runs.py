@@ -127,6 +127,15 @@ def ranks_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> tuple[ProbeRu
     return real_run(plan, options, order, real_chunks(layout, order, stages), grid), grid, stages
 
 
+def stages_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
+    """The run of stages alone, with all ranks that share something, of which one runs at a time."""
+    layout, asked = plan.best, plan.parallelism
+    order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
+    grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
+    run = real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid)
+    return run.model_copy(update={"warm_up_steps": 2}), grid
+
+
 def real_run(
     plan: Plan, options: ProbeOptions, order: Schedule, chunks: Sequence[ChunkSpec], grid: RankGrid
 ) -> ProbeRun:

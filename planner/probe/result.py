@@ -271,6 +271,8 @@ class ProbeResult(Spec):
     """Unusual conditions while GPUs were measured. Where the run contradicts the plan, these may be why."""
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
+    made_to_fit: tuple[str, ...] = ()
+    """How what ran differs from the plan because eager torch needs more memory than the plan's trainer."""
     out_of_memory: RankOutOfMemory | None = None
     predicted_bytes: int | None = None
     """Memory that the plan predicts for the stage that ran out of it."""

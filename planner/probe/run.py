@@ -6,6 +6,7 @@ Every rank reads it from a file. Sender and receiver both derive the order of me
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from pydantic import model_validator
@@ -214,3 +215,93 @@ def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
             if message is not None and schedule.stage_to_rank[message.stage] != rank:
                 wires.setdefault((rank, schedule.stage_to_rank[message.stage]), []).append(message)
     return wires
+
+
+GroupKey = tuple[str, tuple[int, ...]]
+"""The purpose of a group, and its global ranks."""
+
+
+def group_keys(run: ProbeRun) -> list[GroupKey]:
+    """The keys of all groups of more than one rank, in the same order on all ranks."""
+    keys: dict[GroupKey, None] = {}
+    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    for coordinates in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)):
+        place = Place(*coordinates)
+        keys["tp", tensor_ranks(run, place)] = None
+        keys["cp", context_ranks(run, place)] = None
+        keys["dp", data_ranks(run, place)] = None
+        keys["ep", expert_ranks(run, place)] = None
+        keys["expert_dp", expert_data_ranks(run, place)] = None
+        for pair in pairs:
+            keys[wire_key(run, place, pair)] = None
+        for holding in replicas:
+            keys["replicas", pipeline_ranks(run, place, holding)] = None
+    return [key for key in keys if len(key[1]) > 1]
+
+
+def wire_key(run: ProbeRun, place: Place, pair: tuple[int, int]) -> GroupKey:
+    """The key of the channel from one pipeline rank to another. Each direction has its own channel."""
+    direction = "up" if pair[0] < pair[1] else "down"
+    return direction, pipeline_ranks(run, place, pair)
+
+
+def tensor_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    return tuple(run.rank(place._replace(tp=tp)) for tp in range(run.tp))
+
+
+def context_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    return tuple(run.rank(place._replace(cp=cp)) for cp in range(run.cp))
+
+
+def data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks that apply the same weights to other tokens, over dp and cp."""
+    return tuple(run.rank(place._replace(dp=dp, cp=cp)) for dp, cp in product(range(run.dp), range(run.cp)))
+
+
+def expert_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks that share a set of experts: neighbours within a stage, tp innermost."""
+    stage, unit = _within_stage(run, place)
+    first = unit // run.ep * run.ep
+    return stage[first : first + run.ep]
+
+
+def expert_data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks of the stage that hold the same experts."""
+    stage, unit = _within_stage(run, place)
+    return stage[unit % run.ep :: run.ep]
+
+
+def _within_stage(run: ProbeRun, place: Place) -> tuple[tuple[int, ...], int]:
+    """The ranks of the stage, and this rank's number among them."""
+    coordinates = product(range(run.dp), range(run.cp), range(run.tp))
+    stage = tuple(run.rank(Place(place.pp, *within)) for within in coordinates)
+    return stage, (place.dp * run.cp + place.cp) * run.tp + place.tp
+
+
+def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Global ranks with the same coordinates on several pipeline ranks, sorted."""
+    return tuple(sorted(run.rank(place._replace(pp=pp)) for pp in pp_ranks))
+
+
+def holders(run: ProbeRun, name: str, stage: int) -> tuple[int, ...]:
+    """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted.
+
+    Both copies of a bidirectional schedule hold it. An embedding is also held by the ranks of a tied head or of
+    multi-token prediction.
+    """
+    n = len(run.chunks)
+    stages = {stage % n + copy * n for copy in range(run.num_directions)}
+    if name.startswith("embedding."):
+        tied = run.model.tie_word_embeddings and name == "embedding.weight"
+        for other in range(len(run.stage_to_rank)):
+            chunk = run.chunk_of(other)
+            if chunk.embedding or chunk.mtp or (tied and chunk.head):
+                stages.add(other)
+    return tuple(sorted({run.stage_to_rank[s] for s in stages}))
+
+
+def replica_sets(run: ProbeRun) -> list[tuple[int, ...]]:
+    """Sets of pipeline ranks that hold the same parameters, in the same order on all ranks."""
+    sets = {holders(run, "layers", stage) for stage in range(len(run.stage_to_rank))}
+    sets |= {holders(run, name, 0) for name in ("embedding.weight", "embedding.positions")}
+    return sorted(ranks for ranks in sets if len(ranks) > 1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.physics.communication import joined_fraction, num_hops
 from planner.probe.run import Device
+from planner.probe.run_price import chunk_costs
 from planner.probe.verdict.evidence import is_named
 from planner.profile.fitting import (
     STREAMS,
@@ -25,7 +26,6 @@ from planner.profile.fitting import (
     log_errors,
     stream_problem,
 )
-from planner.profile.probe_calibration import chunk_costs
 from planner.profile.probed import step_width
 from planner.profile.record import Machine, MeasurementRecord, StageShape, shapes_to_measure
 from planner.shape import FloatArray

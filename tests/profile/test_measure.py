@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from planner.physics.communication import collective_s
+from planner.probe.run_price import chunk_costs
 from planner.profile.build_profile import fitted_tier, known_profile, profile_of
 from planner.profile.fitting import STREAMS, MeasuredTable
-from planner.profile.probe_calibration import chunk_costs
 from planner.profile.record import CPU, GPU, QUICK, Machine, MeasuredRow, MeasurementRecord, shapes_to_measure, sidecar
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
