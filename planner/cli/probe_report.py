@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -11,10 +11,9 @@ from rich.text import Text
 
 from planner.report.format import digits, gibibytes, percent, seconds
 from planner.report.pieces import bullets, columns, headed, section
-from planner.specs.units import gib
 
 if TYPE_CHECKING:
-    from planner.probe.result import ComparedQuantity, ProbeResult, RehearsalResult
+    from planner.probe.result import ComparedQuantity, ProbeResult, ProbeStart
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "s": seconds,
@@ -88,22 +87,17 @@ def _checks(result: ProbeResult) -> Table:
     return table
 
 
-def comparison_table(
-    comparisons: Iterable[ComparedQuantity],
-    heads: tuple[str, str] = ("predicted", "measured"),
-    shown: Mapping[str, Callable[[float], str]] = _SHOWN,
-    places: int = 1,
-) -> Table:
-    """A row for each quantity: `heads` stand over its two numbers, `shown` writes them by unit, `places` its error."""
-    table = headed(("", "stage", *heads, "error", ""), *"llrrrl")
+def comparison_table(comparisons: Iterable[ComparedQuantity]) -> Table:
+    """A row for each quantity."""
+    table = headed(("", "stage", "predicted", "measured", "error", ""), *"llrrrl")
     for comparison in comparisons:
-        error, write = comparison.error_fraction, shown[comparison.unit]
+        error, write = comparison.error_fraction, _SHOWN[comparison.unit]
         table.add_row(
             comparison.name,
             "" if comparison.stage is None else str(comparison.stage),
             write(comparison.predicted),
             write(comparison.measured),
-            "" if error is None else f"{100 * error:+.{places}f}%",
+            "" if error is None else f"{100 * error:+.1f}%",
             {None: "", True: "ok", False: "OFF"}[comparison.agrees],
         )
     return table
@@ -200,25 +194,23 @@ def _verdict(result: ProbeResult) -> str:
     return f"{verdict}\n{weak}: {'; '.join(faults or [condition.text for condition in result.conditions])}"
 
 
-def render_counted(result: RehearsalResult) -> Group:
-    """The report of bytes that were planned and counted, of `plan probe --rehearse`."""
-    return Group(*_counted(result))
-
-
-def _counted(result: RehearsalResult) -> Iterator[RenderableType]:
-    yield Text(f"plan  {result.slice.asked}", style="bold")
-    yield Text(f"run   {result.slice.run}")
-    yield Text(f"on    nothing: tensors without memory, as on {result.architecture}, torch {result.torch_version}")
-    yield Text("held  against the planner's price of eager torch, which is what the probe runs")
-    counted = comparison_table(
-        result.comparisons, ("planned", "counted"), {"bytes": lambda num_bytes: f"{gib(num_bytes):,.3f}"}, places=2
+def render_start(start: ProbeStart) -> Group:
+    """The report of `plan probe --dry-run`: commands, environment and bytes of all ranks, of which none was started."""
+    parts = ("weights", "gradients", "optimizer", "held", "moment", "reserved", "total")
+    table = headed(("stage", "ranks", "layers", *parts), *"rrlrrrrrrr")
+    for stage in start.stages:
+        held = (
+            stage.weights_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.activations_bytes,
+            stage.moment_bytes, stage.reserved_bytes, stage.total_bytes,
+        )  # fmt: skip
+        layers = ", ".join(f"{first}-{last - 1}" if last > first else "none" for first, last in stage.layers)
+        table.add_row(str(stage.stage), str(stage.num_ranks), layers, *map(gibibytes, held))
+    fits = bullets(start.made_to_fit) if start.made_to_fit else bullets(["nothing: it fits as planned"])
+    return Group(
+        Text(f"plan  {start.plan}", style="bold"),
+        Text(f"would start {start.num_ranks:,} ranks on {start.num_nodes:,} nodes; nothing was started"),
+        section("Changed to fit into eager torch", fits),
+        section(f"GiB of a rank, of {gibibytes(start.capacity_bytes)}", table),
+        section("Commands", bullets(f"{name}: {command}" for name, command in start.commands.items())),
+        section("Environment of each rank", bullets(f"{name}: {value}" for name, value in start.environment.items())),
     )
-    yield section("Planned and counted, GiB", counted)
-    claims = [f"verified: {', '.join(result.slice.verified)}", f"not counted: {', '.join(result.slice.extrapolated)}"]
-    yield section("Verified here, and not", bullets(claims))
-    wrong = [f"{one.name} of stage {one.stage}" for one in result.comparisons if one.agrees is False]
-    within = f"within {100 * result.tolerance_fraction:g}%"
-    verdict = (
-        f"the count contradicts the plan: {', '.join(wrong)}" if wrong else f"the count agrees with the plan {within}"
-    )
-    yield Text(f"\n{verdict}", style="bold")

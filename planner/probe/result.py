@@ -334,21 +334,33 @@ class RankFailure(Spec):
         return f"rank {self.rank} ({place}) failed in {self.phase}: {self.message}"
 
 
-class RehearsalResult(Spec):
-    """Bytes that the probe's own stages allocate, beside the planner's price of eager torch."""
+class StartedStage(Spec):
+    """The ranks of a pipeline stage that a probe would start, and the bytes of one of them, in eager torch."""
+
+    stage: int
+    num_ranks: int
+    layers: tuple[tuple[int, int], ...]
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    moment_bytes: int
+    """Bytes of logits, or of a layer's backward."""
+    reserved_bytes: int
+    total_bytes: int
+
+
+class ProbeStart(Spec):
+    """The start of a probe of all of a plan's ranks, of which nothing has happened."""
 
     schema_version: Literal[1] = 1
-    architecture: str
-    """The silicon whose kernels the rehearsal stands for."""
-    torch_version: str
-    inputs_sha256: str
-    """Hash of the plan's inputs."""
-    slice: PlanSlice
-    tolerance_fraction: float
-    comparisons: tuple[ComparedQuantity, ...]
-    """Planned and counted; of stages those before a step and at its peak are judged, all else is shown."""
-
-    @property
-    def agrees(self) -> bool:
-        """True if every judged quantity is within the tolerance."""
-        return all(comparison.agrees is not False for comparison in self.comparisons)
+    plan: str
+    num_ranks: int
+    num_nodes: int
+    made_to_fit: tuple[str, ...]
+    capacity_bytes: int
+    stages: tuple[StartedStage, ...]
+    commands: dict[str, str]
+    """By what starts the ranks."""
+    environment: dict[str, str]
+    """Variables of each rank, and who sets them."""

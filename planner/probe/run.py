@@ -5,6 +5,7 @@ Every rank reads it from a file. Sender and receiver both derive the order of me
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -223,20 +224,32 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 def group_keys(run: ProbeRun) -> list[GroupKey]:
     """The keys of all groups of more than one rank, in the same order on all ranks."""
-    keys: dict[GroupKey, None] = {}
     pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
-    for coordinates in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)):
-        place = Place(*coordinates)
-        keys["tp", tensor_ranks(run, place)] = None
-        keys["cp", context_ranks(run, place)] = None
-        keys["dp", data_ranks(run, place)] = None
-        keys["ep", expert_ranks(run, place)] = None
-        keys["expert_dp", expert_data_ranks(run, place)] = None
-        for pair in pairs:
-            keys[wire_key(run, place, pair)] = None
-        for holding in replicas:
-            keys["replicas", pipeline_ranks(run, place, holding)] = None
-    return [key for key in keys if len(key[1]) > 1]
+    places = (Place(*at) for at in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)))
+    return list(dict.fromkeys(key for place in places for key in _around(run, place, pairs, replicas)))
+
+
+def _around(
+    run: ProbeRun, place: Place, pairs: Sequence[tuple[int, int]], replicas: Sequence[tuple[int, ...]]
+) -> Iterator[GroupKey]:
+    """The groups of the ranks beside a place, and of the wires and replicas of its pipeline."""
+    keys: list[GroupKey] = [
+        ("tp", tensor_ranks(run, place)),
+        ("cp", context_ranks(run, place)),
+        ("dp", data_ranks(run, place)),
+        *((("ep", expert_ranks(run, place)), ("expert_dp", expert_data_ranks(run, place))) if run.model.moe else ()),
+        *(wire_key(run, place, pair) for pair in pairs),
+        *(("replicas", pipeline_ranks(run, place, holding)) for holding in replicas),
+    ]
+    return (key for key in keys if len(key[1]) > 1)
+
+
+def num_communicators(run: ProbeRun) -> list[int]:
+    """Number of communicators that a rank of each pipeline stage makes: of all ranks, and of each group and wire that
+    it is part of."""
+    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    places = [Place(pp, 0, 0, 0) for pp in range(run.pp)]
+    return [1 + sum(run.rank(at) in key[1] for key in set(_around(run, at, pairs, replicas))) for at in places]
 
 
 def wire_key(run: ProbeRun, place: Place, pair: tuple[int, int]) -> GroupKey:

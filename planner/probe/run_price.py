@@ -20,7 +20,11 @@ from planner.physics.memory import communicators
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes, stage_memory
 from planner.probe.eager import MASTERS_ARE_WEIGHTS, eager_with, training_of
-from planner.probe.run import ChunkSpec, Place, ProbeRun, group_keys
+from planner.probe.plan_runs import ranks_run, require_runnable
+from planner.probe.plan_slice import ProbeOptions
+from planner.probe.result import ProbeStart, StartedStage
+from planner.probe.run import ChunkSpec, ProbeRun, num_communicators
+from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -81,11 +85,6 @@ def chunk_costs(
     return [_cost(run, chunk, table, table.head) for chunk in run.chunks]
 
 
-def num_communicators(run: ProbeRun, rank: int) -> int:
-    """Number of communicators that a rank makes: of all ranks, and of each group and wire that it is part of."""
-    return 1 + sum(rank in ranks for _, ranks in group_keys(run))
-
-
 def run_bytes(run: ProbeRun, cluster: ClusterSpec, alone: bool = False) -> list[StageBytes]:
     """The peak memory of a rank of each pipeline stage of a run, with as many communicators as it makes; none
     `alone`."""
@@ -98,15 +97,13 @@ def run_bytes(run: ProbeRun, cluster: ClusterSpec, alone: bool = False) -> list[
     costs = [_cost(run, run.chunk_of(stage), table, heads[rank]) for stage, rank in enumerate(places)]
     held = durations_of(pricing, table, costs, places).activation_bytes
     assert held is not None
-    memory = []
-    for stage, (cost, peak) in enumerate(
-        zip(by_rank(costs, places), activation_peaks_bytes(run.order, held), strict=True)
-    ):
-        made = 0 if alone else num_communicators(run, run.rank(Place(stage, 0, 0, 0)))
-        counted = stage_memory(pricing, table, cost, peak)
-        more = (made - float(communicators(shape))) * cluster.hardware.reserved.communicator_bytes
-        memory.append(counted.with_reserve(round(more)))
-    return memory
+    made, each_bytes = [0] * run.pp if alone else num_communicators(run), cluster.hardware.reserved.communicator_bytes
+    ranks = zip(by_rank(costs, places), activation_peaks_bytes(run.order, held), made, strict=True)
+    priced = float(communicators(shape))
+    return [
+        stage_memory(pricing, table, cost, peak).with_reserve(round((number - priced) * each_bytes))
+        for cost, peak, number in ranks
+    ]
 
 
 class Fitted(NamedTuple):
@@ -129,13 +126,13 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
     def fits(changed: Plan) -> bool:
         return max(needed(changed)) <= (1 - ROOM_FRACTION) * capacity_bytes
 
+    plan, changes = _with_known_zero(plan)
     if fits(plan):
-        return Fitted(plan)
-    before, changes = max(needed(plan)), list[str]()
+        return Fitted(plan, tuple(changes))
+    before = max(needed(plan))
     if plan.parallelism.zero_stage == 0 and plan.parallelism.dp > 1:
-        sizes = plan.parallelism.model_copy(update={"zero_stage": 1})
-        plan = plan.model_copy(update={"best": plan.best.model_copy(update={"parallelism": sizes})})
-        changes.append("optimizer states sharded (ZeRO-1), planned whole")
+        plan = _with_zero(plan, 1)
+        changes.append("ZeRO-0 → 1: optimizer states are sharded")
     largest = max(last - first for stage in plan.stages for first, last in stage.chunks)
     fewest = _first(range(largest + 1), lambda count: fits(recomputing(plan, count)))
     if fewest is None:
@@ -150,9 +147,30 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
         plan, fewest = with_layers(plan, most), most
         changes.append(f"layers of a chunk {largest} → {most}")
     if fewest:
-        changes.append(f"layers recomputed whole, of a chunk: {fewest} at least")
-    changes[0] = f"{changes[0]} (as planned {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} in eager torch)"
+        changes.append(f"{fewest} layers of each chunk are recomputed whole, or more as planned")
+    changes[-1] += f" (without, {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} in eager torch)"
     return Fitted(recomputing(plan, fewest), tuple(changes))
+
+
+def _with_known_zero(plan: Plan) -> tuple[Plan, list[str]]:
+    """The plan, under ZeRO-1 where it shards what the ranks cannot: gradients alone, or weights beside split
+    backwards."""
+    zero, splits = plan.parallelism.zero_stage, SCHEDULES[named_schedule(plan)].splits_backward
+    if zero <= 1 or (zero == 3 and not splits):
+        return plan, []
+    return _with_zero(plan, 1), [
+        f"ZeRO-{zero} → 1: the probe shards optimizer states, or all where no backward is split"
+    ]
+
+
+def named_schedule(plan: Plan) -> str:
+    """The schedule of a plan; of an order made to measure, one that splits backwards as it does."""
+    return "zb-v" if plan.best.actions else plan.parallelism.schedule
+
+
+def _with_zero(plan: Plan, stage: int) -> Plan:
+    sizes = plan.parallelism.model_copy(update={"zero_stage": stage})
+    return plan.model_copy(update={"best": plan.best.model_copy(update={"parallelism": sizes})})
 
 
 def _first(counts: range, holds: Callable[[int], bool]) -> int | None:
@@ -212,3 +230,59 @@ def _of_layers(model: ModelSpec, kept: list[int]) -> ModelSpec:
 
 def _with_stages(plan: Plan, stages: list[StagePlan]) -> Plan:
     return plan.model_copy(update={"best": plan.best.model_copy(update={"stages": tuple(stages)})})
+
+
+STARTERS = {
+    "torchrun": "torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    "--no-python {probe}",
+    "slurm": "srun --nodes {nodes} --ntasks-per-node {each} --gpus-per-node {each} --kill-on-bad-exit=1 {probe}",
+    "kubernetes": "torchrun --nnodes {nodes} --node-rank $JOB_COMPLETION_INDEX --nproc-per-node {each} "
+    "--master-addr $JOB_NAME-0.$JOB_NAME --master-port 29500 --no-python {probe}",
+}
+"""The command on each node, on the first one (slurm), or of each pod of an Indexed Job with a headless service, whose
+containers ask for `nvidia.com/gpu` (or `amd.com/gpu`) and have an emptyDir of medium Memory at /dev/shm."""
+ENVIRONMENT = {
+    "RANK, WORLD_SIZE, LOCAL_RANK": "set by torchrun; the probe reads those of srun and mpirun",
+    "MASTER_ADDR, MASTER_PORT": "set by torchrun; under srun the first node, 29500 + SLURM_JOB_ID mod 1000",
+    "NCCL_SOCKET_IFNAME": "yours, where the first interface does not lead to the other nodes",
+    "CUDA_LAUNCH_BLOCKING": "not set",
+}
+
+
+def what_starts(plan: Plan, options: ProbeOptions, probe: str) -> ProbeStart:
+    """The start of a probe of all ranks of a plan, by the command `probe` on each of them.
+
+    Raises ProbeError where the probe cannot run it.
+    """
+    require_runnable(plan, options)
+    num_ranks, node = plan.parallelism.num_gpus_used, plan.cluster.node_size
+    capacity_bytes = plan.cluster.hardware.memory_bytes
+    fitted = made_to_fit(plan, lambda changed: ranks_run(changed, options, num_ranks)[0], capacity_bytes)
+    run, _, _ = ranks_run(fitted.plan, options, num_ranks)
+    each, nodes = min(node, run.world_size), -(-run.world_size // node)
+    queues = {"GPU_MAX_HW_QUEUES": "16"} if plan.cluster.hardware.is_amd else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    stages = [
+        StartedStage(
+            stage=stage,
+            num_ranks=run.world_size // run.pp,
+            layers=fitted.plan.stages[stage].chunks,
+            weights_bytes=held.weights_bytes,
+            gradients_bytes=held.gradients_bytes,
+            optimizer_bytes=held.optimizer_bytes,
+            activations_bytes=held.activations_bytes,
+            moment_bytes=held.logits_bytes + held.workspace_bytes,
+            reserved_bytes=held.reserved_bytes,
+            total_bytes=held.total_bytes,
+        )
+        for stage, held in enumerate(run_bytes(run, plan.cluster))
+    ]
+    return ProbeStart(
+        plan=f"{plan.parallelism} · {plan.parallelism.schedule}",
+        num_ranks=run.world_size,
+        num_nodes=nodes,
+        made_to_fit=fitted.changes,
+        capacity_bytes=round(capacity_bytes),
+        stages=tuple(stages),
+        commands={name: text.format(nodes=nodes, each=each, probe=probe) for name, text in STARTERS.items()},
+        environment={**{name: f"{value}, set by the probe" for name, value in queues.items()}, **ENVIRONMENT},
+    )

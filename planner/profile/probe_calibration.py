@@ -12,7 +12,8 @@ import numpy as np
 from planner.errors import SpecError
 from planner.physics.communication import Kind, joined_fraction, members_by_tier, waits_s
 from planner.probe.result import ProbedExchange, ProbeResult, RankResult, stride_of
-from planner.probe.run_price import chunk_costs, num_communicators
+from planner.probe.run import num_communicators
+from planner.probe.run_price import chunk_costs
 from planner.probe.verdict.evidence import expected_kernels, in_words, require_speed, seen_kernels, unpriced
 from planner.profile.fitting import BenchNumbers, FitProblem, fit, number_at
 from planner.profile.probed import (
@@ -105,7 +106,8 @@ def reserved(result: ProbeResult, hardware: HardwareSpec) -> Reserved:
     if not memories:
         return Reserved()
     alone, each_bytes = result.mode == "stages", hardware.reserved.communicator_bytes
-    made = [0 if alone else num_communicators(result.run, rank.rank) for rank in result.ranks if rank.memory]
+    of_stage = [0] * result.run.pp if alone else num_communicators(result.run)
+    made = [of_stage[rank.stage] for rank in result.ranks if rank.memory is not None]
     outside = [memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories]
     context_gib = median(held - count * each_bytes for held, count in zip(outside, made, strict=True)) / GIB
     fraction = median(memory.peak_reserved_bytes / memory.peak_allocated_bytes - 1 for memory in memories)

@@ -197,6 +197,5 @@ def test_a_stage_on_a_gpu_is_measured_by_seconds_and_looked_at_three_times(
         ("before", 697.5), ("within", 697.5), ("after", 697.5)
     ]  # fmt: skip
     assert sum(step.step_s for step in rank.steps) >= 4.0
-    assert rank.chunks[0].weight_grad_s == pytest.approx(0.1)
     busy, hot = conditions_of([rank])
     assert ("busy before" in busy.text, "software thermal slowdown" in hot.text) == (True, True)
