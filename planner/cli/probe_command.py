@@ -96,7 +96,7 @@ def probe_command(
     if result is None:  # another rank reports
         return
     _warn(read, result, tolerance)
-    show_and_save(with_digest(result.model_dump(mode="json")), render(result), json, output, force)
+    show_and_save(with_digest(result.model_dump(mode="json")), render(result, read, output), json, output, force)
     if trace is not None:
         _write_trace(trace, read, result, force)
     if not result.agrees:

@@ -13,6 +13,7 @@ from planner.report.format import digits, gibibytes, percent, seconds
 from planner.report.pieces import bullets, columns, headed, section
 
 if TYPE_CHECKING:
+    from planner.answer import Plan
     from planner.probe.result import ComparedQuantity, ProbeResult, ProbeStart
 
 _SHOWN: dict[str, Callable[[float], str]] = {
@@ -23,9 +24,46 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
-def render(result: ProbeResult) -> Group:
-    """The whole report."""
-    return Group(*_sections(result))
+def render(result: ProbeResult, plan: Plan, saved: str | None = None) -> Group:
+    """The whole report, which ends with the verdict, what is corrected by it and what the plan is now."""
+    return Group(*_sections(result), section("What follows", bullets(_follows(result, plan, saved))))
+
+
+def _follows(result: ProbeResult, plan: Plan, saved: str | None) -> Iterator[str]:
+    """Lines on the verdict, on each number of the hardware, and on the plan with those that are corrected."""
+    from planner.errors import SpecError
+    from planner.profile.probe_calibration import from_probe
+
+    yield _verdict(result)
+    try:
+        calibration = from_probe(result, plan.cluster, "this run")
+    except SpecError as error:
+        yield f"nothing is corrected: {error.message}"
+        yield f"the plan stays as it is: {plan_in_words(plan)}"
+        return
+    for correction in calibration.corrections(plan.cluster.hardware, plan.cluster.tiers):
+        yield f"{correction.name}: {correction.says}"
+    update = {
+        "cluster": calibration.of_cluster(plan.cluster),
+        "runtime_spec": calibration.of_runtime(plan.runtime_spec),
+    }
+    now = priced_again(plan.model_copy(update=update))
+    yield f"the plan is now {plan_in_words(now)}; it was {plan_in_words(plan)}"
+    yield f"plan … --calibration {saved or 'probe.json (saved by -o probe.json)'} searches with these numbers"
+
+
+def priced_again(plan: Plan) -> Plan:
+    """The plan with its layout priced by what its cluster and its trainer are now."""
+    from planner.layout.replan import layout_again, reprice
+
+    return plan.model_copy(update={"best": layout_again(plan, reprice(plan, plan.best))})
+
+
+def plan_in_words(plan: Plan) -> str:
+    """A plan's step and the memory of its fullest stage."""
+    fullest = plan.best.worst_stage.memory.total_bytes
+    held = f"{gibibytes(fullest)} of {gibibytes(plan.cluster.hardware.memory_bytes)} GiB"
+    return f"{seconds(plan.step.step_s)} a step, {held}{'' if plan.best.fits else ', which does not fit'}"
 
 
 def _sections(result: ProbeResult) -> Iterator[RenderableType]:
@@ -62,7 +100,6 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
     if conditions:
         yield section("How the GPUs were", bullets(conditions))
     yield section("Verified here, and not", bullets(_claims(result)))
-    yield Text(f"\n{_verdict(result)}", style="bold")
 
 
 def _step(result: ProbeResult) -> str:
@@ -191,7 +228,7 @@ def _verdict(result: ProbeResult) -> str:
         return verdict
     faults = [condition.text for condition in result.conditions if condition.is_fault]
     weak = "its seconds are no evidence against the plan" if faults else "its seconds may differ by how the GPUs were"
-    return f"{verdict}\n{weak}: {'; '.join(faults or [condition.text for condition in result.conditions])}"
+    return f"{verdict}; {weak}: {'; '.join(faults or [condition.text for condition in result.conditions])}"
 
 
 def render_start(start: ProbeStart) -> Group:

@@ -130,6 +130,8 @@ class Profiled(NamedTuple):
 
     hardware: HardwareSpec
     residuals: list[tuple[str, Residuals]]
+    known: HardwareSpec | None = None
+    """The shipped profile of the device."""
 
 
 def profile_of(record: MeasurementRecord) -> Profiled:
@@ -153,7 +155,7 @@ def profile_of(record: MeasurementRecord) -> Profiled:
     tiers, link_residuals = measured_tiers(record, known)
     parts = {"efficiency": efficiency, "tiers": tiers, "reserved": _reserved(machine, hardware.reserved)}
     data = _rounded(hardware.model_copy(update=parts).model_dump())
-    return Profiled(HardwareSpec.model_validate(data), residuals + link_residuals)
+    return Profiled(HardwareSpec.model_validate(data), residuals + link_residuals, known)
 
 
 def known_profile(machine: Machine) -> HardwareSpec | None:
