@@ -170,7 +170,7 @@ def _exchanges(result: ProbeResult) -> Iterator[str]:
 
 def _sure(spread: float | None) -> str:
     """How sure a median is, where that is worth saying."""
-    from planner.probe.repeats import SURE_FRACTION
+    from planner.probe.run import SURE_FRACTION
 
     return "" if spread is None or spread <= SURE_FRACTION else f", sure to {percent(spread)} only"
 

@@ -10,10 +10,9 @@ import torch
 from planner.answer import Plan
 from planner.errors import ProbeError
 from planner.probe.eager import in_eager_torch, without_waits
-from planner.probe.launch.failure import out_of_memory_result
 from planner.probe.launch.joined import joins_others, run_rank
 from planner.probe.launch.launcher import launch
-from planner.probe.launch.process import stage_process
+from planner.probe.launch.process import out_of_memory_result, stage_process
 from planner.probe.model.attention import require_flash
 from planner.probe.plan_runs import (
     describe_slice,

@@ -16,14 +16,17 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe import worker as exported  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
-from planner.probe.model.linear import takes_groups  # noqa: E402
+from planner.probe.model.layers import takes_groups  # noqa: E402
 from planner.probe.model.peers import GroupPeers  # noqa: E402
 from planner.probe.rank import after_steps  # noqa: E402
-from planner.probe.rank.clock import RankClock, StepRecord  # noqa: E402
 from planner.probe.rank.gradients import FlatParameters, Sharding  # noqa: E402
-from planner.probe.rank.groups import RankGroups  # noqa: E402
+from planner.probe.rank.groups import (  # noqa: E402
+    RESULT_FILE,
+    RUN_FILE,
+    RankGroups,
+)
+from planner.probe.rank.pipeline import RankClock, StepRecord  # noqa: E402
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
-from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.torch_build import GATHER, SCATTER, default_device, require_gpu, this_build  # noqa: E402

@@ -18,7 +18,7 @@ from fake_gpus import H200, fake_gpu  # noqa: E402
 from planner.probe import device_state  # noqa: E402
 from planner.probe.device_state import DeviceState, Monitor, amd_state, nvidia_state, state_of  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
-from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.verdict.evidence import conditions_of  # noqa: E402
 

@@ -13,9 +13,8 @@ from planner.errors import SpecError
 from planner.probe.device_state import BUSY_FRACTION
 from planner.probe.eager import in_eager_torch
 from planner.probe.plan_slice import sampled_stages
-from planner.probe.repeats import SURE_FRACTION
 from planner.probe.result import Condition, DeviceState, ProbeResult, RankResult
-from planner.probe.run import ProbeRun
+from planner.probe.run import SURE_FRACTION, ProbeRun
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import gib

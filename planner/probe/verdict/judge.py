@@ -12,14 +12,19 @@ from planner.probe.eager import in_eager_torch, repriced, without_waits
 from planner.probe.plan_runs import describe_slice, stand_in_stages
 from planner.probe.plan_slice import ProbeOptions, RankGrid, planned_seconds, replay_durations, sampled_stages
 from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, ProbeResult
-from planner.probe.verdict.checks import activity, by_stage, check_finite, in_flight, run_checks, span_s
 from planner.probe.verdict.compare import (
+    activity,
+    by_stage,
+    check_finite,
     compare_bubble,
     compare_data_parallel,
     compare_exchanges,
     compare_pipeline,
     compare_stage,
     durations_alone,
+    in_flight,
+    run_checks,
+    span_s,
 )
 from planner.probe.verdict.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
 from planner.schedule.orders import in_flight_chunks
