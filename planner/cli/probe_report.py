@@ -143,14 +143,13 @@ def comparison_table(comparisons: Iterable[ComparedQuantity]) -> Table:
 def _activity(result: ProbeResult) -> Table:
     """A row for each stage; it names the rank that it shows where a stage has several."""
     has_peers = result.run.world_size > result.run.pp
-    table = headed(("stage", "busy", "waits", "queue", "idle by cause"), "r", "r", "r", "r", None)
+    table = headed(("stage", "busy", "waits", "idle by cause"), "r", "r", "r", None)
     for stage in result.activity:
         causes = sorted(stage.idle_s.items(), key=lambda item: -item[1])
         table.add_row(
             f"{stage.stage} (rank {stage.rank})" if has_peers else str(stage.stage),
             percent(stage.utilisation_fraction),
             seconds(stage.wait_s),
-            str(stage.max_queue),
             ", ".join(f"{cause} {seconds(idle_s)}" for cause, idle_s in causes if idle_s > 0) or "none",
         )
     return table

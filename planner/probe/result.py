@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from planner.probe.device_state import DeviceState as DeviceState
 from planner.probe.run import Place, ProbeRun
@@ -190,8 +190,7 @@ class ComparedQuantity(Spec):
 
 
 class StageActivity(Spec):
-    """The last step of a stage's busiest rank: how long it computed, waited and was idle, and how much work queued for
-    it."""
+    """The last step of a stage's busiest rank: how long it computed, waited and was idle."""
 
     stage: int
     rank: int | None = None
@@ -201,10 +200,12 @@ class StageActivity(Spec):
     """Seconds in which the rank waited for messages of other ranks."""
     idle_s: dict[str, float]
     """Idle time by cause, as the replay names them, and the host's between actions."""
-    queue: tuple[tuple[float, int], ...]
-    """Pairs of a time in seconds and the number of micro-batches that, from then on, have arrived and are not
-    started."""
-    max_queue: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier(cls, data: Any) -> Any:
+        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
+        return {k: v for k, v in data.items() if k not in ("queue", "max_queue")} if isinstance(data, dict) else data
 
 
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:

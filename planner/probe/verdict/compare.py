@@ -64,7 +64,6 @@ def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity,
     for stage in range(run.pp):
         rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
         sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
-        queue = queue_of(run.order, sent, rank)
         activities.append(
             StageActivity(
                 stage=stage,
@@ -72,8 +71,6 @@ def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity,
                 utilisation_fraction=busy_s(rank) / total_s,
                 wait_s=waited_s(rank),
                 idle_s=idle_of(run.order, sent, rank, total_s),
-                queue=tuple(queue),
-                max_queue=max((depth for _, depth in queue), default=0),
             )
         )
     return tuple(activities)
@@ -106,20 +103,6 @@ def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, to
         free_s = timed.end_s
     idle["drain"] = total_s - free_s
     return idle
-
-
-def queue_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult) -> list[tuple[float, int]]:
-    """Number of micro-batches that have arrived at a rank and are not started, over time."""
-    changes: list[tuple[float, int]] = []
-    for timed in rank.actions:
-        needed = needed_by(order, Action.parse(timed.action))
-        if needed is not None:
-            changes += [(min(sent[needed], timed.start_s), 1), (timed.start_s, -1)]
-    depth, curve = 0, []
-    for time_s, change in sorted(changes, key=lambda item: (item[0], -item[1])):
-        depth += change
-        curve.append((time_s, depth))
-    return curve
 
 
 def in_flight(run: ProbeRun) -> list[int]:
@@ -240,23 +223,6 @@ def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankR
         for exchange, planned in pairs
         if planned is not None
     ]
-
-
-def compare_data_parallel(
-    cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult], plan_stage: int
-) -> list[ComparedQuantity]:
-    """Seconds in which one stage's ranks sum gradients and gather weights, beside the seconds that the cluster's links
-    need for all their bytes. They are shown and not judged, because ranks wait for each other."""
-    steps, comparisons = [step for rank in ranks for step in rank.steps], []
-    for name, word, seconds in (
-        ("gradients summed", "gradient", [step.reduce_s for step in steps]),
-        ("weights gathered", "weight", [step.gather_s for step in steps]),
-    ):
-        exchanges = [exchange for exchange in ranks[0].exchanges if exchange.name.startswith(word)]
-        planned = [planned_s(cluster, run, exchange) for exchange in exchanges]
-        if planned and None not in planned:
-            comparisons.append(compared(name, "s", sum(s or 0.0 for s in planned), median(seconds), None, plan_stage))
-    return comparisons
 
 
 def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: ProbedExchange) -> float | None:

@@ -165,7 +165,7 @@ slowdown, whenever clocks change."""
 SETTINGS = {"applications clocks setting", "display clock setting", "sync boost"}
 
 
-UNSEEN = Condition(text="nobody tells of its clocks, power and other processes: nvidia-smi or amd-smi does not list it")
+UNSEEN = Condition(text="nobody tells of its clocks, power and other processes: no nvidia-smi lists it")
 
 
 def conditions_of(ranks: Sequence[RankResult]) -> tuple[Condition, ...]:

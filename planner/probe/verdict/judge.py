@@ -17,7 +17,6 @@ from planner.probe.verdict.compare import (
     by_stage,
     check_finite,
     compare_bubble,
-    compare_data_parallel,
     compare_exchanges,
     compare_pipeline,
     compare_stage,
@@ -126,7 +125,6 @@ def judge_ranks(
                 steps_as_planned=measured.run.dp_stands_for == 1,
                 attends_as_priced=attends_as_priced,
             )
-            comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
         pipeline_tolerance = tolerance if attends_as_priced else None
         comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
