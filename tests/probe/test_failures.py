@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,16 @@ def test_no_space_for_the_folder(make_run: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(ProbeError, match="folder cannot be made"):
         launch(small(make_run))
+
+
+def test_a_process_server_that_is_stopped_is_named(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    process_context()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGSTOP)
+    monkeypatch.setattr("planner.probe.launch.launcher.START_TIMEOUT_S", 1.0)
+    with pytest.raises(ProbeError, match="the process server, which forks the ranks") as error:
+        launch(small(make_run))
+    assert str(server) in error.value.hint
 
 
 @pytest.mark.thorough(2)

@@ -105,10 +105,9 @@ def test_stages_alone() -> None:
     assert result.mode == "stages"
     assert [rank.stage for rank in result.ranks] == [0, 1, 2]
     names = {comparison.name for comparison in result.comparisons}
-    assert names == {"forward", "backward", "weight gradient", "optimizer", "step"}
+    assert names == {"forward", "backward", "optimizer", "step"}
     # seconds of a CPU are not held against a GPU's
     assert all(comparison.agrees is None for comparison in result.comparisons)
-    assert all(chunk.input_grad_s and chunk.weight_grad_s for rank in result.ranks for chunk in rank.chunks)
     assert result.step_s is not None
     assert result.slice.verified == ("compute seconds of each stage that ran",)
     assert "memory" in result.slice.extrapolated
