@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.answer import Plan
-    from planner.decide.resume.resume import replan
+    from planner.decide.check import check
+    from planner.decide.resume import replan
     from planner.errors import (
         Infeasible,
         PlannerError,
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from planner.export.export import export as export_plan
     from planner.export.import_run import read as read_configuration
     from planner.layout.evaluate import evaluate
+    from planner.plan_file import read_plan as read_plan
+    from planner.report.page import report_page as report_page
     from planner.report.page import write_report
+    from planner.report.terminal import panel_text as panel_text
     from planner.search.search import plan
     from planner.search.why.explain import explain
     from planner.specs.cluster import ClusterSpec
@@ -60,6 +64,7 @@ __all__ = [
     "SpecError",
     "TrainingSpec",
     "Unsupported",
+    "check",
     "evaluate",
     "explain",
     "export_plan",
@@ -89,15 +94,19 @@ _HOMES = {
     "SpecError": "planner.errors",
     "TrainingSpec": "planner.specs.training",
     "Unsupported": "planner.errors",
+    "check": "planner.decide.check",
     "evaluate": "planner.layout.evaluate",
     "explain": "planner.search.why.explain",
     "export_plan": "planner.export.export:export",
     "load_hardware": "planner.specs.registry",
     "load_model": "planner.specs.registry",
     "load_runtime": "planner.trainers.load",
+    "panel_text": "planner.report.terminal",
     "plan": "planner.search.search",
     "read_configuration": "planner.export.import_run:read",
-    "replan": "planner.decide.resume.resume",
+    "read_plan": "planner.plan_file",
+    "replan": "planner.decide.resume",
+    "report_page": "planner.report.page",
     "validate_runs": "planner.validate.score",
     "write_report": "planner.report.page",
 }

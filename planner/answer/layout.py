@@ -5,20 +5,28 @@ Times are in seconds and memory is in bytes.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from planner.answer.quantities import Count, Interval, PositiveSeconds, Quantity, Seconds
 from planner.answer.run import Sustained
 from planner.shape import RANK_ORDERS
-from planner.specs.base import Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Spec
-from planner.specs.training import RankOrder
+from planner.specs.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.model_parts import Scaling
+from planner.specs.training import Parallelism, RankOrder
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
 
 Evidence = Literal["spec_sheet", "calibrated", "probed"]
 """The source of the seconds: data sheets, measurements of this kind of GPU, or those that a probe or runs corrected."""
+
+
+_STATED = (
+    "tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size", "zero_stage", "schedule", "sequence_parallel",
+    "rank_order", "recompute",
+)  # fmt: skip
+"""Fields of a layout that one gives by the same name."""
 
 
 class Layout(Spec):
@@ -61,6 +69,19 @@ class Layout(Spec):
         if self.etp != (1 if self.ep > 1 else self.tp):
             shown.append(f"ETP {self.etp}")
         return tuple(shown)
+
+    def replace(self, **changes: Any) -> Parallelism:
+        """This layout as one that is given to `evaluate`, with other values: `replace(pp=8)`.
+
+        dp follows from the number of GPUs unless it is changed; layers are cut as the trainer cuts them. Raises
+        pydantic's ValidationError for names and values that a layout does not have.
+        """
+        stated = {name: getattr(self, name) for name in _STATED}
+        stated |= {"recompute_modules": self.recompute_modules if self.recompute == "selective" else ()}
+        stated |= {"fsdp": self.shard_size} if self.shard_size < self.dp * self.cp else {}
+        if changes.keys() & {"pp", "vpp"} and "schedule" not in changes:
+            del stated["schedule"]
+        return Parallelism(**{**stated, **changes})
 
     def __str__(self) -> str:
         return f"{' × '.join(self.axes)} · micro-batch {self.micro_batch_size} × {self.num_microbatches}"
@@ -239,6 +260,33 @@ class RobustStep(Spec):
     step_s: PositiveFloat
 
 
+class NarrowScaling(Spec):
+    """The scales of products in 8 or 4 bits."""
+
+    scaling: Scaling
+    """The values that share a scale, as the step is priced and exported."""
+    published: Scaling | None = None
+    """The same as the model was trained with; null where nothing says."""
+
+
+class Recommendation(Spec):
+    """The reason why another layout than the fastest comes first: it costs little, is simpler or loses less."""
+
+    fastest: Name
+    """The fastest layout, in the words of its grid."""
+    fastest_step_s: PositiveFloat
+    chunks: PositiveInt
+    """Chunks of layers of the layout that comes first: pp·vpp."""
+    fastest_chunks: PositiveInt
+    worst_loss_fraction: NonNegativeFloat | None = None
+    """The most that this layout loses to others near the fastest under any assumption of `robust`; null where it comes
+    first for its fewer chunks."""
+    fastest_worst_loss_fraction: PositiveFloat | None = None
+    """The same of the fastest layout."""
+    assumption: str = ""
+    """The assumption under which the fastest layout loses most."""
+
+
 class PricedLayout(Spec):
     """One layout priced: whether it fits, how its stages are cut, how long a step takes."""
 
@@ -277,8 +325,35 @@ class PricedLayout(Spec):
     robust: tuple[RobustStep, ...] = ()
     """The steps of the best few layouts under each assumption that moves them, layout by layout, this one first; empty
     where none was compared."""
+    narrow_scaling: NarrowScaling | None = None
+    """The scales of its products in 8 or 4 bits; null where they are in 16."""
+    recommendation: Recommendation | None = None
+    """The reason why this layout comes before a faster one; null where it is the fastest found."""
     trade: str = ""
     """A sentence on an alternative: what it gives up against the best plan, and what it gains."""
+
+    @property
+    def stated(self) -> Parallelism:
+        """The layout with its layers of each stage and those that are recomputed, as one gives it to `evaluate`."""
+        chunks = sorted(chunk for stage in self.stages for chunk in stage.chunks)
+        recomputed = tuple(self._recomputed_layers())
+        mode = "full" if recomputed else "none" if self.parallelism.recompute == "full" else self.parallelism.recompute
+        return self.parallelism.replace(
+            layers_per_stage=tuple(last - first for first, last in chunks),
+            recompute=mode,
+            **({"recompute_layers": recomputed} if recomputed else {}),
+        )
+
+    def _recomputed_layers(self) -> list[int]:
+        """Numbers of the layers that are recomputed whole: the first ones of each chunk."""
+        layers: list[int] = []
+        for stage in self.stages:
+            left = stage.recompute.get("full", 0)
+            for index, (first, last) in enumerate(stage.chunks):
+                count = sum(stage.num_recomputed[index]) if stage.num_recomputed else min(left, last - first)
+                left -= count
+                layers += range(first, first + count)
+        return sorted(layers)
 
     @property
     def worst_stage(self) -> StagePlan:

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
+import planner
 from planner.answer.layout import Evidence, Layout, PricedLayout, StagePlan, StepTime
 from planner.answer.quantities import Count, PositiveSeconds, Quantity, Seconds
 from planner.answer.run import Goodput, RunCost
@@ -213,16 +214,22 @@ class Plan(Spec):
         data = self.model_copy(update={"search": search}).to_json()
         return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
-    # load and _repr_html_ are the imports that climb: users ask the plan itself
+    # users ask the plan itself for what rooms above it know: the package's own file loads these when they are named
     @staticmethod
     def load(path: str | Path) -> Plan:
         """The plan in a file that `save` wrote; `-` is stdin. Raises SpecError if it holds no plan of this version."""
-        from planner.plan_file import read_plan
+        return planner.read_plan(str(path))
 
-        return read_plan(str(path))
+    def __str__(self) -> str:
+        """The panel that `plan` prints: the layout, its figures, what was proven."""
+        return planner.panel_text(self)
+
+    def __repr__(self) -> str:
+        """One line."""
+        job = f"{self.model.name} on {self.cluster.num_gpus:,} GPUs"
+        return f"<Plan of {job}: {self.parallelism}, {self.step.step_s:.4g} s>"
 
     def _repr_html_(self) -> str:
         """The report as a notebook shows it, in a frame of its own so that its styles change nothing else."""
-        from planner.report.page import report_page
-
-        return f'<iframe srcdoc="{escape(report_page(self))}" style="width: 100%; height: 40em; border: 0"></iframe>'
+        page = escape(planner.report_page(self))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'

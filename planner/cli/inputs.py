@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
-from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
+from planner.cli.job_options import JobOptions, LayoutOptions, PlanOptions, SearchOptions
 from planner.cli.measurements import with_history
 from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.errors import SpecError
@@ -19,13 +19,14 @@ from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning import OBJECTIVES, AdapterSpec, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec, LinkTier
+from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, nearest
 from planner.specs.reading import load_yaml
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.tiers import parse_tiers
 from planner.specs.training import PINS, DocumentLength, OperationsSpec, Parallelism, SearchLimits, TrainingSpec
-from planner.specs.units import parse_count
+from planner.specs.units import SIZE, is_count, parse_count, parse_number, parse_whole, unit_of
 from planner.trainers.generations import described, objection_to_silicon, todays
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting
@@ -47,10 +48,8 @@ _NETWORK = ("network_gb_per_s",)
 _ASSUMED = ("cuda_graphs", "masks_documents")
 """Fields of a runtime that can be assumed otherwise beside those of overlaps."""
 _TRUTH = {"true": True, "false": False}
-_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30}
 _MAX_ENTRIES = 10_000
 S = TypeVar("S", bound=Spec)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,21 @@ class Job:
 def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     """The job that the options describe; SpecError naming the option. `said` holds what was said of the history for
     another job of the command."""
-    if asked.model is None or asked.gpus is None:
+    if asked.model is None or (asked.gpus is None and asked.nodes is None):
         missing = "model" if asked.model is None else "gpus"
         raise SpecError(f"--{missing}: is missing", "for example plan --model 405b --gpus 2048")
     if asked.model == asked.hardware == "-":
         raise SpecError("--model and --hardware: both read standard input", "name a file for one of them")
     model = load_model(asked.model)
     hardware = load_hardware(DEFAULT_HARDWARE if asked.hardware is None else asked.hardware)
+    if asked.network is not None:
+        hardware = with_network(hardware, asked.network, "--network")
+    if asked.host is not None:
+        hardware = with_host(hardware, asked.host, "--host")
+    asked = in_gpus(asked, hardware)
     adapters = read_adapters(asked)
-    default = todays(DEFAULT_RUNTIME, hardware.architecture) if adapters is None else TUNING_RUNTIME
+    tunes = adapters is not None or asked.finetune
+    default = TUNING_RUNTIME if tunes else todays(DEFAULT_RUNTIME, hardware.architecture)
     name = asked.runtime or default
     runtime = load_runtime(name)
     if (objection := objection_to_silicon(runtime, hardware)) is not None:
@@ -104,11 +109,39 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
     training = _training(asked, model, adapters)
+    _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares
 
         check_spares(cluster, training)
     return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
+
+
+SMALL_GIB = 40.0
+"""Memory of a GPU below which few train a model from its beginning."""
+
+
+def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
+    """Say on stderr what the options mean where they may mean something else."""
+    if not tunes and asked.runtime is None and cluster.hardware.memory_gib < SMALL_GIB:
+        _log.info("this plans a training from the beginning; --finetune trains a model further, --lora or --qlora less")
+    nodes, rest = divmod(cluster.num_gpus, cluster.node_size)
+    if nodes and rest:
+        _log.info("--gpus %d: %d whole nodes of %d GPUs and %d GPUs of another", cluster.num_gpus, nodes,
+                  cluster.node_size, rest)  # fmt: skip
+
+
+J = TypeVar("J", bound=JobOptions)
+
+
+def in_gpus(asked: J, hardware: HardwareSpec) -> J:
+    """The options with --nodes as --gpus. SpecError where both are given and differ."""
+    if asked.nodes is None:
+        return asked
+    gpus = asked.nodes * (asked.gpus_per_node or hardware.gpus_per_node)
+    if asked.gpus not in (None, gpus):
+        raise SpecError(f"--gpus {asked.gpus} and --nodes {asked.nodes}: {gpus} GPUs", f"--gpus {gpus}")
+    return replace(asked, gpus=gpus, nodes=None)
 
 
 def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tuple[LinkTier, ...]:
@@ -191,7 +224,7 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
             known = [*fields, *has]
             raise SpecError(f"--assume: {field[:60]!r} is unknown", f"one of {', '.join(known)}{nearest(field, known)}")
         try:
-            assumed[field] = _TRUTH[value] if value in _TRUTH else float(value)
+            assumed[field] = _TRUTH[value] if value in _TRUTH else float(parse_number(value, unit_of(field)))
         except ValueError:
             raise SpecError(
                 f"--assume: {field}: {value[:60]!r} is no number", f"write {field}={50 if field in _NETWORK else 0}"
@@ -219,25 +252,26 @@ def _checked(spec: type[S], values: Mapping[str, Any]) -> S:
     return checked(spec, values, spelling=spelling)
 
 
-def listed(field: str, text: str, convert: Callable[[str], V]) -> tuple[V, ...]:
+def listed(field: str, text: str, convert: type[int] | type[str]) -> tuple[Any, ...]:
     """`8,16` as (8, 16)."""
-    try:
-        values = tuple(convert(part.strip()) for part in text.split(",", _MAX_ENTRIES))
-    except ValueError:
-        raise SpecError(f"{option(field)}: {text[:60]!r} is not a list of whole numbers", "write 8 or 8,16") from None
-    if "" in values:
+    words = [part.strip() for part in text.split(",", _MAX_ENTRIES)]
+    if "" in words:
         raise SpecError(f"{option(field)}: {text[:60]!r} has an empty entry", "put one comma between two values")
-    return values
+    if convert is str:
+        return tuple(words)
+    try:
+        return tuple(parse_whole(word, "size") for word in words)
+    except (ValueError, OverflowError):
+        raise SpecError(f"{option(field)}: {text[:60]!r} is not a list of whole numbers", "write 8 or 8,16") from None
 
 
 def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None) -> TrainingSpec:
-    published, seq_length = model.training, asked.seq_length
-    if seq_length is None and adapters is not None:
-        seq_length = TUNING_SEQ_LENGTH
+    published, tunes = model.training, adapters is not None or asked.finetune
+    if published is None and not tunes:
+        _refuse_unstated(asked, model)
+    seq_length = asked.seq_length
     if seq_length is None:
-        if published is None:
-            raise SpecError(f"--seq-length: is missing, and {model.name} states no training", "add --seq-length 8192")
-        seq_length = published.seq_length
+        seq_length = TUNING_SEQ_LENGTH if tunes or published is None else published.seq_length
     objective = read_objective(asked, adapters)
     batches = read_batches(asked, seq_length, objective)
     seq_length = batches.get("seq_length", seq_length)
@@ -253,18 +287,43 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
     others = {name: getattr(asked, name) for name in ("dtype", "moe_imbalance", "straggler_fraction")}
     values |= {name: value for name, value in others.items() if value is not None}
     _checked(TrainingSpec, values)  # the batch is counted in sequences of a sane length
-    batch = _global_batch_size(asked, model, seq_length, tunes=adapters is not None)
+    batch = _global_batch_size(asked, model, seq_length, tunes=tunes)
     if objective.has_pairs and batch % 2:
         raise SpecError(
             f"--global-batch-size: {batch:,} is odd, and {objective.name} takes pairs of sequences",
             f"--global-batch-size {batch + 1}",
         )
+    if asked.tokens is not None and values["tokens"] < batch * seq_length:
+        raise SpecError(
+            f"--tokens: {asked.tokens[:60]} are fewer than the {batch * seq_length:,} of one step",
+            f"--tokens {asked.tokens.strip()}T" if is_count(asked.tokens.strip()) else f"--tokens {batch * seq_length}",
+        )
     return _checked(TrainingSpec, {**values, "global_batch_size": batch})
+
+
+def _refuse_unstated(asked: JobOptions, model: ModelSpec) -> None:
+    """Raise SpecError for all that neither the options nor the model's own training say."""
+    lacks = []
+    if asked.seq_length is None:
+        lacks.append(("--seq-length", "--seq-length 8k"))
+    if asked.global_batch_size is None and asked.batch_tokens is None:
+        lacks.append(("--global-batch-size", "--global-batch-size 1024 (sequences) or --batch-tokens 4M"))
+    if lacks:
+        names = " and ".join(name for name, _ in lacks)
+        raise SpecError(
+            f"{names}: {'is' if len(lacks) == 1 else 'are'} missing, and {model.name} states no training",
+            f"add {' '.join(add for _, add in lacks)}; or a `training:` of seq_length and tokens_per_step to the model",
+        )
 
 
 def _operations(asked: JobOptions) -> OperationsSpec:
     given = _given(asked, OperationsSpec)
-    if given and asked.tokens is None and asked.examples is None:
+    ends = {"days": asked.days, "usd": asked.usd} if isinstance(asked, PlanOptions) else {}
+    dated = next((name for name, value in ends.items() if value is not None), None)
+    is_counted = asked.tokens is not None or asked.examples is not None
+    if dated is not None and is_counted:
+        raise SpecError(f"--{dated}: asks how many tokens, which are given", f"leave --{dated} out")
+    if given and not is_counted and dated is None:
         _log.warning("%s: has no effect without --tokens", ", ".join(map(option, given)))
     return _checked(OperationsSpec, given)
 
@@ -280,11 +339,7 @@ def _global_batch_size(asked: JobOptions, model: ModelSpec, seq_length: int, tun
         return max(TUNING_BATCH_SIZE, num_gpus)
     if tokens is not None:
         return _batch_near("--batch-tokens", tokens, count_of("batch_tokens", tokens), seq_length, num_gpus)
-    if model.training is None:
-        raise SpecError(
-            f"--global-batch-size: is missing, and {model.name} states no training",
-            "add --global-batch-size 1024 (sequences) or --batch-tokens 4M",
-        )
+    assert model.training is not None  # or it was refused
     published = model.training.tokens_per_step
     if published % seq_length == 0:
         return published // seq_length
@@ -299,8 +354,8 @@ def _batch_near(what: str, text: str, num_tokens: int, seq_length: int, num_gpus
     """
     choices = [liked_batch(num_tokens / seq_length, num_gpus)]
     suffix = text.strip()[-1].lower()
-    if suffix in _BINARY:
-        binary = float(text.strip()[:-1]) * _BINARY[suffix] / seq_length
+    if suffix in SIZE:
+        binary = parse_number(text, "size") / seq_length
         choices.append(int(binary) if binary == int(binary) else None)
     batch = max((choice for choice in choices if choice), key=lambda size: gcd(size, num_gpus), default=None)
     if batch is None:

@@ -29,14 +29,18 @@ class JobOptions:
 
     model: o.Model = None
     gpus: o.Gpus = None
+    nodes: o.Nodes = None
     hardware: o.Hardware = None
     gpus_per_node: o.GpusPerNode = None
     tier: o.Tier = None
+    network: o.Network = None
+    host: o.Host = None
     seq_length: o.SeqLength = None
     global_batch_size: o.GlobalBatchSize = None
     batch_tokens: o.BatchTokens = None
     dtype: o.Dtype = None
     runtime: o.Runtime = None
+    finetune: o.Finetune = False
     lora: o.Lora = False
     qlora: o.Qlora = False
     lora_rank: o.LoraRank = None
@@ -83,6 +87,7 @@ class SearchOptions(JobOptions):
     allow: o.Allow = None
     top: o.Top = None
     time_limit: o.TimeLimit = None
+    fastest: o.Fastest = False
     tp_across_nodes: o.TpAcrossNodes = False
     oom_risk: o.OomRisk = None
     memory_headroom: o.Headroom = None
@@ -95,6 +100,8 @@ class PlanOptions(SearchOptions):
     from_: o.From = None
     keep: o.Keep = None
     phases: o.Phases = None
+    days: o.Days = None
+    usd: o.Usd = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +149,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.is_of_a_job = True  # type: ignore[attr-defined]
     return run
 
 

@@ -159,7 +159,7 @@ def _given(asked: LayoutOptions) -> list[str]:
 def _planned(path: str, asked: LayoutOptions) -> Plan | Observed:
     """The plan or the earlier observation in a file."""
     from planner.cli.inputs import option
-    from planner.observe.saved import is_observed, observed_of
+    from planner.observe.judge import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml
     from planner.specs.reading.limits import SAVED
@@ -292,7 +292,7 @@ def follow_run(options: FollowOptions, expected: Callable[[Observation], Expecte
     """Follow a run until it ends, is interrupted, or leaves its band, which raises OutOfBand."""
     from planner.cli.inputs import count_of
     from planner.observe.follower import BandWatch, Follower, FollowLoop
-    from planner.observe.log_tail import source_of
+    from planner.observe.lines import source_of
     from planner.specs.reading import STDIN, label
 
     path = options.files[0]

@@ -15,6 +15,7 @@ from planner.errors import SpecError
 from planner.rank_orders import RANK_ORDERS
 from planner.specs.shipped import hardware_names, model_names
 from planner.specs.tiers import EXAMPLE
+from planner.specs.units import UNITS, parse_number, parse_whole, unit_of
 from planner.trainers.shipped import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
@@ -22,6 +23,11 @@ JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Sear
 FINETUNE = "Fine-tuning"
 RUN = "The whole run, with --tokens"
 FOLLOW = "A log that grows, with --follow"
+SECTIONS = (
+    "sure", "seconds", "alternatives", "robust", "room", "changes", "memory", "timeline", "recipe", "months",
+    "rejected", "proof", "corrections", "assumptions", "warnings",
+)  # fmt: skip
+"""Sections of an answer, for --show."""
 
 
 def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -29,10 +35,40 @@ def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[st
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
+def completing_list(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """The same for the last word of a comma list."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
+
+    return complete
+
+
 def _with_aliases(names: Callable[[], dict[str, tuple[str, ...]]]) -> Callable[[], list[str]]:
     return lambda: [name for canonical, aliases in names().items() for name in (canonical, *aliases)]
 
 
+def complete_switch(incomplete: str) -> list[str]:
+    """Switches for the last word of a comma list, and after its = the values of the switch."""
+    from planner.trainers.switches import SWITCHES, written
+
+    before, comma, last = incomplete.rpartition(",")
+    name, is_named, value = last.partition("=")
+    if is_named:
+        values = SWITCHES[name].values if name in SWITCHES else ()
+        words = [f"{name}={written(each)}" for each in values if written(each).startswith(value)]
+    else:
+        words = [f"{each}=" for each in SWITCHES if each.startswith(last)] + ["default"] * "default".startswith(last)
+    return [f"{before}{comma}{word}" for word in words]
+
+
+DTYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+SCHEDULES = (
+    "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
+    "dualpipe", "dualpipe-v", "chimera", "pipedream-2bw", "forward-only", "auto",
+)  # fmt: skip
+"""The words that shells complete for --dtype and --schedule: those of `Dtype` and the schedules, which load longer."""
 complete_model = starting_with(_with_aliases(model_names))
 complete_hardware = starting_with(_with_aliases(hardware_names))
 
@@ -51,15 +87,23 @@ def _not_empty(name: str, word: str) -> str:
     return word
 
 
-def number(panel: str, names: str, what: str, metavar: str = "N", convert: Callable[[str], Any] = int) -> Any:
-    """An option that takes one number."""
+def number(
+    panel: str, names: str, what: str, metavar: str = "N", convert: Callable[[str], Any] = int, unit: str = ""
+) -> Any:
+    """An option that takes one number, written as `planner.specs.units` has it."""
     name, kind = names.split()[0], "whole number" if convert is int else "number"
+    unit = unit or unit_of(name.removeprefix("--").replace("-", "_"))
 
-    def parse(word: str) -> Any:
+    def parse(word: Any) -> Any:
+        if not isinstance(word, str):  # the default of an option that was not given
+            return word
         try:
-            return convert(word)
-        except ValueError:
-            raise SpecError(f"{name}: {word[:60]!r} is not a {kind}", f"write {name} and a {kind}") from None
+            if convert is int:
+                return parse_whole(word, unit)
+            return float(parse_number(word, unit)) if convert is float else convert(word)
+        except (ValueError, OverflowError):
+            example = UNITS[unit][1] if convert in (int, float) else "1"
+            raise SpecError(f"{name}: {word[:60]!r} is not a {kind}", f"write {name} {example}") from None
 
     return text(panel, names, metavar, what, parser=parse)
 
@@ -77,6 +121,7 @@ Model = Annotated[
     ),
 ]  # fmt: skip
 Gpus = Annotated[int | None, number(JOB, "--gpus -g", "GPUs in all.")]
+Nodes = Annotated[int | None, number(JOB, "--nodes", "Nodes in all, in place of --gpus.")]
 From = Annotated[
     str | None, text(JOB, "--from", "PLAN.json", "The plan of a running job, which goes on with other --gpus.")
 ]
@@ -95,6 +140,12 @@ Tier = Annotated[
     str | None,
     text(JOB, "--tier", "NAME:GPUS:GB/S[:Nx],…", f"The network outside NVLink, such as {EXAMPLE}. [the hardware's]"),
 ]
+Network = Annotated[
+    str | None, text(JOB, "--network", "KIND", "Between nodes: ib, roce, efa, slingshot or tcp. [the hardware's]")
+]
+Host = Annotated[
+    str | None, text(JOB, "--host", "NAME", "The CPU, such as xeon-8480c, or a rented instance's. [the hardware's]")
+]
 SeqLength = Annotated[int | None, number(JOB, "--seq-length -s", "Tokens of a sequence. [the model's]")]
 GlobalBatchSize = Annotated[
     int | None, number(JOB, "--global-batch-size -b", "Sequences of an optimizer step. [the model's]")
@@ -110,7 +161,13 @@ BatchTokens = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    text(JOB, "--dtype", "NAME", "What matrix products compute in: bf16, fp16, fp8, mxfp8 or nvfp4. [bf16]"),
+    text(
+        JOB,
+        "--dtype",
+        "NAME",
+        f"What matrix products compute in: {', '.join(DTYPES)}. [bf16]",
+        autocompletion=starting_with(lambda: DTYPES),
+    ),
 ]
 Runtime = Annotated[
     str | None,
@@ -123,6 +180,13 @@ Tokens = Annotated[
     str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
 ]
 
+Days = Annotated[
+    float | None, number(RUN, "--days", "How many tokens so many days train, such as 30.", "N", float, "days")
+]
+Usd = Annotated[float | None, number(RUN, "--usd", "How many tokens so many dollars train, such as 5M.", "X", float)]
+Finetune = Annotated[
+    bool, typer.Option("--finetune", help="Train all weights of a trained model.", rich_help_panel=FINETUNE)
+]
 Lora = Annotated[bool, typer.Option("--lora", help="Train adapters beside frozen weights.", rich_help_panel=FINETUNE)]
 Qlora = Annotated[
     bool, typer.Option("--qlora", help="Train adapters beside frozen weights of 4 bits.", rich_help_panel=FINETUNE)
@@ -175,7 +239,7 @@ Spares = Annotated[
     int | None, number(RUN, "--spares", "Nodes kept to replace those that fail. [the cluster's pool has one]")
 ]
 Price = Annotated[
-    float | None, number(RUN, "--usd-per-gpu-hour", "Price of a GPU for an hour. [the profile's]", "X", float)
+    float | None, number(RUN, "--usd-per-gpu-hour", "Price of a GPU for an hour. [the profile's]", "X", float, "usd")
 ]
 
 Tps = Annotated[str | None, text(LAYOUT, "--tp", "N,N…", "Tensor parallel.")]
@@ -188,7 +252,16 @@ Vpps = Annotated[str | None, text(LAYOUT, "--vpp", "N,N…", "Chunks of a stage 
 MicroBatchSizes = Annotated[str | None, text(LAYOUT, "--micro-batch-size", "N,N…", "Sequences of a micro-batch.")]
 ZeroStages = Annotated[str | None, text(LAYOUT, "--zero-stage", "N,N…", "ZeRO, 0 to 3.")]
 ShardSizes = Annotated[str | None, text(LAYOUT, "--shard-size", "N,N…", "Ranks that ZeRO shards over (HSDP).")]
-Schedules = Annotated[str | None, text(LAYOUT, "--schedule", "NAME,…", "Pipeline schedules, such as 1f1b.")]
+Schedules = Annotated[
+    str | None,
+    text(
+        LAYOUT,
+        "--schedule",
+        "NAME,…",
+        "Pipeline schedules, such as 1f1b.",
+        autocompletion=completing_list(lambda: SCHEDULES),
+    ),
+]
 RankOrders = Annotated[
     str | None, text(LAYOUT, "--rank-order", "ORDER,…", f"Orders of the ranks: {', '.join(RANK_ORDERS)}.")
 ]
@@ -203,7 +276,10 @@ Etp = Annotated[int | None, number(LAYOUT, "--etp", "Tensor parallel inside an e
 Vpp = Annotated[int | None, number(LAYOUT, "--vpp", "Chunks of a stage (interleaving). [1]")]
 MicroBatchSize = Annotated[int | None, number(LAYOUT, "--micro-batch-size", "Sequences of a micro-batch. [1]")]
 ZeroStage = Annotated[int | None, number(LAYOUT, "--zero-stage", "ZeRO, 0 to 3. [1]")]
-Schedule = Annotated[str | None, text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]")]
+Schedule = Annotated[
+    str | None,
+    text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]", autocompletion=starting_with(lambda: SCHEDULES)),
+]
 RankOrder = Annotated[
     str | None, text(LAYOUT, "--rank-order", "ORDER", f"Order of the ranks, or {RANK_ORDERS[1]}. [{RANK_ORDERS[0]}]")
 ]
@@ -233,11 +309,18 @@ Switch = Annotated[
         "--switch",
         "NAME=VALUE,…|default",
         "Pin switches of the trainer, or leave all at its own values. [chosen]",
+        autocompletion=complete_switch,
     ),
 ]
 Described = Annotated[
     str | None,
-    text(LAYOUT, "--switch", "NAME=VALUE,…|default", "Switches of the run; default: none but the trainer's. [likely]"),
+    text(
+        LAYOUT,
+        "--switch",
+        "NAME=VALUE,…|default",
+        "Switches of the run; default: none but the trainer's. [likely]",
+        autocompletion=complete_switch,
+    ),
 ]
 Allow = Annotated[
     str | None,
@@ -245,14 +328,18 @@ Allow = Annotated[
 ]
 
 Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
-TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float)]
+TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float, "s")]
+Fastest = Annotated[
+    bool, text(SEARCH, "--fastest", None, "The fastest first, even where one within 1% is simpler or more robust.")
+]
 TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
 OomRisk = Annotated[
-    float | None, number(SEARCH, "--oom-risk", "Highest risk of running out of memory to accept. [0.1]", "X", float)
+    float | None,
+    number(SEARCH, "--oom-risk", "Highest risk of running out of memory to accept. [0.1]", "X", float, "fraction"),
 ]
 Headroom = Annotated[
     float | None,
-    number(SEARCH, "--memory-headroom", "To leave free on every GPU, in place of that rule.", "GIB", float),
+    number(SEARCH, "--memory-headroom", "To leave free on every GPU, in place of that rule.", "GIB", float, "gib"),
 ]
 
 Imbalance = Annotated[
@@ -280,6 +367,14 @@ NoHistory = Annotated[
 ]
 
 Json = Annotated[bool, text(OUTPUT, "--json", None, "The answer as JSON.")]
+Full = Annotated[bool, text(OUTPUT, "--full", None, "All that is known, not one screen of it.")]
+Show = Annotated[
+    str | None,
+    text(
+        OUTPUT, "--show", "SECTION,…", f"These sections in full: {', '.join(SECTIONS)}.",
+        autocompletion=completing_list(lambda: SECTIONS),
+    ),
+]  # fmt: skip
 Output = Annotated[
     str | None, text(OUTPUT, "--output -o", "FILE", "Save the plan for other commands to read; - is stdout.")
 ]

@@ -4,35 +4,87 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
+from planner.cli.options import SECTIONS
+from planner.errors import SpecError
 from planner.files import STDOUT, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.answer import Plan
+    from planner.answer import Plan, PricedLayout
+    from planner.search.layouts import Standing
 
 _log = logging.getLogger(__name__)
 MIN_WIDTH, MAX_WIDTH = 80, 100
 """Narrower terminals wrap lines rather than lose their ends; wider lines are harder to read."""
 
 
-def answer(plan: Plan, as_json: bool, output: str | None, force: bool) -> None:
-    """Save the plan where `output` says, then print it as a report or as JSON."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an answer is printed."""
+
+    as_json: bool = False
+    full: bool = False
+    show: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sections of --show. SpecError for one that no answer has."""
+        names = () if self.show is None else tuple(name.strip() for name in self.show.split(","))
+        for name in names:
+            if name not in SECTIONS:
+                from planner.specs.problems import nearest
+
+                raise SpecError(
+                    f"--show: {name[:60]!r} is no section", f"one of {', '.join(SECTIONS)}{nearest(name, SECTIONS)}"
+                )
+        return names
+
+
+def answer(plan: Plan, shape: Shape, output: str | None, force: bool, own: PricedLayout | None = None) -> None:
+    """Save the plan where `output` says, then print it as one screen, in full, or as JSON."""
+    names = shape.names
     if save(plan, output, force):
         return
-    if as_json:
+    if shape.as_json:
         sys.stdout.write(dumps(plan.to_json()))
-    else:
-        from planner.report.terminal import render
+        return
+    from planner.report.terminal import render, screen
 
-        show(render(plan))
+    show(
+        render(plan, own, names) if shape.full or names else screen(plan, own, _next(plan, output)),
+        cols=None if shape.full or names else MIN_WIDTH,
+    )
+
+
+def _next(plan: Plan, saved: str | None) -> str:
+    """The command to type next."""
+    from planner.export.targets import TRAINERS
+
+    if not plan.fits:
+        return "next  plan explain, with the same options: why, and what would make it fit"
+    named = (target.name for target in TRAINERS.values() if plan.runtime_spec.family in target.runtimes)
+    file = shlex.quote(saved or "plan.json")
+    before = "" if saved else "add -o plan.json, then "
+    return f"next  {before}plan export {file} --to {next(named, 'torchrun')} · --full shows all"
+
+
+def warn_of_early_stop(plan: Plan) -> None:
+    """Say on stderr that a search stopped at its time limit, and the option with which it goes on."""
+    if plan.search is not None and plan.search.outcome == "feasible":
+        from planner.report.view import longer
+
+        _log.warning("the search stopped early, gap %.1f%%: %s goes on", 100 * plan.search.gap, longer(plan))
 
 
 def save(plan: Plan, output: str | None, force: bool) -> bool:
@@ -58,19 +110,38 @@ def show_and_save(
         write_text(output, dumps(data, indent), force)
 
 
+class _Standing:
+    """The words beside the spinner: what is done, the best step so far with its gap, and the seconds since it began."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.best, self.began_s = what, "", time.monotonic()
+
+    def told(self, standing: Standing) -> None:
+        """The news of a search."""
+        from planner.report.format import percent, seconds
+
+        step_s = standing.best.step_s
+        self.best = f"step {seconds(step_s)}, gap {percent(max(step_s / standing.bound_s - 1, 0.0))}, "
+
+    def __rich__(self) -> str:
+        return f"{self.what}: {self.best}{time.monotonic() - self.began_s:.0f} s"
+
+
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """A spinner on stderr for what takes more than a second, on terminals only."""
+def waiting(what: str) -> Iterator[Callable[[Standing], None]]:
+    """A spinner on stderr for what takes more than a second, on terminals only; a search that is given what it yields
+    shows its best step, its gap and its seconds."""
+    standing = _Standing(what)
     if not sys.stderr.isatty() or not _log.isEnabledFor(logging.INFO):
-        yield
+        yield lambda _: None
         return
     from rich.console import Console
 
-    status = Console(stderr=True).status(what)
+    status = Console(stderr=True).status(standing)
     timer = Timer(1.0, status.start)
     timer.start()
     try:
-        yield
+        yield standing.told
     finally:
         timer.cancel()
         timer.join()
@@ -96,7 +167,7 @@ def dumps(data: Any, indent: int | None = 2) -> str:
     return json.dumps(data, indent=indent, allow_nan=False) + "\n"
 
 
-def show(*renderables: RenderableType) -> None:
+def show(*renderables: RenderableType, cols: int | None = None) -> None:
     """Renderables on stdout: colour on a terminal only, and no blanks at the ends of lines."""
     from rich.console import Console
 
@@ -107,7 +178,7 @@ def show(*renderables: RenderableType) -> None:
     console = plain()
     if console.no_color:  # nor bold or dim
         console = plain(color_system=None)
-    console.width = width()
+    console.width = cols or width()
     with console.capture() as capture:
         for renderable in renderables:
             console.print(Plain(renderable))

@@ -1,59 +1,92 @@
-"""`plan --model … --gpus …`: the main job."""
+"""`plan --model … --gpus …` and `plan evaluate`: a layout that is searched, or one that somebody chose.
+
+Beside them what the main job becomes with --from, a job that goes on, and with --phases, a run of several.
+"""
 
 from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from planner.cli import options as o
-from planner.cli.job_options import PlanOptions, command_line, job_options
-from planner.errors import SpecError
+from planner.cli.job_options import LayoutOptions, PlanOptions, SearchOptions, command_line, job_options
+from planner.errors import PlannerError, SpecError, one_line
+
+if TYPE_CHECKING:
+    from planner.answer import Plan, PricedLayout
+    from planner.cli.inputs import Job
+    from planner.decide.phases import Batch, Phase, PhasesAnswer
+    from planner.specs.phases import PhaseSpec
+    from planner.specs.training import TrainingSpec
+
+_log = logging.getLogger(__name__)
+MAX_LINE_BYTES = 2**20
+OWN_CHOICE_LIMIT_S = 10.0
+Runs = Annotated[
+    str | None,
+    o.text(o.JOB, "--runs", "FILE", 'Price many: a {"id": …, "run": {…}} a line in, an answer a line out; - is stdin.'),
+]
+OF_THE_JOB = (
+    "model", "hardware", "gpus_per_node", "tier", "seq_length", "batch_tokens", "dtype", "runtime", "assume",
+    "calibration", "no_history", "allow",
+)  # fmt: skip
+"""Options that the running job has answered: another answer would be another job."""
+FEWEST_FOR_PROCESSES = 3
+"""Phases from which on processes win back the second or two that they take to start."""
+SUMMARY = "phases.json"
 
 
 @job_options
 def plan_command(
     ctx: typer.Context,
     asked: PlanOptions,
+    full: o.Full = False,
+    show: o.Show = None,
     json: o.Json = False,
     output: o.Output = None,
     force: o.Force = False,
 ) -> None:
     """Plan how to lay a large model out on N GPUs: the fastest layout that fits, proven, and why not the others.
 
-    An option of the layout pins that axis to a value, or restricts it to a comma list.
-
     \b
     Example:
       plan --model 405b --gpus 2048
-      plan --model ./config.json --gpus 512 --hardware h200 -s 8192 -b 1024
       plan --model deepseek-v3 --gpus 2048 --pp 8,16 --tokens 15T -o plan.json
-      plan --model 405b --gpus 2048 --phases docs/phases/llama-3-405b.yaml
-      plan --from plan.json --gpus 1984
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options_before(ctx)
         return
     if asked.phases is not None:
-        from planner.cli.phases import plan_phases
-
         return plan_phases(asked, asked.phases, json, output, force)
     if asked.from_ is not None:
-        from planner.cli.replan import replan_command
-
         return replan_command(asked, asked.from_, asked.keep, json, output, force)
     if asked.keep is not None:
         raise SpecError("--keep: without --from, no job has anything to keep", "add --from plan.json")
     from planner.cli.inputs import read_job, read_limits
-    from planner.cli.output import answer, waiting
+    from planner.cli.output import Shape, answer, waiting, warn_of_early_stop
     from planner.files import refuse_to_overwrite
+    from planner.layout.evaluate import within
     from planner.search.search import plan
 
     job = read_job(asked)
     limits = read_limits(asked, job)
+    shape = Shape(json, full, show)
+    shape.names  # noqa: B018 — refused before the search
     if output is not None:
         refuse_to_overwrite(output, force)
-    with waiting("searching"):
-        best = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
-    answer(best.model_copy(update={"command": command_line(asked)}), json, output, force)
+    with waiting("searching") as news:
+        found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec, news=news)
+    best = within(found, asked.days, asked.usd).model_copy(update={"command": command_line(asked)})
+    warn_of_early_stop(best)
+    answer(best, shape, output, force)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:
@@ -61,3 +94,305 @@ def _refuse_options_before(ctx: typer.Context) -> None:
     if given:
         option, command = "--" + given[0].strip("_").replace("_", "-"), ctx.invoked_subcommand
         raise SpecError(f"{option}: stands before the command {command}", f"write plan {command} {option} …")
+
+
+@job_options
+def evaluate_command(
+    ctx: typer.Context,
+    asked: LayoutOptions,
+    runs: Runs = None,
+    full: o.Full = False,
+    show: o.Show = None,
+    json: o.Json = False,
+    output: o.Output = None,
+    force: o.Force = False,
+) -> None:
+    """Price a given layout, fit or not, or a file of many.
+
+    \b
+    Example:
+      plan evaluate --model 405b --gpus 16384 --tp 8 --pp 16 --dp 128
+      plan evaluate --runs runs.jsonl --json
+    """
+    if runs is not None:
+        _evaluate_runs(ctx, runs, json)
+        return
+    from planner.cli.inputs import read_described, read_job, read_parallelism
+    from planner.cli.output import Shape, answer
+    from planner.files import STDOUT, refuse_to_overwrite
+    from planner.layout.evaluate import evaluate
+    from planner.trainers.stated import consented
+
+    job = read_job(asked)
+    run, parallelism = read_described(asked, job), read_parallelism(asked)
+    shape = Shape(json, full, show)
+    if output is not None:
+        refuse_to_overwrite(output, force)
+    says = run.says_switches
+    plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec, says_switches=says)
+    plan = plan.model_copy(update={"command": command_line(asked, "plan evaluate")})
+    own = None if json or output == STDOUT else _own_choice(job, consented(run.runtime_spec))
+    answer(plan, shape, output, force, own)
+
+
+def _own_choice(job: Job, allow: tuple[str, ...]) -> PricedLayout | None:
+    """The planner's choice for the same job, under the same consent; None where it finds no layout that fits."""
+    from planner.cli.output import waiting
+    from planner.search.search import plan
+    from planner.specs.training import SearchLimits
+
+    limits = SearchLimits(time_limit_s=OWN_CHOICE_LIMIT_S, allow=allow)
+    try:
+        with waiting("searching for the planner's own choice") as news:
+            return plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec, news=news).best
+    except PlannerError:
+        return None
+
+
+def _evaluate_runs(ctx: typer.Context, path: str, as_json: bool) -> None:
+    for name, value in ctx.params.items():
+        if name not in ("runs", "json") and value is not None and value is not False:
+            raise SpecError(f"--runs and --{name.replace('_', '-')}: both given", "each line of the file says it all")
+    from planner.cli.output import dumps
+    from planner.layout.runs import evaluate_lines
+    from planner.report.terminal import summary
+
+    with _opened(path) as file:
+        for run in evaluate_lines(_lines(file, path)):
+            if as_json:
+                sys.stdout.write(dumps(run.to_json(), indent=None))
+            else:
+                text = summary(run.layout) if run.layout else f"error: {run.error}"
+                sys.stdout.write(f"{one_line(str(run.id))}\n    {one_line(text)}\n")
+            sys.stdout.flush()
+
+
+def _opened(path: str) -> BinaryIO:
+    from planner.specs.reading import STDIN
+
+    if path == STDIN:
+        return sys.stdin.buffer
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise SpecError(f"--runs: {path}: {error.strerror}", "name a file of JSON lines, or - for stdin") from None
+
+
+def _lines(file: BinaryIO, path: str) -> Iterator[str]:
+    """Lines as text, none read before it is asked for; SpecError for what cannot be a file of runs."""
+    try:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES or b"\0" in line:
+                raise SpecError(f"--runs: {path}: is not a file of JSON lines", "write one JSON object a line")
+            yield line.decode(errors="replace").removeprefix("\ufeff")
+    except OSError as error:
+        raise SpecError(f"--runs: {path}: {error.strerror}", "name a file of JSON lines, or - for stdin") from None
+
+
+def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool, output: str | None,
+                   force: bool) -> None:  # fmt: skip
+    """Answer how the job of a saved plan goes on with `--gpus`."""
+    from planner.cli.inputs import Job, listed, read_limits
+    from planner.cli.output import dumps, save, show, waiting
+    from planner.decide.resume import replan
+    from planner.files import refuse_to_overwrite
+    from planner.plan_file import read_plan
+    from planner.report.resume import render_resume
+
+    _check_running(asked, path)
+    assert asked.gpus is not None
+    if output is not None:
+        refuse_to_overwrite(output, force)
+    old = read_plan(path)
+    training = _training_of(asked, old)
+    job = Job(old.model.spec, old.cluster, training, old.runtime, old.runtime_spec, {})
+    limits = read_limits(asked, job)
+    axes = () if keep is None else tuple(axis.replace("-", "_") for axis in listed("keep", keep, str))
+    with waiting("replanning"):
+        found = replan(old, asked.gpus, axes, training=training, limits=limits)
+    plan = found.plan.model_copy(update={"command": command_line(asked)}) if found.resume.choices else found.plan
+    if save(plan, output, force):
+        return
+    if json:
+        sys.stdout.write(dumps({**plan.to_json(), "resume": found.resume.to_json()}))
+    else:
+        show(render_resume(found.resume, plan))
+
+
+def _check_running(asked: SearchOptions, path: str) -> None:
+    """Raise SpecError for an option that the running job answers, and without a number of GPUs."""
+    for name in OF_THE_JOB:
+        if getattr(asked, name) not in (None, False):
+            option = "--" + name.replace("_", "-")
+            ways = {"batch_tokens": "give sequences: -b", "allow": "move a switch: --switch NAME=VALUE"}
+            raise SpecError(f"{option}: the running job's comes from {path}", ways.get(name, f"leave {option} out"))
+    if asked.gpus is None:
+        raise SpecError("--gpus: is missing", f"for example plan --from {path} --gpus 1984")
+
+
+def _training_of(asked: SearchOptions, old: Plan) -> TrainingSpec:
+    """The old plan's training, with the options that may change while a job runs."""
+    from planner.cli.inputs import option
+    from planner.months.whole_run import check_spares
+    from planner.specs.problems import checked
+    from planner.specs.training import OperationsSpec, TrainingSpec
+    from planner.specs.units import parse_count
+
+    names = ("global_batch_size", "moe_imbalance", "straggler_fraction")
+    changed: dict[str, Any] = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
+    if asked.tokens is not None:
+        try:
+            changed["tokens"] = parse_count(asked.tokens)
+        except (ValueError, OverflowError):
+            raise SpecError(f"--tokens: {asked.tokens[:60]!r} is not a count", "write 15T") from None
+    stated = {
+        "storage_gb_per_s": asked.storage_gb_per_s,
+        "failures_per_1000_gpu_days": asked.failures_per_1000_gpu_days,
+        "num_spare_nodes": asked.spares,
+        "usd_per_gpu_hour": asked.usd_per_gpu_hour,
+    }
+    given = {name: value for name, value in stated.items() if value is not None}
+    spelling = {name: option(name) for spec in (TrainingSpec, OperationsSpec) for name in spec.model_fields}
+    operations = checked(OperationsSpec, {**old.training.operations.model_dump(), **given}, spelling=spelling)
+    values = {**old.training.model_dump(), **changed, "operations": operations}
+    training = checked(TrainingSpec, values, spelling=spelling)
+    check_spares(old.cluster.changed(num_gpus=asked.gpus), training)
+    return training
+
+
+def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None, force: bool) -> None:
+    """Plan the phases of a file, print the run, and save it: a file of all, or a folder with a plan of each."""
+    from planner.cli.output import dumps, progress, show
+    from planner.decide.course import run_of_phases
+    from planner.decide.sweep import processes
+    from planner.files import STDOUT
+    from planner.report.phases import render_phases
+    from planner.specs.phases import read_phases
+
+    if asked.from_ is not None or asked.keep is not None:
+        other = "--from" if asked.from_ is not None else "--keep"
+        raise SpecError(f"{other} and --phases: both given", f"plan the phases without {other}")
+    if asked.tokens is not None:
+        raise SpecError(
+            "--tokens and --phases: both given", "leave --tokens out: the file says how many each phase has"
+        )
+    file = read_phases(path)
+    said = set[str]()
+    phases = [_phase(asked, spec, path, said) for spec in file.phases]
+    paths = _paths(output, [phase.name for phase in phases], force)
+    with (
+        progress("planning phases", 2 * len(phases)) as advance,
+        processes(len(phases), FEWEST_FOR_PROCESSES, "planner.decide.phases", advance) as each,
+    ):
+        run = run_of_phases(phases, each, file.reshard_hours, command_line(asked))
+    # printed first, so that a file that cannot be written loses nothing
+    if as_json and output != STDOUT:
+        sys.stdout.write(dumps(run.to_json()))
+    elif output != STDOUT:
+        show(render_phases(run))
+    if output is not None:
+        _save(run, output, paths, force)
+
+
+def _phase(asked: PlanOptions, spec: PhaseSpec, path: str, said: set[str]) -> Phase:
+    """A phase as the command line and the file describe it; SpecError naming the file and the phase."""
+    from planner.cli.inputs import read_job, read_limits
+    from planner.decide.phases import Phase
+    from planner.search.case import Case
+    from planner.specs.reading import label
+
+    own = replace(_options(asked, spec), phases=None)
+    try:
+        job = read_job(own, said)
+        limits = read_limits(own, job)
+        training, ramp = job.training, spec.rampup
+        batches = tuple(_batches(spec, training.global_batch_size, training.seq_length))
+        tokens = sum(batch.tokens for batch in batches)
+    except PlannerError as error:
+        error.message = f"{label(path)}: phase {spec.name}: {error.message}"
+        raise
+    training = training.model_copy(update={"tokens": float(tokens), "document_lengths": spec.lengths})
+    is_plain = spec.lengths is None and ramp is None
+    command = command_line(replace(own, tokens=str(round(tokens)))) if is_plain else command_line(asked)
+    return Phase(spec.name, Case(job.model, job.cluster, training, job.runtime_spec, limits), batches, command)
+
+
+def _options(asked: PlanOptions, spec: PhaseSpec) -> PlanOptions:
+    """The options of the command line with those of the phase in their places."""
+    stated = {name: getattr(spec, name) for name in ("seq_length", "dtype", "gpus", "allow", "switch")}
+    batch = spec.global_batch_size
+    if spec.batch_tokens is None and batch is None and spec.rampup is not None:
+        batch = spec.rampup.to
+    if batch is not None or spec.batch_tokens is not None:
+        asked = replace(asked, global_batch_size=None, batch_tokens=None)
+        stated |= {
+            "global_batch_size": batch,
+            "batch_tokens": None if spec.batch_tokens is None else str(spec.batch_tokens),
+        }
+    # operations are said to have no effect without tokens; how many a phase has is known when its batch is
+    return replace(asked, tokens="1e15", **{name: value for name, value in stated.items() if value is not None})
+
+
+def _batches(spec: PhaseSpec, last: int, seq_length: int) -> Iterator[Batch]:
+    """The batches of a phase, the last one at the end."""
+    from planner.decide.phases import Batch
+
+    ramp, left = spec.rampup, float(spec.tokens or 0)
+    if spec.steps is not None:
+        left = float(spec.steps) * last * seq_length
+    if ramp is not None:
+        if ramp.start >= last or (last - ramp.start) % ramp.by:
+            near = (
+                max(d for d in range(1, min(ramp.by, last) + 1) if (last - ramp.start) % d == 0)
+                if ramp.start < last
+                else 1
+            )
+            raise SpecError(
+                f"rampup: from {ramp.start:,} by {ramp.by:,} does not reach the batch of {last:,} sequences",
+                f"write by: {near}" if ramp.start < last else f"let it begin below {last:,}, or leave rampup out",
+            )
+        samples = float(ramp.samples) if ramp.samples is not None else float(ramp.tokens or 0) / seq_length
+        sizes = ramp.batches(last)
+        each = samples * seq_length / len(sizes)
+        left -= each * len(sizes)
+        if left <= 0:
+            raise SpecError(
+                f"rampup: lasts {samples * seq_length:,.0f} tokens, the phase {float(spec.tokens or 0):,.0f}",
+                f"give the phase more tokens than {samples * seq_length:,.0f}",
+            )
+        yield from (Batch(size, each) for size in sizes)
+    if not math.isfinite(left):
+        raise SpecError("tokens: is too large", "write tokens: 15T")
+    yield Batch(last, left)
+
+
+def _paths(output: str | None, names: list[str], force: bool) -> dict[str, str]:
+    """The files of a folder's plans by phase, none of which may be there already; empty where a file is asked for."""
+    from planner.files import STDOUT, refuse_to_overwrite
+
+    if output is None or output == STDOUT:
+        return {}
+    if not (output.endswith("/") or os.path.isdir(output)):
+        refuse_to_overwrite(output, force)
+        return {}
+    paths = {name: os.path.join(output, f"plan-{name}.json") for name in names}
+    if os.path.isdir(output):
+        for file in (*paths.values(), os.path.join(output, SUMMARY)):
+            refuse_to_overwrite(file, force)
+    return paths
+
+
+def _save(run: PhasesAnswer, output: str, paths: dict[str, str], force: bool) -> None:
+    """Write one file, or a folder with a plan of each phase and the whole run."""
+    from planner.cli.output import dumps
+    from planner.files import STDOUT, FolderFile, write_folder, write_text
+
+    if not paths:
+        write_text(output, dumps(run.to_json()), force)
+        if output != STDOUT:
+            folder = PurePath(output).stem
+            _log.info("wrote %s; -o %s/ writes a plan of each phase, which other commands read", output, folder)
+        return
+    files = [FolderFile(os.path.basename(paths[phase.name]), phase.plan.saved_text().encode()) for phase in run.phases]
+    write_folder(Path(output), [*files, FolderFile(SUMMARY, dumps(run.to_json()).encode())], force)
+    _log.info("wrote %s, and %s with a plan of each phase", os.path.join(output, SUMMARY), ", ".join(paths.values()))

@@ -24,17 +24,19 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
-def render(result: ProbeResult, plan: Plan, saved: str | None = None) -> Group:
+def render(result: ProbeResult, plan: Plan | None = None, saved: str | None = None) -> Group:
     """The whole report, which ends with the verdict, what is corrected by it and what the plan is now."""
     return Group(*_sections(result), section("What follows", bullets(_follows(result, plan, saved))))
 
 
-def _follows(result: ProbeResult, plan: Plan, saved: str | None) -> Iterator[str]:
+def _follows(result: ProbeResult, plan: Plan | None, saved: str | None) -> Iterator[str]:
     """Lines on the verdict, on each number of the hardware, and on the plan with those that are corrected."""
     from planner.errors import SpecError
     from planner.profile.probe_calibration import from_probe
 
     yield _verdict(result)
+    if plan is None:
+        return
     try:
         calibration = from_probe(result, plan.cluster, "this run")
     except SpecError as error:
@@ -54,7 +56,7 @@ def _follows(result: ProbeResult, plan: Plan, saved: str | None) -> Iterator[str
 
 def priced_again(plan: Plan) -> Plan:
     """The plan with its layout priced by what its cluster and its trainer are now."""
-    from planner.layout.replan import layout_again, reprice
+    from planner.layout.price import layout_again, reprice
 
     return plan.model_copy(update={"best": layout_again(plan, reprice(plan, plan.best))})
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from planner.answer import Plan
-from planner.export.megatron.layout_options import is_fsdp
-from planner.export.megatron.switch_options import switch_arguments
+from planner.export.megatron.plan_options import is_fsdp, switch_arguments
 from planner.export.spelling import runtime_of
 
 LARGE = 1024

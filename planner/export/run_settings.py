@@ -49,6 +49,18 @@ class RunSettings:
     notes: tuple[str, ...]
     """The origins of length and optimizer, for the header."""
 
+    evaluation_steps: int = EVALUATION_STEPS
+    first_run_steps: int = FIRST_RUN_STEPS
+
+    @property
+    def last_decay_step(self) -> int:
+        """The step at which the rate is lowest, which comes after the warm-up."""
+        return max(self.num_steps, self.warmup_steps + 1)
+
+    @property
+    def timeout_s(self) -> int:
+        return 60 * self.timeout_minutes
+
     @property
     def decay_steps(self) -> int:
         """Steps over which the rate falls, the last ones of the run."""

@@ -9,7 +9,7 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.refusal import Reason
-from planner.layout.replan import shape_of
+from planner.layout.price import shape_of
 from planner.trainers.rules.common import release
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
@@ -75,6 +75,26 @@ class Spelling:
             elif _words(expected) != _words(found[name]):
                 return None
         return value
+
+
+_ENCODINGS = {"<itself>": ITSELF, "<number>": SHARE, "<names>": MODULES, "<any>": IS_SET}
+_CELLS = ("is", "since", "before", "read_only")
+
+
+def spellings(table: Mapping[str, Iterable[Mapping[str, Any]]]) -> tuple[Spelling, ...]:
+    """The rows of a trainer's table of switches (options.yaml)."""
+    return tuple(
+        Spelling(
+            switch,
+            row.get("is"),
+            {name: _ENCODINGS.get(str(value), value) for name, value in row.items() if name not in _CELLS},
+            row.get("since", ""),
+            row.get("before", ""),
+            row.get("read_only", False),
+        )
+        for switch, rows in table.items()
+        for row in rows
+    )
 
 
 def spelling_of(rows: Iterable[Spelling], switch: str, value: Value, version: str) -> dict[str, Any] | None:

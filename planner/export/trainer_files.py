@@ -1,15 +1,20 @@
-"""The files of one trainer, the command that starts it, its arguments, and the comments at the top."""
+"""The files of one trainer, the command that starts it, its arguments, their comments, and files from templates/."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.answer import Plan
 from planner.specs.units import GIB
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 class ShellText(str):
@@ -225,3 +230,33 @@ def promise(plan: Plan, shown_as: str) -> tuple[str, ...]:
         f"planned peak of torch.cuda.max_memory_allocated, GiB, {stages}: {' '.join(peaks)}",
         shown_as,
     )
+
+
+def rendered(name: str, **values: Any) -> str:
+    """The text of a template; whatever it needs and is not given is an error.
+
+    Filters: `python` writes a value as Python's literal, `g` a number in up to six digits, `quote` and `words` text and
+    words as the shell reads them back.
+    """
+    return _environment().get_template(f"{name}.j2").render(values)
+
+
+def shell_words(words: Iterable[str]) -> str:
+    """Words joined by blanks, each quoted where the shell would read it otherwise."""
+    return " ".join(word if isinstance(word, ShellText) else shlex.quote(word) for word in words)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("planner.export", "templates"), undefined=StrictUndefined, autoescape=False,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters.update(python=repr, g=_short, quote=shlex.quote, words=shell_words)
+    return environment
+
+
+def _short(number: float) -> str:
+    return format(number, "g")

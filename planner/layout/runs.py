@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,8 @@ from planner.layout.evaluate import price_given
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning import AdapterSpec, ObjectiveSpec
+from planner.specs.hardware import HardwareSpec
+from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, spec_error
 from planner.specs.reading import NotJsonError, json_value, kind_of
@@ -53,7 +55,8 @@ class RunSpec(Spec):
     parallelism: Parallelism = Parallelism()
     features: dict[str, Any] = Field(default_factory=dict)
     """Features that the run switched on; names that the runtime does not know are ignored with a warning. A run that
-    names any says all: those that it leaves out are as the trainer has them. A run that names none says nothing."""
+    names any says all: those that it leaves out are as the trainer has them. A run that names none says nothing.
+    `network` and `host` (specs/machines.yaml) say what stands around the GPUs, and no switch."""
     intra_node: str | None = None
     """Description only."""
     inter_node: str | None = None
@@ -149,7 +152,8 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     for name, value in (("model", spec.model), ("hardware", spec.hardware)):
         if value == "-":
             raise SpecError(f"{where}: run: {name}: '-' is standard input, where lines come from", "name it")
-    hardware = _hardware(spec.hardware)
+    hardware, unknown_machine = _machine(_hardware(spec.hardware), spec.features)
+    features = {name: value for name, value in spec.features.items() if name not in _MACHINE}
     cluster = {
         "hardware": hardware,
         "num_gpus": spec.num_gpus,
@@ -160,8 +164,8 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")
-    training["moe_imbalance"] = imbalance_of(model, spec.features)
-    used = {"precision_recipe": spec.precision_recipe, **spec.features}
+    training["moe_imbalance"] = imbalance_of(model, features)
+    used = {"precision_recipe": spec.precision_recipe, **features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)
     return Run(
@@ -171,9 +175,27 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         training=checked(TrainingSpec, training, f"{where}: run"),
         runtime=runtime,
         parallelism=spec.parallelism,
-        unknown_features=unknown,
-        says_switches=bool(spec.features),
+        unknown_features=(*unknown, *unknown_machine),
+        says_switches=bool(features),
     )
+
+
+_MACHINE: dict[str, Callable[[HardwareSpec, str], HardwareSpec]] = {"network": with_network, "host": with_host}
+"""Features of a run that say what stands around its GPUs, and no switch."""
+
+
+def _machine(hardware: HardwareSpec, features: Mapping[str, Any]) -> tuple[HardwareSpec, tuple[str, ...]]:
+    """The profile on the network and beside the host that a run names, and those that nobody knows."""
+    unknown = []
+    for name, placed in _MACHINE.items():
+        value = features.get(name)
+        if value is None:
+            continue
+        try:
+            hardware = placed(hardware, str(value))
+        except SpecError:
+            unknown.append(f"{name}: {value!r:.60}")
+    return hardware, tuple(unknown)
 
 
 def network_gb_per_s(description: str | None, gpus_per_node: int) -> float | None:

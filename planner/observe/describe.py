@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from planner.observe.megatron_lines import facts_of
 from planner.observe.observation import (
     JobFacts,
-    Link,
     MemorySeries,
     Observation,
     ObservedMemory,
@@ -29,7 +30,6 @@ from planner.observe.observation import (
     Wall,
 )
 from planner.observe.record import FallBack, RunRecord
-from planner.observe.stated_job import facts_of
 from planner.observe.steady import Steady, steady
 from planner.specs.units import is_count
 
@@ -93,30 +93,20 @@ def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
 def _most_s(record: RunRecord, name: str) -> float | None:
     """The most that a timer shows over the ranks, in seconds: the median over what was printed."""
     highs = record.timers.get(name, ((), ()))[1]
-    if highs:
-        return float(np.median(np.frombuffer(highs, dtype=float)))
-    return max(record.of_ranks(name).values(), default=None)
+    return median(highs) if highs else None
 
 
 def timers_of(record: RunRecord) -> Iterator[Timer]:
     for name, (lows, highs) in record.timers.items():
         if len(lows) and name not in _SET_UP:
-            low, high = (float(np.median(np.frombuffer(values, dtype=float))) for values in (lows, highs))
-            ranks, mean_s = record.of_ranks(name), math.fsum(highs) / len(highs)
-            yield Timer(name=name, min_s=low, max_s=high, num_values=len(lows), per_rank_s=ranks, mean_s=mean_s)
-    for name in record.rank_timers:
-        if name not in record.timers:
-            ranks = record.of_ranks(name)
-            values = list(ranks.values())
-            yield Timer(name=name, min_s=min(values), max_s=max(values), num_values=len(values), per_rank_s=ranks)
+            mean_s = math.fsum(highs) / len(highs)
+            yield Timer(name=name, min_s=median(lows), max_s=median(highs), num_values=len(lows), mean_s=mean_s)
 
 
 def data_s(record: RunRecord) -> float | None:
     """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
     values = next((record.timers[name][1] for name in DATA_TIMERS if record.timers.get(name, ((), ()))[1]), None)
-    if values:
-        return math.fsum(values) / len(values)
-    return next((most for name in DATA_TIMERS if (most := _most_s(record, name)) is not None), None)
+    return math.fsum(values) / len(values) if values else None
 
 
 _WALL_KINDS = ("evaluation", "checkpoint")
@@ -166,12 +156,11 @@ def _share(items: dict[str, float], gap: float, record: RunRecord, row: int, res
     if restarts:
         items["down"] += gap
         return
-    marks = [kind for kind in _WALL_KINDS if kind in record.marks.get(row, ()) and kind not in timed]
-    for kind in marks:
-        said_s = record.mark_s.get(kind, {}).get(row)
-        taken = min(gap, said_s if said_s is not None else gap)
-        items[kind] += taken
-        gap -= taken
+    for kind, said_s in sorted(record.marks.get(row, {}).items(), reverse=True):
+        if kind in _WALL_KINDS and kind not in timed:
+            taken = gap if math.isnan(said_s) else min(gap, said_s)
+            items[kind] += taken
+            gap -= taken
     items["idle"] += gap
 
 
@@ -192,6 +181,8 @@ INTERVALS = {
     "tensorboard_log_interval": "logging",
 }
 """Arguments of Megatron-LM that say how often something happens."""
+LEAST_OF_RUN = 5
+"""Fewest lines that tell a run from another, or one of two kinds of steps."""
 MOST_APART = 0.1
 """Share by which what one log says of its step in two ways may differ."""
 LEAST_APART, LEAST_OF_WHOLE_S = 5, 20.0
@@ -214,14 +205,13 @@ def _beside_steps(record: RunRecord) -> dict[str, Any]:
         "memory_series": tuple(memory_series(record)),
         "failed_allocations": tuple(record.failed_allocations),
         "hung_collectives": tuple(record.hung_collectives),
-        "links": tuple(_links(record)),
         "rank_spreads": tuple(_spreads(record)),
         "data_s": data_s(record),
-        "watts_per_gpu": _printed(record, "watts_per_gpu"),
-        "clock_mhz": _printed(record, "clock_mhz"),
+        "watts_per_gpu": record.middle("watts_per_gpu"),
+        "clock_mhz": record.middle("clock_mhz"),
         **{name: record.counts[name] for name in COUNTS if name in record.counts},
-        "printed_tflops_per_gpu": _printed(record, "tflops"),
-        "printed_mfu": None if (mfu := _printed(record, "mfu_percent")) is None else mfu / 100,
+        "printed_tflops_per_gpu": record.middle("tflops"),
+        "printed_mfu": None if (mfu := record.middle("mfu_percent")) is None else mfu / 100,
         **_peak(record),
     }
 
@@ -231,19 +221,21 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     _complete_first_row(record)
     facts = facts_of(record, trainer)
     common: dict[str, Any] = {"sources": sources, "facts": facts, **_beside_steps(record)}
+    _last_run(record)
     notes = list(record.notes)
-    if (theory := _printed(record, "theoretical_bytes")) is not None:
-        notes.append(f"the trainer's own estimate of the first rank's memory is {theory / 2**30:.1f} GiB")
     if record.duplicates:
         notes.append(f"{record.duplicates:,} lines of steps were printed by several ranks, or again")
     if not record.numbers:
-        return Observation(**common, notes=(*notes, "no line of a step was found"))
-    precision = _printed(record, "precision_fraction") or 0.0
+        speed = record.middle("tokens_per_s_per_gpu")
+        known = f": {speed:,.0f} tokens a second and GPU say none without the tokens of a step" if speed else ""
+        return Observation(**common, notes=(*notes, f"no line of a step was found{known}"))
+    precision = record.middle("precision_fraction") or 0.0
     found = _statistics(record, precision)
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
-    if refused := _only_first(record) or _contradicted(record, facts, found.step_s):
+    refused = _only_first(record) or _in_a_hole(record, found.step_s) or _contradicted(record, facts, found.step_s)
+    if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
-    if record.numbers[0] - record.covers[0] > 1 and not (record.backs or record.is_cut):
+    if record.numbers[0] - record.covers[0] > 1 and not record.backs:
         notes.append(f"the log begins at step {record.numbers[0]:,}: what was before is not known")
     if max(record.covers) > 1:
         notes.append(f"a line is the mean of up to {max(record.covers):,} steps: single slow ones do not show")
@@ -267,9 +259,34 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     )
 
 
+def _last_run(record: RunRecord) -> None:
+    """Keep what follows the last start with another step: two runs have no common median."""
+    bounds = (0, *(back.row for back in record.backs), len(record.numbers))
+    parts = [record.seconds[begin:end] for begin, end in pairwise(bounds)]
+    for before, later, start in reversed(list(zip(parts, parts[1:], bounds[1:], strict=False))):
+        low, high = sorted(median(part[len(part) // 2 :]) for part in (before, later))
+        if min(len(before), len(later)) >= LEAST_OF_RUN and high > (1 + MOST_APART) * low:
+            record.only_from(start)
+            record.note(f"{start:,} lines of steps before the last start are of a run with another step: left out")
+            return
+
+
+def _in_a_hole(record: RunRecord, step_s: float) -> str:
+    """A sentence where steps are of two kinds, and hardly any takes as long as the median of all."""
+    seconds = np.frombuffer(record.seconds, dtype=float)
+    near = np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03)
+    low, high = seconds[seconds < step_s], seconds[seconds > step_s]
+    if len(seconds) < 2 * LEAST_OF_RUN or near > 0.02 * len(seconds) or not (len(low) and len(high)):
+        return ""
+    low_s, high_s = float(np.median(low)), float(np.median(high))
+    if high_s <= (1 + MOST_APART) * low_s:
+        return ""
+    return f"no step is said: steps are of two kinds, of {low_s:.4g} and of {high_s:.4g} s, and none takes the median"
+
+
 def _only_first(record: RunRecord) -> str:
     """A sentence where the first iteration alone is there, which holds the start of everything."""
-    if len(record.numbers) > 1 or record.is_first_alike or record.covers[0] > 1 or record.numbers[0] > 1:
+    if len(record.numbers) > 1 or "first is alike" in record.state or record.covers[0] > 1 or record.numbers[0] > 1:
         return ""
     return f"only the first iteration is there, of {record.seconds[0]:.4g} s: no steady step can be said of it"
 
@@ -279,11 +296,11 @@ def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:
     said = [(step_s * ratio, "by the times of its lines") for ratio in (_wall_ratio(record),) if ratio]
     batch = None if record.state.get("batch") == "grows" else facts.global_batch_size
     length, gpus = facts.seq_length, facts.num_gpus
-    per_gpu, speed = _printed(record, "tokens_per_s_per_gpu"), _printed(record, "tokens_per_s")
+    per_gpu, speed = record.middle("tokens_per_s_per_gpu"), record.middle("tokens_per_s")
     speed = per_gpu * gpus if per_gpu and gpus else speed
     if batch and length and speed:
         said.append((batch * length / speed, "by its tokens per second"))
-    if batch and (samples := _printed(record, "samples_per_s")):
+    if batch and (samples := record.middle("samples_per_s")):
         said.append((batch / samples, "by its samples per second"))
     for other_s, how in said:
         if abs(other_s / step_s - 1) > MOST_APART:
@@ -331,7 +348,7 @@ def _statistics(record: RunRecord, precision_fraction: float) -> Steady:
         np.asarray(record.seconds, dtype=np.float64),
         np.asarray(record.covers, dtype=np.float64),
         starts,
-        record.marks,
+        {row: set(kinds) for row, kinds in record.marks.items()},
         precision_fraction,
     )
 
@@ -349,22 +366,16 @@ def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[fl
     """Tokens per second of the whole job, and the options that would say it."""
     if facts.global_batch_size and facts.seq_length:
         return facts.global_batch_size * facts.seq_length / step_s, ()
-    per_gpu = _printed(record, "tokens_per_s_per_gpu")
+    per_gpu = record.middle("tokens_per_s_per_gpu")
     if per_gpu is not None:
         return (per_gpu * facts.num_gpus, ()) if facts.num_gpus else (None, ("--gpus N",))
-    if (tokens := _printed(record, "tokens_per_s")) is not None:
+    if (tokens := record.middle("tokens_per_s")) is not None:
         return tokens, ()
-    samples = _printed(record, "samples_per_s")
+    samples = record.middle("samples_per_s")
     if samples is not None and facts.seq_length:
         return samples * facts.seq_length, ()
     missing = [("--global-batch-size N", facts.global_batch_size or samples), ("--seq-length N", facts.seq_length)]
     return None, tuple(option for option, value in missing if not value)
-
-
-def _printed(record: RunRecord, name: str) -> float | None:
-    """The median of what the trainer prints under a name; None where it does not."""
-    values = record.printed.get(name)
-    return float(np.median(np.frombuffer(values, dtype=float))) if values else None
 
 
 def _series(record: RunRecord) -> StepSeries:
@@ -385,22 +396,16 @@ def _memory(record: RunRecord) -> Iterator[ObservedMemory]:
 
 
 def _spreads(record: RunRecord) -> Iterator[RankSpread]:
-    for name, spread in record.spreads.items():
-        if spread.lows:
-            (low_rank, low_times), (high_rank, high_times) = (
-                Counter(ranks).most_common(1)[0] for ranks in (spread.low_ranks, spread.high_ranks)
-            )
-            yield RankSpread(
-                name=name,  # type: ignore[arg-type]
-                low=median(spread.lows),
-                low_rank=low_rank,
-                low_share=low_times / len(spread.lows),
-                high=median(spread.highs),
-                high_rank=high_rank,
-                high_share=high_times / len(spread.highs),
-                num_values=len(spread.lows),
-                per_rank=spread.ranks,
-            )
+    for name, rows in record.spreads.items():
+        (low_rank, low_times), (high_rank, high_times) = (
+            Counter(row[side][1] for row in rows).most_common(1)[0] for side in (0, 1)
+        )
+        yield RankSpread(
+            name=name,  # type: ignore[arg-type]
+            low=median(low for (low, _), _ in rows), low_rank=low_rank, low_share=low_times / len(rows),
+            high=median(high for _, (high, _) in rows), high_rank=high_rank, high_share=high_times / len(rows),
+            num_values=len(rows),
+        )  # fmt: skip
 
 
 def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
@@ -408,15 +413,11 @@ def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
     for name, (kind, is_peak) in SERIES.items():
         of_kind = {rank: series for (rank, known), series in record.memory_series.items() if known == name}
         if of_kind:
-            rank = max(of_kind, key=lambda rank: (of_kind[rank].values[-1], -(rank or 0)))
-            steps, values = of_kind[rank].steps, of_kind[rank].values
+            rank = max(of_kind, key=lambda rank: (of_kind[rank][-1][1], -(rank or 0)))
+            steps, values = zip(*of_kind[rank], strict=True)
             yield MemorySeries(
-                kind=kind,  # type: ignore[arg-type]
-                is_peak=is_peak,
-                rank=rank,
-                steps=tuple(steps),
-                num_bytes=tuple(map(round, values)),
-            )
+                kind=kind, is_peak=is_peak, rank=rank, steps=steps, num_bytes=tuple(map(round, values)),  # type: ignore[arg-type]
+            )  # fmt: skip
 
 
 def _peak(record: RunRecord) -> dict[str, Any]:
@@ -429,12 +430,6 @@ def _peak(record: RunRecord) -> dict[str, Any]:
         if values:
             return {"peak_memory_bytes": max(values), "peak_memory_kind": name}
     return {}
-
-
-def _links(record: RunRecord) -> Iterator[Link]:
-    for op, values in record.links.items():
-        size, seconds, rate = (median(column) for column in zip(*values, strict=True))
-        yield Link(op=op, message_bytes=size, seconds=seconds, bus_bytes_per_s=rate, num_values=len(values))
 
 
 def _restart(record: RunRecord, back: FallBack) -> Restart:

@@ -1,10 +1,8 @@
 """A run that is followed: each step is held against the band, and where the run stands is said when asked.
 
 A step is out where the median of the last five is: three of five have to be, so that single slow ones, and one in ten
-of them, are none. Beyond the band's end it has to be by two standard errors of that median, 1.2533 σ / √5, and by what
-the printed digits hide; σ follows from the differences of neighbours, median |difference| · 1.4826 / √2, which a shift
-of the level does not touch. Steps that the log itself explains (checkpoint, evaluation, garbage collection) are not
-counted, and of those after a start the first ones that are out are warm-up, at most as many as the alarm takes.
+of them, are none. Steps that the log itself explains (checkpoint, evaluation, garbage collection) are not counted, and
+of those after a start the first ones that are out are warm-up, at most as many as the alarm takes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from planner.answer import Interval, Plan
 from planner.errors import SpecError
@@ -31,10 +29,9 @@ from planner.observe.judge import (
     verdict_of,
     with_mfu,
 )
+from planner.observe.lines import LineSource
 from planner.observe.log_reader import LogReader, trainer_of
-from planner.observe.log_tail import LineSource
 from planner.observe.observation import GapCause, Observation, Observed, Prediction, SourceFile, Verdict
-from planner.observe.record import KEPT_ROWS, RunRecord
 from planner.specs.base import Spec
 
 Place = Literal["learning", "warm-up", "in band", "above", "below"]
@@ -44,10 +41,7 @@ shorter. The false alarms are in docs/OBSERVE.md."""
 LEAST_S, FAR_FRACTION = 120.0, 0.2
 """Short steps have to be out for two minutes, unless by a fifth: in MLPerf's logs of steps of half a second, spells of
 10 to 90 s in which they take 5 to 10% longer follow evaluations, and pass."""
-_MEDIAN_OF, _LEAST_ROWS, _NEIGHBOURS = 5, 3, 50
-_ERRORS = 2.0
-_ERROR_OF_MEDIAN = 1.2533  # of a normal distribution's, in standard deviations over √n
-_SIGMA_OF_DIFFERENCE = 1.4826 / math.sqrt(2)
+_MEDIAN_OF, _LEAST_ROWS = 5, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,100 +61,79 @@ class BandWatch:
     band: Band | None = None
     precision_fraction: float = 0.0
     """Half a unit of the last digit that the log prints, as a share of the step."""
-    side: int = 0
-    """1 where the last steps are above the band, -1 below, 0 inside."""
-    out_steps: int = 0
-    """Steps in a row on that side."""
-    out_s: float = 0.0
-    """Seconds of those steps."""
-    is_far: bool = False
-    """True where the last steps are far beyond the band's end."""
-    least_s: float = LEAST_S
-    """Seconds that the steps have to take before the alarm, unless they are far out."""
     only_slow: bool = False
     """True where a run below its band rings no alarm."""
-    _out_rows: int = 0
-    _warm_up_left: int = -1
+    side: int = 0
+    """1 where the last steps are above the band, -1 below, 0 inside."""
+    out: list[tuple[float, int]] = field(default_factory=list)
+    """Rows in a row on that side: the mean seconds of a step, and the steps that each covers."""
+    _warm_up_left: int = DEFAULT_STEPS
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MEDIAN_OF))
-    _differences: deque[float] = field(default_factory=lambda: deque(maxlen=_NEIGHBOURS))
 
     def start(self) -> None:
         """The trainer started, or started anew: what comes first may be slow."""
-        self._warm_up_left = self.allowed_steps
+        self._warm_up_left, self.side = self.allowed_steps, 0
         self._recent.clear()
-        self._reset(0)
-
-    def take(self, seconds: float, covers: int, explained: bool) -> None:
-        """Take a row: the mean seconds of as many steps as it covers, which the log may explain."""
-        if explained or self._is_warm_up(seconds, covers):
-            return
-        if self._recent:
-            self._differences.append(abs(seconds - self._recent[-1]))
-        self._recent.append(seconds)
-        if self.band is None or len(self._recent) < self._needed(covers):
-            return
-        side = self._side_of(median(self._recent), self._error_s())
-        if side != self.side:
-            self._reset(side)
-        if side:
-            self.out_steps += covers
-            self.out_s += covers * seconds
-            self._out_rows += 1
-            end_s = self.band.high_s if side > 0 else self.band.low_s
-            self.is_far = abs(median(self._recent) / end_s - 1) > FAR_FRACTION
+        self.out.clear()
 
     def settle(self, band: Band) -> None:
         """Take another band; the steps so far count no more."""
-        self.band = band
-        self._reset(0)
+        self.band, self.side = band, 0
+        self.out.clear()
 
-    def _reset(self, side: int) -> None:
-        self.side, self.out_steps, self.out_s, self._out_rows, self.is_far = side, 0, 0.0, 0, False
+    def take(self, seconds: float, covers: int, explained: bool) -> None:
+        """Take a row: the mean seconds of as many steps as it covers, which the log may explain."""
+        if explained:
+            return
+        if self._warm_up_left > 0 and self.band is not None:
+            is_out = self._side_of(seconds) != 0
+            self._warm_up_left = max(0, self._warm_up_left - covers) if is_out else 0
+            if is_out:
+                return
+        self._recent.append(seconds)
+        # five rows, or three where a row is the mean of so many steps that five take too long
+        needed = _MEDIAN_OF if covers * _MEDIAN_OF <= self.allowed_steps else _LEAST_ROWS
+        if self.band is None or len(self._recent) < needed:
+            return
+        if (side := self._side_of(median(self._recent))) != self.side:
+            self.side = side
+            self.out.clear()
+        if side:
+            self.out.append((seconds, covers))
 
-    def _needed(self, covers: int) -> int:
-        """Rows whose median counts: five, or three where a row is the mean of so many steps that five take too long."""
-        return _MEDIAN_OF if covers * _MEDIAN_OF <= self.allowed_steps else _LEAST_ROWS
-
-    def _is_warm_up(self, seconds: float, covers: int) -> bool:
-        if self._warm_up_left < 0:
-            self._warm_up_left = self.allowed_steps
-        if self._warm_up_left > 0 and self.band is not None and self._side_of(seconds, 0.0):
-            self._warm_up_left = max(0, self._warm_up_left - covers)
-            return True
-        self._warm_up_left = 0 if self.band is not None else self._warm_up_left
-        return False
-
-    def _error_s(self) -> float:
-        """The seconds by which the median may miss the level: its standard errors."""
-        sigma = _SIGMA_OF_DIFFERENCE * median(self._differences) if self._differences else 0.0
-        return _ERRORS * _ERROR_OF_MEDIAN * sigma / math.sqrt(len(self._recent))
-
-    def _side_of(self, seconds: float, slack_s: float) -> int:
+    def _side_of(self, seconds: float) -> int:
         assert self.band is not None
-        slack_s += self.precision_fraction * seconds
+        slack_s = self.precision_fraction * seconds
         return (seconds - slack_s > self.band.high_s) - (seconds + slack_s < self.band.low_s)
+
+    @property
+    def out_steps(self) -> int:
+        """Steps in a row that are out."""
+        return sum(covers for _, covers in self.out)
 
     @property
     def place(self) -> Place:
         """The place of the run to its band."""
-        if self.band is None:
-            return "learning"
-        if len(self._recent) == 0:
-            return "warm-up"
+        if self.band is None or not self._recent:
+            return "learning" if self.band is None else "warm-up"
         return "above" if self.side > 0 else "below" if self.side else "in band"
 
     @property
     def rings(self) -> bool:
         """True once the run has been out for as many steps as are allowed, and for so long, or far."""
-        enough = self.out_steps >= self.allowed_steps and self._out_rows >= _LEAST_ROWS
-        return enough and (self.side > 0 or not self.only_slow) and (self.is_far or self.out_s >= self.least_s)
+        if self.band is None or self.out_steps < self.allowed_steps or len(self.out) < _LEAST_ROWS:
+            return False
+        end_s = self.band.high_s if self.side > 0 else self.band.low_s
+        is_far = abs(median(self._recent) / end_s - 1) > FAR_FRACTION
+        is_long = sum(seconds * covers for seconds, covers in self.out) >= LEAST_S
+        return (self.side > 0 or not self.only_slow) and (is_far or is_long)
 
 
 LEARNED_STEPS, LEARNED_ROWS = 50, 10
 """Steady steps after the warm-up, and lines of them, by which a run without a prediction says its own band."""
 OWN_FRACTION = 0.05
 """Least distance of a band from the run's own first steps: spells of a minute in which steps take 2 to 4% longer come
-and go in MLPerf's logs (docs/OBSERVE.md)."""
+and go in MLPerf's logs (docs/OBSERVE.md). A run that becomes faster than they were is in its band."""
 WINDOW_STEPS = 100
 """Last steps that are judged, where fewer are out of the band."""
 SILENT_S = 1800.0
@@ -243,57 +216,44 @@ class Follower:
 
     def __post_init__(self) -> None:
         self._reader = LogReader(self.where)
-        self._grammar, self._seen, self._backs, self._try_at = "", 0, 0, LEARNED_STEPS
-        self._is_asked = self._is_learned = self._is_own = False
+        self._grammar, self._seen, self._try_at, self._is_own = "", 0, LEARNED_STEPS, False
 
     def feed(self, line: bytes) -> bool:
         """Take a line; true where it showed a step. Raises SpecError for a log of another job than the plan's."""
-        matched = self._reader.num_matched
         self._reader.feed((line,))
         record = self._reader.leading()
         if record.grammar != self._grammar:
-            self._grammar, self._seen, self._backs, self.num_steps = record.grammar, 0, 0, 0
+            self._grammar, self._seen, self.num_steps = record.grammar, 0, 0
         if len(record.numbers) < self._seen:  # another run begins in the same file
-            self._seen, self._backs = 0, 0
+            self._seen = 0
             self.watch.start()
-        if self._reader.num_matched == matched or len(record.numbers) <= self._seen:
+        if len(record.numbers) <= self._seen:
             return False
-        if not self._is_asked:
+        if not self.num_steps:
             self._ask()
         for row in range(self._seen, len(record.numbers)):
-            self._take(record, row)
+            if record.backs and record.backs[-1].row == row:
+                self.num_restarts += 1
+                self.watch.start()
+            self.num_steps += record.covers[row]
+            explained = bool(record.marks.get(row, {}).keys() & EXPLAINED)
+            self.watch.take(record.seconds[row], record.covers[row], explained)
         self._seen = len(record.numbers)
-        if not self._is_learned or (self._is_own and self.watch.rings and self.watch.side < 0):
+        if self.prediction is None and self.num_steps >= self._try_at:
             self._learn()
-        if self._seen >= 2 * KEPT_ROWS:
-            self._seen -= record.forget(KEPT_ROWS)
-            for other in self._reader.all_records():
-                other.forget(KEPT_ROWS)
-            self._backs = len(record.backs)
         return True
 
-    def _take(self, record: RunRecord, row: int) -> None:
-        if len(record.backs) > self._backs:
-            self._backs = len(record.backs)
-            self.num_restarts += 1
-            self.watch.start()
-        covers = record.covers[row]
-        self.num_steps += covers
-        self.watch.take(record.seconds[row], covers, bool(record.marks.get(row, set()) & EXPLAINED))
-
-    def record(self) -> RunRecord:
-        """A finished copy of the rows that are kept."""
-        return copy.deepcopy(self._reader).record()
-
-    def observation(self, record: RunRecord) -> Observation:
-        """The observation of a record of this log; it is completed thereby, and no other may be made of it."""
+    def observation(self, rows: int = 0) -> Observation:
+        """The observation of the last rows, or of all that is known of the run."""
+        record = copy.deepcopy(self._reader).record()
+        if rows:
+            record.only_from(max(0, len(record.numbers) - rows))
         source = SourceFile(path=self.where, format=record.grammar)
         return described(record, trainer_of(record.grammar), (source,))
 
     def _ask(self) -> None:
         """Find what the run is held against."""
-        self._is_asked = True
-        observation = self.observation(self.record())
+        observation = self.observation()
         self.watch.precision_fraction = observation.step_s_precision_fraction
         expected, source = self.expected(observation)
         if isinstance(expected, Plan):
@@ -303,51 +263,41 @@ class Follower:
                     "name the plan that the run was launched from, or leave --plan out",
                 )
             self.plan = expected.model_copy(update={"alternatives": (), "search": None})
-            self._hold_against(predicted(expected, source), source)
+            self._hold_against(predicted(expected, source))
         elif expected is not None:
             self.earlier = expected
-            self._hold_against(of_run(expected, source), source)
+            self._hold_against(of_run(expected, source))
 
-    def _hold_against(self, prediction: Prediction, source: str) -> None:
+    def _hold_against(self, prediction: Prediction) -> None:
         step_s = prediction.step_s
         low_s, high_s = prediction.step_s_interval or (step_s * (1 - RUN_FRACTION), step_s * (1 + RUN_FRACTION))
-        self.prediction, self.source, self._is_learned = prediction, source, True
-        self.watch.settle(Band(low_s, high_s, source))
+        self.prediction, self.source = prediction, prediction.source
+        self.watch.settle(Band(low_s, high_s, prediction.source))
 
     def _learn(self) -> None:
-        """The run's own steps as its band: the first steady ones, or the last of one that became faster."""
-        if not self._is_own and self.num_steps < self._try_at:
+        """Take the run's own first steady steps as its band."""
+        self._try_at = self.num_steps + 1
+        if len(self._reader.leading().numbers) < LEARNED_ROWS:
             return
-        record = self.record()
-        if self._is_own:
-            record.forget(max(self.watch.allowed_steps, LEARNED_ROWS))
-        self._try_at = self.num_steps + max(1, self.num_steps // LEARNED_STEPS - 1)
-        if len(record.numbers) < LEARNED_ROWS:
+        steady = self.observation()
+        if steady.step_s is None or steady.num_steps - steady.num_warmup_steps < LEARNED_STEPS:
             return
-        steady, last = self.observation(record), record.numbers[-1]
-        if steady.step_s is None or (not self._is_own and steady.num_steps - steady.num_warmup_steps < LEARNED_STEPS):
-            return
-        steps = f"own steps until {last:,}" if self._is_own else f"own first {steady.num_steps:,} steps"
         self._is_own, self.earlier = True, Observed(observation=steady)
-        known = of_run(self.earlier, f"the run's {steps}")
-        low_s, high_s = known.step_s_interval or (known.step_s, known.step_s)
-        own = (min(low_s, known.step_s * (1 - OWN_FRACTION)), max(high_s, known.step_s * (1 + OWN_FRACTION)))
-        self._hold_against(known.model_copy(update={"step_s_interval": own}), f"the run's {steps}")
+        known = of_run(self.earlier, f"the run's own first {steady.num_steps:,} steps")
+        _, high_s = known.step_s_interval or (known.step_s, known.step_s)
+        own = (0.0, max(high_s, known.step_s * (1 + OWN_FRACTION)))
+        self._hold_against(known.model_copy(update={"step_s_interval": own}))
 
     def last_step(self, total_tokens: float | None) -> tuple[int, int] | None:
         """The number of the last step made, and of the run's last one, by its log or by its tokens."""
         record, plan = self._reader.leading(), self.plan
-        if not record.numbers:
-            return None
         facts = record.job_facts()
         tokens = total_tokens or (plan.training.tokens if plan else None)
         batch = facts.global_batch_size or (plan.training.global_batch_size if plan else None)
-        length = facts.seq_length or (plan.training.seq_length if plan else None)
-        if facts.num_steps_asked:
-            return record.numbers[-1], facts.num_steps_asked
-        if tokens and batch and length:
-            return record.numbers[-1], math.ceil(tokens / (batch * length))
-        return None
+        length, asked = facts.seq_length or (plan.training.seq_length if plan else None), facts.num_steps_asked
+        if not asked and tokens and batch and length:
+            asked = math.ceil(tokens / (batch * length))
+        return (record.numbers[-1], asked) if record.numbers and asked else None
 
     @property
     def line_s(self) -> float:
@@ -357,12 +307,11 @@ class Follower:
 
     def window(self) -> Observation:
         """The observation of the last steps: those out of the band, else `WINDOW_STEPS`."""
-        record, steps, rows = self.record(), self.watch.out_steps or WINDOW_STEPS, 0
+        record, steps, rows = self._reader.leading(), self.watch.out_steps or WINDOW_STEPS, 0
         while rows < len(record.numbers) and steps > 0:
             rows += 1
             steps -= record.covers[-rows]
-        record.forget(rows + 2 if self.watch.out_steps else rows)  # the median of five was out when three were
-        return self.observation(record)
+        return self.observation(rows + 2 if self.watch.out_steps else rows)  # the median was out when three were
 
     def judged(self, observation: Observation) -> Observed:
         """The last steps, or all, beside what the run is held against, with what they show."""
@@ -375,37 +324,27 @@ class Follower:
     def standing(self, total_tokens: float | None, silent_s: float, final: bool, is_silent: bool) -> FollowedRun:
         """The run as it stands. `total_tokens` of the whole run say its last step where the log does not."""
         watch, prediction, record = self.watch, self.prediction, self._reader.leading()
-        known = {"source": self.where, "final": final, "silent_s": silent_s, "allowed_steps": watch.allowed_steps}
+        known: dict[str, Any] = {"source": self.where, "final": final, "silent_s": silent_s}
+        known["allowed_steps"] = watch.allowed_steps
         if not record.numbers:
-            return FollowedRun(**known, says="no line of a step yet")  # type: ignore[arg-type]
+            return FollowedRun(**known, says="no line of a step yet")
         seen = self.window() if self.plan is None else with_mfu(self.window(), self.plan)
-        last = self.last_step(total_tokens)
+        last, band = self.last_step(total_tokens), watch.band
         verdict = None if prediction is None or self._is_own else verdict_of(seen, prediction)[0]
         is_odd = watch.side != 0 or verdict not in (None, "expected")
         found = FollowedRun(
-            **known,  # type: ignore[arg-type]
-            step=record.numbers[-1],
-            total_steps=None if last is None else last[1],
-            num_steps=self.num_steps,
-            step_s=record.seconds[-1],
-            window_steps=seen.num_steps,
-            window_step_s=seen.step_s,
-            band_s=None if watch.band is None else (watch.band.low_s, watch.band.high_s),
-            band_source="" if watch.band is None else watch.band.source,
-            predicted_step_s=None if prediction is None else prediction.step_s,
-            place=watch.place,
-            out_steps=watch.out_steps,
-            rings=watch.rings or is_silent,
-            tokens_per_s=seen.tokens_per_s,
-            mfu=seen.mfu,
+            **known, step=record.numbers[-1], total_steps=None if last is None else last[1],
+            num_steps=self.num_steps, step_s=record.seconds[-1], window_steps=seen.num_steps,
+            window_step_s=seen.step_s, band_s=None if band is None else (band.low_s, band.high_s),
+            band_source="" if band is None else band.source,
+            predicted_step_s=None if prediction is None else prediction.step_s, place=watch.place,
+            out_steps=watch.out_steps, rings=watch.rings or is_silent, tokens_per_s=seen.tokens_per_s, mfu=seen.mfu,
             peak_memory_bytes=seen.peak_memory_bytes,
             predicted_memory_bytes=prediction.peak_memory_bytes or None if prediction else None,
-            num_restarts=self.num_restarts,
+            num_restarts=self.num_restarts, verdict=verdict, notes=seen.notes,
             eta_s=None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
-            verdict=verdict,
             causes=self.judged(self.window()).causes if final and is_odd else (),
-            notes=seen.notes,
-        )
+        )  # fmt: skip
         silent = f"no step for {silent_s / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
         return found.model_copy(update={"says": silent if is_silent else sentence(found)})
 
@@ -415,12 +354,9 @@ def sentence(found: FollowedRun) -> str:
     if found.band_s is None:
         return "learning the run's own band from its first steady steps: nothing was predicted"
     low_s, high_s = found.band_s
-    band = f"the band of {low_s:.4g} to {high_s:.4g} s ({found.band_source})"
-    if found.place == "in band":
-        return f"in {band}"
-    if found.place == "warm-up":
-        return f"warm-up, held against {band}"
-    return f"{found.place} {band} for {found.out_steps:,} steps"
+    band = f"the band {f'of {low_s:.4g} to' if low_s else 'up to'} {high_s:.4g} s ({found.band_source})"
+    says = {"in band": f"in {band}", "warm-up": f"warm-up, held against {band}"}
+    return says.get(found.place, f"{found.place} {band} for {found.out_steps:,} steps")
 
 
 @dataclass
@@ -490,7 +426,7 @@ class FollowLoop:
 
     def answer(self, last_steps: bool) -> Observed | None:
         """The answer of `plan observe` by the last steps, or by all that are kept; None without a step."""
-        follower, record = self.follower, self.follower.record()
-        if not record.numbers:
+        follower = self.follower
+        if not follower.num_steps:
             return None
-        return follower.judged(follower.window() if last_steps else follower.observation(record))
+        return follower.judged(follower.window() if last_steps else follower.observation())

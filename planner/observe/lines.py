@@ -1,16 +1,23 @@
-"""The lines of a log of any size: plain or gzipped, from a file or stdin, one at a time, none longer than a limit."""
+"""The lines of a log: of one of any size, plain or gzipped, from a file or stdin; and of the end of one that grows.
+
+A log that grows may not be there yet, be renamed and made anew (`logrotate`), be cut to nothing (`copytruncate`), or be
+out of reach for a while. Another file of its name, or one shorter than what was read, is read from its begin.
+"""
 
 from __future__ import annotations
 
 import gzip
+import os
 import re
+import select
+import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import cast
+from typing import Protocol, cast
 
 from planner.errors import SpecError
 from planner.files import STDOUT as STDIN
@@ -136,3 +143,137 @@ def cleaned(line: bytes) -> tuple[str, int | None]:
         rank = next((int(group) for group in match.groups() if group), rank)
         text = text[match.end() :]
     return text, rank
+
+
+class LineSource(Protocol):
+    """A place where lines come from."""
+
+    def read(self) -> list[bytes] | None:
+        """The whole lines that are new; empty where there are none now, None where there never will be."""
+
+
+class NewLines:
+    """The whole lines of blocks; the last one is held back until its end comes."""
+
+    def __init__(self) -> None:
+        self.rest = b""
+
+    def of(self, block: bytes) -> list[bytes]:
+        """The lines that this block ends, without their ends and cut to the longest that is read."""
+        *whole, last = split(self.rest + block)
+        self.rest = last[:MAX_LINE_BYTES]
+        return [line[:MAX_LINE_BYTES] for line in whole]
+
+    def last(self) -> list[bytes]:
+        """The line without an end, where nothing can follow it."""
+        rest, self.rest = self.rest, b""
+        return [rest] if rest else []
+
+
+class FileEnd:
+    """A file that something else writes."""
+
+    def __init__(self, path: str, say: Callable[[str], None] = lambda text: None) -> None:
+        if path.endswith(".gz"):
+            raise _packed(label(path))
+        self.path, self._say, self._said = path, say, ""
+        self._file: int | None = None
+        self._begun = False
+        self._identity = self._offset = 0
+        """The number of the open file, and the bytes of it that were read."""
+        self._lines = NewLines()
+
+    def read(self) -> list[bytes]:
+        """The whole lines that are new, of at most a block. Raises SpecError for what never was a text file."""
+        try:
+            block = self._next() or (self._next() if self._opens() else b"")
+        except OSError as error:
+            self._gone(error)
+            return []
+        return self._lines.of(block)
+
+    def _next(self) -> bytes:
+        """The next bytes of the open file; of one that was cut, the first."""
+        if self._file is None:
+            return b""
+        if os.fstat(self._file).st_size < self._offset:
+            self._begin_again("was cut off, and is read from its begin: lines written just before may be lost")
+        block = os.pread(self._file, BLOCK_BYTES, self._offset)
+        if block and not self._begun:
+            self._begun = True
+            if block.startswith(_GZIP):
+                raise _packed(label(self.path))
+            if is_binary(block[:4096]):
+                raise SpecError(f"{label(self.path)}: is a binary file", "name a text log")
+        self._offset += len(block)
+        self._said = "" if block else self._said
+        return block
+
+    def _opens(self) -> bool:
+        """True where there is another file of this name, with bytes in it, which is now the open one."""
+        found = os.stat(self.path)
+        if self._file is not None and (found.st_ino == self._identity or not found.st_size):
+            return False  # until the first line of a new file, who writes may still write to the old one
+        if not stat.S_ISREG(found.st_mode):
+            if self._file is not None:
+                return False
+            hint = f"name the log in it, such as {label(self.path)}/train.log"
+            if not stat.S_ISDIR(found.st_mode):
+                hint = "pipe it into plan observe --follow -"
+            raise SpecError(f"{label(self.path)}: is no regular file", hint)
+        file = os.open(self.path, os.O_RDONLY)
+        if self._file is not None:
+            half = "; half a line before that is left out" if self._lines.rest else ""
+            self._begin_again(f"is another file now, which is read from its begin{half}")
+            os.close(self._file)
+        self._file, self._identity = file, found.st_ino
+        return True
+
+    def _begin_again(self, says: str) -> None:
+        """Take what comes as another log's; half a line of the one before is no number to trust."""
+        self._offset, self._lines = 0, NewLines()
+        self._say(f"{label(self.path)}: {says}")
+
+    def _gone(self, error: OSError) -> None:
+        """Say once that the file is waited for. Raises SpecError where it never was one."""
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if self._file is None and not missing:
+            raise SpecError(f"{label(self.path)}: cannot be read: {error.strerror}", "check the path") from None
+        says = "is not there" if missing else f"cannot be read now ({error.strerror})"
+        if says != self._said:
+            self._say(f"{label(self.path)}: {says}: waiting for it")
+        self._said = says
+
+
+class StdinEnd:
+    """Standard input, until its writer closes it."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdin.buffer.fileno()
+        self._begun = self._ended = False
+        self._lines = NewLines()
+
+    def read(self) -> list[bytes] | None:
+        """The whole lines that are new, without waiting for more; None at the end."""
+        if self._ended:
+            return None
+        if not select.select([self._file], [], [], 0)[0]:
+            return []
+        block = os.read(self._file, BLOCK_BYTES)
+        if block and not self._begun:
+            self._begun = True
+            if block.startswith(_GZIP):
+                raise _packed("stdin")
+            if is_binary(block[:4096]):
+                raise SpecError("stdin: is binary", "pipe a text log")
+        self._ended = not block
+        return self._lines.of(block) if block else self._lines.last()
+
+
+def source_of(path: str, say: Callable[[str], None] = lambda text: None) -> LineSource:
+    """The end of a file, or of standard input. `say` takes what a user should know of it."""
+    return StdinEnd() if path == STDIN else FileEnd(path, say)
+
+
+def _packed(where: str) -> SpecError:
+    return SpecError(f"{where}: is packed, and a packed file does not grow by lines", "plan observe without --follow")

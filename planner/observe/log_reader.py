@@ -1,45 +1,33 @@
-"""Reads the files of a run: each log line by line, by the grammar that most of its steps are of; several as one run."""
+"""Reads the files of a run: each log line by line, by the format that most of its steps are of; several as one run."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from planner.errors import SpecError
+from planner.observe.clocked_formats import CLOCKED_GRAMMARS
 from planner.observe.describe import described
+from planner.observe.line_formats import COMMON_ROWS, ONE_LINE_GRAMMARS
 from planner.observe.lines import Tally, cleaned, lines
-from planner.observe.logs import table
-from planner.observe.logs.deepspeed import DEEPSPEED
-from planner.observe.logs.grammar import COMMON_ROWS
-from planner.observe.logs.megatron import BRIDGE, MEGATRON
-from planner.observe.logs.nemo import DLLOGGER, MLPERF, NEMO
-from planner.observe.logs.one_line import MAXTEXT, NANOTRON, VERL
-from planner.observe.logs.progress_bar import PROGRESS_BAR
-from planner.observe.logs.torchtitan import TORCHTITAN
+from planner.observe.machine_logs import MACHINE_GRAMMARS, StepTable, recognises
+from planner.observe.megatron_lines import BRIDGE, MEGATRON
 from planner.observe.observation import Observation, SourceFile
-from planner.observe.record import RunRecord
+from planner.observe.record import RunRecord, joined
 from planner.specs.reading import label
 
-GRAMMARS = (
-    MEGATRON, BRIDGE, TORCHTITAN, DEEPSPEED, NANOTRON, MAXTEXT, VERL, MLPERF, DLLOGGER, NEMO, PROGRESS_BAR,
-)  # fmt: skip
-"""Every grammar; adding one is a row here and a module in `logs`."""
+GRAMMARS = (MEGATRON, BRIDGE, *ONE_LINE_GRAMMARS, *CLOCKED_GRAMMARS, *MACHINE_GRAMMARS)
+"""Every format of lines."""
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
-_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS} - {b":", b"rank"})))
-"""Words that lines worth a look hold; those of the timers of all ranks are everywhere, and asked for among them."""
-_LEAST_MIXED = 10
+_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS})))
+"""Words that lines worth a look hold."""
+_BAR = "progress bar"
+_RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
+_LEAST_MIXED, _LEAST_MIXED_FRACTION = 10, 0.2
 """Steps of two trainers, each at least so many, make a file a mixture."""
-_LEAST_MIXED_FRACTION = 0.2
 _KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron"})
-"""Grammars that one program prints side by side."""
-_TIMER_LINES = re.compile(rb"^ {2,4}[A-Za-z][\w/-]*:\s*$")
-
-
-def trainer_of(grammar: str) -> str:
-    """The trainer whose lines a grammar has; empty for a table."""
-    return next((known.trainer for known in GRAMMARS if known.name == grammar), "")
+"""Formats that one program prints side by side."""
 
 
 class LogReader:
@@ -54,10 +42,11 @@ class LogReader:
         self.where = where
         """The file as messages name it."""
         self.records = [RunRecord(grammar.name) for grammar in GRAMMARS]
-        """One for each grammar, every line given to the rows whose words it holds."""
-        self.num_matched = 0
-        """Lines that said something, each counted once for every row that it is of."""
-        self._table: table.StepTable | None = None
+        """One for each format, every line given to the rows whose words it holds."""
+        self.looks_like: set[int] = set()
+        """Rows of `LOOKS_LIKE` that the first lines matched."""
+        self._looks_left = 20_000
+        self._table: StepTable | None = None
         self._begun = False
 
     def feed(self, lines: Iterable[bytes]) -> None:
@@ -68,42 +57,34 @@ class LogReader:
             if first is None:
                 return
             self._begun = True
-            self._table = table.StepTable(self.where) if table.recognises(first) else None
+            self._table = StepTable(self.where) if recognises(first) else None
             stream = chain((first,), stream)
         if self._table is not None:
             self._table.feed(stream)
-            self.num_matched += 1
         else:
             self._take(stream)
 
     def _take(self, stream: Iterable[bytes]) -> None:
-        records, search = self.records, _NEEDLES.search
         for line in stream:
-            if search(line) is None and not _in_timers(records[0], line):
-                continue
-            text, rank = cleaned(line)
-            for index, row in _ROWS:
-                if row.needle not in text:
-                    continue
-                match = row.pattern.search(text)
-                if match is None:
-                    continue
-                record = records[index]
-                if rank is None:
+            if self._looks_left:
+                self._look(line)
+            text, rank = cleaned(line) if _NEEDLES.search(line) is not None else ("", None)
+            for index, row in _ROWS if text else ():
+                if row.needle in text and (match := row.pattern.search(text)) is not None:
+                    record = self.records[index]
                     record.state.pop("rank", None)
-                else:
-                    record.state["rank"] = str(rank)
-                record.words[row.says] += 1
-                self.num_matched += 1
-                row.take(record, match)
+                    record.state |= {} if rank is None else {"rank": str(rank)}
+                    record.num_words += 1
+                    row.take(record, match)
+
+    def _look(self, line: bytes) -> None:
+        self._looks_left -= 1
+        if (like := _LIKE.search(line[:500])) is not None:
+            self.looks_like.add((like.lastindex or 1) - 1)
 
     def leading(self) -> RunRecord:
         """The record that has most steps so far, unfinished: it grows with the lines that follow."""
         return self._table.record if self._table is not None else _ranked(self.records)[0]
-
-    def all_records(self) -> list[RunRecord]:
-        """Every record that grows."""
-        return self.records if self._table is None else [self._table.record]
 
     def record(self) -> RunRecord:
         """The record of all lines, finished: no line can be given any more. SpecError for a log of two trainers."""
@@ -114,28 +95,20 @@ class LogReader:
         return _chosen(self.records, self.where)
 
 
-def _in_timers(record: RunRecord, line: bytes) -> bool:
-    """True for the lines of Megatron-LM's timers of all ranks, whose only words are the timers' own."""
-    return record.state.get("timers") == "all" and (b"rank" in line or _TIMER_LINES.match(line) is not None)
-
-
-_RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
-
-
 def _ranked(records: list[RunRecord]) -> list[RunRecord]:
     """Records, the one that read most first; a bar's whole seconds count where nothing else says a step."""
 
     def size(record: RunRecord) -> float:
-        return len(record.numbers) if record.grammar != PROGRESS_BAR.name else 0.5 * bool(record.numbers)
+        return len(record.numbers) if record.grammar != _BAR else 0.5 * bool(record.numbers)
 
-    return sorted(records, key=lambda record: (-size(record), _RANKS[record.grammar], -len(record.words)))
+    return sorted(records, key=lambda record: (-size(record), _RANKS[record.grammar], -record.num_words))
 
 
 def _chosen(records: list[RunRecord], where: str) -> RunRecord:
-    """The record of the grammar that read most; SpecError where two trainers wrote into one file."""
+    """The record of the format that read most; SpecError where two trainers wrote into one file."""
     first, *others = _ranked(records)
     for other in others:
-        steps = 0 if other.grammar == PROGRESS_BAR.name else len(other.numbers)
+        steps = 0 if other.grammar == _BAR else len(other.numbers)
         mixed = steps >= _LEAST_MIXED and steps >= _LEAST_MIXED_FRACTION * len(first.numbers)
         if mixed and not any({first.grammar, other.grammar} <= kin for kin in _KIN):
             raise SpecError(
@@ -144,8 +117,7 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
             )
         if first.grammar == "megatron" and other.grammar == "deepspeed" and other.numbers:
             first.facts.setdefault("trainer", "megatron-deepspeed")
-            first.links |= other.links
-        if not first.numbers and other.memory and not first.memory:
+        if not first.numbers and (other.memory or other.printed) and not (first.memory or first.printed):
             first = other
     return first
 
@@ -153,7 +125,7 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
 def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) -> Observation:
     """The run that files show; several are the ranks of one job, or its parts one after the other.
 
-        from planner.observe.read import observe
+        from planner.observe.log_reader import observe
 
         observation = observe(["train.log"])
         print(observation.step_s, observation.tokens_per_s)
@@ -165,8 +137,13 @@ def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) ->
     read = [_read_file(path, advance) for path in paths]
     best = max(range(len(read)), key=lambda index: len(read[index][0].numbers))
     grammar = read[best][0].grammar
-    record = _joined([record for record, _ in read], best)
+    record = joined([record for record, _ in read], best)
     return described(record, trainer_of(grammar), tuple(source for _, source in read))
+
+
+def trainer_of(grammar: str) -> str:
+    """The trainer whose lines a format has; empty for a table."""
+    return next((known.trainer for known in GRAMMARS if known.name == grammar), "")
 
 
 def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, SourceFile]:
@@ -175,99 +152,48 @@ def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, Sourc
     reader = LogReader(where)
     reader.feed(lines(path, tally, advance))
     record = reader.record()
-    broken = record.failed_allocations or record.hung_collectives
-    if not record.numbers and not record.memory and not record.timers:
-        if not broken:
-            raise SpecError(f"{where}: has no lines of steps that are known", _HINT)
-        record.grammar = "errors"
+    if not (record.numbers or record.memory or record.timers):
+        if not (record.failed_allocations or record.hung_collectives or record.printed):
+            raise _unread(where, reader.looks_like)
+        record.grammar = record.grammar if record.printed else "errors"
     if tally.num_cut:
         record.note(f"{tally.num_cut:,} lines were longer than 64 KiB and were cut")
-    if record.left_steps:
-        tally.partial = (
-            tally.partial or f"{record.left_steps:,} steps after the first {len(record.numbers):,} were left"
-        )
+    if record.left_steps and not tally.partial:
+        tally.partial = f"{record.left_steps:,} steps after the first {len(record.numbers):,} were left"
     source = SourceFile(
         path=where, format=record.grammar, num_lines=tally.num_lines, num_bytes=tally.num_bytes, partial=tally.partial
     )
     return record, source
 
 
-_HINT = (
-    "name the output of Megatron-LM, Bridge, NeMo, MLPerf, torchtitan, DeepSpeed, nanotron, Primus, MaxText or verl, "
-    "with a Trainer's or torchtune's progress bar, or a CSV with a column step_time_s"
-)
+LOOKS_LIKE = (
+    (r"'loss': .{1,80}'learning_rate': ", "lines of Hugging Face's Trainer, which have no times",
+     "add its progress bar, which goes to stderr (2>&1), or its last line with train_runtime"),
+    (r"Step \d+ \| loss:", "lines of torchtune's metric logger, which have no times",
+     "add its progress bar, which goes to stderr (2>&1)"),
+    (r"Epoch \d+.{0,40}%\|.*v_num=", "Lightning's progress bar, which counts micro-batches and no steps",
+     "log a step's seconds to a CSV with a column step_time_s"),
+    (r"\biter \d+ step \d+.{0,80}iter time: ", "LitGPT's lines, which time micro-batches and no steps",
+     "log a step's seconds to a CSV with a column step_time_s"),
+    (r"Avg generation throughput|Decode batch\.|\"POST /v1/", "a log of a server that generates text",
+     "name the log of a trainer"),
+    (r"# +size +count +type|Avg bus bandwidth", "nccl-tests' output", "plan profile measures links itself"),
+    (r"NCCL INFO ", "NCCL's own messages, without a trainer's", "name the trainer's output"),
+    (r"NVIDIA-SMI \d|\| GPU-Util ", "nvidia-smi's output", "name the trainer's output"),
+    (r"^\s*(?:torchrun|srun|#SBATCH|#!/bin/(?:ba)?sh)|pretrain_gpt\.py", "a script that launches a job",
+     "plan import reads scripts; name the output of the job here"),
+    (r"^\s*\"?(?:hidden_size|num_hidden_layers|_target_)\"?:", "a configuration", "plan import reads configurations"),
+    (r"Traceback \(most recent call last\)", "a traceback before the first step", "name a log that has steps"),
+)  # fmt: skip
+"""Other files that people have: a pattern of a line, what such a file is, and what is missing or to do."""
+_LIKE = re.compile(b"|".join(b"(" + pattern.encode() + b")" for pattern, _, _ in LOOKS_LIKE))
 
 
-def _joined(records: list[RunRecord], best: int) -> RunRecord:
-    """One record of several files: parts of a run after one another, ranks of it beside each other."""
-    base = records[best]
-    parts = [base]
-    for index, record in enumerate(records):
-        if index == best:
-            continue
-        if record.grammar == base.grammar and record.numbers and base.numbers and _is_apart(record, base):
-            parts.append(record)
-        else:
-            _add_beside(base, record)
-    if len(parts) > 1:
-        parts.sort(key=lambda part: (part.first_s if math.isfinite(part.first_s) else 0.0, part.numbers[0]))
-        for later in parts[1:]:
-            _append(parts[0], later)
-    return parts[0]
-
-
-def _is_apart(one: RunRecord, other: RunRecord) -> bool:
-    """True if two files are of different times, or without times of different steps."""
-    times = (one.first_s, one.last_s, other.first_s, other.last_s)
-    if all(map(math.isfinite, times)):
-        return one.first_s >= other.last_s or other.first_s >= one.last_s
-    return one.numbers[0] > other.numbers[-1] or other.numbers[0] > one.numbers[-1]
-
-
-def _add_beside(base: RunRecord, record: RunRecord) -> None:
-    """Take what another rank's file has beside the steps: memory, timers of ranks, links, arguments."""
-    for rank, kinds in record.memory.items():
-        key = rank if rank is not None or None not in base.memory else record.rank
-        base.highest(key, **kinds)
-    for (rank, kind), series in record.memory_series.items():
-        key = rank if rank is not None or not base.numbers or record.rank is None else record.rank
-        if (key, kind) in base.memory_series:
-            base.memory_series[key, kind].extend(series)
-        else:
-            base.memory_series[key, kind] = series
-    base.counts.update(record.counts)
-    for name, spread in record.spreads.items():
-        base.spreads.setdefault(name, spread)
-    for name, ranks in record.rank_timers.items():
-        for rank, values in ranks.items():
-            for seconds in values:
-                base.rank_timer(name, rank, seconds)
-    for name, value in record.arguments.items():
-        base.arguments.setdefault(name, value)
-    for name, fact in record.facts.items():
-        base.facts.setdefault(name, fact)
-    base.links |= record.links
-
-
-def _append(base: RunRecord, later: RunRecord) -> None:
-    """Add the steps of a later part of the same run."""
-    _add_beside(base, later)
-    shift = len(base.numbers)
-    base.restart()
-    for row, (number, seconds) in enumerate(zip(later.numbers, later.seconds, strict=True)):
-        base.step(number, seconds, end_s=later.ends[row], covers=later.covers[row])
-    base.state.pop("restarted", None)
-    for row, kinds in later.marks.items():
-        base.marks.setdefault(row + shift, set()).update(kinds)
-    for kind, seconds_of in later.mark_s.items():
-        base.mark_s.setdefault(kind, {}).update({row + shift: value for row, value in seconds_of.items()})
-    base.activities += later.activities
-    for name, (lows, highs) in later.timers.items():
-        for low, high in zip(lows, highs, strict=True):
-            base.timer(name, low, high)
-    for name, values in later.printed.items():
-        for value in values:
-            base.prints(name, value)
-    base.time(later.first_s)
-    base.time(later.last_s)
-    base.notes |= later.notes
+def _unread(where: str, looks_like: Iterable[int]) -> SpecError:
+    """The error for a file without steps, which says what it looks like."""
+    if (row := min(looks_like, default=None)) is not None:
+        _, what, hint = LOOKS_LIKE[row]
+        return SpecError(f"{where}: has no lines of steps that are known: it looks like {what}", hint)
+    names = ", ".join(dict.fromkeys(grammar.name for grammar in GRAMMARS))
+    hint = f"name the output of a trainer whose lines are known ({names}), or a CSV with a column step_time_s"
+    return SpecError(f"{where}: has no lines of steps that are known", hint)

@@ -26,8 +26,6 @@ class RankSpread(Spec):
     high_rank: int
     high_share: float
     num_values: int
-    per_rank: dict[int, float] = Field(default_factory=dict)
-    """The last value of single ranks, where the log lists some."""
 
 
 class Wall(Spec):
@@ -139,7 +137,6 @@ class Timer(Spec):
     max_s: float
     """The least and the most over the ranks; equal where one number is printed."""
     num_values: int
-    per_rank_s: dict[int, float] = Field(default_factory=dict)
     mean_s: float | None = None
     """The mean of the most over the ranks: far above `max_s` where the timer is long now and then."""
 
@@ -191,16 +188,6 @@ class HungCollective(Spec):
     """How long the rank had waited."""
 
 
-class Link(Spec):
-    """A collective that a log times with its size: a measured rate."""
-
-    op: str
-    message_bytes: float
-    seconds: float
-    bus_bytes_per_s: float
-    num_values: int
-
-
 Verdict = Literal["expected", "slow", "fast", "memory"]
 """The place of the step to its predicted interval; `memory` if the step is inside and the peak above its own."""
 
@@ -250,7 +237,6 @@ class Observation(Spec):
     """Errors of memory that ran out, as the log has them."""
     hung_collectives: tuple[HungCollective, ...] = ()
     """Collectives that a watchdog ended, as the log has them."""
-    links: tuple[Link, ...] = ()
     rank_spreads: tuple[RankSpread, ...] = ()
     data_s: float | None = None
     """Seconds of a mean step in which the slowest rank waits for its batch, by the timer of that; inside of others."""

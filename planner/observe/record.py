@@ -1,4 +1,4 @@
-"""The record that the rows of a grammar fill: compact arrays of steps, and what is known of everything else."""
+"""The record that the rows of a format fill: compact arrays of steps, and what is known of everything else."""
 
 from __future__ import annotations
 
@@ -6,67 +6,24 @@ import math
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from statistics import median
-from typing import Any
 
 from planner.observe.observation import FailedAllocation, HungCollective, JobFacts
 
 MOST_VALUES = 4_000
-"""The most values of a series; of more, every 2nd, 4th, … in even distances, the last one always."""
-
-
-@dataclass(slots=True)
-class ThinnedSeries:
-    """Values at steps, in the order in which they came; values of one step are one, the highest."""
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-    stride: int = 1
-    """Each kept value stands for so many, of which it is the highest."""
-    _num_of_last: int = 0
-
-    def add(self, step: int, value: float) -> None:
-        """Take a value at a step."""
-        if self.steps and (step == self.steps[-1] or self._num_of_last < self.stride):
-            self._num_of_last += step != self.steps[-1]
-            self.values[-1] = max(self.values[-1], value)
-            self.steps[-1] = step
-            return
-        if len(self.steps) >= MOST_VALUES:
-            self._halve()
-        self.steps.append(step)
-        self.values.append(value)
-        self._num_of_last = 1
-
-    def extend(self, later: ThinnedSeries) -> None:
-        """Take the values of a later part."""
-        for step, value in zip(later.steps, later.values, strict=True):
-            self.add(step, value)
-
-    def _halve(self) -> None:
-        pairs = range(0, len(self.steps) - 1, 2)
-        self.values = array("d", (max(self.values[row], self.values[row + 1]) for row in pairs))
-        self.steps = array("q", (self.steps[row + 1] for row in pairs))
-        self.stride *= 2
-
-
+"""The most values of a series of memory; of more, the higher of every two, so that the last one always stays."""
 MAX_STEPS = 2_000_000
 """The most rows of steps that are kept: 64 MB. A year of steps of 16 s; later ones are counted and said to be left."""
-KEPT_ROWS = 8_192
-"""Rows that a record of a followed run keeps at least, and twice as many at most: 1 MB, and 64 kB for every timer."""
-MAX_TIMER_VALUES = 20_000
-MAX_NAMES = 2_000
-"""The most timers, ranks or arguments: a file with more is no log of one job."""
-MOST_RANKS = 200_000
-MOST_OF_RANK = 15
-"""Values of one rank's timer of which the median is told: one step says little of a rank."""
+MAX_TIMER_VALUES, MAX_NAMES, MOST_RANKS, MOST_ERRORS = 20_000, 2_000, 200_000, 1_000
+"""The most values of a timer; timers or arguments of a job; ranks; errors that are kept."""
 MOST_SERIES = 256
 """The most series of memory, one for each rank and kind: 16 MB."""
 _NEAR_STEPS = 3
 """A number that falls back by no more was printed late by another rank; a restart goes further back, or waits."""
 _LONG_GAP = 8.0
 """Steps without a line before one that falls back: what a restart takes at least."""
+Pair = tuple[float, int]
+"""A number and the rank that has it."""
 
 
 @dataclass(slots=True)
@@ -81,26 +38,8 @@ class FallBack:
 
 
 @dataclass(slots=True)
-class SpreadOverRanks:
-    """The least and the most of a number over the ranks, line after line."""
-
-    lows: array[float] = field(default_factory=lambda: array("d"))
-    highs: array[float] = field(default_factory=lambda: array("d"))
-    low_ranks: array[int] = field(default_factory=lambda: array("q"))
-    """The rank that had the least."""
-    high_ranks: array[int] = field(default_factory=lambda: array("q"))
-    ranks: dict[int, float] = field(default_factory=dict)
-    """The last value of single ranks, where a line lists them."""
-
-
-def vars_of(record: RunRecord) -> dict[str, Any]:
-    """The fields of a record by name."""
-    return {each.name: getattr(record, each.name) for each in fields(record)}
-
-
-@dataclass(slots=True)
 class RunRecord:
-    """The facts that one grammar read in one file."""
+    """The facts that one format read in one file."""
 
     grammar: str
     rank: int | None = None
@@ -112,26 +51,24 @@ class RunRecord:
     ends: array[float] = field(default_factory=lambda: array("d"))
     """Seconds since 1970, not a number where a line has no time."""
     backs: list[FallBack] = field(default_factory=list)
-    marks: dict[int, set[str]] = field(default_factory=dict)
-    """Row to what was said to happen between it and the row before: checkpoint, evaluation, gc, …"""
+    marks: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Row to what was said to happen between it and the row before (checkpoint, evaluation, gc), and its seconds; not
+    a number where none are said."""
     activities: list[tuple[str, float, float]] = field(default_factory=list)
     """Kind, begin and end of what has both: start-up, evaluation, checkpoint."""
-    mark_s: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Seconds that a mark is said to have taken, by kind and row."""
     timers: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
-    rank_timers: dict[str, dict[int, array[float]]] = field(default_factory=dict)
+    """The least and the most over the ranks, in seconds."""
     memory: dict[int | None, dict[str, int]] = field(default_factory=dict)
-    memory_series: dict[tuple[int | None, str], ThinnedSeries] = field(default_factory=dict)
+    memory_series: dict[tuple[int | None, str], list[tuple[int, float]]] = field(default_factory=dict)
     """The same over steps, by rank and kind."""
-    spreads: dict[str, SpreadOverRanks] = field(default_factory=dict)
-    """Numbers of single ranks that a line names: clocks, power, seconds."""
+    spreads: dict[str, list[tuple[Pair, Pair]]] = field(default_factory=dict)
+    """The least and the most of a number over the ranks, line after line: clocks, power, seconds."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often something happened: out of memory, retries of the allocator, steps skipped."""
-    means: list[tuple[float, float, float]] = field(default_factory=list)
-    """Stretches of steps whose mean alone is recorded: what was counted at the end, seconds of a step, the time."""
+    means: list[tuple[float, ...]] = field(default_factory=list)
+    """Numbers that a format keeps until the whole file is known: means of stretches, a bar's progress."""
     failed_allocations: list[FailedAllocation] = field(default_factory=list)
     hung_collectives: list[HungCollective] = field(default_factory=list)
-    links: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
     printed: dict[str, array[float]] = field(default_factory=dict)
     """Numbers that the trainer works out itself, such as tflops, mfu and tokens_per_s."""
     facts: dict[str, str | int] = field(default_factory=dict)
@@ -141,14 +78,10 @@ class RunRecord:
     notes: dict[str, None] = field(default_factory=dict)
     first_s: float = math.nan
     last_s: float = math.nan
-    is_first_alike: bool = False
-    """True where the first step has no warm-up that is worth a word, as an iteration of minutes has not."""
-    is_cut: bool = False
-    """True where earlier rows were forgotten."""
     duplicates: int = 0
     left_steps: int = 0
-    words: Counter[str] = field(default_factory=Counter)
-    """How many rows of the grammar's table each line was of."""
+    num_words: int = 0
+    """Lines that a row of the format's table matched."""
 
     def step(
         self, number: int, seconds: float, *, end_s: float = math.nan, covers: int = 0, rank: int | None = None
@@ -162,18 +95,16 @@ class RunRecord:
             return False
         if rank is not None:
             self.rank = rank if self.rank is None else self.rank
-            if rank != self.rank:
-                self.duplicates += 1
-                return False
-        if self.numbers and number <= self.numbers[-1] and not self._is_restart(number, end_s):
+        falls_back = bool(self.numbers) and number <= self.numbers[-1]
+        if (rank != self.rank and rank is not None) or (falls_back and not self._is_restart(number, end_s)):
             self.duplicates += 1
             return False
         if len(self.numbers) >= MAX_STEPS:
             self.left_steps += 1
             return False
-        if self.numbers and number <= self.numbers[-1]:
+        if falls_back:
             self._fall_back(number, covers)
-        before = self._before(number)
+        before = number - self.covers[-1] if falls_back else self.numbers[-1] if self.numbers else number - 1
         self.numbers.append(number)
         self.seconds.append(seconds)
         self.covers.append(min(covers or max(1, number - before), 2**31 - 1))
@@ -181,23 +112,13 @@ class RunRecord:
         self.time(end_s)
         return True
 
-    def _before(self, number: int) -> int:
-        """The number of the step before a row, as far as the rows say it."""
-        if not self.numbers:
-            return number - 1
-        if number > self.numbers[-1]:
-            return self.numbers[-1]
-        return number - self.covers[-1]
-
     def _is_restart(self, number: int, end_s: float) -> bool:
         """True where a number that falls back is of a step made again, false where it was only printed again."""
         last = self.numbers[-1]
         if number == last or "restarted" in self.state:
             return "restarted" in self.state
         waits_s = end_s - self.ends[-1]
-        if last - number > _NEAR_STEPS * self.covers[-1]:
-            return True
-        return waits_s > _LONG_GAP * self.seconds[-1] * self.covers[-1]
+        return last - number > _NEAR_STEPS * self.covers[-1] or waits_s > _LONG_GAP * self.seconds[-1] * self.covers[-1]
 
     def _fall_back(self, number: int, covers: int) -> None:
         lost = len(self.numbers)
@@ -215,16 +136,34 @@ class RunRecord:
     def starts_with(self, layout: str) -> None:
         """Note the layout with which the trainer starts: steps that were made with another one are of another run."""
         before, self.state["layout"] = self.state.get("layout", layout), layout
-        if before == layout or not self.numbers:
-            return
+        if before != layout and self.numbers:
+            self.forget("another layout")
+
+    def forget(self, why: str) -> None:
+        """Leave out all steps so far, and what was said beside them: they are of a run with `why`."""
         self.note(
-            f"{len(self.numbers):,} lines of steps before are of a run with another layout, and left out: "
+            f"{len(self.numbers):,} lines of steps before are of a run with {why}, and left out: "
             "give that part of the log by itself"
         )
-        kept = {name: getattr(self, name) for name in ("rank", "facts", "arguments", "state", "notes", "words")}
-        for name, value in vars_of(RunRecord(self.grammar)).items():
-            setattr(self, name, kept.get(name, value))
+        kept = {"grammar", "rank", "facts", "arguments", "state", "notes", "num_words"}
+        empty = RunRecord(self.grammar)
+        for each in fields(self):
+            if each.name not in kept:
+                setattr(self, each.name, getattr(empty, each.name))
         self.state.pop("restarted", None)
+
+    def only_from(self, row: int) -> None:
+        """Leave out the rows of steps before one, and what was said beside them."""
+        for values in (self.numbers, self.seconds, self.covers, self.ends):
+            del values[:row]
+        for values in self.printed.values():
+            del values[: -len(self.numbers)]
+        self.marks = {at - row: kinds for at, kinds in self.marks.items() if at >= row}
+        self.backs = [
+            FallBack(back.row - row, back.from_step, (max(0, back.lost_rows[0] - row), back.lost_rows[1] - row))
+            for back in self.backs
+            if back.row > row
+        ]
 
     def time(self, at_s: float) -> None:
         """Note a moment that the log has."""
@@ -232,13 +171,11 @@ class RunRecord:
             self.first_s = at_s if math.isnan(self.first_s) else min(self.first_s, at_s)
             self.last_s = at_s if math.isnan(self.last_s) else max(self.last_s, at_s)
 
-    def mark(self, kind: str, seconds: float | None = None) -> None:
+    def mark(self, kind: str, seconds: float = math.nan) -> None:
         """Note that something other than steps happened after the last row."""
-        row = len(self.numbers)
-        self.marks.setdefault(row, set()).add(kind)
-        if seconds is not None and math.isfinite(seconds) and seconds >= 0:
-            of_kind = self.mark_s.setdefault(kind, {})
-            of_kind[row] = of_kind.get(row, 0.0) + seconds
+        of_row = self.marks.setdefault(len(self.numbers), {})
+        before_s = of_row.get(kind, math.nan)
+        of_row[kind] = seconds if math.isnan(before_s) else before_s if math.isnan(seconds) else before_s + seconds
 
     def activity(self, kind: str, begin_s: float, end_s: float) -> None:
         """Note something that took from one moment to another."""
@@ -247,36 +184,21 @@ class RunRecord:
             self.time(begin_s)
             self.time(end_s)
 
-    def timer(self, name: str, low_s: float, high_s: float) -> None:
-        """Take what a timer shows: the least and the most over the ranks."""
-        if name not in self.timers and len(self.timers) >= MAX_NAMES:
-            return
-        lows, highs = self.timers.setdefault(name, (array("d"), array("d")))
-        if len(lows) < MAX_TIMER_VALUES and 0 <= low_s <= high_s < 1e9:
-            lows.append(low_s)
-            highs.append(high_s)
-
-    def rank_timer(self, name: str, rank: int, seconds: float) -> None:
-        """Take what a timer of one rank shows; of many, the last `MOST_OF_RANK`."""
-        of_ranks = self.rank_timers.setdefault(name, {})
-        if (rank in of_ranks or len(of_ranks) < MOST_RANKS) and 0 <= seconds < 1e9:
-            values = of_ranks.setdefault(rank, array("d"))
-            values.append(seconds)
-            if len(values) > MOST_OF_RANK:
-                values.pop(0)
-
-    def of_ranks(self, name: str) -> dict[int, float]:
-        """The median of what each rank's timer showed last."""
-        return {rank: median(values) for rank, values in self.rank_timers.get(name, {}).items()}
+    def timer(self, name: str, low_s: float, high_s: float | None = None) -> None:
+        """Take what a timer shows: the least and the most over the ranks, equal where one number is printed."""
+        if name in self.timers or len(self.timers) < MAX_NAMES:
+            lows, highs = self.timers.setdefault(name, (array("d"), array("d")))
+            most_s = low_s if high_s is None else high_s
+            if len(lows) < MAX_TIMER_VALUES and 0 <= low_s <= most_s < 1e9:
+                lows.append(low_s)
+                highs.append(most_s)
 
     def bytes_of(self, rank: int | None, step: int | None = None, /, **kinds: float | None) -> None:
         """Take memory of a rank after a step, the last one where none is said; the highest of each kind is kept."""
-        known = self.highest(rank, **kinds)
         at = step if step is not None else self.numbers[-1] if self.numbers else 0
-        for kind, value in known.items():
-            key = (rank, kind)
-            if key in self.memory_series or len(self.memory_series) < MOST_SERIES:
-                self.memory_series.setdefault(key, ThinnedSeries()).add(at, value)
+        for kind, value in self.highest(rank, **kinds).items():
+            if (rank, kind) in self.memory_series or len(self.memory_series) < MOST_SERIES:
+                _add(self.memory_series.setdefault((rank, kind), []), at, value)
 
     def highest(self, rank: int | None, **kinds: float | None) -> dict[str, int]:
         """Keep the highest of each kind of memory, and return what is a number of bytes."""
@@ -288,14 +210,11 @@ class RunRecord:
             of_rank[kind] = max(of_rank.get(kind, 0), value)
         return known
 
-    def spread(self, name: str, low: tuple[float, int], high: tuple[float, int]) -> None:
+    def spread(self, name: str, low: Pair, high: Pair) -> None:
         """Take the least and the most of a number over the ranks, each with its rank."""
-        spread = self.spreads.setdefault(name, SpreadOverRanks())
-        if math.isfinite(low[0]) and math.isfinite(high[0]) and len(spread.lows) < MAX_TIMER_VALUES:
-            spread.lows.append(low[0])
-            spread.highs.append(high[0])
-            spread.low_ranks.append(low[1])
-            spread.high_ranks.append(high[1])
+        rows = self.spreads.setdefault(name, [])
+        if math.isfinite(low[0]) and math.isfinite(high[0]) and len(rows) < MAX_TIMER_VALUES:
+            rows.append((low, high))
 
     def prints(self, name: str, value: float | None) -> None:
         """Take a number that the trainer works out itself."""
@@ -304,43 +223,15 @@ class RunRecord:
             if len(values) < MAX_STEPS:
                 values.append(value)
 
+    def middle(self, name: str) -> float | None:
+        """The median of what the trainer prints under a name; None where it does not."""
+        values = self.printed.get(name)
+        return median(values) if values else None
+
     def argument(self, name: str, value: str) -> None:
         """Take an argument of the trainer's dump; the last value of a name counts."""
         if name in self.arguments or len(self.arguments) < MAX_NAMES:
             self.arguments[name] = value
-
-    def forget(self, rows: int) -> int:
-        """Keep the last rows of steps, and of timers and others as many values; the number of rows forgotten.
-
-        Memory, facts, counts and notes stay those of the whole run.
-        """
-        cut = max(0, len(self.numbers) - rows)
-        if not cut:
-            return 0
-        self.is_cut = True
-        begin_s = self.ends[cut] - self.seconds[cut] * self.covers[cut]
-        self.backs = [
-            FallBack(back.row - cut, back.from_step, (max(0, back.lost_rows[0] - cut), max(0, back.lost_rows[1] - cut)))
-            for back in self.backs
-            if back.row > cut
-        ]
-        self.marks = {row - cut: kinds for row, kinds in self.marks.items() if row >= cut}
-        self.mark_s = {
-            kind: {row - cut: seconds for row, seconds in of_kind.items() if row >= cut}
-            for kind, of_kind in self.mark_s.items()
-        }
-        if math.isfinite(begin_s):
-            self.first_s = begin_s
-            self.activities = [activity for activity in self.activities if activity[2] > begin_s]
-        else:
-            del self.activities[:-rows]
-        for values in (self.numbers, self.seconds, self.covers, self.ends):
-            del values[:cut]
-        of_spreads = [(s.lows, s.highs, s.low_ranks, s.high_ranks) for s in self.spreads.values()]
-        lists: list[Any] = [*self.printed.values(), *self.links.values(), *chain(*self.timers.values(), *of_spreads)]
-        for longest in lists:
-            del longest[:-rows]
-        return cut
 
     def note(self, text: str) -> None:
         self.notes[text] = None
@@ -349,3 +240,75 @@ class RunRecord:
         """The facts that single lines state."""
         known = {name: value for name, value in self.facts.items() if name in JobFacts.model_fields}
         return JobFacts.model_validate(known)
+
+
+def _add(series: list[tuple[int, float]], step: int, value: float) -> None:
+    """Take a value at a step; values of one step are one, the highest."""
+    if series and step == series[-1][0]:
+        series[-1] = (step, max(series[-1][1], value))
+        return
+    series.append((step, value))
+    if len(series) > MOST_VALUES:
+        pairs = zip(series[::2], series[1::2], strict=False)
+        series[:] = [(later[0], max(value, later[1])) for (_, value), later in pairs] + series[len(series) // 2 * 2 :]
+
+
+def joined(records: list[RunRecord], best: int) -> RunRecord:
+    """One record of several files: parts of a run after one another, ranks of it beside each other."""
+    base = records[best]
+    parts = [base]
+    for record in records:
+        if record is base:
+            continue
+        if record.grammar == base.grammar and record.numbers and base.numbers and _is_apart(record, base):
+            parts.append(record)
+        else:
+            _add_beside(base, record)
+    parts.sort(key=lambda part: (part.first_s if math.isfinite(part.first_s) else 0.0, part.numbers[:1]))
+    for later in parts[1:]:
+        _append(parts[0], later)
+    return parts[0]
+
+
+def _is_apart(one: RunRecord, other: RunRecord) -> bool:
+    """True if two files are of different times, or without times of different steps."""
+    if all(map(math.isfinite, (one.first_s, one.last_s, other.first_s, other.last_s))):
+        return one.first_s >= other.last_s or other.first_s >= one.last_s
+    return one.numbers[0] > other.numbers[-1] or other.numbers[0] > one.numbers[-1]
+
+
+def _add_beside(base: RunRecord, record: RunRecord) -> None:
+    """Take what another rank's file has beside the steps: memory, timers of ranks, errors, arguments."""
+    for rank, kinds in record.memory.items():
+        base.highest(rank if rank is not None or None not in base.memory else record.rank, **kinds)
+    for (rank, kind), series in record.memory_series.items():
+        key = (rank if rank is not None or not base.numbers or record.rank is None else record.rank, kind)
+        base.memory_series[key] = base.memory_series.get(key, []) + series
+    base.counts.update(record.counts)
+    base.failed_allocations += record.failed_allocations
+    base.hung_collectives += record.hung_collectives
+    base.spreads = record.spreads | base.spreads
+    base.arguments = record.arguments | base.arguments
+    base.facts = record.facts | base.facts
+
+
+def _append(base: RunRecord, later: RunRecord) -> None:
+    """Add the steps of a later part of the same run."""
+    _add_beside(base, later)
+    shift = len(base.numbers)
+    base.restart()
+    for number, seconds, end_s, covers in zip(later.numbers, later.seconds, later.ends, later.covers, strict=True):
+        base.step(number, seconds, end_s=end_s, covers=covers)
+    base.state.pop("restarted", None)
+    for row, kinds in later.marks.items():
+        base.marks[row + shift] = base.marks.get(row + shift, {}) | kinds
+    base.activities += later.activities
+    for name, pairs in later.timers.items():
+        for low_s, high_s in zip(*pairs, strict=True):
+            base.timer(name, low_s, high_s)
+    for name, values in later.printed.items():
+        for value in values:
+            base.prints(name, value)
+    base.time(later.first_s)
+    base.time(later.last_s)
+    base.notes |= later.notes

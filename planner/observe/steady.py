@@ -23,6 +23,8 @@ _OUTLIER_SIGMAS, _OUTLIER_FRACTION = 6.0, 0.05
 _MOST_WARMUP_FRACTION = 0.25
 _LEAST_FOR_HALF, _LEAST_FOR_DRIFT, _MOST_FOR_DRIFT = 4, 20, 400
 _SPELL_ROWS = 5
+_FEW_FRACTION = 0.1
+"""One of two or three rows from the begin of a run that is longer by so much is warm-up."""
 _SHOWN = 20
 
 
@@ -75,6 +77,8 @@ def steady(
         if _LEAST_FOR_HALF <= end - start < _LEAST_FOR_DRIFT:  # of few rows, half may be warm-up: the others say it
             most, later = (end - start) // 2, slice(end - (end - start + 1) // 2, end)
             limit = min(limit, _limit(*_level(seconds[later], covers[later]), precision_fraction))
+        elif end - start < _LEAST_FOR_HALF and end > start + 1 and numbers[start] <= covers[start]:
+            most, limit = end - start - 1, (1 + _FEW_FRACTION) * float(seconds[start:end].min())
         row = start
         while row < start + most and seconds[row] > limit:
             warmup[row] = True

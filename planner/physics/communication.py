@@ -15,8 +15,14 @@ from planner.physics.remember import content, remembered
 from planner.shape import Number, Shape, any_of, ceil, clip, floor, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
+from planner.specs.machines import transport_of
+from planner.specs.units import GB, MICRO
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
+
+
+FEWEST_OF_CROWD = 0.4
+"""Share of `all_to_all_gb_per_s` that is left among five units and more, of which nobody measured more than four."""
 
 
 class Blocks(NamedTuple):
@@ -100,9 +106,9 @@ def collective_tiers_s(
         zip(cluster.tiers, members_by_tier(size, places, cluster.tiers), strict=True)
     ):
         slow = inner_factor if level == 0 else 1.0
-        share = tier.all_to_all_fraction if kind == "all_to_all" else 1.0
         moved = _moved_bytes(kind, num_bytes, size, inner, members, tier)
-        here_s = slow * moved / (bytes_per_s_among(tier, members) * share)
+        rate: Number = all_to_all_bytes_per_s(tier, members / inner) if kind == "all_to_all" else tier.bytes_per_s
+        here_s = slow * moved / (rate * joined_fraction(tier, members))
         if tier.pipelined:
             here_s = maximum(here_s - carried_s, 0.0)
         carried_s = carried_s + here_s
@@ -132,7 +138,7 @@ def waits_s(
 ) -> Number:
     """Seconds of `exchanges` on a tier that no byte takes: the latency of their hops, and the tier's start for each."""
     hops = exchanges * num_hops(kind, size, inner, members, innermost)
-    return hops * tier.latency_s + exchanges * tier.start_s * (members > inner)
+    return hops * tier.latency_s + exchanges * tier.start_s_of(kind) * (members > inner)
 
 
 def joined_fraction(tier: LinkTier, members: Number) -> Number:
@@ -143,6 +149,15 @@ def joined_fraction(tier: LinkTier, members: Number) -> Number:
     if tier.link_gb_per_s is None:
         return 1.0
     return minimum((maximum(members, 2) - 1) * tier.link_gb_per_s / tier.gb_per_s, 1.0)
+
+
+def all_to_all_bytes_per_s(tier: LinkTier, units: Number) -> Number:
+    """Bytes a second and GPU of a large all-to-all among `units` of what a tier joins: 2/n of its limit among n."""
+    rate = tier.bytes_per_s * tier.all_to_all_fraction
+    if tier.all_to_all_gb_per_s is None:
+        return rate
+    crowded = clip(2 / units, FEWEST_OF_CROWD, 1.0)
+    return minimum(rate, crowded * tier.all_to_all_gb_per_s * GB / tier.oversubscription)
 
 
 def bytes_per_s_among(tier: LinkTier, members: Number) -> Number:
@@ -173,6 +188,8 @@ def dispatch_tiers_s(
     cluster: ClusterSpec,
     inner_factor: float = 1.0,
     row_fraction: float = 0.0,
+    row_bytes: float = 1.0,
+    transport: str = "",
 ) -> list[Number]:
     """Seconds on each tier, innermost first, to send tokens to experts, once to each unit of ranks that they visit.
 
@@ -181,6 +198,9 @@ def dispatch_tiers_s(
     experts apart, it is p(u) = min(1, u/n + row_fraction): the row may begin anywhere. Over each outer tier it goes
     once to each unit below the tier that it visits: (members / inner − 1) · p(inner) copies. Over the innermost tier it
     is handed on to its ranks: n · p(1) copies, but for the one that is there already (DeepEP, HybridEP).
+
+    Where threads of the host drive a network they hand on row by row, of `row_bytes` each, and `transport` says what it
+    takes to begin and how much of a row's time its messages take (specs/machines.yaml).
     """
     if is_nothing(num_bytes, size):
         return [0.0] * len(cluster.tiers)
@@ -194,8 +214,14 @@ def dispatch_tiers_s(
         visited = minimum(inner / size + row_fraction, 1.0) if row_fraction else 1 - (1 - inner / size) ** choices
         copies = size * visited * (1 - 1 / members) if level == 0 else (members / inner - 1) * visited
         slow = inner_factor if level == 0 else 1.0
-        handed_s = slow * token_bytes * copies / bytes_per_s_among(tier, members)
-        seconds.append((handed_s + (members > inner) * tier.latency_s) * is_any)
+        handed_s: Number = slow * token_bytes * copies / bytes_per_s_among(tier, members)
+        start_s = tier.latency_s
+        if level and tier.is_host_driven:
+            carrier = transport_of(transport)
+            row_s = carrier.row_fraction * tier.message_us * MICRO
+            handed_s = maximum(handed_s, token_bytes / row_bytes * copies * row_s)
+            start_s += carrier.start_us * MICRO
+        seconds.append((handed_s + (members > inner) * start_s) * is_any)
         inner = members
     return seconds
 
@@ -248,7 +274,8 @@ def exchange_tiers_s(collective: Collective, shape: Shape, cluster: ClusterSpec,
     size, stride = group_of(collective.group, shape)
     key = (
         content(collective.num_bytes), content(size), content(stride), dtype, collective.cast, collective.kind,
-        collective.choices, collective.inner_factor, collective.row_fraction,
+        collective.choices, collective.inner_factor, collective.row_fraction, collective.row_bytes,
+        collective.transport,
     )  # fmt: skip
     return remembered(cluster, key, lambda: _exchange_tiers_s(collective, size, stride, cluster, dtype))
 
@@ -259,5 +286,6 @@ def _exchange_tiers_s(
     narrow = NARROW_BYTES[dtype] / BF16 if collective.cast and dtype in NARROW_BYTES else 1.0
     num_bytes, choices, slow = collective.num_bytes, collective.choices, collective.inner_factor
     if choices:
-        return dispatch_tiers_s(num_bytes, choices, size, stride, cluster, slow, collective.row_fraction)
+        rows = collective.row_fraction, collective.row_bytes, collective.transport
+        return dispatch_tiers_s(num_bytes, choices, size, stride, cluster, slow, *rows)
     return collective_tiers_s(collective.kind, narrow * num_bytes, size, stride, cluster, slow)

@@ -120,7 +120,7 @@ class Exchanges:
 
         Where stages send slices of the activation, the seconds to gather them on arrival are included.
         """
-        num_bytes = BF16 * shape.shard_tokens * self.model.hidden_size
+        num_bytes = BF16 * shape.shard_tokens * self.model.residual_size
         if not self.runtime.scatters_p2p:
             return p2p_s(num_bytes, distance, self.cluster, start)
         slices = where(shape.sequence_parallel, 1, shape.tp)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from planner.physics.adapters import adapted
 from planner.physics.layer.blocks import enter_tp, leave_tp, norm
+from planner.physics.layer.hyper_connections import attend_snapshots, join_streams
 from planner.physics.layer.mixers import mixer_block
 from planner.physics.layer.mlp import mlp_block
 from planner.physics.operators import (
@@ -45,7 +46,7 @@ def _graph_buffers(model: ModelSpec, shape: Shape) -> Operator:
     Each micro-batch in flight has an input of its own (Megatron-LM, transformer/cuda_graphs.py). The output is one of
     the tensors that the backward keeps anyway.
     """
-    static = Saved("static input", (shape.shard_tokens, model.hidden_size))
+    static = Saved("static input", (shape.shard_tokens, model.residual_size))
     return Operator(
         name="graph buffers",
         kind="elementwise",
@@ -79,7 +80,7 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         backward_bytes=2 * hidden_bytes,
         forward_kernels=2,
         backward_kernels=3,
-        parameters=rows * model.hidden_size + model.num_position_parameters,
+        parameters=rows * model.hidden_size + model.num_position_parameters + model.num_other_parameters,
         saved=(
             Saved("tokens", (shape.tokens,), dtype="int64"),
             Saved("whole output", (kept_by_view, model.hidden_size)),
@@ -98,8 +99,11 @@ def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding:
 
     Where `shares_embedding`, the head's matrix is the embedding of the same rank, and its parameters are counted there.
     """
+    joined: tuple[Item, ...] = join_streams(model, shape, runtime) if model.num_residual_streams > 1 else ()
+    if model.attn_res_block_size is not None:
+        joined = (attend_snapshots("final", model, shape, runtime),)
     final = norm("final norm", model.hidden_size, shape.shard_tokens, model, runtime)
-    return (final, *_loss("head", model, shape, runtime, shares_embedding))
+    return (*joined, final, *_loss("head", model, shape, runtime, shares_embedding))
 
 
 def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_weight: bool) -> tuple[Item, ...]:

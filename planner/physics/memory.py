@@ -322,7 +322,7 @@ def _attention_working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, .
 
 def sent_bytes(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Number:
     """Bytes of the hidden states that a chunk has sent on and keeps until its backward; trainers free them."""
-    return BF16 * shape.shard_tokens * model.hidden_size * runtime.is_runner
+    return BF16 * shape.shard_tokens * model.residual_size * runtime.is_runner
 
 
 def constants(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Saved, ...]:

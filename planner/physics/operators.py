@@ -229,6 +229,10 @@ class Collective:
     experts; 0 where a token's experts are anywhere."""
     inner_factor: float = 1.0
     """Factor on the seconds over the innermost links: short rows go slower than long ones."""
+    row_bytes: float = 1.0
+    """Bytes of a token's row, of which an exchange with `choices` hands on one after the other."""
+    transport: str = ""
+    """The transport between nodes of such an exchange; empty for that of its network."""
 
 
 Item = Operator | Collective

@@ -273,9 +273,9 @@ class Passes:
         """
         if not self._is_mixture(items):
             return seconds
-        sent_s = self._sending_s(items, shape)
+        sent_s, driven_s = self._sending_s(items, shape), self._driven_s(items, shape)
         layer_s = self._mixture_host_s(shape)
-        host_s = layer_s + sent_s["forward"], layer_s + sent_s["backward"]
+        host_s = tuple(layer_s + sent_s[way] + driven_s[way] for way in ("forward", "backward"))
         part = PartCost(**seconds)
         forward_s, backward_s = part.forward_total_s, part.backward_total_s
         if self.runtime.awaits_token_counts:
@@ -299,6 +299,20 @@ class Passes:
             if exchange.group in ("tp", "cp"):
                 is_sent = 1.0 * (group_of(exchange.group, shape)[0] > 1) * (exchange.num_bytes > 0)
                 seconds[_way(exchange)] = seconds[_way(exchange)] + each_s * is_sent
+        return seconds
+
+    def _driven_s(self, items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+        """Seconds, by pass, of expert exchanges that the host's threads drive: a host that launches one layer after the
+        other gains nothing meanwhile. Beside another micro-batch it goes on."""
+        seconds: dict[str, Number] = {"forward": 0.0, "backward": 0.0}
+        driven = [tier.is_host_driven for tier in self.cluster.tiers]
+        if self.runtime.overlaps_experts or self.runtime.cuda_graphs or not any(driven):
+            return seconds
+        for exchange in collectives_of(items):
+            if exchange.group == "ep":
+                tiers_s = self._tiers_s(exchange, shape, group_of(exchange.group, shape)[0])
+                way = _way(exchange)
+                seconds[way] = seconds[way] + sum(s for s, here in zip(tiers_s, driven, strict=True) if here)
         return seconds
 
     def _is_mixture(self, items: Sequence[Item]) -> bool:

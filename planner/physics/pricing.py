@@ -227,7 +227,7 @@ class Pricing:
 
         The backward runs the recomputed forward too, and the tensors that this forward saves are not kept until then.
         """
-        live: Number = BF16 * shape.shard_tokens * self.model.hidden_size * self._pool
+        live: Number = BF16 * shape.shard_tokens * self.model.residual_size * self._pool
         if mode != "full":
             live = self._kept_bytes(items, frozenset(self.selective_modules))
         again = self.replayed_items(items, mode)

@@ -134,7 +134,7 @@ def buffers(pricing: Pricing, table: CostTable) -> tuple[Saved, ...]:
     and with the activations. This makes up for their outputs, which the buffers keep and nothing counts: both are
     equally many.
     """
-    shape, runtime, hidden = table.shape, pricing.runtime, pricing.model.hidden_size
+    shape, runtime, hidden = table.shape, pricing.runtime, pricing.model.residual_size
     beside = _overlapped(pricing, shape)
     if int(shape.pp) > 1:
         if not runtime.has_torch_stages:

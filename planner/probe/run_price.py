@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
-from planner.layout.activations import activation_peaks_bytes
-from planner.layout.candidate import by_rank
+from planner.layout.candidate import activation_peaks_bytes, by_rank
 from planner.layout.seconds import durations_of
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.memory import communicators

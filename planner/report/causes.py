@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from planner.answer import Layout, Plan, PricedLayout
 from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds
-from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY
-from planner.report.proof import is_proven, says_bound
+from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY, is_proven, says_bound
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.units import GIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from planner.answer import Layout, PricedLayout
@@ -14,8 +14,10 @@ from planner.report.format import fits_with, gibibytes, percent, seconds, signed
 from planner.report.labels import MEMORY, corrections_title, manner, sizes
 from planner.report.pieces import bullets, columns, section
 from planner.report.recipe import LEAST_GAIN, named
-from planner.report.small import room_lines
-from planner.report.terminal import changes_section, room_section
+from planner.report.rows import Table
+from planner.report.small import room_lines, rows_of
+from planner.report.terminal import table
+from planner.report.view import change_table
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
 from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
 from planner.specs.hardware import Correction
@@ -65,20 +67,21 @@ def _sections(answer: Explanation) -> Iterator[RenderableType]:
 def _small_job(answer: Explanation) -> Iterator[RenderableType]:
     """The room of a small job, and what to change first."""
     if answer.job_changes:
-        step_s = answer.best.step.step_s
-        yield changes_section(answer.job_changes, answer.capacity_bytes, step_s, answer.best.fits)
+        goal = "seconds gained, then GiB saved a second" if answer.best.fits else "what makes it fit, then GiB saved"
+        rows = rows_of(answer.job_changes, answer.capacity_bytes, answer.best.step.step_s)
+        yield section(f"What to change first: one change at a time, by {goal}", table(change_table(rows)))
     if answer.room is not None:
-        yield room_section(room_lines(answer.room))
+        yield section("Room, all else as it is", table(Table(room_lines(answer.room))))
 
 
-def _corrections(corrections: Iterable[Correction]) -> Table:
+def _corrections(corrections: Iterable[Correction]) -> RichTable:
     table = columns("l", None)
     for correction in corrections:
         table.add_row(correction.name, correction.says)
     return table
 
 
-def _layouts(answer: Explanation) -> Table:
+def _layouts(answer: Explanation) -> RichTable:
     table = columns("l", None, "r")
     table.add_row("best", sizes(answer.best.parallelism), seconds(answer.best.step.step_s))
     if answer.pinned is None:
@@ -105,7 +108,7 @@ def _why_refused(answer: Explanation) -> Iterator[RenderableType]:
         yield section("What would lift it", bullets([answer.hint]))
 
 
-def _lifts(answer: Explanation) -> Table:
+def _lifts(answer: Explanation) -> RichTable:
     table = columns("l", None, "r", "r")
     for lift in answer.lifts:
         table.add_row(
@@ -117,11 +120,11 @@ def _lifts(answer: Explanation) -> Table:
     return table
 
 
-def _heads(table: Table, *heads: str) -> None:
+def _heads(table: RichTable, *heads: str) -> None:
     table.add_row(*(Text(head, style="dim") for head in heads))
 
 
-def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Difference]) -> Table:
+def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Difference]) -> RichTable:
     table, like_s = columns("l", "r", "r", "r"), answer.best.step.step_s
     _heads(table, "", "best", "asked", "difference")
     for difference in shown:
@@ -138,7 +141,7 @@ def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Differen
     return table
 
 
-def _memory(answer: Explanation, pinned: PricedLayout) -> Table:
+def _memory(answer: Explanation, pinned: PricedLayout) -> RichTable:
     table = columns("l", "r", "r", "r")
     _heads(
         table,
@@ -182,7 +185,7 @@ def _moving(answer: Explanation) -> list[ChangedAssumption]:
     ]
 
 
-def _beaten(answer: Explanation) -> Table:
+def _beaten(answer: Explanation) -> RichTable:
     table = columns("r", "r", None)
     for rank, beaten in enumerate(answer.beaten, start=1):
         more = beaten.layout.step.step_s / answer.best.step.step_s - 1
@@ -198,7 +201,7 @@ def _beaten(answer: Explanation) -> Table:
     return table
 
 
-def _assumptions(answer: Explanation) -> Table:
+def _assumptions(answer: Explanation) -> RichTable:
     table = columns("l", None)
     for assumption in sorted(_moving(answer), key=lambda assumption: not assumption.changes_the_choice):
         table.add_row("yes" if assumption.changes_the_choice else "no", Text(f"if {assumption.says}"))
@@ -216,7 +219,7 @@ def _instead(assumption: ChangedAssumption, best: Layout) -> str:
     return f"{_named(assumption.parallelism, best)}: {seconds(assumption.step_s)}, {kept}"
 
 
-def _constraints(constraints: Iterable[Constraint]) -> Table:
+def _constraints(constraints: Iterable[Constraint]) -> RichTable:
     table = columns("l", "l", None)
     for constraint in constraints:
         gain = f"{percent(constraint.gain_fraction)} more tokens a second" if constraint.binds else "nothing gained"
@@ -247,7 +250,7 @@ def _recipe_sections(answer: RecipeTable) -> Iterator[RenderableType]:
         yield section("Refused, by rule", bullets(refused))
 
 
-def _worths(answer: RecipeTable) -> Table:
+def _worths(answer: RecipeTable) -> RichTable:
     """The chosen value of each switch in bold, and below it its others."""
     table = columns("l", "l", "r", "r", None)
     for switch in filter(_switch_matters, answer.switches):

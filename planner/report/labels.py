@@ -1,11 +1,11 @@
-"""The words for a layout, its seconds, its bytes and its evidence: every report calls them the same."""
+"""The words for a layout, its seconds, its bytes, its evidence and the proof: every report calls them the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from planner.answer import Layout, PricedLayout
-from planner.report.format import percent
+from planner.answer import Layout, PricedLayout, SearchReport
+from planner.report.format import percent, seconds
 from planner.specs.hardware import By, Correction
 from planner.trainers.switches import written
 
@@ -38,6 +38,11 @@ EVIDENCE = {
     "spec_sheet": "spec sheet: peaks and typical efficiencies, nothing measured on this kind of GPU",
     "calibrated": "calibrated on measurements of this GPU, or of others of its silicon",
     "probed": "probed: corrected or confirmed by a real run on this kind of GPU",
+}
+EVIDENCE_IN_BRIEF = {
+    "spec_sheet": "spec sheet: nothing measured on this kind of GPU",
+    "calibrated": "calibrated: measured on this kind of GPU or its silicon",
+    "probed": "probed: a real run on this kind of GPU corrected or confirmed it",
 }
 CORRECTIONS: dict[By, str] = {
     "probe": "What a probe corrected",
@@ -78,14 +83,20 @@ def sizes(layout: Layout) -> str:
     return f"{' '.join(layout.axes)} · mb {layout.micro_batch_size} × {layout.num_microbatches}"
 
 
-def manner(layout: Layout) -> tuple[str, ...]:
-    """The ways in which a layout is run, beside its sizes: schedule, ZeRO, recompute and the like."""
+def recomputed_modules(layout: Layout) -> tuple[str, ...]:
+    """The modules that selective recompute is of."""
+    return layout.recompute_modules if layout.recompute == "selective" else ()
+
+
+def manner(layout: Layout, is_brief: bool = False) -> tuple[str, ...]:
+    """The ways in which a layout is run, beside its sizes: schedule, ZeRO, recompute and the like; in brief with the
+    number of recomputed modules in place of their names."""
     zero = f"ZeRO-{layout.zero_stage}"
     if layout.zero_stage and layout.shard_size < layout.dp * layout.cp:
         zero += f" over {layout.shard_size:,}"
     recompute = "no recompute" if layout.recompute == "none" else f"{layout.recompute} recompute"
-    if layout.recompute == "selective" and layout.recompute_modules:
-        recompute += f" ({', '.join(layout.recompute_modules)})"
+    if modules := recomputed_modules(layout):
+        recompute += f" of {len(modules)} modules" if is_brief and len(modules) > 2 else f" ({', '.join(modules)})"
     parts = [layout.schedule if layout.pp > 1 else "no pipeline", zero, recompute]
     if layout.tp > 1:
         parts.append("sequence parallel" if layout.sequence_parallel else "no sequence parallel")
@@ -108,3 +119,59 @@ def says_unsaid(layout: PricedLayout) -> str:
     says = f"{most.switch}; {written(most.other)} would be {effect} {'faster' if faster else 'slower'}"
     others = [name for name in dict.fromkeys(one.switch for one in layout.unsaid) if name != most.switch]
     return f"{says}; nor {', '.join(others)}" if others else says
+
+
+def says_outcome(search: SearchReport) -> str:
+    """`proven, gap 0.26%`, or `bounded` and what was asked for where the gap that was reached is wider."""
+    gap, asked = percent(search.gap, 2), search.asked_gap_fraction
+    if search.outcome == "feasible":
+        return f"stopped by the time limit, gap {gap}"
+    if is_proven(search):
+        return f"proven, gap {gap}"
+    return f"bounded, gap {gap}" + ("" if asked is None else f" where {percent(asked, 2)} was asked for")
+
+
+def is_proven(search: SearchReport) -> bool:
+    """True where the search ended within the gap that it was asked for.
+
+    Files of earlier versions call every search that ended `proven`, whatever its gap.
+    """
+    asked = search.asked_gap_fraction
+    # the gap is a fraction of the bound, what was asked for a fraction of the step
+    return search.outcome == "proven" and (asked is None or 1 - 1 / (1 + search.gap) <= asked + 1e-9)
+
+
+def says_bound(search: SearchReport) -> str:
+    """The step that no layout beats, among how many kinds of layouts, and what was not searched; JSON has the names."""
+    left_out = f"not searched, but around the best: {', '.join(search.unsearched)}" if search.unsearched else ""
+    return f"{says_scope(search)}; {left_out}" if left_out else says_scope(search)
+
+
+def says_scope(search: SearchReport) -> str:
+    """The step that no layout beats, among how many kinds of layouts."""
+    among = ", ".join(_among(search))
+    bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
+    return f"{bound}, among {among}" if among else bound
+
+
+def _among(search: SearchReport) -> Iterator[str]:
+    """Phrases that narrow the layouts searched down."""
+    searched = search.searched
+    schedules = searched.schedules if searched else search.schedules
+    if schedules:
+        yield _either(schedules)
+    if searched is None:
+        return
+    if any(searched.recompute_modules):
+        yield f"{len(searched.recompute_modules)} set{'s' * (len(searched.recompute_modules) > 1)} of modules"
+    free = [name for name, values in searched.switches.items() if len(values) > 1]
+    if searched.switches:
+        yield f"{len(free)} of {len(searched.switches)} switches free"
+    if searched.chunks == "equal":
+        yield "equal inner chunks"
+
+
+def _either(names: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

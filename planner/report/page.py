@@ -8,7 +8,7 @@ all text is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from planner.report.html.pieces import (
     cards,
     facts,
     folded,
+    joined,
     page,
     picture,
     section,
@@ -42,10 +43,9 @@ from planner.report.html.pieces import (
     zoomed,
 )
 from planner.report.labels import LEAST_SHARE, MEMORY
-from planner.report.rows import STAGE_HEADS, Entry, Figure, StepShare, runs_of_stages, shown_cells
-from planner.report.small import ChangeRow
+from planner.report.rows import MFU, STAGE_HEADS, Entry, Figure, Section, StepShare, Table
 from planner.report.timeline.charts import draw_timeline, shown_step
-from planner.report.view import View, view_of
+from planner.report.view import SECTIONS, View, view_of
 from planner.schedule.replay import replay
 
 CURVE = f"with reserved memory; shaded is what comes and goes within a {COLUMNS}th of it."
@@ -72,10 +72,6 @@ def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     write_text(path, report_page(plan), force)
 
 
-PAIRS = ("", "")
-"""Heads of a table of subjects and sentences."""
-
-
 class Drawing(NamedTuple):
     """A drawing, and what it shows."""
 
@@ -97,32 +93,52 @@ def render_html(plan: Plan, replayed: Drawings) -> str:
 
 
 def _sections(plan: Plan, view: View, replayed: Drawings) -> Iterator[Html]:
-    headings = view.headings
     yield header(view)
-    if view.recipe:
-        yield section(headings["recipe"], table(PAIRS, view.recipe, "ll"))
-    yield from small_sections(view)
-    yield section(headings["stages"], *stages(plan, view))
-    has_interval = any(stage.memory.total_bytes_interval for stage in plan.stages)
-    peaks = picture(
-        draw_stacks(plan.stages, view.capacity_bytes),
-        f"Each stage at its peak{', with the 80% interval of the whole' if has_interval else ''}.",
-    )
-    yield section(headings["memory"], beside(peaks, picture(*replayed.curve)))
-    busy = picture(draw_stage_seconds(plan.best), "Each stage over all micro-batches of a step, whose end is the line.")
-    yield section(headings["breakdown"], beside(_breakdown(view), busy))
-    yield section(headings["timeline"], picture(zoomed(replayed.timeline.svg, "timeline"), replayed.timeline.caption))
-    if view.alternatives:
-        yield section(headings["alternatives"], *_alternatives(view))
-    if view.risk or view.robust:
-        yield section(headings["risk"], *_risk(view))
-    if view.sustained or view.goodput or view.cost:
-        yield section(headings["months"], *_months(view))
-    yield from _reasons(view)
+    for name in SECTIONS:
+        if name == "timeline":
+            zoom = zoomed(replayed.timeline.svg, "timeline")
+            yield section("The timeline of a step", picture(zoom, replayed.timeline.caption))
+        elif (shown := view.section(name)) is not None:
+            yield section(shown.title, *_in_full(plan, view, shown, replayed))
     yield section("Inputs", *inputs(plan))
 
 
-def _breakdown(view: View) -> Html:
+def _in_full(plan: Plan, view: View, shown: Section, replayed: Drawings) -> Iterator[Html]:
+    """A section with the pictures that a terminal has no room for."""
+    match shown.name:
+        case "seconds":
+            says = "Each stage over all micro-batches of a step, whose end is the line."
+            yield beside(breakdown(view), picture(draw_stage_seconds(plan.best), says))
+        case "alternatives":
+            yield from _alternatives(view)
+        case "stages":
+            yield from map(drawn, shown.parts)
+            yield folded("Every stage: seconds, layers and parameters", _each(plan, view))
+            yield folded("Every stage: memory by item, in GiB", _memory(plan))
+            has_interval = any(stage.memory.total_bytes_interval for stage in plan.stages)
+            says = f"Each stage at its peak{', with the 80% interval of the whole' if has_interval else ''}."
+            peaks = picture(draw_stacks(plan.stages, view.capacity_bytes), says)
+            yield beside(peaks, picture(*replayed.curve))
+        case _:
+            yield from map(drawn, shown.parts)
+
+
+def drawn(part: Table | tuple[Entry, ...] | tuple[str, ...]) -> Html:
+    """A part of a section: a table, or a list."""
+    if not isinstance(part, Table):
+        return bullets(part)
+    heads = part.heads or ("",) * len(part.align)
+    rows: list[Sequence[object]] = list(part.rows)
+    if part.bars:
+        rows = [(*row, share_bar(share)) for row, share in zip(rows, part.bars, strict=True)]
+        heads = (*heads, "")
+    folds = bool(part.heads) and "w" in part.align
+    filled = table(heads, rows, part.align.replace("w", "l") + "l" * bool(part.bars), folds=folds)
+    return joined([filled, *(tag("p", note, class_="soft") for note in part.notes)])
+
+
+def breakdown(view: View) -> Html:
+    """The items of the step and their sum."""
     rows: list[tuple[object, ...]] = [(*share.cells, share_bar(share.fraction)) for share in view.breakdown]
     rows.append((*StepShare("step", view.step_s, view.step_s).cells, ""))
     note = f"On the rank that decides the step; the items add up to it, those below {percent(LEAST_SHARE, 2)} left out."
@@ -148,71 +164,35 @@ def _how(entry: Entry) -> str:
     return "" if entry.more_fraction is None else "; ".join(part for part in (more, entry.how) if part)
 
 
-def _risk(view: View) -> Iterator[Html]:
-    if view.risk:
-        yield table(PAIRS, view.risk, "ll")
-    if view.robust:
-        yield tag("h3", view.headings["robust"])
-        yield table(view.robust.heads, view.robust.rows, "l" + "r" * (len(view.robust.heads) - 1))
-        yield from (tag("p", remark, class_="soft") for remark in view.robust.remarks)
-
-
-def _months(view: View) -> Iterator[Html]:
-    """The sustained step, days, dollars and the share that trains, beside the sources of what was assumed."""
-    figures = [*filter(None, [view.sustained]), *view.cost, *view.goodput]
-    told = table(PAIRS, [(figure.name, figure.text.removeprefix(f"{figure.name} ")) for figure in figures], "ll")
-    yield beside(told, table(PAIRS, [(f"source: {name}", source) for name, source in view.sources], "ll"))
-
-
-def _reasons(view: View) -> Iterator[Html]:
-    """The shapes that were left out, the proof, and all that was assumed."""
-    headings = view.headings
-    if view.rejections:
-        cells = [rejection.cells for rejection in view.rejections]
-        yield section(headings["rejections"], table(("shapes", "reason", "for example"), cells, "rll", folds=True))
-    if view.corrections:
-        yield section(headings["corrections"], table(PAIRS, view.corrections, "ll"))
-    yield section(headings["how_sure"], table(PAIRS, view.proof, "ll"))
-    if view.assumptions:
-        yield section(headings["assumptions"], bullets(view.assumptions))
-    if view.warnings:
-        yield section(headings["warnings"], bullets(view.warnings))
-
-
 def header(view: View) -> Html:
     """All of it, before the first section."""
-    said = [
-        tag("h1", tag("bdi", view.job)),
-        tag("p", view.layout, class_="layout"),
-        tag("p", f"{' · '.join(view.manner)} · {view.batch}"),
-        tag("p", " · ".join(view.placement), class_="soft"),
-        tag("p", view.batch_offer),
-        tag("p", view.misfit, class_="alarm"),
-        tag("p", " · ".join(view.corrected), class_="soft"),
-    ]
+    classes = {"lead": "layout", "": "", "soft": "soft", "offer": "offer", "alarm": "alarm"}
+    lines = (tag("p", " · ".join(line.parts), class_=classes[line.role]) for line in view.lines)
+    said = [tag("h1", tag("bdi", view.job)), *lines]
     command = (
         tag("pre", tag("code", view.command), aria_label="the command that made this plan") if view.command else ""
     )
-    return tag("header", *(part for part in said if "></p>" not in part), command, cards(_cards(view)))
+    return tag("header", *said, command, cards(_cards(view)))
 
 
 def _cards(view: View) -> Iterator[Card]:
     """The step, its speed, its memory, and the whole run."""
     figures = {figure.name: figure for figure in view.figures}
-    step, rate, each, flops, mfu = (
-        figures.pop(name) for name in ("step", "tokens/s", "tokens/s/GPU", "TFLOP/s/GPU", "MFU")
-    )
-    yield Card(step.name, step.brief, tuple(map(_named, figures.values())))
-    yield Card(rate.name, rate.brief, (_named(each),))
-    yield Card(mfu.name, mfu.brief, (_named(flops),))
+    step, rate, mfu = (figures.pop(name) for name in ("step", "tokens/s", MFU))
+    beside_rate = [figure for figure in figures.values() if figure.unit == "tokens/s"]
+    beside_mfu = [figure for figure in figures.values() if figure.unit == "TFLOP/s"]
+    rest = [figure for figure in figures.values() if figure not in (*beside_rate, *beside_mfu)]
+    yield Card(step.name, step.brief, tuple(map(_named, rest)))
+    yield Card(rate.name, rate.brief, tuple(map(_named, beside_rate)))
+    yield Card(f"{mfu.name}'s peak", mfu.brief, tuple(map(_named, beside_mfu)))
     yield Card(view.peak.name, view.peak.brief, (f"of {view.capacity} a GPU", *filter(None, [view.fit])))
     if view.sustained is not None:
         yield Card(view.sustained.name, view.sustained.brief, (view.sustained.ends,))
     if view.cost:
-        days, *rest = view.cost
-        hours = [figure.text for figure in rest if figure.unit == "GPU-hours"]
+        days, *more = view.cost
+        hours = [figure.text for figure in more if figure.unit == "GPU-hours"]
         yield Card(f"{large(view.tokens or 0)} tokens", days.brief, (*filter(None, [days.ends]), *hours))
-        for figure in rest:
+        for figure in more:
             if figure.unit != "GPU-hours":
                 yield Card(figure.name, figure.brief, tuple(filter(None, [figure.ends])))
     if view.goodput:
@@ -222,27 +202,6 @@ def _cards(view: View) -> Iterator[Card]:
 
 def _named(figure: Figure) -> str:
     return f"{figure.name} {figure.text}" if figure.unit in ("s", "fraction") else f"{figure.text} {figure.name}"
-
-
-HEADS = ("change", "GiB", "step", "what it changes beside", "options")
-
-
-def small_sections(view: View, link: Callable[[ChangeRow], object] = lambda row: row.options) -> Iterator[Html]:
-    """Nothing for a job that is not small; `link` draws the options of a change, where a page applies them."""
-    if view.room:
-        yield section(view.headings["room"], table(("", ""), view.room, "ll"))
-    if view.changes:
-        rows = [(*row.cells, link(row)) for row in view.changes]
-        yield section(view.headings["changes"], table(HEADS, rows, "lrrll"))
-
-
-def stages(plan: Plan, view: View) -> Iterator[Html]:
-    """A row for each run of neighbouring stages that hold the same; then every stage, folded."""
-    rows = [shown_cells(row.cells, view.mixes_recompute) for row in runs_of_stages(view.stages)]
-    heads = shown_cells(STAGE_HEADS, view.mixes_recompute)
-    yield table(heads, rows, "rll" + "l" * (len(heads) - 7) + "rrrr")
-    yield folded("Every stage: seconds, layers and parameters", _each(plan, view))
-    yield folded("Every stage: memory by item, in GiB", _memory(plan))
 
 
 def _each(plan: Plan, view: View) -> Html:

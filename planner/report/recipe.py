@@ -18,11 +18,16 @@ Line = tuple[str, str]
 """A subject, and what is said of it."""
 
 
-def recipe_lines(layout: PricedLayout, variables: Mapping[str, str]) -> tuple[Line, ...]:
-    """The lines of the recipe; none for a layout whose recipe is not known."""
+def recipe_lines(layout: PricedLayout, variables: Mapping[str, str], is_brief: bool = False) -> tuple[Line, ...]:
+    """The lines of the recipe; none for a layout whose recipe is not known. In brief: what is on, and what consent
+    would buy."""
     if not layout.recipe:
         return ()
-    return tuple(_lines(layout, variables))
+    if not is_brief:
+        return tuple(_lines(layout, variables))
+    on = _some(_on(layout), ", ", 2, "in --show recipe") or "every switch at its plainest value"
+    offers = _some([says_offer(offer, layout.step.step_s) for offer in layout.offers], "; ", 1, "in --show recipe")
+    return tuple(line for line in (("recipe", on), ("consent", offers)) if line[1])
 
 
 def recipe_heading(layout: PricedLayout) -> str:
@@ -65,7 +70,9 @@ def saved_fraction(gain: RecipeGain, step_s: float) -> float:
 
 def says_offer(offer: Offer, step_s: float) -> str:
     """`--allow fp8: 4.1% faster, changes numerics`."""
-    faster = f"{percent(1 - offer.step_s / step_s)} faster"
+    # what is priced on this layout alone may gain more in another
+    least = "" if offer.replanned else "at least "
+    faster = f"{least}{percent(1 - offer.step_s / step_s)} faster"
     chosen = (
         "" if offer.allow == (offer.switch,) or offer.switch == "dtype" else f" {named(offer.switch, offer.value)},"
     )

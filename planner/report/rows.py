@@ -1,4 +1,4 @@
-"""The figures of a report, and the rows of its tables: stages, shares of the step, layouts, rejected shapes.
+"""The view-models of a plan's reports: sections of tables, and their rows, which terminal and page each draw once.
 
 A row holds numbers with their units, and gives the texts of its columns, which every report shows alike.
 """
@@ -19,6 +19,10 @@ Unit = Literal[
 ]
 
 
+MFU = "MFU of bf16"
+"""The name of a step's FLOP/s over the GPU's peak, which is that of bf16 whatever products compute in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A number that people quote: one value in its unit, or the two ends of an interval, and how it is written."""
@@ -35,6 +39,31 @@ class Figure:
     def text(self) -> str:
         """Both as one text."""
         return f"{self.brief} ({self.ends})" if self.ends else self.brief
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of texts; `align` says of each column l, r, n (left, on one line) or w (left, and wraps)."""
+
+    rows: tuple[tuple[str, ...], ...]
+    align: str = "nw"
+    heads: tuple[str, ...] = ()
+    bars: tuple[float, ...] = ()
+    """The share that a bar behind each row fills; above 1 it is too much."""
+    has_narrow_heads: bool = False
+    """True where heads are folded to be as narrow as what stands below them."""
+    notes: tuple[str, ...] = ()
+    """Sentences below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a report, by the name that `--show` has for it."""
+
+    name: str
+    title: str
+    parts: tuple[Table | tuple[Entry, ...] | tuple[str, ...], ...]
+    """Tables, layouts beside each other, and lists of sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +175,14 @@ class Entry:
         return "; ".join(part for part in (self.manner, self.trade) if part)
 
     @property
+    def unsure(self) -> str:
+        """The probability that it fits where that is below 99%."""
+        return "" if self.fit in ("", SURE) else f"fits with {self.fit}"
+
+    @property
     def remark(self) -> str:
-        """The same, and the probability that it fits where that is below 99%."""
-        is_sure = self.fit in ("", SURE)
-        return "; ".join(part for part in (self.how, "" if is_sure else f"fits with {self.fit}") if part)
+        """All in one line."""
+        return "; ".join(part for part in (self.how, self.unsure) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +260,14 @@ class Robust:
     assumptions: tuple[str, ...]
     steps_s: tuple[tuple[float, ...], ...]
 
+    def beside_best(self, rank: int) -> tuple[tuple[float, str], ...]:
+        """How much longer a layout's step is than the best's under each changed assumption, as a fraction, the most
+        first, with the assumption's short name."""
+        pairs = zip(self.assumptions, self.steps_s[rank], self.steps_s[0], strict=True)
+        return tuple(
+            sorted(((s / best_s - 1, n.partition(":")[0]) for n, s, best_s in pairs if n != AS_PLANNED), reverse=True)
+        )
+
     @property
     def losses(self) -> tuple[float, ...]:
         """The most that each layout loses to the fastest of them, as a fraction, over all assumptions."""
@@ -258,6 +299,17 @@ class Robust:
         """The layout that loses least, and the meaning of each assumption."""
         meanings = (name.partition(": ") for name in self.assumptions if name != AS_PLANNED)
         return self._choice, "; ".join(f"{name}: {meaning}" for name, _, meaning in meanings)
+
+    @property
+    def in_brief(self) -> str:
+        """How the fastest stands if one of the assumptions fails, in a few words."""
+        most, best = percent(self.losses[self.least]), percent(self.losses[0])
+        if self.least:
+            return f"if one fails, the best is up to {best} behind, alternative {self.least} {most}"
+        tried = len(self.assumptions) - 1
+        return (
+            f"if one fails, up to {best} behind" if self.losses[0] > 0 else f"the fastest under each of {tried} others"
+        )
 
     @property
     def _choice(self) -> str:

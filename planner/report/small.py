@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from planner.answer import Change, Layout, Plan, Room, StagePlan, small
 from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.months import cost_figures, duration
-from planner.report.rows import Figure, StepShare
+from planner.report.rows import MFU, Figure, StepShare
 from planner.specs.units import gib
 
 _SHARDED = {
@@ -106,7 +105,7 @@ def figures(plan: Plan) -> tuple[Figure, ...]:
     return (
         Figure("step", (step.step_s,), "s", seconds(step.step_s)),
         Figure("tokens/s", (step.tokens_per_s,), "tokens/s", f"{step.tokens_per_s:,.0f}"),
-        Figure("MFU", (step.mfu,), "fraction", percent(step.mfu)),
+        Figure(MFU, (step.mfu,), "fraction", percent(step.mfu)),
         Figure("80% interval", interval_s, "s", span(*interval_s, like_s=step.step_s)),
         Figure("sequences/s", (per_s,), "tokens/s", digits(per_s)),
         Figure("steps an hour", (3600 / step.step_s,), "tokens/s", f"{3600 / step.step_s:,.0f}"),
@@ -238,14 +237,6 @@ def assumed(plan: Plan) -> str:
         if values[name] and not said.intersection(options)
     ]
     return ", ".join(parts)
-
-
-def evidence(plan: Plan, how_sure: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, str]]:
-    """The lines of how sure the answer is, but that on alternatives, and where the price of a GPU-hour is from."""
-    yield from ((name, text) for name, text in how_sure if name != "alternatives")
-    hardware = plan.cluster.hardware
-    if plan.training.operations.usd_per_gpu_hour is None and hardware.usd_per_gpu_hour is not None:
-        yield "price", f"${hardware.usd_per_gpu_hour:g}: {hardware.price_source.partition('. ')[0]}"
 
 
 SHOWN_CHANGES = 4

@@ -1,46 +1,53 @@
-"""A plan for a terminal of 80 columns: what was chosen, its stages, where the time goes, what else there was.
+"""A plan for a terminal of 80 columns: one screen that decides, or every section in full.
 
 Everything is a rich renderable, so that the console decides about colour; no colour carries meaning alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from textwrap import wrap
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from planner.answer import Change, Plan, PricedLayout
+from planner.answer import Plan, PricedLayout
 from planner.report import small
-from planner.report.format import gibibytes, large, seconds
-from planner.report.labels import says_unsaid
+from planner.report.format import gibibytes, seconds
+from planner.report.labels import EVIDENCE_IN_BRIEF, says_scope, says_unsaid
 from planner.report.pieces import TextBar, bullets, columns, section
-from planner.report.rows import (
-    STAGE_HEADS,
-    Entry,
-    Figure,
-    Rejection,
-    Robust,
-    StepShare,
-    entry_of,
-    runs_of_stages,
-    shown_cells,
-)
-from planner.report.small import evidence, figures, is_small, manner, trained
-from planner.report.view import View, view_of
+from planner.report.recipe import LINE, recipe_lines
+from planner.report.rows import Entry, Figure, Robust, Section, Table, entry_of
+from planner.report.view import View, seconds_table, stage_table, view_of
 
-_MAX_ROWS = 16
-"""Deeper pipelines show runs of alike stages as one row."""
+LINES, COLUMNS = 38, 80
+"""The most lines of an answer on a terminal of 80 columns and 40 lines, which has a prompt too."""
 _PANEL_WIDTH = 76
+FEW_ALTERNATIVES = 3
+_NOT_OF_SMALL = ("alternatives", "rejected")
+"""Sections of a small job that are shown where they are asked for by name: their words are those of pipelines."""
+_ALIASES = {"memory": "stages"}
+_COLOURS = {"lead": "bold green", "offer": "yellow", "alarm": "bold red", "soft": "", "": ""}
 
 
-def render(plan: Plan, own: PricedLayout | None = None) -> Group:
-    """The whole report of a plan, or of one evaluated layout beside the planner's own choice for the same job."""
+def render(plan: Plan, own: PricedLayout | None = None, names: Sequence[str] = ()) -> Group:
+    """The whole report of a plan, or of one evaluated layout beside the planner's own choice for the same job; of its
+    sections those of `names` alone, where any are named."""
     view = view_of(plan, own)
-    return Group(*(_small_sections(plan, view) if is_small(plan) else _sections(view)))
+    left_out = set(_NOT_OF_SMALL) if view.is_small and not names else set()
+    names = [_ALIASES.get(name, name) for name in names]
+    chosen = names or [each.name for each in view.sections if each.name not in left_out]
+    shown: list[RenderableType] = [draw(each) for each in view.sections if each.name in chosen]
+    missing = [name for name in names if view.section(name) is None and name != "timeline"]
+    if "timeline" in names:
+        shown.append(_timeline(plan))
+    nothing = [Text(f"\n{', '.join(missing)}: nothing to show for this plan", style="dim")] if missing else []
+    return Group(_panel(view, is_brief=False), *shown, *nothing)
 
 
 def summary(layout: PricedLayout) -> str:
@@ -51,96 +58,87 @@ def summary(layout: PricedLayout) -> str:
     return f"{layout.parallelism}: {entry.step}, {entry.peak.rstrip('!')} GiB{fits}{unsaid}"
 
 
-def _sections(view: View) -> Iterator[RenderableType]:
-    headings = view.headings
-    yield _panel(view)
-    if view.given_and_own:
-        yield section(headings["given_and_own"], _entries(view.given_and_own))
-    if view.recipe:
-        yield section(headings["recipe"], _sentences(view.recipe))
-    yield section(headings["stages"], _stages(view))
-    yield section(headings["breakdown"], _breakdown(view.breakdown))
-    if view.alternatives:
-        yield section(headings["alternatives"], _entries(view.alternatives))
-    if view.robust:
-        yield section(headings["robust"], _robust(view.robust))
-    if view.rejections:
-        yield section(headings["rejections"], _rejections(view.rejections))
-    if view.corrections:
-        yield section(headings["corrections"], _sentences(view.corrections))
-    yield section(headings["how_sure"], _sentences(view.how_sure))
-    if view.assumptions:
-        yield section(headings["assumptions"], bullets(view.assumptions))
-    if view.warnings:
-        yield section(headings["warnings"], bullets(view.warnings))
+def panel_text(plan: Plan) -> str:
+    """The panel as plain text, which is `str(plan)`."""
+    out = io.StringIO()
+    plain = Console(file=out, width=COLUMNS, color_system=None, highlight=False, markup=False, emoji=False)
+    plain.print(_panel(view_of(plan), is_brief=True))
+    return out.getvalue().rstrip("\n")
 
 
-def _small_sections(plan: Plan, view: View) -> Iterator[RenderableType]:
-    """The sections of a job on few GPUs, in which nothing is said of pipelines, slow ranks and months."""
-    packed = [
-        _packed(parts)
-        for parts in (
-            trained(plan),
-            manner(plan.parallelism, plan.best.worst_stage, plan.runtime_spec.sharding),
-            view.corrected,
-        )
+def _timeline(plan: Plan) -> RenderableType:
+    """The pipeline's timeline, of as many micro-batches as are drawn."""
+    from planner.report.timeline.charts import shown_step
+    from planner.report.timeline.text import drawing
+    from planner.schedule.replay import replay
+
+    step = shown_step(plan)
+    return section("The timeline of a step", Group(*drawing(replay(step.order, step.durations), COLUMNS - 2)))
+
+
+def draw(shown: Section) -> Group:
+    """A section with a blank line before it, and its title."""
+    return section(shown.title, Group(*map(_part, shown.parts)))
+
+
+def _part(part: Table | tuple[Entry, ...] | tuple[str, ...]) -> RenderableType:
+    if isinstance(part, Table):
+        return table(part)
+    entries = tuple(each for each in part if isinstance(each, Entry))
+    return _entries(entries) if entries else bullets(map(str, part))
+
+
+def table(shown: Table) -> RenderableType:
+    """A table of a report; bars are as wide as there is room."""
+    is_crowded = len(shown.align) > 7
+    bars = [None] if shown.bars else []
+    drawn = columns(*({"w": None, "n": "l"}.get(side, side) for side in shown.align), *bars, gap=1 if is_crowded else 2)
+    if shown.heads:
+        heads = ["\n".join(head.rsplit(" ", 1)) if shown.has_narrow_heads else head for head in shown.heads]
+        drawn.add_row(*(Text(head, style="dim") for head in heads), *("" for _ in bars))
+    has_track = bool(shown.heads)
+    for number, row in enumerate(shown.rows):
+        cells: list[RenderableType] = [*row]
+        if shown.align.endswith("w") and len(row) > 2:
+            cells[-1] = Text(row[-1], style="dim")
+        if shown.bars:
+            share = shown.bars[number]
+            style = "red" if share > 1 else "dim" if row[0] == "free" else "cyan"
+            cells.append(TextBar(share, 16, "░", style) if has_track else TextBar(share, 32, style=style))
+        drawn.add_row(*cells)
+    return Group(drawn, *(Text(note, style="dim" if number else "") for number, note in enumerate(shown.notes)))
+
+
+def _panel(view: View, is_brief: bool) -> Panel:
+    style = {**_COLOURS, "lead": "bold green" if view.fits else "bold"}
+    texts = [
+        Text(text, style=style[line.role])
+        for line in view.lines
+        if line.is_brief or not is_brief
+        for text in _packed(line.parts)
     ]
-    yield small_panel(plan, view, packed, _figures(figures(plan)))
-    if view.given_and_own:
-        yield section(view.headings["given_and_own"], _entries(view.given_and_own))
-    if view.recipe:
-        yield section(view.headings["recipe"], _sentences(view.recipe))
-    yield from small_sections(plan, view)
-    if view.corrections:
-        yield section(view.headings["corrections"], _sentences(view.corrections))
-    yield section(view.headings["how_sure"], _sentences(evidence(plan, view.how_sure)))
-    if (assumed := assumed_section(plan)) is not None:
-        yield assumed
-    if view.warnings:
-        yield section(view.headings["warnings"], bullets(view.warnings))
-
-
-def _panel(view: View) -> Panel:
-    lines: list[RenderableType] = [
-        Text(view.layout, style="bold green" if view.fits else "bold"),
-        *map(Text, _packed(view.manner)),
-        *map(Text, _packed(view.placement)),
-        Text(view.batch),
-    ]
-    if view.batch_offer:
-        lines.append(Text(view.batch_offer, style="yellow"))
-    if view.misfit:
-        lines.append(Text(view.misfit, style="bold red"))
-    if view.fit:
-        lines.append(Text(view.fit))
-    if view.corrected:
-        lines += map(Text, _packed(view.corrected))
-    lines += ["", _figures(view.figures)]
-    if view.sustained is not None:
-        lines.append(Text(f"{view.sustained.name} {view.sustained.text}"))
-    if view.tokens is not None:
-        parts = [f"{large(view.tokens)} tokens: {view.cost[0].text}", *(figure.text for figure in view.cost[1:])]
-        lines += ["", *map(Text, _packed(parts))]
-    if view.goodput:
-        effective, *rest = view.goodput
-        lines += map(Text, _packed([f"{effective.name} {effective.text}", *(figure.text for figure in rest)]))
+    lines: list[RenderableType] = [*texts, "", _figures(view.figures), *map(Text, _below(view))]
     return Panel(Group(*lines), title=Text(view.job, style="bold"), title_align="left")
 
 
-def _packed(parts: Iterable[str]) -> list[str]:
+def _below(view: View) -> list[str]:
+    return [text for line in view.below for text in _packed(line.parts)]
+
+
+def _packed(parts: Iterable[str], between: str = " · ") -> list[str]:
     """Lines of the panel's width that break between parts only."""
     lines: list[str] = []
     for part in parts:
-        if lines and len(lines[-1]) + len(part) + 3 <= _PANEL_WIDTH:
-            lines[-1] += f" · {part}"
+        if lines and len(lines[-1]) + len(part) + len(between) <= _PANEL_WIDTH:
+            lines[-1] += f"{between}{part}"
         else:
             lines.append(part)
     return lines
 
 
-def _figures(figures: tuple[Figure, ...]) -> Table:
+def _figures(figures: tuple[Figure, ...]) -> RichTable:
     """Two rows of three figures, each a name and a value."""
-    grid = Table.grid(padding=(0, 1), expand=True)
+    grid = RichTable.grid(padding=(0, 1), expand=True)
     for _ in range(3):
         grid.add_column()
         grid.add_column(justify="right", style="bold")
@@ -151,137 +149,186 @@ def _figures(figures: tuple[Figure, ...]) -> Table:
     return grid
 
 
-def _stages(view: View) -> Table:
-    mixed = view.mixes_recompute
-    rows = runs_of_stages(view.stages) if len(view.stages) > _MAX_ROWS else view.stages
-    table = columns("r", "l", "l", *("l" if mixed else ""), "r", "r", "r", "r", None, gap=1 if mixed else 2)
-    table.add_row(*(Text(head, style="dim") for head in shown_cells(STAGE_HEADS, mixed)), "")
-    for row in rows:
-        over = row.filled_fraction > 1
-        bar = TextBar(row.filled_fraction, 16, "░", style="red" if over else "cyan")
-        table.add_row(*shown_cells(row.cells, mixed), bar)
-    return table
-
-
-def _breakdown(shares: Iterable[StepShare]) -> Table:
-    table = columns("l", "r", "r", None)
-    for share in shares:
-        table.add_row(*share.cells, TextBar(share.fraction, 32))
-    return table
-
-
-def _entries(entries: Iterable[Entry]) -> Group:
+def _entries(entries: tuple[Entry, ...]) -> Group:
     """Two lines an entry: its sizes and figures, then how it is run and what it trades."""
-    entries = tuple(entries)
     width = max(len(entry.name) for entry in entries)
     return Group(*(line for entry in entries for line in _entry(entry, width)))
 
 
 def _entry(entry: Entry, width: int) -> Iterator[RenderableType]:
     more = f"{entry.more}  " if entry.more and not entry.trade else ""
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_row(entry.name.ljust(width), Text(entry.sizes, style="bold"), f"{entry.step}  {more}{entry.peak} GiB")
-    yield table
+    yield _head(entry, width, f"{entry.step}  {more}{entry.peak} GiB")
     if entry.remark:
         yield Padding(Text(entry.remark, style="dim"), (0, 0, 0, width + 1))
 
 
-def _robust(robust: Robust) -> Group:
-    """A row per layout, a column per assumption; heads are folded to be as narrow as the seconds below them."""
-    table = columns("l", *"r" * (len(robust.heads) - 1), gap=1 if len(robust.heads) > 7 else 2)
-    table.add_row(*(Text("\n".join(head.rsplit(" ", 1)), style="dim") for head in robust.heads))
-    for row in robust.rows:
-        table.add_row(*row)
-    choice, meanings = robust.remarks
-    return Group(table, Text(choice), Text(meanings, style="dim"))
+def _head(entry: Entry, width: int, figures: str) -> RichTable:
+    grid = RichTable.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(entry.name.ljust(width), Text(entry.sizes, style="bold"), figures)
+    return grid
 
 
-def _rejections(rejections: Iterable[Rejection]) -> Table:
-    table = columns("r", "l", None)
-    for rejection in rejections:
-        count, reason, example = rejection.cells
-        table.add_row(count, reason, Text(example, style="dim"))
-    return table
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A part of the screen below a head: at least and at most so many lines, and what draws it in a number of lines."""
+
+    least: int
+    most: int
+    draw: Callable[[int], RenderableType]
+    num_heads: int = 1
 
 
-def _sentences(lines: Iterable[tuple[str, str]]) -> Table:
-    """A subject and a sentence on each row."""
-    table = columns("l", None)
-    for name, text in lines:
-        table.add_row(name, text)
-    return table
+def screen(plan: Plan, own: PricedLayout | None = None, after: str = "") -> Group:
+    """The answer that decides, in at most LINES lines of COLUMNS columns; `after` is the command to type next."""
+    view = view_of(plan, own)
+    panel, sure, footnote = _panel(view, is_brief=True), list(_sure(plan, view))[:3], _footnote(plan)
+    blocks = list(_blocks(plan, view))
+    fixed = _num_lines(panel) + len(sure) + len(footnote) + (1 if after else 0)
+    spare = LINES - fixed - sum(block.num_heads + block.least for block in blocks)
+    num_blanks = min(len(blocks), max(spare, 0))
+    spare -= num_blanks
+    parts: list[RenderableType] = [panel, _one_line(sure)]
+    for number, block in enumerate(blocks):
+        more = min(max(spare, -block.least), block.most - block.least)
+        spare -= more
+        parts += [*([""] if number < num_blanks else []), block.draw(block.least + more)]
+    return Group(*parts, *(Text(line, style="dim") for line in footnote), *([Text(after)] if after else []))
 
 
-def small_sections(plan: Plan, view: View) -> Iterator[RenderableType]:
-    """The sections below the panel, those first that decide."""
-    yield section(f"Memory of the fullest GPU, of {view.capacity}", _small_memory(plan))
-    lines = small.room_lines(plan.room)
-    if lines:
-        yield section("Room, all else as it is", _sentences(lines))
-    rows = small.shown_changes(plan)
-    if rows:
-        yield section("What else, and what it saves or takes (plan explain has all)", _small_changes(rows))
-    yield section(f"Where the {seconds(view.step_s)} of a step go", _small_step(plan))
+def _num_lines(shown: RenderableType) -> int:
+    out = io.StringIO()
+    Console(file=out, width=COLUMNS).print(shown)
+    return out.getvalue().count("\n")
 
 
-def small_panel(plan: Plan, view: View, packed: list[list[str]], figures: Table) -> Panel:
-    """The panel: what is trained, does it fit, how fast, how long."""
-    what, manner, corrected = packed
-    lines: list[RenderableType] = [
-        *(Text(line) for line in what),
-        Text(small.fit(plan), style="bold green" if view.fits else "bold red"),
-        *map(Text, manner),
-        Text(view.batch),
-        *([Text(view.batch_offer, style="yellow")] if view.batch_offer else []),
-        *map(Text, corrected),
-        "",
-        figures,
-        Text(small.how_long(plan)),
-    ]
-    return Panel(Group(*lines), title=Text(view.job, style="bold"), title_align="left")
+def _blocks(plan: Plan, view: View) -> Iterator[_Block]:
+    """Seconds, alternatives, memory and recipe: what stands below the panel, in the order of the full report."""
+    shares = view.breakdown
+    if view.is_small:
+        memory = view.section("stages")
+        assert memory is not None, "a GPU has memory"
+        items = memory.parts[0]
+        assert isinstance(items, Table)
+        rows = max(len(shares), len(items.rows))
+        yield _Block(rows, rows, lambda _: _beside(view, items))
+        if lines := small.room_lines(plan.room):
+            yield _Block(len(lines), len(lines), lambda _: Group(_title("Room, all else as it is"), _one_line(lines)))
+        if changes := small.shown_changes(plan):
+            what = "What else, and what it saves or takes"
+            yield _Block(min(3, len(changes)), len(changes), lambda n: Group(_title(what), _changes(changes[:n])))
+    else:
+        go = f"Where the {seconds(view.step_s)} of a step go"
+        few, many = min(3, len(shares)), min(4, len(shares))
+        yield _Block(few, many, lambda n: Group(_title(go), Padding(table(seconds_table(shares[:n])), (0, 0, 0, 1))))
+    if given := view.section("given"):
+        (pair,) = given.parts
+        entries = [] if isinstance(pair, Table) else [each for each in pair if isinstance(each, Entry)]
+        yield _Block(4, 4, lambda _: Group(_title(given.title), *_few(entries, None)))
+    elif view.alternatives and not view.is_small:
+        entries = list(view.alternatives[:FEW_ALTERNATIVES])
+        stands = "step, and beside the best's if an assumption fails"
+        title = f"Alternatives: {stands}" if view.robust else "Alternatives, and what each trades"
+        yield _Block(
+            2 * len(entries), 2 * len(entries), lambda n: Group(_title(title), *_few(entries[: n // 2], view.robust))
+        )
+    if not view.is_small:
+        whole = stage_table(view)
+        yield _Block(min(3, len(whole.rows)), len(whole.rows), lambda n: _stages(view, whole, n))
+    if recipe := recipe_lines(plan.best, {}, is_brief=True):
+        on, *more = recipe
+        num_lines = len(wrap(on[1], LINE))
+        yield _Block(num_lines, num_lines + len(more), lambda n: pairs(recipe[: n - num_lines + 1]), num_heads=0)
 
 
-def _small_memory(plan: Plan) -> Table:
-    table = columns("l", "r", None)
-    for item in small.memory_items(plan):
-        shown = f"{gibibytes(item.num_bytes)} GiB"
-        table.add_row(item.name, shown, TextBar(item.fraction, 32, style="dim" if item.name == "free" else "cyan"))
-    return table
+def _title(text: str) -> Text:
+    return _cut(text, "bold")
 
 
-def _small_step(plan: Plan) -> Table:
-    table = columns("l", "r", "r", None)
-    for share in small.step_items(plan):
-        table.add_row(*share.cells, TextBar(share.fraction, 32))
-    return table
+def pairs(rows: Iterable[tuple[str, str]]) -> Padding:
+    """Subjects and sentences, which wrap."""
+    return Padding(table(Table(tuple(rows))), (0, 0, 0, 1))
 
 
-def _small_changes(rows: Iterable[small.ChangeRow]) -> Table:
-    table = columns("l", "r", "r", None)
+def _one_line(pairs: Iterable[tuple[str, str]]) -> Padding:
+    """Subjects and sentences, a line each whatever is in them."""
+    drawn = columns("l", None)
+    for name, text in pairs:
+        drawn.add_row(name, _cut(text))
+    return Padding(drawn, (0, 0, 0, 1))
+
+
+def _cut(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _beside(view: View, memory: Table) -> RichTable:
+    """Seconds and bytes of a small job beside each other."""
+    grid = RichTable.grid(padding=(0, 2))
+    texts = seconds_table(view.breakdown), Table(memory.rows, memory.align)
+    titles = f"Where the {seconds(view.step_s)} of a step go", f"Memory, of {view.capacity}"
+    grid.add_row(
+        *(
+            Group(_title(title), Padding(table(Table(t.rows, t.align)), (0, 0, 0, 1)))
+            for title, t in zip(titles, texts, strict=True)
+        )
+    )
+    return grid
+
+
+def _changes(rows: Sequence[small.ChangeRow]) -> Padding:
+    drawn = columns("l", "r", "r", None)
     for row in rows:
-        table.add_row(*row.cells[:3], Text(row.remark, style="dim"))
-    return table
+        drawn.add_row(*row.cells[:3], _cut(row.remark, "dim"))
+    return Padding(drawn, (0, 0, 0, 1))
 
 
-def changes_section(found: tuple[Change, ...], capacity_bytes: int, step_s: float, fits: bool) -> RenderableType:
-    """All changes with the options that make them, as `plan explain` shows them."""
-    table = columns(None, "r", "r", None)
-    for row in small.rows_of(found, capacity_bytes, step_s):
-        says = "; ".join(filter(None, (row.options, row.remark)))
-        table.add_row(row.change, row.gib, row.seconds, says)
-    goal = "seconds gained, then GiB saved a second" if fits else "what makes it fit, then GiB saved"
-    return section(f"What to change first: one change at a time, by {goal}", table)
+def _few(entries: Sequence[Entry], robust: Robust | None) -> Iterator[RenderableType]:
+    """Two lines an entry, neither of them broken: its figures, then what it trades."""
+    width = max(len(entry.name) for entry in entries)
+    for rank, entry in enumerate(entries, start=1):
+        stands = robust.beside_best(rank) if robust is not None and rank < len(robust.steps_s) else ()
+        if stands:
+            figures = f"{entry.step}  {100 * stands[-1][0]:+.1f} to {stands[0][0]:+.1%}"
+        else:
+            figures = "  ".join(part for part in (entry.step, entry.more, f"{entry.peak} GiB") if part)
+        has_room = width + len(entry.sizes) + len(figures) < COLUMNS - 3
+        yield Padding(_head(entry, width, figures if has_room else entry.step), (0, 0, 0, 1))
+        worst = f"worst: {stands[0][1]}" if stands else ""
+        known = [part for part in (entry.trade, worst, entry.unsure, entry.manner) if part]
+        yield _cut(" " * (width + 2) + _packed(known, "; ")[0] if known else "", "dim")
 
 
-def room_section(lines: tuple[tuple[str, str], ...]) -> RenderableType:
-    """The largest batch, sequence and model."""
-    return section("Room, all else as it is", _sentences(lines))
+def _stages(view: View, whole: Table, num_rows: int) -> RenderableType:
+    """The first runs of stages, and how many there are beside these."""
+    left = len(whole.rows) - num_rows
+    heads = (*whole.heads[:-1], f"GiB of {gibibytes(view.capacity_bytes)}")
+    if left <= 0:
+        return Padding(table(replace(whole, heads=heads)), (0, 0, 0, 1))
+    few = num_rows - 1
+    rest = Text(f" … and {left + 1} more: --show stages", style="dim")
+    return Group(
+        Padding(table(replace(whole, heads=heads, rows=whole.rows[:few], bars=whole.bars[:few])), (0, 0, 0, 1)), rest
+    )
 
 
-def assumed_section(plan: Plan) -> RenderableType | None:
-    """One line of what was assumed, if anything was."""
-    text = small.assumed(plan)
-    return section("Assumed", bullets([text])) if text else None
+def _sure(plan: Plan, view: View) -> Iterator[tuple[str, str]]:
+    """The evidence, and what could make another layout the better one, in a line each."""
+    yield "evidence", EVIDENCE_IN_BRIEF[plan.evidence]
+    if plan.best.unsaid:
+        yield "not said", says_unsaid(plan.best)
+    if plan.undecided and not view.is_small:
+        count, total = len(plan.undecided), len(plan.alternatives)
+        yield "interval", f"holds {count} of {total} alternatives too: plan probe can tell them apart"
+    if view.robust is not None:
+        yield "assumptions", f"{view.robust.in_brief} (--show robust)"
+
+
+def _footnote(plan: Plan) -> list[str]:
+    """The conditions of the proof in two lines."""
+    if plan.search is None:
+        return []
+    lines = wrap(f"{says_scope(plan.search)}; more: --show proof", COLUMNS - 1)
+    return lines if len(lines) < 3 else [lines[0], f"{lines[1][: COLUMNS - 17]} … --show proof"]

@@ -1,16 +1,19 @@
-"""Everything that a report shows of a plan, worked out once: numbers with their units, and the words they are told in.
+"""Everything that a report shows of a plan, worked out once: what stands at its top, and its sections in their order.
 
-`terminal` and `html` only lay these lines out, so that both say the same.
+`terminal` and `page` only draw these, so that both say the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Plan, PricedLayout, SearchReport
 from planner.report import small
-from planner.report.format import digits, fits_with, gibibytes, percent, seconds, span
+from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, span
 from planner.report.labels import (
     BREAKDOWN,
     EVIDENCE,
@@ -18,20 +21,56 @@ from planner.report.labels import (
     RANKED_FIRST,
     corrected,
     corrections_title,
+    is_proven,
     manner,
+    recomputed_modules,
+    says_bound,
+    says_outcome,
     says_unsaid,
 )
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
-from planner.report.proof import says_bound, says_outcome
 from planner.report.recipe import environment_of, recipe_heading, recipe_lines
-from planner.report.rows import Entry, Figure, Rejection, Robust, StageRow, StepShare, entry_of, robust_of
+from planner.report.rows import (
+    MFU,
+    STAGE_HEADS,
+    Entry,
+    Figure,
+    Robust,
+    Section,
+    StageRow,
+    StepShare,
+    Table,
+    entry_of,
+    robust_of,
+    runs_of_stages,
+    shown_cells,
+)
 from planner.report.small import ChangeRow
 from planner.specs.training import TrainingSpec
+
+SECTIONS = (
+    "given", "sure", "seconds", "alternatives", "robust", "room", "changes", "stages", "timeline", "recipe", "months",
+    "rejected", "proof", "corrections", "assumptions", "warnings",
+)  # fmt: skip
+"""Names of all sections in the order in which every report shows them: what, how fast and how sure, where the seconds
+go, what else there is, memory, the timeline, and the rest."""
+_FREE_LIMIT_S = 30.0
+"""Seconds of a search that was not given any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line at the top of a report: parts between which it may break."""
+
+    parts: tuple[str, ...]
+    role: Literal["", "lead", "soft", "offer", "alarm"] = ""
+    is_brief: bool = True
+    """False where it waits for the full report."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All lines of a report, in their order."""
+    """A plan as its reports show it."""
 
     job: str
     """Model, GPUs and trainer."""
@@ -39,68 +78,39 @@ class View:
     """The command line that made the plan; empty where none did."""
     layout: str
     fits: bool
-    manner: tuple[str, ...]
-    placement: tuple[str, ...]
-    """The tier that each group of ranks spans, in words."""
-    batch: str
-    batch_offer: str
-    """Another batch that gives more tokens a second; empty where there is none."""
-    misfit: str
-    """By how much a layout does not fit; empty where it does."""
-    fit: str
-    """The probability that it fits, in words; empty where it is not known, and where it does not."""
-    corrected: tuple[str, ...]
-    """The numbers of the hardware that were measured, before and after; empty without a calibration."""
+    is_small: bool
+    lines: tuple[Line, ...]
+    """The lines above the figures, each without empty parts."""
     figures: tuple[Figure, ...]
+    """The six numbers that people quote."""
+    below: tuple[Line, ...]
+    """The lines below the figures: over months, and the whole run."""
     sustained: Figure | None
-    """The step over months, where something is known of it."""
     peak: Figure
     """Memory of the fullest stage."""
+    fit: str
+    """The probability that it fits, in words; empty where it is not known, and where it does not."""
     tokens: float | None
     """Tokens of the whole run, where a run was asked for."""
     cost: tuple[Figure, ...]
     goodput: tuple[Figure, ...]
-    """The share of the whole run's time that trains, and what takes the rest."""
-    given_and_own: tuple[Entry, ...]
-    """The layout that was given and the planner's own choice for the same job, where there is one."""
     capacity_bytes: int
-    stages: tuple[StageRow, ...]
-    recipe_heading: str
-    recipe: tuple[tuple[str, str], ...]
-    """A subject and a sentence each, about the switches of the best layout; empty where they are not known."""
     step_s: float
+    stages: tuple[StageRow, ...]
     breakdown: tuple[StepShare, ...]
     """The items of the step, the largest first, those below LEAST_SHARE left out."""
     best: Entry
     alternatives: tuple[Entry, ...]
     robust: Robust | None
     """The best few layouts under changed assumptions; None where these move nothing."""
-    rejections: tuple[Rejection, ...]
-    """The most frequent reason first."""
-    corrections_heading: str
-    corrections: tuple[tuple[str, str], ...]
-    """A subject and a sentence each, on what was corrected, confirmed, or asked for in vain. Likewise below."""
-    proof: tuple[tuple[str, str], ...]
-    """Evidence, and what the search proved."""
-    sources: tuple[tuple[str, str], ...]
-    """The sources of the sustained step and of what a whole run loses."""
-    risk: tuple[tuple[str, str], ...]
-    """The things that could turn out otherwise: memory, what a run left unsaid, alternatives as fast."""
-    assumptions: tuple[str, ...]
-    warnings: tuple[str, ...]
-    room: tuple[tuple[str, str], ...] = ()
-    """A subject and a sentence each on the largest batch, sequence and model; empty for a job that is not small."""
-    changes: tuple[ChangeRow, ...] = ()
-    """The changes of a small job, what helps most first."""
+    recipe: tuple[tuple[str, str], ...]
+    changes: tuple[ChangeRow, ...]
+    sections: tuple[Section, ...]
+    """Those that have anything, in the order of SECTIONS."""
 
     @property
     def capacity(self) -> str:
         return f"{gibibytes(self.capacity_bytes)} GiB"
-
-    @property
-    def how_sure(self) -> tuple[tuple[str, str], ...]:
-        """A subject and a sentence each, all that is known of it."""
-        return *self.proof, *self.sources, *self.risk
 
     @property
     def mixes_recompute(self) -> bool:
@@ -108,28 +118,209 @@ class View:
         modes = {mode for row in self.stages for s in row.stages for mode, count in s.recompute.items() if count}
         return len(modes) > 1
 
-    @property
-    def headings(self) -> dict[str, str]:
-        """The titles of the sections that every report has."""
-        return {
-            "given_and_own": "Beside the planner's own choice",
-            "recipe": self.recipe_heading,
-            "stages": f"Stages, on GPUs of {self.capacity}",
-            "room": "Room, all else as it is",
-            "changes": "What to change first, one change at a time",
-            "memory": f"Memory, of {self.capacity} a GPU",
-            "breakdown": f"Where the {seconds(self.step_s)} of a step go",
-            "timeline": "The timeline of a step",
-            "alternatives": "Alternatives, and what each trades",
-            "months": "The whole run" if self.tokens else "Over months",
-            "robust": "If an assumption turns out otherwise: the step",
-            "rejections": "Rejected shapes, by reason",
-            "corrections": self.corrections_heading,
-            "risk": "Risk",
-            "how_sure": "How sure",
-            "assumptions": "Assumptions that move the step of this layout",
-            "warnings": "Warnings",
-        }
+    def section(self, name: str) -> Section | None:
+        """One of the sections, if it has anything."""
+        return next((section for section in self.sections if section.name == name), None)
+
+
+def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
+    """The view of a plan, or of one evaluated layout beside `own`, the planner's choice for the same job."""
+    best, is_tuning = plan.best, small.is_small(plan)
+    figures, step_s = small.figures(plan) if is_tuning else _figures(plan), plan.step.step_s
+    shares = small.step_items(plan) if is_tuning else _breakdown(plan)
+    others = tuple(entry_of(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1))
+    robust = None if is_tuning else robust_of(best)
+    stages = tuple(StageRow((stage,), plan.cluster.hardware.memory_bytes) for stage in plan.stages)
+    recipe = recipe_lines(best, environment_of(plan))
+    view = View(
+        job=f"{plan.model.name} on {plan.cluster.num_gpus:,} × {plan.cluster.hardware.name}, {plan.runtime}",
+        command=plan.command, layout=str(best.parallelism), fits=best.fits, is_small=is_tuning,
+        lines=tuple(_kept(_lines(plan))), figures=figures, below=tuple(_kept(_below(plan))),
+        sustained=None if is_tuning else sustained_figure(best), peak=_peak(best), fit=_fit(best) if best.fits else "",
+        tokens=None if plan.run_cost is None else plan.run_cost.tokens, cost=cost_figures(plan),
+        goodput=goodput_figures(plan), capacity_bytes=plan.cluster.hardware.memory_bytes, step_s=step_s, stages=stages,
+        breakdown=shares, best=entry_of("best", best), alternatives=others, robust=robust, recipe=recipe,
+        changes=small.change_rows(plan, plan.changes), sections=(),
+    )  # fmt: skip
+    found = {section.name: section for section in (*_answers(plan, view, own), *_reasons(plan, view))}
+    sections = tuple(found[name] for name in SECTIONS if name in found and any(found[name].parts))
+    return _with(view, sections)
+
+
+def _with(view: View, sections: tuple[Section, ...]) -> View:
+    values = {name: getattr(view, name) for name in View.__slots__}
+    return View(**{**values, "sections": sections})
+
+
+def _answers(plan: Plan, view: View, own: PricedLayout | None) -> Iterator[Section]:
+    """The sections that say what was chosen, where its seconds and bytes go, and what else there is."""
+    if own is not None:
+        pair = (entry_of("given", plan.best), entry_of("own", own, plan.best))
+        yield Section("given", "Beside the planner's own choice", (pair,))
+    yield Section("seconds", f"Where the {seconds(view.step_s)} of a step go", (seconds_table(view.breakdown),))
+    if view.is_small:
+        items = small.memory_items(plan)
+        rows = tuple((item.name, f"{gibibytes(item.num_bytes)} GiB") for item in items)
+        table = Table(rows, "nr", bars=tuple(item.fraction for item in items))
+        yield Section("stages", f"Memory of the fullest GPU, of {view.capacity}", (table,))
+        yield Section("room", "Room, all else as it is", _table(small.room_lines(plan.room)))
+        yield Section(
+            "changes", "What to change first, one change at a time", (change_table(view.changes),) * bool(view.changes)
+        )
+    else:
+        yield Section("stages", f"Stages, on GPUs of {view.capacity}", (stage_table(view),))
+    if view.alternatives:
+        yield Section("alternatives", "Alternatives, and what each trades", (view.alternatives,))
+    if view.robust is not None:
+        robust = view.robust
+        table = Table(robust.rows, "n" + "r" * (len(robust.heads) - 1), robust.heads, (), True, robust.remarks)
+        yield Section("robust", "If an assumption turns out otherwise: the step", (table,))
+
+
+def _reasons(plan: Plan, view: View) -> Iterator[Section]:
+    """The sections that say how sure all that is, and what it rests on."""
+    search, hardware = plan.search, plan.cluster.hardware
+    yield Section("recipe", recipe_heading(plan.best), _table(view.recipe))
+    yield Section("sure", "How sure", _table(tuple(_sure(plan))))
+    if search is not None:
+        yield Section("proof", "The proof, and what it holds for", _table(tuple(_proof(search))))
+    months = [(figure.name, figure.text) for figure in (*filter(None, [view.sustained]), *view.cost, *view.goodput)]
+    sources = () if view.is_small else says_sources(plan)
+    title = "The whole run" if view.tokens else "Over months"
+    months = [] if view.is_small and not view.tokens else months
+    yield Section("months", title, _table((*months, *((f"source: {name}", source) for name, source in sources))))
+    rejections = sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
+    rows = tuple(
+        (f"{count:,}", reason.replace("_", " "), plan.rejection_examples.get(reason, ""))
+        for reason, count in rejections
+    )
+    if rows:
+        yield Section(
+            "rejected", "Rejected shapes, by reason", (Table(rows, "rnw", ("shapes", "reason", "for example")),)
+        )
+    found = hardware.corrections
+    yield Section("corrections", corrections_title(found), _table(tuple((one.name, one.says) for one in found)))
+    assumed = small.assumed(plan) if view.is_small else ""
+    title = "Assumed" if assumed else "Assumptions that move the step of this layout"
+    yield Section("assumptions", title, ((assumed,) if assumed else plan.assumptions,))
+    yield Section("warnings", "Warnings", (plan.warnings,))
+
+
+def _table(pairs: Iterable[tuple[str, str]]) -> tuple[Table, ...]:
+    """Subjects and sentences; nothing where there are none."""
+    rows = tuple(pairs)
+    return (Table(rows),) if rows else ()
+
+
+def seconds_table(shares: Iterable[StepShare]) -> Table:
+    """A row for each item of the step, with its share as a bar."""
+    shares = tuple(shares)
+    return Table(tuple(share.cells for share in shares), "nrr", bars=tuple(share.fraction for share in shares))
+
+
+def stage_table(view: View) -> Table:
+    """A row for each run of neighbouring stages that hold the same."""
+    mixed, rows = view.mixes_recompute, runs_of_stages(view.stages)
+    cells = tuple(tuple(shown_cells(row.cells, mixed)) for row in rows)
+    return Table(cells, "rnn" + "n" * mixed + "rrrr", tuple(shown_cells(STAGE_HEADS, mixed)),
+                 tuple(row.filled_fraction for row in rows))  # fmt: skip
+
+
+def change_table(rows: Iterable[ChangeRow]) -> Table:
+    """The changes of a small job, each with the options that make it."""
+    cells = tuple(
+        (row.change, row.gib, row.seconds, "; ".join(filter(None, (row.options, row.remark)))) for row in rows
+    )
+    return Table(cells, "wrrw", ("change", "GiB", "step", "options, and what it changes beside"))
+
+
+def _kept(lines: Iterable[Line]) -> Iterator[Line]:
+    """Lines without their empty parts, those that have any other."""
+    for line in lines:
+        parts = tuple(filter(None, line.parts))
+        if parts:
+            yield Line(parts, line.role, line.is_brief)
+
+
+def _lines(plan: Plan) -> Iterator[Line]:
+    """Lines of what is trained and how, whether it fits, and what the search proved."""
+    best, hardware, search = plan.best, plan.cluster.hardware, plan.search
+    offer = Line((_batch_offer(plan),), "offer")
+    outcome = () if search is None else (_outcome(search),)
+    measured = Line(corrected(hardware.corrections), "soft")
+    if small.is_small(plan):
+        yield Line(small.trained(plan))
+        yield Line((small.fit(plan),), "lead" if best.fits else "alarm")
+        yield Line(small.manner(best.parallelism, best.worst_stage, plan.runtime_spec.sharding))
+        yield from (Line((_batch(plan.training), *outcome)), offer, measured)
+    else:
+        yield Line((str(best.parallelism),), "lead")
+        yield Line(manner(best.parallelism, is_brief=True))
+        yield Line(
+            (f"recomputed: {', '.join(modules)}" if (modules := recomputed_modules(best.parallelism)) else "",),
+            is_brief=False,
+        )
+        yield Line(tuple(map(str, best.placement)), "soft", is_brief=False)
+        yield from (Line((f"{_batch(plan.training)}{_scaling(best)}",)), offer)
+        yield Line((*outcome, _fit(best)) if best.fits else ())
+        yield Line(_recommended(best))
+        yield Line(("" if best.fits else _misfit(best, hardware.memory_bytes),), "alarm")
+        yield measured
+    if search is not None and search.outcome == "feasible":
+        yield Line((f"The search stopped early: {longer(plan)} goes on",), "offer")
+
+
+def _outcome(search: SearchReport) -> str:
+    """The outcome with its gap, and that it holds for some switches only where others were pinned."""
+    says = says_outcome(search)
+    values = search.searched.switches.values() if search.searched else ()
+    are_pinned = is_proven(search) and any(len(each) < 2 for each in values)
+    return says.replace("proven", "proven for these switches", 1) if are_pinned else says
+
+
+def _recommended(best: PricedLayout) -> tuple[str, ...]:
+    """The cost of a layout that comes before a faster one, and the reason."""
+    reason = best.recommendation
+    if reason is None:
+        return ()
+    cost = f"{percent(max(best.step.step_s / reason.fastest_step_s - 1, 0))} behind the fastest found (--fastest)"
+    loses = ""
+    if reason.worst_loss_fraction is not None and reason.fastest_worst_loss_fraction is not None:
+        named, lost = reason.assumption.partition(":")[0], reason.fastest_worst_loss_fraction
+        loses = f"which loses {percent(lost)} under {named}, this {percent(reason.worst_loss_fraction)}"
+    is_simpler = reason.chunks < reason.fastest_chunks
+    return cost, loses, f"{reason.chunks} chunks, not {reason.fastest_chunks}" if is_simpler else ""
+
+
+def _scaling(layout: PricedLayout) -> str:
+    """The scales of products in 8 or 4 bits, beside those that the model was published with."""
+    scales = layout.narrow_scaling
+    if scales is None or scales.scaling in ("mxfp8", "nvfp4"):
+        return ""
+    published = "" if scales.published in (None, scales.scaling) else f", published {scales.published}"
+    return f" {scales.scaling}{published}"
+
+
+def longer(plan: Plan) -> str:
+    """The option that lets a search that stopped early go on: four times the seconds that it had."""
+    words = shlex.split(plan.command)
+    given = [after for word, after in pairwise(words) if word == "--time-limit"]
+    return f"--time-limit {4 * float(given[-1] if given else _FREE_LIMIT_S):g}"
+
+
+def _below(plan: Plan) -> Iterator[Line]:
+    """The sustained step, and the time and cost of the whole run."""
+    if small.is_small(plan):
+        yield Line((small.how_long(plan),))
+        return
+    sustained, cost, goodput = sustained_figure(plan.best), cost_figures(plan), goodput_figures(plan)
+    if sustained is not None:
+        yield Line((f"{sustained.name} {sustained.text}",))
+    if plan.run_cost is not None:
+        yield Line((f"{large(plan.run_cost.tokens)} tokens: {cost[0].text}", *(figure.text for figure in cost[1:])))
+    if goodput:
+        effective, *rest = goodput
+        yield Line((f"{effective.name} {effective.text}", *(figure.text for figure in rest)))
 
 
 def _batch(training: TrainingSpec) -> str:
@@ -138,59 +329,6 @@ def _batch(training: TrainingSpec) -> str:
     pairs = f"{sequences // 2:,} pairs, " if objective.has_pairs else ""
     loss = "" if objective.name == "lm" else f", {objective.name}"
     return f"{pairs}{sequences:,} sequences of {training.seq_length:,} tokens a step, {training.dtype}{loss}"
-
-
-def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
-    """The lines of a plan, or of one evaluated layout beside `own`, the planner's choice for the same job."""
-    best, training, hardware = plan.best, plan.training, plan.cluster.hardware
-    is_tuning = small.is_small(plan)
-    ways = (
-        (*small.trained(plan), *small.manner(best.parallelism, best.worst_stage, plan.runtime_spec.sharding))
-        if is_tuning
-        else manner(best.parallelism)
-    )
-    return View(
-        job=f"{plan.model.name} on {plan.cluster.num_gpus:,} × {hardware.name}, {plan.runtime}",
-        command=plan.command,
-        layout=str(best.parallelism),
-        fits=best.fits,
-        manner=ways,
-        placement=tuple(map(str, best.placement)),
-        batch=_batch(training),
-        batch_offer=_batch_offer(plan),
-        misfit="" if best.fits else _misfit(best, hardware.memory_bytes),
-        fit=_fit(best) if best.fits else "",
-        corrected=corrected(hardware.corrections),
-        figures=_figures(plan),
-        sustained=None if is_tuning else sustained_figure(best),
-        peak=_peak(best),
-        tokens=None if plan.run_cost is None else plan.run_cost.tokens,
-        cost=cost_figures(plan),
-        goodput=goodput_figures(plan),
-        given_and_own=() if own is None else (entry_of("given", best), entry_of("own", own, best)),
-        capacity_bytes=hardware.memory_bytes,
-        stages=tuple(StageRow((stage,), hardware.memory_bytes) for stage in plan.stages),
-        recipe_heading=recipe_heading(best),
-        recipe=recipe_lines(best, environment_of(plan)),
-        step_s=plan.step.step_s,
-        breakdown=_breakdown(plan),
-        best=entry_of("best", best),
-        alternatives=tuple(entry_of(f"{rank}.", other, best) for rank, other in enumerate(plan.alternatives, start=1)),
-        robust=None if is_tuning else robust_of(best),
-        rejections=tuple(
-            Rejection(count, reason.replace("_", " "), plan.rejection_examples.get(reason, ""))
-            for reason, count in sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
-        ),
-        corrections_heading=corrections_title(hardware.corrections),
-        corrections=tuple((correction.name, correction.says) for correction in hardware.corrections),
-        proof=tuple(_proof(plan)),
-        sources=() if is_tuning else tuple(says_sources(plan)),
-        risk=tuple(_risk(plan)),
-        assumptions=(small.assumed(plan),) if is_tuning and small.assumed(plan) else plan.assumptions,
-        warnings=plan.warnings,
-        room=small.room_lines(plan.room),
-        changes=small.change_rows(plan, plan.changes),
-    )
 
 
 def _misfit(layout: PricedLayout, capacity_bytes: int) -> str:
@@ -233,7 +371,7 @@ def _figures(plan: Plan) -> tuple[Figure, ...]:
         Figure("TFLOP/s/GPU", (flops,), "TFLOP/s", digits(flops)),
         sure,
         Figure("tokens/s/GPU", (each,), "tokens/s", f"{each:,.1f}"),
-        Figure("MFU", (step.mfu,), "fraction", percent(step.mfu)),
+        Figure(MFU, (step.mfu,), "fraction", percent(step.mfu)),
     )
 
 
@@ -243,25 +381,28 @@ def _breakdown(plan: Plan) -> tuple[StepShare, ...]:
     return tuple(share for share in sorted(shares, key=lambda share: -share.value_s) if share.fraction >= LEAST_SHARE)
 
 
-def _proof(plan: Plan) -> Iterator[tuple[str, str]]:
+def _sure(plan: Plan) -> Iterator[tuple[str, str]]:
+    """A subject and a sentence each: the evidence, switches left unsaid, the risk, what intervals cannot tell apart."""
     yield "evidence", EVIDENCE[plan.evidence]
-    search = plan.search
-    if search is not None:
-        took = "" if search.seconds is None else f" in {seconds(search.seconds)}"
-        counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
-        yield "search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"
-        yield "solver", f"{says_outcome(search)}: {says_bound(search)}"
-
-
-def _risk(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.best.unsaid:
         yield "not said", says_unsaid(plan.best)
     if plan.best.oom_probability is not None:
         yield "memory", _memory(plan)
-    if plan.undecided:
+    hardware = plan.cluster.hardware
+    if small.is_small(plan):
+        if plan.training.operations.usd_per_gpu_hour is None and hardware.usd_per_gpu_hour is not None:
+            yield "price", f"${hardware.usd_per_gpu_hour:g}: {hardware.price_source.partition('. ')[0]}"
+    elif plan.undecided:
         count, total = len(plan.undecided), len(plan.alternatives)
         overlap = f"intervals of {count} of {total} overlap the best's: plan probe can tell them apart"
         yield "alternatives", f"{overlap}; {RANKED_FIRST}"
+
+
+def _proof(search: SearchReport) -> Iterator[tuple[str, str]]:
+    took = "" if search.seconds is None else f" in {seconds(search.seconds)}"
+    counts = f"{search.num_shapes:,} legal shapes, {search.num_fitting:,} can fit"
+    yield "search", f"{counts}, {search.num_ilps:,} solved as ILP{took}"
+    yield "solver", f"{says_outcome(search)}: {says_bound(search)}"
 
 
 def _memory(plan: Plan) -> str:

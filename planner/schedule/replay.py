@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def makespan_s(schedule: Schedule, durations: Durations) -> float:
     """Seconds from the first action to the end of the last: `replay(...).makespan_s` without the timeline."""
     graph = compile_schedule(schedule, _overlaps(schedule, durations))
     ends = _sweep(graph, _costs(schedule, graph, durations))
-    return max(ends)
+    return max(ends) if isinstance(ends, list) else float(ends.max())
 
 
 def makespans_s(schedule: Schedule, many: Sequence[Durations]) -> FloatArray:
@@ -253,9 +253,11 @@ def _vector(name: str, values: Sequence[float], length: int) -> FloatArray:
     return array
 
 
-def _sweep(graph: Graph, costs: Costs) -> list[float]:
+def _sweep(graph: Graph, costs: Costs) -> list[float] | FloatArray:
     """End of each action, behind the sentinel's 0: the time when both its rank and its input are ready, plus its
     seconds."""
+    if len(graph.levels):
+        return _sweep_levels(graph, costs)
     ends = [0.0]
     append = ends.append
     if costs.exchange_s is None:
@@ -267,6 +269,18 @@ def _sweep(graph: Graph, costs: Costs) -> list[float]:
         for before, origin, hop, exchange, compute in _rows(graph.previous, graph.source, *waits, costs.compute_s):
             free, arrival = ends[before] + exchange, ends[origin] + hop
             append((free if free > arrival else arrival) + compute)
+    return ends
+
+
+def _sweep_levels(graph: Graph, costs: Costs) -> FloatArray:
+    """`_sweep` of all actions of a level at once."""
+    ends, exchange_s = np.zeros(graph.num_actions + 1), costs.exchange_s
+    for first, last in pairwise(graph.levels.tolist()):
+        free = ends[graph.previous[first:last]]
+        if exchange_s is not None:
+            free += exchange_s[first:last]
+        arrival = ends[graph.source[first:last]] + costs.hop_s[first:last]
+        ends[first + 1 : last + 1] = np.maximum(free, arrival) + costs.compute_s[first:last]
     return ends
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Plan
 from planner.errors import PlannerError
-from planner.layout.assemble import assemble
-from planner.layout.evaluate import priced_as_given
+from planner.layout.evaluate import assemble, priced_as_given
 from planner.search.case import Case
 from planner.search.recipes import pinned, pinned_by
-from planner.specs.training import Parallelism
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
@@ -27,7 +25,7 @@ def same_layout(shown: Plan, case: Case) -> Plan | None:
         return None
     try:
         runtime = _runtime(shown, pinned(case))
-        candidate, priced = priced_as_given(case.model, case.cluster, case.training, _as_stated(layout), runtime)
+        candidate, priced = priced_as_given(case.model, case.cluster, case.training, layout.stated, runtime)
     except PlannerError:
         return None
     plan = assemble(candidate.pricing, candidate.pricing.totals, [priced], ())
@@ -44,35 +42,3 @@ def _runtime(shown: Plan, case: Case) -> RuntimeSpec:
     runtime = switched(own, recipe)
     legal = not any(broken_recipe_rules(Setting(case.model, case.cluster, case.training, runtime)))
     return runtime if legal else own
-
-
-def _as_stated(layout: PricedLayout) -> Parallelism:
-    """The layout as a user would state it; dp is left to the number of GPUs."""
-    sizes = layout.parallelism
-    chunks = sorted(chunk for stage in layout.stages for chunk in stage.chunks)
-    recomputed = tuple(_recomputed_layers(layout))
-    stated = {
-        **{axis: getattr(sizes, axis) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size")},
-        "zero_stage": sizes.zero_stage,
-        "schedule": sizes.schedule,
-        "sequence_parallel": sizes.sequence_parallel,
-        "rank_order": sizes.rank_order,
-        "layers_per_stage": tuple(last - first for first, last in chunks),
-        "recompute": "full" if recomputed else sizes.recompute if sizes.recompute != "full" else "none",
-        "recompute_modules": sizes.recompute_modules,
-        "recompute_layers": recomputed or None,
-        "fsdp": sizes.shard_size if sizes.shard_size < sizes.dp * sizes.cp else None,
-    }
-    return Parallelism(**{name: value for name, value in stated.items() if value is not None})
-
-
-def _recomputed_layers(layout: PricedLayout) -> list[int]:
-    """Numbers of the layers that are recomputed whole: the first ones of each chunk."""
-    layers: list[int] = []
-    for stage in layout.stages:
-        left = stage.recompute.get("full", 0)
-        for index, (first, last) in enumerate(stage.chunks):
-            count = sum(stage.num_recomputed[index]) if stage.num_recomputed else min(left, last - first)
-            left -= count
-            layers += range(first, first + count)
-    return sorted(layers)

@@ -52,10 +52,11 @@ class Service:
         """The page, with the controls that the address names."""
         form = dict(request.query_params) or form_of(self.start)
         form.pop("alternative", None)
-        question = None
+        question, before = None, Html("")
         with contextlib.suppress(PlannerError):
             question = await asyncio.to_thread(self.question, form)
-        return HTMLResponse(whole_page(form, self.catalogue, question, Html("")))
+            before = waiting_panel(question).html
+        return HTMLResponse(whole_page(form, self.catalogue, question, before))
 
     async def answer(self, request: Request) -> Response:
         """Findings for the controls in the body, a line of JSON each, the last of them final."""

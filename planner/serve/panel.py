@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlencode
@@ -12,11 +12,12 @@ from planner.errors import Infeasible, PlannerError
 from planner.export.targets import LAUNCHERS, TRAINERS
 from planner.plan_file import with_alternative
 from planner.report.format import gibibytes, percent, seconds
-from planner.report.html.pieces import Html, beside, bullets, folded, joined, section, share_bar, table, tag
-from planner.report.page import header, small_sections
-from planner.report.proof import is_proven, says_bound, says_outcome
-from planner.report.rows import STAGE_HEADS, Entry, StepShare, runs_of_stages
-from planner.report.view import View, view_of
+from planner.report.html.pieces import Card, Html, beside, cards, folded, joined, section, table, tag
+from planner.report.labels import is_proven
+from planner.report.page import breakdown, drawn, header
+from planner.report.rows import MFU, Entry
+from planner.report.small import ChangeRow
+from planner.report.view import SECTIONS, View, view_of
 from planner.serve.controls import Form, changed
 from planner.serve.pictures import pictures
 from planner.serve.pieces import empty
@@ -24,7 +25,7 @@ from planner.serve.question import Question
 
 State = Literal["same", "first", "all", "final"]
 WIDEST_GAP = 0.1
-"""The gap that fills the bar that shows it."""
+"""The gap at which the bar of progress is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +44,14 @@ def plan_panel(plan: Plan, question: Question, form: Form, state: State, alterna
     alternative = alternative if 0 < alternative <= len(plan.alternatives) else 0
     shown = with_alternative(plan, alternative or None)
     view = view_of(shown.model_copy(update={"command": ""}))
-    drawn = pictures(shown)
+    pictured = pictures(shown)
     parts = [
-        _certificate(plan, question, state),
         header(view),
+        _progress(plan, question, state),
         _looking_at(plan, form, alternative) if alternative else Html(""),
         _command(question, alternative),
         _downloads(form, alternative) if state == "final" else Html(""),
-        *small_sections(view, lambda row: _link(row.options, changed(form, row.words), "button") if row.words else ""),
-        section(view.headings["memory"], beside(drawn["stacks"], drawn["curve"])),
-        section("The pipeline over time", drawn["timeline"]),
-        section(view.headings["breakdown"], _breakdown(view)),
-        *_offers(plan, form, state),
-        *_alternatives(view_of(plan), form, alternative),
-        *_details(shown, view),
+        *_sections(plan, view, pictured, form, alternative, state),
     ]
     status = f"{_briefly(shown, question, state)}: step {seconds(shown.step.step_s)}, {shown.parallelism}"
     return Panel(joined(parts), status, f"{seconds(shown.step.step_s)} · {view.job}")
@@ -66,8 +61,19 @@ def waiting_panel(question: Question) -> Panel:
     """Nothing is known yet."""
     case = question.case
     job = f"{case.model.name} on {case.cluster.num_gpus:,} × {case.cluster.hardware.name}"
-    words = tag("p", "Looking for a layout that fits …", class_="certificate searching")
-    return Panel(joined([words, tag("h1", job), _command(question, 0)]), f"Searching: {job}", f"… · {job}")
+    looking = _going("Looking for a layout that fits …")
+    names = ("step", "tokens/s", MFU, "fullest stage")
+    awaited = tag("div", cards(Card(name, "…") for name in names), class_="awaited", aria_hidden="true")
+    head = tag("header", tag("h1", job), tag("p", "…", class_="layout"), looking, awaited)
+    titles = (
+        "Where the seconds of a step go",
+        "Alternatives, and what each trades",
+        "Memory",
+        "The timeline of a step",
+    )
+    blocks = (section(title, tag("div", "", class_="block")) for title in titles)
+    below = tag("div", joined(blocks), class_="awaited", aria_hidden="true")
+    return Panel(joined([head, _command(question, 0), below]), f"Searching: {job}", f"… · {job}")
 
 
 def error_panel(error: PlannerError, form: Form, question: Question | None = None) -> Panel:
@@ -91,29 +97,29 @@ def error_panel(error: PlannerError, form: Form, question: Question | None = Non
     return Panel(body, f"{title}: {error.hint if is_infeasible and error.hint else error.message}", title)
 
 
-def _certificate(plan: Plan, question: Question, state: State) -> Html:
-    """How sure the answer is, with the gap as a bar."""
+def _progress(plan: Plan, question: Question, state: State) -> Html:
+    """How far the search is, in a line with the page's only bar, which ends with the search; nothing afterwards."""
+    if state == "final":
+        return Html("")
     search = plan.search
     if state == "same" or search is None:
-        words = f"The layout on the screen under these controls. {_lacks(plan, question)}Looking for a better one …"
-        return tag("p", words, class_="certificate searching", data_state=state)
-    if state == "first":
-        words = (
-            f"A first answer, within {percent(search.gap)} of the best among the few layouts that tuned recipes would "
-            "try. Looking at all others …"
+        return _going(
+            f"The layout on the screen under these controls. {_lacks(plan, question)}Looking for a better one …"
         )
-        return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
-    if state == "all":
-        words = f"The best so far, within {percent(search.gap)} of the best of all layouts. The search goes on …"
-        return tag("div", tag("p", words), _gap_bar(search), class_="certificate searching", data_state=state)
-    ended, bound = says_outcome(search), says_bound(search)
-    line = tag("p", tag("b", f"{ended[0].upper()}{ended[1:]}."), f" {bound[0].upper()}{bound[1:]}.")
-    proven = " proven" if is_proven(search) else ""
-    return tag("div", line, _gap_bar(search), class_=f"certificate{proven}", data_state=state)
+    near = f"within {percent(search.gap)} of the best"
+    if state == "first":
+        return _going(f"A first answer, {near} among the few that are tried first. Looking at all others …", search)
+    return _going(f"The best so far, {near} of all layouts. The search goes on …", search)
 
 
-def _gap_bar(search: SearchReport) -> Html:
-    return tag("div", share_bar(search.gap / WIDEST_GAP), class_="gap")
+def _going(words: str, search: SearchReport | None = None) -> Html:
+    """A line above a bar: as full as the gap is closed, or moving where no gap is known yet."""
+    if search is None:
+        bar = tag("span", "", class_="bar moving")
+    else:
+        wide = 100 * (1 - min(search.gap / WIDEST_GAP, 1.0))
+        bar = tag("span", tag("i", "", style=f"width:{max(wide, 2):.0f}%"), class_="bar")
+    return tag("p", words, bar, class_="progress")
 
 
 def _lacks(plan: Plan, question: Question) -> str:
@@ -175,12 +181,6 @@ def _looking_at(plan: Plan, form: Form, alternative: int) -> Html:
     return tag("p", words, _link("Back to the best", form, "button"), class_="looking")
 
 
-def _breakdown(view: View) -> Html:
-    rows: list[tuple[object, ...]] = [(*share.cells, share_bar(share.fraction)) for share in view.breakdown]
-    rows.append((*StepShare("step", view.step_s, view.step_s).cells, ""))
-    return table(("item", "seconds", "share", ""), rows, "lrrl", bold_last=True)
-
-
 def _offers(plan: Plan, form: Form, state: State) -> Iterator[Html]:
     """Changes that would make it faster, each to be tried by a click."""
     if state != "final":
@@ -204,15 +204,6 @@ def _offers(plan: Plan, form: Form, state: State) -> Iterator[Html]:
         yield section("What would make it faster", table(("try", "what it gives"), rows, "nl"))
 
 
-def _alternatives(view: View, form: Form, shown: int) -> Iterator[Html]:
-    if not view.alternatives:
-        return
-    heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
-    rows = [_alternative(entry, number, form, shown) for number, entry in enumerate((view.best, *view.alternatives))]
-    cells = tag("div", table(heads, rows, "lnrrrrrl"), class_="layouts")
-    yield section(view.headings["alternatives"], cells)
-
-
 def _alternative(entry: Entry, number: int, form: Form, shown: int) -> tuple[object, ...]:
     look: object = _link(entry.sizes, {**form, "alternative": str(number)} if number else form, "")
     if number == shown:
@@ -220,22 +211,42 @@ def _alternative(entry: Entry, number: int, form: Form, shown: int) -> tuple[obj
     return entry.name, look, entry.step, entry.more, entry.peak, entry.fit, percent(entry.mfu), entry.how
 
 
-def _details(plan: Plan, view: View) -> Iterator[Html]:
-    """All that the report says further, folded."""
-    headings = view.headings
-    if view.warnings:
-        yield section(headings["warnings"], bullets(view.warnings))
-    yield folded(headings["stages"], table(STAGE_HEADS, [row.cells for row in runs_of_stages(view.stages)], "rlllrrrr"))
-    if view.recipe:
-        yield folded(headings["recipe"], table(("", ""), view.recipe, "ll"))
-    if view.robust:
-        cells = table(view.robust.heads, view.robust.rows, "l" + "r" * (len(view.robust.heads) - 1))
-        yield folded(headings["robust"], joined([cells, *(tag("p", r, class_="soft") for r in view.robust.remarks)]))
-    if view.rejections:
-        rows = [rejection.cells for rejection in view.rejections]
-        yield folded(headings["rejections"], table(("shapes", "reason", "for example"), rows, "rll"))
-    if view.assumptions:
-        yield folded(headings["assumptions"], bullets(view.assumptions))
+def _sections(
+    plan: Plan, view: View, drawn_of: Mapping[str, Html], form: Form, alternative: int, state: State
+) -> Iterator[Html]:
+    """The sections of the report, in its order, with links that apply what they say; those that explain are folded."""
+    best = view_of(plan)
+    for name in SECTIONS:
+        shown = (best if name == "alternatives" else view).section(name)
+        if name == "timeline":
+            yield section("The timeline of a step", drawn_of["timeline"])
+        elif shown is None:
+            continue
+        elif name == "seconds":
+            yield section(shown.title, breakdown(view))
+            yield from _offers(plan, form, state)
+        elif name == "alternatives":
+            heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
+            entries = enumerate((best.best, *best.alternatives))
+            rows = [_alternative(entry, number, form, alternative) for number, entry in entries]
+            yield section(shown.title, tag("div", table(heads, rows, "lnrrrrrl", folds=True), class_="layouts"))
+        elif name == "changes":
+            rows = [(*row.cells, _change(row, form)) for row in view.changes]
+            yield section(shown.title, table(("change", "GiB", "step", "what it changes beside", ""), rows, "lrrll"))
+        elif name == "stages":
+            yield section(f"Memory, of {view.capacity} a GPU", beside(drawn_of["stacks"], drawn_of["curve"]))
+            yield folded(shown.title, joined(map(drawn, shown.parts)))
+        else:
+            body = joined(map(drawn, shown.parts))
+            yield section(shown.title, body) if name in _OPEN else folded(shown.title, body)
+
+
+_OPEN = ("sure", "room", "warnings")
+"""Sections that are not folded, beside those with pictures and links."""
+
+
+def _change(row: ChangeRow, form: Form) -> Html | str:
+    return _link(row.options, changed(form, row.words), "button") if row.words else ""
 
 
 def _link(words: object, form: Form, class_: str) -> Html:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from planner.specs.base import Achieved, Fraction, Name, NonNegativeFloat, Overhead, PositiveInt, Rate, Spec, Width
 from planner.specs.efficiency import Efficiency
@@ -102,6 +102,16 @@ class LinkTier(Spec):
     without: one tier after the other."""
     all_to_all_fraction: Achieved = 1.0
     """Share of the achieved rate that is left to an all-to-all, in which every pair of ranks exchanges at once."""
+    all_to_all_gb_per_s: Rate | None = None
+    """The most that an all-to-all among two units of this tier reaches per GPU; among more it reaches less
+    (physics/communication.py). Null where the link's rate is the limit."""
+    all_to_all_us: Overhead = 0.0
+    """Microseconds by which an all-to-all over this tier is longer whatever its bytes."""
+    is_host_driven: bool = False
+    """Threads of the host hand messages to this network (EFA, TCP): GPUs cannot, and the thread that launches kernels
+    gains nothing on an exchange meanwhile."""
+    message_us: Overhead = 0.0
+    """Microseconds in which such a thread hands on one row of a token, where a dispatcher sends row by row."""
     source: str = ""
     """Source of the tier's numbers."""
 
@@ -117,6 +127,10 @@ class LinkTier(Spec):
     @property
     def start_s(self) -> float:
         return self.start_us * MICRO
+
+    def start_s_of(self, kind: str) -> float:
+        """Seconds by which a collective of a kind is longer on this tier than its hops and its bytes."""
+        return self.start_s + (self.all_to_all_us * MICRO if kind == "all_to_all" else 0.0)
 
 
 class ReservedMemory(Spec):
@@ -151,6 +165,8 @@ class ReservedMemory(Spec):
 class HostSpec(Spec):
     """The host beside a GPU: the link between them, and the GPU's share of the host's memory bandwidth."""
 
+    kind: str = ""
+    """The kind of CPU (specs/machines.yaml), whose speed is the profile's host_us; empty where nobody says it."""
     link_gb_per_s: Rate = 64.0
     """Per GPU and direction, as the data sheet has it: 64 for PCIe 5.0 x16."""
     link_efficiency_fraction: Achieved = 0.8
@@ -202,8 +218,10 @@ class HardwareSpec(Spec):
     """GPUs of a node."""
     tiers: tuple[LinkTier, ...] = Field(min_length=1)
     """Links, innermost first."""
+    network: str = ""
+    """The kind of network outside a node: ib, roce, efa, slingshot or tcp; empty where nobody says it."""
     host: HostSpec = HostSpec()
-    """The host; given none, one of DGX H100."""
+    """The host; given none, one of DGX H100. A name alone is its kind."""
     reserved: ReservedMemory = ReservedMemory()
     """Device memory that no tensor holds."""
     efficiency: Efficiency = Efficiency()
@@ -216,6 +234,11 @@ class HardwareSpec(Spec):
     """Facility power per GPU, CPUs and network included."""
     price_source: str = ""
     """Source of price and power."""
+
+    @field_validator("host", mode="before")
+    @classmethod
+    def _named_host(cls, host: object) -> object:
+        return {"kind": host} if isinstance(host, str) else host
 
     @model_validator(mode="after")
     def _tiers_widen(self) -> HardwareSpec:

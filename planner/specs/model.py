@@ -14,6 +14,7 @@ from planner.specs.model_parts import (
     SPARSE,
     Activation,
     AttentionKind,
+    CompressedAttentionSpec,
     IndexerSpec,
     LinearAttentionSpec,
     MambaSpec,
@@ -25,6 +26,7 @@ from planner.specs.model_parts import (
     SlidingHeadsSpec,
     TrainingDefaults,
 )
+from planner.specs.traced import TracedSpec
 
 
 class LayerKind(NamedTuple):
@@ -167,12 +169,20 @@ class ModelSpec(Spec):
     """Latent attention; null where attention is not latent."""
     indexer: IndexerSpec | None = None
     """The choice of keys on layers of sparse attention; null where there are none."""
+    compressed_attention: CompressedAttentionSpec | None = None
+    """Attention to a window and to compressed keys, on all layers (DeepSeek-V4); null where there is none."""
+    num_residual_streams: PositiveInt = Field(default=1, le=64)
+    """Streams of the residual that hyper-connections mix (DeepSeek-V4: hc_mult); 1 for a plain sum."""
+    attn_res_block_size: PositiveInt | None = None
+    """Layers between snapshots of the residual, to all of which every half layer attends (Kimi-K3); null for none."""
     mamba: MambaSpec | None = None
     """State-space mixers; null where there are none."""
     linear_attention: LinearAttentionSpec | None = None
     """Linear attention; null where there is none."""
     short_conv_kernel: PositiveInt | None = None
     """Taps of the convolution of `conv` layers (LFM2)."""
+    traced: TracedSpec | None = Field(default=None, repr=False)
+    """Layers of a module that was traced (`plan models trace`); null where the planner knows the layers."""
     num_nextn_predict_layers: NonNegativeInt = Field(default=0, le=16)
     """Multi-token-prediction blocks after the last layer (DeepSeek-V3)."""
     mtp_loss_scaling_factor: NonNegativeFloat | None = None
@@ -238,6 +248,10 @@ class ModelSpec(Spec):
         if self.layer_types is not None and self.sliding_window_pattern is not None:
             raise ValueError("layer_types and sliding_window_pattern: both given, one of them says which layers slide")
         kinds = {kind.attention for kind in self.kinds}
+        if (self.compressed_attention is not None) != bool(kinds & {"compressed_sparse", "heavily_compressed"}):
+            raise ValueError("compressed_attention: goes with compressed_sparse and heavily_compressed layers")
+        if self.compressed_attention is not None and self.sliding_window is None:
+            raise ValueError("sliding_window is missing and compressed_attention attends to a window")
         for kind, name in NEEDS.items():
             if kind in kinds and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing and layer_types has {kind} layers")
@@ -276,6 +290,27 @@ class ModelSpec(Spec):
         # never the model itself: two equal ones that hold themselves could not be compared
         heads = {} if self.sliding_heads is None else self.sliding_heads.model_dump(exclude_none=True)
         return self.model_copy(update=heads)
+
+    @property
+    def num_other_parameters(self) -> int:
+        """Parameters of a traced module beside its layers, embedding and head."""
+        return 0 if self.traced is None else self.traced.other_parameters
+
+    @property
+    def residual_size(self) -> float:
+        """Features of a token between layers: hidden_size, for each of the residual's streams and mean snapshots."""
+        return (self.num_residual_streams + self.mean_snapshots) * self.hidden_size
+
+    @property
+    def mean_snapshots(self) -> float:
+        """Snapshots of the residual that the mean layer attends to."""
+        block = self.attn_res_block_size
+        return 0.0 if block is None else sum(layer // block + 1 for layer in range(len(self.layers))) / len(self.layers)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def qkv_bias(self) -> bool:

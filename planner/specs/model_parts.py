@@ -108,6 +108,8 @@ class LinearAttentionSpec(Spec):
     """Taps of the convolution over queries, keys and values; null for none (lightning attention)."""
     gate_rank: PositiveInt | None = None
     """Rank of the projections to the forget gate and the output gate (Kimi delta attention); null: they are full."""
+    full_output_gate: bool = False
+    """The output gate has a full projection beside a forget gate of low rank (Kimi-K3)."""
     chunk_size: PositiveInt = 64
     """Tokens of a chunk of the algorithm."""
 
@@ -120,6 +122,29 @@ class LinearAttentionSpec(Spec):
         return self
 
 
+class CompressedAttentionSpec(Spec):
+    """Attention to a window and to keys compressed over time (DeepSeek-V4): one shared head of keys that are values."""
+
+    q_lora_rank: PositiveInt
+    """Rank of the projection to queries."""
+    o_groups: PositiveInt
+    """Groups of heads whose outputs are projected by themselves."""
+    o_lora_rank: PositiveInt
+    """Width to which each group is projected, before all of them are mixed."""
+    sparse_rate: PositiveInt = 4
+    """Tokens that one key of a `compressed_sparse` layer stands for."""
+    heavy_rate: PositiveInt = 128
+    """Tokens that one key of a `heavily_compressed` layer stands for."""
+
+    def rate(self, attention: str) -> int:
+        """Tokens of a compressed key on layers of a kind; 0 where only the window is attended to."""
+        return {"compressed_sparse": self.sparse_rate, "heavily_compressed": self.heavy_rate}.get(attention, 0)
+
+    def overlaps(self, rate: int) -> bool:
+        """True where a key pools the tokens of two windows: on `compressed_sparse` layers."""
+        return rate == self.sparse_rate
+
+
 class IndexerSpec(Spec):
     """The indexer of sparse attention (DeepSeek-V3.2), which chooses the keys that a query attends to."""
 
@@ -129,24 +154,29 @@ class IndexerSpec(Spec):
     """Width of such a head."""
     index_topk: PositiveInt
     """Keys that each query attends to."""
+    weighs_heads: bool = True
+    """A weight for each head and token, of a projection of its own (not in MiniMax-M3)."""
 
 
 AttentionKind = Literal[
-    "full", "sliding", "chunked", "indexed", "sparse", "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta",
-    "lightning", "conv", "none",
+    "full", "sliding", "chunked", "indexed", "sparse", "compressed_sparse", "heavily_compressed",
+    "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta", "lightning", "conv", "none",
+    "traced0", "traced1", "traced2", "traced3", "traced4", "traced5", "traced6", "traced7",
 ]  # fmt: skip
 """Ways to mix tokens. `indexed` layers choose the keys that they attend to, `sparse` ones take an earlier layer's
-choice; `full_mamba2` layers attend and scan side by side."""
+choice; `full_mamba2` layers attend and scan side by side;
+`traced` ones are lists of operators of a user's own module."""
 MlpKind = Literal["dense", "moe", "none"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu", "situ"]
 
 NEEDS: dict[AttentionKind, str] = {
     "sliding": "sliding_window", "chunked": "attention_chunk_size", "indexed": "indexer", "sparse": "indexer",
+    "compressed_sparse": "indexer", "heavily_compressed": "compressed_attention",
     "mamba": "mamba", "mamba2": "mamba", "full_mamba2": "mamba", "gated_delta": "linear_attention",
-    "kimi_delta": "linear_attention", "lightning": "linear_attention", "conv": "short_conv_kernel",
+    "kimi_delta": "linear_attention", "lightning": "linear_attention", "conv": "short_conv_kernel", "traced0": "traced",
 }  # fmt: skip
 """The field of a model without which it cannot have layers of a kind."""
-SPARSE: frozenset[AttentionKind] = frozenset({"indexed", "sparse"})
+SPARSE: frozenset[AttentionKind] = frozenset({"indexed", "sparse", "compressed_sparse", "heavily_compressed"})
 """Kinds of attention to chosen keys."""
 
 ScoringFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -198,6 +228,8 @@ class MoESpec(Spec):
     """Experts beside the routed ones that give a token back as it is (LongCat)."""
     latent_size: PositiveInt | None = None
     """Width to which tokens are projected before they are sent to experts (Nemotron 3 Super); null: hidden_size."""
+    latent_norm: bool = False
+    """A norm over what experts give in that width, before it is projected back (Kimi-K3)."""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Weight of the loss on the square of the logits' log-sum-exp (ST-MoE)."""
 
@@ -278,6 +310,10 @@ class RopeScalingSpec(Spec):
         return growth + 1
 
 
+Scaling = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+"""Values that share a scale: a tensor, a row, a block of 128 × 128 (1 × 128 of activations), 32, or 16."""
+
+
 class TrainingDefaults(Spec):
     """The training that the model was published with; used where the user says nothing."""
 
@@ -285,6 +321,8 @@ class TrainingDefaults(Spec):
     """Tokens of a sequence."""
     tokens_per_step: PositiveInt
     """Tokens of an optimizer step."""
+    scaling: Scaling | None = None
+    """The scales of its products in 8 bits; null where it was trained in 16, or nothing says."""
     optimizer: OptimizerDefaults | None = None
     """How its weights were learned."""
     source: str = ""

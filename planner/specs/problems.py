@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -14,11 +15,14 @@ from planner.errors import SpecError
 from planner.specs.base import LEAST_RATE, MOST_RATE, Spec
 from planner.specs.efficiency import SLOW_FAMILIES
 from planner.specs.reading import kind_of, printable
+from planner.specs.units import parse_number, parse_whole, unit_of
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?` with the closest known names, or nothing."""
-    close = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.5)
+    word, names = name.lower(), sorted(known)
+    close = [other for other in names if word and word in other.split("-")[1:]][:3]
+    close = close or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -52,10 +56,13 @@ def spec_error(
     errors = exc.errors(include_url=False)
     # a misspelt key explains the missing one
     first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
-    others = len(errors) - 1
-    path = _path(first)
-    field = (spelling or {}).get(path, path)
+    lacks = [error for error in errors if error["type"] == "missing" == first["type"]]
+    others = len(errors) - max(len(lacks), 1)
+    paths = [_path(error) for error in lacks or [first]]
+    field = ", ".join((spelling or {}).get(path, path) for path in paths)
     problem, hint = _in_words(first, model)
+    if len(lacks) > 1:
+        problem, hint = "are missing", f"add {', '.join(f'`{path}:`' for path in paths)}"
     parts = [where, field, problem] if field else [where, problem]
     more = f" (and {others} more problem{'s' if others > 1 else ''})" if others else ""
     return SpecError(": ".join(parts) + more, hint)
@@ -165,10 +172,59 @@ S = TypeVar("S", bound=Spec)
 def checked(model: type[S], values: Mapping[str, Any], where: str = "", spelling: Mapping[str, str] | None = None) -> S:
     """The `model` that `values` make; SpecError naming `where`, the field and the value.
 
-    `spelling` maps field paths to what the user wrote (`num_gpus` to `--gpus`).
+    Numbers may be written as `planner.specs.units` has it. `spelling` maps field paths to what the user wrote
+    (`num_gpus` to `--gpus`).
     """
     try:
-        return model.model_validate(values)
+        return model.model_validate(with_numbers(model, values))
     except ValidationError as exc:
         error = spec_error(exc, where, model, spelling)
         raise SpecError(error.message.removeprefix(": "), error.hint) from None
+
+
+def with_numbers(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with texts such as `8k` or `400Gb/s` as the numbers that they are, in the unit that the field ends in.
+
+    A text that is no number stays, and is refused by the field.
+    """
+    numeric, nested = _kinds(model)
+    read = dict(values)
+    for name, value in values.items():
+        if name in numeric and isinstance(value, str | float):
+            read[name] = _number(name, value, numeric[name])
+        elif isinstance(value, dict) and name in nested:
+            read[name] = with_numbers(nested[name], value)
+        elif isinstance(value, list) and name in nested:
+            read[name] = [with_numbers(nested[name], item) if isinstance(item, dict) else item for item in value]
+    return read
+
+
+def _number(name: str, value: str | float, whole: bool) -> Any:
+    if isinstance(value, float):
+        return int(value) if whole and value.is_integer() else value
+    try:
+        return parse_whole(value, unit_of(name)) if whole else parse_number(value, unit_of(name))
+    except (ValueError, OverflowError):
+        return value
+
+
+@cache
+def _kinds(model: type[BaseModel]) -> tuple[dict[str, bool], dict[str, type[BaseModel]]]:
+    """The fields of a spec and its flat sections that are numbers, true for whole ones; and those that are specs."""
+    numeric, nested = dict[str, bool](), dict[str, type[BaseModel]]()
+    for name, field in model.model_fields.items():
+        types = set(_types(field.annotation))
+        spec = _nested(field.annotation)
+        if spec is not None:
+            nested[field.alias or name] = spec
+        elif types & {int, float} and str not in types:
+            numeric[field.alias or name] = float not in types
+    for section in getattr(model, "flat_sections", ()):
+        numeric |= _kinds(nested[section])[0]
+    return numeric, nested
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _types(inner)

@@ -41,11 +41,57 @@ def names(kind: Kind) -> dict[str, tuple[str, ...]]:
 
 
 def find(kind: Kind, name: str) -> Path | None:
-    """The shipped file of a canonical name or, failing that, of an alias, in lower case."""
-    paths = _paths(kind)
-    if name not in paths:
-        name = next((canonical for canonical, aliases in names(kind).items() if name in aliases), "")
-    return paths.get(name)
+    """The shipped file of a canonical name or an alias in any case or, of a model, of a repository of the hub."""
+    lower, paths = name.lower(), _paths(kind)
+    own = lower if lower in paths else next((own for own, aliases in names(kind).items() if lower in aliases), None)
+    return paths.get(own or (model_called(name) if kind == "model" else None) or "")
+
+
+_SAYS_NO_SIZE = re.compile(
+    r"config|provider|model(?!opt)|instruct|base|chat|thinking|\bhf\b|meta(?=-?llama)|bf16|fp8|-\d{4}$|v0\.\d|-(it|pt)\b"
+    r"|preview|pretrain|coder(?!-480)|math|hermes-?\d*|openr1|unsloth|bnb|[48]bit|int[48]|awq|gptq|gguf|\bsft\b|\bdpo\b"
+    r"|\brl\b|mcore|torch_dist|tulu-?\d*|distill|nvidia-|reranker|embedding|safeguard|captioner|-1m\b|_iter_\d+|dynamic|nvfp4"
+)
+"""Parts of names that do not change a model's sizes."""
+_OTHERS = {
+    "gpt175b": "gpt3-175b", "gpt3175b": "gpt3-175b", "llama38b": "llama-3.1-8b", "llama370b": "llama-3.1-70b",
+    "deepseekr1": "deepseek-v3", "deepseekv31": "deepseek-v3", "mistralai8x7b": "mixtral-8x7b", "bloom": "bloom-176b",
+    "gptneox": "gpt-neox-20b", "llama417b16e": "llama-4-scout", "llama417b128e": "llama-4-maverick",
+    "llama417bx16e": "llama-4-scout", "llama417bx128e": "llama-4-maverick", "llama4scout17b16e": "llama-4-scout",
+    "llama4maverick17b128e": "llama-4-maverick", "llama4e16": "llama-4-scout", "llama4e128": "llama-4-maverick",
+    "llama4experts16": "llama-4-scout", "llama4experts128": "llama-4-maverick", "kimik2": "kimi-k2",
+    "moonlight16ba3b": "moonlight-16b", "deepseekv2236b": "deepseek-v2", "deepseekv3671b": "deepseek-v3",
+    "deepseekv316b": "deepseek-v2-lite", "llama33370b": "llama-3.1-70b", "llama3370b": "llama-3.1-70b",
+    "deepseekr1qwen15b": "qwen2.5-1.5b", "deepseekr1qwen7b": "qwen2.5-7b", "deepseekr1qwen14b": "qwen2.5-14b",
+    "deepseekr1qwen32b": "qwen2.5-32b", "deepseekr1llama8b": "llama-3.1-8b", "deepseekr1llama70b": "llama-3.1-70b",
+    "deepseekr10528qwen38b": "qwen3-8b", "deepseekr1zero": "deepseek-v3", "qwq32b": "qwen2.5-32b",
+    "llama31nemotron70b": "llama-3.1-70b", "deepseekv32exp": "deepseek-v3.2", "moonlight": "moonlight-16b",
+}  # fmt: skip
+"""Names that others give to models, without signs: Llama 3 has the sizes of 3.1."""
+
+
+def model_called(name: str) -> str | None:
+    """The shipped model that a repository of the hub, a class or a flavor names; None where there is none."""
+    own = name.rstrip("/").rpartition("/")[2].lower()
+    signless, short = _signless(own), _signless(_SAYS_NO_SIZE.sub("", own))
+    known = _signless_names()
+    return known.get(signless) or _OTHERS.get(short) or known.get(short)
+
+
+@cache
+def _signless_names() -> dict[str, str]:
+    """The model of each name and alias without signs, and without the parts that say no size; names come first."""
+    found: dict[str, str] = {}
+    for shorten in (str, lambda alias: _SAYS_NO_SIZE.sub("", alias)):
+        for own, aliases in names("model").items():
+            for alias in (own, *aliases):
+                found.setdefault(_signless(shorten(alias)), own)
+    found.pop("", None)
+    return found
+
+
+def _signless(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name)
 
 
 @cache

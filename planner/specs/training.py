@@ -250,6 +250,8 @@ class SearchLimits(Spec):
     """Seconds after which the search answers with the best that it has."""
     gap_fraction: NonNegativeFloat = Field(default=0.005, le=1.0)
     """A shape is cut when its bound is within this fraction of the incumbent."""
+    fastest: bool = False
+    """The fastest layout comes first, even where one within a percent of it is simpler or loses less."""
     oom_risk: PositiveFloat = Field(default=0.1, lt=1.0)
     """Largest probability of running out of memory that a layout may have."""
     memory_headroom_gib: NonNegativeFloat | None = Field(default=None, le=1e6)

@@ -116,9 +116,14 @@ def trainers() -> str:
         "A value in *italics* changes numerics, checks or tokens, and is chosen only with `--allow`.",
         "",
     ]
-    for name in RUNTIMES:
-        lines += _trainer(load_runtime(name))
-    lines += ["## Rules of switches", "", "A recipe that breaks one of these is refused, whatever the trainer.", ""]
+    runtimes = [load_runtime(name) for name in RUNTIMES]
+    for runtime in runtimes:
+        lines += _trainer(runtime)
+    lines += ["## Switches", "", "| switch | effect |", "|---|---|"]
+    lines += [f"| `{name}` | {row.says} |" for name, row in SWITCHES.items() if not row.is_described]
+    lines += _refusals("Layouts that are refused", {runtime.name: rules_for(runtime) for runtime in runtimes})
+    lines += _refusals("Models that an export refuses", {it.name: export_rules_for(it) for it in runtimes})
+    lines += ["", "## Rules of switches", "", "A recipe that breaks one of these is refused, whatever the trainer.", ""]
     lines += ["| switch | rule |", "|---|---|"]
     lines += [f"| `{rule.switch}` | {rule.says} |" for rule in RECIPE_RULES]
     return "\n".join([*lines, ""])
@@ -126,34 +131,40 @@ def trainers() -> str:
 
 def _trainer(runtime: RuntimeSpec) -> Iterator[str]:
     yield from (f"## {runtime.name}", "")
+    having = {name: values for name, values in switches_of(runtime).items() if not SWITCHES[name].is_described}
     facts = {
         "year": str(runtime.year or ""),
         "versions": ", ".join(versions_of(runtime)),
         "schedules": ", ".join(f"`{name}`" for name in runtime.schedules),
         "ZeRO stages": ", ".join(map(str, runtime.zero_stages)),
         "recomputes by itself": ", ".join(f"`{name}`" for name in runtime.selective_recompute_modules),
-        "refuses layouts by": _reasons(rules_for(runtime)),
-        "refuses models in an export by": _reasons(export_rules_for(runtime)),
+        "switches": "; ".join(
+            f"`{name}`: " + ", ".join(_value(runtime, name, value) for value in values)
+            for name, values in having.items()
+        ),
     }
     yield from (f"- {title}: {text}" for title, text in facts.items() if text)
     yield ""
-    having = {name: values for name, values in switches_of(runtime).items() if not SWITCHES[name].is_described}
-    if having:
-        yield from ("| switch | effect | values |", "|---|---|---|")
-        for name, values in having.items():
-            told = ", ".join(_value(runtime, name, value) for value in values)
-            yield f"| `{name}` | {SWITCHES[name].says} | {told} |"
-        yield ""
+
+
+def _refusals(title: str, of_trainer: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    """Each reason once, with the trainers that refuse by it."""
+    by_reason: dict[str, list[str]] = {}
+    for trainer, rules in of_trainer.items():
+        for reason in dict.fromkeys(rule.reason for rule in rules):
+            by_reason.setdefault(reason, []).append(trainer)
+    by_trainers: dict[str, list[str]] = {}
+    for reason, trainers in by_reason.items():
+        told = "all" if len(trainers) == len(of_trainer) else ", ".join(trainers)
+        by_trainers.setdefault(told, []).append(f"`{reason}`")
+    yield from ("", f"## {title}", "", "| trainers | reasons |", "|---|---|")
+    yield from (f"| {told} | {', '.join(reasons)} |" for told, reasons in by_trainers.items())
 
 
 def _value(runtime: RuntimeSpec, name: str, value: Any) -> str:
     since, text = since_of(runtime, name, value), f"`{written(value)}`"
     text = f"*{text}*" if value in SWITCHES[name].consent else text
     return f"{text} (since {since})" if since else text
-
-
-def _reasons(rules: tuple[Any, ...]) -> str:
-    return ", ".join(dict.fromkeys(f"`{rule.reason}`" for rule in rules))
 
 
 def python() -> str:

@@ -10,10 +10,9 @@ import pytest
 
 from planner.cli import job_options as module
 from planner.cli import options as o
-from planner.cli.evaluate_command import evaluate_command
 from planner.cli.explain_command import explain_command
 from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions, command_line, job_options
-from planner.cli.plan_command import plan_command
+from planner.cli.plan_command import evaluate_command, plan_command
 
 
 def test_the_command_gets_one_object_and_its_own_options() -> None:

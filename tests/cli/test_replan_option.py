@@ -10,7 +10,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.cli import main
-from planner.cli.replan import OF_THE_JOB
+from planner.cli.plan_command import OF_THE_JOB
 
 JOB = ["--model", "8b", "--hardware", "h100", "--gpus", "32", "-s", "4096", "-b", "64", "--tp", "2", "--pp", "2"]
 QUICK = ["--schedule", "1f1b", "--recompute", "none", "--top", "1", "-q"]

@@ -65,7 +65,7 @@ def test_completion_loads_nothing_but_what_the_parser_loads_itself(words: str, i
     loaded = said(LOADED, **asked)
     assert heavy(loaded) <= {"pydantic"}, "some versions of typer check each option with it"
     commands = {row.module for row in COMMANDS.values()} & set(loaded)
-    assert commands == ({"planner.cli.evaluate_command"} if "evaluate" in words else set())
+    assert commands == {"planner.cli.plan_command"}, "the main job's own"
 
 
 def test_a_plan_reads_one_model_one_gpu_and_one_trainer_once_and_no_source() -> None:

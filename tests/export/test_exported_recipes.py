@@ -12,7 +12,7 @@ from planner.answer import Plan
 from planner.export.environment import megatron_environment
 from planner.export.export import bundle_of
 from planner.export.import_run import read_configuration
-from planner.export.megatron.switch_options import SWITCH_OPTIONS
+from planner.export.megatron.plan_options import SWITCH_OPTIONS
 from planner.export.refusal import Inexpressible
 from planner.export.spelling import recipe_of, setting_of, spelling_of
 from planner.layout.evaluate import evaluate

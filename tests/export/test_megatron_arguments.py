@@ -11,13 +11,12 @@ from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
 from planner.export.megatron.bridge_files import bridge_overrides
-from planner.export.megatron.kernel_options import precision
-from planner.export.megatron.megatron_files import export_megatron
-from planner.export.megatron.plan_arguments import megatron_arguments
+from planner.export.megatron.megatron_files import export_megatron, megatron_arguments
+from planner.export.megatron.plan_options import precision
 from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ShellText, argv
-from planner.layout.split import parse_layout
+from planner.layout.candidate import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES

@@ -12,7 +12,7 @@ from planner.answer import Plan
 from planner.export.export import bundle_of
 from planner.export.import_run import read_configuration
 from planner.export.imported_run import ImportedRun
-from planner.export.megatron.option_words import options_of
+from planner.export.megatron.option_rows import options_of
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 

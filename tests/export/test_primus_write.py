@@ -13,9 +13,8 @@ import yaml
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
-from planner.export.megatron.plan_arguments import megatron_arguments, training_arguments
-from planner.export.primus.primus_files import export_primus
-from planner.export.primus.primus_keys import MEGATRON_DEFAULTS, key_of, keys_of, with_core
+from planner.export.megatron.megatron_files import megatron_arguments, training_arguments
+from planner.export.primus.primus_files import MEGATRON_DEFAULTS, export_primus, key_of, keys_of, with_core
 from planner.export.refusal import Inexpressible
 
 Planned = Callable[..., Plan]

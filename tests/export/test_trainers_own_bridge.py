@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from planner.export.megatron.bridge_files import UNASKED, model_overrides
-from planner.export.megatron.bridge_rows import SAME, flag_fields
+from planner.export.megatron.bridge_files import BRIDGE, UNASKED, flag_fields, model_overrides
 from planner.export.megatron.model_options import model_arguments
 from planner.export.stated_model import listed
 from planner.specs.registry import load_model
@@ -77,7 +76,7 @@ def exported(name: str) -> dict[str, Any]:
     if family_of(model) == "mla":
         fields |= {path.removeprefix("model."): value for path, value in UNASKED.items()}
     arguments = model_arguments(model, 4096, 128)
-    fields |= {SAME[option].removeprefix("model."): value for option, value in arguments.items() if option in SAME}
+    fields |= {BRIDGE[option].removeprefix("model."): value for option, value in arguments.items() if option in BRIDGE}
     flags = flag_fields(arguments)
     fields |= {path.removeprefix("model."): flags[path] for path in flags if path.startswith("model.")}
     fields |= {path.removeprefix("model."): value for path, value in model_overrides(model, True).items()}

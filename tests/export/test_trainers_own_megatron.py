@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from planner.export.megatron.model_options import MODEL_OPTIONS, model_arguments
-from planner.export.megatron.option_words import layer_flags, options_of
+from planner.export.megatron.option_rows import layer_flags, options_of
 from planner.export.trainer_files import argv
 from planner.specs.registry import load_model
 

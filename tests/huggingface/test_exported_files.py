@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentPar
 
 from planner.answer import Plan
 from planner.export.export import export
-from planner.export.huggingface.trl_files import _LAYER_CLASSES, OPTIMIZERS, deepspeed_config
+from planner.export.huggingface.trl_files import _LAYER_CLASSES, deepspeed_config
+from planner.export.huggingface.tuning_settings import OPTIMIZERS
 from planner.layout.evaluate import evaluate, pricing_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning import AdapterSpec

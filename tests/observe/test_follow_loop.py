@@ -6,16 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 from test_observe_signals import report
-from written import BEGIN_S, LLAMA_8B, TIMERS, arguments, iteration, iterations, mlperf, torchtitan
+from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mlperf, torchtitan
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.errors import SpecError
 from planner.observe.follower import BURST, BandWatch, FollowedRun, Follower, FollowLoop
-from planner.observe.log_reader import LogReader
 
 
 @dataclass
@@ -75,7 +73,7 @@ def test_a_run_without_a_prediction_says_its_own_band() -> None:
     assert shown[0].place == "learning"
     assert shown[0].band_s is None
     assert last.band_source == "the run's own first 51 steps"
-    assert last.band_s == pytest.approx((9.02 * 0.95, 9.02 * 1.05))
+    assert last.band_s == pytest.approx((0.0, 9.02 * 1.05))
     assert (last.place, last.rings, last.verdict) == ("in band", False, None)
 
 
@@ -100,11 +98,9 @@ def test_what_was_out_before_and_is_no_more_rings_nothing() -> None:
     assert run(iterations(old), is_live=True)[0].ended == "alarm"
 
 
-def test_a_run_that_settles_later_moves_its_own_band_down() -> None:
+def test_a_run_that_becomes_faster_than_its_own_band_is_in_it() -> None:
     loop, _, last = run(iterations([*STEPS, *[7.0] * 100]), is_live=True)
-    assert loop.ended == "end of input"
-    assert last.band_s == pytest.approx((7.0 * 0.95, 7.0 * 1.05))
-    assert last.band_source.startswith("the run's own steps until")
+    assert (loop.ended, last.place) == ("end of input", "in band")
 
 
 def test_a_plan_is_the_band(plan: Plan) -> None:
@@ -160,36 +156,6 @@ def test_restarts_are_counted_and_what_the_log_explains_is_not_out() -> None:
     assert last.num_restarts == 1
     assert (last.place, last.num_steps) == ("in band", 122)
     assert last.eta_s == pytest.approx((500 - 101) * 9.0, rel=0.01)
-
-
-def test_a_record_of_months_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.observe.follower.KEPT_ROWS", 200)
-    reader = Follower("train.log", BandWatch(), lambda observation: (None, ""))
-    for step in range(1, 2000):
-        text = f"{iteration(step, 9.0 if step % 100 else 9.5, BEGIN_S + 9.0 * step)}\n{TIMERS}{report(0, step, 1, 2)}"
-        assert sum(reader.feed(line) for line in lines_of(text)) == 1
-    record = reader.record()
-    assert 200 <= len(record.numbers) < 400
-    assert 200 <= len(record.timers["optimizer"][0]) <= 400
-    assert (record.numbers[-1], reader.num_steps) == (1999, 1999)
-    assert reader.window().step_s == 9.0
-
-
-def test_the_last_rows_of_a_record_are_a_record() -> None:
-    first = [*arguments(**LLAMA_8B).splitlines(), *iterations([9.0] * 30)]
-    first.insert(-10, TIMERS)
-    later = iterations([20.0, *[8.0] * 20], first=26, begin_s=BEGIN_S + 1000)
-    reader = LogReader("train.log")
-    reader.feed(lines_of("\n".join([*first, *later])))
-    record = reader.record()
-    assert (record.forget(100), record.forget(25)) == (0, 26)
-    window = record
-    assert (window.numbers[0], len(window.numbers)) == (27, 25)
-    (back,) = window.backs
-    assert (back.row, back.lost_rows) == (4, (0, 4))
-    assert window.first_s == pytest.approx(BEGIN_S + 26 * 9.0)
-    assert len(window.timers["optimizer"][0]) == 1
-    assert np.asarray(window.seconds).max() == 20.0
 
 
 def test_memory_printed_once_stays_the_peak() -> None:

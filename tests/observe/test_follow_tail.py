@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import SpecError
-from planner.observe.lines import MAX_LINE_BYTES
-from planner.observe.log_tail import FileEnd, Lines, StdinEnd, source_of
+from planner.observe.lines import MAX_LINE_BYTES, FileEnd, NewLines, StdinEnd, source_of
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_what_does_not_grow_by_lines_is_refused(tmp_path: Path, name: str, data:
 
 
 def test_a_line_without_an_end_takes_no_memory() -> None:
-    lines = Lines()
+    lines = NewLines()
     for _ in range(40):
         assert lines.of(b"x" * MAX_LINE_BYTES) == []
     assert lines.of(b"\nnext\n") == [b"x" * MAX_LINE_BYTES, b"next"]

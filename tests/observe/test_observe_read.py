@@ -14,7 +14,7 @@ from planner.observe.log_reader import GRAMMARS
 
 def test_grammars_have_names_and_rows() -> None:
     assert len({grammar.name for grammar in GRAMMARS}) == len(GRAMMARS)
-    assert all(row.needle and row.says for grammar in GRAMMARS for row in grammar.rows)
+    assert all(row.needle for grammar in GRAMMARS for row in grammar.rows)
 
 
 @pytest.mark.parametrize(

@@ -138,3 +138,26 @@ def test_without_a_switch_two_ranks_share_one_link() -> None:
     inside = NUM_BYTES / (64e9 * fabric.efficiency_fraction) + fabric.latency_s
     assert float(p2p_s(NUM_BYTES, 1, MI300X)) == pytest.approx(inside)
     assert float(p2p_s(NUM_BYTES, 8, MI300X)) == pytest.approx(NUM_BYTES / MI300X.tiers[1].bytes_per_s, rel=1e-3)
+
+
+def test_rows_wait_for_the_host_on_a_network_that_it_drives() -> None:
+    """UCCL over EFA: 2,048 rows of 4 KiB to the other of two nodes take their messages, not their bytes."""
+    shape = Shape.of(ep=16, dp=2, seq_length=2048)
+    sent = Collective(
+        name="dispatch", kind="all_to_all", group="ep", num_bytes=8 * 2048 * 4096.0, choices=8, row_bytes=4096
+    )
+    seconds = {}
+    for hardware in ("p5", "h100"):
+        for transport in ("uccl", "nvshmem", "ibgda"):
+            exchange = replace(sent, transport=transport)
+            seconds[hardware, transport] = exchange_s(exchange, shape, ClusterSpec(hardware=hardware, num_gpus=32))
+    assert seconds["p5", "uccl"] == pytest.approx(2048 * 2.1e-6 + 1.25e-3, rel=0.05)
+    assert seconds["p5", "uccl"] > seconds["p5", "nvshmem"] > 3 * seconds["p5", "ibgda"]
+    assert seconds["h100", "uccl"] == seconds["h100", "ibgda"]
+
+
+@pytest.mark.parametrize(("ep", "gb_per_s"), [(16, 37.5), (32, 33), (64, 26.4), (128, 26.4)])
+def test_an_all_to_all_over_efa_slows_down_among_more_nodes(ep: int, gb_per_s: float) -> None:
+    """29 GB/s a GPU among four p5 (Qwen3-30B on Megatron-Bridge), of a line of 50."""
+    seconds = collective_s("all_to_all", 1e9, ep, 1, ClusterSpec(hardware="p5", num_gpus=ep))
+    assert seconds == pytest.approx(1e9 * (1 - 8 / ep) / (gb_per_s * 1e9), rel=0.25)

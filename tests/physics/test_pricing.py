@@ -23,8 +23,8 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Dtype, TrainingSpec
+from planner.trainers.groups import CHUNK_PARAMETERS
 from planner.trainers.load import RUNTIMES, load_runtime
-from planner.trainers.spec import CHUNK_PARAMETERS
 
 MODELS = ["llama-3.1-70b", "gpt3-175b", "deepseek-v3", "gpt-oss-120b", "gemma-3-27b", "llama-3.2-1b"]
 QUANTITIES = [field.name for field in fields(PartCost)]

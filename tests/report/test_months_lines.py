@@ -85,10 +85,12 @@ def test_spare_nodes_are_named(plan: Plan, count: int | None, said: str) -> None
     assert restart.text.endswith(said)
 
 
-def test_sources_stand_under_how_sure(plan: Plan) -> None:
-    sure = dict(view_of(plan).how_sure)
-    assert sure["sustained"] == "1.12 × the benchmark: fourteen runs"
-    assert sure["failures"] == "419 interruptions of Llama 3"
+def test_sources_stand_beside_the_months(plan: Plan) -> None:
+    months = view_of(plan).section("months")
+    assert months is not None
+    said = dict(months.parts[0].rows)
+    assert said["source: sustained"] == "1.12 × the benchmark: fourteen runs"
+    assert said["source: failures"] == "419 interruptions of Llama 3"
 
 
 def test_the_page_says_the_same(plan: Plan) -> None:

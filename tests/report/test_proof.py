@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.answer import SearchReport
-from planner.report.proof import says_bound, says_outcome
+from planner.report.labels import says_bound, says_outcome
 
 
 def report(**changes: Any) -> SearchReport:
@@ -39,8 +39,8 @@ def test_a_proof_that_falls_short_says_so(changes: dict[str, Any], says: str) ->
     ("schedules", "among"),
     [
         ((), ""),
-        (("1f1b",), " (1f1b)"),
-        (("1f1b", "zb-h1", "zb-v"), " (1f1b, zb-h1 or zb-v)"),
+        (("1f1b",), ", among 1f1b"),
+        (("1f1b", "zb-h1", "zb-v"), ", among 1f1b, zb-h1 or zb-v"),
     ],
 )
 def test_the_bound_is_of_the_schedules_searched(schedules: tuple[str, ...], among: str) -> None:
@@ -62,4 +62,4 @@ def test_the_bound_counts_what_was_searched_and_names_what_was_not() -> None:
 
 def test_a_bound_over_everything_says_no_more_than_it_must() -> None:
     searched = {"schedules": ("1f1b",), "recompute_modules": (), "switches": {}, "chunks": "any"}
-    assert says_bound(report(searched=searched)).endswith("in this model (1f1b)")
+    assert says_bound(report(searched=searched)).endswith("in this model, among 1f1b")

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from planner.answer import Plan
 from planner.report.format import bar, digits, large, percent, seconds
-from planner.report.terminal import render, summary
+from planner.report.terminal import LINES, panel_text, render, screen, summary
 
 MakePlan = Callable[..., Plan]
 WIDEST: dict[str, Any] = {
@@ -37,11 +37,11 @@ def test_the_numbers_people_quote_are_there(make_plan: MakePlan) -> None:
         assert expected in shown
 
 
-def test_every_stage_has_its_row_and_its_memory(make_plan: MakePlan) -> None:
+def test_stages_that_hold_the_same_share_a_row(make_plan: MakePlan) -> None:
     rows = [line.split() for line in text(make_plan()).splitlines() if line.rstrip().endswith("░")]
-    assert [row[0] for row in rows] == [str(stage) for stage in range(16)]
+    assert [row[0] for row in rows] == ["0", "1–7", "8", "9–14", "15"]
     assert rows[0][1:8] == ["7", "(0–6)", "embed", "16", "51.0", "103.0", "71.3"]
-    assert rows[15][1:8] == ["8", "(118–125)", "head", "1", "51.0", "103.0", "63.8"]
+    assert rows[-1][1:8] == ["8", "(118–125)", "head", "1", "51.0", "103.0", "63.8"]
 
 
 def test_deep_pipelines_show_runs_of_alike_stages(make_plan: MakePlan) -> None:
@@ -52,7 +52,8 @@ def test_deep_pipelines_show_runs_of_alike_stages(make_plan: MakePlan) -> None:
 
 
 def test_recompute_has_a_column_only_where_stages_mix(make_plan: MakePlan) -> None:
-    assert " recompute " not in text(make_plan(stage_recompute={"full": 8})).split("Where the")[0].split("Stages")[1]
+    shown = text(make_plan(stage_recompute={"full": 8})).split("Stages")[1]
+    assert " recompute " not in shown.split("Rejected")[0]
     assert "3 full" in text(make_plan(stage_recompute={"none": 5, "full": 3}))
 
 
@@ -74,6 +75,61 @@ def test_a_layout_that_does_not_fit_says_by_how_much(make_plan: MakePlan) -> Non
     assert "Does not fit: stage 0 needs 92.0 GiB, 12.9 more than the GPU's 79.1" in text(plan)
     assert "92.0!" in text(plan)
     assert "does not fit" in summary(plan.best)
+
+
+def screen_of(plan: Plan, **more: Any) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=80, highlight=False).print(screen(plan, after="next  plan show plan.json", **more))
+    return out.getvalue().splitlines()
+
+
+def stopped(plan: Plan) -> Plan:
+    assert plan.search is not None
+    search = plan.search.model_copy(update={"outcome": "feasible", "gap": 0.23})
+    return plan.model_copy(update={"search": search, "command": "plan --model 405b --gpus 2048 --time-limit 20"})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"pp": 1, "num_microbatches": 4},
+        {"pp": 63, "num_microbatches": 64},
+        {"total_gib": 92.0, "fits": False},
+        WIDEST,
+    ],
+)
+@pytest.mark.parametrize("change", [lambda plan: plan, stopped])
+def test_the_answer_fits_one_screen(make_plan: MakePlan, sizes: dict[str, Any], change: Callable[[Plan], Plan]) -> None:
+    plan = change(make_plan(**sizes))
+    lines = screen_of(plan)
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= 80
+    assert len(screen_of(plan, own=plan.alternatives[0])) <= LINES
+    assert lines[-1] == "next  plan show plan.json"
+
+
+def test_a_search_that_stopped_early_says_so_in_the_panel_with_what_goes_on(make_plan: MakePlan) -> None:
+    panel = panel_text(stopped(make_plan()))
+    assert "gap 23.00%" in panel
+    assert "--time-limit 80" in panel
+    assert "--time-limit" not in panel_text(make_plan())
+
+
+def test_str_of_a_plan_is_its_panel(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    assert str(plan) == panel_text(plan)
+    assert len(str(plan).splitlines()) < 16
+    assert "22.08 s" in repr(plan)
+    assert len(repr(plan)) < 160
+
+
+def test_sections_are_shown_by_name_and_those_without_anything_are_named(make_plan: MakePlan) -> None:
+    out = io.StringIO()
+    Console(file=out, width=80).print(render(make_plan(), names=("rejected", "corrections")))
+    assert "1,204" in out.getvalue()
+    assert "Where the" not in out.getvalue()
+    assert "corrections: nothing to show" in out.getvalue()
 
 
 @pytest.mark.parametrize("sizes", [{}, {"pp": 1, "num_microbatches": 4}, {"total_gib": 7301.0, "fits": False}, WIDEST])

@@ -28,10 +28,11 @@ def test_every_report_says_it() -> None:
     slower = most.other_step_s / plan.step.step_s - 1
     words = f"attention_kernel; flash1 would be {100 * slower:.0f}% slower"
     assert says_unsaid(plan.best).startswith(words)
-    assert ("not said", says_unsaid(plan.best)) in view_of(plan).how_sure
+    (sure,) = (section for section in view_of(plan).sections if section.name == "sure")
+    assert ("not said", says_unsaid(plan.best)) in sure.parts[0].rows
     assert summary(plan.best).endswith(f"not said: {says_unsaid(plan.best)}")
     assert words in report_page(plan)
-    said = evaluate("8b", cluster, training, layout, runtime="torch-fsdp")
+    said = evaluate("8b", cluster, training, layout, runtime="torch-fsdp", says_switches=True)
     assert says_unsaid(said.best) == ""
     assert "not said" not in summary(said.best)
 

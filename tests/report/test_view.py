@@ -13,9 +13,9 @@ from rich.console import Console
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal, RiskOffer
 from planner.report.format import SURE, fits_with, gibibytes
 from planner.report.page import render_html
-from planner.report.rows import RECOMPUTE_COLUMN
+from planner.report.rows import Entry, Table
 from planner.report.terminal import render
-from planner.report.view import View, view_of
+from planner.report.view import SECTIONS, View, view_of
 
 MakePlan = Callable[..., Plan]
 pytestmark = pytest.mark.usefixtures("without_charts")
@@ -30,23 +30,30 @@ def terminal(plan: Plan) -> str:
 
 def lines(view: View) -> Iterator[str]:
     """Every text of the view, a cell of a table at a time."""
-    headings = view.headings
-    yield from (view.job, view.layout, view.batch, view.misfit, view.fit, *view.manner)
+    yield view.job
+    yield from (part for line in (*view.lines, *view.below) for part in line.parts if line in view.lines)
     for figure in (*view.figures, *view.cost, *view.goodput, *filter(None, [view.sustained])):
         yield from (figure.text, figure.name if figure in view.figures else "")
-    yield from (headings["stages"], headings["breakdown"], headings["how_sure"])
-    yield from (view.recipe_heading if view.recipe else "", *(text for pair in view.recipe for text in pair))
-    for row in view.stages:
-        yield from (cell for column, cell in enumerate(row.cells) if column != RECOMPUTE_COLUMN or view.mixes_recompute)
-    for share in view.breakdown:
-        yield from share.cells
-    for entry in view.alternatives:
-        yield from (entry.name, entry.sizes, entry.step, entry.peak, entry.how, entry.fit.replace(SURE, ""))
-    for rejection in view.rejections:
-        yield from rejection.cells
-    for name, text in view.how_sure:
-        yield from (name, text)
-    yield from (*view.assumptions, *view.warnings)
+    for section in view.sections:
+        yield section.title
+        for part in section.parts:
+            if isinstance(part, Table):
+                yield from (cell for row in part.rows for cell in row)
+                yield from part.notes
+            else:
+                yield from (text for each in part for text in _texts(each))
+
+
+def _texts(each: Entry | str) -> tuple[str, ...]:
+    if isinstance(each, str):
+        return (each,)
+    return each.name, each.sizes, each.step, each.peak, each.how, each.fit.replace(SURE, "")
+
+
+def test_sections_stand_in_one_order(make_plan: MakePlan) -> None:
+    names = [section.name for section in view_of(risky(make_plan())).sections]
+    assert names == [name for name in SECTIONS if name in names]
+    assert {"sure", "seconds", "alternatives", "stages", "rejected", "proof", "warnings"} <= set(names)
 
 
 def risky(plan: Plan) -> Plan:

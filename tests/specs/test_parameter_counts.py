@@ -48,13 +48,49 @@ PUBLISHED = {
     "seed-oss-36b": 36_151_104_512,
     "glm-4.5-air": 106_852_245_504 + 45 * 128,  # and the router's correction biases; without the prediction block
     "glm-4.5": 352_797_814_784 + 89 * 160,
+    # 31,221,488,576 in the checkpoint, with the prediction block and its copies of embedding and head
+    "glm-4.7-flash": 31_221_488_576 - 1_278_094_656,
+    "llama-3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-coder-480b-a35b": 480_154_875_392,
+    "deepseek-llm-7b": 6_910_365_696,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-large-2": 122_610_069_504,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
+    "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "smollm2-1.7b": 1_711_376_384,
+    "tinyllama-1.1b": 1_100_048_384,
+    "nemotron-3-4b": 4_190_509_056,
 }
 PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     entry["name"]: entry for entry in json.loads((Path(__file__).parent / "published.json").read_text())
 }
 UNCOMMON = {
-    "qwen3-next-80b-a3b", "minimax-m2", "olmo-3-32b", "deepseek-v3.2", "glm-5", "nemotron-3-nano-30b-a3b",
-    "granite-4.0-h-small", "falcon-h1-34b",
+    "qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "minimax-m2", "olmo-3-32b", "deepseek-v3.2", "glm-5",
+    "nemotron-3-nano-30b-a3b",
+    "granite-4.0-h-small", "falcon-h1-34b", "deepseek-v4-flash", "deepseek-v4-pro",
+    "kimi-k3", "minimax-m3",
 }  # fmt: skip
 """Models with fields that the closed form below does not know."""
 ROUNDED = {
@@ -64,6 +100,8 @@ ROUNDED = {
     "megatron-310.1b": (310.1, 1), "megatron-529.6b": (529.6, 1), "megatron-1008b": (1008.0, 1),
     "megatron-22b": (22, 0), "gpt3-175b": (175, 0), "megatron-530b": (530, 0), "megatron-1t": (1008, 0),
     "opt-175b": (175, 0), "nemotron-4-340b": (341, 0),
+    # Nemotron-4 15B (arXiv:2402.16819): 12.5 billion and 3.1 of embeddings; sizes of NeMo's recipes
+    "nemotron-4-15b": (15.6, 1), "nemotron-3-8b": (8.5, 1), "nemotron-3-22b": (21.3, 1),
 }  # fmt: skip
 ACTIVE = {
     # published billions, decimals, and how many embedding matrices (input, output) the source leaves out

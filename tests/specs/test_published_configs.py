@@ -27,10 +27,10 @@ OTHERS = {
     # read as an architecture that is held against a published config, or varied in test_huggingface
     "ministral", "ministral3", "cwm", "helium", "hyperclovax", "jais2", "nanochat", "olmo", "vaultgemma", "youtu",
     "internlm", "internlm3", "codegen", "granitemoeshared", "flex_olmo", "aria_text", "gemma4_unified_text",
-    "qwen3_5_text",
+    "qwen3_5_text", "granite_swa", "granitemoe_swa", "sarvam_moe", "sarvam_mla", "mellum", "flint", "cohere2_moe",
 }  # fmt: skip
 DEFAULTS = {
-    # the default configurations of transformers 5.23, built
+    # the default configurations of transformers 5.23 and 5.24, built
     "codegen": 6_050_882_784, "cwm": 32_581_097_472, "flex_olmo": 33_270_665_216, "aria_text": 18_517_069_824,
     "granitemoeshared": 37_039_116_288, "helium": 2_172_643_840, "hyperclovax": 6_738_677_760, "jais2": 8_090_401_280,
     "nanochat": 256_573_440, "olmo": 6_888_095_744, "vaultgemma": 2_614_222_080, "youtu": 1_961_560_064,
@@ -38,6 +38,10 @@ DEFAULTS = {
     "qwen3_5_text": 8_953_803_264, "mamba": 159_308_544, "mamba2": 7_285_403_648, "bamba": 9_992_765_440,
     "granitemoehybrid": 38_601_064_448, "falcon_h1": 8_514_961_408, "kimi_linear": 49_133_074_464 + 26 * 256,
     "minimax": 47_373_946_880, "nemotron_h": 1_968_355_712 + 8, "lfm2": 2_705_497_600, "cohere": 34_980_831_232,
+    "granite_swa": 2_144_463_840, "granitemoe_swa": 37_039_117_312, "sarvam_moe": 32_152_648_064 + 18 * 128,
+    "sarvam_mla": 106_031_763_456 + 31 * 128, "mellum": 12_149_923_072, "flint": 39_785_287_456,
+    "cohere2_moe": 190_004_928_512, "minimax_m3_vl_text": 447_186_441_216 + 60 * 128,
+    "deepseek_v4": 284_325_869_015 + 43 * 256,
     "olmoe": 13_361_612_800, "afmoe": 19_232_600_000, "exaone_moe": 28_550_639_616 + 31 * 64,
 }  # fmt: skip
 
@@ -85,6 +89,10 @@ def test_every_architecture_is_held_against_a_config() -> None:
         ("granite-4.0-h-small", ["moe-mamba2"] * 5 + ["moe"]),
         ("lfm2-8b-a1b", ["dense-conv", "dense-conv", "moe", "moe-conv"]),
         ("deepseek-v3.2", ["dense-indexed"] * 3 + ["moe-indexed"]),
+        ("deepseek-v4-flash", ["moe-sliding"] * 2 + ["moe-compressed_sparse", "moe-heavily_compressed"]),
+        ("deepseek-v4-pro", ["moe-heavily_compressed"] * 3 + ["moe-compressed_sparse"]),
+        ("minimax-m3", ["dense"] * 3 + ["moe-indexed"]),
+        ("kimi-k3", ["dense-kimi_delta", "moe-kimi_delta", "moe-kimi_delta", "moe"]),
         ("longcat-flash", ["moe", "dense"] * 2),
         ("mimo-v2-flash", ["dense", "moe-sliding", "moe-sliding", "moe-sliding", "moe-sliding", "moe"]),
         ("exaone-4.0-32b", ["dense-sliding"] * 3 + ["dense"]),

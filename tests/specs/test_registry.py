@@ -106,7 +106,7 @@ def test_no_name_means_two_things(names: dict[str, tuple[str, ...]]) -> None:
     [
         (load_model, "llama-3.1-404b", "llama-3.1-405b"),
         (load_model, "405", "405b"),
-        (load_model, "deepseek-v4", "deepseek-v3"),
+        (load_model, "deepseek-v5", "deepseek-v3"),
         (load_hardware, "h100-sxm", "h100-sxm-80gb"),
         (load_hardware, "gb200-nvl36", "gb200-nvl72"),
     ],
@@ -128,9 +128,39 @@ def test_a_missing_path_is_named_as_a_file(name: str) -> None:
     assert failure(load_model, name).message.startswith(f"{name}: no such file")
 
 
-def test_a_repository_of_the_hub_brings_the_nearest_name() -> None:
-    assert "did you mean llama-3.1-8b" in failure(load_model, "meta-llama/Llama-3.1-8B-Instruct").hint
-    assert "did you mean qwen3-30b-a3b" in failure(load_model, "Qwen/Qwen3-30B-A3B").hint
+@pytest.mark.parametrize(
+    ("repository", "name"),
+    [
+        ("meta-llama/Llama-3.1-70B", "llama-3.1-70b"), ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3.1-8b"),
+        ("Qwen/Qwen3-14B", "qwen3-14b"), ("Qwen2.5-7B", "qwen2.5-7b"), ("Mistral-7B", "mistral-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"), ("google/gemma-3-12b-it", "gemma-3-12b"),
+        ("microsoft/phi-4", "phi-4"), ("GLM-4.7-Flash", "glm-4.7-flash"), ("moonshotai/Kimi-K2.5", "kimi-k2"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"), ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("13b", "llama-2-13b"),
+    ],
+)  # fmt: skip
+def test_a_repository_of_the_hub_is_the_model_of_its_name(repository: str, name: str) -> None:
+    assert load_model(repository).name == name
+
+
+def test_an_unknown_repository_brings_the_nearest_name() -> None:
+    assert "qwen2.5-7b" in failure(load_model, "Qwen/Qwen2.5-VL-7B").hint
+
+
+def test_a_yaml_is_read_as_a_config_is_and_says_all_that_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("num_hidden_layers: 2\nhidden_size: 4k\nnum_attention_heads: 32\nrms_norm_eps: 1e-5\n")
+    error = failure(load_model, str(path))
+    assert "vocab_size, intermediate_size: are missing" in error.message
+    assert "--seq-length and --global-batch-size" in error.hint
+    path.write_text(
+        path.read_text() + "vocab_size: 32000\nintermediate_size: 11008\nhidden_act: silu\ntorch_dtype: bfloat16\n"
+        "training: {seq_length: 8k, tokens_per_step: 16M}\n"
+    )
+    model = load_model(str(path))
+    assert (model.hidden_size, model.norm_eps) == (4096, 1e-5)
+    assert model.training is not None
+    assert (model.training.seq_length, model.training.tokens_per_step) == (8192, 16_000_000)
 
 
 def test_a_yaml_file_needs_no_name_of_its_own(tmp_path: Path) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from planner.answer import Plan
+from planner.errors import SpecError
 from planner.export.environment import node_environment
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
+from planner.export.named_models import exported_model
 from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.run_settings import FIRST_RUN_STEPS, RunSettings, run_settings
 from planner.export.stages import VirtualStage, all_full, check_recompute, virtual_stages
 from planner.export.target_price import notes_on_price
-from planner.export.templating import rendered
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -20,6 +25,7 @@ from planner.export.trainer_files import (
     TrainerFiles,
     header,
     promise,
+    rendered,
 )
 from planner.trainers.rules.huggingface import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 
@@ -193,3 +199,188 @@ def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
     """The first item of each stage in the list [embedding, *layers, final norm, head], and the list's length."""
     num_layers = stages[-1].last_layer
     return [0, *(1 + stage.first_layer for stage in stages[1:]), num_layers + 3]
+
+
+DEEPSPEED_RUNTIME = "deepspeed"
+"""The trainer that is DeepSpeed around a model of torch."""
+_READ = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16", "bfloat16",
+    "zero_optimization", "tensor_parallel", "activation_checkpointing", "data_types", "sequence_parallel_size",
+}  # fmt: skip
+_IGNORED = {
+    "optimizer", "scheduler", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "prescale_gradients",
+    "gradient_predivide_factor", "dump_state", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comms_logger",
+    "flops_profiler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp32_allreduce",
+    "communication_data_type", "seed", "memory_breakdown", "load_universal_checkpoint", "monitor_config", "_comment",
+    "gradient_accumulation_dtype", "disable_allgather", "loss_scale", "amp_",
+}  # fmt: skip
+_ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
+_ZERO_HARMLESS = """
+    allgather_ reduce_ contiguous overlap_comm round_robin sub_group stage3_ load_from elastic ignore_unused
+    cpu_offload grad_hooks memory_efficient use_multi_rank legacy override max_ param_persist zero_hpz stage$
+    offload_ mics_ gather_16bit
+"""
+_ZERO_IGNORED = re.compile("|".join(_ZERO_HARMLESS.split()))
+_AUTO = (None, "auto")
+
+
+@dataclass(slots=True)
+class DeepSpeedConfig:
+    """A configuration, as far as a run needs it; None for what is left to others or to `auto`."""
+
+    train_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    dtype: str | None = None
+    layout: dict[str, Any] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """The object of a `ds_config.json`; words that a script replaces (`CONFIG_BATCH_SIZE`) are null."""
+    quoted = re.sub(r"(:\s*|\[\s*|,\s*)([A-Z][A-Z0-9_]{2,})(?=\s*[,}\]])", r"\1null", text)
+    config = json_of(quoted, "give the file that is passed as --deepspeed_config")
+    if not isinstance(config, dict):
+        raise SpecError("the file holds no JSON object", "give the file that is passed as --deepspeed_config")
+    return config
+
+
+def read_config(config: dict[str, Any]) -> DeepSpeedConfig:
+    """The parts of a configuration that a run needs. Raises SpecError for values that DeepSpeed would not take."""
+    zero = section(config, "zero_optimization")
+    found = DeepSpeedConfig(
+        train_batch_size=positive_number(config, "train_batch_size", "write a number or auto", _AUTO),
+        micro_batch_size=positive_number(config, "train_micro_batch_size_per_gpu", "write a number or auto", _AUTO),
+        accumulation_steps=positive_number(config, "gradient_accumulation_steps", "write a number or auto", _AUTO),
+    )
+    for dtype in ("fp16", "bf16", "bfloat16"):
+        if section(config, dtype).get("enabled") is True:
+            found.dtype = "fp16" if dtype == "fp16" else "bf16"
+    found.layout = _layout(config, zero)
+    stage = found.layout["zero_stage"]
+    found.features = {
+        "overlap_grad_reduce": bool(zero.get("overlap_comm", stage == 3)),
+        "optimizer_offload": _offloaded(zero),
+    }
+    if section(config, "data_types").get("grad_accum_dtype") == "bf16":
+        found.features["bf16_gradients"] = True
+    _sort(config, zero, found)
+    return found
+
+
+def section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A part of the configuration; empty where it is missing. SpecError for a value that is none."""
+    part = config.get(name)
+    if part is None:
+        return {}
+    if isinstance(part, bool):
+        return {"enabled": part}
+    if not isinstance(part, dict):
+        raise SpecError(f"{name}: {part!r:.60} is no object", "write { … }")
+    return part
+
+
+def _layout(config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+    """Sharding, tensor and sequence parallelism, and recompute."""
+    stage = zero.get("stage", 0)
+    stage = 0 if stage in _AUTO else stage
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise SpecError(f"zero_optimization: stage: {stage!r:.60} is none", "one of 0, 1, 2, 3")
+    layout: dict[str, Any] = {"zero_stage": stage, "sequence_parallel": False}
+    tensor = section(config, "tensor_parallel")
+    tp = tensor.get("autotp_size") or section(tensor, "tp").get("tp_size") or 1
+    if not isinstance(tp, int):
+        raise SpecError(f"tensor_parallel: autotp_size: {tp!r:.60} is no number", "write a number")
+    layout["tp"] = tp
+    group = zero.get("zero_hpz_partition_size", 1)
+    if stage == 3 and isinstance(group, int) and group > 1:
+        layout["fsdp"] = group
+    if isinstance(cp := config.get("sequence_parallel_size"), int) and cp > 1:
+        layout["cp"] = cp
+    checkpointing = section(config, "activation_checkpointing")
+    if any(value for name, value in checkpointing.items() if name != "profile"):
+        layout["recompute"] = "full"
+    return layout
+
+
+def _offloaded(zero: dict[str, Any]) -> float:
+    """The share of the optimizer's states that stays on the host; all of them unless a ratio is given."""
+    offload = section(zero, "offload_optimizer")
+    ratio = offload.get("ratio", 1.0)
+    if not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise SpecError(f"offload_optimizer: ratio: {ratio!r:.60} is no share", "write a number between 0 and 1")
+    return float(ratio) if offload.get("device") == "cpu" or zero.get("cpu_offload") is True else 0.0
+
+
+def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) -> None:
+    """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
+    for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
+        if section(zero, key).get("device", "none") not in (*read, None):
+            found.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
+    for key, value in zero.items():
+        if not _ZERO_IGNORED.match(key):
+            found.unknown[f"zero_optimization.{key}"] = json.dumps(value)
+    kind = section(config, "optimizer").get("type")
+    if str(kind or "").lower() not in _ADAMS:
+        found.unknown["optimizer.type"] = str(kind)
+    for key, value in config.items():
+        if key not in _READ:
+            is_off = isinstance(value, dict) and value.get("enabled") is False
+            (found.ignored if key in _IGNORED or is_off else found.unknown)[key] = json.dumps(value)
+
+
+_PIPELINE = "planned_pipeline.py"
+
+
+def read_deepspeed(config: ConfigFile) -> ImportedRun:
+    """The part of a run that `ds_config.json` holds. Raises SpecError where it is no JSON object."""
+    found = read_config(parse_json(config.text))
+    pipeline = config.beside(_PIPELINE) or ""
+    layout = {"micro_batch_size": found.micro_batch_size or 1, **found.layout, **_pipeline(pipeline)}
+    imported = ImportedRun(
+        "deepspeed",
+        {
+            "model": exported_model(pipeline),
+            "num_gpus": None,
+            "runtime": DEEPSPEED_RUNTIME,
+            "seq_length": None,
+            "global_batch_size": found.train_batch_size,
+            "dtype": found.dtype or "bf16",
+            "parallelism": layout,
+            "features": found.features,
+        },
+        ignored=found.ignored,
+        unknown=found.unknown,
+    )
+    imported.notes.append("a DeepSpeed configuration names no model, sequence length or pipeline: add them as options")
+    if found.dtype is None:
+        imported.notes.append("neither bf16 nor fp16 is enabled, so that it trains in fp32: priced as bf16")
+    steps = found.accumulation_steps or 1
+    if found.train_batch_size and found.micro_batch_size:
+        dp = found.train_batch_size // (found.micro_batch_size * steps)
+        imported.notes.append(
+            f"{found.train_batch_size} sequences, micro-batches of {found.micro_batch_size}, {steps} a step: dp {dp}"
+        )
+        layout["dp"] = max(1, dp)
+        imported.run["num_gpus"] = layout["dp"] * layout["tp"] * layout.get("pp", 1) * layout.get("cp", 1)
+    elif found.micro_batch_size:
+        imported.microbatches_per_rank = steps
+    return imported
+
+
+def _pipeline(source: str) -> dict[str, Any]:
+    """The grid and the stages in the module that plan export writes beside the configuration; nothing without one."""
+    grid = re.search(r"num_pp=(\d{1,4}), num_mp=(\d{1,4}), num_dp=\d+", source)
+    bounds = re.search(r"^BOUNDARIES = \[([\d, ]+)\]$", source, re.MULTILINE)
+    if grid is None or bounds is None:
+        return {}
+    items = [int(item) for item in bounds[1].split(",")]
+    counts = [last - first for first, last in pairwise(items)]
+    if len(counts) != int(grid[1]) or len(counts) < 2:
+        return {}
+    # the embedding is the first item, the final norm and the head are the last two
+    counts[0] -= 1
+    counts[-1] -= 2
+    return {"pp": int(grid[1]), "tp": int(grid[2]), "layers_per_stage": counts, "schedule": "1f1b"}

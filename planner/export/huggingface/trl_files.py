@@ -10,13 +10,18 @@ import yaml
 
 from planner.answer import Plan
 from planner.export.environment import node_environment
-from planner.export.huggingface.adapter_files import ADAPTER_FILE, QUANTIZATION_FILE, lora_config, quantization_config
+from planner.export.huggingface.tuning_settings import (
+    ADAPTER_FILE,
+    OPTIMIZERS,
+    QUANTIZATION_FILE,
+    lora_config,
+    quantization_config,
+)
 from planner.export.launch.launchers import nodes_of
 from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.stages import all_full
 from planner.export.target_price import notes_on_price
-from planner.export.templating import rendered
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -25,6 +30,7 @@ from planner.export.trainer_files import (
     TrainerFiles,
     header,
     promise,
+    rendered,
 )
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
@@ -192,15 +198,6 @@ _WARMUP_STEPS = 0.03
 """Share of the steps, which `warmup_steps` below 1 is: QLoRA's (Dettmers et al. 2023, appendix B.2)."""
 _SAVE_STEPS = 500
 _WORKERS = 4
-OPTIMIZERS = {
-    "adamw": "adamw_torch_fused",
-    "adamw-8bit": "adamw_8bit",
-    "paged-adamw": "paged_adamw_32bit",
-    "paged-adamw-8bit": "paged_adamw_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
-"""Values of the switch `optimizer`, and their names in `optim`; it has none for Muon."""
 _ATTENTION = {"fastest": "flash_attention_3", "flash": "flash_attention_2", "flash1": "flash_attention_2"}
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import inf, isfinite
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.huggingface.adapter_files import ADAPTER_FILE, QUANTIZATION_FILE, bits_of, read_adapters
-from planner.export.huggingface.deepspeed_config import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
-from planner.export.huggingface.trl_files import OPTIMIZERS
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.named_models import model_called, num_layers_of
+from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.keyed_settings import is_on, mapping_of, number
+from planner.export.named_models import has_towers, model_called, num_layers_of
+from planner.specs.finetuning import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
+from planner.specs.model import ModelSpec
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.switches import SWITCHES
 
@@ -19,30 +21,11 @@ Settings = Mapping[str, Any]
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
-_TRUE = (True, "true", "True", "yes", "1", 1, "y")
 _SHARDING = {
     "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3,
     "HYBRID_SHARD_ZERO2": 2, "_HYBRID_SHARD_ZERO2": 2, "5": 2,
 }  # fmt: skip
 """FSDP's strategies, by name and by Accelerate's number, and the ZeRO stage that each is."""
-
-
-def is_on(value: Any) -> bool:
-    """A setting is true in any of the ways that YAML and command lines write it."""
-    return value in _TRUE
-
-
-def number(settings: Settings, *names: str) -> int | None:
-    """The first of the settings that is given, as a whole number. SpecError where it is none."""
-    for name in names:
-        value = settings.get(name)
-        if value in (None, "", "auto", "null"):
-            continue
-        try:
-            return int(float(value))
-        except (TypeError, ValueError, OverflowError):
-            raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
-    return None
 
 
 def dtype_of(settings: Settings) -> str | None:
@@ -113,7 +96,9 @@ def set_model(imported: ImportedRun, name: Any) -> None:
         return
     imported.run["model"] = model_called(name)
     if imported.run["model"] is None:
-        imported.notes.append(f"{name[:80]} is no model that the planner knows: add --model")
+        imported.model_name = name
+    elif has_towers(name):
+        imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
 
 def new_run(source: str) -> ImportedRun:
@@ -133,6 +118,15 @@ def new_run(source: str) -> ImportedRun:
     )
 
 
+OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw-8bit": "adamw_8bit",
+    "paged-adamw": "paged_adamw_32bit",
+    "paged-adamw-8bit": "paged_adamw_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+"""Values of the switch `optimizer`, and their names in `optim`; it has none for Muon."""
 _ADAMS = re.compile(r"adamw?(_torch|_hf|_torch_fused|_apex_fused|_torch_xla)?$")
 _OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
     "adamw_bnb_8bit": "adamw-8bit", "paged_adamw": "paged-adamw", "adamw_torch_8bit": "adamw-8bit",
@@ -155,7 +149,8 @@ def beside_adapters(settings: Settings, config: ConfigFile) -> dict[str, Any]:
 
 def says_adapters(settings: Settings) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
-    named = str(settings.get("adapter") or settings.get("finetuning_type") or "").lower()
+    kinds = ("adapter", "finetuning_type", "tuner_type", "train_type", "sft_type")
+    named = next((str(settings[kind]).lower() for kind in kinds if settings.get(kind)), "")
     flags = ("use_peft", "use_lora", "use_qlora", "peft", "q_lora")
     given = any(settings.get(name) not in (None, "", 0, "0") for name in ("lora_r", "lora_rank", "lora_dim"))
     is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in flags[:2])
@@ -172,8 +167,9 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
         imported.unknown |= unknown
     elif bits_of(settings) < 16:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
-    if str(settings.get("finetuning_type")).lower() not in ("none", "full", *_WORDS):
-        imported.unknown["finetuning_type"] = str(settings["finetuning_type"])
+    for kind in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
+        if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
+            imported.unknown[kind] = f"{settings[kind]}, priced as all weights"
     _read_objective(imported, settings)
     _read_sharding(imported, settings)
     _read_optimizer(imported, settings)
@@ -182,7 +178,7 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
 
 def _read_objective(imported: ImportedRun, settings: Settings) -> None:
     """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
-    stage = str(settings.get("rl") or settings.get("stage") or "").lower()
+    stage = str(settings.get("rl") or settings.get("stage") or settings.get("rlhf_type") or "").lower()
     if "precompute_ref_log_probs" not in settings and stage != "dpo":
         if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
             imported.unknown["stage"] = f"{stage}, priced as learning the next token"
@@ -229,7 +225,7 @@ def _read_optimizer(imported: ImportedRun, settings: Settings) -> None:
 def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
     """Attention, compiled and fused kernels, and activations on the host."""
     features = imported.run["features"]
-    attention = str(settings.get("attn_implementation") or "").lower()
+    attention = str(settings.get("attn_implementation") or settings.get("attn_impl") or "").lower()
     if attention == "eager":
         features["flash_attention"] = False
     elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
@@ -238,7 +234,10 @@ def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
         features["attention_kernel"] = "fastest"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
-    if any(is_on(settings.get(name)) for name in ("use_liger_kernel", "liger_kernel", "enable_liger_kernel")):
+    if any(
+        is_on(settings.get(name))
+        for name in ("use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy")
+    ):
         if "liger" in SWITCHES:
             features["liger"] = True
         else:
@@ -267,20 +266,13 @@ _MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 
 def read_accelerate(config: ConfigFile) -> ImportedRun:
     """The part of a run that Accelerate's YAML holds. Raises SpecError where it is no mapping."""
-    settings = read_yaml(config.text)
+    settings = mapping_of(config.text)
     imported = new_run("accelerate")
     apply_accelerate(imported, settings, config)
     read_fine_tuning(imported, beside_adapters(settings, config))
     imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
     imported.note_unread(settings, _READ, {*_IGNORED, *(name for name, value in settings.items() if not value)})
     return imported
-
-
-def read_yaml(text: str) -> dict[str, Any]:
-    data = yaml_of(text, "give the configuration's file")
-    if not isinstance(data, dict):
-        raise SpecError("the file holds no settings", "give the configuration's file")
-    return data
 
 
 def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFile) -> None:
@@ -303,7 +295,7 @@ def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFi
         run["parallelism"] |= fsdp_layout({}, options)
         if is_on(options.get("fsdp_offload_params")):
             imported.unknown["fsdp_config.fsdp_offload_params"] = "true"
-        _apply_parallelism(imported, _section(settings, "parallelism_config"))
+        apply_parallelism(imported, _section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":
         _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
     elif kind == "MEGATRON_LM":
@@ -317,9 +309,9 @@ def _section(settings: Settings, name: str) -> dict[str, Any]:
     return dict(part)
 
 
-def _apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
+def apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
     """Sizes of tensor and context parallelism, and of groups that shard."""
-    sizes = {name.removeprefix("parallelism_config_"): value for name, value in options.items()}
+    sizes = {str(name).removeprefix("parallelism_config_"): value for name, value in options.items()}
     layout = imported.run["parallelism"]
     layout["tp"], layout["cp"] = number(sizes, "tp_size") or 1, number(sizes, "cp_size") or 1
     replicate, shard = number(sizes, "dp_replicate_size") or 1, number(sizes, "dp_shard_size") or 1
@@ -363,3 +355,129 @@ def _apply_megatron(imported: ImportedRun, options: dict[str, Any]) -> None:
     if is_on(sizes.get("recompute_activations")) or is_on(sizes.get("recompute_activation")):
         layout["recompute"] = "selective"
     imported.microbatches_per_rank = number(sizes, "num_micro_batches") or 1
+
+
+ADAPTER_FILE, QUANTIZATION_FILE = "adapter_config.json", "quantization_config.json"
+EVERY_LINEAR = "all-linear"
+ALPHA_OVER_RANK = 2
+"""lora_alpha over r that TRL's own defaults have (32 and 16); it scales what adapters add, and costs nothing."""
+_RANK, _DROPOUT, _TARGETS = ("r", "lora_r", "lora_rank"), ("lora_dropout",), ("target_modules", "lora_target_modules")
+_EXPERTS = "experts."
+
+
+def lora_config(adapters: AdapterSpec, model: ModelSpec) -> dict[str, Any]:
+    """Fields of peft's LoraConfig."""
+    modules = [name for name in _modules(adapters, model) if not name.startswith(_EXPERTS)]
+    tensors = [name for name in _modules(adapters, model) if name.startswith(_EXPERTS)]
+    every = adapters.targets == (EVERY_LINEAR,)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapters.rank,
+        "lora_alpha": ALPHA_OVER_RANK * adapters.rank,
+        "lora_dropout": adapters.dropout,
+        "bias": "none",
+        "target_modules": EVERY_LINEAR if every else modules,
+        # the experts of a layer are one tensor, and no module
+        **({"target_parameters": tensors} if tensors else {}),
+    }
+
+
+def _modules(adapters: AdapterSpec, model: ModelSpec) -> list[str]:
+    """The names of the targets, in peft's order, without those of the other kind of attention."""
+    absent = ATTENTION[:3] if model.mla is not None else LATENT
+    named = [name for name in TARGETS if name in adapters.modules]
+    return [name for name in named if name not in absent or name in adapters.targets]
+
+
+def quantization_config(adapters: AdapterSpec, is_sharded: bool) -> dict[str, Any] | None:
+    """Fields of BitsAndBytesConfig for the frozen weights; None where they stay in 16 bits.
+
+    Sharded weights of 4 bits are stored as bf16, whose tensors can be split as all others are.
+    """
+    if adapters.base_bits == 8:
+        return {"load_in_8bit": True}
+    if adapters.base_bits == 4:
+        return {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "bfloat16" if is_sharded else "uint8",
+        }
+    return None
+
+
+def read_adapters(settings: Mapping[str, Any], bits: int | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Fields of AdapterSpec that settings of peft, or of a trainer around it, say; and what it cannot say.
+
+    Raises SpecError for a rank or a dropout that is no number.
+    """
+    adapters: dict[str, Any] = {"base_bits": bits or bits_of(settings)}
+    unknown: dict[str, str] = {}
+    rank, dropout = (_first(settings, names) for names in (_RANK, _DROPOUT))
+    if rank is not None:
+        adapters["rank"] = int(_number("r", rank))
+    if dropout is not None:
+        adapters["dropout"] = _number("lora_dropout", dropout)
+    adapters["targets"], others = _targets(settings)
+    if others:
+        unknown["target_modules"] = ", ".join(others)
+    for name in ("use_dora", "modules_to_save", "lora_modules_to_save", "layers_to_transform", "rank_pattern"):
+        if settings.get(name) not in (None, False, [], {}, ""):
+            unknown[name] = str(settings[name])[:200]
+    kind = str(settings.get("peft_type") or "LORA").upper()
+    if kind != "LORA":
+        unknown["peft_type"] = kind
+    return adapters, unknown
+
+
+def bits_of(settings: Mapping[str, Any]) -> int:
+    """Bits of the frozen weights, by the flags of bitsandbytes and of the trainers around it."""
+    named = settings.get("quantization_bit") or settings.get("load_in_bits")
+    if settings.get("load_in_4bit") in (True, "true", "True") or str(named) == "4":
+        return 4
+    if settings.get("load_in_8bit") in (True, "true", "True") or str(named) == "8":
+        return 8
+    return 16
+
+
+def _targets(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Targets that the planner knows, and names that it does not."""
+    given = _first(settings, _TARGETS)
+    if given is None:
+        given = settings.get("lora_target")
+    named = [*_listed(given), *_listed(settings.get("target_parameters"))]
+    short = [name for name in map(_short, map(str, named)) if name]
+    if "all" in short or EVERY_LINEAR in short or settings.get("lora_target_linear") in (True, "true"):
+        return [EVERY_LINEAR, *(name for name in short if name in TARGETS and name not in GROUPS[EVERY_LINEAR])], []
+    known = [name for name in dict.fromkeys(short) if name in TARGETS]
+    # peft adapts the projections of queries and values where nothing is named
+    return known or (["q_proj", "v_proj"] if not named else [EVERY_LINEAR]), [n for n in short if n not in TARGETS]
+
+
+def _listed(given: Any) -> list[Any]:
+    """Names as a list of them, or as a text that holds several; what is neither is one name, which nobody knows."""
+    if isinstance(given, str):
+        return re.split(r"[\s,|()]+", given)
+    return list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+def _short(name: str) -> str:
+    """The end of a module's path, by which peft finds it."""
+    tail = name.strip(" .*\\^$").rpartition(".")[2]
+    return f"{_EXPERTS}{tail}" if f"{_EXPERTS}{tail}" in name else tail
+
+
+def _first(settings: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((settings[name] for name in names if settings.get(name) not in (None, "")), None)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = inf
+    if not isfinite(found):
+        raise SpecError(f"{name}: {value!r:.60} is no number", "write a number")
+    return found

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from planner.answer import Plan
 from planner.export.run_settings import FIRST_RUN_STEPS
-from planner.export.templating import rendered, shell_words
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -19,6 +18,8 @@ from planner.export.trainer_files import (
     Value,
     argv,
     comment,
+    rendered,
+    shell_words,
     slug,
 )
 

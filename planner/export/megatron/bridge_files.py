@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.answer import Plan
 from planner.export.environment import megatron_environment
-from planner.export.megatron.bridge_rows import (
-    DOWNLOADS,
-    MOMENT_FIELDS,
-    MOMENTS,
-    OTHERWISE,
-    RECIPES,
-    SAME,
-    TANH,
-    YARN,
-    flag_fields,
-)
-from planner.export.megatron.megatron_files import LOG, notes_on_options, requirements
-from planner.export.megatron.plan_arguments import (
+from planner.export.megatron.megatron_files import (
     DATA_PATH,
+    LOG,
     NEWEST,
     PLACEHOLDERS,
     first_run_arguments,
     megatron_arguments,
+    notes_on_options,
+    requirements,
     training_arguments,
 )
+from planner.export.megatron.option_rows import all_rows
+from planner.export.megatron.plan_options import SWITCHING
 from planner.export.refusal import Objections
 from planner.export.run_settings import run_settings
 from planner.export.stated_model import ROTARY_BASE, stated
@@ -48,7 +41,78 @@ from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
 from planner.trainers.rules.common import release
 from planner.trainers.rules.facts import every_nth, query_width, rotary_method
-from planner.trainers.rules.megatron_model import bridge_model_rules, family_of
+from planner.trainers.rules.megatron_model import Family, bridge_model_rules, family_of
+
+RECIPES: dict[Family, str] = {
+    "gpt": "vanilla_gpt_pretrain_config",
+    "mla": "deepseek_v3_pretrain_config",
+    "gemma2": "gemma2_2b_pretrain_config",
+    "gemma3": "gemma3_1b_pretrain_config",
+}
+"""The recipe whose layers a family of models has; all of its sizes are overridden."""
+DOWNLOADS: dict[Family, str] = {"mla": "deepseek-ai/DeepSeek-V3", "gemma2": "google/gemma-2-2b"}
+"""Models whose configuration a recipe reads from Hugging Face or its cache."""
+TANH = "fast_gelu"
+"""Bridge's name of the GELU by a tanh, which fused with a bias is the plain one's."""
+MOMENTS = {"bf16": "bfloat16", "fp32": "float32"}
+"""Bridge's names of the dtypes of moments."""
+MOMENT_FIELDS = {
+    "--exp-avg-dtype": "optimizer.exp_avg_dtype",
+    "--exp-avg-sq-dtype": "optimizer.exp_avg_sq_dtype",
+}
+
+
+class YarnField(NamedTuple):
+    """A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
+
+    plain: str
+    latent: str
+    field: str
+
+
+YARN = (
+    YarnField("model.yarn_rotary_scaling_factor", "model.rotary_scaling_factor", "factor"),
+    YarnField(
+        "model.yarn_original_max_position_embeddings", "model.original_max_position_embeddings",
+        "original_max_position_embeddings",
+    ),
+    YarnField("model.yarn_beta_fast", "model.beta_fast", "beta_fast"),
+    YarnField("model.yarn_beta_slow", "model.beta_slow", "beta_slow"),
+    YarnField("model.yarn_mscale", "model.mscale", "mscale"),
+    YarnField("model.yarn_mscale_all_dim", "model.mscale_all_dim", "mscale_all_dim"),
+)  # fmt: skip
+
+BRIDGE = {row.name: row.bridge for row in all_rows() if row.bridge}
+"""Options whose value a field of Megatron-Bridge's configuration takes as it is, and the field."""
+
+
+_KNOWN = {row.name for row in all_rows()} | SWITCHING
+"""Every option that is written: those without a field of the same value are said otherwise below."""
+
+
+class BridgeFlag(NamedTuple):
+    """A field that stands for a bare option."""
+
+    field: str
+    option: str
+    value: bool
+    """The value where the option is given; the other where it is not."""
+
+
+def _flags(option: str, paths: Iterable[str]) -> list[BridgeFlag]:
+    return [BridgeFlag(path.removeprefix("not "), option, not path.startswith("not ")) for path in paths]
+
+
+FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_is)]
+"""Fields that are written for a bare option, whether it is given or not."""
+READ_FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_read)]
+"""Fields that only recipes set."""
+
+
+def flag_fields(arguments: Arguments) -> dict[str, bool]:
+    """The fields that stand for bare options, as the arguments have them."""
+    return {flag.field: (flag.option in arguments) == flag.value for flag in FLAGS}
+
 
 UNASKED: dict[str, Any] = {
     "model.num_moe_experts": None,
@@ -223,10 +287,9 @@ def bridge_overrides(plan: Plan) -> Overrides:
     objections.raise_any()
     overrides: Overrides = dict(_PLAIN) if model.mla is None else _PLAIN | _LATENT_RECIPE | UNASKED
     for option, value in arguments.items():
-        if option in SAME:
-            overrides[SAME[option]] = list(value) if isinstance(value, tuple) else value
-        else:
-            assert option in OTHERWISE, option
+        assert option in _KNOWN, option
+        if option in BRIDGE:
+            overrides[BRIDGE[option]] = list(value) if isinstance(value, tuple) else value
     return overrides | _derived(plan, arguments) | model_overrides(model, plan.runtime_spec.fused_activation)
 
 
@@ -248,7 +311,7 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         **_kernels(plan, arguments),
         **_of_switches(arguments),
         **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"), arguments["--weight-decay"]),
-        **{SAME[option]: arguments.get(option) for option in _RECOMPUTE},
+        **{BRIDGE[option]: arguments.get(option) for option in _RECOMPUTE},
     }
     if "--pipeline-model-parallel-layout" not in arguments:
         overrides["model.pipeline_model_parallel_layout"] = None
@@ -364,7 +427,7 @@ def _words(plan: Plan, arguments: Arguments) -> list[str]:
     for option, value in arguments.items():
         if option in _LEFT_OUT:
             continue
-        path = SAME[option]
+        path = BRIDGE[option]
         if is_old and path.startswith("validation."):
             path = path.replace("validation.", "train.")
         if is_old and option == "--data-path":

@@ -1,7 +1,8 @@
-"""Files that start Megatron-LM: options as YAML, and launchers that pass the same ones."""
+"""A plan as files that start Megatron-LM: its arguments, its refusals, options as YAML, and what launchers pass."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -9,15 +10,21 @@ import yaml
 
 from planner.answer import Plan
 from planner.export.environment import megatron_environment
-from planner.export.megatron.plan_arguments import (
-    NEWEST,
-    PLACEHOLDERS,
-    first_run_arguments,
-    megatron_arguments,
-    training_arguments,
-    written_for,
+from planner.export.megatron.model_options import model_arguments
+from planner.export.megatron.option_rows import sections_of
+from planner.export.megatron.plan_options import (
+    GRID,
+    KERNELS,
+    RECOMPUTE,
+    SWITCH_OPTIONS,
+    is_fsdp,
+    precision,
+    switch_arguments,
 )
+from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.run_settings import run_settings
+from planner.export.spelling import broken_rules_of_recipe, unspelled
+from planner.export.stages import VirtualStage, check_recompute, is_looped, virtual_stages
 from planner.export.stated_model import notes_on_model
 from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
@@ -34,7 +41,135 @@ from planner.export.trainer_files import (
     header,
     promise,
 )
-from planner.trainers.rules.megatron_model import NEW_QUERY_NORM_SINCE, norms_queries_twice
+from planner.trainers.load import has_dtype
+from planner.trainers.rules.common import Rule
+from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
+from planner.trainers.rules.megatron_model import NEW_QUERY_NORM_SINCE, megatron_model_rules, norms_queries_twice
+
+DATA_PATH = Placeholder(
+    "DATA_PATH", "prefix of the tokenized data (PREFIX.bin and .idx), or weights and prefixes in turn", kind="prefix"
+)
+TOKENIZER = Placeholder("TOKENIZER", "folder of the model's tokenizer, or its name at Hugging Face")
+CHECKPOINTS = Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder")
+PLACEHOLDERS = (DATA_PATH, TOKENIZER, CHECKPOINTS)
+_RUN = sections_of("run", {})
+
+
+def _of_run(plan: Plan, *names: str) -> Arguments:
+    """The arguments of sections of the run's options."""
+    run = run_settings(plan)
+    rows: Arguments = {}
+    for name in names:
+        rows |= _RUN[name].written(run, plan.runtime_spec.version)
+    return rows
+
+
+def run_arguments(plan: Plan) -> Arguments:
+    """The options of every run: optimizer, schedule of its rate, logs, timeouts."""
+    at_once = run_settings(plan).optimizer.decay_fraction == 1
+    return _of_run(plan, "schedule", "falls_at_once" if at_once else "falls_at_the_end", "every_run")
+
+
+def training_arguments(plan: Plan) -> Arguments:
+    """The options that only training has: length, data, checkpoints, evaluation."""
+    multiple = plan.runtime_spec.vocab_divisible_by * plan.parallelism.tp
+    # a tokenizer with fewer words would make a smaller embedding
+    rows = {"--padded-vocab-size": multiple * math.ceil(plan.model.spec.vocab_size / multiple)}
+    return _of_run(plan, "training", *([] if is_fsdp(plan) else ["asynchronous_saves"])) | rows
+
+
+def first_run_arguments(plan: Plan) -> Arguments:
+    """The options of a short run on random tokens with balanced experts, as the plan prices them."""
+    return _of_run(plan, "first_run", *([] if plan.model.spec.moe is None else ["balanced"]))
+
+
+NEWEST = "0.20"
+WRITTEN_FOR = f"Megatron-LM core {NEWEST}.0"
+_SCHEDULES = ("1f1b", "interleaved-1f1b", "none")
+_RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+
+
+def written_for(plan: Plan) -> str:
+    """Megatron-LM and the version that the arguments are for."""
+    version = plan.runtime_spec.version
+    return f"Megatron-LM core {version}" if version else WRITTEN_FOR
+
+
+def megatron_arguments(
+    plan: Plan,
+    target: str = "megatron",
+    of_model: tuple[Rule, ...] | None = None,
+    own_schedules: tuple[str, ...] = (),
+) -> Arguments:
+    """All arguments of `pretrain_gpt.py` but for data, length and checkpoints, which a first run has not.
+
+    Another target puts them into its own words, under its own rules, and says by itself what its own schedules need.
+
+    Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
+    """
+    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    rules = megatron_model_rules(plan.runtime_spec.version) if of_model is None else of_model
+    _check_expressible(plan, stages, target, rules, own_schedules)
+    runtime = plan.runtime_spec
+    return {
+        **model_arguments(plan.model.spec, plan.training.seq_length, runtime.vocab_divisible_by, runtime.dropout),
+        **GRID.written(plan),
+        **precision(plan),
+        **RECOMPUTE.written(plan),
+        **KERNELS.written(plan),
+        **switch_arguments(plan),
+        **run_arguments(plan),
+    }
+
+
+def _check_expressible(
+    plan: Plan,
+    stages: tuple[VirtualStage, ...],
+    target: str,
+    of_model: tuple[Rule, ...],
+    own_schedules: tuple[str, ...],
+) -> None:
+    """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
+    layout, runtime = plan.parallelism, plan.runtime_spec
+    rules = (*of_model, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
+    objections = Objections(target, broken_rules(rules, plan), hint_for(plan, target, of_model))
+    objections.when(
+        not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"
+    )
+    check_recompute(plan.best, stages, objections)
+    schedules = (*_SCHEDULES, *own_schedules)
+    objections.when(
+        layout.schedule not in schedules, "schedule", f"{layout.schedule} is none of {', '.join(schedules)}"
+    )
+    is_placed = is_looped(stages, layout.pp) or layout.schedule in own_schedules
+    objections.when(not is_placed, "placement", "virtual stage j must be on rank j mod pp")
+    objections.when(
+        any(stage.mtp and stage.chunk < layout.vpp - 1 for stage in stages),
+        "mtp_placement",
+        "MTP blocks belong to the last chunk of a rank",
+    )
+    objections.when(
+        is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}"
+    )
+    objections.reasons += broken_rules_of_recipe(plan)
+    objections.reasons += unspelled(plan, SWITCH_OPTIONS, "Megatron core")
+    for module, obstacle in _unknown_modules(plan):
+        objections.when(True, "recompute_modules", f"{module} {obstacle}")
+    objections.raise_any()
+
+
+def _unknown_modules(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Modules of selective recompute that Megatron-LM or this model does not have, and why not."""
+    model = plan.model.spec
+    modules = plan.parallelism.recompute_modules if plan.parallelism.recompute == "selective" else ()
+    for module in modules:
+        if module not in _RECOMPUTABLE:
+            yield module, f"is none of {', '.join(_RECOMPUTABLE)}"
+        elif module == "mla_up_proj" and model.mla is None:
+            yield module, "needs latent attention"
+        elif module == "moe_act" and model.moe is None:
+            yield module, "needs experts"
+
 
 _IMAGE_OF_AMD = f"use the image {IMAGE_OF_AMD}"
 _TRANSFORMER_ENGINE = "pip install --no-build-isolation transformer_engine[pytorch]"

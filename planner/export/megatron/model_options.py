@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.megatron.option_rows import (
+    Codec,
     Fields,
-    OptionRow,
-    amount,
-    count,
-    flag,
+    Options,
+    decimal,
+    given,
     known,
-    names_read,
+    layer_flags,
     read_fields,
-    row,
-    written,
+    sections_of,
+    size,
+    text,
 )
-from planner.export.megatron.option_words import Options, decimal, given, layer_flags, size, text
 from planner.export.named_models import vocabulary_of
 from planner.export.stated_model import ROTARY_BASE, listed, stated
 from planner.export.trainer_files import Arguments
 from planner.specs.model import ModelSpec
-from planner.specs.model_parts import MoESpec
 from planner.specs.units import is_count
 from planner.trainers.rules.facts import every_nth, rotary_method
 
@@ -55,8 +55,10 @@ def _head_dim(options: Options) -> int:
     return size(options, "--hidden-size") // max(size(options, "--num-attention-heads"), 1)
 
 
-def _has_groups(model: ModelSpec) -> bool:
-    return model.num_key_value_heads != model.num_attention_heads
+def _write_groups(model: ModelSpec) -> Arguments:
+    if model.num_key_value_heads == model.num_attention_heads:
+        return {}
+    return {"--group-query-attention": True, "--num-query-groups": model.num_key_value_heads}
 
 
 def _read_groups(options: Options) -> Fields:
@@ -91,11 +93,12 @@ def _read_windows(options: Options) -> Fields:
     return {**window, "layer_types": ["sliding" if slide else "full" for slide in slides]}
 
 
-def _write_positions(model: ModelSpec) -> str:
+def _write_positions(model: ModelSpec) -> Arguments:
     """The kind of positions; yarn is one of its own where attention is not latent."""
-    if model.position_embedding == "rope":
-        return "yarn" if rotary_method(model) == "yarn" and model.mla is None else "rope"
-    return "learned_absolute" if model.position_embedding == "learned" else model.position_embedding
+    if model.position_embedding == "rope" and rotary_method(model) == "yarn" and model.mla is None:
+        return {"--position-embedding-type": "yarn"}
+    kind: str = model.position_embedding
+    return {"--position-embedding-type": "learned_absolute" if kind == "learned" else kind}
 
 
 def _kind_of_positions(options: Options) -> str:
@@ -197,8 +200,8 @@ def _vocabulary(options: Options) -> int | None:
     return vocabulary_of(text(options, "--tokenizer-type", "GPT2BPETokenizer"), tokenizer)
 
 
-def _norm(options: Options) -> str:
-    return "rmsnorm" if options.get("--normalization") == ["RMSNorm"] else "layernorm"
+def _read_norm(options: Options) -> Fields:
+    return {"norm": "rmsnorm" if options.get("--normalization") == ["RMSNorm"] else "layernorm", "norm_bias": True}
 
 
 def _write_activation(model: ModelSpec) -> Arguments:
@@ -258,9 +261,12 @@ def _write_expert_layers(model: ModelSpec) -> str:
     return "1" if all(flags) else listed(flags)
 
 
-def _balance(moe: MoESpec) -> str:
-    """A loss of each sequence, of the batch, or none."""
-    return "none" if not moe.router_aux_loss_coef else "seq_aux_loss" if moe.seq_aux else "aux_loss"
+def _write_balance(model: ModelSpec) -> Arguments:
+    """A loss of each sequence, of the batch, or none, and its weight."""
+    assert model.moe is not None
+    weight = model.moe.router_aux_loss_coef or 0.0
+    kind = "none" if not weight else "seq_aux_loss" if model.moe.seq_aux else "aux_loss"
+    return {"--moe-router-load-balancing-type": kind, "--moe-aux-loss-coeff": weight}
 
 
 def _read_balance(options: Options) -> Fields:
@@ -270,16 +276,29 @@ def _read_balance(options: Options) -> Fields:
     return {"moe.router_aux_loss_coef": weight, "moe.seq_aux": kind == "seq_aux_loss" and weight > 0}
 
 
-def _read_bias_of_router(options: Options) -> Fields:
+def _write_router_bias(model: ModelSpec) -> Arguments:
+    assert model.moe is not None
+    if not model.moe.balancing_bias:
+        return {}
+    return {
+        "--moe-router-enable-expert-bias": True,
+        "--moe-router-bias-update-rate": model.moe.bias_update_rate or 0.0,
+    }
+
+
+def _read_router_bias(options: Options) -> Fields:
     by_bias = "--moe-router-enable-expert-bias" in options
     return {
+        "moe.balancing_bias": by_bias,
         "moe.router_bias": _has_bias(options) or by_bias,
         "moe.bias_update_rate": decimal(options, "--moe-router-bias-update-rate", 1e-3) if by_bias else None,
     }
 
 
-def _scores_before_choice(moe: MoESpec) -> bool:
+def _scores_before_choice(model: ModelSpec) -> bool:
     """Scores that are not normed over the chosen; of a single one the softmax would be 1."""
+    moe = model.moe
+    assert moe is not None
     return moe.scoring_func == "softmax" and (not moe.norm_topk_prob or moe.num_experts_per_tok == 1)
 
 
@@ -291,11 +310,26 @@ def _read_scores(options: Options) -> Fields:
     return {"moe.scoring_func": score, "moe.norm_topk_prob": normed}
 
 
+_GROUPS = {"moe.n_group": "--moe-router-num-groups", "moe.topk_group": "--moe-router-group-topk"}
+
+
+def _write_router_groups(model: ModelSpec) -> dict[str, Any]:
+    return {option: attrgetter(field)(model) for field, option in _GROUPS.items()}
+
+
 def _read_router_groups(options: Options) -> Fields:
-    names = {"moe.n_group": "--moe-router-num-groups", "moe.topk_group": "--moe-router-group-topk"}
-    if not all(name in options for name in names.values()):
+    if not all(name in options for name in _GROUPS.values()):
         return {}
-    return {field: size(options, name) for field, name in names.items()}
+    return {field: size(options, name) for field, name in _GROUPS.items()}
+
+
+def _write_further_tokens(model: ModelSpec) -> Arguments:
+    if not model.num_nextn_predict_layers:
+        return {}
+    return {
+        "--mtp-num-layers": model.num_nextn_predict_layers,
+        "--mtp-loss-scaling-factor": model.mtp_loss_scaling_factor or 0.0,
+    }
 
 
 def _read_further_tokens(options: Options) -> Fields:
@@ -307,188 +341,108 @@ def _read_further_tokens(options: Options) -> Fields:
     }
 
 
-_ATTENTION: tuple[OptionRow, ...] = (
-    count("--num-layers", "num_hidden_layers", "model.num_layers"),
-    count("--hidden-size", "hidden_size", "model.hidden_size"),
-    row("--ffn-hidden-size", "model.ffn_hidden_size", _write_width, _read_width),
-    count("--num-attention-heads", "num_attention_heads", "model.num_attention_heads"),
-    count("--kv-channels", "head_dim", "model.kv_channels", _head_dim),
-)
-_LATENT: tuple[OptionRow, ...] = (
-    row("--multi-latent-attention", "model.multi_latent_attention", lambda model: True, known),
-    count("--kv-lora-rank", "mla.kv_lora_rank", "model.kv_lora_rank", 32),
-    count("--qk-head-dim", "mla.qk_nope_head_dim", "model.qk_head_dim", 128),
-    count("--qk-pos-emb-head-dim", "mla.qk_rope_head_dim", "model.qk_pos_emb_head_dim", 64),
-    count("--v-head-dim", "mla.v_head_dim", "model.v_head_dim", 128),
-    count("--q-lora-rank", "mla.q_lora_rank", "model.q_lora_rank", None),
-)
-"""Latent attention; Megatron's defaults are not DeepSeek's."""
-_HEADS: tuple[OptionRow, ...] = (
-    row("--group-query-attention", "", _has_groups, known),
-    row(
-        "--num-query-groups", "model.num_query_groups",
-        lambda model: model.num_key_value_heads if _has_groups(model) else None, _read_groups,
-    ),
-    row(
-        "--softmax-type", "model.softmax_type", lambda model: "learnable" if model.attention_sinks else None,
+_NUMBERS = {
+    "head_dim": _head_dim,
+    # experts are as wide as a dense MLP unless told
+    "width": _width,
+    "vocabulary": _vocabulary,
+}
+CODECS = {
+    "width": Codec(_write_width, _read_width),
+    "groups": Codec(_write_groups, _read_groups),
+    "sinks": Codec(
+        lambda model: "learnable" if model.attention_sinks else None,
         lambda options: {"attention_sinks": options.get("--softmax-type") == ["learnable"]},
     ),
-    flag("--attention-output-gate", "attn_output_gate", "model.attention_output_gate"),
-    OptionRow({"--window-size": "", "--window-attn-skip-freq": ""}, _write_windows, _read_windows),
-    OptionRow(
-        {
-            "--position-embedding-type": "model.position_embedding_type", "--use-rotary-position-embeddings": "",
-            "--no-position-embedding": "", "--max-position-embeddings": "",
-        },
-        lambda model: {"--position-embedding-type": _write_positions(model)}, _read_positions,
-    ),
-)  # fmt: skip
-_ROTARY: tuple[OptionRow, ...] = (
+    "windows": Codec(_write_windows, _read_windows),
+    "positions": Codec(_write_positions, _read_positions),
     # Megatron-LM reads a whole number
-    row("--rotary-base", "model.rotary_base", lambda model: round(model.rope_theta or ROTARY_BASE), _read_base),
-    row(
-        "--rotary-percent", "model.rotary_percent",
-        lambda model: model.partial_rotary_factor if model.partial_rotary_factor < 1 else None, _read_share,
+    "base": Codec(lambda model: round(model.rope_theta or ROTARY_BASE), _read_base),
+    "rotated_share": Codec(
+        lambda model: model.partial_rotary_factor if model.partial_rotary_factor < 1 else None, _read_share
     ),
-    OptionRow(
-        dict.fromkeys((
-            "--use-rope-scaling", "--rope-scaling-factor", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim",
-            "--rotary-seq-len-interpolation-factor", "--yarn-original-max-position-embeddings", "--yarn-beta-fast",
-            "--yarn-beta-slow", "--no-yarn-correction-range-round-to-int",
-        ), ""),
-        _write_scaling, _read_scaling,
-    ),
-    row("--no-rope-freq", "", _write_unrotated, _read_unrotated),
-)  # fmt: skip
-_VOCABULARY = (
-    count("--vocab-size", "vocab_size", "", _vocabulary),
-    OptionRow({"--padded-vocab-size": ""}, lambda model: {}, known),
-)
-_LAYERS: tuple[OptionRow, ...] = (
-    row(
-        "--untie-embeddings-and-output-weights", "", lambda model: not model.tie_word_embeddings,
+    "scaling": Codec(_write_scaling, _read_scaling),
+    "unrotated": Codec(_write_unrotated, _read_unrotated),
+    "tied": Codec(
+        lambda model: not model.tie_word_embeddings,
         lambda options: {"tie_word_embeddings": "--untie-embeddings-and-output-weights" not in options},
     ),
-    row(
-        "--normalization", "model.normalization", lambda model: _NORMS[model.norm],
-        lambda options: {"norm": _norm(options), "norm_bias": True},
-    ),
-    OptionRow(
-        {"--norm-epsilon": "model.layernorm_epsilon", "--layernorm-epsilon": ""},
+    "norm": Codec(lambda model: _NORMS[model.norm], _read_norm),
+    "epsilon": Codec(
         lambda model: {"--norm-epsilon": model.norm_eps or 0.0},
         lambda options: {
             "norm_eps": decimal(options, "--norm-epsilon", decimal(options, "--layernorm-epsilon", 1e-5))
         },
     ),
-    flag("--apply-layernorm-1p", "zero_centered_norm"),
-    row(
-        # latent attention norms its latents under the same option
-        "--qk-layernorm", "", lambda model: model.qk_norm or model.mla is not None,
+    # latent attention norms its latents under the same option
+    "qk_norm": Codec(
+        lambda model: model.qk_norm or model.mla is not None,
         lambda options: {"qk_norm": "--qk-layernorm" in options and "--multi-latent-attention" not in options},
     ),
-    OptionRow({"--swiglu": "", "--squared-relu": "", "--quick-geglu": ""}, _write_activation, _read_activation),
-    amount("--activation-func-clamp-value", "swiglu_limit", "model.activation_func_clamp_value"),
-    amount("--glu-linear-offset", "glu_linear_offset", "model.glu_linear_offset", 0.0),
-    OptionRow({"--disable-bias-linear": "", "--add-qkv-bias": "model.add_qkv_bias"}, _write_biases, _read_biases),
-)  # fmt: skip
-_EXPERTS: tuple[OptionRow, ...] = (
-    count("--num-experts", "moe.num_experts", "model.num_moe_experts"),
-    # experts are as wide as a dense MLP unless told
-    count("--moe-ffn-hidden-size", "moe.moe_intermediate_size", "model.moe_ffn_hidden_size", _width),
-    row("--moe-layer-freq", "", _write_expert_layers, _read_expert_layers),
-    row("--moe-grouped-gemm", "model.moe_grouped_gemm", lambda model: True),
-    row("--moe-permute-fusion", "model.moe_permute_fusion", lambda model: True),
-    row(
-        "--moe-shared-expert-intermediate-size", "model.moe_shared_expert_intermediate_size",
+    "activation": Codec(_write_activation, _read_activation),
+    "biases": Codec(_write_biases, _read_biases),
+    "expert_layers": Codec(_write_expert_layers, _read_expert_layers),
+    "shared_experts": Codec(
         lambda model: model.moe.shared_expert_intermediate_size or None,
         lambda options: {
             "moe.shared_expert_intermediate_size": given(options, "--moe-shared-expert-intermediate-size", 0)
         },
     ),
-    flag("--moe-shared-expert-gate", "moe.shared_expert_gate", "model.moe_shared_expert_gate"),
-    count("--moe-router-topk", "moe.num_experts_per_tok", "model.moe_router_topk", 2),
-    row("--moe-router-dtype", "model.moe_router_dtype", lambda model: "fp32"),
-    row(
-        "--moe-router-score-function", "model.moe_router_score_function",
-        lambda model: model.moe.scoring_func or "softmax", _read_scores,
-    ),
-    row(
-        "--moe-router-load-balancing-type", "model.moe_router_load_balancing_type", lambda model: _balance(model.moe),
-        known,
-    ),
-    row(
-        "--moe-aux-loss-coeff", "model.moe_aux_loss_coeff", lambda model: model.moe.router_aux_loss_coef or 0.0,
-        _read_balance,
-    ),
-    flag("--moe-router-enable-expert-bias", "moe.balancing_bias", "model.moe_router_enable_expert_bias"),
-    row(
-        "--moe-router-bias-update-rate", "model.moe_router_bias_update_rate",
-        lambda model: (model.moe.bias_update_rate or 0.0) if model.moe.balancing_bias else None, _read_bias_of_router,
-    ),
-    amount("--moe-z-loss-coeff", "moe.router_z_loss_coef", "model.moe_z_loss_coeff", 0.0),
-    row(
-        "--moe-router-pre-softmax", "model.moe_router_pre_softmax", lambda model: _scores_before_choice(model.moe),
-        known,
-    ),
-    row("--moe-router-num-groups", "model.moe_router_num_groups", lambda model: model.moe.n_group, _read_router_groups),
-    row("--moe-router-group-topk", "model.moe_router_group_topk", lambda model: model.moe.topk_group, known),
-    row(
-        "--moe-router-topk-scaling-factor", "model.moe_router_topk_scaling_factor",
+    "scores": Codec(lambda model: model.moe.scoring_func or "softmax", _read_scores),
+    "balance": Codec(_write_balance, _read_balance),
+    "router_bias": Codec(_write_router_bias, _read_router_bias),
+    "pre_softmax": Codec(_scores_before_choice, known),
+    "router_groups": Codec(_write_router_groups, _read_router_groups),
+    "routed_scale": Codec(
         lambda model: model.moe.routed_scaling_factor if model.moe.routed_scaling_factor != 1 else None,
         lambda options: {
             "moe.routed_scaling_factor": decimal(options, "--moe-router-topk-scaling-factor") or 1.0
         },
     ),
-    flag("--moe-apply-probs-on-input", "moe.scores_on_input", "model.moe_apply_probs_on_input"),
-)  # fmt: skip
-_FURTHER_TOKENS: tuple[OptionRow, ...] = (
-    row("--mtp-num-layers", "model.mtp_num_layers", lambda model: model.num_nextn_predict_layers or None, known),
-    row(
-        "--mtp-loss-scaling-factor", "model.mtp_loss_scaling_factor",
-        lambda model: (model.mtp_loss_scaling_factor or 0.0) if model.num_nextn_predict_layers else None,
-        _read_further_tokens,
-    ),
-)  # fmt: skip
-_OF_JOB = {
-    "--make-vocab-size-divisible-by": "model.make_vocab_size_divisible_by",
-    "--attention-dropout": "model.attention_dropout",
-    "--hidden-dropout": "model.hidden_dropout",
-}
-"""Options that trainer and job decide."""
-_OF_MODEL = (*_ATTENTION, *_LATENT, *_HEADS, *_ROTARY, *_VOCABULARY, *_LAYERS, *_EXPERTS, *_FURTHER_TOKENS)
-MODEL_OPTIONS = names_read(_OF_MODEL)
+    "further_tokens": Codec(_write_further_tokens, _read_further_tokens),
+}  # fmt: skip
+_SECTIONS = sections_of("model", CODECS, _NUMBERS)
+MODEL_OPTIONS = frozenset[str]().union(*(section.names_read() for section in _SECTIONS.values()))
 """Options that are read for a model."""
-BRIDGE_OF_MODEL = {name: path for option in _OF_MODEL for name, path in option.bridge.items()} | _OF_JOB
-"""Megatron-Bridge's field of the same value of every option of a model; an empty one where it says it otherwise."""
 
 
 def model_arguments(model: ModelSpec, seq_length: int, vocab_divisible_by: int, dropout: bool = False) -> Arguments:
     """All arguments that decide the model's parameters, their shapes, its forward and its losses."""
     model = stated(model)
     learned = model.position_embedding == "learned"
+    said = {name: section.written(model) for name, section in _SECTIONS.items() if _has(model, name)}
     return {
-        **written(_ATTENTION, model),
-        **(written(_LATENT, model) if model.mla is not None else {}),
-        **written(_HEADS, model),
+        **said["attention"],
+        **said.get("latent", {}),
+        **said["heads"],
         # a table of learned positions has the model's rows
         "--max-position-embeddings": (model.max_position_embeddings or 0) if learned else seq_length,
-        **(written(_ROTARY, model) if model.position_embedding == "rope" else {}),
-        **written(_VOCABULARY, model),
+        **said.get("rotary", {}),
+        **said["vocabulary"],
         "--make-vocab-size-divisible-by": vocab_divisible_by,
-        **written(_LAYERS, model),
-        **(written(_EXPERTS, model) if model.moe is not None else {}),
-        **written(_FURTHER_TOKENS, model),
+        **said["layers"],
+        **said.get("experts", {}),
+        **said["further_tokens"],
         **({} if dropout else {"--attention-dropout": 0.0, "--hidden-dropout": 0.0}),
     }
 
 
+def _has(model: ModelSpec, section: str) -> bool:
+    """The model has the part that a section is about."""
+    parts = {
+        "latent": model.mla is not None, "rotary": model.position_embedding == "rope", "experts": model.moe is not None,
+    }  # fmt: skip
+    return parts.get(section, True)
+
+
 def read_model(options: Options) -> dict[str, Any]:
     """Fields of a ModelSpec. Raises SpecError where a size is missing or is no number."""
-    rows = [*_ATTENTION, *_HEADS, *_VOCABULARY, *_LAYERS, *_FURTHER_TOKENS]
-    if _POSITIONS.get(_kind_of_positions(options)) == "rope":
-        rows += _ROTARY
-    if "--num-experts" in options:
-        rows += _EXPERTS
-    if "--multi-latent-attention" in options:
-        rows += _LATENT
-    return {"name": "imported", **read_fields(rows, options)}
+    absent = {
+        "rotary": _POSITIONS.get(_kind_of_positions(options)) != "rope",
+        "experts": "--num-experts" not in options,
+        "latent": "--multi-latent-attention" not in options,
+    }
+    return {
+        "name": "imported",
+        **read_fields((section for name, section in _SECTIONS.items() if not absent.get(name)), options),
+    }

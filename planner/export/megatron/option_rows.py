@@ -1,111 +1,311 @@
-"""Rows of the tables that say how fields are spelled in Megatron-LM's options, and in dialects that share its names.
+"""The table of options (options.yaml): its rows, and the folds that write arguments by them and read fields from them.
 
-A row has its options, Megatron-Bridge's field of the same value, how it is written and how it is read; writers and
-readers are folds over rows. Primus' key of an option is the name that Megatron-LM's parser gives its value.
+A row says how a field is spelled in Megatron-LM's option and in the dialects that share its names; options and their
+values come from the words of a command line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import ast
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, overload
 
-from planner.export.megatron.option_words import Options, decimal, size
-from planner.export.trainer_files import Arguments, Value
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from planner.errors import SpecError
+from planner.export.trainer_files import Arguments, ShellText
+from planner.specs.reading.python_text import parse_expression
 from planner.trainers.rules.common import release
+
+Options = Mapping[str, list[str]]
+"""Option (with its dashes) to the words behind it."""
+
+
+_TORCHRUN = ("--nproc", "--nnodes", "--node", "--master", "--rdzv", "--num_", "--ntasks")
+"""Beginnings of torchrun's options, which it takes with `_` and with `-`."""
+
+
+def options_of(words: Sequence[str]) -> Options:
+    """Options and their values; of equal options the last wins. `--a=b` and torchrun's `--a_b` are read too."""
+    options: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word.partition("=")
+            if name.startswith(_TORCHRUN):
+                name = name.replace("_", "-")
+            options[name] = [value] if equals else []
+        elif name:
+            options[name].append(word)
+    return options
+
+
+def text(options: Options, name: str, default: str = "") -> str:
+    """An option's values as one text; `default` where the option is not given."""
+    values = options.get(name)
+    return default if values is None else " ".join(values)
+
+
+def number(options: Options, name: str, default: int | None = None) -> int | None:
+    """An option's value as a whole number; `default` where the option is not given.
+
+    Raises SpecError where the value is no number; `1e6` is one.
+    """
+    values = options.get(name)
+    if values is None:
+        return default
+    try:
+        value = float(values[0])
+        if value == int(value):
+            return int(value)
+    except (IndexError, ValueError, OverflowError):
+        raise SpecError(
+            f"{name}: {' '.join(values)[:60]!r} is no number", "variables of the shell must be set in the script"
+        ) from None
+    raise SpecError(f"{name}: {values[0][:60]!r} is no whole number", "write a whole number")
+
+
+def positive(options: Options, name: str) -> int:
+    """A number of ranks, layers or sequences, 1 where the option is not given; SpecError where it is below 1."""
+    value = number(options, name, 1)
+    if value is None or value < 1:
+        raise SpecError(f"{name}: {value} is less than 1", "write a number of 1 or more")
+    return value
+
+
+def given(options: Options, name: str, default: int) -> int:
+    """The size that an option gives; `default` where the option is not given."""
+    return size(options, name) if name in options else default
+
+
+def size(options: Options, name: str) -> int:
+    """The size that an option gives; SpecError where it gives none."""
+    values = options.get(name, [])
+    try:
+        return int(values[0])
+    except IndexError:
+        raise SpecError(f"{name}: is missing, or its variable is not set in the script", f"add {name} N") from None
+    except ValueError:
+        raise SpecError(f"{name}: {values[0][:60]!r} is no whole number", "write a number") from None
+
+
+@overload
+def decimal(options: Options, name: str, default: float) -> float: ...
+@overload
+def decimal(options: Options, name: str, default: None = None) -> float | None: ...
+def decimal(options: Options, name: str, default: float | None = None) -> float | None:
+    """The number that an option gives; `default` where the option is not given. SpecError where it is no number."""
+    if name not in options:
+        return default
+    values = options[name]
+    try:
+        number = float(values[0])
+    except (IndexError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise SpecError(f"{name}: {' '.join(values)[:60]!r} is no number", "write a number")
+    return number
+
+
+_MAX_LAYERS = 10_000
+
+
+def layer_flags(option: str, pattern: str, num_layers: int) -> list[bool]:
+    """A flag for each layer from a list expression. Raises SpecError for anything else, and for another length."""
+    try:
+        flags = _list(parse_expression(pattern))
+    except (ValueError, RecursionError):
+        raise SpecError(f"{option}: {pattern[:60]!r} is no list of layers", "write it as ([0]*3+[1]*58)") from None
+    if len(flags) != num_layers:
+        raise SpecError(f"{option}: {len(flags)} entries for {num_layers} layers", "write one entry for each layer")
+    return flags
+
+
+def _list(node: ast.expr) -> list[bool]:
+    """The value of a sum or multiple of lists; ValueError for what is neither, or too long."""
+    if isinstance(node, ast.List):
+        return [bool(_whole(item)) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _short(_list(node.left), _list(node.right))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        times, items = (node.left, node.right) if isinstance(node.left, ast.Constant) else (node.right, node.left)
+        count, flags = _whole(times), _list(items)
+        if count * len(flags) > _MAX_LAYERS:
+            raise ValueError
+        return flags * count
+    raise ValueError
+
+
+def _short(left: list[bool], right: list[bool]) -> list[bool]:
+    if len(left) + len(right) > _MAX_LAYERS:
+        raise ValueError
+    return left + right
+
+
+def _whole(node: ast.expr) -> int:
+    if not isinstance(node, ast.Constant) or type(node.value) is not int:
+        raise ValueError
+    return node.value
+
 
 Fields = dict[str, Any]
 """Fields by their paths (`moe.num_experts`), as a configuration says them."""
-REQUIRED = ...
-"""Stands for the value of an option that must be given."""
+
+
+class OptionRow(BaseModel):
+    """One option of Megatron-LM: a row of options.yaml, which says what its columns mean."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    count: str = ""
+    amount: str = ""
+    flag: str = ""
+    size: str = ""
+    field: str = ""
+    constant: Any = Field(None, alias="is")
+    shell: str = ""
+    by: str = ""
+    says: dict[str, bool] = {}
+    known: bool = False
+    unasked: float | int | None = None
+    unasked_by: str = ""
+    bridge: str = ""
+    bridge_is: tuple[str, ...] = ()
+    bridge_read: tuple[str, ...] = ()
+    primus: str = ""
+    since: str = ""
+
+    @property
+    def is_read(self) -> bool:
+        """True if an importer looks at the option by itself."""
+        return bool(self.count or self.amount or self.flag or self.size or self.says or self.known)
+
+    def value(self, source: Any) -> Any:
+        """The value of the option for a model, a plan or a run; None or False where it is left out."""
+        if path := self.count or self.flag or self.field:
+            return attrgetter(path)(source)
+        if self.size:
+            return attrgetter(self.size)(source.parallelism)
+        if self.amount:
+            return attrgetter(self.amount)(source) or None
+        return ShellText(self.shell) if self.shell else self.constant
+
+    def read(self, options: Options, unasked: Mapping[str, Callable[[Options], Any]]) -> Fields:
+        """The fields that the options say by this one."""
+        if self.says:
+            return dict(self.says) if self.name in options else {}
+        if self.size:
+            return {self.size: positive(options, self.name)}
+        if self.flag:
+            return {self.flag: self.name in options}
+        path, number_of = (self.count, size) if self.count else (self.amount, decimal)
+        if not path:
+            return {}
+        if self.name in options or (self.count and not self.unasked_by and "unasked" not in self.model_fields_set):
+            return {path: number_of(options, self.name)}
+        return {path: unasked[self.unasked_by](options) if self.unasked_by else self.unasked}
+
+
+@cache
+def table() -> dict[str, Any]:
+    """options.yaml as it stands."""
+    text = files("planner.export.megatron").joinpath("options.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return found
+
+
+@cache
+def rows_of(part: str) -> dict[str, tuple[OptionRow, ...]]:
+    """The rows of each section of a part of the table: model, layout, run or switch."""
+    sections = table()[part].items()
+    return {name: tuple(OptionRow(name=option, **cells) for option, cells in rows.items()) for name, rows in sections}
+
+
+def all_rows() -> Iterator[OptionRow]:
+    """Every row of every part."""
+    for part in ("model", "layout", "run", "switch"):
+        for rows in rows_of(part).values():
+            yield from rows
+
+
+class Codec(NamedTuple):
+    """The way from a source to several options, or to one whose value is no field, and the way back."""
+
+    write: Callable[[Any], Any]
+    """The option's value, or arguments where it is about several."""
+    read: Callable[[Options], Fields] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class OptionRow:
-    """Options that say one thing of a model, a plan, or the settings of a run."""
+class Section:
+    """Rows that are written and read together, with the functions that they name."""
 
-    bridge: Mapping[str, str]
-    """Each option, and Megatron-Bridge's field of the same value; an empty one where Bridge says it otherwise."""
-    write: Callable[[Any], Arguments]
-    read: Callable[[Options], Fields] | None = None
-    """The fields that the options say; None where an importer passes them by."""
-    since: str = ""
-    """The first Megatron core that has them; empty for the oldest that is known."""
+    rows: tuple[OptionRow, ...]
+    codecs: Mapping[str, Codec]
+    unasked: Mapping[str, Callable[[Options], Any]]
 
-    def features(self, option: str) -> Fields:
+    def written(self, source: Any, version: str = "") -> Arguments:
+        """The arguments that the rows say of their source, in a version of Megatron core (empty: the newest)."""
+        arguments: Arguments = {}
+        for row in self._once():
+            if not version or not row.since or release(row.since) <= release(version):
+                value = self.codecs[row.by].write(source) if row.by else row.value(source)
+                found = value if isinstance(value, dict) else {row.name: value}
+                arguments |= {name: value for name, value in found.items() if value is not None and value is not False}
+        return arguments
+
+    def read(self, options: Options) -> Fields:
+        """The fields that options say, by their paths."""
+        fields: Fields = {}
+        for row in self._once():
+            read = self.codecs[row.by].read if row.by else None
+            fields |= (read(options) if read else {}) | row.read(options, self.unasked)
+        return fields
+
+    def _once(self) -> Iterator[OptionRow]:
+        """The rows, and of those of one function the first."""
+        seen = set()
+        for row in self.rows:
+            if not row.by or row.by not in seen:
+                seen.add(row.by)
+                yield row
+
+    def says(self, row: OptionRow) -> Fields:
         """The fields that one of the options says by itself, in some value."""
-        return {} if self.read is None else self.read({option: []})
+        codec = self.codecs.get(row.by)
+        return (codec.read({row.name: []}) if codec and codec.read else {}) | row.says
+
+    def names_read(self) -> frozenset[str]:
+        """The options that are read."""
+        by = {name for name, codec in self.codecs.items() if codec.read is not None}
+        return frozenset(row.name for row in self.rows if row.is_read or row.by in by)
 
 
 def known(options: Options) -> Fields:
-    """The reader of an option that says nothing by itself that others do not."""
+    """The reader of options that say nothing that others do not."""
     return {}
 
 
-def row(
-    name: str,
-    bridge: str,
-    value: Callable[[Any], Value | None],
-    read: Callable[[Options], Fields] | None = None,
-    since: str = "",
-) -> OptionRow:
-    """A row of one option, which is left out where its value is None or False."""
-
-    def write(source: Any) -> Arguments:
-        found = value(source)
-        return {} if found is None or found is False else {name: found}
-
-    return OptionRow({name: bridge}, write, read, since)
+def sections_of(
+    part: str, codecs: Mapping[str, Codec], unasked: Mapping[str, Callable[[Options], Any]] = {}
+) -> dict[str, Section]:
+    """The sections of a part of the table, with the functions that its rows name."""
+    return {name: Section(rows, codecs, unasked) for name, rows in rows_of(part).items()}
 
 
-def count(name: str, field: str, bridge: str = "", unasked: Any = REQUIRED) -> OptionRow:
-    """A whole number that is a field; `unasked` is its value, or the function of the options that gives it."""
-
-    def read(options: Options) -> Fields:
-        if name in options or unasked is REQUIRED:
-            return {field: size(options, name)}
-        return {field: unasked(options) if callable(unasked) else unasked}
-
-    return row(name, bridge, attrgetter(field), read)
-
-
-def flag(name: str, field: str, bridge: str = "") -> OptionRow:
-    """A bare option that says that a field is true."""
-    return row(name, bridge, attrgetter(field), lambda options: {field: name in options})
-
-
-def amount(name: str, field: str, bridge: str = "", unasked: float | None = None) -> OptionRow:
-    """A number that is a field, and is left out where it is 0."""
-    value = attrgetter(field)
-    return row(
-        name, bridge, lambda source: value(source) or None, lambda options: {field: _amount(options, name, unasked)}
-    )
-
-
-def _amount(options: Options, name: str, unasked: float | None) -> float | None:
-    return decimal(options, name) if unasked is None else decimal(options, name, unasked)
-
-
-def written(rows: Iterable[OptionRow], source: Any, version: str = "") -> Arguments:
-    """The arguments that rows say of their source, in a version of Megatron core (empty: the newest)."""
-    arguments: Arguments = {}
-    for option in rows:
-        if not version or not option.since or release(option.since) <= release(version):
-            arguments |= option.write(source)
-    return arguments
-
-
-def read_fields(rows: Iterable[OptionRow], options: Options) -> Fields:
-    """The fields that options say by rows, with those of a part (`moe.`, `mla.`) in a mapping of its own."""
+def read_fields(sections: Iterable[Section], options: Options) -> Fields:
+    """The fields that options say by sections, with those of a part (`moe.`, `mla.`) in a mapping of its own."""
     fields: Fields = {}
-    for option in rows:
-        for path, value in (option.read(options) if option.read else {}).items():
+    for section in sections:
+        for path, value in section.read(options).items():
             part, _, name = path.rpartition(".")
             (fields.setdefault(part, {}) if part else fields)[name] = value
     return fields
-
-
-def names_read(rows: Iterable[OptionRow]) -> frozenset[str]:
-    """The options that rows read."""
-    return frozenset(name for option in rows if option.read is not None for name in option.bridge)

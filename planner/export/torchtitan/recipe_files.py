@@ -23,7 +23,6 @@ from planner.export.stages import (
 )
 from planner.export.stated_model import BIAS_UPDATE_RATE, notes_on_model, stated
 from planner.export.target_price import notes_on_price
-from planner.export.templating import rendered
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -32,8 +31,9 @@ from planner.export.trainer_files import (
     TrainerFiles,
     header,
     promise,
+    rendered,
 )
-from planner.schedule.torch_csv import to_torch_csv
+from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.facts import rotary_method

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.physics.layer.blocks import bias_gradients, cast_copy, enter_tp, leave_tp, local_copies, norm, rotary
+from planner.physics.layer.compressed_attention import compressed_attention
 from planner.physics.layer.core_attention import core_attention, kv_heads_per_rank
 from planner.physics.layer.indexer import indexer
 from planner.physics.layer.latent_attention import latent_qkv
@@ -19,10 +20,20 @@ from planner.trainers.torch_attention import head_dims
 def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     """QKV (or the latent projections), core attention, output projection."""
     model = model.of_layer(kind)
+    if model.compressed_attention is not None:
+        yield from compressed_attention(model, kind, model.compressed_attention, shape, runtime)
+        return
     if model.mla is None:
         yield from _qkv(model, shape, runtime)
     else:
         yield from latent_qkv(model, model.mla, shape, runtime)
+        if model.attn_output_gate:
+            gates = model.num_attention_heads * model.mla.v_head_dim / shape.tp
+            product = Operator(
+                name="output gate", kind="gemm", m=shape.tokens, n=gates, k=model.hidden_size,
+                parameters=gates * model.hidden_size,
+            )  # fmt: skip
+            yield from enter_tp("output gate", [product], model.hidden_size, shape, runtime)
     if kind.attention == "indexed":
         yield from indexer(model, shape, runtime)
     yield from core_attention(model, kind, shape, runtime)

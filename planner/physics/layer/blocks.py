@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from planner.physics.layer.hyper_connections import attend_snapshots, gather_streams, spread_streams
 from planner.physics.operators import BF16, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
@@ -168,15 +169,20 @@ def norm(
 
 def enter_half(
     name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, output_is_cast: bool = True, module: str = ""
-) -> Operator:
+) -> Iterator[Operator]:
     """The norm before half a layer; where there is none, the input itself, which the first products keep."""
+    if model.num_residual_streams > 1:
+        yield from gather_streams(name, model, shape, runtime)
+    if model.attn_res_block_size is not None:
+        yield attend_snapshots(name, model, shape, runtime)
     if model.pre_norms:
-        return norm(
+        yield norm(
             f"{name} norm", model.hidden_size, shape.shard_tokens, model, runtime,
             output_is_cast=output_is_cast, module=module,
         )  # fmt: skip
+        return
     kept = Saved("input", (shape.shard_tokens, model.hidden_size), gemm_input=output_is_cast)
-    return Operator(name=f"{name} input", kind="elementwise", saved=(kept,))
+    yield Operator(name=f"{name} input", kind="elementwise", saved=(kept,))
 
 
 def leave_half(
@@ -185,7 +191,9 @@ def leave_half(
     """The norm behind half a layer, if there is one, and the sum with the residual stream, if this half adds it."""
     if model.post_norms:
         yield norm(f"{name} post norm", model.hidden_size, shape.shard_tokens, model, runtime, saves_output=False)
-    if adds:
+    if model.num_residual_streams > 1:
+        yield spread_streams(name, model, shape, runtime)
+    elif adds:
         yield residual(f"{name} residual", model.hidden_size, shape.shard_tokens, runtime, terms)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.physics.operators import BF16, FP32, Item, Operator, Saved
-from planner.shape import Shape
+from planner.shape import Number, Shape, minimum
 from planner.specs.model import ModelSpec
+from planner.specs.model_parts import IndexerSpec
 from planner.trainers.spec import RuntimeSpec
 
 INDEX_NORM_PARAMETERS = 2
@@ -23,11 +24,9 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
     assert spec is not None
     tokens, heads, width = shape.tokens, spec.index_n_heads, spec.index_head_dim
     rank = (model.mla.q_lora_rank if model.mla is not None else None) or model.hidden_size
-    for name, columns, inputs in (
-        ("index q", heads * width, rank),
-        ("index k", width, model.hidden_size),
-        ("index weights", heads, model.hidden_size),
-    ):
+    weights = (("index weights", heads, model.hidden_size),) if spec.weighs_heads else ()
+    products = (("index q", heads * width, rank), ("index k", width, model.hidden_size), *weights)
+    for name, columns, inputs in products:
         yield Operator(
             name=name, kind="gemm", wide=True, m=tokens, n=columns, k=inputs, parameters=columns * inputs,
             saved=(Saved(name, (tokens, columns)),),
@@ -38,12 +37,22 @@ def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[It
         parameters=INDEX_NORM_PARAMETERS * width,
         saved=(Saved("statistics", (2, tokens), dtype="fp32"), Saved("index k normed", (tokens, width))),
     )  # fmt: skip
-    yield Operator(
-        name="index scores", kind="attention", batch=shape.micro_batch_size, heads=heads, kv_heads=1,
-        q_len=shape.seq_length / shape.cp, kv_len=shape.seq_length, qk_dim=width, v_dim=0,
+    yield scores(spec, shape, shape.seq_length)
+    yield choice(spec, shape, shape.seq_length)
+
+
+def scores(spec: IndexerSpec, shape: Shape, keys: Number) -> Operator:
+    """Scores of the `keys` of a sequence before each query, summed over the indexer's heads."""
+    return Operator(
+        name="index scores", kind="attention", batch=shape.micro_batch_size, heads=spec.index_n_heads, kv_heads=1,
+        q_len=shape.seq_length / shape.cp, kv_len=keys, qk_dim=spec.index_head_dim, v_dim=0,
     )  # fmt: skip
-    scores_bytes = FP32 * tokens * shape.seq_length / 2
-    yield Operator(
-        name="index choice", kind="elementwise", family="router", forward_bytes=2 * scores_bytes,
-        forward_kernels=2, saved=(Saved("chosen keys", (tokens, spec.index_topk), dtype="int32"),),
+
+
+def choice(spec: IndexerSpec, shape: Shape, keys: Number) -> Operator:
+    """The best of the `keys` before each query, by scores that are read and written once."""
+    chosen = minimum(spec.index_topk, keys)
+    return Operator(
+        name="index choice", kind="elementwise", family="router", forward_bytes=2 * FP32 * shape.tokens * keys / 2,
+        forward_kernels=2, saved=(Saved("chosen keys", (shape.tokens, chosen), dtype="int32"),),
     )  # fmt: skip

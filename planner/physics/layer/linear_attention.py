@@ -47,7 +47,10 @@ def kimi_delta(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtime
         _product(model, name, columns, shape, Saved(name, (tokens, columns)))
         for name, columns in (("delta q", keys), ("delta k", keys), ("delta v", values), ("delta step", heads))
     ]
-    gates = (("forget", keys), ("output", values))
+    gates: tuple[tuple[str, Number], ...] = (("forget", keys), ("output", values))
+    if linear.full_output_gate:
+        products.append(_product(model, "output gate", values, shape, Saved("output", (tokens, values))))
+        gates = gates[:1]
     if rank is None:
         products += [_product(model, f"{name} gate", n, shape, Saved(name, (tokens, n))) for name, n in gates]
     else:

@@ -23,7 +23,7 @@ def mlp_block(
     is_dense = kind.mlp == "dense"
     beside = model.parallel_residual if kind.attention != "none" else None
     if beside != "one_norm":
-        yield enter_half(
+        yield from enter_half(
             "mlp", model, shape, runtime, output_is_cast=is_dense, module="mlp" if is_dense else "layernorm"
         )
     if is_dense:

@@ -61,13 +61,20 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     choices = moe.num_experts_per_tok if runtime.sends_tokens_once else 0
     inner_factor = max(1.0, runtime.ep_row_bytes / (BF16 * sent))
     row_fraction = (moe.num_experts_per_tok - 1) / scored if runtime.visits_experts_in_rows else 0.0
-    yield from _all_to_all("dispatch", sent_bytes, choices, inner_factor, row_fraction)
+    exchanged = Collective(
+        name="", kind="all_to_all", group="ep", num_bytes=sent_bytes, overlap="ep", choices=choices,
+        row_fraction=row_fraction, inner_factor=inner_factor, row_bytes=BF16 * sent,
+        transport=runtime.dispatcher_transport,
+    )  # fmt: skip
+    yield from _both_ways("dispatch", exchanged)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * fullest)
-    yield from _all_to_all("combine", sent_bytes, choices, inner_factor, row_fraction)
+    yield from _both_ways("combine", exchanged)
     unpermute = _move("unpermute", moved_bytes)
     outputs = (Saved("expert outputs", (pairs, sent), ("moe",)),) if runtime.weights_expert_outputs else ()
     yield replace(unpermute, saved=outputs)
     if moe.latent_size is not None:
+        if moe.latent_norm:
+            yield norm("latent norm", sent, tokens, model, runtime, saves_output=False)
         yield _latent("latent up", sent, hidden, shape)
     if moe.shared_expert_intermediate_size:
         yield cast_copy("shared experts", (tokens, hidden), ("shared_experts",))
@@ -243,27 +250,13 @@ _ETP_EXCHANGES: tuple[tuple[str, Literal["all_gather", "reduce_scatter"], bool],
 )
 
 
-def _all_to_all(
-    name: str, num_bytes: Number, choices: int, inner_factor: float, row_fraction: float
-) -> Iterator[Collective]:
-    """Exchange in which a rank sends `num_bytes` to the ep ranks, and another that brings their gradient back.
+def _both_ways(name: str, exchanged: Collective) -> Iterator[Collective]:
+    """The exchange in which a rank sends its rows to the ep ranks, and another that brings their gradient back.
 
     The rank's own share of the bytes stays in place.
     """
-    modules = ("moe",)
-    for backward in (False, True):
-        yield Collective(
-            name=f"{name} grad" if backward else name,
-            kind="all_to_all",
-            group="ep",
-            num_bytes=num_bytes,
-            overlap="ep",
-            backward=backward,
-            modules=() if backward else modules,
-            choices=choices,
-            row_fraction=row_fraction,
-            inner_factor=inner_factor,
-        )
+    yield replace(exchanged, name=name, modules=("moe",))
+    yield replace(exchanged, name=f"{name} grad", backward=True)
 
 
 def _move(name: str, num_bytes: Number) -> Operator:

@@ -12,15 +12,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
-from planner.observe.gap.rows import GAP_ROWS, OF_MEMORY
+from planner.observe.accounts import STEP_TERMS, WALL_TERMS
+from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Outlier, Prediction, Term, Wall
 from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN, LEAST_SHARE
 from planner.report.months import duration
 from planner.report.pieces import TextBar, bullets, columns, headed, section
 from planner.specs.reading import printable
-from planner.specs.units import GIB
 
 if TYPE_CHECKING:
     from planner.observe.follower import FollowedRun
@@ -68,8 +67,6 @@ def _sections(observed: Observed) -> Iterator[RenderableType]:
         yield section("Memory", _memory(observation, prediction))
     if observation.timers:
         yield section("Timers, of one step, least and most over the ranks", _timers(observation))
-    if observation.links:
-        yield section("Collectives that the log times", _links(observation))
     if prediction is not None and len(observed.waterfall) < 2 and observation.breakdown.keys() - {"unattributed_s"}:
         yield section("Predicted seconds by term", _terms(prediction))
     if left := list(_open(observed)):
@@ -194,22 +191,12 @@ def _memory(observation: Observation, prediction: Prediction | None) -> Renderab
 
 
 def _timers(observation: Observation) -> Table:
-    table = headed(("timer", "least", "most", "rank"), "l", "r", "r", None)
+    table = headed(("timer", "least", "most"), "l", "r", "r")
     ranked = sorted(observation.timers, key=lambda timer: -timer.max_s)
     for timer in ranked[:_MOST_TIMERS]:
-        slowest = max(timer.per_rank_s, key=lambda rank: timer.per_rank_s[rank], default=None)
-        rank = "" if slowest is None else f"{slowest} is slowest"
-        table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s), rank)
+        table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s))
     if len(ranked) > _MOST_TIMERS:
-        table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "", "")
-    return table
-
-
-def _links(observation: Observation) -> Table:
-    table = headed(("collective", "message, GiB", "time", "bus rate"), "l", "r", "r", "r")
-    for link in observation.links:
-        rate = f"{link.bus_bytes_per_s / 1e9:.1f} GB/s"
-        table.add_row(link.op, f"{link.message_bytes / GIB:.3f}", seconds(link.seconds), rate)
+        table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "")
     return table
 
 
@@ -397,7 +384,9 @@ def line_of(found: FollowedRun) -> str:
 def _place(found: FollowedRun) -> str:
     if found.band_s is None:
         return found.place
-    around = span(*found.band_s, found.band_s[1])
+    low_s, high_s = found.band_s
+    up_to = "" if found.place == "above" else "up to "
+    around = span(low_s, high_s, high_s) if low_s else f"{up_to}{seconds(high_s)}"
     if found.place in ("above", "below"):
         return f"{found.place} {around}, {found.out_steps:,} of {found.allowed_steps:,} steps"
     return f"{found.place} {around}"

@@ -1,4 +1,6 @@
-"""Layouts that do not fit: the one that lacks least memory, and an example of the shapes that were left out.
+"""The rule that leaves no shape over: its name, its numbers, and a hint that lifts it.
+
+Layouts that do not fit: the one that lacks least memory, and an example of the shapes that were left out.
 
 Thousands of shapes are sorted by a cheap estimate. For the most promising ones the exact memory of their layouts is
 worked out, as `plan evaluate` prints it, so that the message and `plan evaluate` name the same number.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,17 +21,142 @@ from planner.layout.evaluate import pricing_of, selective_modules
 from planner.layout.given import given_layout
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
-from planner.schedule.orders import SCHEDULES
-from planner.search.bounds.memory import layer_bytes
+from planner.schedule.orders import SCHEDULES, violation
+from planner.search.bounds import layer_bytes
 from planner.search.case import Case
-from planner.search.enumerate import IntArray, Rejections, scalar
+from planner.search.enumerate import (
+    IntArray,
+    Rejections,
+    check_expressible,
+    enumerate_shapes,
+    scalar,
+    schedule_options,
+    schedules_tried,
+)
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
-from planner.search.schedules import schedule_options, schedules_tried
-from planner.search.why.refused import listed, shapes_of
 from planner.shape import FloatArray, Shape
 from planner.specs.training import Parallelism, Recompute
 from planner.specs.units import gib
 from planner.trainers.spec import RuntimeSpec
+
+_MORE_MICROBATCHES = "pin a smaller pp, dp or micro-batch-size, or raise the global batch size"
+_LESS_OFFLOADED = (
+    "offload less, or say how much the hosts have: plan hardware NAME > box.yaml, change its host's memory_gib, and "
+    "add --hardware box.yaml"
+)
+_NO_CP = "use cp 1, or another --runtime (torchtitan takes any attention)"
+_HINTS = {
+    "attention_sinks_with_cp": _NO_CP,
+    "cp_not_expressible": _NO_CP,
+    "host_memory": _LESS_OFFLOADED,
+    "interleaving_too_few_microbatches": _MORE_MICROBATCHES,
+    "model_parallel_not_expressible": "leave tp, cp, pp and ep out, or add --runtime megatron",
+    "more_ranks_than_gpus": "lower what is pinned, or give more GPUs",
+    "seq_length_beyond_positions": "shorten the sequence to the positions that the model has",
+    "sliding_window_with_ring_cp": _NO_CP,
+    "too_few_microbatches": _MORE_MICROBATCHES,
+    "tp_across_domains": "add --tp-across-nodes, or lower tp",
+    "zero_stage_not_expressible": "free zero-stage, or use another --runtime",
+}
+
+
+class NothingLegal(Infeasible):
+    """No shape obeys the arithmetic of model and batch and the rules of the trainer."""
+
+    def __init__(self, rejections: Rejections, case: Case) -> None:
+        self.reason = last_reason(rejections)
+        example = _too_many_ranks(case) or rejections.examples.get(self.reason, "no shape exists")
+        super().__init__(f"no legal layout: {example}", hint_for(self.reason, case), rejections.counts)
+
+
+def last_reason(rejections: Rejections) -> str:
+    """The rule that left no shape over; empty if no rule refused any.
+
+    Rules are applied one after the other, so it is the last rule that refused a shape.
+    """
+    return next(reversed(rejections.counts), "")
+
+
+def hint_for(reason: str, case: Case) -> str:
+    """A change of the job that lifts the rule which left no shape over."""
+    change = "change the number of GPUs or the global batch size"
+    return _HINTS.get(reason, f"free a pinned axis, or {change}" if case.pins else change)
+
+
+def _too_many_ranks(case: Case) -> str:
+    """A sentence on pinned sizes that together are more ranks than there are GPUs; empty where they are not."""
+    sizes = {axis: min(case.pins[axis]) for axis in ("tp", "cp", "pp", "dp") if axis in case.pins}
+    ranks, gpus = prod(sizes.values()), case.cluster.num_gpus
+    if ranks <= gpus:
+        return ""
+    return (
+        f"{' · '.join(f'{axis} {size}' for axis, size in sizes.items())} are {ranks:,} ranks, more than {gpus:,} GPUs"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRule:
+    """A rule that leaves no shape over."""
+
+    reason: str
+    says: str
+    rejections: Rejections
+
+
+def refusal(case: Case) -> BrokenRule | None:
+    """The rule that leaves no shape over, or None if some shape obeys all rules.
+
+    Raises SpecError for an unknown schedule.
+    """
+    known = [name for name in case.limits.schedule or () if name in SCHEDULES and name not in case.runtime.schedules]
+    if known:
+        says = f"{case.runtime.name} cannot run the schedule {known[0]}, only {', '.join(case.runtime.schedules)}"
+        return BrokenRule("schedule_not_in_trainer", says, Rejections())
+    check_expressible(case.limits, case.runtime)
+    shapes, rejections = shapes_of(case)
+    if not np.size(shapes.tp):
+        reason = last_reason(rejections)
+        says = _too_many_ranks(case) or (_no_data_parallel(case) if reason == "no_data_parallel_size" else "")
+        return BrokenRule(reason, says or rejections.examples[reason], rejections)
+    if any(schedule_options(shape, case.model, case.limits, case.runtime) for shape in _scalars(shapes)):
+        return None
+    says = _no_schedule(case, next(_scalars(shapes)))
+    rejections.add("no_schedule", np.size(shapes.tp), says)
+    return BrokenRule("no_schedule", says, rejections)
+
+
+def shapes_of(case: Case) -> tuple[Shape, Rejections]:
+    """The legal shapes of a case as arrays, and the reasons why other shapes are not legal."""
+    return enumerate_shapes(case.model, case.cluster, case.training, case.limits, case.runtime)
+
+
+def _scalars(shapes: Shape) -> Iterator[Shape]:
+    return (scalar(shapes, index) for index in range(np.size(shapes.tp)))
+
+
+def _no_data_parallel(case: Case) -> str:
+    """A sentence on a pinned dp that contradicts the batch or the cluster; empty if none does."""
+    batch, sizes = case.training.global_batch_size, case.limits.dp or ()
+    if sizes and all(batch % size for size in sizes):
+        return f"global_batch_size {batch} is no multiple of dp {' or '.join(map(str, sizes))}"
+    if sizes and min(sizes) > case.cluster.num_gpus:
+        return f"dp {min(sizes)} needs more than {case.cluster.num_gpus} GPUs"
+    return ""
+
+
+def _no_schedule(case: Case, shape: Shape) -> str:
+    """A sentence on why no schedule that may be used runs this shape."""
+    pp, steps = int(shape.pp), int(shape.num_microbatches)
+    for vpp in case.limits.vpp or (1,):
+        for name in reversed(schedules_tried(case.limits, case.runtime)):
+            error = violation(name, pp, vpp, steps)
+            if error is not None and name != "none":
+                return error.message
+            if error is None and vpp > 1:
+                layers = case.model.num_hidden_layers
+                return f"{layers} layers cannot be cut into pp {pp} · vpp {vpp} = {pp * vpp} chunks of like size"
+    return f"no schedule runs pp {pp} with {steps} micro-batches"
+
 
 PROMISING = 12
 """Number of shapes whose exact memory is worked out."""
@@ -43,7 +171,7 @@ class NothingFits(Infeasible):
         hardware, headroom_gib = case.cluster.hardware, case.limits.memory_headroom_gib
         room = f"{hardware.memory_gib:g} GiB{f' less {headroom_gib:g} of headroom' if headroom_gib else ''}"
         self.where = f"nothing fits in {room} of {case.cluster.num_gpus} × {hardware.name}"
-        super().__init__(f"{self.where} ({listed(rejections)})", rejections=rejections)
+        super().__init__(self.where, rejections=rejections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +236,36 @@ def nearest_miss(case: Case) -> Miss | None:
 
 
 def fitting_candidate(case: Case) -> Candidate | None:
-    """Some layout of the most promising shapes that fits, by the exact memory; None does not mean that nothing fits."""
+    """Some layout of the most promising shapes that fits, by the exact memory; None does not mean that nothing fits.
+
+    Raises NothingFits where no shape has room for its layers, which then no smaller number of them has.
+    """
     candidates = (candidate for _, candidate in _promising(case, may_fit=True))
     return next((candidate for candidate in candidates if candidate.fits), None)
+
+
+def least_state_bytes(case: Case) -> float:
+    """Bytes of weights, gradients and optimizer on the mean rank of the shape that spreads them most; 0 for none."""
+    shapes = _smallest(case)
+    if shapes is None:
+        return 0.0
+    ends = [shapes.static_bytes(part) for part in (shapes.table.embedding, shapes.table.head)]
+    layers = [
+        number * shapes.static_bytes(shapes.table.layers[kind, "none"])
+        for kind, number in shapes.pricing.kind_counts.items()
+    ]
+    return float((sum([*ends, *layers]) / np.asarray(shapes.shape.pp)).min())
+
+
+def _smallest(case: Case) -> PricedShapes | None:
+    """The legal shapes with the smallest micro-batch that may be, priced; None if there is none."""
+    batches = case.limits.micro_batch_size or (1,)
+    legal_shapes, _ = shapes_of(case.limited(micro_batch_size=(min(batches),)))
+    if not np.size(legal_shapes.tp) and len(batches) > 1:
+        legal_shapes, _ = shapes_of(case)
+    if not np.size(legal_shapes.tp) or not modes_allowed(case):
+        return None
+    return priced_shapes(pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits), legal_shapes)
 
 
 def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
@@ -119,16 +274,14 @@ def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism,
     With `may_fit` they are only those of shapes that pass the test of `priced_shapes.fits`. Micro-batches
     are the smallest that may be.
     """
-    batches = case.limits.micro_batch_size or (1,)
-    legal_shapes, _ = shapes_of(case.limited(micro_batch_size=(min(batches),)))
-    if not np.size(legal_shapes.tp) and len(batches) > 1:
-        legal_shapes, _ = shapes_of(case)
-    if not np.size(legal_shapes.tp) or not modes_allowed(case):
+    shapes = _smallest(case)
+    if shapes is None:
         return
-    pricing = pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits)
-    shapes = priced_shapes(pricing, legal_shapes)
     if may_fit:
-        shapes = shapes.take(np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime))))
+        left = np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime)))
+        if not len(left) and not case.runtime.counts_moments:  # a step's only micro-batch may free its activations
+            raise NothingFits(case, {"does_not_fit": len(shapes.kernel)})
+        shapes = shapes.take(left)
     rows = np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable")[:PROMISING]
     yield from candidates_of(case, shapes.shape.take(rows))
 

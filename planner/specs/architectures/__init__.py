@@ -20,7 +20,8 @@ SAME_AS = {
     "minimax_m1": "minimax", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text",
     "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
     "llama4": "llama4_text", "yi": "llama", "aquila": "llama", "skywork": "llama", "xverse": "llama",
-    "telechat3": "llama", "rwforcausallm": "falcon", "refinedweb": "falcon",
+    "telechat3": "llama", "iquestcoder": "llama", "apertus1p5_text": "apertus",
+    "rwforcausallm": "falcon", "refinedweb": "falcon",
     "refinedwebmodel": "falcon", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen2_5_omni_text": "qwen2", "mimo": "qwen2",
@@ -34,10 +35,11 @@ INNER = ("text_config", "llm_config", "language_config", "thinker_config", "lang
 
 WRAPPERS = {
     "mistral3": "mistral", "llama4": "llama4_text", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
-    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "qwen2_vl": "qwen2",
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "kimi_k3": "kimi_linear",
+    "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2", "aria": "aria_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "llava": "llama", "llava_next": "llama", "step3_vl": "step3_text", "step3p7": "step3p5",
-    "glm4v": "glm4", "glm4v_moe": "glm4_moe",
+    "glm4v": "glm4", "glm4v_moe": "glm4_moe", "minimax_m3_vl": "minimax_m3_vl_text",
 }  # fmt: skip
 """Language models of multimodal configs whose inner config names none."""
 
@@ -46,7 +48,6 @@ REFUSED = {
     "bailing_moe_linear": "linear attention of Ring-linear",
     "bitnet": "weights of three values, with norms inside attention and MLP",
     "blt": "bytes that are gathered into patches before the layers",
-    "deepseek_v4": "keys and values that are compressed over time, and residual streams that are mixed by learned maps",
     "diffllama": "attention as the difference of two softmaxes",
     "ernie4_5_vl_moe": "experts of their own for text and for images",
     "gemma3n": "layers with embeddings of their own, and alternating streams",

@@ -240,6 +240,13 @@ DENSE_ARCHITECTURES: dict[str, Architecture] = {
         fixed=ROTARY,
     ),
     "granite": LLAMA.like(keys=MULTIPLIERS),
+    "granite_swa": LLAMA.like(
+        lists.window(lists.cwm_full), keys=MULTIPLIERS,
+        defaults={"num_hidden_layers": 24, "hidden_size": 2560, "num_attention_heads": 20, "num_key_value_heads": 4,
+                  "vocab_size": 100352, "intermediate_size": 8192, "sliding_window": 128, "tie_word_embeddings": True,
+                  "rms_norm_eps": 1e-5},
+        attention_sinks=True,
+    ),
     "hyperclovax": LLAMA.like(keys=MULTIPLIERS | keys(post_norms="use_post_norm"), defaults={"use_post_norm": True}),
     "minicpm": LLAMA.like(d.minicpm, defaults={"tie_word_embeddings": True}),
     "minicpm3": _LATENT.like(

@@ -16,7 +16,7 @@ Derived = dict[str, Any]
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "xielu": "xielu",
-    "relu_squared": "relu2", "squared_relu": "relu2",
+    "situ": "situ", "relu_squared": "relu2", "squared_relu": "relu2",
 }  # fmt: skip
 _SWITCHES = (
     "attention_bias", "attention_out_bias", "do_layer_norm_before", "enable_bias", "mlp_bias", "qk_layernorm",

@@ -315,6 +315,12 @@ def mimo_moe(config: Config, layer: int) -> bool:
     return bool(stated[layer]) if listed_all else layer > 0  # type: ignore[index]
 
 
+def minimax_m3_moe(config: Config, layer: int) -> bool:
+    """Layers for which moe_layer_freq lists a 1, else all (MiniMax-M3)."""
+    stated = config.get("moe_layer_freq")
+    return bool(stated[layer]) if isinstance(stated, list) and layer < len(stated) else True
+
+
 def lfm2_full(config: Config, layer: int) -> bool:
     """Layers listed under full_attn_idxs, all where none are listed (LFM2)."""
     stated = config.get("full_attn_idxs")

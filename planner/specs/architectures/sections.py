@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from planner.specs.architectures import layer_lists as lists
-from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, whole
+from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, num_layers, whole
 from planner.specs.units import is_count
 
 
@@ -109,8 +109,18 @@ def kimi_delta(config: Config) -> Derived:
     return {
         "linear_attention": {
             "num_key_heads": heads, "num_value_heads": heads, "key_head_dim": dim, "value_head_dim": dim,
-            "conv_kernel": conv, "gate_rank": dim,
+            "conv_kernel": conv, "gate_rank": dim, "full_output_gate": bool(inner.get("use_full_rank_gate", False)),
         }
+    }  # fmt: skip
+
+
+def kimi_k3(config: Config) -> Derived:
+    """Kimi-K3 beside Kimi Linear: experts in a narrower width, gated latent attention, snapshots of the residual."""
+    latent = config.get("routed_expert_hidden_size")
+    return {
+        "latent_size": latent, "latent_norm": bool(latent and config.get("latent_moe_use_norm", False)),
+        "attn_output_gate": bool(config.get("mla_use_output_gate", False)),
+        "attn_res_block_size": config.get("attn_res_block_size"),
     }  # fmt: skip
 
 
@@ -130,6 +140,66 @@ def indexer(config: Config) -> Derived:
     """The indexer of sparse attention."""
     names = ("index_n_heads", "index_head_dim", "index_topk")
     return {"indexer": {name: whole(config, name) for name in names}}
+
+
+_COMPRESSED = {
+    "sliding_attention": "sliding", "compressed_sparse_attention": "compressed_sparse",
+    "heavily_compressed_attention": "heavily_compressed",
+}  # fmt: skip
+"""Names of transformers for DeepSeek-V4's layers."""
+
+
+def compressed_attention(config: Config) -> Derived:
+    """DeepSeek-V4's attention: kinds of layers by name, or by the tokens of a compressed key (0 for none)."""
+    rates = config.get("compress_rates")
+    named = rates if isinstance(rates, dict) else {}
+    sparse = whole({**named, **config}, "compress_rate_csa", named.get("compressed_sparse_attention", 4))
+    heavy = whole({**named, **config}, "compress_rate_hca", named.get("heavily_compressed_attention", 128))
+    layers, stated = num_layers(config), config.get("compress_ratios")
+    kinds = lists.listed(config, _COMPRESSED)
+    if kinds is None and isinstance(stated, list):
+        by_rate = {0: "sliding", 1: "sliding", sparse: "compressed_sparse", heavy: "heavily_compressed"}
+        if len(stated) < layers or any(rate not in by_rate for rate in stated):
+            raise InexpressibleError(f"compress_ratios: {stated!r:.60}, expected 0, {sparse} or {heavy} for each layer")
+        kinds = [by_rate[rate] for rate in stated[:layers]]
+    if kinds is None:
+        kinds = ["compressed_sparse" if i > 1 and i % 2 else "heavily_compressed" for i in range(layers)]
+    rotated = config.get("partial_rotary_factor") or whole(config, "qk_rope_head_dim") / whole(config, "head_dim")
+    return {
+        "layer_types": lists.shortest(kinds), "partial_rotary_factor": rotated, "mlp_layer_types": ("moe",),
+        "compressed_attention": {
+            "q_lora_rank": whole(config, "q_lora_rank"), "o_groups": whole(config, "o_groups"),
+            "o_lora_rank": whole(config, "o_lora_rank"), "sparse_rate": sparse, "heavy_rate": heavy,
+        },
+    }  # fmt: skip
+
+
+_MINIMAX_M3_OLD = {
+    "index_n_heads": "sparse_num_index_heads", "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size", "index_topk_blocks": "sparse_topk_blocks",
+}  # fmt: skip
+"""Names of checkpoints before transformers had the model."""
+
+
+def minimax_m3(config: Config) -> Derived:
+    """MiniMax-M3's sparse layers attend to chosen blocks of keys, which heads without weights of their own score."""
+    given = config.get("sparse_attention_config")
+    stated = given if isinstance(given, dict) else {}
+    kinds = lists.listed(config, {"full_attention": "full", "minimax_m3_sparse": "indexed"})
+    if kinds is None:
+        chosen = stated.get("sparse_attention_freq")
+        listed = chosen if isinstance(chosen, list) and len(chosen) == config.get("num_hidden_layers") else ()
+        kinds = ["indexed" if layer < len(listed) and listed[layer] else "full" for layer in range(num_layers(config))]
+    fields: Derived = {
+        # a checkpoint's config says `swigluoai`, whose gate is clamped and passed through a sigmoid
+        "activation": "silu", "layer_types": lists.shortest(kinds),
+        "partial_rotary_factor": whole(config, "rotary_dim") / whole(config, "head_dim"),
+    }  # fmt: skip
+    if "indexed" not in kinds:
+        return fields
+    sizes = {name: whole(stated, old, whole(config, name)) for name, old in _MINIMAX_M3_OLD.items()}
+    keys = sizes.pop("index_topk_blocks") * sizes.pop("index_block_size")
+    return fields | {"indexer": {**sizes, "index_topk": keys, "weighs_heads": False}}
 
 
 def gemma4_heads(config: Config) -> Derived:

@@ -63,6 +63,13 @@ LAYER_KIND_RULES: tuple[Rule, ...] = (
             f"cp {shape.cp} splits sequences, and layers of {', '.join(_unplain_kinds(model))} are priced on whole ones"
         ),
     ),
+    Rule(
+        "traced_layers_not_split",
+        lambda model, training, shape: (shape.tp == 1) | (model.traced is None or model.traced.is_split),
+        lambda model, training, shape: (
+            f"tp {shape.tp} splits layers that were traced without a plan of sharding (plan models trace --shard)"
+        ),
+    ),
 )
 """Rules of every trainer. Megatron-LM can split the sequences of Mamba-2 by heads; that is not priced."""
 
@@ -87,7 +94,7 @@ _UNWRITTEN: tuple[tuple[str, Callable[[ModelSpec], bool], str], ...] = (
     ("query_rank", lambda m: m.query_rank is not None, "low-rank queries beside full keys"),
     ("norm_weight", lambda m: not m.norm_weight, "norms without weights"),
     ("head_bias", lambda m: m.head_bias, "biases in the head"),
-    ("activation", lambda m: m.activation == "xielu", "xIELU"),
+    ("activation", lambda m: m.activation in ("xielu", "situ"), "xIELU or SiTU"),
     ("latent_size", lambda m: m.moe is not None and m.moe.latent_size is not None, "experts on latents"),
     ("num_zero_experts", lambda m: m.moe is not None and m.moe.num_zero_experts > 0, "experts that do nothing"),
     ("expert_norms", lambda m: m.moe is not None and m.moe.expert_norms, "norms around experts"),

@@ -54,7 +54,9 @@ def _switch_rules(runtime: RuntimeSpec) -> tuple[Rule, ...]:
         Rule(
             "model_parallel_not_expressible",
             lambda m, t, s: (s.tp * s.cp * s.pp * s.ep == 1) | runtime.has_model_parallel,
-            lambda m, t, s: f"tp {s.tp}, cp {s.cp}, pp {s.pp}, ep {s.ep}: {runtime.name} shards weights, no more",
+            lambda m, t, s: (
+                f"tp {s.tp}, cp {s.cp}, pp {s.pp}, ep {s.ep}: {runtime.name} shards weights alone (ZeRO, FSDP)"
+            ),
         ),
         Rule(
             "cp_not_expressible",

@@ -1,0 +1,403 @@
+"""Views of what was saved: `plan show`, `report`, `trace`, `memory` and `compare`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from planner.cli import options as o
+from planner.errors import SpecError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.answer.memory import MemoryAnswer, MemoryOfStage
+    from planner.cli.output import Shape
+    from planner.decide.compare import Compared
+    from planner.layout.candidate import Candidate
+
+_log = logging.getLogger(__name__)
+_WHAT = "What to show"
+MOST_FILES = 6
+"""More columns than that cannot be read."""
+
+Saved = Annotated[
+    str, typer.Argument(metavar="FILE", help="What a command saved with -o or --json; - is stdin.", show_default=False)
+]
+Files = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE", help="Files of plan -o, plan probe -o, plan import -o, plan observe -o.", show_default=False
+    ),
+]
+Stage = Annotated[int | None, o.number(_WHAT, "--stage", "One stage. [all, and tensors of the fullest]")]
+Alternative = Annotated[int | None, o.number(_WHAT, "--alternative", "The plan's N-th alternative. [the best]")]
+Plot = Annotated[
+    str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw it over the step: .png, .svg or .html; - is the terminal.")
+]
+Snapshot = Annotated[
+    str | None, o.text(o.OUTPUT, "--snapshot", "FILE", "Write the stage's step for pytorch.org/memory_viz.")
+]
+MemoryOutput = Annotated[str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the answer as JSON; - is stdout.")]
+MicroBatches = Annotated[
+    int | None, o.number(_WHAT, "--micro-batches -m", "Trace a step of fewer micro-batches. [the plan's]")
+]
+TraceOutput = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [trace.json]")]
+ShownPage = Annotated[
+    str | None, o.text(o.OUTPUT, "--page", "FILE", "Write a plan as one HTML file with pictures; - is stdout.")
+]
+ShownTrace = Annotated[
+    str | None, o.text(o.OUTPUT, "--trace", "FILE", "Write a plan's step as a trace for Perfetto; - is stdout.")
+]
+Page = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [report.html]")]
+Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let options that name a file replace it.")]
+
+
+def show_command(
+    file: Saved,
+    page: ShownPage = None,
+    trace: ShownTrace = None,
+    alternative: Alternative = None,
+    micro_batches: MicroBatches = None,
+    full: o.Full = False,
+    show: o.Show = None,
+    json: o.Json = False,
+    force: Force = False,
+) -> None:
+    """Print again what was saved: a plan, a sweep, phases, a comparison, a probe, an observed or imported run.
+
+    \b
+    Example:
+      plan show plan.json
+      plan show plan.json --show rejected,proof
+      plan show plan.json --page report.html --trace trace.json
+    """
+    from planner.cli.output import Shape, dumps
+    from planner.cli.output import show as print_out
+    from planner.specs.reading import label, load_yaml
+    from planner.specs.reading.limits import SAVED
+
+    if page is not None or trace is not None:
+        if page is not None:
+            _write_page(file, alternative, page, force)
+        if trace is not None:
+            _write_trace(file, alternative, micro_batches, trace, force)
+        return
+    shape = Shape(json, full, show)
+    data, where = load_yaml(file, SAVED), label(file)
+    known = [row for row in _KINDS if row.keys <= data.keys()]
+    if not known:
+        hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
+        raise SpecError(f"{where}: is nothing that a command saved", hint)
+    rendered = known[0].draw(data, where, shape, alternative)
+    if json:
+        sys.stdout.write(dumps(data))
+    else:
+        print_out(rendered)
+
+
+def _draw_plan(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.plan_file import plan_of, with_alternative
+    from planner.report.terminal import render, screen
+
+    plan = with_alternative(plan_of(data, where), alternative)
+    return render(plan, None, shape.names) if shape.full or shape.names else screen(plan)
+
+
+def _draw_imported(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    return _draw_plan(data["evaluated"], where, shape, alternative)
+
+
+def _draw_resume(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.decide.job import Resume
+    from planner.plan_file import plan_of
+    from planner.report.resume import render_resume
+    from planner.specs.problems import checked
+
+    ways = data["resume"]
+    for row in ways.get("spares", ()):
+        row.pop("gpu_hours", None)
+    return render_resume(checked(Resume, ways, where), plan_of(data, where))
+
+
+def _draw_sweep(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.decide.sweep import Sweep
+    from planner.report.sweep import render_sweep
+    from planner.specs.problems import checked
+
+    return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
+
+
+def _draw_comparison(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.decide.compare import Compared, compare
+    from planner.report.comparison import render_comparison
+    from planner.specs.problems import checked
+
+    return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
+
+
+def _draw_phases(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.decide.phases import PhasesAnswer
+    from planner.plan_file import plan_of
+    from planner.report.phases import render_phases
+    from planner.specs.problems import checked
+
+    phases = [{**phase, "plan": plan_of(phase["plan"], where)} for phase in data["phases"]]
+    return render_phases(
+        checked(PhasesAnswer, {**{k: v for k, v in data.items() if k != "schema_version"}, "phases": phases}, where)
+    )
+
+
+def _draw_probe(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.cli.measurements import probe_of
+    from planner.cli.probe_report import render
+
+    return render(probe_of(data, where))
+
+
+def _draw_observed(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.observe.judge import observed_of
+    from planner.report.observe.answer import render_observed
+
+    return render_observed(observed_of(data, where))
+
+
+class _Kind(NamedTuple):
+    """Something that a command saves: the keys that it has, and what draws it."""
+
+    keys: set[str]
+    draw: Callable[[dict[str, Any], str, Shape, int | None], RenderableType]
+
+
+_KINDS = (
+    _Kind({"comparisons", "run", "ranks"}, _draw_probe),
+    _Kind({"observation", "verdict"}, _draw_observed),
+    _Kind({"points", "pareto", "answers"}, _draw_sweep),
+    _Kind({"sides", "differences", "waterfall"}, _draw_comparison),
+    _Kind({"phases", "changes", "total"}, _draw_phases),
+    _Kind({"source", "evaluated", "run"}, _draw_imported),
+    _Kind({"schema_version", "best", "resume"}, _draw_resume),
+    _Kind({"schema_version", "best"}, _draw_plan),
+)
+"""The first whose keys a file has is what the file holds."""
+
+
+def report_command(plan: o.PlanFile, output: Page = "report.html", force: Force = False) -> None:
+    """Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, alternatives, inputs.
+
+    \b
+    Example:
+      plan report plan.json -o report.html
+      plan --model 8b --gpus 16 -o - | plan report - -o report.html
+    """
+    _write_page(plan, None, output, force)
+
+
+def trace_command(
+    plan: o.PlanFile,
+    alternative: Alternative = None,
+    micro_batches: MicroBatches = None,
+    output: TraceOutput = "trace.json",
+    force: Force = False,
+) -> None:
+    """Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.
+
+    \b
+    Example:
+      plan trace plan.json -o trace.json
+      plan trace plan.json -m 32 -o - | gzip > trace.json.gz
+    """
+    _write_trace(plan, alternative, micro_batches, output, force)
+
+
+def _write_page(plan: str, alternative: int | None, path: str, force: bool) -> None:
+    """Write the report of a plan as HTML."""
+    from planner.cli.output import waiting
+    from planner.files import STDOUT, refuse_to_overwrite
+    from planner.plan_file import read_plan, with_alternative
+    from planner.report.page import write_report
+
+    refuse_to_overwrite(path, force)
+    read = with_alternative(read_plan(plan), alternative)
+    with waiting("drawing"):
+        write_report(read, path, force=force)
+    if path != STDOUT:
+        _log.info("wrote %s", path)
+
+
+def _write_trace(plan: str, alternative: int | None, micro_batches: int | None, path: str, force: bool) -> None:
+    """Write a step of a plan as Chrome trace events, which Perfetto opens."""
+    from planner.cli.output import waiting
+    from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.layout.price import num_actions, with_microbatches
+    from planner.plan_file import read_plan, with_alternative
+    from planner.report.timeline.trace import MAX_ACTIONS, trace_text
+
+    refuse_to_overwrite(path, force)
+    chosen = with_alternative(read_plan(plan), alternative)
+    layout = with_microbatches(chosen.best, micro_batches)
+    actions, sizes = num_actions(layout), layout.parallelism
+    if actions > MAX_ACTIONS:
+        few = MAX_ACTIONS * sizes.num_microbatches // actions
+        raise SpecError(
+            f"{plan}: a step has {actions:,} actions, too many for a trace",
+            f"trace a shorter step with --micro-batches {max(few // sizes.pp, 1) * sizes.pp}",
+        )
+    with waiting("tracing"):
+        text = trace_text(chosen, layout)
+    write_text(path, text, force)
+    if path != STDOUT:
+        _log.info("wrote %s: open it at ui.perfetto.dev", path)
+
+
+def memory_command(
+    plan: o.PlanFile,
+    stage: Stage = None,
+    alternative: Alternative = None,
+    json: o.Json = False,
+    plot: Plot = None,
+    snapshot: Snapshot = None,
+    output: MemoryOutput = None,
+    force: Force = False,
+) -> None:
+    """Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.
+
+    They add up to the plan's peak. What a change would free, and what it would cost, is priced. --plot and --snapshot
+    show the stage that --stage names, or the fullest.
+
+    \b
+    Example:
+      plan memory plan.json
+      plan memory plan.json --stage 0 --plot -
+      plan memory plan.json --stage 0 --snapshot stage0.pickle
+    """
+    from planner.cli.output import dumps, show_and_save, waiting
+    from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.layout.alive import explore, shown
+    from planner.layout.price import reprice
+    from planner.plan_file import read_plan, with_alternative
+    from planner.report.memory.text import render_memory
+
+    for path in (output, plot, snapshot):
+        if path is not None:
+            refuse_to_overwrite(path, force)
+    if plot == output == STDOUT:
+        raise SpecError("--plot - and -o -: both are standard output", "name a file for one of them")
+    if snapshot == STDOUT:
+        raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
+    draw = None if plot is None else _drawing_to(plot)
+    chosen = with_alternative(read_plan(plan), alternative)
+    num_stages = len(chosen.best.stages)
+    if stage is not None and not 0 <= stage < num_stages:
+        raise SpecError(f"--stage {stage}: the plan has {num_stages} stages", f"0 to {num_stages - 1}")
+    with waiting("listing tensors"):
+        candidate = shown(reprice(chosen, chosen.best))
+        answer = explore(chosen, chosen.best, candidate, range(num_stages) if stage is None else (stage,))
+    _note_fewer(candidate, chosen.best.parallelism.num_microbatches)
+    fullest = max(answer.stages, key=lambda one: one.memory.total_bytes)
+    if draw is not None and plot is not None:
+        draw(answer, fullest, plot, force)
+    if snapshot is not None:
+        _write_snapshot(answer, fullest, candidate, snapshot, force)
+    data = answer.model_dump(mode="json") if json or output is not None else None
+    if plot != STDOUT:
+        show_and_save(data, render_memory(answer, fullest), json, output, force, indent=None)
+    elif output is not None:
+        write_text(output, dumps(data, None), force)
+
+
+def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:
+    if candidate.num_microbatches < num_microbatches:
+        _log.warning(
+            "a step of %s micro-batches is too long to show; one of %s has the same peaks",
+            f"{num_microbatches:,}", f"{candidate.num_microbatches:,}",
+        )  # fmt: skip
+
+
+def _drawing_to(path: str) -> Callable[[MemoryAnswer, MemoryOfStage, str, bool], None]:
+    """The function that draws a stage, once it is known that it can draw to `path`."""
+    from pathlib import PurePath
+
+    from planner.files import STDOUT
+    from planner.report.memory.plot import SUFFIXES, draw_memory
+
+    if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
+        stem = PurePath(path).stem or "memory"
+        raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")
+    return draw_memory
+
+
+def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candidate, path: str, force: bool) -> None:
+    from planner.files import write_bytes
+    from planner.layout.alive import step_of
+    from planner.layout.memory_curve import memory_curves
+    from planner.report.memory.torch_snapshot import snapshot
+    from planner.schedule.replay import replay
+
+    timeline = replay(candidate.order, candidate.durations)
+    step = step_of(candidate, timeline, memory_curves(candidate, timeline)[stage.stage])
+    write_bytes(path, snapshot(step.tensors, step.events, stage.stage, answer.model), force)
+    _log.info("wrote %s, stage %d: open it at pytorch.org/memory_viz", path, stage.stage)
+
+
+def compare_command(files: Files, json: o.Json = False) -> None:
+    """Say what differs between plans, probes and runs (imported, observed), and why one is faster: terms that add up.
+
+    The first file is what the others are held against.
+
+    \b
+    Example:
+      plan compare plan.json other.json
+      plan compare plan.json probe.json
+      plan observe train.log --plan plan.json -o observed.json
+      plan compare plan.json observed.json
+      plan import pretrain.sh --gpus 64 -o mine.json
+      plan compare mine.json plan.json
+    """
+    from planner.cli.output import dumps, show
+    from planner.decide.compare import compare
+    from planner.report.comparison import render_comparison
+
+    if not 2 <= len(files) <= MOST_FILES:
+        raise SpecError(f"plan compare: {len(files)} files", f"name two to {MOST_FILES} of them")
+    if files.count("-") > 1:
+        raise SpecError("plan compare: two files are standard input", "name a file for one of them")
+    comparison = compare([_side(path) for path in files])
+    if json:
+        sys.stdout.write(dumps(comparison.to_json()))
+    else:
+        show(render_comparison(comparison))
+
+
+def _side(path: str) -> Compared:
+    """One side: a plan, a probe's result, or a run that `plan import` or `plan observe` read."""
+    from planner.cli.measurements import is_probe, probe_of
+    from planner.decide.compare import of_observation, of_plan, of_probe
+    from planner.observe.judge import is_observed, observed_of
+    from planner.plan_file import plan_of
+    from planner.specs.reading import label, load_yaml
+    from planner.specs.reading.limits import SAVED
+
+    data, where = load_yaml(path, SAVED), label(path)
+    if is_probe(data):
+        return of_probe(probe_of(data, where), where)
+    if is_observed(data):
+        return of_observation(observed_of(data, where).observation, where)
+    if {"source", "evaluated", "run"} <= data.keys():  # plan import --json
+        return of_plan(plan_of(data["evaluated"], where), where, "run")
+    if "run" in data:
+        return of_plan(_priced(data, where), where, "run")
+    return of_plan(plan_of(data, where), where)
+
+
+def _priced(data: dict[str, Any], where: str) -> Any:
+    """The price of a run in the form of `plan evaluate --runs`."""
+    from planner.layout.evaluate import evaluate
+    from planner.layout.runs import parse_run
+
+    run = parse_run(data, where)
+    return evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)

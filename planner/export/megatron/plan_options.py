@@ -1,0 +1,328 @@
+"""Megatron-LM's options that say a plan, both ways: grid, stages, sharding, recompute, dtypes, kernels, switches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from planner.answer import Plan
+from planner.errors import SpecError
+from planner.export.megatron.option_rows import (
+    Codec,
+    Fields,
+    Options,
+    number,
+    positive,
+    read_fields,
+    sections_of,
+    table,
+    text,
+)
+from planner.export.spelling import recipe_of, spelling_of, spellings
+from planner.export.stages import VirtualStage, block_size, is_even, virtual_stages
+from planner.export.trainer_files import Arguments
+from planner.trainers.layout_string import expanded
+from planner.trainers.switches import Value
+
+
+def layout_string(stages: Iterable[VirtualStage], num_mtp: int = 0) -> str:
+    """E embedding, t decoder layer, m MTP block, L loss, | between virtual stages, and x*n, (…)*n for repetition.
+
+    `Et|(tt|)*62tL` is 64 stages: one layer in the first and the last, two in each between.
+    """
+    return fold([_symbols(stage, num_mtp) for stage in stages])
+
+
+def fold(stages: list[str]) -> str:
+    """Join the stages by |, runs of equal ones as (stage|)*n; the last has no | behind it."""
+    *inner, last = stages
+    parts = []
+    for symbols, group in groupby(inner):
+        times = len(list(group))
+        stage = f"{symbols}|"
+        # Megatron unrolls one level of parentheses, then x*n of one symbol
+        parts.append(stage if times == 1 else f"|*{times}" if not symbols else f"({stage})*{times}")
+    return "".join(parts) + last
+
+
+def _symbols(stage: VirtualStage, num_mtp: int) -> str:
+    text = "E" if stage.embedding else ""
+    text += _repeat("t", stage.num_layers)
+    text += _repeat("m", num_mtp) if stage.mtp else ""
+    return text + ("L" if stage.head else "")
+
+
+def _repeat(symbol: str, times: int) -> str:
+    return symbol * times if times < 3 else f"{symbol}*{times}"
+
+
+def is_fsdp(plan: Plan) -> bool:
+    """ZeRO-2 and 3 are Megatron-FSDP; ZeRO-1 is the distributed optimizer."""
+    return plan.parallelism.zero_stage >= 2
+
+
+def _write_expert_ranks(plan: Plan) -> Arguments:
+    """Expert parallelism, and tensor parallelism of experts, which would be tp unless told."""
+    layout = plan.parallelism
+    if plan.model.spec.moe is not None:
+        return {"--expert-model-parallel-size": layout.ep, "--expert-tensor-parallel-size": layout.etp}
+    # it asks for as many replicas of experts as of the rest, also where there are none
+    if layout.dp_outermost and layout.cp > 1:
+        return {"--expert-tensor-parallel-size": layout.tp * layout.cp}
+    return {}
+
+
+def _read_expert_ranks(options: Options) -> Fields:
+    fields: Fields = {"ep": positive(options, "--expert-model-parallel-size")}
+    if "--num-experts" not in options:
+        return fields
+    return fields | {
+        "etp": number(options, "--expert-tensor-parallel-size", positive(options, "--tensor-model-parallel-size"))
+    }
+
+
+def _write_stages(plan: Plan) -> Arguments:
+    """The split of layers: even stages by their number, all others by a layout string."""
+    layout, model = plan.parallelism, plan.model.spec
+    if layout.pp == 1:
+        return {}
+    stages = virtual_stages(plan.best, model.num_hidden_layers)
+    if not is_even(stages):
+        return {"--pipeline-model-parallel-layout": layout_string(stages, model.num_nextn_predict_layers)}
+    return {"--num-virtual-stages-per-pipeline-rank": layout.vpp} if layout.vpp > 1 else {}
+
+
+def _write_sharding(plan: Plan) -> Arguments:
+    """Distributed optimizer or FSDP, the ranks it shards over, and the size of its buckets."""
+    layout, runtime, arguments = plan.parallelism, plan.runtime_spec, Arguments()
+    if is_fsdp(plan):
+        strategy = "optim_grads_params" if layout.zero_stage == 3 else "optim_grads"
+        arguments |= {
+            "--use-megatron-fsdp": True,
+            "--data-parallel-sharding-strategy": strategy,
+            "--ckpt-format": "fsdp_dtensor",
+        }
+    if layout.zero_stage >= 1:
+        arguments["--use-distributed-optimizer"] = True
+        if layout.shard_size < layout.dp * layout.cp:
+            arguments["--num-distributed-optimizer-instances"] = layout.dp * layout.cp // layout.shard_size
+    if runtime.gradient_overlap_fraction > 0 and not is_fsdp(plan) and runtime.bucket_parameters is not None:
+        arguments["--ddp-bucket-size"] = runtime.bucket_among(layout.shard_size)
+    return arguments
+
+
+def _read_sharding(options: Options) -> Fields:
+    """The ZeRO stage that the distributed optimizer or FSDP amounts to."""
+    strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+    if "--use-megatron-fsdp" in options or "--use-custom-fsdp" in options:
+        # unasked: all of it since 0.18, nothing before, when custom FSDP was renamed
+        unasked = "optim_grads_params" if "--use-megatron-fsdp" in options else "no_shard"
+        strategy = text(options, "--data-parallel-sharding-strategy", unasked)
+        return {"zero_stage": strategies.get(strategy, 0)}
+    if "--use-torch-fsdp2" in options:
+        return {"zero_stage": 3}
+    return {"zero_stage": 1 if "--use-distributed-optimizer" in options else 0}
+
+
+def _write_recompute(plan: Plan) -> Arguments:
+    layout = plan.parallelism
+    if layout.recompute == "none":
+        return {}
+    if layout.recompute == "selective":
+        return {
+            "--recompute-granularity": "selective",
+            "--recompute-modules": layout.recompute_modules or ("core_attn",),
+        }
+    size = block_size(plan.best, virtual_stages(plan.best, plan.model.spec.num_hidden_layers))
+    method, layers = ("uniform", 1) if size is None else ("block", size)
+    return {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
+
+
+def _read_recompute(options: Options) -> Fields:
+    """Recompute mode, with its modules or its number of layers."""
+    mode = text(options, "--recompute-granularity")
+    if not mode:
+        return {"recompute": "selective"} if "--recompute-activations" in options else {}
+    if mode == "selective":
+        modules = options.get("--recompute-modules", ["core_attn"])
+        return {
+            "recompute": "selective",
+            "recompute_modules": [m for word in modules for m in word.strip("[]").split()],
+        }
+    if options.get("--recompute-method") == ["block"]:
+        num_layers = number(options, "--recompute-num-layers", 1)
+        return {"recompute": "full", "recompute_num_layers": num_layers} if num_layers else {}
+    return {"recompute": "full"}
+
+
+def _read_stages(options: Options) -> Fields:
+    """Virtual stages per rank and an uneven split, from any of Megatron's ways to give them."""
+    pp = positive(options, "--pipeline-model-parallel-size")
+    if symbols := options.get("--pipeline-model-parallel-layout"):
+        layout = "".join(symbols)
+        return {"layout": layout, "vpp": (expanded(layout).count("|") + 1) // pp}
+    num_layers = number(options, "--num-layers", 0) or 0
+    vpp = positive(options, "--num-virtual-stages-per-pipeline-rank")
+    ends = ("--account-for-embedding-in-pipeline-split" in options, "--account-for-loss-in-pipeline-split" in options)
+    if "--num-layers-per-virtual-pipeline-stage" in options:
+        per_chunk = positive(options, "--num-layers-per-virtual-pipeline-stage")
+        vpp = max(1, (num_layers + sum(ends)) // (pp * per_chunk))
+    is_counted = any(ends) and num_layers > 0
+    counts = _uneven(options, num_layers, pp) or (_accounted(num_layers, pp * vpp, ends) if is_counted else None)
+    return {"vpp": vpp, **({"layers_per_stage": counts} if counts else {})}
+
+
+def _uneven(options: Options, num_layers: int, pp: int) -> list[int] | None:
+    """Layers of every stage where those of the first or the last are given: the middle ones are equal."""
+    first = number(options, "--decoder-first-pipeline-num-layers")
+    last = number(options, "--decoder-last-pipeline-num-layers")
+    if (first is None and last is None) or pp == 1 or not num_layers:
+        return None
+    middle = pp - (first is not None) - (last is not None)
+    left = num_layers - (first or 0) - (last or 0)
+    if left < 0 or (middle and left % middle) or (not middle and left):
+        raise SpecError(f"{left} layers are left for {middle} middle stages", "they must divide evenly")
+    return [*([] if first is None else [first]), *[left // max(middle, 1)] * middle, *([] if last is None else [last])]
+
+
+def _accounted(num_layers: int, num_stages: int, ends: tuple[bool, bool]) -> list[int]:
+    """Layers of every stage where embedding and loss each count as a layer of their stage."""
+    layers_per_stage, rest = divmod(num_layers + sum(ends), num_stages)
+    if rest:
+        raise SpecError(
+            f"{num_layers + sum(ends)} layers, embedding and loss counted, on {num_stages} stages", "uneven"
+        )
+    counts = [layers_per_stage] * num_stages
+    counts[0] -= ends[0]
+    counts[-1] -= ends[1]
+    return counts
+
+
+def precision(plan: Plan) -> Arguments:
+    """The dtypes of matrix products and of weights, and that of the gradients of fp16."""
+    dtype = plan.training.dtype
+    runtime = plan.runtime_spec.in_dtype(dtype, plan.cluster.hardware.architecture)
+    arguments: Arguments = dict(table()["dtypes"][dtype])
+    if runtime.narrow_parameters and plan.parallelism.zero_stage >= 1:
+        arguments |= table()["narrow_weights"].get(dtype, {})
+    if dtype == "fp16" and runtime.gradient_bytes == 4:
+        arguments["--accumulate-allreduce-grads-in-fp32"] = True
+    return arguments
+
+
+def read_dtype(options: Options) -> str:
+    """The dtype that matrix products compute in."""
+    if "--fp4-format" in options:
+        return "nvfp4"
+    if "--fp8-format" in options or "--fp8-hybrid" in options or "--fp8-e4m3" in options:
+        return "mxfp8" if options.get("--fp8-recipe") == ["mxfp8"] else "fp8"
+    return "fp16" if "--fp16" in options else "bf16"
+
+
+def read_scales(options: Options) -> str | None:
+    """The recipe of 8-bit scales, as a run's `precision_recipe` has it: `fp8-tensorwise`; None for other dtypes.
+
+    Megatron-LM's own, where none is named, is `delayed`.
+    """
+    return f"fp8-{text(options, '--fp8-recipe', 'delayed')}" if read_dtype(options) == "fp8" else None
+
+
+def _is_swiglu(plan: Plan) -> bool:
+    return plan.model.spec.gated_mlp and plan.model.spec.activation == "silu"
+
+
+def _read_attention(options: Options) -> Fields:
+    if "--attention-backend" not in options:
+        return {}
+    return {"flash_attention": text(options, "--attention-backend") not in ("unfused", "local")}
+
+
+PRECISION_OPTIONS = frozenset({
+    "--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--fp8-hybrid", "--fp8-e4m3",
+})  # fmt: skip
+"""Options that are read for the dtype; the first two formats have older names."""
+CODECS = {
+    "sequence_parallel": Codec(
+        lambda plan: plan.parallelism.tp > 1 and plan.parallelism.sequence_parallel,
+        lambda options: {
+            "sequence_parallel": "--sequence-parallel" in options
+            and positive(options, "--tensor-model-parallel-size") > 1
+        },
+    ),
+    "rank_order": Codec(
+        lambda plan: plan.parallelism.dp_outermost,
+        lambda options: {"rank_order": "tp-cp-ep-pp-dp"} if "--use-tp-pp-dp-mapping" in options else {},
+    ),
+    "expert_ranks": Codec(_write_expert_ranks, _read_expert_ranks),
+    "stages": Codec(_write_stages, _read_stages),
+    "sharding": Codec(_write_sharding, _read_sharding),
+    "recompute": Codec(_write_recompute, _read_recompute),
+    "attention_backend": Codec(
+        lambda plan: "auto" if plan.runtime_spec.flash_attention else "unfused", _read_attention
+    ),
+    "unfused_accumulation": Codec(lambda plan: not plan.runtime_spec.fused_grad_accumulation),
+    "unfused_rotary": Codec(
+        lambda plan: not plan.runtime_spec.fused_rotary and plan.model.spec.position_embedding == "rope"
+    ),
+    "unfused_swiglu": Codec(lambda plan: not plan.runtime_spec.fused_activation and _is_swiglu(plan)),
+    "unfused_gelu": Codec(lambda plan: not plan.runtime_spec.fused_activation and not _is_swiglu(plan)),
+}
+_SECTIONS = sections_of("layout", CODECS)
+GRID, RECOMPUTE, KERNELS = (_SECTIONS[name] for name in ("grid", "recompute", "kernels"))
+LAYOUT_OPTIONS = GRID.names_read() | RECOMPUTE.names_read()
+"""Options that are read for a layout."""
+
+
+def read_layout(options: Options) -> Fields:
+    """Fields of a run's parallelism, without dp. Raises SpecError for sizes that are no numbers or do not divide."""
+    return read_fields((GRID, RECOMPUTE), options)
+
+
+SWITCH_OPTIONS = spellings(table()["switches"])
+"""Megatron-LM's options for each value of each switch, which the exporter and the importer share."""
+SWITCHING = frozenset(name for row in SWITCH_OPTIONS for name in row.settings)
+"""All options that say a switch."""
+CAPACITY = 1.5
+"""Room of a rank for tokens of its experts, over the mean: the recipes of Megatron-Bridge for DeepSeek-V3 and Qwen3."""
+STASH = 1.2
+"""Buffers of the paged stash, over what balanced experts keep (Megatron-Bridge's recipes for DeepSeek-V3)."""
+INFLIGHT = 1
+"""Copies to the host, of one kind, that a graph of a whole iteration does not wait for: Megatron-Bridge's recipe of
+DeepSeek-V3 for GB300."""
+
+
+def switch_arguments(plan: Plan) -> Arguments:
+    """The options that say the plan's recipe in its version's words; those of refused values are left out."""
+    arguments: Arguments = {}
+    for name, value in _recipe(plan).items():
+        arguments |= spelling_of(SWITCH_OPTIONS, name, value, plan.runtime_spec.version) or {}
+    if plan.model.spec.moe is not None:
+        # allgather unless told
+        arguments.setdefault("--moe-token-dispatcher-type", "alltoall")
+        arguments |= _whole_mixture(plan)
+    if plan.runtime_spec.cuda_graphs and plan.runtime_spec.offload_modules:
+        arguments["--fine-grained-offloading-max-inflight-offloads"] = INFLIGHT
+    if not plan.model.spec.gated_mlp:
+        arguments.pop("--moe-mlp-glu-interleave-size", None)
+    return arguments
+
+
+def _recipe(plan: Plan) -> dict[str, Value]:
+    recipe = dict(recipe_of(plan, SWITCH_OPTIONS))
+    if plan.training.dtype == "fp16":
+        # the other way about: gradients are 16 bits wide unless they are asked to be 32
+        recipe.pop("bf16_gradients")
+    return recipe
+
+
+def _whole_mixture(plan: Plan) -> Arguments:
+    """The room for tokens of experts in a graph that replays whatever their numbers are: no host sees these."""
+    if not (plan.runtime_spec.cuda_graphs and plan.runtime_spec.fuses_experts):
+        return {}
+    return {
+        "--moe-token-dispatcher-type": "flex",
+        "--moe-flex-dispatcher-backend": "hybridep",
+        "--moe-expert-rank-capacity-factor": CAPACITY,
+        "--moe-paged-stash": True,
+        "--moe-paged-stash-buffer-size-factor-cuda": STASH,
+    }

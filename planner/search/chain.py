@@ -1,0 +1,551 @@
+"""Splits of a chain of layers without an integer program: sums of every split at once, and a dynamic program for 1F1B.
+
+A stage holds the layers first … last − 1 of the model, so that each of its sums is a difference of two prefix sums.
+Where stages interleave, all are equal but the first and the last, and a node has few splits: `least_steps_s` bounds all
+of them together. For plain 1F1B `best_split` takes the rows 5 to 7 of the integer program (`ilp/program.py`) as
+functions of a rank r and the layers p … p + n that it holds, for what comes before a rank and below it follows from p:
+
+    f[r, p + n] = min over n of max(f[r − 1, p], row[r, p, n])
+
+which is the least of the longest row over all splits, in pp · L · n steps. Where these are too many, and all layers are
+of one kind, each row is the largest of a few that are linear in p and n, and no rank gains by beginning earlier: ranks
+that take as many layers as a limit lets them reach as far as any split does, and the limit is found by trying a few.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.layout.seconds import outside_seconds
+from planner.physics.cost import CostTable, PartCost
+from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import relaxed_peak_bytes
+from planner.schedule.bounds import trip_bounds_s
+from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
+from planner.shape import FloatArray, Number
+from planner.specs.training import Recompute
+
+IntArray = npt.NDArray[np.int64]
+
+MAX_CELLS = 1 << 18
+"""Most combinations of rank, first layer and number of layers in a dynamic program, which has a dozen such arrays."""
+CLOSE = 1e-4
+"""Gap of an objective to its bound at which a split is the best."""
+DEEP = 1 << 18
+"""Least combinations of rank and first layer that no integer program is asked about either."""
+FAR_S = 1e30
+"""Seconds that stand for no limit."""
+NUM_LIMITS = 12
+"""Limits of the seconds outside the pipeline by which splits are divided."""
+TINY = 1e-9
+"""Relative difference of sums that count as equal."""
+
+
+@lru_cache(maxsize=32)
+def layers_before(runs: Runs) -> IntArray:
+    """The number of layers of each kind (columns) among the model's first 0, 1 … L layers (rows)."""
+    kinds = list(dict.fromkeys(kind for kind, _ in runs))
+    layers = np.repeat([kinds.index(kind) for kind, _ in runs], [length for _, length in runs])
+    return np.concatenate([np.zeros((1, len(kinds)), int), np.cumsum(layers[:, None] == np.arange(len(kinds)), axis=0)])
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Sums of a node's layers: a stage holds the layers first … last − 1, and recomputes the first so many whole."""
+
+    node: Node
+    plain: IntArray
+    """Layers of each kind (last axis) that are in the node's first recompute mode, on each stage."""
+    whole: IntArray | None
+    """Layers that are recomputed whole beside those; None where there are none."""
+
+    @classmethod
+    def of(cls, node: Node, first: IntArray, last: IntArray, recomputed: IntArray | int = 0) -> Chain:
+        before = layers_before(tuple(node.runs))
+        if node.whole in ("none", "all") or not np.any(recomputed):
+            return cls(node, before[last] - before[first], None)
+        until = np.minimum(first + recomputed, last)
+        return cls(node, before[last] - before[until], before[until] - before[first])
+
+    def total(self, quantity: str) -> FloatArray:
+        """A quantity of each stage's layers, behind an axis of shapes where the node is of several."""
+        total = np.tensordot(self._of_kinds(quantity, self.node.modes[0]), self.plain, (-1, -1))
+        if self.whole is None:
+            return np.asarray(total)
+        return np.asarray(total + np.tensordot(self._of_kinds(quantity, FULL), self.whole, (-1, -1)))
+
+    def _of_kinds(self, quantity: str, mode: Recompute) -> FloatArray:
+        parts = [self.node.layers[kind, mode] for kind in self.node.kinds]
+        return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
+
+    def transient_bytes(self) -> FloatArray:
+        """The largest transient bytes of any kind of layer on each stage, in whichever mode needs the least."""
+        least = np.min([self._of_kinds("transient_bytes", mode) for mode in self.node.modes], axis=0)
+        held = self.plain if self.whole is None else self.plain + self.whole
+        largest = np.zeros((*least.shape[:-1], *held.shape[:-1]))
+        for kind in range(least.shape[-1]):
+            of_kind = least[..., kind].reshape(*least.shape[:-1], *[1] * (held.ndim - 1))
+            largest = np.maximum(largest, np.where(held[..., kind] > 0, of_kind, 0.0))
+        return largest
+
+
+def least_steps_s(
+    pricing: Pricing, table: CostTable, schedule: str, node: Node, counts: IntArray, recomputed: IntArray
+) -> FloatArray:
+    """A lower bound of the step in seconds for many splits of a node; infinite for one that exceeds a rank's memory.
+
+    `counts` has the layers of each virtual stage (columns) of each split (rows), `recomputed` the number of layers of
+    each stage that are recomputed whole, one for each split. Where the table is of several shapes with the same
+    pipeline, the result has a row for each of them, and a column for each split.
+    """
+    ranks, last = np.asarray(node.placement), counts.cumsum(axis=1)
+    chain = Chain.of(node, last - counts, last, recomputed[:, None])
+
+    def of_stages(quantity: str) -> FloatArray:
+        total = chain.total(quantity)
+        total[..., 0] += _column(getattr(node.embedding, quantity))
+        total[..., -1] += _column(getattr(node.head, quantity))
+        return total
+
+    splits, steps = node.bound == "split_backward", node.num_microbatches
+    forward_s, input_s, weight_s = map(of_stages, ("forward_total_s", "input_grad_total_s", "weight_grad_s"))
+    back_s = (input_s, weight_s) if splits else (input_s + weight_s, np.zeros_like(weight_s))
+    slots = [steps * node.num_stages] * node.pp
+    if node.bound == "interleaved":
+        slots = [min(round(held * node.vpp), steps * node.vpp) for held in node.in_flight]
+    hop_s = np.broadcast_to(
+        _column(node.p2p_s)[..., None] * (ranks[1:] != ranks[:-1]), (*forward_s.shape[:-1], len(ranks) - 1)
+    )
+    bounds_s = trip_bounds_s((forward_s, *back_s), hop_s, node.placement, steps, slots, splits_backward=splits)
+    seconds = {"forward_s": forward_s, "input_grad_s": input_s, "weight_grad_s": weight_s}
+    seconds |= {name: of_stages(name) for name in ("reduce_s", "gather_s", "optimizer_s")}
+    on_rank = [ranks == rank for rank in range(node.pp)]
+    parts = [PartCost(**{name: each[..., at].sum(axis=-1) for name, each in seconds.items()}) for at in on_rank]
+    exposed_s, optimizer_s, tail_s = outside_seconds(pricing, table, parts, schedule)
+    step_s = bounds_s.max(axis=0) + exposed_s + optimizer_s + _column(tail_s)
+    return np.where(_fit(chain), step_s, np.inf)
+
+
+def _column(value: Number) -> FloatArray:
+    """A number, or one of each shape, that broadcasts against splits."""
+    return np.asarray(value, dtype=float)[..., None]
+
+
+def _fit(chain: Chain) -> npt.NDArray[np.bool_]:
+    """True for each split whose ranks have memory for their stages (last axis), as row 6 of the program says."""
+    node, ranks = chain.node, np.asarray(chain.node.placement)
+    static, live, transient = chain.total("static_bytes"), chain.total("live_bytes"), chain.transient_bytes()
+    fits: npt.NDArray[np.bool_] = np.ones(static.shape[:-1], dtype=bool)
+    usable = _column(node.usable_bytes) * (1 + TINY)
+    for rank in range(node.pp):
+        at, held = np.flatnonzero(ranks == rank), np.asarray(node.in_flight_of(rank), dtype=float)
+        beside = _beside_layers(node, rank)
+        largest = np.maximum(transient[..., at].max(axis=-1), _column(beside.transient_bytes))
+        needed = relaxed_peak_bytes(static[..., at].sum(axis=-1), (live[..., at] * held).sum(axis=-1), largest)
+        fits &= needed + _column(beside.static_bytes + beside.live_bytes) <= usable
+    return fits
+
+
+def _beside_layers(node: Node, rank: int) -> PartCost:
+    """Bytes of a rank beside its layers: embedding, head, the hidden states that its stages sent."""
+    held, is_last = node.in_flight_of(rank), rank == node.placement[-1]
+    static: Number = node.short_bytes[rank] if node.short_bytes else 0.0
+    live = (sum(held) - (held[-1] if is_last else 0.0)) * node.sent_bytes
+    transient: Number = 0.0
+    if rank == 0:
+        static, live = static + node.embedding.static_bytes, live + held[0] * node.embedding.live_bytes
+    if is_last:
+        static, live = static + node.head.static_bytes, live + node.head.live_bytes
+        transient = node.head.transient_bytes
+    return PartCost(weights_bytes=static, live_bytes=live, transient_bytes=transient)
+
+
+def best_split(node: Node) -> Solution | None:
+    """The split of a node of plain 1F1B whose longest row is the shortest; None where a dynamic program does not help.
+
+    Two bounds hold: a rank's row with its own seconds outside the pipeline, longest over the ranks; and the longest row
+    plus the longest exchanges and optimizer, each least by itself. The greater one is the solution's bound. It has no
+    counts where no split is below the cutoff.
+    """
+    if node.bound != "one_f_one_b" or node.pp == 1 or node.vpp > 1 or node.rank_factors:
+        return None
+    if node.whole == "per_stage" and len(node.kinds) > 1:
+        return None
+    if node.whole != "one_count":
+        rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
+        return None if rows is None else rows.best()
+    return _best_count(node)
+
+
+def is_deep(node: Node) -> bool:
+    """True if the layers are so many that the best split found by `best_split` stands with its gap."""
+    return node.pp * node.num_layers >= DEEP
+
+
+def _best_count(node: Node) -> Solution | None:
+    """The best split with one number of recomputed layers for all ranks.
+
+    Every rank holds so many layers. Larger numbers are tried until they are slower even with boundless memory.
+    """
+    best, numbers = Solution((), (), np.inf, np.inf, ()), range(node.num_layers // node.pp + 1)
+    if isinstance(_rows_of(node, 0, node.cutoff_s), _Line):  # where fewer leave too little memory, they are passed over
+        numbers = numbers[bisect_left(numbers, True, key=lambda number: _Line.of(node, number).has_room) :]
+    for number in numbers:
+        most_s = min(node.cutoff_s, best.bound_s)
+        rows = _rows_of(node, number, most_s)
+        if rows is None:
+            return None
+        best = min(best, rows.best(), key=lambda solution: solution.bound_s)
+        if not rows.beats(min(most_s, best.bound_s)):
+            break
+    return best
+
+
+def _rows_of(node: Node, number: int, most_s: float) -> _Cells | _Line | None:
+    """The rows where `number` layers of each rank are recomputed whole; None if they are too many to look at.
+
+    With −1 each rank recomputes as few as its memory asks for.
+    """
+    cells = _Cells.of(node, number, most_s)
+    if cells is None and len(node.kinds) == 1 and number >= 0:
+        return _Line.of(node, number)
+    return cells
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows 5 to 7 of the program on any ranks that hold any layers, each as its parts: it is the largest of them."""
+
+    row_s: list[FloatArray]
+    """Seconds of the pipeline."""
+    ends_s: list[list[FloatArray]]
+    """Seconds of the gradients, the parameters and the optimizer."""
+    free_bytes: FloatArray
+    recomputed: IntArray
+
+    @classmethod
+    def of(cls, node: Node, rank: IntArray, first: IntArray, last: IntArray, number: int) -> _Rows:
+        """The rows of ranks that hold the layers first … last − 1, of which `number` are recomputed whole."""
+        free, recomputed = _memory(node, rank, first, last, number)
+        chain = Chain.of(node, first, last, recomputed)
+        forward_s, backward_s = (_with_ends(chain, name, rank) for name in PASSES)
+        # the trips before each first layer, less what is recomputed on other ranks, and that with `number` on each
+        trips = [_before(node, name, node.modes[0]) for name in PASSES]
+        again_s = _again_s(node) * max(number, 0) * (node.whole == "one_count")
+        ends = [[float(getattr(part, name)) for name in PASSES] for part in (node.embedding, node.head)]
+        before_s = np.sum(trips, axis=0)[first] + (rank > 0) * sum(ends[0]) + rank * again_s
+        below_s = sum(trip[-1] - trip[last] for trip in trips) + (rank < node.pp - 1) * sum(ends[1])
+        below_s = below_s + (node.pp - 1 - rank) * again_s
+        slowest = [
+            _before(node, name, node.modes[-1])[first] + (rank > 0) * e for name, e in zip(PASSES, ends[0], strict=True)
+        ]
+        rows_s = _rows_s(node, rank, forward_s, backward_s, before_s, below_s)
+        return cls(rows_s, _ends_s(chain, rank, (forward_s, backward_s), slowest), free, recomputed)
+
+
+def _largest(parts: Sequence[FloatArray]) -> FloatArray:
+    return reduce(np.maximum, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Rows of the program for each rank, first layer and number of layers; infinite where memory is short."""
+
+    node: Node
+    row_s: FloatArray
+    """Seconds of the pipeline that each cell asks for."""
+    boundless_s: FloatArray
+    """The same where memory is no matter."""
+    ends_s: tuple[FloatArray, ...]
+    """Seconds of the gradients, the parameters and the optimizer that each cell asks for."""
+    recomputed: IntArray
+    free_bytes: FloatArray
+
+    @classmethod
+    def of(cls, node: Node, number: int, most_s: float) -> _Cells | None:
+        """The cells of `_rows_of`, without those that take longer than `most_s` by themselves; None if too many."""
+        layers, steps = node.num_layers, node.num_microbatches
+        quickest_s = sum(min(float(getattr(part, name)) for part in node.layers.values()) for name in PASSES)
+        most = layers if not np.isfinite(most_s) else min(layers, int(most_s / max(steps * quickest_s, 1e-30)) + 1)
+        if node.pp * (layers + 1) * (most + 1) > MAX_CELLS:
+            return None
+        rank, first, count = np.ogrid[: node.pp, : layers + 1, : most + 1]
+        last = np.minimum(first + count, layers)
+        rows = _Rows.of(node, rank, first, last, number)
+        legal = (first + count <= layers) & (count >= _fewest(node, rank, number))
+        legal &= np.where(rank == 0, first == 0, True) & np.where(rank == node.pp - 1, first + count == layers, True)
+        row_s = np.where(legal, _largest(rows.row_s), np.inf)
+        fits = rows.free_bytes >= -TINY * node.usable_bytes
+        ends_s = tuple(_largest(parts) for parts in rows.ends_s)
+        return cls(node, np.where(fits, row_s, np.inf), row_s, ends_s, rows.recomputed, rows.free_bytes)
+
+    def beats(self, limit_s: float) -> bool:
+        """True if some split's bound is below the limit where memory is no matter."""
+        return self.bound_s(self.boundless_s) < limit_s
+
+    def bound_s(self, row_s: FloatArray) -> float:
+        """A lower bound of the objective of every split, whose ranks' rows are `row_s`."""
+        return float(_bottlenecks((row_s + sum(self.ends_s))[None])[0][0])
+
+    def best(self) -> Solution:
+        """The best split that is found, and the bound; without counts where no split is below the cutoff.
+
+        Where the bound leaves a gap, splits are divided by their longest seconds outside the pipeline: between two
+        limits, the objective is at least the lower limit and the longest row among splits below the upper one.
+        """
+        node, beside_s = self.node, sum(self.ends_s)
+        possible = np.isfinite(self.row_s)
+        ends_s = [np.where(possible, each, np.inf) for each in self.ends_s]
+        least, choices = _bottlenecks(np.stack([self.row_s + beside_s, self.row_s, *ends_s]), 2)
+        bound_s = max(float(least[0]), float(least[1:].sum()))
+        if bound_s >= node.cutoff_s or not np.isfinite(bound_s):
+            return Solution((), (), np.inf, bound_s, ())
+        best = min((self._solution(each) for each in choices), key=lambda solution: solution.objective_s)
+        if best.objective_s > bound_s * (1 + max(CLOSE, node.gap_fraction)):
+            limits_s = np.linspace(
+                float(_bottlenecks(np.where(possible, beside_s, np.inf)[None])[0][0]),
+                best.objective_s - float(least[1]),
+                NUM_LIMITS,
+            )
+            below = np.where(beside_s <= limits_s[:, None, None, None] * (1 + TINY), self.row_s, np.inf)
+            rows_s, choices = _bottlenecks(below, NUM_LIMITS)
+            # splits whose ends are longer than the last limit are slower than the best one
+            divided_s = np.minimum((rows_s[1:] + limits_s[:-1]).min(), best.objective_s)
+            bound_s = max(bound_s, min(float(rows_s[0] + limits_s[0]), float(divided_s)))
+            found = [self._solution(each) for each, row_s in zip(choices, rows_s, strict=True) if np.isfinite(row_s)]
+            best = min([best, *found], key=lambda solution: solution.objective_s)
+        return replace(best, bound_s=bound_s)
+
+    def _solution(self, choices: Sequence[IntArray]) -> Solution:
+        """The split that a dynamic program chose, with its objective; its bound is set by those who know one."""
+        node, counts = self.node, _read(choices, self.node.num_layers)
+        at = np.arange(node.pp), np.cumsum([0, *counts[:-1]]), np.array(counts)
+        again = np.broadcast_to(self.recomputed, self.row_s.shape)[at]
+        free = np.broadcast_to(self.free_bytes, self.row_s.shape)[at]
+        return _solution(node, at[2], again, free)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Rows of layers of one kind, each the largest of parts that are linear in a rank's first layer and its number.
+
+    Each part is (seconds of no layer from the first on, seconds a layer before, seconds a layer held), arrays (part,
+    rank). A part that does not rise with what a rank holds limits nothing.
+    """
+
+    node: Node
+    number: int
+    parts: list[FloatArray]
+    """Parts of the row, the gradients, the parameters and the optimizer: arrays (3, part, rank)."""
+    fewest: IntArray
+    room: FloatArray
+    """Layers that each rank has memory for."""
+
+    @classmethod
+    def of(cls, node: Node, number: int) -> _Line:
+        rank, first, count = np.ogrid[: node.pp, :2, max(number, 1) : max(number, 1) + 2]
+        rows = _Rows.of(node, rank, first, first + count, number)
+        parts = []
+        for each in (rows.row_s, *rows.ends_s):
+            s = np.stack(np.broadcast_arrays(*each))
+            s = np.broadcast_to(s, (len(each), node.pp, 2, 2))
+            held_s = s[..., 0, 1] - s[..., 0, 0]
+            parts.append(np.stack([s[..., 0, 0] - held_s * count[0, 0, 0], s[..., 1, 0] - s[..., 0, 0], held_s]))
+        free = np.broadcast_to(rows.free_bytes, (node.pp, 2, 2))[:, 0]
+        fewest = _fewest(node, np.arange(node.pp), number)
+        layer_bytes = np.maximum(free[:, 0] - free[:, 1], 1.0)
+        room = np.floor(free[:, 0] / layer_bytes + TINY * node.num_layers) + count[0, 0, 0]
+        return cls(node, number, parts, fewest, np.where(fewest == 0, np.maximum(room, 0), room))
+
+    def beats(self, limit_s: float) -> bool:
+        """False if memory has room and still no split's longest row is below the limit."""
+        return not self.has_room or bool(self._within(0, np.array([min(limit_s, FAR_S)]), self.room + np.inf)[0][0])
+
+    @property
+    def has_room(self) -> bool:
+        return bool((self.room >= self.fewest).all() and self.room.sum() >= self.node.num_layers)
+
+    def best(self) -> Solution:
+        """The best split that is found, and the bound; without counts where no split is below the cutoff."""
+        node = self.node
+        if not self.has_room:
+            return Solution((), (), np.inf, np.inf, ())
+        works, counts = self._within(0, np.array([min(node.cutoff_s, FAR_S)]), self.room)
+        if not works[0]:
+            return Solution((), (), np.inf, node.cutoff_s, ())
+        best, bound_s = self._solution(counts[:, 0]), 0.0
+        for table, (none_s, before_s, held_s) in enumerate(self.parts):
+            given = np.array(best.counts)
+            low_s, high_s = 0.0, float((none_s + before_s * (given.cumsum() - given) + held_s * given).max())
+            for _ in range(3 * (high_s > 0)):
+                limits_s = np.linspace(low_s, high_s, 33)
+                works, counts = self._within(table, limits_s, self.room)
+                at = int(np.argmax(works)) if works.any() else len(limits_s) - 1
+                low_s, high_s = float(limits_s[max(at - 1, 0)]), float(limits_s[at])
+            bound_s += low_s
+            if table == 0 and works.any():
+                best = min(best, self._solution(counts[:, at]), key=lambda solution: solution.objective_s)
+        if bound_s >= node.cutoff_s:
+            return Solution((), (), np.inf, bound_s, ())
+        return replace(best, bound_s=bound_s)
+
+    def _within(self, table: int, limits_s: FloatArray, room: FloatArray) -> tuple[npt.NDArray[np.bool_], FloatArray]:
+        """True for each limit that some split stays within, and the most layers of each rank (rows) that do."""
+        node, (none_s, before_s, held_s) = self.node, self.parts[table]
+        rises = held_s > TINY * np.abs(none_s).max()
+        inverse = 1 / np.where(rises, held_s, 1.0)
+        none_s, before_s = np.where(rises, none_s, -FAR_S) * inverse, np.where(rises, before_s, 0.0) * inverse
+        after = self.fewest[::-1].cumsum()[::-1] - self.fewest
+        first, counts = np.zeros(len(limits_s)), np.zeros((node.pp, len(limits_s)))
+        for rank in range(node.pp):
+            most = limits_s * inverse[:, rank, None] - none_s[:, rank, None] - before_s[:, rank, None] * first
+            counts[rank] = np.minimum(np.floor(most.min(axis=0) + TINY * node.num_layers), room[rank])
+            counts[rank] = np.maximum(counts[rank], self.fewest[rank])
+            reached = first + counts[rank]
+            first = np.minimum(reached, node.num_layers - after[rank])
+        return reached >= node.num_layers, counts
+
+    def _solution(self, most: FloatArray) -> Solution:
+        """A split whose ranks hold about the same share of the most that they may hold."""
+        node = self.node
+        ends = np.floor(most.cumsum() * (node.num_layers / most.sum()) + 0.5).astype(np.int64)
+        counts = np.diff(ends, prepend=0)
+        rank, first, last = (each[:, None, None] for each in (np.arange(node.pp), ends - counts, ends))
+        rows, shape = _Rows.of(node, rank, first, last, self.number), (node.pp, 1, 1)
+        again, free = np.broadcast_to(rows.recomputed, shape), np.broadcast_to(rows.free_bytes, shape)
+        return _solution(node, counts, again[:, 0, 0], free[:, 0, 0])
+
+
+def _fewest(node: Node, rank: IntArray, number: int) -> IntArray:
+    """The fewest layers of a rank."""
+    is_end = (rank == 0) | (rank == node.pp - 1)
+    return np.where(is_end & node.empty_ends, max(number, 0), max(number, 1))
+
+
+def _solution(node: Node, counts: IntArray, again: IntArray, free_bytes: FloatArray) -> Solution:
+    """A split with its objective, without a bound; each rank recomputes so many layers and leaves so many bytes."""
+    told = (counts if node.whole == "all" else again).tolist()
+    settings = tuple((number,) * len(node.kinds) for number in told)
+    last = counts.cumsum()
+    objective_s = _objective_s(node, last - counts, last, again)
+    return Solution(tuple(counts.tolist()), settings, objective_s, 0.0, tuple(free_bytes.tolist()))
+
+
+def _again_s(node: Node) -> float:
+    """Seconds by which a layer of the only kind takes longer where it is recomputed whole; 0 if none may be."""
+    base, full = (node.layers.get((node.kinds[0], mode)) for mode in (node.modes[0], FULL))
+    if base is None or full is None:
+        return 0.0
+    return sum(float(getattr(full, name)) - float(getattr(base, name)) for name in PASSES)
+
+
+def _objective_s(node: Node, first: IntArray, last: IntArray, recomputed: IntArray) -> float:
+    """The program's objective in seconds for one split, given rank by rank."""
+    rank, chain = np.arange(node.pp), Chain.of(node, first, last, recomputed)
+    passes = [_with_ends(chain, name, rank) for name in PASSES]
+    before = [np.concatenate([[0.0], each.cumsum()]) for each in passes]
+    trips_s = np.sum(before, axis=0)
+    rows_s = _rows_s(node, rank, passes[0], passes[1], trips_s[:-1], trips_s[-1] - trips_s[1:])
+    ends_s = _ends_s(chain, rank, passes, [each[:-1] for each in before])
+    return sum(float(_largest(parts).max()) for parts in (rows_s, *ends_s))
+
+
+def _with_ends(chain: Chain, quantity: str, rank: IntArray) -> FloatArray:
+    """A quantity of each cell's layers, with the embedding on the first rank and the head on the last."""
+    node = chain.node
+    embedding, head = (float(getattr(part, quantity)) for part in (node.embedding, node.head))
+    return np.asarray(chain.total(quantity) + (rank == 0) * embedding + (rank == node.pp - 1) * head)
+
+
+def _memory(node: Node, rank: IntArray, first: IntArray, last: IntArray, number: int) -> tuple[FloatArray, IntArray]:
+    """Bytes that row 6 of the program leaves free in each cell, and the layers that are recomputed whole there."""
+    beside = [_beside_layers(node, each) for each in range(node.pp)]
+    static, live, transient = (
+        np.array([float(getattr(part, name)) for part in beside])[:, None, None]
+        for name in ("static_bytes", "live_bytes", "transient_bytes")
+    )
+    held = np.asarray(node.in_flight, dtype=float)[:, None, None]
+    again = np.minimum(np.full_like(first, max(number, 0)), last - first)
+    chain = Chain.of(node, first, last, again)
+    free = node.usable_bytes - static - live - np.maximum(transient, chain.transient_bytes())
+    free = free - chain.total("static_bytes") - held * chain.total("live_bytes")
+    if number >= 0:
+        return free, again
+    kept = [float(node.layers[node.kinds[0], mode].live_bytes) for mode in (node.base, FULL)]
+    saved = kept[0] - kept[1]
+    again = np.clip(np.ceil(-free / (held * max(saved, 1.0)) - TINY), 0, last - first).astype(np.int64)
+    return free + held * saved * again, again
+
+
+def _rows_s(
+    node: Node, rank: IntArray, forward_s: FloatArray, backward_s: FloatArray, before_s: FloatArray, below_s: FloatArray
+) -> list[FloatArray]:
+    """Rows 5 of the program for plain 1F1B (`ilp/rows.py`): a rank with so many seconds on it, before and below it."""
+    pp, steps = node.pp, node.num_microbatches
+    hop_s, pause_s = 2 * node.p2p_s, node.p2p_s if node.blocking_p2p else 0.0
+    k = np.minimum(steps, pp - rank)
+    pauses = np.where(rank == pp - 1, steps - 1, np.where(rank == 0, steps + k - 1, 2 * steps - 1))
+    below_s = below_s + (pp - 1 - rank) * hop_s - k * pause_s
+    first_s, last_s = below_s - (k - 1) * forward_s, below_s - (k - 1) * backward_s
+    busy_s = np.asarray(steps * (forward_s + backward_s) + pauses * pause_s + before_s + rank * hop_s)
+    return [busy_s + wait_s for wait_s in (0.0, first_s, last_s, np.where(steps > k, first_s + last_s, first_s))]
+
+
+def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
+    """A quantity of the model's first 0, 1 … L layers in one recompute mode."""
+    of_kinds = np.array([float(getattr(node.layers[kind, mode], quantity)) for kind in node.kinds])
+    return np.asarray(layers_before(tuple(node.runs)) @ of_kinds)
+
+
+def _ends_s(
+    chain: Chain, rank: IntArray, passes: Sequence[FloatArray], before: Sequence[FloatArray]
+) -> list[list[FloatArray]]:
+    """Row 7 of the program (`ilp/rows.py`): seconds of gradients, of parameters and of the optimizer, each as parts.
+
+    `passes` are seconds of a forward and a backward on the rank, `before` at most those on all ranks before it.
+    """
+    node, ends = chain.node, []
+    for exchange, passing_s, before_s, fraction, lead in (
+        ("reduce_s", passes[1], before[1], node.gradient_overlap_fraction, node.lead_passes),
+        ("gather_s", passes[0], before[0], node.parameter_overlap_fraction, 1.0),
+    ):
+        exchanged_s = _with_ends(chain, exchange, rank)
+        shown_s = node.contention_fraction * exchanged_s, exchanged_s - fraction * passing_s
+        ends.append([*(each_s - lead * before_s for each_s in shown_s), np.zeros(1)])
+    return [*ends, [_with_ends(chain, "optimizer_s", rank)]]
+
+
+def _bottlenecks(tables: FloatArray, wanted: int = 0) -> tuple[FloatArray, list[list[IntArray]]]:
+    """The least of the largest cell over all splits, for each table (rank, first, count), and choices of the first few.
+
+    A choice is the number of layers of a rank that ends at a layer; among equal ones, the one nearest to the mean.
+    """
+    number, pp, ends, counts = tables.shape
+    # cells by their last layer: [table, last, count]
+    last, count = np.arange(ends)[:, None], np.arange(counts)[None, :]
+    exists, first = last >= count, np.maximum(last - count, 0)
+    reached = np.where(np.arange(ends) == 0, 0.0, np.inf) * np.ones((number, 1))
+    order = np.argsort(np.abs(np.arange(counts) - (ends - 1) / pp), kind="stable")
+    choices: list[list[IntArray]] = [[] for _ in range(wanted)]
+    for rank in range(pp):
+        cells = np.where(exists, np.maximum(reached[:, first], tables[:, rank][:, first, count]), np.inf)
+        reached = cells.min(axis=2)
+        for table, chosen in enumerate(choices):
+            best = cells[table][:, order] <= reached[table][:, None] * (1 + TINY)
+            chosen.append(order[np.argmax(best, axis=1)])
+    return reached[:, -1], choices
+
+
+def _read(choices: Sequence[IntArray], num_layers: int) -> list[int]:
+    """Layers of each rank, from the choices of the dynamic program."""
+    counts, end = [], num_layers
+    for choice in reversed(choices):
+        counts.append(int(choice[end]))
+        end -= counts[-1]
+    return counts[::-1]

@@ -1,0 +1,145 @@
+"""Splits into equal chunks, of which the first and the last may be shorter: so few that all are bounded and tried.
+
+If stages interleave, all chunks but these two are equal, so that a node has only a handful of splits; a node without a
+pipeline has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import count, islice, takewhile
+
+import numpy as np
+
+from planner.layout.candidate import Candidate, Split
+from planner.physics.cost import CostTable
+from planner.physics.pricing import Pricing
+from planner.schedule.bounds import any_order_bounds_s
+from planner.schedule.orders import SCHEDULES
+from planner.search.chain import IntArray, least_steps_s
+from planner.search.ilp.node import RecomputeChoice, node_of
+from planner.shape import FloatArray
+from planner.specs.model import LayerKind, ModelSpec
+from planner.trainers.spec import RuntimeSpec
+
+
+def chunk_lengths(num_layers: int, num_stages: int, empty_ends: bool) -> Iterator[int]:
+    """Lengths that equal stages may have, shortest first, if the first and the last stage may hold fewer layers.
+
+    The first and the last hold at least one layer, or none with `empty_ends`.
+    """
+    least = 0 if empty_ends else 1
+    lengths = count(-(-num_layers // num_stages))
+    return takewhile(lambda chunk: num_stages * chunk - num_layers <= 2 * (chunk - least), lengths)
+
+
+def equal_chunk_counts(num_layers: int, num_stages: int, empty_ends: bool) -> Iterator[tuple[int, ...]]:
+    """Layers of each virtual stage, for every split into equal chunks whose first and last may be shorter."""
+    least = 0 if empty_ends else 1
+    for chunk in chunk_lengths(num_layers, num_stages, empty_ends):
+        missing = num_stages * chunk - num_layers
+        for at_first in range(max(0, missing - chunk + least), min(missing, chunk - least) + 1):
+            yield (chunk - at_first, *[chunk] * (num_stages - 2), chunk - missing + at_first)
+
+
+@cache
+def fewest_of_kinds(layers: Sequence[LayerKind], ranks: Sequence[int], empty_ends: bool) -> FloatArray:
+    """The fewest layers of each kind (rows, as they first come) on each rank (columns) over all legal splits.
+
+    A split is legal as in row 3 of the integer program (`chunk_lengths`). Stage j is on rank ranks[j]. All are 0 if no
+    split is legal.
+    """
+    stages, least = len(ranks), 0 if empty_ends else 1
+    among_first = np.array([np.cumsum([False, *(layer == kind for layer in layers)]) for kind in dict.fromkeys(layers)])
+    fewest = []
+    for chunk in chunk_lengths(len(layers), stages, empty_ends):
+        missing = stages * chunk - len(layers)
+        at_first = np.arange(max(0, missing - chunk + least), min(missing, chunk - least) + 1)
+        ends = np.minimum(np.arange(1, stages + 1) * chunk - at_first[:, None], len(layers))
+        on_stages = np.diff(among_first[:, ends], axis=-1, prepend=0)
+        on_ranks = [on_stages[:, :, np.equal(ranks, rank)].sum(axis=-1) for rank in range(max(ranks) + 1)]
+        fewest.append(np.min(on_ranks, axis=-1).T)
+    return np.min(fewest, axis=0) if fewest else np.zeros((len(among_first), max(ranks) + 1))
+
+
+MAX_SPLITS = 256
+"""Most splits of a node for all of them to be tried; most are ruled out by a bound of their own, without a replay."""
+
+
+def few_splits(candidate: Candidate, choice: RecomputeChoice) -> list[tuple[int, ...]] | None:
+    """Layers of each virtual stage in every split of the candidate's node; None if an integer program is needed."""
+    shape, pricing = candidate.shape, candidate.pricing
+    return splits_of(int(shape.pp), int(shape.vpp), pricing.model.num_hidden_layers, pricing.runtime, choice)
+
+
+def splits_of(
+    pp: int, vpp: int, num_layers: int, runtime: RuntimeSpec, choice: RecomputeChoice
+) -> list[tuple[int, ...]] | None:
+    """Every split of so many layers over pp ranks of vpp chunks, if they are few; else None."""
+    if choice.whole == "per_stage":
+        return None
+    if pp * vpp == 1:
+        return [(num_layers,)]
+    if vpp == 1:
+        return None
+    splits = list(islice(equal_chunk_counts(num_layers, pp * vpp, runtime.head_only_stage), MAX_SPLITS + 1))
+    return splits if len(splits) <= MAX_SPLITS else None
+
+
+def least_step_s(candidate: Candidate) -> float:
+    """A lower bound of the candidate's step in seconds, from each rank's work and the trips to it; without a replay."""
+    schedule = SCHEDULES[candidate.schedule]
+    bounds_s = any_order_bounds_s(
+        candidate.durations,
+        candidate.placement,
+        candidate.num_microbatches,
+        splits_backward=schedule.splits_backward,
+    )
+    return float(bounds_s.max()) + sum(candidate.outside)
+
+
+def promising(
+    layout: Candidate, choice: RecomputeChoice, splits: list[tuple[int, ...]], cutoff_s: float
+) -> tuple[float, list[tuple[float, Candidate]]]:
+    """Bounds of the steps of a node's splits: the least one that is not below the cutoff, and those below it.
+
+    The latter come with their candidates, the least first. With one number of layers for all stages that are recomputed
+    whole, each split comes with each number that its memory may need.
+    """
+    model = layout.pricing.model
+    counts, again, least_s = bounded(layout.pricing, layout.table, layout.schedule, choice, splits)
+    whole = int(counts.max()) if choice.whole == "all" else 0
+    order = np.argsort(least_s, kind="stable")
+    few = [int(at) for at in order if least_s[at] < cutoff_s]
+    others_s = float(least_s[order[len(few)]]) if len(few) < len(order) else np.inf
+    tried = [
+        layout.with_split(recomputing_first(tuple(counts[at].tolist()), choice, max(int(again[at]), whole), model))
+        for at in few
+    ]
+    return others_s, list(zip(least_s[few].tolist(), tried, strict=True))
+
+
+def bounded(
+    pricing: Pricing, table: CostTable, schedule: str, choice: RecomputeChoice, splits: list[tuple[int, ...]]
+) -> tuple[IntArray, IntArray, FloatArray]:
+    """Layers of each stage (columns) of every way to hold a node's layers (rows), and what is recomputed whole in it.
+
+    With them comes a lower bound of the step in seconds, of each shape of the table where it has several.
+    """
+    node, counts = node_of(pricing, table, choice, schedule, exact=True), np.array(splits, dtype=np.int64)
+    numbers = range(counts.max() + 1) if choice.whole == "one_count" else range(1)
+    counts, again = np.repeat(counts, len(numbers), axis=0), np.tile(np.arange(len(numbers)), len(counts))
+    return counts, again, least_steps_s(pricing, table, schedule, node, counts, again)
+
+
+def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: int, model: ModelSpec) -> Split:
+    """The split with these layers of each stage, and the first `number` layers of each chunk recomputed whole."""
+    plain = Split(counts, choice.base)
+    if not number:
+        return plain
+    recomputed = []
+    for first, last in plain.chunks:
+        again = model.layers[first : min(first + number, last)]
+        recomputed.append(tuple(again.count(kind) for kind in model.kinds))
+    return Split(counts, choice.base, tuple(recomputed))

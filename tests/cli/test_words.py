@@ -1,0 +1,50 @@
+"""A job in its user's words: nodes, all weights of a trained model, tokens of a time or a sum."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from planner.cli import main
+from planner.cli.inputs import read_job
+from planner.cli.job_options import PlanOptions
+from planner.errors import SpecError
+
+
+def job(**options: Any) -> Any:
+    return read_job(PlanOptions(**{"model": "1b", "no_history": True, **options}))
+
+
+def test_nodes_are_gpus_of_the_hardware() -> None:
+    assert job(nodes=4).cluster.num_gpus == 32
+    assert job(nodes=4, hardware="gb200").cluster.num_gpus == 16
+    assert job(nodes=4, gpus_per_node=4).cluster.num_gpus == 16
+    with pytest.raises(SpecError, match="32 GPUs"):
+        job(nodes=4, gpus=16)
+
+
+def test_finetune_trains_all_weights_under_the_trainer_of_adapters() -> None:
+    tuned = job(gpus=8, finetune=True)
+    assert (tuned.runtime, tuned.training.adapters, tuned.training.seq_length) == ("hf", None, 2048)
+    assert tuned.training.global_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("asked", "figure", "value"),
+    [("--days 30", "days", 30), ("--usd $200k", "usd", 200_000), ("--days 2w", "days", 14)],
+)
+def test_a_time_or_a_sum_says_how_many_tokens(
+    asked: str, figure: str, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = "--tp 1 --pp 1 --micro-batch-size 1 --top 1 --json"
+    assert main([*shlex.split(f"-m 1b -g 16 -s 8k -b 256 {pins}"), *asked.split()]) == 0
+    cost = json.loads(capsys.readouterr().out)["run_cost"]
+    assert cost[figure] == pytest.approx(value, rel=1e-3)
+    assert cost["tokens"] > 1e9
+
+
+def test_tokens_that_are_given_are_not_asked_for() -> None:
+    assert main(shlex.split("-m 1b -g 8 --tokens 1T --days 3")) == 2
