@@ -62,6 +62,8 @@ ALLOWED = {
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },
+    # a module is traced in a process of its own into a model file
+    "trace": {"errors", "specs"},
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are
@@ -93,7 +95,7 @@ ALLOWED = {
 EXTERNAL = {
     "jinja2": {"export/trainer_files.py"},
     "pulp": {"search/ilp"},
-    "torch": {"probe", "profile"},
+    "torch": {"probe", "profile", "trace/worker.py"},
     "mcp": {"serve/mcp_server.py"},
     "mcp_types": {"serve/mcp_server.py"},
     "starlette": {"serve"},

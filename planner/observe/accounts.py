@@ -20,9 +20,16 @@ from planner.layout.step import LATE, compute_by_kernels, exchanges_of_passes
 from planner.observe.case import ObservedCase, grid_of, stated_otherwise
 from planner.observe.describe import DATA_TIMERS
 from planner.observe.observation import Observation, Term, Wall
-from planner.observe.traces.kernels_and_groups import OTHER as OTHER_FAMILY
-from planner.observe.traces.kernels_and_groups import PLANNED, POINT_TO_POINT
-from planner.observe.traces.results import DATA_RANGES, CollectiveTime, GroupTime, RankReport, TraceStep
+from planner.observe.traces.events import (
+    DATA_RANGES,
+    PLANNED,
+    POINT_TO_POINT,
+    CollectiveTime,
+    GroupTime,
+    RankReport,
+    TraceStep,
+)
+from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.physics.passes import COMM_GROUPS
 
 LINK_RATE, SKEW, OVERLAP, EXCHANGES = "link_rate", "skew", "overlap", "exchanges"

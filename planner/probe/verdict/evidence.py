@@ -19,7 +19,7 @@ from planner.probe.run import ProbeRun
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import gib
-from planner.trainers.torch_attention import PRICED, kernel_of
+from planner.trainers.documents import PRICED, kernel_of
 
 VENDORS = {
     "AMD": {"amd", "instinct", "radeon", "gfx90a", "gfx942", "gfx950"},
