@@ -10,9 +10,8 @@ from typing import Literal
 
 from planner.answer import Plan, StagePlan
 from planner.layout.candidate import Candidate
-from planner.physics import compute
+from planner.physics import compute, kernels
 from planner.physics.communication import Kind, collective_s, p2p_s
-from planner.physics.kernels import streams
 from planner.physics.operators import BF16
 from planner.probe.eager import knows_peak, repriced, static_bytes, without_exchanges
 from planner.probe.plan_slice import planned_seconds, replay_durations
@@ -336,7 +335,7 @@ def compare_stage(
         seconds = sum(weight_grads) / len(ranks)
         comparisons.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
     optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
-    # an embedding table takes longer to update than it is priced at: physics/kernels/updates.py, TABLE_BYTES
+    # an embedding table takes longer to update than it is priced at: physics/kernels.py, TABLE_BYTES
     optimizer_tolerance = tolerance_fraction if steps_as_planned and "embedding" not in stage.holds else None
     least_s, planned_s = _optimizer_s(plan, stage)
     comparisons.append(
@@ -370,7 +369,7 @@ def _optimizer_s(plan: Plan, stage: StagePlan) -> tuple[float, float]:
     """The price of an optimizer step, and this with the launches that it leaves out, or the host's time for them."""
     hardware, kinds = plan.cluster.hardware, 1 if plan.model.spec.moe is None else 2
     num_kernels = OPTIMIZER_KERNELS * kinds
-    launched_s = stage.optimizer_s + num_kernels * streams.launch_s(hardware)
+    launched_s = stage.optimizer_s + num_kernels * kernels.launch_s(hardware)
     return stage.optimizer_s, max(launched_s, num_kernels * compute.issue_s(hardware, plan.runtime_spec))
 
 

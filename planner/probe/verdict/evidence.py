@@ -18,7 +18,7 @@ from planner.probe.run import SURE_FRACTION, ProbeRun
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import gib
-from planner.trainers.torch_attention import PRICED, kernel_of
+from planner.trainers.documents import PRICED, kernel_of
 
 SLICE = re.compile(r"MIG \d+g\.\d+gb")
 """The part of a device's name that tells a slice of an NVIDIA GPU."""
