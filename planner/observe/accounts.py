@@ -14,11 +14,9 @@ from statistics import median
 from typing import TypeVar
 
 from planner.layout.candidate import Candidate
-from planner.layout.compute_terms import compute_by_kernels
-from planner.layout.outside_pipeline import exchanged_dp_s
 from planner.layout.price import price_layout
-from planner.layout.seconds import Pipeline
-from planner.layout.step.inside import LATE, exchanges_of_passes
+from planner.layout.seconds import Pipeline, exchanged_dp_s
+from planner.layout.step import LATE, compute_by_kernels, exchanges_of_passes
 from planner.observe.case import ObservedCase, grid_of, stated_otherwise
 from planner.observe.describe import DATA_TIMERS
 from planner.observe.observation import Observation, Term, Wall

@@ -11,11 +11,10 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import PlannerError
 from planner.layout.candidate import Candidate
+from planner.layout.confidence import headroom_bytes
 from planner.layout.given import given_layout
-from planner.layout.price import price_layout
-from planner.layout.recipe import setting_of, settled, under
-from planner.layout.replan import reprice
-from planner.layout.risk import headroom_bytes
+from planner.layout.price import price_layout, reprice
+from planner.layout.variation import setting_of, settled, under
 from planner.observe.observation import GapRemedy, Observation, Observed, Prediction, Term
 from planner.observe.traces.recorded import Recorded
 from planner.schedule.orders import SCHEDULES

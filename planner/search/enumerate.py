@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.errors import SpecError
-from planner.layout.outside_pipeline import groups_pay
-from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
+from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, groups_pay, replayed_actions
 from planner.physics.host_memory import host_rule
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, violation
@@ -27,7 +26,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.rules.common import ETP, HEADS, Rule
-from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.spec import RuntimeSpec
 
 DEFAULT_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.is_tried_by_default)

@@ -18,14 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from planner.answer import Layout, Plan, PricedLayout
 from planner.answer.memory import MemoryAnswer
 from planner.decide.compare import Compared
+from planner.decide.job import Resume, SpareNodes
 from planner.decide.phases import PhaseAnswer, PhasesAnswer
-from planner.decide.resume.job import Resume, SpareNodes
 from planner.decide.sweep import Goal, Point
 from planner.layout.runs import RunSpec
 from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
-from planner.probe.result import ProbeResult, RehearsalResult
+from planner.probe.result import ProbeResult, ProbeStart
 from planner.profile.findings import Findings
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
@@ -209,7 +209,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "schedules": Schema("`plan schedule --compare --json`", list[Row]),
     "probe": Schema("`plan probe --json`, and the file that `-o` saves", SavedProbe),
     "rebalance": Schema("`plan rebalance --json`", Rebalanced),
-    "rehearse": Schema("`plan probe --rehearse --json`, and the file that `-o` saves", RehearsalResult),
+    "probe-start": Schema("`plan probe --dry-run --json`", ProbeStart),
     "validate": Schema("`plan validate --json`, whatever it is asked", Validated),
     "doctor": Schema("`plan doctor --json`", Diagnosed),
     "error": Schema("what any command prints with `--json` when it fails", Failed),

@@ -20,8 +20,8 @@ from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
 from planner.layout.given import given_layout
-from planner.layout.recipe import setting_of
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
+from planner.layout.variation import setting_of
 from planner.physics.layers import model_totals
 from planner.search.case import Case
 from planner.shape import Shape
@@ -30,8 +30,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
 from planner.specs.training import Parallelism, Recompute, TrainingSpec
 from planner.trainers.load import switches_of
-from planner.trainers.rules.of_trainer import rules_for
-from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
+from planner.trainers.rules.recipe import broken_recipe_rules, has_effect, rules_for
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec
 from planner.trainers.stated import own_runtime, switched
 from planner.trainers.switches import SWITCHES, read_recipe, written
