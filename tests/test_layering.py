@@ -70,6 +70,8 @@ ALLOWED = {
     "probe": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
         "physics.kernels", "physics.operators", "layout.candidate", "layout.price",
+        # a run is priced before it starts
+        "shape", "physics.cost", "physics.memory", "physics.pricing", "physics.stage_memory", "layout.seconds",
     },
     # a fit evaluates what it fits, on stages that a probe ran; what a machine lacks is looked for everywhere, and the
     # solver tests itself
