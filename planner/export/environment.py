@@ -87,7 +87,8 @@ def variables_of(rows: Iterable[EnvironmentVariable], plan: Plan) -> dict[str, s
 def node_environment(plan: Plan) -> dict[str, str]:
     """The variables of a plan, whichever trainer runs it."""
     rows = (*_EVERYWHERE, *(_NODES_ON_AMD if plan.cluster.hardware.is_amd else ()))
-    return variables_of(rows, plan) | network_of(plan).get("environment", {})
+    of_network: dict[str, str] = network_of(plan).get("environment", {})
+    return variables_of(rows, plan) | of_network
 
 
 NORM_MARGIN_SMS = 20
