@@ -23,7 +23,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import TrainingSpec
-from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
+from planner.trainers.rules.megatron import MEGATRON_MODEL_RULES
 
 Planned = Callable[..., Plan]
 

@@ -44,8 +44,13 @@ from planner.export.trainer_files import (
 )
 from planner.trainers.load import has_dtype
 from planner.trainers.rules.common import Rule
-from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.megatron_model import NEW_QUERY_NORM_SINCE, megatron_model_rules, norms_queries_twice
+from planner.trainers.rules.megatron import (
+    MEGATRON_CP_RULES,
+    MEGATRON_RULES,
+    NEW_QUERY_NORM_SINCE,
+    megatron_model_rules,
+    norms_queries_twice,
+)
 
 DATA_PATH = Placeholder(
     "DATA_PATH", "prefix of the tokenized data (PREFIX.bin and .idx), or weights and prefixes in turn", kind="prefix"

@@ -35,10 +35,15 @@ from planner.export.trainer_files import (
 )
 from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
-from planner.trainers.rules.common import BF16_ONLY
-from planner.trainers.rules.facts import rotary_method
-from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, UNCOMPILED
-from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_MODEL_RULES, TORCHTITAN_RULES
+from planner.trainers.rules.common import BF16_ONLY, rotary_method
+from planner.trainers.rules.torch import (
+    TORCH_CLASSES,
+    TORCH_SCHEDULE_RULES,
+    TORCHTITAN_LAYOUT_RULES,
+    TORCHTITAN_MODEL_RULES,
+    TORCHTITAN_RULES,
+    UNCOMPILED,
+)
 
 _LLAMA3 = {
     "scaling_factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",

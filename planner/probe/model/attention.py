@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import ProbeError
-from planner.probe.model.linear import Linear, Norm
+from planner.probe.model.layers import Linear, Norm
 from planner.probe.model.peers import (
     Enter,
     Surroundings,
