@@ -155,7 +155,7 @@ _LAUNCHERS = (
     LauncherTarget("torchrun", "launch.launchers:torchrun_script"),
     LauncherTarget("slurm", "launch.launchers:slurm_script"),
     LauncherTarget("kubernetes", "launch.kubernetes:kubernetes_manifest"),
-    LauncherTarget("kubernetes-pytorchjob", "launch.kubernetes:pytorchjob_manifest"),
+    LauncherTarget("kubernetes-jobset", "launch.kubernetes:jobset_manifest"),
 )
 
 TRAINERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.writer is not None}

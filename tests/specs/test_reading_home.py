@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
     "planner/export/megatron/option_rows.py": OWN,
     "planner/export/launch/node_check.py": JOB,
-    "planner/export/launch/rank_trials.py": JOB,
+    "planner/export/environment.py": OWN,
     "planner/export/keyed_settings.py": OWN,
     "planner/layout/runs.py": OWN,
     "planner/months/losses.py": OWN,

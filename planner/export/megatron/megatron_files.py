@@ -17,6 +17,7 @@ from planner.export.megatron.plan_options import (
     KERNELS,
     RECOMPUTE,
     SWITCH_OPTIONS,
+    has_published_scales,
     is_fsdp,
     precision,
     switch_arguments,
@@ -337,6 +338,11 @@ def notes_on_options(plan: Plan) -> tuple[str, ...]:
         and not runtime.gradient_overlap_fraction
     ):
         notes.append("gathers of parameters were planned behind compute, which it does only where reductions are, too")
+    if has_published_scales(plan):
+        notes.append(
+            "products are scaled by blocks (--fp8-recipe blockwise), as the model was published; they were priced as "
+            "tensorwise, whose kernels are faster"
+        )
     if plan.parallelism.num_gpus_spare:
         notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
     return (*notes, *notes_on_price(plan))

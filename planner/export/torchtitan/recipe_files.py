@@ -326,7 +326,11 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def _requirements(plan: Plan) -> Iterator[Requirement]:
     """The packages that the recipe needs on every node."""
-    yield Requirement("torch", "everything", "torch", "2.13", "pip install torch, or a nightly")
+    if plan.parallelism.pp > 1:
+        # torchtitan splits a batch itself, which schedules of torch 2.13 do not take (`arg_mbs`)
+        yield Requirement("torch", "pipelines", "torch", "2.14", "pip install --pre torch, a nightly")
+    else:
+        yield Requirement("torch", "everything", "torch", "2.13", "pip install torch, or a nightly")
     yield Requirement("torchtitan", "the trainer", hint="pip install torchtitan")
     if plan.parallelism.cp > 1:
         yield Requirement("spmd_types", "context parallelism", hint="pip install spmd-types, and a torch nightly")
