@@ -74,7 +74,9 @@ def number(
     name, kind = names.split()[0], "whole number" if convert is int else "number"
     unit = unit or unit_of(name.removeprefix("--").replace("-", "_"))
 
-    def parse(word: str) -> Any:
+    def parse(word: Any) -> Any:
+        if not isinstance(word, str):  # a default
+            return word
         try:
             if convert is int:
                 return parse_whole(word, unit)

@@ -334,7 +334,9 @@ def compare_command(files: Files, json: o.Json = False) -> None:
     from planner.report.comparison import render_comparison
 
     if not 2 <= len(files) <= MOST_FILES:
-        raise SpecError(f"plan compare: {len(files)} files", f"name two to {MOST_FILES} of them")
+        raise SpecError(
+            f"plan compare: {len(files)} file{'' if len(files) == 1 else 's'}", f"name two to {MOST_FILES} of them"
+        )
     if files.count("-") > 1:
         raise SpecError("plan compare: two files are standard input", "name a file for one of them")
     comparison = compare([_side(path) for path in files])

@@ -10,8 +10,9 @@ from planner.schedule.orders import SCHEDULES, violation
 from planner.search.splits.equal_chunks import chunk_lengths
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
-from planner.specs.problems import nearest
+from planner.specs.problems import closest, nearest
 from planner.specs.training import SearchLimits
+from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.spec import RuntimeSpec
 
 DEFAULT_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.is_tried_by_default)
@@ -95,8 +96,16 @@ def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:
         known = name in SCHEDULES or name == "auto"
         raise SpecError(
             f"schedule: {runtime.name} cannot run {name!r}" if known else f"schedule: unknown {name!r}",
-            f"one of {', '.join(runtime.schedules)}{'' if known else nearest(name, SCHEDULES)}",
+            f"one of {', '.join(runtime.schedules)}{'' if known else _nearest(name, runtime)}",
         )
+
+
+def _nearest(name: str, runtime: RuntimeSpec) -> str:
+    """The trainer's schedules that are spelt most like it, else a trainer that has one that is."""
+    others = ((other, kind) for other in map(load_runtime, RUNTIMES) for kind in closest(name, other.schedules))
+    trainer, kind = next(others, (None, ""))
+    elsewhere = "" if trainer is None else f"; --runtime {trainer.name} has {kind}"
+    return nearest(name, runtime.schedules) or elsewhere
 
 
 def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from planner.errors import SpecError
+from planner.specs.units import parse_number, parse_whole
 
 if TYPE_CHECKING:
     from planner.specs.hardware import HardwareSpec, LinkTier
@@ -15,7 +16,7 @@ EXAMPLE = "pod:3072:50,spine:*:50:7x"
 _ALL = "*"
 _MAX_TIERS = 16
 _TIER = re.compile(
-    r"(?P<name>[\w.-]{1,40}):(?P<gpus>\d{1,9}|\*):(?P<rate>\d{1,9}(\.\d+)?)(:(?P<shared>\d{1,4}(\.\d+)?)x)?"
+    r"(?P<name>[\w.-]{1,40}):(?P<gpus>\d{1,9}[kKmM]?|\*):(?P<rate>\d{1,9}(\.\d+)?[\w/]{0,5})(:(?P<shared>\d{1,4}(\.\d+)?)x)?"
 )
 
 
@@ -29,7 +30,8 @@ def parse_tiers(text: str, hardware: HardwareSpec, option: str = "--tier") -> tu
     tiers: list[LinkTier] = []
     for place, part in enumerate(parts, start=1):
         match = _TIER.fullmatch(part)
-        if match is None or float(match["rate"]) == 0:
+        rate = 0.0 if match is None else _gb_per_s(match["rate"])
+        if match is None or rate == 0:
             raise SpecError(
                 f"{option}: {part[:60]!r} is no NAME:GPUS:GB_PER_S[:OVERSUBSCRIPTIONx]", f"write {option} {EXAMPLE}"
             )
@@ -43,8 +45,8 @@ def parse_tiers(text: str, hardware: HardwareSpec, option: str = "--tier") -> tu
             raise SpecError(f"{option}: {part[:60]!r}: {shared:g}x is no oversubscription", "from 1x to 1000x")
         update = {
             "name": match["name"],
-            "num_gpus": None if match["gpus"] == _ALL else int(match["gpus"]),
-            "gb_per_s": float(match["rate"]),
+            "num_gpus": None if match["gpus"] == _ALL else parse_whole(match["gpus"], "size"),
+            "gb_per_s": rate,
             "oversubscription": shared,
             "link_gb_per_s": None,
             "source": f"{option} {part}",
@@ -57,7 +59,15 @@ def parse_tiers(text: str, hardware: HardwareSpec, option: str = "--tier") -> tu
 def _num_gpus(part: str) -> int:
     """GPUs under an inner tier as it was written; 0 where that is no tier."""
     match = _TIER.fullmatch(part)
-    return int(match["gpus"]) if match and match["gpus"] != _ALL else 0
+    return parse_whole(match["gpus"], "size") if match and match["gpus"] != _ALL else 0
+
+
+def _gb_per_s(text: str) -> float:
+    """The rate of a tier, such as 50 or 400Gb/s; 0 where that is none."""
+    try:
+        return float(parse_number(text, "gb_per_s"))
+    except ValueError:
+        return 0.0
 
 
 def _check_order(tiers: list[LinkTier], parts: list[str], option: str) -> None:
