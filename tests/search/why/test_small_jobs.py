@@ -208,7 +208,7 @@ def test_the_error_names_them_and_the_first_is_the_remedy() -> None:
     assert caught.value.remedy is not None
     assert caught.value.remedy["options"] == ["--lora"]
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("train adapters: --lora; or take another card: --hardware ")
+    assert caught.value.hint.startswith("train adapters beside frozen weights: --lora; or take another card: --hardware ")
 
 
 @pytest.mark.thorough(0)
