@@ -62,6 +62,11 @@ COMMANDS = {
         "import_command",
         "Read the configuration of a run you have, price it, and say what the planner would do instead, and why.",
     ),
+    "check": CommandRow(
+        "planner.cli.check_command",
+        "check_command",
+        "Say whether a launch file starts, fits and is no worse than the one it replaces: for reviews and pipelines.",
+    ),
     "observe": CommandRow(
         "planner.cli.observe_command",
         "observe_command",

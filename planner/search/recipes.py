@@ -21,7 +21,7 @@ from planner.search.deadline import Deadline
 from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.stated import NARROW_DTYPES, Recipe, check_has, check_together, own_runtime, switched
+from planner.trainers.stated import NARROW_DTYPES, Recipe, check_has, check_together, consent_of, own_runtime, switched
 from planner.trainers.switches import SWITCHES, Value, parsed, written
 
 BUNDLES: tuple[Recipe, ...] = (
@@ -58,6 +58,8 @@ FAST_HOST_GB_PER_S = 200.0
 above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
 LEAST_GAIN = 5e-4
 """Least share of a step for which a switch leaves the trainer's own value."""
+MOST_LOSS = 0.01
+"""Share of a step that a chosen switch may cost at the lower end of its gain."""
 REPLAN_GAIN = 0.02
 """Gain of the moves around the winner, as a share of the step, from which on the layouts are searched again."""
 
@@ -96,7 +98,9 @@ class Recipes:
         pinned, has = pinned_by(self.case), switches_of(self.case.runtime)
         # what a version of the trainer lacks is left out of a bundle, what lacks consent is no bundle
         known = [bundle for bundle in BUNDLES if all(name in has for name in _WITHOUT_WHICH & bundle.keys())]
-        own = [{n: v for n, v in bundle.items() if n not in pinned and v in has.get(n, ())} for bundle in known]
+        # nor is a dispatcher that nobody is known to gain from on the network
+        tried = {**has, "dispatcher": self.free.get("dispatcher", ())}
+        own = [{n: v for n, v in bundle.items() if n not in pinned and v in tried.get(n, ())} for bundle in known]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
@@ -174,12 +178,18 @@ class Recipes:
         return self._plainest(candidate)
 
     def _plainest(self, candidate: Candidate) -> Candidate:
-        """The candidate with each free switch at the trainer's own value that gains nothing at another one."""
+        """The candidate with each free switch at the trainer's own value that gains nothing, or may cost, at another.
+
+        A switch may cost where its gain is so little that, less what predictions of it were too large by, more than
+        `MOST_LOSS` is lost.
+        """
         for name, values in self.free.items():
             own = SWITCHES[name].value_of(self.base)
             if own in values and own != SWITCHES[name].value_of(candidate.pricing.runtime):
                 plain = self.moved(candidate, {name: own})
-                if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + LEAST_GAIN):
+                doubt = SWITCHES[name].doubt_fraction * (2 if self.case.cluster.tiers[-1].is_host_driven else 1)
+                least = max(LEAST_GAIN, doubt - MOST_LOSS)
+                if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + least):
                     candidate = plain
         return candidate
 
@@ -230,7 +240,7 @@ def _takes(candidate: Candidate, runtime: RuntimeSpec) -> bool:
 
 
 def _is_allowed(name: str, value: Value, case: Case) -> bool:
-    return value not in SWITCHES[name].consent or name in case.limits.allow
+    return name in case.limits.allow or not consent_of(name, value, case.cluster.hardware)
 
 
 def pinned_by(case: Case) -> set[str]:

@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from planner.errors import SpecError
 from planner.specs.hardware import HardwareSpec
+from planner.specs.machines import transport_of
 from planner.specs.problems import nearest
 from planner.specs.training import Dtype
 from planner.trainers.load import RUNTIMES, has_dtype, load_runtime, since_of, switches_of
@@ -137,10 +138,25 @@ def on_trainer(runtime: RuntimeSpec, name: str) -> RuntimeSpec:
     return own.model_copy(update={field: getattr(runtime, field) for field in fields})
 
 
+CARRIERS: Final = {"deepep": "ibgda", "hybridep": "hybridep"}
+"""The transport that each dispatcher which sends rows has on its own."""
+
+
+def consent_of(name: str, value: Value, hardware: HardwareSpec) -> str:
+    """The thing that a value changes and that is not done without consent; empty where it needs none.
+
+    A dispatcher whose transport nobody is known to gain from on the network at hand needs it, too.
+    """
+    carrier = CARRIERS.get(str(value), "nccl") if name == "dispatcher" and hardware.network else "nccl"
+    if carrier != "nccl" and hardware.network not in transport_of(carrier).networks:
+        return f"to a transport that is unproven on {hardware.network}"
+    return SWITCHES[name].consent.get(value, "")
+
+
 def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
     """The names that --allow takes: switches with values that need consent, and the narrow dtypes of the GPU."""
     switches = [
-        name for name, values in switches_of(runtime).items() if any(v in SWITCHES[name].consent for v in values)
+        name for name, values in switches_of(runtime).items() if any(consent_of(name, v, hardware) for v in values)
     ]
     return [*switches, *(dtype for dtype in NARROW_DTYPES if hardware.peak_flops(dtype) and has_dtype(runtime, dtype))]
 
