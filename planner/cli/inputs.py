@@ -16,16 +16,24 @@ from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.errors import SpecError
 from planner.shape import liked_batch
 from planner.specs.base import Spec
-from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import OBJECTIVES, AdapterSpec, ObjectiveSpec
+from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, nearest
 from planner.specs.reading import load_yaml
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.tiers import parse_tiers
-from planner.specs.training import PINS, DocumentLength, OperationsSpec, Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import (
+    OBJECTIVES,
+    PINS,
+    AdapterSpec,
+    DocumentLength,
+    ObjectiveSpec,
+    OperationsSpec,
+    Parallelism,
+    SearchLimits,
+    TrainingSpec,
+)
 from planner.specs.units import SIZE, is_count, parse_count, parse_number, parse_whole, unit_of
 from planner.trainers.generations import described, objection_to_silicon, todays
 from planner.trainers.load import load_runtime, switches_of
@@ -464,7 +472,7 @@ def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -
 
 def _lengths(text: str) -> tuple[DocumentLength, ...]:
     """The lengths of a file, of `400`, or of `400:2048`."""
-    from planner.specs.documents import LogNormal, read_lengths
+    from planner.specs.phases import LogNormal, read_lengths
 
     if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json")):
         data = load_yaml(text)

@@ -62,8 +62,7 @@ def show_command(file: Saved, full: o.Full = False, show: o.Show = None, json: o
     """
     from planner.cli.output import Shape
     from planner.cli.output import show as print_out
-    from planner.specs.reading import label, load_yaml
-    from planner.specs.reading.limits import SAVED
+    from planner.specs.reading import SAVED, label, load_yaml
 
     shape = Shape(json, full, show)
     data, where = load_yaml(file, SAVED), label(file)
@@ -352,8 +351,7 @@ def _side(path: str) -> Compared:
     from planner.decide.compare import of_observation, of_plan, of_probe
     from planner.observe.saved import is_observed, observed_of
     from planner.plan_file import plan_of
-    from planner.specs.reading import label, load_yaml
-    from planner.specs.reading.limits import SAVED
+    from planner.specs.reading import SAVED, label, load_yaml
 
     data, where = load_yaml(path, SAVED), label(path)
     if is_probe(data):

@@ -11,8 +11,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.specs.model import ModelSpec
-from planner.specs.reading import parse_json, parse_yaml
-from planner.specs.reading.text import text_beside
+from planner.specs.reading import parse_json, parse_yaml, text_beside
 from planner.specs.registry import load_model, model_names
 
 

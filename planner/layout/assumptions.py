@@ -9,7 +9,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.recipe import recipe_of, setting_of, under
 from planner.physics.pricing import Pricing
 from planner.specs.base import LEAST_RATE
-from planner.specs.tiers import tiers_text
+from planner.specs.cluster import tiers_text
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.stated import switched

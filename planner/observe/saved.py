@@ -10,8 +10,7 @@ from planner.observe.traces.recorded import ObservedFiles
 from planner.plan_file import refuse_contradiction
 from planner.saved import as_saved
 from planner.specs.problems import checked
-from planner.specs.reading import label, load_yaml
-from planner.specs.reading.limits import SAVED
+from planner.specs.reading import SAVED, label, load_yaml
 
 _HINT = "an observation is not for editing: run plan observe … -o observed.json again"
 _ROUNDING = 1e-6

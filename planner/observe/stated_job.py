@@ -19,8 +19,7 @@ from planner.export.megatron.script_reading import options_of_features, run_of
 from planner.observe.line_formats import MOST
 from planner.observe.observation import JobFacts
 from planner.observe.record import RunRecord
-from planner.specs.reading import parse_yaml
-from planner.specs.reading.limits import Limits
+from planner.specs.reading import Limits, parse_yaml
 from planner.specs.units import is_count
 
 _NEGATED = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from planner.physics.operators import BF16, Collective, Operator
 from planner.shape import Number, Shape
-from planner.specs.finetuning import AdapterSpec
+from planner.specs.training import AdapterSpec
 from planner.trainers.spec import RuntimeSpec
 
 ROW_PARALLEL = frozenset({"attention output", "mlp down", "shared_experts down", "mamba out", "convolution out"})

@@ -14,7 +14,7 @@ from itertools import chain
 from planner.physics.adapter_split import Split, frozen_exchange
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Shape
-from planner.specs.finetuning import AdapterSpec
+from planner.specs.training import AdapterSpec
 from planner.trainers.spec import RuntimeSpec
 
 _OPERATORS = {

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from planner.errors import SpecError
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.graph import compile_schedule
-from planner.specs.reading.csv_text import parse_rows
+from planner.specs.reading import parse_rows
 
 _HINT = "give one row of actions such as 0F0,1F0,1B0 a rank, as `plan schedule 1f1b --csv FILE` writes them"
 

@@ -95,3 +95,7 @@ def is_count(text: str) -> bool:
 def gib(num_bytes: float) -> float:
     """Bytes to GiB."""
     return num_bytes / GIB
+
+
+EXAMPLE = "pod:3072:50,spine:*:50:7x"
+"""A network as the command line writes it: from the inside to the outside, `*` for all GPUs, `7x` oversubscribed."""

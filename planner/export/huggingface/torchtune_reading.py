@@ -8,7 +8,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, ImportedRun, positive_number, yaml_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
-from planner.specs.finetuning import MLP
+from planner.specs.training import MLP
 
 MODULES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj"}
 """Attention's projections by peft's names, and by torchtune's (lora_attn_modules)."""

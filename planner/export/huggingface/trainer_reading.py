@@ -29,7 +29,7 @@ from planner.export.imported_run import ConfigFile, ImportedRun, json_of
 from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import num_gpus
 from planner.export.named_models import exported_gpus, exported_model
-from planner.specs.reading.python_text import literal, parse_python
+from planner.specs.reading import literal, parse_python
 
 _SEQUENCE = (
     "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",

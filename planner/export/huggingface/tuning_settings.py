@@ -11,8 +11,8 @@ from planner.errors import SpecError
 from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.named_models import model_called, num_layers_of
-from planner.specs.finetuning import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.switches import SWITCHES
 

@@ -14,8 +14,7 @@ from planner.errors import SpecError
 from planner.observe.traces.kernels_and_groups import ranks_of
 from planner.observe.traces.source import TraceFile, load_plain
 from planner.specs.base import Spec
-from planner.specs.reading import label, parse_json, printable
-from planner.specs.reading.limits import DUMP
+from planner.specs.reading import DUMP, label, parse_json, printable
 
 _LEAST_ENTRY_BYTES = 40
 """An entry's numbers and times alone take more: a file with more entries repeats one."""

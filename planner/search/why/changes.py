@@ -15,8 +15,7 @@ from planner.answer.small import Change
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.recipe import setting_of
-from planner.specs.finetuning import AdapterSpec, Bits
-from planner.specs.training import Recompute, TrainingSpec
+from planner.specs.training import AdapterSpec, Bits, Recompute, TrainingSpec
 from planner.trainers.load import switches_of
 from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect

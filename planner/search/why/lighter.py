@@ -11,9 +11,9 @@ from planner.search.case import Case
 from planner.search.why.misses import fitting_candidate, least_state_bytes
 from planner.search.why.room import most_within
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec, Bits
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
+from planner.specs.training import AdapterSpec, Bits
 from planner.trainers.load import load_runtime
 
 TUNER = "hf"

@@ -19,10 +19,9 @@ from planner.physics.layers import model_totals
 from planner.search.case import Case
 from planner.search.why.changes import Varied, changes_of, priced
 from planner.shape import Shape
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
-from planner.specs.training import Parallelism, Recompute
+from planner.specs.training import AdapterSpec, Parallelism, Recompute
 from planner.trainers.rules.of_trainer import rules_for
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec
 

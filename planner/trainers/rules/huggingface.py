@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.specs.finetuning import ATTENTION, GROUPS, MLP
-from planner.specs.training import TrainingSpec
+from planner.specs.training import ATTENTION, GROUPS, MLP, TrainingSpec
 from planner.trainers.rules.common import HEADS, Rule, model_rule
 from planner.trainers.rules.model_fields import UNWRITTEN_RULES, WHOLE_MODEL_RULES
 
