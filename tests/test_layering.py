@@ -50,8 +50,7 @@ ALLOWED = {
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
     "decide": {
         "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "months", "layout",
-        "probe.result", "observe.observation", "search.case", "search.deadline", "search.first", "search.layouts",
-        "search.recipes",
+        "probe.result", "observe.observation", "search.case", "search.layouts", "search.recipes",
         "search.safest", "search.search", "search.why.remedy",
         # a launch file that is checked is read as the importer reads it, and broken rules are those of its trainer
         "export.import_run", "export.spelling",
@@ -76,13 +75,13 @@ ALLOWED = {
     # solver tests itself
     "profile": {
         "distribution", "errors", "files", "saved", "shape", "specs", "trainers", "schedule", "physics", "answer",
-        "layout", "probe", "search.ilp.self_test", "observe.history", "observe.history_place",
+        "layout", "probe", "search.ilp.solver", "observe.history", "observe.history_place",
     },
     # the page asks as the command line does, which gives it the reader of options: nothing imports `cli`. It prices the
     # layout on the screen again, searches, and shows and exports what is found
     "serve": {
         "errors", "shape", "specs", "trainers", "schedule", "answer", "plan_file", "layout", "search",
-        "report", "export",
+        "report", "export", "decide.check",
     },
     # a log's argument dump is a configuration that the importer reads; a run that was read is priced, and changed by
     # what would help; a run that calibrates is believed as a probe is, and one that is kept holds its plan
@@ -97,6 +96,8 @@ EXTERNAL = {
     "jinja2": {"export/trainer_files.py"},
     "pulp": {"search/ilp"},
     "torch": {"probe", "profile"},
+    "mcp": {"serve/mcp_server.py"},
+    "mcp_types": {"serve/mcp_server.py"},
     "starlette": {"serve"},
     "uvicorn": {"serve"},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from dataclasses import fields
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -12,6 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import planner
+from planner.cli.job_options import PlanOptions
+from planner.cli.options import ASSUMED, DTYPES, FINETUNE, JOB, LAYOUT, OUTPUT, RUN, SEARCH
 from planner.cli.plan_command import plan_command
 from planner.distribution import DISTRIBUTION
 from planner.errors import SpecError, one_line
@@ -19,8 +22,10 @@ from planner.trainers.shipped import calibration_date
 
 
 class CommandRow(NamedTuple):
-    """A command: the module that has it, and its line in lists."""
+    """A command: where it stands in the help, the module that has it, and its line in lists."""
 
+    group: str
+    """The purpose that it serves; empty for an old spelling, which no list shows."""
     module: str
     function: str
     """Its name in the module. Heavy imports belong inside it."""
@@ -30,104 +35,167 @@ class CommandRow(NamedTuple):
 
 COMMANDS = {
     "evaluate": CommandRow(
-        "planner.cli.plan_command", "evaluate_command", "Price a given layout, fit or not, or a file of many."
+        "decide", "planner.cli.plan_command", "evaluate_command", "Price a given layout, fit or not, or a file of many."
     ),
     "explain": CommandRow(
+        "decide",
         "planner.cli.explain_command",
         "explain_command",
         "Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.",
     ),
     "sweep": CommandRow(
+        "decide",
         "planner.cli.sweep_command",
         "sweep_command",
         "Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.",
     ),
     "compare": CommandRow(
+        "decide",
         "planner.cli.views",
         "compare_command",
-        "Say what differs between plans, probes and runs (imported, observed), "
-        "and why one is faster: terms that add up.",
+        "Say what differs between plans, probes and runs (imported, observed), and why one is "
+        "faster: terms that add up.",
     ),
-    "models": CommandRow("planner.cli.catalogue", "models_command", "List the models, or show one with its sources."),
-    "hardware": CommandRow(
-        "planner.cli.catalogue", "hardware_command", "List the hardware, or show one with its sources."
+    "memory": CommandRow(
+        "decide",
+        "planner.cli.views",
+        "memory_command",
+        "Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.",
     ),
     "export": CommandRow(
+        "launch",
         "planner.cli.export_command",
         "export_command",
         "Write the files that a trainer or a scheduler takes as they are, or say what it cannot express.",
     ),
     "import": CommandRow(
+        "launch",
         "planner.cli.import_command",
         "import_command",
         "Read the configuration of a run you have, price it, and say what the planner would do instead, and why.",
     ),
+    "probe": CommandRow(
+        "launch",
+        "planner.cli.probe_command",
+        "probe_command",
+        "Run the plan's pipeline for a few steps, and put measured beside predicted.",
+    ),
     "check": CommandRow(
+        "launch",
         "planner.cli.check_command",
         "check_command",
         "Say whether a launch file starts, fits and is no worse than the one it replaces: for reviews and pipelines.",
     ),
     "observe": CommandRow(
+        "watch",
         "planner.cli.observe_command",
         "observe_command",
-        "Read a run's log: its steady step, what made steps slow, memory, "
-        "where the wall time went; beside the prediction.",
+        "Read a run's log: its steady step, what made steps slow, memory, where the wall time "
+        "went; beside the prediction.",
+    ),
+    "rebalance": CommandRow(
+        "watch",
+        "planner.cli.rebalance_command",
+        "rebalance_command",
+        "Move layers between stages that a probe found slow and fast, and say what it gains.",
+    ),
+    "show": CommandRow(
+        "look",
+        "planner.cli.views",
+        "show_command",
+        "Print again what was saved: a plan, a sweep, phases, a comparison, a probe, an observed or imported run.",
     ),
     "report": CommandRow(
+        "",
         "planner.cli.views",
         "report_command",
         "Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, "
         "alternatives, inputs.",
     ),
-    "show": CommandRow(
-        "planner.cli.views",
-        "show_command",
-        "Print again what was saved: a plan, a sweep, phases, a comparison, a probe, an observed or imported run.",
-    ),
-    "schedule": CommandRow("planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."),
-    "memory": CommandRow(
-        "planner.cli.views",
-        "memory_command",
-        "Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.",
-    ),
-    "serve": CommandRow(
-        "planner.cli.serve_command",
-        "serve_command",
-        "Serve the planner as a page: controls change the plan, its memory and its timeline",
-    ),
     "trace": CommandRow(
+        "",
         "planner.cli.views",
         "trace_command",
         "Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.",
     ),
-    "validate": CommandRow(
-        "planner.cli.validate_command",
-        "validate_command",
-        "Hold the planner against published training runs, or against your own.",
+    "mcp": CommandRow(
+        "look",
+        "planner.cli.mcp_command",
+        "mcp_command",
+        "Offer the planner to agents as tools of the Model Context Protocol.",
     ),
-    "probe": CommandRow(
-        "planner.cli.probe_command",
-        "probe_command",
-        "Run the plan's pipeline for a few steps, and put measured beside predicted.",
+    "serve": CommandRow(
+        "look",
+        "planner.cli.serve_command",
+        "serve_command",
+        "Serve the planner as a page: controls change the plan, its memory and its timeline",
+    ),
+    "schedule": CommandRow(
+        "look", "planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."
+    ),
+    "models": CommandRow(
+        "set up", "planner.cli.catalogue", "models_command", "List the models, or show one with its sources."
+    ),
+    "hardware": CommandRow(
+        "set up", "planner.cli.catalogue", "hardware_command", "List the hardware, or show one with its sources."
     ),
     "profile": CommandRow(
+        "set up",
         "planner.cli.profile_command",
         "profile_command",
         "Measure this machine into a hardware profile that plan --hardware reads; eight minutes on a GPU.",
     ),
-    "rebalance": CommandRow(
-        "planner.cli.rebalance_command",
-        "rebalance_command",
-        "Move layers between stages that a probe found slow and fast, and say what it gains.",
+    "validate": CommandRow(
+        "set up",
+        "planner.cli.validate_command",
+        "validate_command",
+        "Hold the planner against published training runs, or against your own.",
     ),
     "doctor": CommandRow(
+        "set up",
         "planner.cli.doctor_command",
         "doctor_command",
-        "Say what is installed, what each command needs and whether it can run here: "
-        "one screen to paste into an issue.",
+        "Say what is installed, what each command needs and whether it can run here: one screen to "
+        "paste into an issue.",
     ),
 }
-"""Every command beside the main job."""
+"""Every command beside the main job, in the order of the help."""
+GROUPS = {
+    group: ", ".join(name for name, row in COMMANDS.items() if row.group == group)
+    for group in dict.fromkeys(row.group for row in COMMANDS.values())
+    if group
+}
+"""The names of the commands by what a person does."""
+OTHER = "Other"
+TOPICS = {
+    "job": JOB,
+    "fine-tuning": FINETUNE,
+    "run": RUN,
+    "layout": LAYOUT,
+    "search": SEARCH,
+    "assumptions": ASSUMED,
+    "output": OUTPUT,
+}
+"""Words after -h, and the headings that they show."""
+ALL, LISTED = "all", "commands"
+FIRST = (
+    ("-m, --model NAME|FILE", "`plan models` lists them; or a YAML file."),
+    ("-g, --gpus N", "GPUs in all; or --nodes N."),
+    ("--hardware NAME|FILE", "`plan hardware` lists it; or a YAML. [h100]"),
+    ("-s, --seq-length N", "Tokens of a sequence. [the model's]"),
+    ("-b, --global-batch-size N", "Sequences of a step. [the model's]"),
+    ("--dtype NAME", f"{', '.join(DTYPES)}. [bf16]"),
+    ("--runtime NAME", "The trainer. [megatron; hf for adapters]"),
+    ("--finetune, --lora, --qlora", "Fine-tune all weights, or adapters."),
+    ("--tokens COUNT", "Of the run, such as 15T: days and cost."),
+    ("--tp, --pp, --ep, … N,N…", "Pin an axis of the layout, or give a list."),
+    ("--switch NAME=VALUE,…", "Pin switches of the trainer."),
+    ("--allow NAME,…", "What may change numerics, such as fp8."),
+    ("--time-limit S", "Seconds to search at most. [30]"),
+    ("--full, --show SECTION,…", "All that is known, or some sections."),
+    ("-o, --output FILE, --json", "Save it for other commands; print JSON."),
+)
+"""Options that the first screen shows, each in one line."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -144,22 +212,48 @@ class _OneLine(logging.Formatter):
 class _Sections:
     """Help with the options under the headings they were declared with, in plain text that fits 80 columns."""
 
+    topic = ""
+    """The word that was given after -h."""
+    is_of_a_job = False
+    """True for a command that has the options of `plan`."""
+
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        shared, found = set() if self.topic == ALL or not self.is_of_a_job else shared_options(), False
+        for title, params in self.headings(ctx).items():
+            own = [param for param in params if param.name not in shared or title == "Arguments"]
+            found = found or len(own) < len(params)
+            _section(formatter, title, own, ctx)
+        job = f"The options of the job are those of plan (--model, --tp, --switch, …): plan -h {ALL}, or -h {ALL} here."
+        formatter.write_paragraph()
+        formatter.write_text(job if found else "And -q, --no-color, --debug, as everywhere.")
+
+    def headings(self: Any, ctx: Any) -> dict[str, list[Any]]:
+        """The arguments and options under their headings, those of every command last."""
+        found: dict[str, list[Any]] = {"Arguments": []}
         for param in self.get_params(ctx):
-            name, explanation = param.get_help_record(ctx) or ("", "")
-            if param.param_type_name == "argument":
-                sections["Arguments"].append((param.metavar or name, explanation))
-            elif name:
-                sections.setdefault(getattr(param, "rich_help_panel", None) or "Other", []).append((name, explanation))
-        sections["Other"] = sections.pop("Other", [])
-        sections = {title: records for title, records in sections.items() if records}
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-        if isinstance(self, Commands):
-            with formatter.section("Commands"):
-                formatter.write_dl([(name, row.says) for name, row in COMMANDS.items()])
+            is_argument = param.param_type_name == "argument"
+            panel = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or OTHER
+            found.setdefault(panel, []).append(param)
+        last = found.pop(OTHER, [])
+        return {**found, OTHER: last} if self.topic == ALL else found
+
+
+def _section(formatter: Any, title: str, params: list[Any], ctx: Any) -> None:
+    """One heading with a line for each argument or option."""
+    records = [(param, param.get_help_record(ctx)) for param in params]
+    lines = [
+        (param.metavar or record[0] if param.param_type_name == "argument" else record[0], record[1])
+        for param, record in records
+        if record is not None
+    ]
+    if lines:
+        with formatter.section(title):
+            formatter.write_dl(lines)
+
+
+def shared_options() -> set[str]:
+    """The options that the main job has too, by their names in Python."""
+    return {field.name for field in fields(PlanOptions)} | {"quiet", "no_color", "debug"}
 
 
 class Subcommand(_Sections, TyperCommand):
@@ -169,6 +263,24 @@ class Subcommand(_Sections, TyperCommand):
 class Commands(_Sections, TyperGroup):
     """Loads a command's module when the command is named."""
 
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        if self.topic in ("", ALL):
+            super().format_help_text(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        headings = self.headings(ctx)
+        if not self.topic:
+            with formatter.section("Options"):
+                formatter.write_dl(FIRST)
+        for title in headings if self.topic == ALL else filter(None, [TOPICS.get(self.topic)]):
+            _section(formatter, title, headings[title], ctx)
+        if self.topic in ("", ALL, LISTED):
+            says = [(name, row.says) for name, row in COMMANDS.items() if row.group]
+            with formatter.section("Commands"):
+                formatter.write_dl(says if self.topic else list(GROUPS.items()))
+        formatter.write_paragraph()
+        formatter.write_text(f"More: plan COMMAND -h, plan -h {ALL}, or -h with {', '.join((*TOPICS, LISTED))}.")
+
     is_completed = False
     """True where a shell asks for the names of commands that begin as a word does, and runs none of them."""
 
@@ -177,7 +289,7 @@ class Commands(_Sections, TyperGroup):
         return super().shell_complete(ctx, incomplete)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return [name for name, row in COMMANDS.items() if row.group]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in COMMANDS:
@@ -222,9 +334,28 @@ def _run(words: list[str]) -> Any:
     if words[0] == "help":  # as git and others have it
         words = [*words[1:2], "-h", *words[2:]]
     name, *rest = words
+    if name in _SETTINGS["help_option_names"] and len(rest) == 1 and rest[0] not in COMMANDS:
+        return _help(rest[0])
+    if name in _SETTINGS["help_option_names"] and rest and rest[0] in COMMANDS:
+        name, rest = rest[0], [*rest[1:], "-h"]
     if name in COMMANDS:
-        return _named(name).main(args=rest, prog_name=f"plan {name}", standalone_mode=False)
+        command = _named(name)
+        if len(rest) == 2 and rest[0] in _SETTINGS["help_option_names"] and rest[1] == ALL:
+            command.topic, rest = ALL, rest[:1]
+        return command.main(args=rest, prog_name=f"plan {name}", standalone_mode=False)
     return _root().main(args=words, prog_name="plan", standalone_mode=False)
+
+
+def _help(topic: str) -> Any:
+    """The help of one topic, or of all options."""
+    if topic not in (ALL, LISTED, *TOPICS):
+        from planner.specs.problems import nearest
+
+        words = (ALL, LISTED, *TOPICS)
+        raise SpecError(f"-h: {topic[:60]!r} is no topic", f"one of {', '.join(words)}{nearest(topic, words)}")
+    root = _root()
+    root.topic = topic
+    return root.main(args=["-h"], prog_name="plan", standalone_mode=False)
 
 
 def _root() -> Any:
@@ -242,8 +373,10 @@ def _named(name: str) -> Any:
     """The command of a row, whose module is loaded."""
     row = COMMANDS[name]
     app = typer.Typer(context_settings=_SETTINGS, add_completion=False, rich_markup_mode=None)
-    app.command(name, cls=Subcommand)(getattr(import_module(row.module), row.function))
-    command = typer.main.get_command(app)
+    function = getattr(import_module(row.module), row.function)
+    app.command(name, cls=Subcommand)(function)
+    command: Any = typer.main.get_command(app)
+    command.is_of_a_job = getattr(function, "is_of_a_job", False)
     command.params += _parameters(_everywhere)
     return command
 

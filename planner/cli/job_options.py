@@ -149,6 +149,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.is_of_a_job = True  # type: ignore[attr-defined]
     return run
 
 

@@ -48,6 +48,26 @@ def _with_aliases(names: Callable[[], dict[str, tuple[str, ...]]]) -> Callable[[
     return lambda: [name for canonical, aliases in names().items() for name in (canonical, *aliases)]
 
 
+def complete_switch(incomplete: str) -> list[str]:
+    """Switches for the last word of a comma list, and after its = the values of the switch."""
+    from planner.trainers.switches import SWITCHES, written
+
+    before, comma, last = incomplete.rpartition(",")
+    name, is_named, value = last.partition("=")
+    if is_named:
+        values = SWITCHES[name].values if name in SWITCHES else ()
+        words = [f"{name}={written(each)}" for each in values if written(each).startswith(value)]
+    else:
+        words = [f"{each}=" for each in SWITCHES if each.startswith(last)] + ["default"] * "default".startswith(last)
+    return [f"{before}{comma}{word}" for word in words]
+
+
+DTYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+SCHEDULES = (
+    "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
+    "dualpipe", "dualpipe-v", "chimera", "pipedream-2bw", "forward-only", "auto",
+)  # fmt: skip
+"""The words that shells complete for --dtype and --schedule: those of `Dtype` and the schedules, which load longer."""
 complete_model = starting_with(_with_aliases(model_names))
 complete_hardware = starting_with(_with_aliases(hardware_names))
 
@@ -74,7 +94,7 @@ def number(
     unit = unit or unit_of(name.removeprefix("--").replace("-", "_"))
 
     def parse(word: Any) -> Any:
-        if not isinstance(word, str):  # a default
+        if not isinstance(word, str):  # the default of an option that was not given
             return word
         try:
             if convert is int:
@@ -140,7 +160,13 @@ BatchTokens = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    text(JOB, "--dtype", "NAME", "What matrix products compute in: bf16, fp16, fp8, mxfp8 or nvfp4. [bf16]"),
+    text(
+        JOB,
+        "--dtype",
+        "NAME",
+        f"What matrix products compute in: {', '.join(DTYPES)}. [bf16]",
+        autocompletion=starting_with(lambda: DTYPES),
+    ),
 ]
 Runtime = Annotated[
     str | None,
@@ -225,7 +251,16 @@ Vpps = Annotated[str | None, text(LAYOUT, "--vpp", "N,N…", "Chunks of a stage 
 MicroBatchSizes = Annotated[str | None, text(LAYOUT, "--micro-batch-size", "N,N…", "Sequences of a micro-batch.")]
 ZeroStages = Annotated[str | None, text(LAYOUT, "--zero-stage", "N,N…", "ZeRO, 0 to 3.")]
 ShardSizes = Annotated[str | None, text(LAYOUT, "--shard-size", "N,N…", "Ranks that ZeRO shards over (HSDP).")]
-Schedules = Annotated[str | None, text(LAYOUT, "--schedule", "NAME,…", "Pipeline schedules, such as 1f1b.")]
+Schedules = Annotated[
+    str | None,
+    text(
+        LAYOUT,
+        "--schedule",
+        "NAME,…",
+        "Pipeline schedules, such as 1f1b.",
+        autocompletion=completing_list(lambda: SCHEDULES),
+    ),
+]
 RankOrders = Annotated[
     str | None, text(LAYOUT, "--rank-order", "ORDER,…", f"Orders of the ranks: {', '.join(RANK_ORDERS)}.")
 ]
@@ -240,7 +275,10 @@ Etp = Annotated[int | None, number(LAYOUT, "--etp", "Tensor parallel inside an e
 Vpp = Annotated[int | None, number(LAYOUT, "--vpp", "Chunks of a stage (interleaving). [1]")]
 MicroBatchSize = Annotated[int | None, number(LAYOUT, "--micro-batch-size", "Sequences of a micro-batch. [1]")]
 ZeroStage = Annotated[int | None, number(LAYOUT, "--zero-stage", "ZeRO, 0 to 3. [1]")]
-Schedule = Annotated[str | None, text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]")]
+Schedule = Annotated[
+    str | None,
+    text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]", autocompletion=starting_with(lambda: SCHEDULES)),
+]
 RankOrder = Annotated[
     str | None, text(LAYOUT, "--rank-order", "ORDER", f"Order of the ranks, or {RANK_ORDERS[1]}. [{RANK_ORDERS[0]}]")
 ]
@@ -270,11 +308,18 @@ Switch = Annotated[
         "--switch",
         "NAME=VALUE,…|default",
         "Pin switches of the trainer, or leave all at its own values. [chosen]",
+        autocompletion=complete_switch,
     ),
 ]
 Described = Annotated[
     str | None,
-    text(LAYOUT, "--switch", "NAME=VALUE,…|default", "Switches of the run; default: none but the trainer's. [likely]"),
+    text(
+        LAYOUT,
+        "--switch",
+        "NAME=VALUE,…|default",
+        "Switches of the run; default: none but the trainer's. [likely]",
+        autocompletion=complete_switch,
+    ),
 ]
 Allow = Annotated[
     str | None,

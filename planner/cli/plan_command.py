@@ -56,15 +56,10 @@ def plan_command(
 ) -> None:
     """Plan how to lay a large model out on N GPUs: the fastest layout that fits, proven, and why not the others.
 
-    An option of the layout pins that axis to a value, or restricts it to a comma list.
-
     \b
     Example:
       plan --model 405b --gpus 2048
-      plan --model ./config.json --gpus 512 --hardware h200 -s 8192 -b 1024
       plan --model deepseek-v3 --gpus 2048 --pp 8,16 --tokens 15T -o plan.json
-      plan --model 405b --gpus 2048 --phases docs/phases/llama-3-405b.yaml
-      plan --from plan.json --gpus 1984
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options_before(ctx)

@@ -69,8 +69,8 @@ def sweep_command(
 ) -> None:
     """Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.
 
-    Every option of the job and the layout takes a list (8,16) or a range (256..4096, by whole nodes; 1..16 of others by
-    doubling; a..b:step). With --deadline or --usd, --gpus auto finds the fewest GPUs that meet it.
+    Every option of the job and the layout takes a list (8,16) or a range (256..4096, by doubling, or a..b:step). With
+    --deadline or --usd, --gpus auto finds the fewest GPUs that meet it.
 
     \b
     Example:
@@ -213,8 +213,6 @@ def _drawing_to(path: str) -> Callable[[Sweep, str, bool], None]:
     return draw_sweep
 
 
-MOST_OF_A_RANGE = 32
-"""The most points of a range that gives no step of its own; a longer one is thinned out, in equal ratios."""
 MOST_STEPS = 1024
 """The most points of a range that gives its step."""
 _RANGE = re.compile(r"([0-9]{1,18}[kKmM]?)\.\.([0-9]{1,18}[kKmM]?)(?::([0-9]{1,18}))?")
@@ -255,7 +253,7 @@ def _numbers_of(option: str, part: str, between: Callable[[int, int], list[int]]
 
 
 def by_nodes(node_size: int) -> Callable[[int, int], list[int]]:
-    """The whole nodes between two numbers of GPUs, both ends included; a long range is thinned out in equal ratios."""
+    """The powers of two between two numbers of nodes, and both ends."""
 
     def between(first: int, last: int) -> list[int]:
         low, high = -(-first // node_size), last // node_size
@@ -263,10 +261,8 @@ def by_nodes(node_size: int) -> Callable[[int, int], list[int]]:
             raise SpecError(
                 f"--gpus: {first}..{last} holds no whole node of {node_size} GPUs", "name the numbers instead"
             )
-        if high - low < MOST_OF_A_RANGE:
-            return [nodes * node_size for nodes in range(low, high + 1)]
-        ratio = (high / low) ** (1 / (MOST_OF_A_RANGE - 1))
-        return [nodes * node_size for nodes in dict.fromkeys(round(low * ratio**i) for i in range(MOST_OF_A_RANGE))]
+        powers = [2**power for power in range(high.bit_length()) if low < 2**power < high]
+        return [nodes * node_size for nodes in dict.fromkeys([low, *powers, high])]
 
     return between
 

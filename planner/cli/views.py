@@ -47,52 +47,71 @@ MicroBatches = Annotated[
     int | None, o.number(_WHAT, "--micro-batches -m", "Trace a step of fewer micro-batches. [the plan's]")
 ]
 TraceOutput = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [trace.json]")]
+ShownPage = Annotated[
+    str | None, o.text(o.OUTPUT, "--page", "FILE", "Write a plan as one HTML file with pictures; - is stdout.")
+]
+ShownTrace = Annotated[
+    str | None, o.text(o.OUTPUT, "--trace", "FILE", "Write a plan's step as a trace for Perfetto; - is stdout.")
+]
 Page = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [report.html]")]
 Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let options that name a file replace it.")]
 
 
-def show_command(file: Saved, full: o.Full = False, show: o.Show = None, json: o.Json = False) -> None:
+def show_command(
+    file: Saved,
+    page: ShownPage = None,
+    trace: ShownTrace = None,
+    alternative: Alternative = None,
+    micro_batches: MicroBatches = None,
+    full: o.Full = False,
+    show: o.Show = None,
+    json: o.Json = False,
+    force: Force = False,
+) -> None:
     """Print again what was saved: a plan, a sweep, phases, a comparison, a probe, an observed or imported run.
 
     \b
     Example:
       plan show plan.json
       plan show plan.json --show rejected,proof
-      plan show observed.json
+      plan show plan.json --page report.html --trace trace.json
     """
-    from planner.cli.output import Shape
+    from planner.cli.output import Shape, dumps
     from planner.cli.output import show as print_out
     from planner.specs.reading import SAVED, label, load_yaml
 
+    if page is not None or trace is not None:
+        if page is not None:
+            _write_page(file, alternative, page, force)
+        if trace is not None:
+            _write_trace(file, alternative, micro_batches, trace, force)
+        return
     shape = Shape(json, full, show)
     data, where = load_yaml(file, SAVED), label(file)
     known = [row for row in _KINDS if row.keys <= data.keys()]
     if not known:
-        raise SpecError(
-            f"{where}: is nothing that a command saved", "save a plan with plan --model 8b --gpus 64 -o plan.json"
-        )
-    rendered = known[0].draw(data, where, shape)
+        hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
+        raise SpecError(f"{where}: is nothing that a command saved", hint)
+    rendered = known[0].draw(data, where, shape, alternative)
     if json:
-        from planner.cli.output import dumps
-
         sys.stdout.write(dumps(data))
     else:
         print_out(rendered)
 
 
-def _draw_plan(data: dict[str, Any], where: str, shape: Shape) -> RenderableType:
-    from planner.plan_file import plan_of
+def _draw_plan(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.plan_file import plan_of, with_alternative
     from planner.report.terminal import render, screen
 
-    plan = plan_of(data, where)
+    plan = with_alternative(plan_of(data, where), alternative)
     return render(plan, None, shape.names) if shape.full or shape.names else screen(plan)
 
 
-def _draw_imported(data: dict[str, Any], where: str, shape: Shape) -> RenderableType:
-    return _draw_plan(data["evaluated"], where, shape)
+def _draw_imported(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    return _draw_plan(data["evaluated"], where, shape, alternative)
 
 
-def _draw_resume(data: dict[str, Any], where: str, shape: Shape) -> RenderableType:
+def _draw_resume(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.decide.resume.job import Resume
     from planner.plan_file import plan_of
     from planner.report.resume import render_resume
@@ -104,7 +123,7 @@ def _draw_resume(data: dict[str, Any], where: str, shape: Shape) -> RenderableTy
     return render_resume(checked(Resume, ways, where), plan_of(data, where))
 
 
-def _draw_sweep(data: dict[str, Any], where: str, shape: Shape) -> RenderableType:
+def _draw_sweep(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.decide.sweep import Sweep
     from planner.report.sweep import render_sweep
     from planner.specs.problems import checked
@@ -112,7 +131,7 @@ def _draw_sweep(data: dict[str, Any], where: str, shape: Shape) -> RenderableTyp
     return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
 
 
-def _draw_comparison(data: dict[str, Any], where: str, shape: Shape) -> RenderableType:
+def _draw_comparison(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.decide.compare import Compared, compare
     from planner.report.comparison import render_comparison
     from planner.specs.problems import checked
@@ -120,7 +139,7 @@ def _draw_comparison(data: dict[str, Any], where: str, shape: Shape) -> Renderab
     return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
 
 
-def _draw_phases(data: dict[str, Any], where: str, shape: Shape) -> RenderableType:
+def _draw_phases(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.decide.phases import PhasesAnswer
     from planner.plan_file import plan_of
     from planner.report.phases import render_phases
@@ -132,14 +151,14 @@ def _draw_phases(data: dict[str, Any], where: str, shape: Shape) -> RenderableTy
     )
 
 
-def _draw_probe(data: dict[str, Any], where: str, shape: Shape) -> RenderableType:
+def _draw_probe(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.cli.measurements import probe_of
     from planner.cli.probe_report import render
 
     return render(probe_of(data, where))
 
 
-def _draw_observed(data: dict[str, Any], where: str, shape: Shape) -> RenderableType:
+def _draw_observed(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.observe.saved import observed_of
     from planner.report.observe.answer import render_observed
 
@@ -150,7 +169,7 @@ class _Kind(NamedTuple):
     """Something that a command saves: the keys that it has, and what draws it."""
 
     keys: set[str]
-    draw: Callable[[dict[str, Any], str, Shape], RenderableType]
+    draw: Callable[[dict[str, Any], str, Shape, int | None], RenderableType]
 
 
 _KINDS = (
@@ -174,17 +193,7 @@ def report_command(plan: o.PlanFile, output: Page = "report.html", force: Force 
       plan report plan.json -o report.html
       plan --model 8b --gpus 16 -o - | plan report - -o report.html
     """
-    from planner.cli.output import waiting
-    from planner.files import STDOUT, refuse_to_overwrite
-    from planner.plan_file import read_plan
-    from planner.report.page import write_report
-
-    refuse_to_overwrite(output, force)
-    read = read_plan(plan)
-    with waiting("drawing"):
-        write_report(read, output, force=force)
-    if output != STDOUT:
-        _log.info("wrote %s", output)
+    _write_page(plan, None, output, force)
 
 
 def trace_command(
@@ -201,13 +210,33 @@ def trace_command(
       plan trace plan.json -o trace.json
       plan trace plan.json -m 32 -o - | gzip > trace.json.gz
     """
+    _write_trace(plan, alternative, micro_batches, output, force)
+
+
+def _write_page(plan: str, alternative: int | None, path: str, force: bool) -> None:
+    """Write the report of a plan as HTML."""
+    from planner.cli.output import waiting
+    from planner.files import STDOUT, refuse_to_overwrite
+    from planner.plan_file import read_plan, with_alternative
+    from planner.report.page import write_report
+
+    refuse_to_overwrite(path, force)
+    read = with_alternative(read_plan(plan), alternative)
+    with waiting("drawing"):
+        write_report(read, path, force=force)
+    if path != STDOUT:
+        _log.info("wrote %s", path)
+
+
+def _write_trace(plan: str, alternative: int | None, micro_batches: int | None, path: str, force: bool) -> None:
+    """Write a step of a plan as Chrome trace events, which Perfetto opens."""
     from planner.cli.output import waiting
     from planner.files import STDOUT, refuse_to_overwrite, write_text
     from planner.layout.replan import num_actions, with_microbatches
     from planner.plan_file import read_plan, with_alternative
     from planner.report.timeline.trace import MAX_ACTIONS, trace_text
 
-    refuse_to_overwrite(output, force)
+    refuse_to_overwrite(path, force)
     chosen = with_alternative(read_plan(plan), alternative)
     layout = with_microbatches(chosen.best, micro_batches)
     actions, sizes = num_actions(layout), layout.parallelism
@@ -219,9 +248,9 @@ def trace_command(
         )
     with waiting("tracing"):
         text = trace_text(chosen, layout)
-    write_text(output, text, force)
-    if output != STDOUT:
-        _log.info("wrote %s: open it at ui.perfetto.dev", output)
+    write_text(path, text, force)
+    if path != STDOUT:
+        _log.info("wrote %s: open it at ui.perfetto.dev", path)
 
 
 def memory_command(

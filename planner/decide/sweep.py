@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from planner.answer import SIGMAS_TO_END, Interval, Plan, half_width
+from planner.answer import SIGMAS_TO_END, Interval, Layout, Plan, half_width
 from planner.decide.processes import processes
 from planner.errors import PlannerError
 from planner.search.case import Case
@@ -54,6 +54,7 @@ class Point(Spec):
     reason: str = ""
     """A sentence that tells why nothing fits, or that the risk is larger than was accepted."""
     layout: str = ""
+    parallelism: Layout | None = None
     num_gpus_used: int | None = None
     oom_probability: float | None = None
     step_s: float | None = None
@@ -94,6 +95,7 @@ def _point(plan: Plan, options: dict[str, Value], is_risky: bool) -> Point:
         fits=plan.fits and not is_risky,
         reason=plan.warnings[0] if is_risky and plan.warnings else "",
         layout=str(layout),
+        parallelism=layout,
         num_gpus_used=layout.num_gpus_used,
         oom_probability=plan.best.oom_probability,
         step_s=step.step_s,

@@ -43,6 +43,8 @@ _OF_PAGE = {
     INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
 }  # fmt: skip
 _HINT = "hint-"
+NUMBER = "number-"
+"""The beginning of the gid of a text that a page hides until it is zoomed."""
 _RECTANGLE = re.compile(r"M (\S+) (\S+) L (\S+) \2 L \3 (\S+) L \1 \4 (?:L \1 \2 )?z")
 _SETTINGS = {
     "svg.hashsalt": "planner", "svg.fonttype": "none", "font.size": 9, "text.color": INK, "axes.labelcolor": SOFT,
@@ -106,6 +108,7 @@ def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
         text = text.replace(colour, of_page)
     mark = sha256((label + text).encode()).hexdigest()[:8]
     text = re.sub(rf'<g id="{_HINT}([0-9]+)">', lambda found: f"<g><title>{escape(hints[int(found[1])])}</title>", text)
+    text = re.sub(rf'<g id="{NUMBER}[0-9]+">\s*(?:<!--.*?-->\s*)?<text', '<g><text class="number"', text)
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: f' id="{mark}-{found[1]}"' if found[1] in used else "", text)

@@ -39,9 +39,9 @@ def columns(*justify: str | None, gap: int = 2) -> Table:
     return table
 
 
-def headed(heads: Iterable[str], *justify: str | None, style: str = "") -> Table:
+def headed(heads: Iterable[str], *justify: str | None, style: str = "", gap: int = 2) -> Table:
     """`columns` with a head over each."""
-    table = columns(*justify)
+    table = columns(*justify, gap=gap)
     table.show_header = True
     for column, head in zip(table.columns, heads, strict=True):
         column.header = Text(head, style=style)

@@ -13,13 +13,15 @@ from planner.answer import Interval
 from planner.decide.sweep import Point, Sweep
 from planner.files import STDOUT, write_bytes, write_text
 from planner.report.charts import PALETTE, drawing, figure, image, svg
-from planner.report.format import large
+from planner.report.format import bar, large
 from planner.report.html.pieces import page, section, table, tag
 from planner.report.sweep import as_rows, says, swept_axes
 from planner.trainers.switches import written
 
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".html")
+MOST_TICKS = 8
+"""Numbers of GPUs that are all marked on the axis."""
 
 
 class Series(NamedTuple):
@@ -41,6 +43,10 @@ GPUS = Axis("GPUs", lambda point: point.num_gpus, lambda point: None)
 RATE = Axis("tokens per second", lambda point: point.tokens_per_s, lambda point: point.tokens_per_s_interval)
 DAYS = Axis("days", lambda point: point.days, lambda point: point.days_interval)
 DOLLARS = Axis("dollars", lambda point: point.usd, lambda point: point.usd_interval)
+
+
+TITLES = {GPUS.label: "How it scales; dotted: as the fewest GPUs do", DAYS.label: "What time costs"}
+"""The titles of the panels by what lies along their axes."""
 
 
 def draw_sweep(sweep: Sweep, path: str, force: bool = False) -> None:
@@ -80,7 +86,10 @@ def drawn(sweep: Sweep) -> Figure:
 
 
 def _draw(axes: Any, sweep: Sweep, x: Axis, y: Axis) -> None:
-    """One panel: a line per series, intervals as bars, and the goal as dashed lines."""
+    """One panel: a line per series, intervals as bars, the ideal and the goal as dashed lines; bars where all points
+    have one number of GPUs."""
+    if x is GPUS and _has_one_x(sweep):
+        return _draw_bars(axes, sweep, y)
     for number, series in enumerate(series_of(sweep)):
         points = [point for point in series.points if None not in (x.value(point), y.value(point))]
         if points:
@@ -89,17 +98,51 @@ def _draw(axes: Any, sweep: Sweep, x: Axis, y: Axis) -> None:
                 xerr=_errors(points, x), yerr=_errors(points, y), label=series.name or None, capsize=2, linewidth=1.2,
                 color=PALETTE[number % len(PALETTE)], marker=MARKERS[number % len(MARKERS)], markersize=4,
             )  # fmt: skip
+        if x is GPUS and len(points) > 1:
+            _draw_ideal(axes, points, PALETTE[number % len(PALETTE)])
     goals = {"days": (axes.axvline, sweep.goal.deadline_days), "dollars": (axes.axhline, sweep.goal.budget_usd)}
     for axis, (line, value) in goals.items():
         if value is not None and axis in (x.label, y.label):
             line(value, color="0.4", linestyle="--", linewidth=1)
     axes.set_xlabel(x.label)
     axes.set_ylabel(y.label)
+    axes.set_title(TITLES[x.label], loc="left", size=10)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: large(value))
+    numbers = sorted({point.num_gpus for point in sweep.points if point.step_s is not None})
+    if x is GPUS and len(numbers) <= MOST_TICKS:
+        axes.set_xticks(numbers)
     axes.grid()
     if any(series.name for series in series_of(sweep)):
         axes.legend()
+
+
+def _has_one_x(sweep: Sweep) -> bool:
+    return len({point.num_gpus for point in sweep.points if point.step_s is not None}) == 1
+
+
+def _draw_ideal(axes: Any, points: Sequence[Point], colour: str) -> None:
+    """A dashed line of as many tokens a second and GPU as the fewest GPUs have."""
+    ends, first = (points[0].num_gpus, points[-1].num_gpus), points[0]
+    each = (first.tokens_per_s or 0.0) / first.num_gpus
+    axes.plot(ends, [each * gpus for gpus in ends], color=colour, linestyle=":", linewidth=1)
+    axes.annotate(
+        "ideal", (ends[1], each * ends[1]), xytext=(-3, 3), textcoords="offset points", ha="right", size=8, color=colour
+    )
+
+
+def _draw_bars(axes: Any, sweep: Sweep, y: Axis) -> None:
+    """A bar per point, the first on top."""
+    series = [one for one in series_of(sweep) if one.points]
+    values = [y.value(one.points[0]) or 0.0 for one in series]
+    errors = _errors([one.points[0] for one in series], y)
+    axes.barh(range(len(series)), values, 0.6, xerr=errors, color=PALETTE[0], error_kw={"capsize": 3, "linewidth": 1})
+    axes.set_yticks(range(len(series)), [one.name or "all" for one in series])
+    axes.invert_yaxis()
+    axes.set_xlabel(y.label)
+    axes.xaxis.set_major_formatter(lambda value, _: large(value))
+    axes.set_title(f"{series[0].points[0].num_gpus:,} GPUs", loc="left", size=10)
+    axes.grid(axis="x")
 
 
 def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
@@ -112,6 +155,8 @@ def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
 def as_text(sweep: Sweep) -> str:
     """The panels for 80 columns."""
     panels = []
+    if _has_one_x(sweep):
+        return _bars_of(sweep)
     for x, y in _panels(sweep):
         plot = plotille.Figure()
         plot.width, plot.height, plot.with_colors = 56, 14, False
@@ -124,6 +169,14 @@ def as_text(sweep: Sweep) -> str:
             plot.plot([a for a, _ in known], [b for _, b in known], label=series.name or None, marker=MARKERS[number])
         panels.append(plot.show(legend=any(series.name for series in series_of(sweep))))
     return "\n\n".join(panels) + "\n"
+
+
+def _bars_of(sweep: Sweep) -> str:
+    """A bar per point, for 80 columns."""
+    rates = [(one.name or "all", one.points[0].tokens_per_s or 0.0) for one in series_of(sweep) if one.points]
+    most, wide = max(rate for _, rate in rates), min(30, max(len(name) for name, _ in rates))
+    rows = (f"{name[:30]:{wide}}  {bar(rate / most, 32)}  {large(rate)} tokens/s" for name, rate in rates)
+    return "\n".join(rows) + "\n"
 
 
 def _tick(value: float, chars: int, delta: float, left: bool = False) -> str:

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.answer import Interval, half_width
+from planner.answer import Interval, Layout, half_width
 from planner.decide.sweep import Point, Sweep
 from planner.report.format import digits, fits_with, large, percent, seconds
 from planner.report.months import duration
@@ -94,7 +94,7 @@ def _option(name: str, value: Value) -> str:
 
 
 def _fits(point: Point) -> str:
-    return "no" if point.step_s is None else fits_with(point.oom_probability) or "yes"
+    return "no" if point.step_s is None else fits_with(point.oom_probability).replace("over ", ">") or "yes"
 
 
 def _shown(value: float | None, write: Callable[[float], str]) -> str:
@@ -109,6 +109,13 @@ def _percent(value: float) -> str:
     return percent(value, 0)
 
 
+def _brief(layout: Layout) -> str:
+    """`tp8 pp16 dp16 mb1`: the sizes of a layout in a column's width."""
+    sizes = (f"{axis.lower().replace(' ', '')}" for axis in layout.axes)
+    return f"{' '.join(sizes)} mb{layout.micro_batch_size}"
+
+
+LAYOUT = "layout"
 Column = Callable[[Point], str]
 SPEEDS: dict[str, Column] = {
     "fits": _fits,
@@ -117,6 +124,7 @@ SPEEDS: dict[str, Column] = {
     "MFU": lambda point: _shown(point.mfu, percent),
     "±": lambda point: _width(point.step_s_interval),
     "scaling": lambda point: _shown(point.scaling_efficiency, _percent),
+    LAYOUT: lambda point: _brief(point.parallelism) if point.parallelism else point.layout,
 }
 """Columns of the points; the interval is that of the three numbers before it."""
 COSTS: dict[str, Column] = {
@@ -147,7 +155,8 @@ def _cells(point: Point, sweep: Sweep) -> list[str]:
 
 def _table(sweep: Sweep, figures: Mapping[str, Column]) -> Table:
     axes = [axis.replace("_", " ") for axis in swept_axes(sweep)]
-    table = headed((*axes, *figures), *["r"] * (len(axes) + len(figures)), style="dim")
+    sides = ["r"] * len(axes) + [None if head == LAYOUT else "r" for head in figures]
+    table = headed((*axes, *figures), *sides, style="dim", gap=1 if LAYOUT in figures else 2)
     for number, point in enumerate(sweep.points):
         cells = [column(point) for column in figures.values()]
         table.add_row(*_cells(point, sweep), *cells, style="bold" if number in sweep.pareto else "")

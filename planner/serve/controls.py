@@ -40,105 +40,108 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Controls under one heading."""
+    """Controls that open together: parts with a heading each."""
 
     title: str
-    controls: tuple[Control, ...]
+    parts: Mapping[str, tuple[Control, ...]]
     is_open: bool = False
+
+    @property
+    def controls(self) -> Iterator[Control]:
+        """The controls of all parts."""
+        for part in self.parts.values():
+            yield from part
 
 
 _ANY = ""
+SWITCHES_PART = "Switches"
+"""The heading below which a control stands for each switch of the trainer."""
 GROUPS = (
     Group(
         "Job",
-        (
-            Control("model", "Model", kind="select"),
-            Control("gpus", "GPUs", "in all", "number"),
-            Control("seq_length", "Sequence", "tokens", "number"),
-            Control("global_batch_size", "Batch", "sequences", "number"),
-            Control("batch_tokens", "or batch tokens", "such as 16M"),
-            Control("dtype", "Products in", kind="select", choices=(_ANY, "bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
-            Control("tokens", "Tokens of the run", "such as 15T: adds days and cost"),
-        ),
+        {
+            "": (
+                Control("model", "Model", kind="select"),
+                Control("gpus", "GPUs", "in all", "number"),
+                Control("tokens", "Tokens of the run", "adds days, cost"),
+                Control("hardware", "GPU", kind="select"),
+                Control("seq_length", "Sequence", "tokens", "number"),
+                Control("global_batch_size", "Batch", "sequences", "number"),
+                Control("dtype", "Products in", kind="select", choices=(_ANY, "bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
+                Control("batch_tokens", "Batch tokens", "such as 16M"),
+                Control("runtime", "Trainer", kind="select"),
+            )
+        },
         is_open=True,
     ),
     Group(
-        "Hardware",
-        (
-            Control("hardware", "GPU", kind="select"),
-            Control("gpus_per_node", "GPUs of a node", kind="number"),
-            Control(NETWORK, "Network", "GB/s of each GPU", "number"),
-            Control("memory_headroom", "Memory left free", "GiB of each GPU", "number"),
-            Control("oom_risk", "Risk of running out of memory", "0.1 accepts 10%", "number"),
-            Control("tier", "Network tiers", "NAME:GPUS:GB/S[:Nx],…"),
-        ),
-        is_open=True,
+        "Hardware, fine-tuning, run",
+        {
+            "Hardware": (
+                Control("nodes", "Nodes", "not GPUs", "number"),
+                Control("gpus_per_node", "GPUs of a node", kind="number"),
+                Control(NETWORK, "GB/s of a GPU", "between nodes", "number"),
+                Control("network", "Network", "ib, roce, efa, …"),
+                Control("host", "CPU", "such as xeon-8480c"),
+                Control("tier", "Network tiers", "NAME:GPUS:GB/S[:Nx],…"),
+                Control("memory_headroom", "GiB left free", kind="number"),
+                Control("oom_risk", "Risk of OOM", "0.1 accepts 10%", "number"),
+            ),
+            "Fine-tuning": (
+                Control("finetune", "All weights of a trained model", kind="flag"),
+                Control("lora", "LoRA: adapters beside frozen weights", kind="flag"),
+                Control("qlora", "QLoRA: frozen weights of 4 bits", kind="flag"),
+                Control("lora_rank", "Rank", kind="number"),
+                Control("lora_dropout", "Dropout", kind="number"),
+                Control("lora_targets", "Adapters on", "all-linear, attention, q_proj, …"),
+                Control("base_bits", "Frozen bits", kind="select", choices=(_ANY, "4", "8", "16")),
+                Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
+                Control("objective", "Objective", kind="select", choices=(_ANY, *OBJECTIVES)),
+                Control("reference", "Reference", kind="select", choices=(_ANY, *get_args(Reference))),
+                Control("examples", "Examples", "such as 50k"),
+                Control("epochs", "Epochs", kind="number"),
+                Control("example_lengths", "Their tokens", "MEAN:MAX"),
+                Control("batching", "Batches", kind="select", choices=(_ANY, "packed", "padded")),
+            ),
+            "The whole run": (
+                Control("usd_per_gpu_hour", "$ a GPU-hour", kind="number"),
+                Control("storage_gb_per_s", "Storage", "GB/s of all ranks", "number"),
+                Control("failures_per_1000_gpu_days", "Failures", "in 1,000 GPU-days", "number"),
+                Control("spares", "Spare nodes", kind="number"),
+            ),
+        },
     ),
     Group(
-        "Trainer",
-        (
-            Control("runtime", "Trainer", kind="select"),
-            Control("schedule", "Schedules", "such as 1f1b,zb-v"),
-            Control("switch", "Switches", "those not pinned below", "select", (_ANY, "default")),
-            Control("allow", "Allow", "what changes numerics, such as fp8"),
-        ),
-        is_open=True,
-    ),
-    Group(
-        "Pin the layout",
-        (
-            Control("tp", "TP", "8 or 4,8"),
-            Control("pp", "PP"),
-            Control("cp", "CP"),
-            Control("dp", "DP"),
-            Control("ep", "EP"),
-            Control("etp", "ETP"),
-            Control("vpp", "VPP"),
-            Control("micro_batch_size", "Micro-batch"),
-            Control("zero_stage", "ZeRO"),
-            Control("shard_size", "Shard over"),
-            Control("recompute", "Recompute", "none,selective,full"),
-            Control("rank_order", "Rank order", kind="select", choices=(_ANY, *RANK_ORDERS)),
-            Control("tp_across_nodes", "TP may leave a node", kind="flag"),
-        ),
-    ),
-    Group(
-        "Fine-tuning",
-        (
-            Control("lora", "LoRA", "adapters beside frozen weights", kind="flag"),
-            Control("qlora", "QLoRA", "frozen weights of 4 bits", kind="flag"),
-            Control("lora_rank", "Rank", kind="number"),
-            Control("lora_targets", "Adapters on", "all-linear, attention, q_proj, …"),
-            Control("lora_dropout", "Dropout", "of an adapter's inputs", "number"),
-            Control("base_bits", "Bits of frozen weights", kind="select", choices=(_ANY, "4", "8", "16")),
-            Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
-            Control("objective", "Objective", kind="select", choices=(_ANY, *OBJECTIVES)),
-            Control("reference", "Reference model", "of dpo, kto", "select", (_ANY, *get_args(Reference))),
-            Control("examples", "Examples", "such as 50k: adds time and cost"),
-            Control("epochs", "Epochs", kind="number"),
-            Control("example_lengths", "Tokens of an example", "MEAN or MEAN:MAX"),
-            Control("batching", "Batches", kind="select", choices=(_ANY, "packed", "padded")),
-        ),
-    ),
-    Group(
-        "The whole run",
-        (
-            Control("storage_gb_per_s", "Storage", "GB/s of all ranks", "number"),
-            Control("failures_per_1000_gpu_days", "Failures", "per 1,000 GPU-days", "number"),
-            Control("spares", "Spare nodes", kind="number"),
-            Control("usd_per_gpu_hour", "Price", "$ per GPU-hour", "number"),
-        ),
-    ),
-    Group(
-        "Assumptions and search",
-        (
-            Control("moe_imbalance", "Fullest expert rank", "tokens over the mean", "number"),
-            Control("straggler_fraction", "Slowest rank slower by", "fraction", "number"),
-            Control("assume", "Assume", "NAME=X,…"),
-            Control("no_history", "Without your own runs", kind="flag"),
-            Control("top", "Alternatives", kind="number"),
-            Control("time_limit", "Seconds to search", kind="number"),
-        ),
+        "Layout, switches, search",
+        {
+            "Pin the layout": (
+                Control("tp", "TP", "8 or 4,8"),
+                Control("pp", "PP"),
+                Control("cp", "CP"),
+                Control("dp", "DP"),
+                Control("ep", "EP"),
+                Control("etp", "ETP"),
+                Control("vpp", "VPP"),
+                Control("micro_batch_size", "Micro-batch"),
+                Control("zero_stage", "ZeRO"),
+                Control("shard_size", "Shard over"),
+                Control("recompute", "Recompute", "none,full"),
+                Control("schedule", "Schedules", "such as 1f1b,zb-v"),
+                Control("rank_order", "Rank order", kind="select", choices=(_ANY, *RANK_ORDERS)),
+                Control("tp_across_nodes", "TP may leave a node", kind="flag"),
+            ),
+            "Assumptions and search": (
+                Control("allow", "Allow", "what changes numerics, such as fp8"),
+                Control("moe_imbalance", "Fullest expert", "× the mean", "number"),
+                Control("straggler_fraction", "Slowest rank", "slower by", "number"),
+                Control("assume", "Assume", "NAME=X,…"),
+                Control("top", "Alternatives", kind="number"),
+                Control("time_limit", "Seconds", "to search", "number"),
+                Control("no_history", "Without your own runs", kind="flag"),
+                Control("fastest", "The fastest, however fragile", kind="flag"),
+            ),
+            SWITCHES_PART: (Control("switch", "Switches", "those not pinned", "select", (_ANY, "default")),),
+        },
     ),
 )
 CONTROLS = {control.name: control for group in GROUPS for control in group.controls}

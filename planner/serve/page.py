@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 
 from planner.report.html.pieces import STYLE, Html, joined, tag
-from planner.serve.controls import GROUPS, SWITCH, Catalogue, Control, Form
+from planner.serve.controls import GROUPS, SWITCH, SWITCHES_PART, Catalogue, Control, Form
 from planner.serve.pieces import empty
 from planner.serve.question import Question
 from planner.trainers.load import switches_of
@@ -40,12 +40,15 @@ def _answer(inside: Html) -> Html:
 def _controls(form: Form, catalogue: Catalogue, question: Question | None) -> Html:
     groups = []
     for group in GROUPS:
-        drawn = [_field(control, form, catalogue) for control in group.controls]
-        is_open = group.is_open or any(form.get(control.name) for control in group.controls)
-        groups.append(_group(group.title, drawn, is_open))
-        if group.title == "Trainer":
-            pinned = any(name.startswith(SWITCH) for name in form)
-            groups.append(_group("Switches", [tag("div", switch_fields(form, question), id_="switches")], pinned))
+        inside = []
+        for title, controls in group.parts.items():
+            inside += [tag("p", title, class_="part")] if title else []
+            inside += [_field(control, form, catalogue) for control in controls]
+            if title == SWITCHES_PART:
+                inside.append(tag("div", switch_fields(form, question), id_="switches"))
+        is_given = any(form.get(control.name) for control in group.controls)
+        is_pinned = SWITCHES_PART in group.parts and any(name.startswith(SWITCH) for name in form)
+        groups.append(_group(group.title, inside, group.is_open or is_given or is_pinned))
     go = tag("button", "Plan", type="submit", class_="button primary")
     clear = tag("a", "Start again", href="/", class_="button")
     brand = tag("p", tag("b", "plan"), " serve", class_="brand")
@@ -100,9 +103,9 @@ def _field(control: Control, form: Form, catalogue: Catalogue | None) -> Html:
         mode = "decimal" if control.kind == "number" else "text"
         drawn = empty("input", type="text", inputmode=mode, value=value, spellcheck="false", **common)
     hint = tag("small", control.hint, id_=f"{id_}-hint") if control.hint else Html("")
-    words = tag("div", tag("label", control.label, for_=id_), hint, class_="words")
+    words = tag("label", control.label, for_=id_)
     wide = " whole" if name in WIDE else ""
-    return tag("div", words, drawn, class_=f"field {control.kind}{wide}")
+    return tag("div", words, drawn, hint, class_=f"field {control.kind}{wide}")
 
 
 def _options(control: Control, chosen: str, catalogue: Catalogue | None) -> Iterator[Html]:
@@ -117,7 +120,7 @@ def _options(control: Control, chosen: str, catalogue: Catalogue | None) -> Iter
         yield tag("option", value, **({"selected": "selected"} if value == chosen else {}))
 
 
-WIDE = ("model", "hardware", "runtime", "tier", "allow", "assume", "tokens", "rank_order")
+WIDE = ("model", "hardware", "runtime", "tier", "allow", "assume", "lora_targets", "rank_order", "switch")
 """Controls as wide as the form."""
 _UNSET = {"dtype": "bf16", "runtime": "the GPU's own"}
 

@@ -65,7 +65,15 @@ def waiting_panel(question: Question) -> Panel:
     names = ("step", "tokens/s", MFU, "fullest stage")
     awaited = tag("div", cards(Card(name, "…") for name in names), class_="awaited", aria_hidden="true")
     head = tag("header", tag("h1", job), tag("p", "…", class_="layout"), looking, awaited)
-    return Panel(joined([head, _command(question, 0)]), f"Searching: {job}", f"… · {job}")
+    titles = (
+        "Where the seconds of a step go",
+        "Alternatives, and what each trades",
+        "Memory",
+        "The timeline of a step",
+    )
+    blocks = (section(title, tag("div", "", class_="block")) for title in titles)
+    below = tag("div", joined(blocks), class_="awaited", aria_hidden="true")
+    return Panel(joined([head, _command(question, 0), below]), f"Searching: {job}", f"… · {job}")
 
 
 def error_panel(error: PlannerError, form: Form, question: Question | None = None) -> Panel:
@@ -221,7 +229,7 @@ def _sections(
             heads = ("", "layout", "step", "", "GiB", "fits with", "MFU", "how, and what it trades")
             entries = enumerate((best.best, *best.alternatives))
             rows = [_alternative(entry, number, form, alternative) for number, entry in entries]
-            yield section(shown.title, tag("div", table(heads, rows, "lnrrrrrl"), class_="layouts"))
+            yield section(shown.title, tag("div", table(heads, rows, "lnrrrrrl", folds=True), class_="layouts"))
         elif name == "changes":
             rows = [(*row.cells, _change(row, form)) for row in view.changes]
             yield section(shown.title, table(("change", "GiB", "step", "what it changes beside", ""), rows, "lrrll"))

@@ -11,7 +11,7 @@ from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.report.charts import ACTION_COLOURS, MEMORY_COLOURS, PALETTE
 from planner.report.format import gibibytes, seconds, unit_for
 from planner.report.html.charts_of_plans import envelope
-from planner.report.html.pieces import Html, joined, picture, tag
+from planner.report.html.pieces import Html, folded, joined, picture, tag
 from planner.report.labels import MEMORY
 from planner.report.timeline.charts import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
@@ -108,11 +108,36 @@ def pipeline(timeline: Timeline, idle_fraction: float, num_microbatches: int) ->
     """The step, or its steady state, beginning and end, a row per rank."""
     step = DrawnStep(timeline)
     windows = step.windows()
-    drawn = [_window(step, window, _WIDE if number == 0 else _NARROW) for number, window in enumerate(windows)]
     says = caption(step, windows, idle_fraction, num_microbatches)
-    wide = tag("div", drawn[0], class_="scroll", tabindex="0", role="region", aria_label="timeline, scrolls sideways")
-    few = tag("div", joined(drawn[1:]), class_="beside") if drawn[1:] else Html("")
-    return tag("figure", wide, few, tag("figcaption", keys(_kinds(step)), tag("p", says)))
+    drawn = [_window(step, window, _WIDE if number == 0 else _NARROW) for number, window in enumerate(windows)]
+    middle, ends = drawn[0], tag("div", joined(drawn[1:]), class_="beside") if drawn[1:] else Html("")
+    glance = tag("div", _shape(step) if drawn[1:] else middle, class_="glance")
+    wide = tag("div", middle, class_="scroll", tabindex="0", role="region", aria_label="timeline, scrolls sideways")
+    zoomed = folded("Zoom: single passes, with the numbers of their micro-batches", joined([wide, ends]))
+    marks = [*_kinds(step), *([("forwards and backwards in turn", "var(--both)")] if drawn[1:] else [])]
+    return tag("figure", glance, tag("figcaption", keys(marks), tag("p", says)), zoomed)
+
+
+def _shape(step: DrawnStep) -> Html:
+    """The whole step at a glance: where each rank runs forwards only, both in turn, and backwards only."""
+    (factor, unit), ranks, makespan_s = (
+        unit_for(step.timeline.makespan_s),
+        step.timeline.schedule.pp,
+        step.timeline.makespan_s,
+    )
+    label = f"The whole step: {ranks} ranks over {seconds(makespan_s)}"
+    high = 50 + min(_ROW * ranks, _HIGHEST)
+    plot = Plot(
+        label, (0.0, makespan_s * factor), (ranks - 0.5, -0.5), f"whole step, {unit}", "rank", _WIDE, high, whole=True
+    )
+    rank, every = np.arange(ranks), np.zeros(ranks)
+    begins, ends = step.first_s * factor, step.final_s * factor
+    turns, lasts = np.minimum(step.turns_s * factor, ends), np.minimum(step.last_forwards_s * factor, ends)
+    spans = ((begins, turns, "F"), (turns, np.maximum(lasts, turns), ""), (np.maximum(lasts, turns), ends, "B"))
+    for left, right, kind in spans:
+        style = {"fill": ACTION_COLOURS[kind]} if kind else {"class_": "turns"}
+        plot.boxes(left, right, rank + 0.44 + every, rank - 0.44 + every, **style)
+    return plot.svg()
 
 
 def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,10 @@ DEFAULT: Final = "default"
 """The word for a trainer's own value of every switch."""
 NARROW_DTYPES: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4")
 """Dtypes that change numerics, and that consent allows by name."""
+MOST_LOSS = 0.01
+"""Share of a step that a chosen switch may cost at the lower end of its gain."""
+UNFAMILIAR = 2.0
+"""Factor on what a gain may be too large by on a network that the host drives, where few ablations were published."""
 _MAX_ENTRIES = 1_000
 _TRUTH = {"true": True, "false": False}
 
@@ -151,6 +155,13 @@ def consent_of(name: str, value: Value, hardware: HardwareSpec) -> str:
     if carrier != "nccl" and hardware.network not in transport_of(carrier).networks:
         return f"to a transport that is unproven on {hardware.network}"
     return SWITCHES[name].consent.get(value, "")
+
+
+def least_gain(name: str, hardware: HardwareSpec) -> float:
+    """Share of the step that a switch must be predicted to save before it is chosen: at the lower end of that gain, by
+    what predictions of it were too large, no more than `MOST_LOSS` is lost."""
+    times = UNFAMILIAR if hardware.tiers[-1].is_host_driven else 1.0
+    return max(times * SWITCHES[name].doubt_fraction - MOST_LOSS, 0.0)
 
 
 def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from typing import get_args
+
 import pytest
 
 import planner
 from planner.cli import main
-from planner.cli.app import COMMANDS
+from planner.cli.app import COMMANDS, FIRST, TOPICS
+from planner.cli.options import DTYPES, SCHEDULES, SECTIONS
+from planner.report.view import SECTIONS as OF_A_VIEW
+from planner.schedule.orders import SCHEDULES as ORDERS
+from planner.specs.training import Dtype
 from planner.trainers.shipped import calibration_date
+
+OF_A_JOB = ("evaluate", "explain", "sweep", "serve", "observe")
 
 EVERY = [[], *([name] for name in COMMANDS)]
 
@@ -32,11 +41,51 @@ def test_help_fits_80_columns_and_is_not_cut(command: list[str], capsys: pytest.
     assert "..." not in shown.partition("\n")[2], "but in the usage, for arguments that repeat"
 
 
-def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["-h"])
-    options = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  -")]
-    assert len(options) > 30
+def lines(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main([*words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("topic", ["all", *TOPICS])
+def test_every_option_is_explained_under_its_topic(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [line for line in lines(capsys, "-h", topic) if line.startswith("  -")]
+    assert len(options) > (50 if topic == "all" else 3)
     assert all(len(line.split("  ")) > 2 for line in options)
+
+
+def test_the_first_help_is_one_screen_with_every_command_and_options_that_exist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, every = lines(capsys, "-h"), " ".join(lines(capsys, "-h", "all"))
+    assert len(first) <= 38
+    named = re.findall(r"--[a-z][a-z-]+", " ".join(name for name, _ in FIRST))
+    assert len(named) > 15
+    assert [name for name in named if f"{name} " not in every] == []
+    listed = " ".join(first).partition("Commands:")[2]
+    assert [name for name, row in COMMANDS.items() if row.group and name not in listed] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_commands_help_is_its_own_options_and_a_line_for_the_others(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = lines(capsys, command, "-h")
+    assert len(own) <= 60
+    assert ("--debug" if command not in OF_A_JOB else "plan -h all") in " ".join(own[-3:])
+    assert not any(line.startswith("  -q,") for line in own)
+    assert any(line.startswith("  -q,") for line in lines(capsys, command, "-h", "all"))
+
+
+def test_topics_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-h", "laout"]) == 2
+    assert "did you mean layout" in capsys.readouterr().err
+    assert lines(capsys, "-h", "sweep") == lines(capsys, "sweep", "-h")
+
+
+def test_what_shells_complete_is_what_there_is() -> None:
+    assert get_args(Dtype) == DTYPES
+    assert {*ORDERS, "auto"} == set(SCHEDULES)
+    assert set(SECTIONS) <= {*OF_A_VIEW, "memory"}
 
 
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +108,11 @@ def test_version_names_the_calibration_the_solver_and_torch(capsys: pytest.Captu
         ("plan evaluate --model mixtral-8x2", 3, "mixtral-8x22b"),
         ("plan models deepseek-v3", 2, "deepseek-v3"),
         ("plan --runtime torcht", 2, "torchtitan"),
+        ("plan --dtype mx", 2, "mxfp8"),
+        ("plan --schedule 1f1b,zb-", 2, "1f1b,zb-h1"),
+        ("plan --show re", 2, "recipe"),
+        ("plan --switch ep_", 2, "ep_overlap="),
+        ("plan --switch ep_overlap=d", 2, "ep_overlap=delayed"),
         ("plan ev", 1, "evaluate"),
     ],
 )

@@ -45,7 +45,7 @@ def test_a_file_of_each_kind_is_the_same_every_time(name: str, start: bytes, tmp
 
 def test_the_picture_has_its_axes_and_a_name_for_each_line() -> None:
     svg = image(drawn(sweep()), "svg").decode()
-    for text in ("GPUs", "tokens per second", "days", "dollars", "h100", "h&lt;200"):
+    for text in ("GPUs", "tokens per second", "days", "dollars", "h100", "h&lt;200", "ideal", "What time costs"):
         assert f">{text}<" in svg
     assert ">dollars<" not in image(drawn(sweep(None)), "svg").decode(), "there is no money without tokens"
 
@@ -61,3 +61,11 @@ def test_the_terminal_has_80_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "(GPUs)" in text
     assert "h<200" in text
+
+
+def test_points_of_one_number_of_gpus_are_bars() -> None:
+    one = Sweep(points=tuple(point(8, kind, None) for kind in ("h100", "h200")))
+    svg = image(drawn(one), "svg").decode()
+    assert ">8 GPUs<" in svg
+    assert ">ideal<" not in svg
+    assert as_text(one).count("█" * 32) == 2

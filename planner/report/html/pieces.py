@@ -155,11 +155,12 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --page: #fff; --ink: #1c2128; --soft: #59636e; --line: #d5dae0; --card: #f5f7f9; --accent: #2f6f9f; --alarm: #b3261e;
+  --shade: #0003; --offer: #8a5a00;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #14181d; --ink: #e3e7eb; --soft: #9aa5b1; --line: #343c45; --card: #1c2229; --accent: #6db3e0;
-    --alarm: #ff8a80;
+    --alarm: #ff8a80; --shade: #fff4; --offer: #f0c060;
   }
 }
 * { box-sizing: border-box; }
@@ -178,12 +179,19 @@ h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
 p { margin: .4rem 0; max-width: 46rem; }
 .soft, figcaption { color: var(--soft); }
 .alarm { color: var(--alarm); font-weight: 600; }
+.offer { color: var(--offer); font-weight: 600; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0 0; }
 .figures div { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }
 .figures dt { color: var(--soft); font-size: .82rem; }
 .figures dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .figures dd.note { font-size: .8rem; font-weight: 400; color: var(--soft); text-wrap: balance; }
-.wide { overflow-x: auto; }
+.wide {
+  overflow-x: auto;
+  background: linear-gradient(to right, var(--page) 30%, transparent) 0 0 / 2.2rem 100% no-repeat local,
+    linear-gradient(to left, var(--page) 30%, transparent) 100% 0 / 2.2rem 100% no-repeat local,
+    linear-gradient(to right, var(--shade), transparent) 0 0 / .9rem 100% no-repeat scroll,
+    linear-gradient(to left, var(--shade), transparent) 100% 0 / .9rem 100% no-repeat scroll;
+}
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th { text-align: left; color: var(--soft); font-weight: 500; }
 tbody th { white-space: nowrap; }
@@ -206,6 +214,7 @@ rect.share { fill: #0072b2; }
 .scroll svg.chart { min-width: 46rem; }
 .zoom input:nth-of-type(2):checked ~ .scroll svg.chart { width: 200%; }
 .zoom input:nth-of-type(3):checked ~ .scroll svg.chart { width: 400%; }
+.zoom input:nth-of-type(1):checked ~ .scroll svg.chart text.number { display: none; }
 figure.large svg.chart { min-width: 38rem; }
 @media screen and (max-width: 40rem) {
   main { padding: 1rem .9rem 3rem; }

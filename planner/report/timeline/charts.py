@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice, with_microbatches
-from planner.report.charts import ACTION_COLOURS, INK, LINE, PAPER, SOFT, drawing, figure, svg, svg_file
+from planner.report.charts import ACTION_COLOURS, INK, LINE, NUMBER, PAPER, SOFT, drawing, figure, svg, svg_file
 from planner.report.format import percent, seconds, unit_for
 from planner.report.html.pieces import Html
 from planner.report.labels import ACTIONS
@@ -121,7 +121,8 @@ def _numbers(
         if size_pt >= _NUMBER_PT[0]:
             centre = (starts[index] + ends[index]) / 2, step.rows[index]
             ink = _on(_shade(KINDS[graph.kind[index]], int(step.chunk[index]), step.num_chunks))
-            axes.text(*centre, word, ha="center", va="center_baseline", size=size_pt, color=ink, in_layout=False)
+            axes.text(*centre, word, ha="center", va="center_baseline", size=size_pt, color=ink, in_layout=False,
+                      gid=f"{NUMBER}{index}")  # fmt: skip
 
 
 def _draw_strip(axes: Axes, step: DrawnStep, windows: list[Window]) -> None:
@@ -278,6 +279,16 @@ class DrawnStep:
         np.maximum.at(lasts, self.rank[self.is_forward], self.end_s[self.is_forward])
         return lasts
 
+    @cached_property
+    def first_s(self) -> FloatArray:
+        """Times, per rank, of its first action."""
+        return np.array([float(start_s.min()) for start_s in self.timeline.start_s])
+
+    @cached_property
+    def final_s(self) -> FloatArray:
+        """Times, per rank, of the end of its last action."""
+        return np.array([float(end_s.max()) for end_s in self.timeline.end_s])
+
     @property
     def steady_s(self) -> tuple[float, float]:
         """Time from which all ranks have run a backward, and time of the first rank's last forward."""
@@ -340,4 +351,4 @@ def caption(step: DrawnStep, windows: list[Window], bubble_fraction: float | Non
     if len(windows) > 1:
         spans = (f"{window.title} ({seconds(window.to_s - window.from_s)})" for window in windows)
         says += f" Drawn: {', '.join(spans)}."
-    return says + " The numbers are micro-batches."
+    return says + " Zoomed, it has the numbers of the micro-batches."

@@ -14,8 +14,7 @@ from planner.cli import main
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.job_options import SearchOptions
 from planner.errors import Infeasible, SolverError
-from planner.search.case import Case
-from planner.search.deadline import Deadline
+from planner.search.case import Case, Deadline
 from planner.search.search import plan
 from planner.search.why import remedy
 from planner.search.why.misses import NothingFits
