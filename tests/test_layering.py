@@ -60,7 +60,7 @@ ALLOWED = {
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "layout.replan", "export.environment", "decide", "observe.observation",
-        "observe.traces", "observe.gap.rows", "observe.gap.account", "observe.follower",
+        "observe.traces", "observe.gap_rows", "observe.accounts", "observe.follower",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },
