@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -108,3 +109,13 @@ def test_a_narrow_dtype_says_its_scales_and_takes_no_consent() -> None:
         update={"global_batch_size": 15360}), layout)  # fmt: skip
     assert mixture.best.narrow_scaling is not None
     assert mixture.best.narrow_scaling.published == "blockwise"
+
+
+def test_two_jobs_that_are_compared_are_said_to_be_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, job in (("a", "-m 8b -g 8 -b 64 --tp 2"), ("b", "-m 1b -g 32 -b 256 --tp 1")):
+        words = f"evaluate {job} -s 4k -q -o {tmp_path / name}.json"
+        assert main(shlex.split(words)) == 0
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    said = " ".join(capsys.readouterr().out.split("What differs")[0].split())
+    assert "× as many tokens a second, with another model, 4 × the GPUs, another batch" in said
