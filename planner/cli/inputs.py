@@ -57,6 +57,8 @@ _ASSUMED = ("cuda_graphs", "masks_documents")
 """Fields of a runtime that can be assumed otherwise beside those of overlaps."""
 _TRUTH = {"true": True, "false": False}
 _MAX_ENTRIES = 10_000
+_MOST = 1e12
+"""Days, and dollars, that no run takes."""
 S = TypeVar("S", bound=Spec)
 
 
@@ -233,7 +235,7 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
             raise SpecError(f"--assume: {field[:60]!r} is unknown", f"one of {', '.join(known)}{nearest(field, known)}")
         try:
             assumed[field] = _TRUTH[value] if value in _TRUTH else float(parse_number(value, unit_of(field)))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise SpecError(
                 f"--assume: {field}: {value[:60]!r} is no number", f"write {field}={50 if field in _NETWORK else 0}"
             ) from None
@@ -329,6 +331,9 @@ def _operations(asked: JobOptions) -> OperationsSpec:
     ends = {"days": asked.days, "usd": asked.usd} if isinstance(asked, PlanOptions) else {}
     dated = next((name for name, value in ends.items() if value is not None), None)
     is_counted = asked.tokens is not None or asked.examples is not None
+    for name, value in ends.items():
+        if value is not None and not 0 < value < _MOST:
+            raise SpecError(f"--{name}: {value:g} is none that a run takes", f"write --{name} 30")
     if dated is not None and is_counted:
         raise SpecError(f"--{dated}: asks how many tokens, which are given", f"leave --{dated} out")
     if given and not is_counted and dated is None:
