@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.answer import Interval, Plan
-from planner.decide.resume.job import Choice, Failure, Resume
+from planner.decide.job import Choice, Failure, Resume
 from planner.report.format import fits_with, large, percent
 from planner.report.months import duration
 from planner.report.pieces import bullets, columns, section

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from planner.answer import Plan
 from planner.errors import PlannerError
-from planner.layout.assemble import assemble
-from planner.layout.evaluate import priced_as_given
+from planner.layout.evaluate import assemble, priced_as_given
 from planner.search.case import Case
 from planner.search.recipes import pinned, pinned_by
 from planner.trainers.load import switches_of

@@ -11,7 +11,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.export import bundle_of
 from planner.export.trainer_files import ExportFile, slug
-from planner.layout.replan import with_microbatches
+from planner.layout.price import with_microbatches
 from planner.plan_file import with_alternative
 from planner.serve.controls import Form
 from planner.specs.units import is_count

@@ -68,9 +68,10 @@ CASES = (
         "schedule interleaved-1f1b --pp 4 --micro-batches 9 --vpp 2",
         "--micro-batches",
     ),
+    Case("cli/inputs.py", "write --{name} 30", "-m 1b -g 8 --tp 1 --pp 1 --top 1 --days 0"),
     Case("cli/inputs.py", "--gpus {gpus}", "evaluate -m 1b -g 16 --nodes 1"),
     Case("cli/inputs.py", "--tokens {asked.tokens", _1B + "--tokens 15"),
-    Case("layout/assemble.py", "add --usd-per-gpu-hour", "-m 1b -g 8 --hardware a800 --tp 1 --pp 1 --usd 5M --top 1"),
+    Case("layout/evaluate.py", "add --usd-per-gpu-hour", "-m 1b -g 8 --hardware a800 --tp 1 --pp 1 --usd 5M --top 1"),
     Case("specs/machines.py", "nearest(kind, known)", _1B + "--network infinibandd", option="--network"),
     Case("specs/machines.py", "nearest(name, known)", _1B + "--host a2-ultra", option="--host"),
     Case("search/enumerate.py", "_nearest(name, runtime)", "-m 1b -g 1 --schedule 1f1c", option="--schedule"),
@@ -107,6 +108,7 @@ NOT_TYPED_IN: dict[str, str] = {
     "cli/profile_command.py": "it speaks of GPUs",
     "cli/rebalance_command.py": _A_PLAN,
     "cli/observe_command.py": _A_PLAN,
+    "trace/": "it runs a module of the user's own, which tests/trace has",
     "cli/mcp_command.py": "a server waits until somebody stops it",
     "cli/import_command.py": _A_FILE,
     "cli/check_command.py": "it checks a file, which tests/decide/test_check.py has",
@@ -122,8 +124,8 @@ NOT_TYPED_IN: dict[str, str] = {
     "trainers/layout_string.py": _PROSE,
     "trainers/rules/": _A_FILE,
     "schedule/actions.py": _A_FILE,
-    "schedule/torch_csv.py": _A_FILE,
-    "layout/tensors/": _A_PLAN,
+    "schedule/graph.py": _A_FILE,
+    "layout/alive.py": _A_PLAN,
 }
 """Files and folders, below planner/, whose hints are not typed here, and why not."""
 NOT_TYPED: dict[tuple[str, str], str] = {

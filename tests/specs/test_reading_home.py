@@ -50,6 +50,7 @@ EXCEPTIONS = {
     "planner/serve/mcp_server.py": "requests of a client, a line each, with a limit",
     "planner/report/view.py": OWN,
     "planner/specs/base.py": "our own sources, for the docstrings below fields",
+    "planner/trace/trace.py": WIRE,
     "planner/validate/rows.py": OWN,
     "planner/probe/device_state.py": "the table that nvidia-smi prints",
     "planner/probe/rank/groups.py": WIRE,

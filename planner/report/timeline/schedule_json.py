@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from planner.schedule.compare import Comparison, StragglerCost
+from planner.schedule.compare import ScheduleComparison, StragglerCost
 from planner.schedule.synthesis import Synthesis
 from planner.schedule.timeline import Timeline
 
 
-def comparison_json(row: Comparison) -> dict[str, Any]:
+def comparison_json(row: ScheduleComparison) -> dict[str, Any]:
     """One schedule of a comparison."""
     shape = {"schedule": row.name, "vpp": row.vpp}
     if row.timeline is None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from planner.report.format import percent, seconds
 from planner.report.labels import ACTIONS
 from planner.schedule.actions import Action, Schedule
-from planner.schedule.compare import Comparison, StragglerCost
+from planner.schedule.compare import ScheduleComparison, StragglerCost
 from planner.schedule.synthesis import Synthesis
 from planner.schedule.timeline import IDLE_CAUSES, Timeline
 
@@ -94,7 +94,7 @@ def _ranks(timeline: Timeline, spell: Callable[[float], str]) -> Table:
     return table
 
 
-def render_comparison(rows: Sequence[Comparison]) -> Table:
+def render_comparison(rows: Sequence[ScheduleComparison]) -> Table:
     """A line per schedule: time, bubble, memory and what it asks for, or why it is not defined here."""
     spell = partial(seconds, like_s=max((row.step_s for row in rows), default=0.0))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -138,7 +138,7 @@ def render_straggler(cost: StragglerCost) -> Text:
     )
 
 
-def _refusal(row: Comparison) -> str:
+def _refusal(row: ScheduleComparison) -> str:
     return row.refusal.message.removeprefix(f"schedule {row.name} ") if row.refusal else ""
 
 
