@@ -27,7 +27,7 @@ from planner.specs.problems import closest, nearest
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.common import ETP, HEADS, Rule
-from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.spec import RuntimeSpec
 
 DEFAULT_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.is_tried_by_default)
