@@ -45,8 +45,8 @@ ROWS = (
     Row("memory", "PLAN.json", "-o plan.json makes one"),
     Row("export plan.json", "--to", "megatron|"),
     Row("-m kimi-k2.5 -g 16", "alone take", "it fits on"),
-    Row("-m 70b -g 8 -s 4k -b 8", "GiB a GPU at least", "train adapters beside frozen weights: --lora --runtime hf",
-        "-m 70b -g 8 -s 4k -b 8 --lora --runtime hf --top 1 -q"),
+    Row("-m 70b -g 4 -s 4k -b 8", "GiB a GPU at least", "train adapters beside frozen weights: --lora --runtime hf",
+        "-m 70b -g 4 -s 4k -b 8 --lora --runtime hf --top 1 -q"),
 )  # fmt: skip
 
 
