@@ -15,8 +15,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.observe.line_formats import Grammar, line_row, moment, number, text_of, whole
 from planner.observe.record import MAX_NAMES, RunRecord
-from planner.specs.reading import parse_json
-from planner.specs.reading.csv_text import row_of
+from planner.specs.reading import parse_json, row_of
 from planner.specs.units import GB, GIB, KIB, MIB, is_count
 
 _TIMES = ("train_step_time", "train_step_timing in s", "train_step_timing")

@@ -39,8 +39,7 @@ from planner.observe.line_formats import (
 )
 from planner.observe.observation import JobFacts
 from planner.observe.record import RunRecord
-from planner.specs.reading import parse_yaml
-from planner.specs.reading.limits import Limits
+from planner.specs.reading import Limits, parse_yaml
 from planner.specs.units import GB, GIB, MIB, is_count
 
 _MS = 1e-3
