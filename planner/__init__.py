@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.answer import Plan
+    from planner.decide.check import check
     from planner.decide.resume.resume import replan
     from planner.errors import (
         Infeasible,
@@ -63,6 +64,7 @@ __all__ = [
     "SpecError",
     "TrainingSpec",
     "Unsupported",
+    "check",
     "evaluate",
     "explain",
     "export_plan",
@@ -92,6 +94,7 @@ _HOMES = {
     "SpecError": "planner.errors",
     "TrainingSpec": "planner.specs.training",
     "Unsupported": "planner.errors",
+    "check": "planner.decide.check",
     "evaluate": "planner.layout.evaluate",
     "explain": "planner.search.why.explain",
     "export_plan": "planner.export.export:export",

@@ -53,6 +53,8 @@ ALLOWED = {
         "probe.result", "observe.observation", "search.case", "search.deadline", "search.first", "search.layouts",
         "search.recipes",
         "search.safest", "search.search", "search.why.remedy",
+        # a launch file that is checked is read as the importer reads it, and broken rules are those of its trainer
+        "export.import_run", "export.spelling",
     },
     # the answer of `explain` is a type of its own, and rendered as the plan is; a recipe's variables are the export's;
     # a saved plan is replayed to draw its pipeline and its memory over time
@@ -80,7 +82,7 @@ ALLOWED = {
     # layout on the screen again, searches, and shows and exports what is found
     "serve": {
         "errors", "shape", "specs", "trainers", "schedule", "answer", "plan_file", "layout", "search",
-        "report", "export",
+        "report", "export", "decide.check",
     },
     # a log's argument dump is a configuration that the importer reads; a run that was read is priced, and changed by
     # what would help; a run that calibrates is believed as a probe is, and one that is kept holds its plan
@@ -95,6 +97,8 @@ EXTERNAL = {
     "jinja2": {"export/trainer_files.py"},
     "pulp": {"search/ilp"},
     "torch": {"probe", "profile"},
+    "mcp": {"serve/mcp_server.py"},
+    "mcp_types": {"serve/mcp_server.py"},
     "starlette": {"serve"},
     "uvicorn": {"serve"},
 }

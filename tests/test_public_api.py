@@ -27,8 +27,8 @@ ERRORS = {
     "Infeasible", "PlannerError", "ProbeError", "ProbeMismatch", "SolverError", "SpecError", "Unsupported",
 }  # fmt: skip
 TWINS = {
-    "HardwareSpec", "explain", "export_plan", "load_runtime", "read_configuration", "replan", "validate_runs",
-    "write_report",
+    "HardwareSpec", "check", "explain", "export_plan", "load_runtime", "read_configuration", "replan",
+    "validate_runs", "write_report",
 }  # fmt: skip
 """Library functions of commands, and what they take and give."""
 NAMED_AT_HOME = {"export_plan": "export", "read_configuration": "read"}

@@ -80,6 +80,12 @@ COMMANDS = {
         "probe_command",
         "Run the plan's pipeline for a few steps, and put measured beside predicted.",
     ),
+    "check": CommandRow(
+        "launch",
+        "planner.cli.check_command",
+        "check_command",
+        "Say whether a launch file starts, fits and is no worse than the one it replaces: for reviews and pipelines.",
+    ),
     "observe": CommandRow(
         "watch",
         "planner.cli.observe_command",
@@ -117,6 +123,12 @@ COMMANDS = {
         "planner.cli.serve_command",
         "serve_command",
         "Serve the planner as a page: controls change the plan, its memory and its timeline",
+    ),
+    "mcp": CommandRow(
+        "look",
+        "planner.cli.mcp_command",
+        "mcp_command",
+        "Offer the planner to agents as tools of the Model Context Protocol, over stdin and stdout.",
     ),
     "schedule": CommandRow(
         "look", "planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from planner.layout.runs import Run
 
 _log = logging.getLogger(__name__)
+_SHOWN = 8
+"""Settings that are shown of those that a configuration leaves out."""
 _READ = "What is read"
 
 Configuration = Annotated[
@@ -43,6 +45,16 @@ Recipe = Annotated[
     str | None,
     o.text(_READ, "--recipe", "NAME", "The function of a Python file with several recipes."),
 ]
+Variables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A variable that the script's surroundings give it.",
+        rich_help_panel=_READ,
+        show_default=False,
+    ),
+]
 VocabSize = Annotated[int | None, o.number(_READ, "--vocab-size", "Where only the tokenizer knows.")]
 Output = Annotated[str | None, o.text("Output", "--output -o", "FILE", "Save the run; - is stdout.")]
 NoSearch = Annotated[bool, typer.Option("--no-search", help="Price it, and search nothing.", rich_help_panel=_READ)]
@@ -53,6 +65,7 @@ def import_command(
     file: Configuration,
     from_: From = None,
     recipe: Recipe = None,
+    set_: Variables = None,
     model: o.Model = None,
     gpus: o.Gpus = None,
     hardware: o.Hardware = None,
@@ -74,6 +87,7 @@ def import_command(
     \b
     Example:
       plan import pretrain.sh --hardware h100
+      plan import launch.sh --set SEQ_LEN=4096 --gpus 64
       plan import config_registry.py --recipe llama3_405b --gpus 512
       plan import ds_config.json --model llama-2-13b --gpus 64 --seq-length 4096
     """
@@ -82,7 +96,7 @@ def import_command(
     from planner.files import write_text
     from planner.layout.runs import parse_run
 
-    imported = read(file, from_, recipe)
+    imported = read(file, from_, recipe, _variables(set_ or []))
     run_data = _completed(imported, ctx.params)
     run = parse_run({"run": run_data}, file)
     if output is not None:
@@ -90,6 +104,8 @@ def import_command(
     for name, value in imported.unknown.items():
         _log.warning("not understood: %s", f"{name} {value}".strip())
     evaluated, refused = _judged(run)
+    refused = [*imported.refused, *refused]
+    others = _otherwise(imported, run_data, file)
     for reason in refused:
         _log.warning("%s refuses this: %s", run.runtime.family, reason)
     with waiting("searching for the planner's own choice"):
@@ -100,15 +116,30 @@ def import_command(
             "run": run_data,
             "unknown": imported.unknown,
             "ignored": imported.ignored,
+            "assumed": imported.assumed,
             "notes": imported.notes,
             "refused": refused,
+            "undecided": others,
             "evaluated": evaluated.to_json(),
             "own": None if own is None else own.best.model_dump(mode="json"),
             "why": why,
         }
         sys.stdout.write(dumps(answer))
         return
-    show(*_report(imported, evaluated, refused, own, why))
+    show(*_report(imported, evaluated, refused, others, own, why))
+
+
+def _variables(given: list[str]) -> dict[str, str]:
+    """The variables of `--set NAME=VALUE`. Raises SpecError for what is none."""
+    from planner.errors import SpecError
+
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise SpecError(f"--set: {text[:60]!r} is no NAME=VALUE", "write --set SEQ_LEN=4096")
+        found[name] = value
+    return found
 
 
 def _completed(imported: ImportedRun, given: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +153,22 @@ def _completed(imported: ImportedRun, given: dict[str, Any]) -> dict[str, Any]:
         num_gpus=given["gpus"],
         **same_name,
     )
+
+
+def _otherwise(imported: ImportedRun, run: dict[str, Any], file: str) -> list[dict[str, Any]]:
+    """The step and the memory if a setting that is not understood says what it could."""
+    from planner.errors import PlannerError
+    from planner.layout.runs import parse_run
+
+    found = []
+    for other in imported.undecided(run):
+        try:
+            layout = parse_run({"run": other.run}, file).evaluate()
+        except PlannerError:
+            continue
+        peak = max(stage.memory.total_bytes for stage in layout.stages)
+        found.append({"name": other.name, "if": other.says, "step_s": layout.step.step_s, "total_bytes": peak})
+    return found
 
 
 def _judged(run: Run) -> tuple[Plan, list[str]]:
@@ -163,7 +210,12 @@ def _own(run: Run, evaluated: Plan) -> tuple[Plan | None, str]:
 
 
 def _report(
-    imported: ImportedRun, evaluated: Plan, refused: list[str], own: Plan | None, why: str
+    imported: ImportedRun,
+    evaluated: Plan,
+    refused: list[str],
+    others: list[dict[str, Any]],
+    own: Plan | None,
+    why: str,
 ) -> list[RenderableType]:
     from planner.report.pieces import bullets, section
     from planner.report.terminal import render
@@ -172,10 +224,24 @@ def _report(
     if refused:
         parts.append(section("What the trainer refuses", bullets(refused)))
     if imported.unknown:
-        listed = [f"{name} {value}".strip() for name, value in imported.unknown.items()]
+        then = {other["name"]: other for other in others}
+        listed = [_told(f"{name} {value}".strip(), then.get(name)) for name, value in imported.unknown.items()]
         parts.append(section("Not understood: these may change seconds or bytes", bullets(listed)))
+    if imported.assumed:
+        shown = ", ".join(f"{name} {value}" for name, value in [*imported.assumed.items()][:_SHOWN])
+        more = len(imported.assumed) - _SHOWN
+        told = f"{shown}{f', and {more} more (--json)' if more > 0 else ''}: {imported.documented}"
+        parts.append(section("Left out, and as the trainer has them then", told))
     if imported.notes:
         parts.append(section("About what was read", bullets(imported.notes)))
     if why:
         parts.append(section("What the planner would do instead, and why", why))
     return parts
+
+
+def _told(text: str, other: dict[str, Any] | None) -> str:
+    """A setting, and the price if it says what it could."""
+    if other is None:
+        return text
+    gib = other["total_bytes"] / 2**30
+    return f"{text} (if {other['if']}: {other['step_s']:.4g} s, {gib:.1f} GiB)"

@@ -88,6 +88,7 @@ def _keep(add: str | None, history: str | None, json: bool, alone: bool) -> None
 
 def _agreement_described(scored: Sequence[Scored], family: str | None) -> dict[str, object]:
     """The agreement with published runs as plain data; of all families, with that of ablations and of memory."""
+    from planner.validate.choices import harm, run_pairs
     from planner.validate.score import (
         by_family,
         load_memory_rows,
@@ -110,25 +111,28 @@ def _agreement_described(scored: Sequence[Scored], family: str | None) -> dict[s
         "memory_coverage": [asdict(each) for each in memory_coverage(scored)],
         "memory_outcomes": [asdict(each) for each in outcomes],
     }
-    return answer | described_pairs(priced_pairs()) | memory
+    pairs = priced_pairs()
+    return answer | described_pairs(pairs) | {"harm": asdict(harm([*pairs, *run_pairs(scored)]))} | memory
 
 
 def _show_agreement(scored: Sequence[Scored], family: str | None) -> None:
     """Print a table of the families and what else was held against runs, or one of the runs of a family."""
     from planner.cli.output import show
     from planner.validate.rows import HELD_OUT
-    from planner.validate.score import by_family, months_of, production, says_production
+    from planner.validate.score import GROUPS, by_family, months_of, production, says_production
 
     months, scores = production(months_of(scored)), by_family(scored)
     show(_family_table(scores) if family is None else _row_table(scored))
     if months is not None:
         show(says_production(months))
     if family is None:
+        pairs = priced_pairs()
         for line in (
-            pair_summary(priced_pairs()),
+            pair_summary(pairs),
+            harm_summary(pairs, scored),
             *regret_summary(scored),
             *_memory_lines(scored),
-            *_noisy(scores[:-1]),
+            *_noisy([score for score in scores if score.name not in (*GROUPS, "all")]),
             *_unsupported(scored),
             f"held out, so that nothing is fitted to it: {', '.join(HELD_OUT)}",
         ):
@@ -160,13 +164,16 @@ def _family_table(scores: list[Score]) -> Table:
         return "" if value is None else text.format(value)
 
     table = columns("l", *"rrrrrrrrr", gap=1)
-    table.add_row("family", "n", "median", "p90", "mean", "bias", "worst", "rank", "memory", "in 80%", style="dim")
+    table.add_row("family", "n", "median", "p90", "bias", "worst", "naive", "rank", "memory", "in 80%", style="dim")
     for score in scores:
-        memory = "" if score.memory_mean is None else percent(score.memory_mean)
+        memory, coverage, naive = (
+            "" if share is None else percent(share, digits)
+            for share, digits in ((score.memory_mean, 1), (score.coverage, 0), (score.naive, 1))
+        )
         table.add_row(
-            score.name, str(score.num_rows), percent(score.median), percent(score.p90), percent(score.mean),
-            f"{100 * score.bias:+.1f}%", f"{100 * score.worst:+.1f}%", maybe(score.rank_correlation), memory,
-            "" if score.coverage is None else percent(score.coverage, 0), style="bold" if score.name == "all" else None,
+            score.name, str(score.num_rows), percent(score.median), percent(score.p90), f"{100 * score.bias:+.1f}%",
+            f"{100 * score.worst:+.1f}%", naive, maybe(score.rank_correlation), memory, coverage,
+            style="bold" if score.name == "all" else None,
         )  # fmt: skip
     return table
 
@@ -397,6 +404,17 @@ def pair_summary(answers: Sequence[PricedPair]) -> str:
     return (
         f"{NAME}: of {found.num_pairs} published pairs that differ in one switch, {found.sign_right:.0%} have the sign "
         f"predicted, with a median error of {100 * found.median_error:.1f} points (--family {NAME} lists them)"
+    )
+
+
+def harm_summary(answers: Sequence[PricedPair], scored: Sequence[Scored]) -> str:
+    """One line on the switches that a plan would have chosen by itself, in all published pairs."""
+    from planner.validate.choices import harm, run_pairs
+
+    found = harm([*answers, *run_pairs(scored)])
+    return (
+        f"recipes: of {found.num_pairs} pairs of one switch, {found.num_chosen} are chosen by default; the worst made "
+        f"the step {100 * found.worst:.1f}% longer ({found.worst_id}); {found.num_missed} that save over 5% are not"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from planner.errors import SpecError
@@ -53,7 +54,12 @@ def configuration_in(folder: Path) -> Path:
     raise SpecError(f"{folder}: none of its files is a configuration by its name or its marks", "name the file itself")
 
 
-def read(path: str | Path, source: str | None = None, recipe: str | None = None) -> ImportedRun:
+def read(
+    path: str | Path,
+    source: str | None = None,
+    recipe: str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> ImportedRun:
     """Read a launch script, an argument list, a YAML, a recipe, a ds_config.json, or a folder with one of them.
 
     `-` is stdin. Nothing is run.
@@ -65,13 +71,13 @@ def read(path: str | Path, source: str | None = None, recipe: str | None = None)
         run = imported.complete(hardware="h100", num_gpus=64)
 
     `source` names the trainer (`megatron`, `torchtitan`, `deepspeed`, …) where the text does not show it, `recipe` the
-    function of a Python file with several. Raises SpecError for a file that cannot be read, or that is no configuration
-    of these trainers.
+    function of a Python file with several, `variables` the values of those that are set around a script. Raises
+    SpecError for a file that cannot be read, or that is no configuration of these trainers.
     """
     name = str(path)
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
         name = str(configuration_in(Path(name)))
-    config = ConfigFile(read_configuration_text(name), None if name == STDIN else Path(name), recipe)
+    config = ConfigFile(read_configuration_text(name), None if name == STDIN else Path(name), recipe, variables or {})
     try:
         return read_file(config, source)
     except SpecError as error:
@@ -93,6 +99,6 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     if config.recipe is not None and not re.search(r"^\s*(def|from|import) ", config.text, re.MULTILINE):
         raise SpecError(f"--recipe: {config.recipe[:80]!r}: the file has no functions to choose from", "leave it out")
     try:
-        return READERS[source].read(config)
+        return READERS[source].read(config.filled())
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.errors import SpecError
 from planner.specs.model import ModelSpec
-from planner.specs.reading import parse_json, parse_yaml
+from planner.specs.reading import parse_json, parse_yaml, printable
 from planner.specs.reading.text import text_beside
 from planner.specs.registry import load_model, model_names
 
@@ -38,6 +39,8 @@ class ConfigFile:
     """Its path; None for text that was piped in."""
     recipe: str | None = None
     """The function or entry that the user chose, where a file has several."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the user gives a value, whatever the text says."""
 
     def beside(self, name: str) -> str | None:
         """The text of a file that the configuration names, if it lies in the same folder or below it.
@@ -53,7 +56,7 @@ class ConfigFile:
             found = folder.joinpath(*parts[start:])
             if found != self.path and (text := text_beside(found)) is not None:
                 return text
-        return None
+        return self.above("/".join(parts)) if len(parts) > 1 else None
 
     def above(self, name: str) -> str | None:
         """The text of the file at a relative path in the configuration's folder or in one that holds it."""
@@ -72,6 +75,15 @@ class ConfigFile:
                 if (text := text_beside(path)) is not None:
                     return ConfigFile(text, path)
         return None
+
+    def filled(self) -> ConfigFile:
+        """The configuration with the user's variables put in, where its text is no shell's: `${NAME}`, `${NAME:-…}`."""
+        if not self.variables:
+            return self
+        text = self.text
+        for name, value in self.variables.items():
+            text = re.sub(rf"\$\{{(?:oc\.env:|env:)?{name}(?:[:,][^}}]*)?\}}|\${name}\b", lambda _: value, text)  # noqa: B023
+        return replace(self, text=text)
 
     def _roots(self, level: int) -> Iterator[Path]:
         """Folders that a module's dotted name may begin in."""
@@ -103,6 +115,59 @@ def _shipped() -> tuple[tuple[str, ModelSpec], ...]:
     return tuple((name, load_model(name)) for name in model_names())
 
 
+_GRID = re.compile(
+    r"(tensor|pipeline|context|expert|sequence|data|model)[-_.]*(model[-_.]*)?parallel|parallelism|\b(tp|pp|cp|ep|dp)(_size|_degree)?$"
+    r"|num[-_](layers|experts|attention)|hidden[-_]size|(micro|global|train)[-_]batch|seq[-_]?len|nnodes|nproc|world[-_]size"
+)
+"""Names of settings that say a layout, a batch or a model's sizes."""
+
+
+class Undecided(NamedTuple):
+    """A setting that is not understood, what it could say, and the run then."""
+
+    name: str
+    says: str
+    run: dict[str, Any]
+
+
+def _layout(run: Mapping[str, Any], **fields: Any) -> dict[str, Any] | None:
+    layout = run["parallelism"]
+    return None if all(layout.get(k) == v for k, v in fields.items()) else {"parallelism": {**layout, **fields}}
+
+
+def _feature(run: Mapping[str, Any], name: str, value: Any) -> dict[str, Any] | None:
+    features = run.get("features") or {}
+    return None if features.get(name) == value else {"features": {**features, name: value}}
+
+
+_COULD_BE: tuple[tuple[str, str, Callable[[Mapping[str, Any]], dict[str, Any] | None]], ...] = (
+    (
+        r"peft|lora|adapter|tuner|freeze|train_type|finetuning", "adapters are trained, of rank 16",
+        lambda run: None if run.get("adapters") else {"adapters": {"rank": 16, "targets": ["all-linear"]}},
+    ),
+    (
+        r"recompute|checkpointing|remat|\bAC\b", "whole layers are recomputed",
+        lambda run: _layout(run, recompute="full"),
+    ),
+    (
+        r"offload", "the optimizer's states are on the host",
+        lambda run: {**(_layout(run, zero_stage=max(1, run["parallelism"].get("zero_stage") or 0)) or {}),
+                     **(_feature(run, "optimizer_offload", 1.0) or {})},
+    ),
+    (
+        r"zero|fsdp|shard|distributed[-_.]optim|deepspeed", "weights, gradients and states are sharded",
+        lambda run: _layout(run, zero_stage=3),
+    ),
+    (
+        r"fp8|fp4|quant|precision|dtype", "products are in fp8",
+        lambda run: None if run["dtype"] == "fp8" else {"dtype": "fp8"},
+    ),
+    (r"dispatch|deepep|hybridep", "tokens go by DeepEP", lambda run: _feature(run, "dispatcher", "deepep")),
+    (r"compile", "the model is compiled", lambda run: _feature(run, "compile", True)),
+)  # fmt: skip
+"""Names of settings, what they could say where nobody knows them, and the fields of the run then."""
+
+
 _REQUIRED = {
     "model": "add --model NAME",
     "num_gpus": "add --gpus N",
@@ -124,8 +189,18 @@ class ImportedRun:
     """Options that change neither seconds nor bytes of a step."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Options that this planner does not know: they may matter."""
+    assumed: dict[str, str] = field(default_factory=dict)
+    """Settings that the configuration leaves out, and what the trainer has then."""
+    documented: str = ""
+    """The place of the trainer's defaults."""
     notes: list[str] = field(default_factory=list)
     """Assumptions, and settings that a plan has no word for."""
+    refused: list[str] = field(default_factory=list)
+    """Reasons why the trainer ends before its first step, beside those that the layout's rules know."""
+    model_name: str = ""
+    """The name of a model that the planner does not know."""
+    again: Callable[[str | dict[str, Any]], ImportedRun] | None = None
+    """The same configuration read with a model that the user names, where what is read depends on the model."""
 
     optimizer_instances: int = 1
     """Copies of the sharded optimizer; the number of GPUs says over how many ranks each is sharded."""
@@ -141,7 +216,12 @@ class ImportedRun:
         configuration's leaves dp to be found again, and a model with the sizes of a published one gets its name.
         Raises SpecError for a field that is still missing.
         """
+        self._refuse_unknown_grid()
         added = {name: value for name, value in given.items() if value is not None}
+        if self.again is not None and "model" in added:
+            other = self.again(added["model"])
+            self.run["parallelism"], self.run["features"] = other.run["parallelism"], other.run["features"]
+            self.refused = other.refused
         run = {**self.run, **added}
         axes = {name: size for name, size in (("tp", tp), ("pp", pp)) if size is not None}
         layout = run["parallelism"] = {**run["parallelism"], **axes}
@@ -159,6 +239,11 @@ class ImportedRun:
             dp = layout.get("dp") or max(1, run["num_gpus"] // ranks)
             run["global_batch_size"] = layout.get("micro_batch_size", 1) * self.microbatches_per_rank * dp
         for name, hint in _REQUIRED.items():
+            if run.get(name) is None and name == "model" and self.model_name:
+                raise SpecError(
+                    f"{self.source}: unknown model {printable(self.model_name, 80)!r}",
+                    "add --model with a name that `plan models` lists, or with the model's config.json",
+                )
             if run.get(name) is None:
                 least = least_gpus(layout)
                 multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
@@ -167,6 +252,26 @@ class ImportedRun:
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
             layout["fsdp"] = max(1, shards)
         return {name: value for name, value in run.items() if value is not None}
+
+    def _refuse_unknown_grid(self) -> None:
+        """Raise SpecError for a setting that nobody knows and that would decide the grid or the model's sizes."""
+        for name, value in self.unknown.items():
+            number = re.fullmatch(r"\s*(\d+)\s*", value)
+            if number is not None and int(number[1]) > 1 and _GRID.search(name.rpartition(".")[2]):
+                raise SpecError(
+                    f"{self.source}: {printable(name, 80)} {value.strip()[:40]} is not understood, and would decide "
+                    "the layout or the model",
+                    "mend its name, or take it out and say what it means with --tp, --pp, --gpus or --model",
+                )
+
+    def undecided(self, run: Mapping[str, Any]) -> list[Undecided]:
+        """The run as each setting that is not understood could make it, where that can be priced."""
+        found = []
+        for name in self.unknown:
+            row = next((row for row in _COULD_BE if re.search(row[0], name, re.IGNORECASE)), None)
+            if row is not None and (other := row[2](run)) is not None:
+                found.append(Undecided(name, row[1], {**run, **other}))
+        return found
 
     def note_unread(self, settings: Mapping[str, Any], read: Collection[str], harmless: Collection[str]) -> None:
         """List every setting that is not read, as ignored where it is known to be harmless, else as unknown."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from planner.specs import shipped
 from planner.specs.registry import load_model, model_names
-from planner.specs.shipped import model_called as model_called
 
 Model = str | dict[str, Any]
 """A model of a run: a shipped one's name, or the fields of a ModelSpec."""
@@ -24,6 +24,19 @@ def exported_gpus(text: str) -> int | None:
     """The GPUs of the layout in the header that our exports begin with; None in a text of another's."""
     match = _HEADER.search(text) if "exported by planner" in text else None
     return int(match[2].replace(",", "")) if match is not None else None
+
+
+_TOWERS = re.compile(r"-(vl|omni|vision)\b", re.IGNORECASE)
+
+
+def has_towers(name: str) -> bool:
+    """The name is of a model that also sees or hears, of which the language model alone is planned."""
+    return _TOWERS.search(name) is not None
+
+
+def model_called(name: str) -> str | None:
+    """The shipped model that a repository of the hub, a class or a flavor names, or its language model; else None."""
+    return shipped.model_called(name) or (shipped.model_called(_TOWERS.sub("", name)) if has_towers(name) else None)
 
 
 def num_layers_of(model: Model | None) -> int | None:

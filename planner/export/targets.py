@@ -110,6 +110,23 @@ _TRAINERS = (
         runtimes=("torchtitan",),
     ),
     TrainerTarget(
+        "verl", None, "verl_reading:read_verl",
+        mark=r"actor_rollout_ref\.|verl\.trainer|^actor_rollout_ref:",
+    ),
+    TrainerTarget(
+        "ms-swift", None, "megatron.keyed_reading:read_swift",
+        mark=r"(^|\s)megatron\s+(sft|pt|rlhf)\b|Megatron\w*Arguments\(|megatron_\w+_main"
+        r"|\A(?s:(?=.*^(tuner_type|max_length|recompute_granularity):)(?=.*^(micro|global)_batch_size:)(?=.*^model:))",
+    ),
+    TrainerTarget(
+        "slime", None, "megatron.keyed_reading:read_slime", mark=r"--(rollout-\w|actor-num-\w|prompt-data\b)",
+    ),
+    TrainerTarget(
+        "neox", None, "megatron.neox_reading:read_neox",
+        mark=r"[\"'](pipe[-_]parallel[-_]size|model[-_]parallel[-_]size|pos[-_]emb|rotary[-_]pct)[\"']\s*:"
+        r"|^(pipe_parallel_size|gpt_j_residual|rotary_pct|no_weight_tying):",
+    ),
+    TrainerTarget(
         "torch", "torch_runner:export_torch", "torch_runner:read_torch",
         mark=r"^stage_to_rank:", runtimes=("torch-eager",), recomputes=("core_attn", "mlp", "moe", "shared_experts"),
     ),
@@ -125,7 +142,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
-        mark=r"per_device_train_batch_size|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
+        mark=r"per_device_train_batch_size|^model_class:|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
         r"|accelerate launch|\"peft_type\":",
     ),
     TrainerTarget(

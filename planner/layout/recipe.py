@@ -12,6 +12,7 @@ from planner.specs.training import Recompute
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import Setting, has_effect
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import consent_of
 from planner.trainers.switches import SWITCHES, Value
 
 
@@ -40,7 +41,8 @@ def setting_of(candidate: Candidate) -> Setting:
 
 
 def settled(runtime: RuntimeSpec, cluster: ClusterSpec, model: ModelSpec) -> RuntimeSpec:
-    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it.
+    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it, or
+    nobody is known to gain from it on the network.
 
     On AMD's GPUs that is alltoall, and no user buffers hide the exchanges of tensor parallelism. Nor do they where GPUs
     reach each other only through host memory.
@@ -54,5 +56,5 @@ def settled(runtime: RuntimeSpec, cluster: ClusterSpec, model: ModelSpec) -> Run
     if cluster.hardware.architecture not in ("ampere", "hopper", "blackwell"):
         return runtime
     asked, has = "hybridep" if cluster.is_rack else "deepep", switches_of(runtime).get("dispatcher", ())
-    found = asked if asked in has or not has else "alltoall"
+    found = asked if (asked in has or not has) and not consent_of("dispatcher", asked, cluster.hardware) else "alltoall"
     return runtime.model_copy(update=SWITCHES["dispatcher"].fields_of(found) or {})

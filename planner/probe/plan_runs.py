@@ -96,8 +96,6 @@ def _claims(options: ProbeOptions, grid: RankGrid) -> tuple[list[str], list[str]
         if options.device == "cpu":  # which keeps no account of memory
             return ["compute seconds of each stage that ran"], ["memory", *not_verified]
         return ["compute seconds and memory of each stage that ran"], not_verified
-    if options.device == "cuda" and options.ranks_per_gpu > 1:
-        return ["order", "memory of each stage that ran"], ["seconds: ranks share a GPU"]
     if options.device == "cuda":
         return ["seconds and memory of each stage that ran", "exchanges among the ranks that ran"], []
     results = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]
@@ -138,8 +136,6 @@ def real_run(
         order,
         model=plan.model.spec,
         device=options.device,
-        ranks_per_gpu=options.ranks_per_gpu,
-        backend=options.backend,
         dtype="bfloat16",
         tp=grid.tp,
         dp=grid.dp,

@@ -35,10 +35,6 @@ class ProbeOptions(NamedTuple):
     """The most layers of a virtual stage on the CPU."""
     sleep: bool = False
     """On the CPU, sleep for the plan's seconds, scaled, instead of computing."""
-    ranks_per_gpu: int = 1
-    """Ranks that share a GPU: one GPU then proves the order and the bytes of a pipeline, and no seconds."""
-    backend: Literal["nccl", "gloo"] | None = None
-    """The library that connects the ranks of GPUs, nccl if none is named."""
     num_steps: int | None = None
     """Number of steps to measure. None measures a GPU for at least a second and until medians are sure, a CPU for
     FEWEST_STEPS."""

@@ -10,8 +10,9 @@ from planner.answer import Plan
 from planner.errors import ProbeError
 from planner.probe.eager import in_eager_torch, without_waits
 from planner.probe.launch.failure import out_of_memory_result
-from planner.probe.launch.joined import joins_others, rank_error, run_rank, run_stages
+from planner.probe.launch.joined import joins_others, run_rank
 from planner.probe.launch.launcher import launch
+from planner.probe.launch.process import stage_process
 from planner.probe.model.attention import require_flash
 from planner.probe.plan_runs import (
     MICROBATCHES_PER_STAGE,
@@ -27,6 +28,7 @@ from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharin
 from planner.probe.rank.gradients import require_fully_shard
 from planner.probe.rehearse import rehearse
 from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, RankFailure, RankResult, RehearsalResult
+from planner.probe.run import Place, ProbeRun
 from planner.probe.torch_build import rehearsed_build, require_gpu
 from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up, replayed_step_s
 from planner.probe.verdict.evidence import seen_kernels, unpriced
@@ -42,17 +44,22 @@ def probe(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
 
     Raises ProbeError, which names rank, stage and phase, when it cannot run. A disagreement is part of the result.
     """
+    if joins_others():
+        return probe_joined(plan, options)
+    require_startable(plan, options)
+    if options.stages is not None:
+        return probe_stages(plan, options)
+    if options.device == "cuda":
+        return probe_ranks(plan, options, torch.cuda.device_count())
+    return probe_laptop(plan, options)
+
+
+def require_startable(plan: Plan, options: ProbeOptions) -> None:
+    """Raise ProbeError where the probe cannot run the plan's layers, or not on this machine."""
     require_runnable(plan, options)
     require_gpu(options.device)
     flash_hint = "prove the order and the gradients with --device cpu"
     require_flash(plan.model.spec, plan.parallelism.cp, options.device, flash_hint)
-    if options.stages is not None:
-        return probe_stages(plan, options)
-    if joins_others():
-        return probe_joined(plan, options)
-    if options.device == "cuda":
-        return probe_ranks(plan, options, torch.cuda.device_count() * options.ranks_per_gpu)
-    return probe_laptop(plan, options)
 
 
 def probe_bytes(plan: Plan, options: ProbeOptions) -> RehearsalResult:
@@ -73,7 +80,6 @@ def require_runnable(plan: Plan, options: ProbeOptions) -> None:
         raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
     require_layers(plan)
     require_split(plan, options)
-    require_pipeline(plan, options)
 
 
 def require_layers(plan: Plan) -> None:
@@ -125,24 +131,15 @@ def require_split(plan: Plan, options: ProbeOptions) -> None:
         )
 
 
-def require_pipeline(plan: Plan, options: ProbeOptions) -> None:
-    """Raise ProbeError if gloo is to connect GPUs that exchange more than messages between stages."""
-    layout = plan.parallelism
-    if options.device == "cuda" and options.backend == "gloo" and layout.tp * layout.cp * layout.dp > 1:
-        raise ProbeError("gloo connects stages of GPUs, and no tp, cp or dp", "plan with --tp 1 --cp 1 --dp 1, or nccl")
-
-
 def probe_ranks(plan: Plan, options: ProbeOptions, num_gpus: int) -> ProbeResult:
-    """Run as many whole tp × cp groups and stages as `num_gpus` hold. One process for each is started on this machine;
-    a GPU that ranks share counts once for each of them."""
+    """Run as many whole tp × cp groups and stages as `num_gpus` hold, one process for each on this machine."""
     run, grid, stages = ranks_run(plan, options, num_gpus)
     require_fully_shard(run)
     return judge_ranks(plan, options, launch(run), grid, stages)
 
 
-def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
-    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds. Returns None where
-    another rank has the result."""
+def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
+    """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
     eager = in_eager_torch(plan, alone=True)
     layout, asked = eager.best, eager.best.parallelism
     order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
@@ -159,11 +156,11 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     stages = sorted(set(stands_for)) if options.stages == "all" else [stage_asked_for(options.stages, asked.pp)]
     if options.device == "cpu":
         require_memory([layout.stages[stage] for stage in stages])
-    outcomes = run_stages(run, stages, launch)
-    if outcomes is None:
-        return None
-    for measured in outcomes:
+    for stage in stages:
+        measured = launch(run, stage_process, ranks=(run.rank(Place(stage, 0, 0, 0)),))
         ranks += measured.ranks
+        if measured.out_of_memory is not None:
+            break
     eager = in_eager_torch(plan, seen_kernels(ranks), alone=True)
     least, priced = without_waits(eager), not unpriced(ranks, plan.cluster.hardware)
     keeps_up = host_keeps_up(eager, least, options.tolerance_fraction)
@@ -198,21 +195,27 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
     Raises ProbeError where the rank fails.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if options.device == "cuda":
-        run, grid, stages = ranks_run(plan, options, world_size)
-    else:
-        run, grid = laptop_run(plan, options._replace(num_processes=world_size))
-        stages = []
-    require_fully_shard(run)
-    if run.world_size != world_size:
-        raise ProbeError(
-            f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
-            f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
-        )
-    outcome = run_rank(run, rank)
+    grid, stages = RankGrid(1, 1, 1, 1, 1), list[int]()
+
+    def make() -> ProbeRun:
+        nonlocal grid, stages
+        if options.stages is not None:
+            raise ProbeError("--stage runs stages one at a time, in one process", "start it without torchrun and srun")
+        require_startable(plan, options)
+        if options.device == "cuda":
+            run, grid, stages = ranks_run(plan, options, world_size)
+        else:
+            run, grid = laptop_run(plan, options._replace(num_processes=world_size))
+        require_fully_shard(run)
+        if run.world_size != world_size:
+            raise ProbeError(
+                f"{world_size} ranks were started, the largest slice of the plan that fits has {run.world_size}",
+                f"start {run.world_size} ranks: {run.pp} stages × dp {run.dp} × cp {run.cp} × tp {run.tp}",
+            )
+        return run
+
+    run, outcome = run_rank(make, options.timeout_s)
     if isinstance(outcome, RankFailure):
-        if outcome.kind != "out_of_memory":
-            raise rank_error(outcome, run)
         measured = out_of_memory_result(run, outcome)
     elif rank:
         return None

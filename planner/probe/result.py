@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 
 from planner.probe.device_state import DeviceState as DeviceState
-from planner.probe.run import ProbeRun
+from planner.probe.run import Place, ProbeRun
 from planner.specs.base import Spec
 
 Finite = Annotated[float | None, AfterValidator(lambda value: value if value is None or isfinite(value) else None)]
@@ -297,10 +297,19 @@ class ProbeResult(Spec):
 
 
 FailureKind = Literal[
-    "error", "out_of_memory", "host_memory", "lost_peer", "duplicate_gpu", "shared_memory", "network", "device"
+    "error",
+    "out_of_memory",
+    "host_memory",
+    "lost_peer",
+    "duplicate_gpu",
+    "shared_memory",
+    "network",
+    "device",
+    "disagreement",
 ]
-"""`out_of_memory` means a GPU's memory; `host_memory` means the machine's, `shared_memory` its /dev/shm; `device` means
-that the GPU or its driver has failed."""
+"""`disagreement`: the ranks have not agreed on what runs, and the message names who differs. `out_of_memory` means a
+GPU's memory; `host_memory` means the machine's, `shared_memory` its /dev/shm; `device` means that the GPU or its driver
+has failed."""
 
 
 class RankFailure(Spec):
@@ -316,6 +325,11 @@ class RankFailure(Spec):
     time_s: float
     """The time of the failure on the host's monotonic clock."""
     asked_bytes: int | None = None
+
+    def in_words(self, place: Place) -> str:
+        if self.kind == "disagreement":
+            return self.message
+        return f"rank {self.rank} ({place}) failed in {self.phase}: {self.message}"
 
 
 class RehearsalResult(Spec):

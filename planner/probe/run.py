@@ -8,11 +8,15 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from pydantic import model_validator
+
 from planner.schedule.actions import Action, ActionList, Schedule
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from planner.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
+GONE = ("ranks_per_gpu", "backend")
+"""Fields of a run in files that 0.2 wrote."""
 
 
 class ChunkSpec(Spec):
@@ -62,11 +66,6 @@ class ProbeRun(Spec):
     ep: PositiveInt = 1
     cp: PositiveInt = 1
     """Ranks among which each sequence is split."""
-    ranks_per_gpu: PositiveInt = 1
-    """Ranks that share a GPU. Each has a share of its time, so that their seconds say nothing of the plan."""
-    backend: Literal["nccl", "gloo"] | None = None
-    """The library that connects the ranks; null for nccl on GPUs and gloo on the CPU. With gloo messages of GPUs pass
-    through the host's memory."""
     dp_outermost: bool = False
     """Ranks are numbered with data parallelism outermost (tp-cp-ep-pp-dp); without: with pipelines outermost."""
     sequence_parallel: bool = False
@@ -109,6 +108,12 @@ class ProbeRun(Spec):
     """The longest time that any phase may take."""
     seed: int = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier(cls, data: Any) -> Any:
+        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
+        return {k: v for k, v in data.items() if k not in GONE} if isinstance(data, dict) else data
+
     @classmethod
     def of(cls, order: Schedule, **fields: Any) -> ProbeRun:
         """The run of a schedule; the other fields are given by name."""
@@ -124,11 +129,6 @@ class ProbeRun(Spec):
     @property
     def pp(self) -> int:
         return len(self.ranks)
-
-    @property
-    def exchanges_by(self) -> Literal["nccl", "gloo"]:
-        """The library that connects the ranks."""
-        return self.backend or ("gloo" if self.device == "cpu" else "nccl")
 
     @property
     def world_size(self) -> int:

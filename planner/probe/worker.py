@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from planner.errors import PlannerError, SpecError
-from planner.probe.launch.joined import joins_others, rank_error, run_rank
+from planner.errors import PlannerError, ProbeError, SpecError
+from planner.probe.launch.joined import joins_others, run_rank
 from planner.probe.model.attention import require_flash
 from planner.probe.result import RankFailure, RankResult
 from planner.probe.run import Device, ProbeRun
@@ -103,9 +103,9 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
             f"{world_size} ranks were started, the plan has {run.world_size}",
             f"pp {run.pp} × dp {run.dp} × cp {run.cp} × tp {run.tp} ranks",
         )
-    outcome = run_rank(run, int(os.environ["RANK"]))
+    _, outcome = run_rank(lambda: run, run.timeout_s)
     if isinstance(outcome, RankFailure):
-        raise rank_error(outcome, run)
+        raise ProbeError(outcome.in_words(run.place(outcome.rank)), "a smaller micro-batch, or more recomputation")
     return outcome
 
 

@@ -70,7 +70,9 @@ def saved_fraction(gain: RecipeGain, step_s: float) -> float:
 
 def says_offer(offer: Offer, step_s: float) -> str:
     """`--allow fp8: 4.1% faster, changes numerics`."""
-    faster = f"{percent(1 - offer.step_s / step_s)} faster"
+    # what is priced on this layout alone may gain more in another
+    least = "" if offer.replanned else "at least "
+    faster = f"{least}{percent(1 - offer.step_s / step_s)} faster"
     chosen = (
         "" if offer.allow == (offer.switch,) or offer.switch == "dtype" else f" {named(offer.switch, offer.value)},"
     )

@@ -261,8 +261,9 @@ def _lines(plan: Plan) -> Iterator[Line]:
             is_brief=False,
         )
         yield Line(tuple(map(str, best.placement)), "soft", is_brief=False)
-        yield from (Line((_batch(plan.training),)), offer)
+        yield from (Line((f"{_batch(plan.training)}{_scaling(best)}",)), offer)
         yield Line((*outcome, _fit(best)) if best.fits else ())
+        yield Line(_recommended(best))
         yield Line(("" if best.fits else _misfit(best, hardware.memory_bytes),), "alarm")
         yield measured
     if search is not None and search.outcome == "feasible":
@@ -275,6 +276,29 @@ def _outcome(search: SearchReport) -> str:
     values = search.searched.switches.values() if search.searched else ()
     are_pinned = is_proven(search) and any(len(each) < 2 for each in values)
     return says.replace("proven", "proven for these switches", 1) if are_pinned else says
+
+
+def _recommended(best: PricedLayout) -> tuple[str, ...]:
+    """The cost of a layout that comes before a faster one, and the reason."""
+    reason = best.recommendation
+    if reason is None:
+        return ()
+    cost = f"{percent(max(best.step.step_s / reason.fastest_step_s - 1, 0))} behind the fastest found (--fastest)"
+    loses = ""
+    if reason.worst_loss_fraction is not None and reason.fastest_worst_loss_fraction is not None:
+        named, lost = reason.assumption.partition(":")[0], reason.fastest_worst_loss_fraction
+        loses = f"which loses {percent(lost)} under {named}, this {percent(reason.worst_loss_fraction)}"
+    is_simpler = reason.chunks < reason.fastest_chunks
+    return cost, loses, f"{reason.chunks} chunks, not {reason.fastest_chunks}" if is_simpler else ""
+
+
+def _scaling(layout: PricedLayout) -> str:
+    """The scales of products in 8 or 4 bits, beside those that the model was published with."""
+    scales = layout.narrow_scaling
+    if scales is None or scales.scaling in ("mxfp8", "nvfp4"):
+        return ""
+    published = "" if scales.published in (None, scales.scaling) else f", published {scales.published}"
+    return f" {scales.scaling}{published}"
 
 
 def longer(plan: Plan) -> str:

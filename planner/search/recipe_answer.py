@@ -12,7 +12,7 @@ from planner.physics.kernels.products import is_narrow
 from planner.search.recipes import BUNDLES, Recipes
 from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
-from planner.trainers.stated import NARROW_DTYPES, Recipe, switched
+from planner.trainers.stated import NARROW_DTYPES, Recipe, consent_of, switched
 from planner.trainers.switches import SWITCHES, Value
 
 LEAST_OFFER = 1e-3
@@ -59,13 +59,13 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
     pricing, limits = best.pricing, recipes.case.limits
     if limits.switches == "default":
         return
-    held = set(limits.switches or {})
+    held, hardware = set(limits.switches or {}), pricing.cluster.hardware
     for name, values in switches_of(pricing.runtime).items():
         for value in values:
-            if value in SWITCHES[name].consent and name not in (*limits.allow, *held):
+            if consent_of(name, value, hardware) and name not in (*limits.allow, *held):
                 yield from _offer(best, recipes, name, value, {name: value})
     for bundle in BUNDLES:
-        needed = [name for name, value in bundle.items() if value in SWITCHES[name].consent]
+        needed = [name for name, value in bundle.items() if consent_of(name, value, hardware)]
         if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
             name, value = next(iter(bundle.items()))
             yield from _offer(best, recipes, name, value, bundle)
@@ -96,9 +96,8 @@ def _offer(
     now_s = best.step_s if now_s is None else now_s
     if moved.step_s >= now_s * (1 - LEAST_OFFER):
         return
-    consents = {
-        switch: SWITCHES[switch].consent[part] for switch, part in bundle.items() if part in SWITCHES[switch].consent
-    }
+    changed = {switch: consent_of(switch, part, best.pricing.cluster.hardware) for switch, part in bundle.items()}
+    consents = {switch: says for switch, says in changed.items() if says}
     yield Offer(
         switch=name,
         value=value,

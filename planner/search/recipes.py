@@ -21,7 +21,16 @@ from planner.search.deadline import Deadline
 from planner.trainers.load import has_dtype, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.stated import NARROW_DTYPES, Recipe, check_has, check_together, own_runtime, switched
+from planner.trainers.stated import (
+    NARROW_DTYPES,
+    Recipe,
+    check_has,
+    check_together,
+    consent_of,
+    least_gain,
+    own_runtime,
+    switched,
+)
 from planner.trainers.switches import SWITCHES, Value, parsed, written
 
 BUNDLES: tuple[Recipe, ...] = (
@@ -96,7 +105,9 @@ class Recipes:
         pinned, has = pinned_by(self.case), switches_of(self.case.runtime)
         # what a version of the trainer lacks is left out of a bundle, what lacks consent is no bundle
         known = [bundle for bundle in BUNDLES if all(name in has for name in _WITHOUT_WHICH & bundle.keys())]
-        own = [{n: v for n, v in bundle.items() if n not in pinned and v in has.get(n, ())} for bundle in known]
+        # nor is a dispatcher that nobody is known to gain from on the network
+        tried = {**has, "dispatcher": self.free.get("dispatcher", ())}
+        own = [{n: v for n, v in bundle.items() if n not in pinned and v in tried.get(n, ())} for bundle in known]
         bundles = [bundle for bundle in own if all(v in self.free.get(name, ()) for name, v in bundle.items())]
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
@@ -174,12 +185,16 @@ class Recipes:
         return self._plainest(candidate)
 
     def _plainest(self, candidate: Candidate) -> Candidate:
-        """The candidate with each free switch at the trainer's own value that gains nothing at another one."""
+        """The candidate with each free switch at the trainer's own value that gains nothing, or may cost, at another.
+
+        It may cost where it gains less than `least_gain`.
+        """
         for name, values in self.free.items():
             own = SWITCHES[name].value_of(self.base)
             if own in values and own != SWITCHES[name].value_of(candidate.pricing.runtime):
                 plain = self.moved(candidate, {name: own})
-                if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + LEAST_GAIN):
+                least = max(LEAST_GAIN, least_gain(name, self.case.cluster.hardware))
+                if plain and plain.fits and plain.step_s <= candidate.step_s * (1 + least):
                     candidate = plain
         return candidate
 
@@ -230,7 +245,7 @@ def _takes(candidate: Candidate, runtime: RuntimeSpec) -> bool:
 
 
 def _is_allowed(name: str, value: Value, case: Case) -> bool:
-    return value not in SWITCHES[name].consent or name in case.limits.allow
+    return name in case.limits.allow or not consent_of(name, value, case.cluster.hardware)
 
 
 def pinned_by(case: Case) -> set[str]:

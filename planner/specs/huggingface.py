@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
@@ -131,6 +132,62 @@ _TOWERS = (
 """Keys of what a multimodal model has beside its language model."""
 
 
+class _Looked(dict[str, Any]):
+    """A config that knows which of its keys were asked for."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        super().__init__(items)
+        self.looked_at: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.looked_at.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.looked_at.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, which counts as asked for."""
+        self.looked_at.add(key)
+        return super().get(key, default)
+
+
+_DECIDES = re.compile(
+    r"hidden_size|intermediate|latent|expert|_rank$|heads?$|layers?$|_dim$|kernel|block_size|gate$|gated?_|_size$|_freq$"
+    r"|interval|pattern|mtp|nextn|attn_res|compress|conv_|state_size|shared?_|(?<!un)tied?_|merge|stride"
+)
+"""Names of keys that may say sizes, layers or parts of a model."""
+_SAYS_NOTHING = re.compile(
+    r"max_position|_token_id|dropout|initializer|rope_|_loss|loss_|num_(beams|return|labels)|chunk_size|ep_size|pretraining"
+    r"|vocab_size_per|image|vision|audio|video|_rms_|first_token|quantiz|softmax_in|fan_in|router_(jitter|aux|z)|_eps|epsilon"
+    r"|init_|resid_|num_logits|seq_length|training_tp|use_cache|architectures|position|encoder|classifier|mrope|hidden_act"
+    r"|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|qk_head_dim|moe_layer_freq|block_dim"
+    r"|attn_output_gate|expert_(parallel|capacity)|intermediate_size$|num_hidden_layers|num_experts$|moe_k$|^head_dim"
+    r"|sliding_window$|max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
+)
+"""Names among them that say nothing of what a layer is."""
+
+
+def _tell_unread(config: Config, read: set[str], where: str) -> None:
+    """Name the keys that nobody read and that may say what a layer is. Raises InexpressibleError for a size of it."""
+    left = {
+        key: value
+        for key, value in config.items()
+        if key not in read
+        and value not in (None, False, 0, "", [], {})
+        and not isinstance(value, (dict, float))
+        and _DECIDES.search(key)
+        and not _SAYS_NOTHING.search(key)
+    }
+    size = next((key for key in left if re.search(r"hidden_size$|intermediate|latent|expert", key)), None)
+    if size is not None:
+        raise InexpressibleError(f"{size}: {str(left[size])[:60]}: no layer of this architecture here has it")
+    if left:
+        listed = ", ".join(f"{key} {str(value)[:40]}" for key, value in [*left.items()][:8])
+        _log.warning("%s: not read, and may change parameters: %s", where, listed)
+
+
 _CANONICAL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
 """Fields that functions read under our names, however a config spells them."""
 _YAML_HINT = "write the model as YAML (`plan models llama-3.1-8b` shows one)"
@@ -142,11 +199,12 @@ def from_config(config: Config, where: str) -> ModelSpec:
     Raises SpecError for an unknown architecture, a missing or wrong field, or a layer pattern ModelSpec has not.
     """
     config, row = _architecture(config, where)
+    stated = config
     for section in row.sections:
         inner = config.get(section)
         config = {**(inner if isinstance(inner, dict) else {}), **config}
     config = {**_rotary_base(config), **config}
-    given = {**row.defaults, **config}
+    given = _Looked({**row.defaults, **config})
     keys = {
         name: _first_key(spellings, config) or _first_key(spellings, row.defaults) or spellings[0]
         for name, spellings in row.keys.items()
@@ -161,6 +219,8 @@ def from_config(config: Config, where: str) -> ModelSpec:
         for function in row.derive:
             fields |= function(given)
         fields = without_unused_sections(fields)
+        known = {*given.looked_at, *row.defaults, *(key for names in row.keys.values() for key in names)}
+        _tell_unread(stated, known, where)
         if "moe" in fields or not {"num_experts"} & (keys.keys() | fields.keys()):
             # no experts, whatever the keys of a router say
             fields = {name: value for name, value in fields.items() if name not in MoESpec.model_fields}
@@ -174,6 +234,8 @@ def from_config(config: Config, where: str) -> ModelSpec:
 def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     """The language model's own config and its row of the table."""
     kind = _kind_of_model(config)
+    if kind in REFUSED:
+        raise SpecError(f"{where}: model_type: {kind!r} has {REFUSED[kind]}", _YAML_HINT + " with its nearest kin")
     for key in INNER:
         inner = config.get(key)
         if inner is None:
@@ -192,8 +254,6 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     if name in ARCHITECTURES:
         warn_of_towers(config, where)
         return config, ARCHITECTURES[name]
-    if name in REFUSED:
-        raise SpecError(f"{where}: model_type: {name!r} has {REFUSED[name]}", _YAML_HINT + " with its nearest kin")
     problem = "is missing" if config.get("model_type") is None else f"unknown architecture {kind[:60]!r}"
     known = {*ARCHITECTURES, *SAME_AS, *WRAPPERS}
     raise SpecError(

@@ -38,7 +38,7 @@ class Transport(Spec):
     """A carrier of the rows that a dispatcher sends between nodes."""
 
     networks: tuple[str, ...]
-    """The networks on which someone published that it trains."""
+    """The networks on which it is known to gain over NCCL."""
     start_us: Overhead = 0.0
     """Microseconds to begin an exchange on a network that the host's threads drive."""
     row_fraction: NonNegativeFloat = 1.0

@@ -49,7 +49,8 @@ def find(kind: Kind, name: str) -> Path | None:
 
 _SAYS_NO_SIZE = re.compile(
     r"config|provider|model(?!opt)|instruct|base|chat|thinking|\bhf\b|meta(?=-?llama)|bf16|fp8|-\d{4}$|v0\.\d|-(it|pt)\b"
-    "|preview|pretrain"
+    r"|preview|pretrain|coder(?!-480)|math|hermes-?\d*|openr1|unsloth|bnb|[48]bit|int[48]|awq|gptq|gguf|\bsft\b|\bdpo\b"
+    r"|\brl\b|mcore|torch_dist|tulu-?\d*|distill|nvidia-|reranker|embedding|safeguard|captioner|-1m\b|_iter_\d+|dynamic|nvfp4"
 )
 """Parts of names that do not change a model's sizes."""
 _OTHERS = {
@@ -61,6 +62,10 @@ _OTHERS = {
     "llama4experts16": "llama-4-scout", "llama4experts128": "llama-4-maverick", "kimik2": "kimi-k2",
     "moonlight16ba3b": "moonlight-16b", "deepseekv2236b": "deepseek-v2", "deepseekv3671b": "deepseek-v3",
     "deepseekv316b": "deepseek-v2-lite", "llama33370b": "llama-3.1-70b", "llama3370b": "llama-3.1-70b",
+    "deepseekr1qwen15b": "qwen2.5-1.5b", "deepseekr1qwen7b": "qwen2.5-7b", "deepseekr1qwen14b": "qwen2.5-14b",
+    "deepseekr1qwen32b": "qwen2.5-32b", "deepseekr1llama8b": "llama-3.1-8b", "deepseekr1llama70b": "llama-3.1-70b",
+    "deepseekr10528qwen38b": "qwen3-8b", "deepseekr1zero": "deepseek-v3", "qwq32b": "qwen2.5-32b",
+    "llama31nemotron70b": "llama-3.1-70b", "deepseekv32exp": "deepseek-v3.2", "moonlight": "moonlight-16b",
 }  # fmt: skip
 """Names that others give to models, without signs: Llama 3 has the sizes of 3.1."""
 

@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from planner.errors import SpecError
 from planner.specs.hardware import HardwareSpec
+from planner.specs.machines import transport_of
 from planner.specs.problems import nearest
 from planner.specs.training import Dtype
 from planner.trainers.load import RUNTIMES, has_dtype, load_runtime, since_of, switches_of
@@ -18,6 +19,10 @@ DEFAULT: Final = "default"
 """The word for a trainer's own value of every switch."""
 NARROW_DTYPES: tuple[Dtype, ...] = ("fp8", "mxfp8", "nvfp4")
 """Dtypes that change numerics, and that consent allows by name."""
+MOST_LOSS = 0.01
+"""Share of a step that a chosen switch may cost at the lower end of its gain."""
+UNFAMILIAR = 2.0
+"""Factor on what a gain may be too large by on a network that the host drives, where few ablations were published."""
 _MAX_ENTRIES = 1_000
 _TRUTH = {"true": True, "false": False}
 
@@ -137,10 +142,32 @@ def on_trainer(runtime: RuntimeSpec, name: str) -> RuntimeSpec:
     return own.model_copy(update={field: getattr(runtime, field) for field in fields})
 
 
+CARRIERS: Final = {"deepep": "ibgda", "hybridep": "hybridep"}
+"""The transport that each dispatcher which sends rows has on its own."""
+
+
+def consent_of(name: str, value: Value, hardware: HardwareSpec) -> str:
+    """The thing that a value changes and that is not done without consent; empty where it needs none.
+
+    A dispatcher whose transport nobody is known to gain from on the network at hand needs it, too.
+    """
+    carrier = CARRIERS.get(str(value), "nccl") if name == "dispatcher" and hardware.network else "nccl"
+    if carrier != "nccl" and hardware.network not in transport_of(carrier).networks:
+        return f"to a transport that is unproven on {hardware.network}"
+    return SWITCHES[name].consent.get(value, "")
+
+
+def least_gain(name: str, hardware: HardwareSpec) -> float:
+    """Share of the step that a switch must be predicted to save before it is chosen: at the lower end of that gain, by
+    what predictions of it were too large, no more than `MOST_LOSS` is lost."""
+    times = UNFAMILIAR if hardware.tiers[-1].is_host_driven else 1.0
+    return max(times * SWITCHES[name].doubt_fraction - MOST_LOSS, 0.0)
+
+
 def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
     """The names that --allow takes: switches with values that need consent, and the narrow dtypes of the GPU."""
     switches = [
-        name for name, values in switches_of(runtime).items() if any(v in SWITCHES[name].consent for v in values)
+        name for name, values in switches_of(runtime).items() if any(consent_of(name, v, hardware) for v in values)
     ]
     return [*switches, *(dtype for dtype in NARROW_DTYPES if hardware.peak_flops(dtype) and has_dtype(runtime, dtype))]
 

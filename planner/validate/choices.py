@@ -29,6 +29,8 @@ from planner.errors import PlannerError
 from planner.layout.runs import parse_run
 from planner.shape import FloatArray
 from planner.specs.base import PositiveFloat, Spec
+from planner.trainers.stated import consent_of, least_gain
+from planner.trainers.switches import SWITCHES
 from planner.validate.rows import PublishedRun, data_lines, model_fields
 from planner.validate.score import NUM_DRAWS, Scored, repeat_spread, weighted_quantile
 
@@ -203,6 +205,11 @@ class Sides(Spec):
         """The measured gain (`gain_of`)."""
         return gain_of(self.off, self.on) if self.unit == "s" else gain_of(1 / self.off, 1 / self.on)
 
+    @property
+    def longer(self) -> float:
+        """Share of the step by which it is longer with the switch."""
+        return self.on / self.off - 1 if self.unit == "s" else self.off / self.on - 1
+
 
 class Ablation(Spec):
     """One pair of published runs."""
@@ -307,6 +314,93 @@ def priced(pair: Ablation) -> PricedPair:
     except PlannerError as error:
         return PricedPair(pair, error=error)
     return PricedPair(pair, off_s, on_s)
+
+
+def run_pairs(scored: Iterable[Scored]) -> list[PricedPair]:
+    """The pairs among published runs of one family that differ in one switch (and in the chunks that it needs)."""
+    jobs: dict[str, list[Scored]] = defaultdict(list)
+    for answer in scored:
+        if answer.layout is not None and _switches_of(answer):
+            axes = {k: v for k, v in answer.row.run["parallelism"].items() if k not in ("vpp", "schedule")}
+            jobs[_job(answer.row) + json.dumps(axes, sort_keys=True)].append(answer)
+    return [pair for runs in jobs.values() for off in runs for on in runs if (pair := _run_pair(off, on)) is not None]
+
+
+def _switches_of(answer: Scored) -> dict[str, Any]:
+    features = answer.row.run.get("features", {})
+    return {name: value for name, value in features.items() if name in SWITCHES and not SWITCHES[name].is_described}
+
+
+def _run_pair(off: Scored, on: Scored) -> PricedPair | None:
+    """The pair of two runs of which one has a switch at its plainest value; None where they differ otherwise."""
+    before, after = _switches_of(off), _switches_of(on)
+    moved = [name for name in {*before, *after} if before.get(name) != after.get(name)]
+    if len(moved) != 1 or before.get(moved[0]) != next(iter(SWITCHES[moved[0]].values)):
+        return None
+    carriers = {run.row.run["features"].get("dispatcher_transport") for run in (off, on)}
+    if off.layout is None or on.layout is None or (len(carriers) > 1 and moved != ["dispatcher"]):
+        return None
+    measured = Sides(off=off.row.measured.step_s, on=on.row.measured.step_s, unit="s")
+    name = moved[0]
+    pair = Ablation(
+        id=on.row.id, source=on.row.source, run=on.row.run, off={name: before[name]}, on={name: after[name]},
+        measured=measured,
+    )  # fmt: skip
+    return PricedPair(pair, off.layout.step.step_s, on.layout.step.step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """Published pairs whose switch the search would choose, and the one that cost most."""
+
+    num_pairs: int
+    num_chosen: int
+    worst: float
+    """The most by which a chosen switch made a measured step longer, as a fraction; below 0 where none did."""
+    worst_id: str
+    num_missed: int
+    """Pairs whose switch saves more than `HARM` and is not chosen."""
+
+
+HARM = 0.05
+"""Share of a step that a switch chosen by default may have cost in no published pair."""
+
+
+def harm(answers: Iterable[PricedPair]) -> Harm:
+    """The pairs of one switch that needs no consent, and what came of those that the search would choose."""
+    judged = [(answer, _is_chosen(answer)) for answer in answers if answer.error is None and _is_offered(answer.pair)]
+    chosen = [answer for answer, is_chosen in judged if is_chosen]
+    worst = max(chosen, key=lambda answer: -answer.measured, default=None)
+    missed = [answer for answer, is_chosen in judged if not is_chosen and answer.measured > HARM]
+    return Harm(
+        num_pairs=len(judged),
+        num_chosen=len(chosen),
+        worst=0.0 if worst is None else worst.pair.measured.longer,
+        worst_id="" if worst is None else worst.pair.id,
+        num_missed=len(missed),
+    )
+
+
+def _is_offered(pair: Ablation) -> bool:
+    """True for a single switch that a search may choose by itself, from the trainer's value to another."""
+    names = {*pair.off, *pair.on}
+    if pair.bundle or len(names) != 1 or pair.off_run or pair.on_run:
+        return False
+    row = SWITCHES.get(next(iter(names)))
+    return (
+        row is not None
+        and not (row.is_described or row.only_saves_memory)
+        and not any(value in row.consent for value in pair.on.values())
+    )
+
+
+def _is_chosen(answer: PricedPair) -> bool:
+    """True where the switch's predicted gain is enough on the pair's hardware, and its transport is proven there."""
+    (name, value), *_ = answer.pair.on.items()
+    hardware = parse_run({"run": answer.pair.side("on")}).cluster.hardware
+    if consent_of(name, value, hardware):
+        return False
+    return SWITCHES[name].is_free or answer.off_s / answer.on_s - 1 > least_gain(name, hardware)
 
 
 def switch_of(pair: Ablation) -> str:

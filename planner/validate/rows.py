@@ -37,6 +37,16 @@ HELD_OUT = (
     "primus-results-mi325x",
     "primus-results-mi355x",
     "mlperf-amd-partners",
+    "dgxc",
+    "automodel-lora",
+    "ms-swift",
+    "primus-lora",
+    "xtuner-megatron",
+    "torchao",
+    "nanochat",
+    "mbridge-card",
+    "nous-torchtitan",
+    "fast-llm",
 )
 """Families whose rows no coefficient is fitted to, neither together with other families nor alone."""
 PRODUCTION = "production"
@@ -87,6 +97,11 @@ class PublishedRun(Spec):
     def on_amd(self) -> bool:
         """True if the run's GPUs are AMD's (MI300X and its successors)."""
         return load_hardware(self.run["hardware"]).is_amd
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if the run's model has experts."""
+        return self.run["model"].get("moe") is not None
 
     @property
     def run_key(self) -> str:

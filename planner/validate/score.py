@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -101,6 +101,10 @@ class Score:
     num_memory_rows: int
     coverage: float | None
     """Share of rows whose measured step lies in the predicted 80% interval."""
+    half_width: float | None = None
+    """Mean half-width of these intervals, in natural logarithms."""
+    naive: float | None = None
+    """Median error of the median TFLOP/s of other families on such a GPU (`naive_errors`)."""
 
 
 def validate_runs(family: str | None = None) -> list[Score]:
@@ -140,8 +144,8 @@ def _priced(row: PublishedRun) -> Scored:
         return Scored(row, None, error)
 
 
-def score(name: str, scored: Iterable[Scored]) -> Score | None:
-    """The errors of `scored` in numbers; None if no row was priced."""
+def score(name: str, scored: Iterable[Scored], naive: Mapping[str, float] | None = None) -> Score | None:
+    """The errors of `scored` in numbers; None if no row was priced. `naive` are those of `naive_errors`."""
     answers = list(scored)
     priced = [answer for answer in answers if answer.layout is not None]
     if not priced:
@@ -153,6 +157,9 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
     memory = [(abs(p.memory_error), p.row.weight) for p in priced if p.memory_error is not None]
     spread, groups = repeat_spread([answer.row for answer in priced]), _ranked(priced)
     covered = [(float(p.in_interval), p.row.weight) for p in priced if p.in_interval is not None]
+    intervals = [(p.layout.step.step_s_interval, p.row.weight) for p in priced if p.layout is not None]
+    widths = [(half_width(interval), weight) for interval, weight in intervals if interval is not None]
+    plain = [(naive[p.row.id], p.row.weight) for p in priced if naive and p.row.id in naive]
     return Score(
         name=name,
         num_rows=len(priced),
@@ -170,24 +177,59 @@ def score(name: str, scored: Iterable[Scored]) -> Score | None:
         memory_worst=max((error for error, _ in memory), default=None),
         num_memory_rows=len(memory),
         coverage=_mean(covered),
+        half_width=_mean(widths),
+        naive=_median(plain),
     )
+
+
+MANY_NODES, MANY_SWITCHES = 32, 3
+"""Nodes, and switches that a run says, from which on it counts among those of many."""
+GROUPS: Mapping[str, Callable[[PublishedRun], bool]] = {
+    "AMD GPUs": lambda row: row.on_amd,
+    "mixtures": lambda row: row.is_mixture,
+    "dense": lambda row: not row.is_mixture,
+    f"{MANY_NODES} nodes or more": lambda row: row.run["num_gpus"] >= MANY_NODES * row.run.get("gpus_per_node", 8),
+    f"{MANY_SWITCHES} switches or more": lambda row: len(row.run.get("features", {})) >= MANY_SWITCHES,
+}
+"""Kinds of runs that are scored together, across families."""
 
 
 def by_family(scored: Iterable[Scored], counts: Callable[[PublishedRun], bool] = lambda row: row.counts) -> list[Score]:
     """A score per family, in order of appearance, over the rows for which `counts` is true; the last is over all.
 
-    Before it stands one over the families on AMD's GPUs, if there are several.
+    Before it stand those of `GROUPS` that span several families.
     """
     families: dict[str, list[Scored]] = defaultdict(list)
     for answer in scored:
         if counts(answer.row):
             families[answer.row.family].append(answer)
-    scores = [score(name, members) for name, members in families.items()]
-    amd = [members for members in families.values() if members[0].row.on_amd]
-    if len(amd) > 1:
-        scores.append(score("AMD GPUs", [answer for members in amd for answer in members]))
-    scores.append(score("all", [answer for members in families.values() for answer in members]))
+    every = [answer for members in families.values() for answer in members]
+    naive = naive_errors(every)
+    scores = [score(name, members, naive) for name, members in families.items()]
+    for name, is_in in GROUPS.items():
+        members = [answer for answer in every if is_in(answer.row)]
+        if len({answer.row.family for answer in members}) > 1:
+            scores.append(score(name, members, naive))
+    scores.append(score("all", every, naive))
     return [s for s in scores if s is not None]
+
+
+def naive_errors(scored: Iterable[Scored]) -> dict[str, float]:
+    """|step error| of each run, by its id, at the median TFLOP/s that other families reach on such a GPU with such a
+    model: dense or a mixture, in 16 bits or fewer. None of its own family; runs without any such are left out."""
+    kinds: dict[tuple[str, bool, bool], list[tuple[str, str, float]]] = defaultdict(list)
+    for answer in scored:
+        if answer.layout is not None:
+            row, layout = answer.row, answer.layout
+            reached = layout.step.model_tflops_per_gpu * layout.step.step_s / row.measured.step_s
+            kind = row.run["hardware"], row.is_mixture, row.run.get("dtype", "bf16") in ("bf16", "fp16")
+            kinds[kind].append((row.id, row.family, reached))
+    errors: dict[str, float] = {}
+    for members in kinds.values():
+        for name, family, reached in members:
+            if others := [tflops for _, other, tflops in members if other != family]:
+                errors[name] = abs(reached / median(others) - 1)
+    return errors
 
 
 def weighted_quantile(values: FloatArray, weights: FloatArray, fraction: float) -> float:
@@ -195,6 +237,14 @@ def weighted_quantile(values: FloatArray, weights: FloatArray, fraction: float) 
     order = np.argsort(values)
     passed = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(passed, fraction * passed[-1] * (1 - 1e-12))])
+
+
+def _median(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Weighted median of (value, weight) pairs; None if there are none."""
+    if not pairs:
+        return None
+    values, weights = np.array(pairs).T
+    return weighted_quantile(values, weights, 0.5)
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -104,7 +104,9 @@ def test_targets_are_listed_once() -> None:
     assert len(set(TARGETS)) == len(TARGETS)
     assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed", "primus", "hf"} == set(TRAINERS)
     assert {"torchrun", "slurm", "kubernetes", "kubernetes-pytorchjob"} == set(LAUNCHERS)
-    assert {*TRAINERS, "nemo", "accelerate", "huggingface", "torchtune"} == set(SOURCES)
+    assert {*TRAINERS, "nemo", "accelerate", "huggingface", "torchtune", "verl", "slime", "neox", "ms-swift"} == set(
+        SOURCES
+    )
 
 
 @pytest.mark.parametrize(

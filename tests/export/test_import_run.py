@@ -22,7 +22,7 @@ from planner.layout.runs import parse_run
         ("echo hello", "passes no Megatron-LM arguments"),
         (
             "pretrain_gpt.py --num-layers $LAYERS --hidden-size 4096 --num-attention-heads 32",
-            "--num-layers: is missing",
+            "--num-layers: $LAYERS is not set",
         ),
         ("pretrain_gpt.py --num-layers many --hidden-size 4096 --num-attention-heads 32", "'many' is no whole number"),
         (f"p.py {BASE} --tensor-model-parallel-size x", "'x' is no number"),
@@ -37,7 +37,9 @@ from planner.layout.runs import parse_run
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:
-    with pytest.raises(SpecError, match=message.replace("(", r"\(").replace("[", r"\[").replace("+", r"\+")):
+    with pytest.raises(
+        SpecError, match=message.replace("(", r"\(").replace("$", r"\$").replace("[", r"\[").replace("+", r"\+")
+    ):
         read_configuration(text)
 
 
@@ -74,10 +76,7 @@ def test_the_trainer_may_be_named() -> None:
         read_configuration(script, "megatron")
     with pytest.raises(SpecError, match="'pax' is unknown") as caught:
         read_configuration(script, "pax")
-    assert (
-        caught.value.hint
-        == "one of megatron, primus, bridge, nemo, torchtitan, torch, hf, torchtune, accelerate, huggingface, deepspeed"
-    )
+    assert {"megatron", "verl", "neox"} <= {*re.findall(r"\w+", caught.value.hint or "")}
 
 
 def test_added_fields_replace_those_that_were_read() -> None:

@@ -182,7 +182,7 @@ def test_models_beyond_megatrons_arguments() -> None:
 def test_a_preset_of_no_published_model_leaves_the_model_to_the_user(model: str) -> None:
     run = imported(model, "global_batch_size: 16\nseq_length: 2048")
     assert run.run["model"] is None
-    assert any("add --model" in note for note in run.notes)
+    assert run.model_name
     assert run_of(run, model="8b").model.name == "llama-3.1-8b"
 
 

@@ -76,9 +76,9 @@ def out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     rank_process(folder, rank, local_rank)
 
 
-def stage_out_of_memory(folder: Path, rank: int, local_rank: int, **options: int) -> None:
+def stage_out_of_memory(folder: Path, rank: int, local_rank: int) -> None:
     at("1F0", out_of_memory_error)
-    stage_process(folder, rank, local_rank, **options)
+    stage_process(folder, rank, local_rank)
 
 
 def aborted(folder: Path, rank: int, local_rank: int) -> None:

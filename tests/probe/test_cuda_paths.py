@@ -232,7 +232,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_it_is_shown(
     visible: int, device: str | None, make_run: Any, tmp_path: Path, called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    worker = Worker(write_run(tmp_path, make_run(("1f1b", 2, 1, 3))), 1, 3, local=True)
+    worker = Worker(write_run(tmp_path, make_run(("1f1b", 2, 1, 3))), 1, 3)
     if device is None:
         with pytest.raises(RuntimeError, match="no GPU for rank 1, number 3 of its machine: torch sees 2"):
             worker.use_device()

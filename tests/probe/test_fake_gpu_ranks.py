@@ -89,8 +89,8 @@ def rank_of(run: ProbeRun, number: int, folder: Path, monkeypatch: pytest.Monkey
     (folder / RUN_FILE).write_text(on_gpus.model_dump_json())
     recorder = Recorder()
     with monkeypatch.context() as patch:
-        worker = Worker(folder, number, number, local=True)
-        patch.setattr(worker, "meet", Neighbours)
+        worker = Worker(folder, number, number)
+        worker.store = Neighbours()
         with fake_gpu(H200, patch, num_gpus=16), fake_group(patch) as backends:
             recorder.record(patch)
             worker.main()

@@ -94,8 +94,8 @@ def test_a_rank_among_others(model: str, make_run: Any, tmp_path: Path, monkeypa
     """Every phase from the handshake on, with tensor, expert, data and pipeline parallelism over RCCL."""
     shape: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 4 if "moe" in MODELS[model] else 1}
     run = make_run(("1f1b", 2, 1, 3), check=False, num_steps=1, model=MODELS[model], **shape)
-    worker, store = Worker(written(run, tmp_path), 0, 0, local=True), Neighbours()
-    monkeypatch.setattr(worker, "meet", lambda: store)
+    worker, store = Worker(written(run, tmp_path), 0, 0), Neighbours()
+    worker.store = store
     with fake_gpu(MI300X, monkeypatch, num_gpus=8), fake_group(monkeypatch) as backends:
         rank = rehearsed(worker, tmp_path)
     assert backends == ["nccl"]

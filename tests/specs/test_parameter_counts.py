@@ -61,6 +61,7 @@ PUBLISHED = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-14b": 14_768_307_200,
     "qwen3-coder-480b-a35b": 480_154_875_392,
+    "deepseek-llm-7b": 6_910_365_696,
     "mistral-7b": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-nemo-12b": 12_247_782_400,
@@ -86,7 +87,7 @@ PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     entry["name"]: entry for entry in json.loads((Path(__file__).parent / "published.json").read_text())
 }
 UNCOMMON = {
-    "qwen3-next-80b-a3b", "minimax-m2", "olmo-3-32b", "deepseek-v3.2", "glm-5", "nemotron-3-nano-30b-a3b",
+    "qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "minimax-m2", "olmo-3-32b", "deepseek-v3.2", "glm-5", "nemotron-3-nano-30b-a3b",
     "granite-4.0-h-small", "falcon-h1-34b", "deepseek-v4-flash", "deepseek-v4-pro",
     "kimi-k3", "minimax-m3",
 }  # fmt: skip

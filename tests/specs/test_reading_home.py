@@ -42,6 +42,7 @@ EXCEPTIONS = {
     "planner/export/megatron/option_rows.py": OWN,
     "planner/export/launch/node_check.py": JOB,
     "planner/export/launch/rank_trials.py": JOB,
+    "planner/export/dialects.py": OWN,
     "planner/layout/runs.py": OWN,
     "planner/months/losses.py": OWN,
     "planner/profile/measure_links.py": WIRE,

@@ -51,8 +51,8 @@ def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         store, results = Neighbours(), []
         for rank in ranks or range(run.world_size):
             is_alone = child is not None  # else a rank among others
-            worker = StageWorker(folder, rank, 0) if is_alone else Worker(folder, rank, rank, local=True)
-            monkeypatch.setattr(worker, "meet", lambda: store)
+            worker = StageWorker(folder, rank, 0) if is_alone else Worker(folder, rank, rank)
+            worker.store = store
             with fake_group(monkeypatch):
                 worker.main()
             results.append(RankResult.model_validate_json((folder / RESULT_FILE.format(rank)).read_text()))
@@ -63,9 +63,7 @@ def launch_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 @pytest.fixture
 def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with one fake H200 whose profile is measured already."""
-    for name in ("NCCL_HOSTID", "NCCL_NET", "NCCL_NVLS_ENABLE", "NCCL_MULTI_RANK_GPU_ENABLE"):
-        monkeypatch.setenv(name, "")  # put back afterwards
+    """A machine with two fake H200s whose profile is measured already."""
     profiled = Part(kind="profile", name="plan profile", status="ran", exit_code=0)
     monkeypatch.setattr(parts, "machine_here", machine_of)
     monkeypatch.setattr(parts, "profile_part", lambda device, path, limit_s: profiled)
@@ -75,7 +73,7 @@ def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     products = Factor(value=1.1, source="made up")
     calibration = Calibration(source="made up", gemm_factor=products)
     monkeypatch.setattr(check_module, "from_probe", lambda result, cluster, where: calibration)
-    with fake_gpu(H200, monkeypatch):
+    with fake_gpu(H200, monkeypatch, num_gpus=2):
         yield
 
 

@@ -8,7 +8,21 @@ import pytest
 
 from planner.cli import main
 from planner.layout.runs import parse_run
-from planner.validate.choices import Ablation, PricedPair, gain_of, load_ablations, priced, scores, switch_of
+from planner.validate.choices import (
+    HARM,
+    Ablation,
+    PricedPair,
+    gain_of,
+    harm,
+    load_ablations,
+    priced,
+    run_pairs,
+    scores,
+    sweeps,
+    switch_of,
+)
+from planner.validate.rows import load_rows
+from planner.validate.score import evaluate_rows
 
 PAIRS = {pair.id: pair for pair in load_ablations()}
 
@@ -86,3 +100,20 @@ def test_the_command_lists_pairs_and_scores(capsys: pytest.CaptureFixture[str]) 
     assert {one["id"] for one in told["ablations"]} == set(PAIRS)
     assert told["ablation_scores"][-1]["sign_right"] >= 0.9
     assert main(["validate", "--family", "ablations", "--regret"]) == 2
+
+
+def test_no_switch_chosen_by_default_made_a_measured_step_much_longer() -> None:
+    """On the published pairs, those of runs over EFA among them, where a dispatcher made it 1.9 times as long."""
+    over_efa = run_pairs(evaluate_rows([row for row in load_rows() if row.family == "aws-mbridge"]))
+    found = harm([*map(priced, load_ablations()), *over_efa])
+    assert found.num_chosen > 30
+    assert found.worst < HARM
+    assert found.num_missed <= 2
+    assert max(pair.pair.measured.longer for pair in over_efa) > 0.8
+
+
+def test_layouts_over_efa_rank_as_measured() -> None:
+    """Regret of 17 layouts on 64 H100 and 12 on 32 B300."""
+    found = sweeps(evaluate_rows([row for row in load_rows() if row.family == "aws-mbridge"]))
+    assert sorted(len(sweep.ids) for sweep in found) == [12, 17]
+    assert max(sweep.regret for sweep in found) < 0.05

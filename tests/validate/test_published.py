@@ -23,6 +23,9 @@ MISSED = {"mlperf-6-0": 0.6}
 REMAINDERS = {f"dgxc-24-11-nemotron-4-340b-h100x128-{dtype}-gbs32" for dtype in ("bf16", "fp8")}
 """Apex's optimizer keeps of fp32 masters what the 16-bit weights lack: two bytes fewer a parameter."""
 
+FULL = {"ms-swift-qwen2.5-14b-a800x8-zero2"}
+"""Its table says 80 GiB of a card of 80."""
+
 
 def test_published_runs_lie_in_their_intervals_and_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -46,9 +49,11 @@ def test_published_runs_lie_in_their_intervals_and_fit(
     assert {name: share for name, share in inside.items() if share < MISSED.get(name, 0.73)} == {}
 
     lacking = {one.row.id for one in published if one.layout is not None and not one.layout.fits}
-    unexplained = {name for name in lacking if not any(recipe in name for recipe in OFFLOADED)} - GATHERED - REMAINDERS
+    unexplained = (
+        {name for name in lacking if not any(recipe in name for recipe in OFFLOADED)} - GATHERED - REMAINDERS - FULL
+    )
     assert not unexplained
-    assert len(lacking) <= 9
+    assert len(lacking) <= 10
 
     # the layout ranked first is nearly the fastest measured, in each family whose noise does not decide
     lost = {found.name: found for found in regrets(sweeps(published), spreads(one.row for one in published))}

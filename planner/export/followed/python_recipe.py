@@ -61,8 +61,13 @@ class Evaluator:
     def __init__(self, config: ConfigFile, never_followed: frozenset[str] = frozenset()) -> None:
         self.steps, self.depth, self.never_followed = 0, 0, never_followed
         self.num_signs = 0
+        self._calls: list[CallRecord] = []
         self.modules: dict[str, PythonModule] = {}
         self.module = self._load(config)
+
+    def unfollowed(self) -> list[CallRecord]:
+        """Calls with arguments of functions that no file beside this one defines, in their order."""
+        return self._calls
 
     def functions(self) -> list[str]:
         """Names of the functions that the file defines, or imports from a file beside it."""
@@ -231,7 +236,11 @@ class Evaluator:
                 return field_value(name, arguments)
             if name == "cast" and len(arguments) == 2:
                 return arguments[1]
-        return self._of_function(self.value(node.func, scope), name, arguments, keywords)
+        value = self._of_function(self.value(node.func, scope), name, arguments, keywords)
+        if isinstance(value, CallRecord) and not value.line and len(self._calls) < MAX_ITEMS:
+            value.line = node.lineno
+            self._calls += [value] if keywords or arguments else []
+        return value
 
     def _of_function(self, function: Any, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         if isinstance(function, PythonFunction):

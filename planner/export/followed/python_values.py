@@ -56,6 +56,8 @@ class CallRecord:
     fields: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     """Values of fields that nobody set, where the class is known."""
+    line: int = 0
+    """The line of the call; 0 where it is no call in the text."""
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at a path of fields."""

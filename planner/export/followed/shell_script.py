@@ -38,7 +38,7 @@ _SAYS_ONLY = frozenset({
 """Commands that launch nothing, whatever their words are."""
 _FILE, _PARSE = 2**12, 8
 """A file that is read, and a character that is parsed, cost as much as so many that a word makes."""
-_MAX_ITERATIONS, _MAX_DEPTH, _MAX_COMMANDS = 16, 12, 2_000
+_MAX_ITERATIONS, _MAX_COUNTED, _MAX_DEPTH, _MAX_COMMANDS = 16, 1_000, 12, 2_000
 
 
 @dataclass(slots=True)
@@ -55,6 +55,8 @@ class Script:
     """Words of every command that may launch something, in order."""
     files: dict[str, str] = field(default_factory=dict)
     """Files that the script writes with cat, and their texts."""
+    unset: dict[str, str] = field(default_factory=dict)
+    """Variables that the script does not set, each by the option before it, or by itself where none is."""
 
 
 def read_shell(text: str, files: Files = lambda name: None) -> Script:
@@ -73,7 +75,21 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
             reader.block(reader.parsed(inner))
         script.words = max(script.commands, key=_num_options, default=[])
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
+    for option, name in _BEHIND_OPTION.findall(text):
+        if name not in script.variables and not _AROUND.search(name):
+            script.unset.setdefault(option or f"${name}", name)
     return script
+
+
+_BEHIND_OPTION = re.compile(
+    r"(?:(--[A-Za-z][\w-]*)[ =]+|^[ \t]+)[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?[\"']?(?=\s|$)", re.MULTILINE
+)
+_AROUND = re.compile(
+    r"RANK|MASTER|HOST|ADDR|PORT|NODE|HOME|PATH|DIR|ROOT|DATA|LOG|NAME|WANDB|TOKEN|CKPT|SAVE|LOAD|TENSORBOARD|FILE|USER|PWD"
+    r"|SLURM|SCRIPT|URL|KEY|ENV|EVAL|TRAIN_ITERS|SEED|LR|STEPS|ITERS|OUTPUT|PROMPT|EXP|PROJECT|CACHE|DATE|TIME",
+    re.IGNORECASE,
+)
+"""Names of variables that say where a run is and what it reads, not how it is laid out."""
 
 
 def _num_options(words: list[str]) -> int:
@@ -135,6 +151,8 @@ class _Reader:
                     if self.block(condition):
                         return self.block(body)
                 return self.block(statement.otherwise)
+            case ForStatement(name=""):
+                self._count(statement)
             case ForStatement():
                 values = [word for raw in statement.words for each in _counted(raw) for word in self.words.expand(each)]
                 for value in values[:_MAX_ITERATIONS]:
@@ -149,6 +167,16 @@ class _Reader:
             case ShellFunction():
                 self.functions[statement.name] = statement.body
         return True
+
+    def _count(self, loop: ForStatement) -> None:
+        """Follow `for ((i=0; i<N; i++))`."""
+        begin, condition, step = ([*map(str.strip, " ".join(loop.words).split(";")), "", "", ""])[:3]
+        self.words.counted(begin)
+        for _ in range(_MAX_COUNTED):
+            if not self.words.counted(condition):
+                break
+            self.block(loop.body)
+            self.words.counted(step)
 
     def _case(self, case: CaseStatement) -> bool | None:
         value = self.words.text(case.word)
@@ -192,6 +220,8 @@ class _Reader:
             self._source(words[1])
         elif name == "eval":
             self._inner(" ".join(words[1:]), [])
+        elif name == "printf" and words[1:2] == ["-v"] and len(words) > 3:
+            self.words.variables[words[2]] = [_printed(words[3], words[4:])]
         elif name == "read" and here is not None:
             self.words.variables[words[-1]] = [here]
         elif name == "cat" and here is not None:
@@ -252,9 +282,7 @@ class _Reader:
         name, index, adds, rest = match[1], match[2], match[3], raw[match.end() :]
         before = self.words.variables.get(name, [])
         if rest.startswith("("):
-            inner = self.parsed(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
-            items = [word for _, part in inner.statements if isinstance(part, Simple) for word in part.words]
-            value = [word for item in items for word in self.words.expand(item)]
+            value = self._expanded(re.sub(r"\n", " \\\n", _uncommented(rest[1:-1])))
             self.words.spend(len(before) if adds else 0)
             self.words.variables[name] = [*before, *value] if adds else value
             return
@@ -271,9 +299,17 @@ class _Reader:
 
     def _outcome(self, command: str) -> str | None:
         """The output of a command that prints what it is given; None for any other."""
+        *before, command = [part.strip() for part in command.split(";")]
+        if before:
+            return self._subshell(before, command)
         words = command.split(None, 1)
         if not words:
             return ""
+        if words[0] == "seq" and len(words) > 1:
+            return _sequence(self._expanded(words[1]))
+        if words[0] == "printf" and len(words) > 1:
+            form, *values = self._expanded(words[1]) or [""]
+            return _printed(form, values)
         if words[0] == "echo" and "|" not in command:
             return " ".join(self.words.expand(words[1])) if len(words) > 1 else ""
         if words[0] == "expr" and len(words) > 1:
@@ -282,6 +318,42 @@ class _Reader:
         if words[0] == "basename" and len(words) > 1:
             return self.words.text(words[1].split()[0]).rpartition("/")[2]
         return None
+
+    def _expanded(self, text: str) -> list[str]:
+        """The words of a text that has several."""
+        items = [word for _, part in self.parsed(text).statements if isinstance(part, Simple) for word in part.words]
+        return [word for item in items for word in self.words.expand(item)]
+
+    def _subshell(self, before: list[str], command: str) -> str | None:
+        """The output of `$(A=1; command)`, whose assignments hold in it alone."""
+        outer = dict(self.words.variables)
+        for part in before:
+            if (match := _ASSIGNMENT.match(part)) is None:
+                return None
+            self._assign(match, part)
+        output = self._outcome(command)
+        self.words.variables = outer
+        return output
+
+
+def _printed(form: str, values: list[str]) -> str:
+    """The text that printf makes of its values: the form is used again while some are left."""
+    holes = len(re.findall(r"%[sdq]", form))
+    rounds = [values[at : at + holes] for at in range(0, max(len(values), 1), holes)] if holes else [[]]
+    made = []
+    for each in rounds[:_MAX_COUNTED]:
+        rest = iter(each)
+        made.append(re.sub(r"%[sdq]", lambda _: next(rest, ""), form))  # noqa: B023
+    return "".join(made)
+
+
+def _sequence(bounds: list[str]) -> str | None:
+    """The numbers of `seq FIRST STEP LAST`."""
+    if not 1 <= len(bounds) <= 3 or not all(re.fullmatch(r"-?\d{1,6}", bound) for bound in bounds):
+        return None
+    first, step, last = {1: (1, 1, int(bounds[-1]))}.get(len(bounds), (int(bounds[0]), 1, int(bounds[-1])))
+    step = int(bounds[1]) if len(bounds) == 3 else step
+    return None if not step else " ".join(map(str, [*range(first, last + 1, step)][:_MAX_COUNTED]))
 
 
 def _counted(raw: str) -> list[str]:

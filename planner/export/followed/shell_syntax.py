@@ -185,7 +185,9 @@ class IfStatement:
 @dataclass(slots=True)
 class ForStatement:
     name: str
+    """The variable; empty for a loop that counts."""
     words: list[str]
+    """Its values; of `for ((a; b; c))` the three expressions."""
     body: ShellBlock
 
 
@@ -313,6 +315,8 @@ class _Parser:
     def _for(self) -> ForStatement:
         name = self._word()
         words: list[str] = []
+        if name == "(" and self._next("("):
+            words, name = self._arithmetic().words[1:], ""
         self._skip("\n")
         if self._next("in"):
             self.at += 1

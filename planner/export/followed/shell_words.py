@@ -29,6 +29,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Gt: operator.gt, ast.Lt: operator.lt,
     ast.GtE: operator.ge, ast.LtE: operator.le, ast.Eq: operator.eq, ast.NotEq: operator.ne,
 }  # fmt: skip
+_ASSIGNS = re.compile(r"(\+\+|--)([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)\s*(.+))")
 _MAX_CHARACTERS = SHELL.num_items
 EACH = 32
 """A word or a statement costs as much as so many characters, even if it makes none."""
@@ -106,7 +107,9 @@ class Words:
             elif char in "$`":
                 start = at
                 values, at = self._expansion(inner, at)
-                if re.match(r"\$(\{[A-Za-z_]\w*\[@\]|@)", inner[start:at]):
+                if re.match(r"\$(\{[A-Za-z_]\w*\[\*\]\}|\*)", inner[start:at]):
+                    values = [self.joined_by().join(values)]
+                elif re.match(r"\$(\{[A-Za-z_]\w*\[@\]|@)", inner[start:at]):
                     is_list = True
                     if len(values) > 1:
                         fields += [current + values[0], *values[1:-1]]
@@ -118,6 +121,21 @@ class Words:
                 current, at = current + inner[at:end], end
         self.spend(EACH + sum(map(len, fields)) + len(current))
         return [] if is_list and not current and not fields else [*fields, current]
+
+    def joined_by(self) -> str:
+        """The character between the words of `"${A[*]}"`: the first of IFS."""
+        return "".join(self.variables.get("IFS", [" "]))[:1]
+
+    def counted(self, text: str) -> int | None:
+        """The value of `((text))`, which may also assign: `i=0`, `i++`, `i += 2`."""
+        if (match := _ASSIGNS.fullmatch(text.strip())) is None:
+            return self.arithmetic(text)
+        name, step, sign, change = match[2] or match[3], match[1] or match[4], match[5], match[6]
+        old = " ".join(self.variables.get(name, ["0"]))
+        value = self.arithmetic(f"({old}) {step[0]} 1" if step else f"({old}) {sign} ({change})" if sign else change)
+        if value is not None:
+            self.variables[name] = [str(value)]
+        return value
 
     def arithmetic(self, text: str) -> int | None:
         """The value of `$((text))`; None where it is no integer arithmetic."""
@@ -265,7 +283,7 @@ _UNKNOWN = ("-f", "-d", "-e", "-x", "-r", "-w", "-s", "-L", "-t", "-nt", "-ot")
 def holds(raw: list[str], words: Words) -> bool | None:
     """True or false as the test holds; None where only a machine knows."""
     if raw[0] == "((":
-        value = words.arithmetic(" ".join(raw[1:]))
+        value = words.counted(" ".join(raw[1:]))
         return None if value is None else bool(value)
     inner = [word for word in raw[1:] if word not in ("]", "]]")]
     if len(inner) > _MOST_WORDS:

@@ -81,7 +81,7 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
         microbatches_per_rank=_number(data, "gradient_accumulation_steps") or 1,
     )
     if imported.run["model"] is None:
-        imported.notes.append(f"{component[:80]} is no builder of a model that the planner knows: add --model")
+        imported.model_name = component
     if str(data.get("dtype", "bf16")) != "bf16":
         imported.notes.append(f"dtype: {data['dtype']}, so that it trains in fp32: priced as bf16")
     _read_layout(imported, data)

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from typing import Any, TypeGuard
+from collections.abc import Mapping
+from typing import Any
 
 from planner.errors import SpecError
-from planner.export.followed.shell_script import read_script
+from planner.export.dialects import Dialect, dialect
 from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME
 from planner.export.huggingface.trl_files import ACCELERATE_FILE
 from planner.export.huggingface.tuning_settings import (
     IN_FP32,
     apply_accelerate,
     apply_deepspeed,
+    apply_parallelism,
     beside_adapters,
     deepspeed_beside,
     dtype_of,
     fsdp_layout,
-    is_on,
     new_run,
-    number,
     read_fine_tuning,
-    read_yaml,
     set_model,
 )
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
-from planner.export.megatron.option_rows import options_of
-from planner.export.megatron.script_reading import num_gpus
+from planner.export.keyed_settings import KeyedSettings, Settings, is_off, is_on, mapping_of, number, settings_of
+from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.named_models import exported_gpus, exported_model
-from planner.specs.reading.python_text import literal, parse_python
 
 _SEQUENCE = (
     "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",
@@ -45,6 +42,8 @@ _MODEL = (
     "model_name_or_path",
     "base_model",
     "model_id",
+    "model",
+    "model_id_or_path",
     "model_name",
     "actor_model_name_or_path",
     "pretrained_model_name_or_path",
@@ -54,48 +53,85 @@ _ADAPTERS = (
     "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim", "lora_alpha",
     "lora_dropout", "lora_target_modules", "lora_target", "lora_target_linear", "finetuning_type", "use_qlora", "peft",
     "q_lora", "quantization_bit", "peft_type", "r", "target_modules", "target_parameters", "lora_bias", "task_type",
-    "lora_task_type", "bias",
+    "lora_task_type", "bias", "tuner_type", "train_type", "sft_type", "quant_bits", "lora_target_parameters",
 )  # fmt: skip
 """Settings that say that adapters are trained, and which."""
 _NARROWER = ("only_optimize_lora", "freeze_layers", "unfrozen_parameters", "freeze_trainable_layers", "peft_type")
 """Settings that train less than the model in ways that are not priced."""
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
-_OTHERS = ("neftune_noise_alpha", "unsloth", "use_unsloth", "group_by_length")
+_OTHERS = ("neftune_noise_alpha", "unsloth", "use_unsloth")
 _PACKING = ("packing", "sample_packing")
 _COMPILING = ("torch_compile",)
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
-_CALLS = re.compile(r"(TrainingArguments|SFTConfig|DPOConfig|CPOConfig|GRPOConfig|RewardConfig|TrainerConfig)$")
-_READ = {
-    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_ADAPTERS, *_PACKING, *_COMPILING, *_CHECKPOINTING,
-    "gradient_accumulation_steps", "bf16", "fp16", "use_liger_kernel", "liger_kernel", "enable_liger_kernel",
-    "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage",
-    "tf32", "fsdp", "fsdp_config", "deepspeed", "zero_stage", "optim", "config_file", "num_processes", "num_machines",
-    "attn_implementation", "flash_attn", "flash_attention", "use_flash_attention", "use_flash_attn", "dtype",
-    "torch_dtype",
-    "mixed_precision", "offload", "nproc_per_node", "nnodes", "num_gpus", "num_nodes",
+_CALLS = re.compile(
+    r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments))$"
+)
+_GRID = {
+    "tensor_parallel_size": "tp_size", "context_parallel_size": "cp_size", "sequence_parallel_size": "cp_size",
+    "sequence_parallel_degree": "cp_size", "cp_size": "cp_size", "tp_size": "tp_size", "dp_shard_size": "dp_shard_size",
+    "dp_replicate_size": "dp_replicate_size", "context_parapllel_size": "cp_size",
 }  # fmt: skip
+"""Settings of a grid, and Accelerate's names for them (parallelism_config)."""
+_READ = {
+    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_ADAPTERS, *_PACKING, *_COMPILING, *_CHECKPOINTING, *_GRID,
+    "gradient_accumulation_steps", "bf16", "fp16", "use_liger_kernel", "liger_kernel", "enable_liger_kernel",
+    "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage", "rlhf_type",
+    "tf32", "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "zero_stage", "optim", "optimizer", "config_file",
+    "num_processes", "num_machines", "attn_implementation", "attn_impl", "flash_attn", "flash_attention",
+    "use_flash_attention", "use_flash_attn", "dtype", "torch_dtype", "mixed_precision", "offload", "nproc_per_node",
+    "nnodes", "num_gpus", "num_nodes", "disable_gradient_checkpointing", "parallelism_config", "liger_rms_norm",
+    "liger_fused_linear_cross_entropy", "liger_glu_activation", "liger_layer_norm", "liger_rope",
+}  # fmt: skip
+_ROW = dialect("huggingface")
+_TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "trl", "transformers")))
+"""Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
+_SAME = {"per_device_train_batch_size": _BATCH, "micro_batch_size": _BATCH, "max_length": _SEQUENCE, "bf16": ("fp16",),
+         "cutoff_len": _SEQUENCE, "sequence_len": _SEQUENCE, "lora_target": ("lora_target_modules", "target_modules"),
+         "gradient_checkpointing": (*_CHECKPOINTING, "disable_gradient_checkpointing"), "tuner_type": ("train_type",
+         "sft_type"), "lora_rank": ("lora_r", "lora_dim")}  # fmt: skip
+"""Settings under any of whose names a default is overridden."""
+
+
+def tool_of(settings: Settings, text: str = "") -> Dialect:
+    """The trainer whose settings these are."""
+    is_trl = "trl" in text and "import" in text
+    found = (tool for tool in _TOOLS if not tool.marks or any(name in settings for name in tool.marks))
+    return dialect("trl") if is_trl else next(found)
 
 
 def read_trainer(config: ConfigFile) -> ImportedRun:
     """The run that the arguments describe. Raises SpecError where there are none."""
-    settings, launch = _settings(config)
-    settings = {**_model_options(settings), **settings, **beside_adapters(settings, config)}
+    keyed = settings_of(config, _CALLS)
+    if is_adapter(keyed.settings) and "finetuning_type" in keyed.settings:
+        return read_adapter(keyed)
+    return run_of_arguments(keyed, config)
+
+
+def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
+    """The run of a trainer's settings, over the defaults of the tool that reads them."""
+    keyed.settings = _in_one(keyed.settings)
+    settings = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
     if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
         raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
     imported = new_run("huggingface")
+    tool = tool or tool_of(settings, config.text)
+    unasked = {
+        name: value
+        for name, value in tool.unasked.items()
+        if not any(other in settings or other in keyed.unread for other in (name, *_SAME.get(name, ())))
+    }
+    imported.assumed, imported.documented = {name: str(v) for name, v in unasked.items()}, tool.documented
+    said, settings = settings, {**unasked, **settings}
     run, layout = imported.run, imported.run["parallelism"]
-    if (micro_batch_size := number(settings, *_BATCH)) is not None:
-        layout["micro_batch_size"] = micro_batch_size
-    imported.microbatches_per_rank = number(settings, "gradient_accumulation_steps") or (
-        1 if micro_batch_size else None
-    )
     run["seq_length"] = number(settings, *_SEQUENCE)
-    if any(is_on(settings.get(name)) for name in _CHECKPOINTING):
-        layout["recompute"] = "full"
-    run["num_gpus"] = launch or exported_gpus(config.text)
+    if any(is_on(settings.get(name)) or settings.get(name) in ("offload", "unsloth") for name in _CHECKPOINTING):
+        layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
+    elif "disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked:
+        layout["recompute"] = "none" if is_on(settings["disable_gradient_checkpointing"]) else "full"
+    run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
     accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
     if accelerate is not None:
-        apply_accelerate(imported, read_yaml(accelerate), config)
+        apply_accelerate(imported, mapping_of(accelerate), config)
     dtype = dtype_of(settings)
     run["dtype"] = dtype or run["dtype"]
     if dtype is not None and IN_FP32 in imported.notes:
@@ -103,13 +139,43 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
     if dtype is None and accelerate is None:
         imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
     _read_sharding(imported, settings, config)
+    grid = {ours: settings[name] for name, ours in _GRID.items() if settings.get(name) not in (None, "", 1, "1")}
+    if isinstance(section := settings.get("parallelism_config"), Mapping):
+        grid |= section
+    if grid:
+        apply_parallelism(imported, grid)
     set_model(imported, next((settings[name] for name in _MODEL if settings.get(name)), None))
     run["model"] = run["model"] or exported_model(config.text)
+    # what a file of DeepSpeed's or the arguments say comes before what the tool has unasked
+    batch = number(said, *_BATCH) or (None if "micro_batch_size" in layout else number(settings, *_BATCH))
+    if batch is not None:
+        layout["micro_batch_size"] = batch
+    steps = number(said, "gradient_accumulation_steps")
+    imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
-    imported.note_unread(settings, _READ, settings)
-    layout.setdefault("micro_batch_size", 8 if any(name in settings for name in ("do_train", "output_dir")) else 1)
+    for name, value in said.items():
+        if name not in _READ:
+            is_harmless = is_off(value) or _ROW.is_harmless(str(name)) or value in ([], {}, 0)
+            (imported.ignored if is_harmless else imported.unknown)[str(name)] = str(value)[:200]
+    imported.unknown |= {name: value for name, value in keyed.unread.items() if not _ROW.is_harmless(str(name))}
+    layout.setdefault("micro_batch_size", 1)
     return imported
+
+
+def _in_one(settings: Settings) -> Settings:
+    """LLaMA-Factory's settings since its version 1, whose sections of adapters and of sharding are put in."""
+    adapters, sharding = settings.get("peft_config"), settings.get("dist_config")
+    if "model_class" not in settings:
+        return settings
+    found = {name: value for name, value in settings.items() if name not in ("peft_config", "dist_config")}
+    found |= adapters if isinstance(adapters, dict) else {}
+    kind = found.pop("name", None)
+    found["finetuning_type"] = "full" if kind is None else kind
+    if isinstance(sharding, dict):
+        is_deepspeed = sharding.get("name") == "deepspeed"
+        found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
+    return found
 
 
 def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: ConfigFile) -> None:
@@ -127,19 +193,21 @@ def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: Conf
         elif (stage := re.search(r"(?:zero|stage|z)[-_]?(?:stage)?[-_]?([0-3])", str(name), re.IGNORECASE)) is not None:
             layout["zero_stage"] = int(stage[1])
             imported.notes.append(f"{name} is not beside the file: ZeRO {stage[1]} by its name")
+            if "offload" in str(name):
+                imported.run["features"]["optimizer_offload"] = 1.0
+                imported.unknown["deepspeed"] = f"{name}: what it offloads beside the optimizer"
         else:
-            imported.notes.append(
-                f"{name} is not beside the file: ZeRO 0 is assumed; import it with --model for its own"
-            )
+            imported.unknown["deepspeed"] = f"{name} is not beside the file: ZeRO 0 is assumed"
     elif settings.get("fsdp") or settings.get("fsdp_config") or settings.get("fsdp_version"):
         options = settings.get("fsdp_config")
         if isinstance(options, str):
             options = json_of(config.beside(options) or "{}", f"mend {options}") if options.endswith(".json") else {}
         words = settings.get("fsdp")
         words = " ".join(map(str, words)) if isinstance(words, list) else words
-        layout |= fsdp_layout({"fsdp": words}, options if isinstance(options, dict) else {})
-        if "offload" in str(words):
-            imported.unknown["fsdp"] = str(words)
+        options = options if isinstance(options, dict) else {}
+        layout |= fsdp_layout({"fsdp": words}, options)
+        if "offload" in str(words) or is_on(options.get("fsdp_offload_params", options.get("offload_params"))):
+            imported.unknown["fsdp"] = f"{words or ''} offload of parameters".strip()
 
 
 def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
@@ -158,72 +226,6 @@ def _list_unread(imported: ImportedRun, settings: dict[str, Any]) -> None:
 def _model_options(settings: dict[str, Any]) -> dict[str, Any]:
     """Options of the model that arguments of TRL hold inside others."""
     inner = settings.get("model_init_kwargs")
-    return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner} if _is_dict(inner) else {}
-
-
-def _is_dict(value: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
-
-
-def _settings(config: ConfigFile) -> tuple[dict[str, Any], int | None]:
-    """Settings by name, and the number of GPUs of the launch."""
-    text = config.text
-    if text.lstrip().startswith("{"):
-        data = json_of(text, "give the file of arguments")
-        return (data if isinstance(data, dict) else {}), None
-    if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not text.startswith("#!/bin"):
-        return _of_python(text), None
-    if re.search(
-        r"^(per_device_train_batch_size|base_model|model_name_or_path|gradient_accumulation_steps|micro_batch_size|use_peft"
-        r"|lora_rank|lora_r|finetuning_type):",
-        text,
-        re.MULTILINE,
-    ):
-        return read_yaml(text), None
-    script = read_script(text, config.beside)
-    options = options_of(script.words)
-    settings: dict[str, Any] = {}
-    for name, words in options.items():
-        key = name.lstrip("-").replace("-", "_")
-        values = [word for word in words if not word.endswith(".py")]
-        settings[key] = True if not values else values[0] if len(values) == 1 or key != "fsdp" else " ".join(values)
-    settings |= {name: value for name, value in _assigned(script.words).items() if name not in settings}
-    return settings, num_gpus({name.replace("_", "-"): words for name, words in options.items()}, script) or number(
-        settings, "num_processes"
-    )
-
-
-def _assigned(words: list[str]) -> dict[str, str]:
-    """`key=value` overrides of a command line."""
-    return dict(word.split("=", 1) for word in words if re.match(r"[a-z_]\w*=", word))
-
-
-def _of_python(text: str) -> dict[str, Any]:
-    """Keywords of the calls that make arguments of a trainer, and the model that is loaded."""
-    tree = parse_python(text, "", "give the script that makes TrainingArguments")
-    names = {
-        node.targets[0].id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    settings: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = ast.unparse(node.func)
-        if _CALLS.search(name):
-            settings |= {k.arg: _literal(k.value, names) for k in node.keywords if k.arg}
-        elif name.endswith("from_pretrained") and "Model" in name and node.args:
-            settings.setdefault("model_name_or_path", _literal(node.args[0], names))
-    return {name: value for name, value in settings.items() if value is not ...}
-
-
-def _literal(node: ast.expr, names: dict[str, ast.expr]) -> Any:
-    """A literal, or the one that a name is assigned; … for anything else."""
-    for _ in range(5):
-        if isinstance(node, ast.Name) and node.id in names:
-            node = names[node.id]
-    try:
-        return literal(node)
-    except ValueError:
-        return ...
+    if not isinstance(inner, dict):
+        return {}
+    return {name: inner[name] for name in ("dtype", "attn_implementation") if name in inner}

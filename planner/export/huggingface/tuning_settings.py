@@ -9,8 +9,9 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.named_models import model_called, num_layers_of
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.keyed_settings import is_on, mapping_of, number
+from planner.export.named_models import has_towers, model_called, num_layers_of
 from planner.specs.finetuning import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.specs.model import ModelSpec
 from planner.trainers.load import load_runtime, switches_of
@@ -20,30 +21,11 @@ Settings = Mapping[str, Any]
 
 FSDP_RUNTIME, HF_RUNTIME = "torch-fsdp", "hf"
 """FSDP around fp32 weights, which mixed precision makes of them; and transformers' own weights as they are loaded."""
-_TRUE = (True, "true", "True", "yes", "1", 1, "y")
 _SHARDING = {
     "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3,
     "HYBRID_SHARD_ZERO2": 2, "_HYBRID_SHARD_ZERO2": 2, "5": 2,
 }  # fmt: skip
 """FSDP's strategies, by name and by Accelerate's number, and the ZeRO stage that each is."""
-
-
-def is_on(value: Any) -> bool:
-    """A setting is true in any of the ways that YAML and command lines write it."""
-    return value in _TRUE
-
-
-def number(settings: Settings, *names: str) -> int | None:
-    """The first of the settings that is given, as a whole number. SpecError where it is none."""
-    for name in names:
-        value = settings.get(name)
-        if value in (None, "", "auto", "null"):
-            continue
-        try:
-            return int(float(value))
-        except (TypeError, ValueError, OverflowError):
-            raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
-    return None
 
 
 def dtype_of(settings: Settings) -> str | None:
@@ -114,7 +96,9 @@ def set_model(imported: ImportedRun, name: Any) -> None:
         return
     imported.run["model"] = model_called(name)
     if imported.run["model"] is None:
-        imported.notes.append(f"{name[:80]} is no model that the planner knows: add --model")
+        imported.model_name = name
+    elif has_towers(name):
+        imported.notes.append(f"{name[:80]}: the language model alone is planned")
 
 
 def new_run(source: str) -> ImportedRun:
@@ -165,7 +149,8 @@ def beside_adapters(settings: Settings, config: ConfigFile) -> dict[str, Any]:
 
 def says_adapters(settings: Settings) -> bool:
     """The settings of a trainer train adapters, by any of their words."""
-    named = str(settings.get("adapter") or settings.get("finetuning_type") or "").lower()
+    kinds = ("adapter", "finetuning_type", "tuner_type", "train_type", "sft_type")
+    named = next((str(settings[kind]).lower() for kind in kinds if settings.get(kind)), "")
     flags = ("use_peft", "use_lora", "use_qlora", "peft", "q_lora")
     given = any(settings.get(name) not in (None, "", 0, "0") for name in ("lora_r", "lora_rank", "lora_dim"))
     is_off = named == "full" or any(name in settings and not is_on(settings[name]) for name in flags[:2])
@@ -182,8 +167,9 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
         imported.unknown |= unknown
     elif bits_of(settings) < 16:
         imported.unknown["quantization"] = f"weights of {bits_of(settings)} bits that are trained whole"
-    if str(settings.get("finetuning_type")).lower() not in ("none", "full", *_WORDS):
-        imported.unknown["finetuning_type"] = str(settings["finetuning_type"])
+    for kind in ("finetuning_type", "tuner_type", "train_type", "sft_type"):
+        if str(settings.get(kind)).lower() not in ("none", "full", *_WORDS):
+            imported.unknown[kind] = f"{settings[kind]}, priced as all weights"
     _read_objective(imported, settings)
     _read_sharding(imported, settings)
     _read_optimizer(imported, settings)
@@ -192,7 +178,7 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
 
 def _read_objective(imported: ImportedRun, settings: Settings) -> None:
     """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
-    stage = str(settings.get("rl") or settings.get("stage") or "").lower()
+    stage = str(settings.get("rl") or settings.get("stage") or settings.get("rlhf_type") or "").lower()
     if "precompute_ref_log_probs" not in settings and stage != "dpo":
         if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
             imported.unknown["stage"] = f"{stage}, priced as learning the next token"
@@ -239,7 +225,7 @@ def _read_optimizer(imported: ImportedRun, settings: Settings) -> None:
 def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
     """Attention, compiled and fused kernels, and activations on the host."""
     features = imported.run["features"]
-    attention = str(settings.get("attn_implementation") or "").lower()
+    attention = str(settings.get("attn_implementation") or settings.get("attn_impl") or "").lower()
     if attention == "eager":
         features["flash_attention"] = False
     elif is_on(settings.get("flash_attention")) or "fa2" in str(settings.get("flash_attn")) or "2" in attention:
@@ -248,7 +234,10 @@ def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
         features["attention_kernel"] = "fastest"
     if is_on(settings.get("torch_compile")):
         features["compile"] = True
-    if any(is_on(settings.get(name)) for name in ("use_liger_kernel", "liger_kernel", "enable_liger_kernel")):
+    if any(
+        is_on(settings.get(name))
+        for name in ("use_liger_kernel", "liger_kernel", "enable_liger_kernel", "liger_fused_linear_cross_entropy")
+    ):
         if "liger" in SWITCHES:
             features["liger"] = True
         else:
@@ -277,20 +266,13 @@ _MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 
 def read_accelerate(config: ConfigFile) -> ImportedRun:
     """The part of a run that Accelerate's YAML holds. Raises SpecError where it is no mapping."""
-    settings = read_yaml(config.text)
+    settings = mapping_of(config.text)
     imported = new_run("accelerate")
     apply_accelerate(imported, settings, config)
     read_fine_tuning(imported, beside_adapters(settings, config))
     imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
     imported.note_unread(settings, _READ, {*_IGNORED, *(name for name, value in settings.items() if not value)})
     return imported
-
-
-def read_yaml(text: str) -> dict[str, Any]:
-    data = yaml_of(text, "give the configuration's file")
-    if not isinstance(data, dict):
-        raise SpecError("the file holds no settings", "give the configuration's file")
-    return data
 
 
 def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFile) -> None:
@@ -313,7 +295,7 @@ def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFi
         run["parallelism"] |= fsdp_layout({}, options)
         if is_on(options.get("fsdp_offload_params")):
             imported.unknown["fsdp_config.fsdp_offload_params"] = "true"
-        _apply_parallelism(imported, _section(settings, "parallelism_config"))
+        apply_parallelism(imported, _section(settings, "parallelism_config"))
     elif kind == "DEEPSPEED":
         _apply_deepspeed(imported, _section(settings, "deepspeed_config"), config)
     elif kind == "MEGATRON_LM":
@@ -327,9 +309,9 @@ def _section(settings: Settings, name: str) -> dict[str, Any]:
     return dict(part)
 
 
-def _apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
+def apply_parallelism(imported: ImportedRun, options: dict[str, Any]) -> None:
     """Sizes of tensor and context parallelism, and of groups that shard."""
-    sizes = {name.removeprefix("parallelism_config_"): value for name, value in options.items()}
+    sizes = {str(name).removeprefix("parallelism_config_"): value for name, value in options.items()}
     layout = imported.run["parallelism"]
     layout["tp"], layout["cp"] = number(sizes, "tp_size") or 1, number(sizes, "cp_size") or 1
     replicate, shard = number(sizes, "dp_replicate_size") or 1, number(sizes, "dp_shard_size") or 1

@@ -10,13 +10,14 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.python_recipe import Evaluator, chosen_recipe
-from planner.export.followed.python_values import CallRecord
+from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.megatron.bridge_files import BRIDGE, FLAGS, MOMENT_FIELDS, MOMENTS, READ_FLAGS, RECIPES, TANH, YARN
+from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.option_rows import Options, options_of
 from planner.export.megatron.script_reading import run_of
-from planner.export.named_models import Model, model_called, num_layers_of
+from planner.export.named_models import Model, model_called
 from planner.specs.reading import kind_of
 from planner.trainers.rules.facts import every_nth
 
@@ -135,7 +136,7 @@ READ_FIELDS = frozenset({
 """Paths that are read."""
 _WHOLE = """
     logger checkpoint dataset tokenizer scheduler rng validation profiling env_vars straggler nvrx
-    rerun_state_machine dist inprocess_restart ft peft tensor_inspect inference log resume exp_manager
+    rerun_state_machine dist inprocess_restart ft tensor_inspect env_vars inference log resume exp_manager
 """
 """Sections of the tree."""
 _HARMLESS = {
@@ -159,7 +160,7 @@ _HARMLESS = {
     """,
     "mixed_precision": """
         params_dtype pipeline_dtype autocast fp8_param fp4_param reuse fp8_recipe fp4_recipe num_layers_at
-        first_last fp8_wgrad loss_scale hyst
+        first_last fp8_wgrad loss_scale hyst initial min_loss fp8_amax fp8_margin fp8_dot fp8_multi grad_reduce
     """,
     "comm_overlap": """
         tp_comm_overlap_cfg overlap_p2p batch_p2p bucket defer wgrad data_parallel align
@@ -195,12 +196,18 @@ def fields_of(record: CallRecord) -> dict[str, Any]:
             value = value.kind.rpartition(".")[2]
         if isinstance(value, (str, int, float, list, dict)) or value is None:
             fields[path] = value
+        elif isinstance(value, Unknown):
+            fields[path] = Unread(str(value))
     precision = record.get("mixed_precision")
     if isinstance(precision, CallRecord):
         set_fields = {path: value for path, value in fields.items() if path.startswith("mixed_precision.")}
         defaults = {f"mixed_precision.{name}": value for name, value in precision.defaults.items()}
         fields |= {p: v for p, v in defaults.items() if p in READ_FIELDS} | precision_named(precision.kind) | set_fields
     return fields
+
+
+class Unread(str):
+    """The text of a value that only a run knows."""
 
 
 def precision_named(name: str) -> dict[str, Any]:
@@ -221,6 +228,8 @@ def options_of_fields(fields: Fields) -> dict[str, list[str]]:
         fields = {**precision_named(precision), **fields}
     options: dict[str, list[str]] = {}
     for path, value in fields.items():
+        if isinstance(value, Unread):
+            continue
         name = _PATHS.get(path) or _VALUED.get(path)
         flag = _FLAGS.get(path)
         if flag is not None and value is flag.value:
@@ -278,7 +287,10 @@ def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:
 def sort_fields(fields: Fields, ignored: dict[str, str], unknown: dict[str, str]) -> None:
     """Note every field that is not read as ignored where it is known to be harmless or off, else as unknown."""
     for path, value in fields.items():
-        if path in READ_FIELDS or path.startswith("mixed_precision."):
+        if isinstance(value, Unread) and not IGNORED.match(path):
+            unknown[path] = f"{value}: only a run knows it"
+            continue
+        if path in READ_FIELDS:
             continue
         is_off = value is None or value is False or value in ([], "", "none", "float32")
         (ignored if is_off or IGNORED.match(path) else unknown)[path] = str(value)[:200]
@@ -315,13 +327,72 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
         raise SpecError("no function of the file returns a recipe that can be followed", "give the recipe's own file")
     names = [name for name in evaluator.own_functions() if not name.startswith("_")]
     name = config.recipe or (names[0] if len(names) == 1 else "")
-    fields = fields_of(record)
+    fields = _in_sections(fields_of(record))
+    base = record.kind.rpartition(".")[2]
+    unasked = {path: value for path, value in BASES.get(base, BASES[""]).items() if path not in fields}
+    is_alone = bool(base) and base != "ConfigContainer"
     script = Script(variables={"WORLD_SIZE": [match[1]]} if (match := re.search(r"_(\d+)gpus?_", name)) else {})
-    imported = _run(fields, script, name, _hub_name(record))
+    imported = _run({**(unasked if is_alone else {}), **fields}, script, name, _hub_name(record))
+    imported.assumed |= {path: str(value) for path, value in unasked.items()} if is_alone else {}
+    if is_alone and base not in BASES:
+        imported.unknown[base] = "what it sets is in no file beside this one"
+    _read_peft(imported, record, fields, base)
+    for call in evaluator.unfollowed():
+        if call.fields and any(value is call for value in record.fields.values()) and call.kind.islower():
+            imported.unknown.setdefault(call.kind, f"line {call.line}: in no file beside this one")
     hardware = next((gpu for gpu in _HARDWARE if f"_{gpu}_" in name), None)
     if hardware is not None:
         imported.run["hardware"] = hardware
     return imported
+
+
+_SHARDED: dict[str, Any] = {"ddp.use_distributed_optimizer": True, "mixed_precision": "bf16_mixed"}
+BASES: dict[str, dict[str, Any]] = {
+    "": _SHARDED,
+    "_pretrain_common": {
+        **_SHARDED, "train.global_batch_size": 32, "train.micro_batch_size": 2, "dataset.seq_length": 4096,
+        "ddp.overlap_grad_reduce": True, "ddp.overlap_param_gather": True,
+    },
+    **{
+        name: {**_SHARDED, "train.global_batch_size": 128, "train.micro_batch_size": 1, "dataset.seq_length": 2048}
+        for name in ("_sft_common", "_peft_common")
+    },
+}  # fmt: skip
+"""Fields that functions set which recipes of Megatron-Bridge begin with (recipes/common.py, August 2026)."""
+_SECTIONS = {
+    **dict.fromkeys(("micro_batch_size", "global_batch_size"), "train"),
+    **dict.fromkeys(("seq_length", "sequence_length"), "dataset"),
+}  # fmt: skip
+
+
+def _in_sections(fields: Fields) -> dict[str, Any]:
+    """Keywords that a helper's call gives for the whole recipe, under the section that has them."""
+    known = {path.rpartition(".")[2]: path for path in sorted(READ_FIELDS) if path.startswith("model.")}
+    return {
+        path if "." in path or (path not in known and path not in _SECTIONS)
+        else f"{_SECTIONS[path]}.{path}" if path in _SECTIONS else known[path]: value
+        for path, value in fields.items()
+    }  # fmt: skip
+
+
+def _read_peft(imported: ImportedRun, record: CallRecord, fields: Fields, base: str) -> None:
+    """Adapters of the recipe: a class of Bridge's, a scheme by name, or those that its base has."""
+    peft = record.fields.get("peft", CallRecord("LoRA") if base.startswith("_peft_common") else None)
+    for path in [path for path in imported.unknown if path == "peft" or path.startswith("peft.")]:
+        del imported.unknown[path]
+    if isinstance(peft, Unknown):
+        imported.unknown["peft"] = f"{peft}: whether adapters are trained only a run knows; priced as all weights"
+    elif isinstance(peft, (str, CallRecord)):
+        record_of = peft if isinstance(peft, CallRecord) else CallRecord(peft)
+        kind = record_of.kind.rpartition(".")[2]
+        if kind == "default_peft_config":
+            kind = str(next(iter(record_of.arguments), record_of.fields.get("peft_scheme") or "lora"))
+        if kind.lower() not in ("none", "null"):
+            add_lora(imported, {name: _of_kind(value) for name, value in record_of.fields.items()}, kind)
+
+
+def _of_kind(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, list)) else None
 
 
 def _hub_name(record: CallRecord) -> str:
@@ -335,33 +406,20 @@ def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> Imp
     launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
     options = {**launched, **options_of_fields(fields)}
     named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
-    imported = run_of(options, script, "bridge", num_layers=num_layers_of(named))
+    if named is not None:
+        # providers of mixtures have it unasked, unlike Megatron-LM
+        options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
+        options.setdefault("--hidden-dropout", ["0.0"])
+    imported = run_of(options, script, "bridge", named=named)
     imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
-    if imported.run["model"] is None:
-        imported.run["model"] = named
-        if named is None and (hub_name or recipe):
-            imported.notes.append(f"{hub_name or recipe} is no model that the planner knows: add --model")
-        imported.run["parallelism"] |= _expert_tensor_parallel(imported.run["model"], fields)
-        _sort_mixture(imported)
+    if imported.run["model"] is None and (hub_name or recipe):
+        imported.model_name = hub_name or recipe
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
     return imported
-
-
-def _expert_tensor_parallel(model: Model | None, fields: Fields) -> dict[str, Any]:
-    """A mixture's experts are split as its attention is unless told."""
-    if model is None:
-        return {}
-    size = fields.get("model.expert_tensor_parallel_size") or fields.get("model.tensor_model_parallel_size") or 1
-    return {"etp": size} if isinstance(size, int) else {}
-
-
-def _sort_mixture(imported: ImportedRun) -> None:
-    """Features of mixtures that a model by name may have."""
-    imported.run["features"].pop("dispatcher", None)
 
 
 def model_of_recipe(recipe: str) -> Model | None:

@@ -172,11 +172,21 @@ _BY_VALUE = {
 """Options with values that other models alone have."""
 
 
+_OTHER_COMMANDS = {
+    "export": "a conversion of checkpoints", "eval": "an evaluation of a trained model", "infer": "an inference server",
+    "deploy": "an inference server", "rollout": "an inference server", "sample": "an inference server",
+}  # fmt: skip
+
+
 def check_is_gpt(words: Sequence[str], options: Options) -> None:
     """Raise SpecError where the program or its options are those of a model that is no GPT, or train nothing."""
-    programs = " ".join(
-        word for word in words if word.endswith((".py", ".sh")) or ("." in word and not word.startswith("-"))
-    )
+    started = [*words[:1], *(word for word, before in zip(words[1:], words, strict=False) if before == "-m")]
+    programs = " ".join([*started, *(word for word in words if word.endswith((".py", ".sh")))])
+    begun = " ".join(words[:3])
+    if other := re.search(
+        r"\b(swift|megatron|llamafactory-cli)\s+(infer|deploy|export|eval|sample|rollout|chat)", begun
+    ):
+        _refuse(_OTHER_COMMANDS.get(other[2], "no training"), begun)
     for pattern, what in _BY_PROGRAM:
         if re.search(pattern, programs):
             _refuse(what, next((word for word in words if re.search(pattern, word)), programs).strip().splitlines()[0])

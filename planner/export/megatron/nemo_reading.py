@@ -13,7 +13,7 @@ from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
 from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, sort_fields
 from planner.export.megatron.script_reading import run_of
-from planner.export.named_models import model_called, num_layers_of, vocabulary_of
+from planner.export.named_models import model_called, vocabulary_of
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _MAX_ROUNDS, _MAX_CHARACTERS = 20, 2_000
@@ -201,13 +201,11 @@ def _second_version(record: CallRecord) -> ImportedRun:
     if named is None and isinstance(model, CallRecord):
         fields = {f"model.{name}": _plain(value) for name, value in model.defaults.items()} | fields
     script = Script(variables={"WORLD_SIZE": [str(world)]} if world else {})
-    imported = run_of(options_of_fields(fields), script, "nemo", num_layers=num_layers_of(named))
+    imported = run_of(options_of_fields(fields), script, "nemo", named=named)
     imported.run["runtime"] = "bridge"
     imported.unknown.clear()
-    if named is not None:
-        imported.run["model"] = named
-    elif imported.run["model"] is None and kind:
-        imported.notes.append(f"{kind} is no model that the planner knows: add --model")
+    if imported.run["model"] is None and kind:
+        imported.model_name = kind
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
     sort_fields(
         {path: value for path, value in fields.items() if path in unread or named}, imported.ignored, imported.unknown

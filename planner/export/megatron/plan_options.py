@@ -167,7 +167,8 @@ def _read_stages(options: Options) -> Fields:
     if "--num-layers-per-virtual-pipeline-stage" in options:
         per_chunk = positive(options, "--num-layers-per-virtual-pipeline-stage")
         vpp = max(1, (num_layers + sum(ends)) // (pp * per_chunk))
-    counts = _uneven(options, num_layers, pp) or (_accounted(num_layers, pp * vpp, ends) if any(ends) else None)
+    is_counted = any(ends) and num_layers > 0
+    counts = _uneven(options, num_layers, pp) or (_accounted(num_layers, pp * vpp, ends) if is_counted else None)
     return {"vpp": vpp, **({"layers_per_stage": counts} if counts else {})}
 
 
@@ -175,7 +176,7 @@ def _uneven(options: Options, num_layers: int, pp: int) -> list[int] | None:
     """Layers of every stage where those of the first or the last are given: the middle ones are equal."""
     first = number(options, "--decoder-first-pipeline-num-layers")
     last = number(options, "--decoder-last-pipeline-num-layers")
-    if (first is None and last is None) or pp == 1:
+    if (first is None and last is None) or pp == 1 or not num_layers:
         return None
     middle = pp - (first is not None) - (last is not None)
     left = num_layers - (first or 0) - (last or 0)

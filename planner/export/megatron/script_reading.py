@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.dialects import beginnings, table
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
 from planner.export.megatron.deepspeed_options import (
@@ -28,6 +29,8 @@ from planner.export.megatron.plan_options import (
     read_layout,
     read_scales,
 )
+from planner.export.megatron.refusals import refusals
+from planner.export.named_models import Model, moe_of, num_layers_of
 from planner.export.spelling import canonical, read_switches, unexplained
 from planner.specs.units import is_count
 from planner.trainers.switches import SWITCHES
@@ -61,39 +64,10 @@ def read_features(options: Options) -> dict[str, Any]:
     return features | read_fields([KERNELS], options)
 
 
-_HARMLESS = """
-    data- train-data valid-data test-data mock-data per-split split$ tokenizer tiktoken vocab-file merge-file
-    save load ckpt dist-ckpt use-dist-ckpt async- auto-detect exit- finetune pretrained no-save no-load
-    use-checkpoint override-opt log- logging tensorboard wandb timing profile use-pytorch-profiler record-memory
-    eval- train-iters train-samples lr min-lr weight-decay adam- clip-grad sgd decoupled start-weight end-weight
-    init-method seed num-workers dataloader reset- eod- mmap create-attention distributed-backend
-    distributed-timeout manual-gc empty-unused check-for-nan rerun cuda-graph-warmup overlap-cpu initial-loss
-    loss-scale min-loss hysteresis use-mcore use-legacy rotary rope use-rope mscale yarn beta- norm-epsilon
-    layernorm-epsilon apply-layernorm attention-softmax
-    moe-router-(load|score|group|num-groups|topk-scaling|bias|dtype|pre-softmax|enable|force|fusion) moe-aux
-    moe-z moe-grouped moe-permute moe-use mtp-loss step-batch rampup calculate te-rng high-priority nccl
-    enable-exp one-logger app-tag use-persistent local-rank lazy transformer-impl attention-dropout max-position
-    make-vocab padded-vocab vocab-extra micro-batch-size-per bias- masked-softmax persist align ddp-
-    use-cpu-init fp8-amax fp8-margin fp8-interval fp8-param fp4-param reuse-grad fine-grained-offloading-max
-    moe-(flex-dispatcher-num|hybridep|deepep|paged-stash|expert-rank-capacity|pad-expert|single-grouped)
-    apply-query-key no-query-key inference- rl- grpo- langrl- perform-rl flash-decode incoming-requests prompts
-    num-tokens-to-gen temperature top- top_ return-log max-tokens-to-oom enable-chunked straggler
-    check-weight-hash verify-integrity train-tokens train-weighted valid-weighted test-weighted valid-num
-    abort-on kill-switch sync-tp-dup norm-target loss-on-targets universal-checkpoint codecarbon skip-train
-    moe-loss moe-layer-recompute$ synchronize-each contigious zero-(reduce|allgather|contig) repeated-dataloader
-    DDP-impl memory-centric return-data create-moe num-dataset recompute-method$ apply-wd warmup$ dist-url
-    use-ring-exchange pipeline-model-parallel-comm sft model-type legacy-tokenizer trust-remote delay-load
-"""
-_IGNORED = re.compile(rf"--(no-)?({'|'.join(_HARMLESS.split())})")
+_ROW = table()["megatron"]
+_IGNORED = beginnings(_ROW["harmless"], "--(no-)?")
 """Options that change what is learned, written or logged, not how long a step takes."""
-
-_OF_LAUNCHERS = """
-    nproc nnodes node master rdzv max-restarts tee log-dir redirects ntasks gpus kill label output export
-    container mpi cpu-bind numa job num-gpus num-nodes num_ hostfile force_multi max_restarts wait$
-    deepspeed_port no_local include exclude module$ nodes$ gres partition account time$ exclusive mem$ jobid
-    overlap$ local-addr start-method role standalone
-"""
-_LAUNCHER = re.compile(rf"--({'|'.join(_OF_LAUNCHERS.split())})")
+_LAUNCHER = beginnings(_ROW["launchers"], "--")
 """Options of torchrun and srun: the run says their part as a number of GPUs."""
 
 
@@ -141,7 +115,7 @@ def read_megatron(config: ConfigFile) -> ImportedRun:
         if name in script.variables and not text(options, "--tokenizer-model"):
             options["--tokenizer-model"] = script.variables[name]
     if not any(name in options for name in _SIZES):
-        raise SpecError("the script passes no Megatron-LM arguments", "give the script that calls pretrain_gpt.py")
+        raise SpecError("the script passes no Megatron-LM arguments", _what_it_is(words))
     if not is_megatron_deepspeed(options):
         return run_of(options, script, "megatron")
     imported = run_of(as_megatron(options), script, "megatron-deepspeed", DEEPSPEED_OPTIONS)
@@ -150,6 +124,21 @@ def read_megatron(config: ConfigFile) -> ImportedRun:
     if "--embed-layernorm" in options and imported.run["model"] is not None:
         imported.run["model"]["embedding_norm"] = True
     return imported
+
+
+_KINDS = (
+    (r"verl\.|actor_rollout_ref", "--from verl"),
+    (r"\b(swift|megatron)\b", "--from ms-swift"),
+    (r"llamafactory", "give the YAML that it names"),
+    (r"torchtitan", "--from torchtitan"),
+    (r"trl|accelerate|deepspeed", "--from huggingface"),
+)
+
+
+def _what_it_is(words: Sequence[str]) -> str:
+    """A hint by the words of the launch: whose script it looks like."""
+    text = " ".join(words)
+    return next((hint for mark, hint in _KINDS if re.search(mark, text)), "give the script that calls pretrain_gpt.py")
 
 
 def _words(script: Script) -> list[str]:
@@ -180,16 +169,48 @@ def run_of(
     options: Options,
     script: Script,
     source: str,
-    also_read: Sequence[str] | set[str] = (),
-    num_layers: int | None = None,
+    also_read: Collection[str] = (),
+    named: Model | None = None,
 ) -> ImportedRun:
     """The run that Megatron-LM's options describe; a model that they do not name is left to the user.
 
-    `num_layers` is that of a model that the configuration names and does not describe.
+    `named` is a model that the configuration names and does not describe. Raises SpecError for values that are no
+    numbers, asking for variables that the script leaves to its surroundings.
     """
-    model = read_model(options) if "--num-layers" in options and num_layers is None else None
-    if num_layers is not None:
-        options = {**options, "--num-layers": [str(num_layers)]}
+    try:
+        imported = _run_of(options, script, source, also_read, named)
+    except SpecError as error:
+        variable = script.unset.get(error.message.partition(":")[0])
+        if variable is None:
+            raise
+        option = error.message.partition(":")[0]
+        raise SpecError(f"{option}: ${variable} is not set in the script", f"add --set {variable}=N") from None
+    for option in [option for option in _TAKES_WORDS if option in script.unset and options.get(option) == []]:
+        raise SpecError(
+            f"{option}: ${script.unset[option]} is not set in the script", f"add --set {script.unset[option]}=WORD"
+        )
+    for option, variable in script.unset.items():
+        if options.get(option, []) == [] and (option in READ_OPTIONS or option.startswith("$")):
+            imported.unknown[f"${variable}"] = (
+                f"behind {option}: not set in the script" if option[0] != "$" else "not set"
+            )
+    return imported
+
+
+_TAKES_WORDS = (
+    "--recompute-granularity", "--recompute-method", "--recompute-modules", "--fp8-format", "--fp8-recipe",
+    "--optimizer", "--moe-token-dispatcher-type", "--cuda-graph-impl", "--data-parallel-sharding-strategy",
+    "--normalization", "--position-embedding-type", "--pipeline-model-parallel-layout", "--cp-comm-type",
+    "--moe-layer-freq",
+)  # fmt: skip
+"""Options that are read and take words; of the others some take none."""
+
+
+def _run_of(
+    options: Options, script: Script, source: str, also_read: Collection[str], named: Model | None
+) -> ImportedRun:
+    model = read_model(options) if "--num-layers" in options and named is None else named
+    described = {**options, **_options_of_model(named)} if named is not None else options
     imported = ImportedRun(
         source,
         {
@@ -201,23 +222,44 @@ def run_of(
             "global_batch_size": number(options, "--global-batch-size"),
             "dtype": read_dtype(options),
             "precision_recipe": read_scales(options),
-            "parallelism": read_layout(options),
-            "features": read_features(options),
+            "parallelism": read_layout(described),
+            "features": read_features(described),
         },
     )
-    if (
-        model is not None
-        and not source.startswith("megatron")
-        and not {"--vocab-size", "--tokenizer-type"} & {*options}
-    ):
+    if named is None and not source.startswith("megatron") and not {"--vocab-size", "--tokenizer-type"} & {*options}:
         # GPT-2's vocabulary is what Megatron-LM alone takes unasked
-        model["vocab_size"] = None
+        imported.run["model"] = None if model is None else {**read_model(options), "vocab_size": None}
+    if model is None:
+        imported.again = lambda model: run_of(options, script, source, also_read, model)
     imported.optimizer_instances = number(options, "--num-distributed-optimizer-instances", 1) or 1
     imported.microbatches_per_rank = 1
     imported.notes += _assumptions(options)
+    imported.assumed = unsaid_options(described)
+    imported.documented = _ROW["documented"]
+    imported.refused = refusals(described)
     unsaid = unexplained(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
     sort_unread(options, {*READ_OPTIONS, *also_read} - unsaid, imported)
     return imported
+
+
+def _options_of_model(model: Model) -> Options:
+    """The options of a model by name that others are read beside."""
+    mixture = moe_of(model)
+    experts = {} if mixture is None else {"--num-experts": [str(mixture["num_experts"])]}
+    return {"--num-layers": [str(num_layers_of(model))], **experts}
+
+
+def unsaid_options(options: Options) -> dict[str, str]:
+    """The options that decide and are not given, with what they are then."""
+    has_experts = "--num-experts" in options
+    parts = ["unasked", *(["unasked_of_model"] if "--hidden-size" in options else [])]
+    parts += ["unasked_of_experts"] if has_experts else []
+    deciding = {name: value for part in parts for name, value in _ROW[part].items()}
+    return {
+        name: str(value)
+        for name, value in deciding.items()
+        if name not in options and not any(other in options for other in _ROW["instead"].get(name, ()))
+    }
 
 
 def _assumptions(options: Options) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, ImportedRun, least_gpus
 from planner.export.megatron.bridge_reading import model_of_recipe
-from planner.export.named_models import Model, exported_gpus, model_called, moe_of, num_layers_of
+from planner.export.named_models import Model, exported_gpus, model_called, moe_of
 from planner.export.primus.key_reading import check_is_transformer, run_of_keys, torchtitan_features
 from planner.export.torchtitan.settings_reading import flat, of_today, run_of_settings
 from planner.specs.reading import kind_of, parse_mapping, printable
@@ -205,11 +205,9 @@ def _read_megatron(values: Tree, written: Tree, model: str) -> ImportedRun:
     named = None if "num_layers" in values else model_called(model)
     if (mixture := moe_of(named)) is not None:
         values = {"num_experts": mixture["num_experts"], **values}
-    imported = run_of_keys(values, written, num_layers_of(named))
-    if imported.run["model"] is None:
-        imported.run["model"] = named
-        if named is None:
-            imported.notes.append(f"{printable(model, 60)} is no model that the planner knows: add --model")
+    imported = run_of_keys(values, written, named)
+    if imported.run["model"] is None and named is None:
+        imported.model_name = model
     return imported
 
 
@@ -239,10 +237,9 @@ def _read_bridge(values: Tree, written: Tree, model: str) -> ImportedRun:
     if re.search(r"mamba|zebra", flavor):
         raise SpecError(f"flavor: {flavor[:60]}: this is Mamba, a state-space model", "give the experiment of a GPT")
     named: Model | None = model_of_recipe(flavor)
-    imported = run_of_keys(values, written, num_layers_of(named) if named is not None else None)
-    imported.run["model"] = imported.run["model"] or named
+    imported = run_of_keys(values, written, named)
     if imported.run["model"] is None:
-        imported.notes.append(f"{flavor or 'the recipe'} is no model that the planner knows: add --model")
+        imported.model_name = flavor or "the recipe"
     if (vpp := values.get("virtual_pipeline_model_parallel_size")) is not None:
         imported.run["parallelism"]["vpp"] = vpp
     imported.notes.append(f"what the recipe {flavor} sets beside the overrides is not read")

@@ -10,6 +10,7 @@ from planner.export.followed.shell_script import Script
 from planner.export.imported_run import ImportedRun
 from planner.export.megatron.option_rows import Options
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
+from planner.export.named_models import Model, num_layers_of
 from planner.export.primus.primus_files import ALGORITHMS, NEGATED, key_of
 
 Values = dict[str, Any]
@@ -178,21 +179,21 @@ _HARMLESS = re.compile(
 """Keys of Primus' own that change neither seconds nor bytes of a step, or whose kernels the trainer has anyway."""
 
 
-def run_of_keys(values: Values, written: Values, num_layers: int | None = None) -> ImportedRun:
+def run_of_keys(values: Values, written: Values, named: Model | None = None) -> ImportedRun:
     """The run that an experiment's values describe; `written` are those that its own file says.
 
-    `num_layers` is that of a model that the experiment names and does not describe.
+    `named` is a model that the experiment names and does not describe.
     """
     _refuse_adapters(values)
-    if num_layers is None:
+    if named is None:
         check_is_transformer(values)
-    imported = run_of(options_of_values(values), Script(), "primus", num_layers=num_layers)
+    imported = run_of(options_of_values(values), Script(), "primus", named=named)
     run, layout = imported.run, imported.run["parallelism"]
     run["runtime"] = "primus-megatron"
     run["features"] |= features(values)
     layout |= _sharding(values, layout) | pipeline(values, layout["pp"])
-    layout |= _split(values, layout) | _recomputed_layers(values, layout, num_layers)
-    if run["model"] is not None:
+    layout |= _split(values, layout) | _recomputed_layers(values, layout, num_layers_of(named))
+    if run["model"] is not None and named is None:
         add_to_model(run["model"], values)
         imported.notes += _without_unplaced_blocks(run["model"], layout)
     _read_four_bits(imported, values)

@@ -340,7 +340,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
     _read_recompute(imported, settings, model)
     if model is None:
         what = f"{settings.get('model.name') or ''} {settings.get('model.flavor') or ''}".strip() or "the model"
-        imported.notes.append(f"{what} is no published model: add --model")
+        imported.model_name = what
     if "base" in settings:
         imported.notes.append(f"what {settings['base']} sets beside is not read: it is not in this file, nor beside it")
     for name, value in settings.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from planner.errors import PlannerError
+from planner.errors import PlannerError, ProbeError
 from planner.files import write_text
 from planner.probe.rank.status import FAILURE_FILE
 from planner.probe.rank.worker import Worker
@@ -21,6 +21,8 @@ from planner.probe.run import ProbeRun
 HINTS: dict[FailureKind, str] = {
     "host_memory": "this machine's memory is too small; on the CPU a smaller --scale or fewer --processes take less",
     "lost_peer": "the other ranks say more",
+    "disagreement": "each of the ranks 0 to WORLD_SIZE - 1 is started once, with one plan, one set of options and one "
+    "installation",
     "duplicate_gpu": "start one rank per GPU (torchrun --nproc-per-node, srun --ntasks-per-node with --gpus-per-node)",
     "shared_memory": "give /dev/shm more space (docker run --shm-size 8g or --ipc host), or set NCCL_SHM_DISABLE=1",
     "network": "NCCL_SOCKET_IFNAME (on the CPU GLOO_SOCKET_IFNAME) names the interface that reaches the other ranks; "
@@ -51,7 +53,8 @@ TEXTS: tuple[tuple[FailureKind, tuple[str, ...]], ...] = (
     (
         "lost_peer",
         (
-            "Connection closed by", "Connection reset by peer", "Broken pipe", "ommunicator was aborted",
+            "Connection closed by", "Connection reset by peer", "Connection was likely closed",
+            "Broken pipe", "ommunicator was aborted",
             "Application timeout caused pair closure", "Watchdog caught collective operation timeout",
         ),
     ),
@@ -75,6 +78,11 @@ _GLOO = re.compile(r"\[/\S+:\d+\] |\. This is typically caused by .*")
 DISK_HINT = "free some space, or set TMPDIR to a folder that has some"
 
 
+def failed_rank(run: ProbeRun, rank: int) -> str:
+    """The name of a rank, with its place."""
+    return f"rank {rank} ({run.place(rank)})"
+
+
 def hint_of(failure: RankFailure) -> str:
     """The hint for a failure; empty where there is none."""
     return DISK_HINT if "No space left on device" in failure.message else HINTS.get(failure.kind, "")
@@ -83,6 +91,8 @@ def hint_of(failure: RankFailure) -> str:
 def kind_of(error: BaseException) -> FailureKind:
     """The kind of failure that an exception means. NCCL's last error, where there is one, says it better than the
     rest."""
+    if isinstance(error, ProbeError):
+        return "disagreement"
     if isinstance(error, torch.OutOfMemoryError):
         return "out_of_memory"
     if isinstance(error, MemoryError):
@@ -98,6 +108,8 @@ def _kind_in(text: str) -> FailureKind | None:
 def message_of(error: BaseException) -> str:
     """The exception in one line: its first line, or what NCCL says of an error of its own."""
     text = str(error)
+    if isinstance(error, ProbeError):
+        return text
     name, nccl = type(error).__name__, _NCCL.search(text)
     if nccl is not None:
         cause = last_error(text) or next((line for line in text.splitlines()[1:] if line.strip()), "no cause is known")

@@ -1,166 +1,95 @@
-"""Ranks that torchrun or Slurm has started, on one node or many: one rank among others, or stages spread over them.
+"""One rank among those that torchrun, srun or mpirun started, on one node or many: no launcher watches them.
 
-No launcher watches these ranks. Threads end a process when a rank makes no progress: one speaks with the other ranks
-through their store, and may block there; the other one looks at what the first has heard and ends the process, its
-stacks first.
+The ranks meet in a store, agree on what they run (`rank.groups`), and tell it their progress. One thread speaks with
+the store, and may block there; another looks at what the first has heard, and ends the process where a rank stands
+still, its stacks first. Each rank answers on a port of its own, so that a rank that is silent can be told apart: its
+process is gone, or stopped, or no network leads to it.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
-import logging
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from planner.errors import PlannerError, ProbeError, SpecError
-from planner.probe.launch.failure import EXIT_FAILED, hint_of, run_worker
-from planner.probe.launch.process import stage_process
+from planner.probe.launch.failure import CONSEQUENCES, EXIT_FAILED, HINTS, failed_rank, hint_of, run_worker
 from planner.probe.launch.run_folder import removed_when_ended, run_folder, write_run
+from planner.probe.rank.groups import refuse_all
 from planner.probe.rank.status import (
     BEAT_S,
+    MEET_S,
     RESULT_FILE,
-    SILENT_HINT,
-    START_TIMEOUT_S,
     STATUS_FILE,
     Progress,
     SharedProgress,
-    connect,
     hanging_rank,
     read_status,
 )
 from planner.probe.rank.worker import Worker
-from planner.probe.result import MeasuredRun, RankFailure, RankResult
-from planner.probe.run import Place, ProbeRun
+from planner.probe.result import RankFailure, RankResult
+from planner.probe.run import ProbeRun
 
-MOST_POLL_S = 3.0
-ALONE = ("start", "rendezvous")
-"""Phases in which the ranks have no store yet."""
-
-
-def meeting_hint(num_ranks: int) -> str:
-    """The hint for ranks that do not find each other."""
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return (
-        f"the {num_ranks} ranks meet at {address}: all must be started; where that port is taken, set MASTER_PORT "
-        "(torchrun --master-port)"
-    )
-
-
-class RankWatch:
-    """The watch over one rank. `start` begins it, `end` ends it."""
-
-    def __init__(self, run: ProbeRun, folder: Path, rank: int) -> None:
-        self.run, self.folder, self.rank = run, folder, rank
-        self.poll_s = min(MOST_POLL_S, run.timeout_s / 8)
-        self.done = threading.Event()
-        self.sentence = ""
-        """The words of rank 0 about a rank that hangs."""
-        self.heard_s: float | None = None
-        """The time when rank 0 was last heard, None before the ranks are connected."""
-
-    def start(self) -> None:
-        for loop in (self._talk, self._look):
-            threading.Thread(target=loop, daemon=True).start()
-
-    def end(self) -> None:
-        self.done.set()
-
-    def name(self, rank: int) -> str:
-        return f"rank {rank} ({self.run.place(rank)})"
-
-    def own(self) -> Progress | None:
-        return read_status(self.folder / STATUS_FILE.format(self.rank))
-
-    def _talk(self) -> None:
-        shared, spoken = None, ""
-        while not self.done.wait(self.poll_s if shared else BEAT_S):
-            own = self.own()
-            if own is None or own.phase in ALONE:
-                continue
-            try:
-                shared = shared or SharedProgress(connect(self.run.world_size), self.rank, self.run.world_size)
-                shared.tell(own)
-                if self.rank == 0:
-                    self.sentence = self._judge(shared)
-                    shared.decide(self.sentence)
-                    self.heard_s = time.monotonic()
-                elif (verdict := shared.verdict()) is not None and verdict[0] != spoken:
-                    (spoken, self.sentence), self.heard_s = verdict, time.monotonic()
-            except RuntimeError:  # rank 0 or torchrun, which hosts the store, is gone
-                shared = None
-
-    def _judge(self, shared: SharedProgress) -> str:
-        progress = shared.all()
-        rank = hanging_rank(progress, self.run.timeout_s)
-        return "" if rank is None else f"{self.name(rank)} {progress[rank].hang(self.run.timeout_s)}"
-
-    def _look(self) -> None:
-        while not self.done.wait(self.poll_s):
-            sentence = self.sentence or self._alone()
-            if sentence:
-                time.sleep(2 * self.poll_s if self.rank == 0 else 0)  # the others still read rank 0's verdict
-                self._end_process(sentence)
-
-    def _alone(self) -> str:
-        """The words of this rank without the others: that rank 0, which judges, is silent, or that it hangs itself."""
-        own = self.own()
-        if own is None or not own.stands_still(self.run.timeout_s):
-            return ""
-        if self.heard_s is None:
-            return f"{self.name(self.rank)} {own.hang(self.run.timeout_s)}"
-        silent_s = time.monotonic() - self.heard_s
-        if silent_s < own.still_s / 2:  # rank 0 watches
-            return ""
-        return (
-            f"{self.name(0)} has stopped or is gone: rank {self.rank} in {own} has not heard of it for {silent_s:.0f} s"
-        )
-
-    def _end_process(self, sentence: str) -> None:
-        own = self.own()
-        hint = "--timeout gives slow ranks longer; stacks of this rank follow"
-        if own is not None and own.phase == "rendezvous":
-            hint = meeting_hint(self.run.world_size)
-        elif "has stopped" in sentence:
-            hint = f"{SILENT_HINT}; {hint}"
-        sys.stderr.write(PlannerError(sentence, hint).lines())
-        sys.stderr.flush()
-        faulthandler.dump_traceback(all_threads=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os._exit(EXIT_FAILED)
-
-
+MOST_POLL_S, RING_S, CAUSE_S = 3.0, 3.0, 5.0
+"""The longest pause between two looks; seconds that a rank takes to answer when it is rung; seconds in which a rank
+that lost others finds out which one failed."""
 _FIRST_PORT, _NUM_PORTS = 29500, 1000
+STARTERS = {
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+}
+"""The variables that other starters of ranks set: of the rank, of their number, and of the rank on its machine.
+A batch script of Slurm has SLURM_NTASKS too and is one process; only what srun starts has SLURM_STEP_NUM_TASKS."""
 
 
 def joins_others() -> bool:
-    """True if this process is one of several ranks. Variables that srun sets are translated into those of torchrun.
+    """True if this process is one of several ranks. Variables that srun and mpirun set become those of torchrun.
 
-    A batch script has SLURM_NTASKS too and is one process; only processes that srun starts have SLURM_STEP_NUM_TASKS.
-    Raises SpecError where a variable is no number.
+    Raises SpecError where a variable is no number, or ranks of mpirun on several machines are told no address.
     """
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
-        if not (value := os.environ.get(name, "0")).isdigit():
-            raise SpecError(f"{name}={value}: no number", "torchrun and srun set it: unset it")
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_STEP_NUM_TASKS"]
-        os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
-        os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
-        port = _FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", "0")) % _NUM_PORTS
-        os.environ.setdefault("MASTER_PORT", str(port))
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    known = os.environ
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *(name for names in STARTERS.values() for name in names)):
+        if not (value := known.get(name, "0")).isdigit():
+            raise SpecError(f"{name}={value}: no number", "torchrun, srun and mpirun set it: unset it")
+    for starter, (rank, size, local_rank) in STARTERS.items():
+        if "RANK" not in known and rank in known and int(known.get(size, "1")) > 1:
+            known.update(RANK=known[rank], WORLD_SIZE=known[size], LOCAL_RANK=known.get(local_rank, "0"))
+            if "MASTER_ADDR" not in known:
+                known["MASTER_ADDR"] = _address(starter, int(known[size]))
+            port = _FIRST_PORT + int(known.get("SLURM_JOB_ID", "0")) % _NUM_PORTS
+            known.setdefault("MASTER_PORT", str(port))
+    world_size = int(known.get("WORLD_SIZE", "1"))
+    if "RANK" not in known or world_size == 1:
+        return False
+    if int(known["RANK"]) >= world_size:
+        raise SpecError(f"RANK={known['RANK']}: the ranks are 0 to {world_size - 1} (WORLD_SIZE)", "start each once")
+    return True
+
+
+def _address(starter: str, size: int) -> str:
+    """The machine of rank 0: srun lists the machines; of mpirun it is this one, where all ranks are."""
+    if starter == "srun":
+        return first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost"))
+    if int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS", size))) < size:
+        raise SpecError(
+            "MASTER_ADDR: mpirun tells its ranks on several machines no address",
+            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500, where HOST has rank 0",
+        )
+    return "127.0.0.1"
 
 
 def first_host(nodes: str) -> str:
@@ -169,181 +98,265 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first) or "localhost"
 
 
-def run_rank(run: ProbeRun, rank: int) -> tuple[RankResult, ...] | RankFailure:
-    """Run this process's rank. Returns all ranks' results on rank 0, none on other ranks, or the failure of this
-    rank."""
+def meeting_place() -> tuple[str, int]:
+    return os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", _FIRST_PORT))
+
+
+def _store(world_size: int, timeout_s: float, is_master: bool) -> Any:
+    """A connection to the ranks' store, which torchrun hosts, or rank 0 (`is_master`)."""
+    untyped, (host, port) = cast(Any, dist), meeting_place()
+    limit = timedelta(seconds=timeout_s)
+    store = untyped.TCPStore(host, port, world_size, is_master=is_master, timeout=limit, wait_for_workers=False)
+    return untyped.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _came(rank: int, world_size: int, timeout_s: float) -> tuple[Any, int, int]:
+    """The store, how often this rank has come to it, and the number of ranks that rank 0 was told of."""
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _store(world_size, timeout_s, hosts)
+    came = store.add(f"came {rank}", 1)
+    if rank == 0:
+        store.set("world size", str(world_size))
+    return store, came, int(store.get("world size"))
+
+
+def meet(rank: int, world_size: int, timeout_s: float) -> Any:
+    """The store that all ranks share. Raises ProbeError where this rank does not find it, or is there already."""
+    (host, port), found = meeting_place(), Future[tuple[Any, int, int]]()
+
+    def come() -> None:
+        try:
+            found.set_result(_came(rank, world_size, timeout_s))
+        except RuntimeError as error:
+            found.set_exception(error)
+
+    threading.Thread(target=come, daemon=True).start()
+    try:  # what takes the call and is no store lets torch wait for ever
+        store, came, expected = found.result(timeout_s + RING_S)
+    except (RuntimeError, TimeoutError) as error:
+        taken = "EADDRINUSE" in str(error)
+        what = f"port {port} is taken" if taken else f"nobody answers at {host}:{port} for {timeout_s:.0f} s"
+        raise ProbeError(
+            f"rank {rank} of {world_size} does not meet the others: {what}",
+            "another rank 0 or another run has it: set MASTER_PORT (torchrun --master-port)"
+            if taken
+            else "rank 0 is to be started there (MASTER_ADDR, MASTER_PORT), and the network has to lead to it",
+        ) from None
+    refused = ""
+    if came > 1:
+        refused = f"rank {rank} was started twice (RANK={rank}), here on {os.uname().nodename}"
+    elif expected != world_size:
+        refused = f"rank {rank} was told of {world_size} ranks, rank 0 of {expected} (WORLD_SIZE)"
+    if refused:
+        refuse_all(store, rank, world_size, refused)
+        raise ProbeError(refused, HINTS["disagreement"])
+    return store
+
+
+class Bell:
+    """A port on which a rank answers as long as its process runs."""
+
+    def __init__(self, rank: int) -> None:
+        two = socket.has_dualstack_ipv6()
+        self.server = socket.create_server(
+            ("", 0), family=socket.AF_INET6 if two else socket.AF_INET, dualstack_ipv6=two
+        )
+        host = meeting_place()[0]
+        if rank:  # rank 0 is known by the address at which all meet
+            with socket.create_connection(meeting_place(), RING_S) as way:
+                host = way.getsockname()[0]
+        self.address = f"{host}|{self.server.getsockname()[1]}"
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            caller, _ = self.server.accept()
+            with suppress(OSError), caller:
+                caller.sendall(b"here")
+
+
+def ring(address: str) -> str:
+    """The state of a silent rank by its port, in words that follow its name; empty where it answers."""
+    host, _, port = address.partition("|")
+    try:
+        with socket.create_connection((host, int(port)), RING_S) as line:
+            line.settimeout(RING_S)
+            try:
+                return "" if line.recv(4) else "is gone"
+            except TimeoutError:
+                return "has stopped"
+    except (ConnectionRefusedError, ConnectionResetError):
+        return "is gone"
+    except OSError:
+        return "cannot be reached"
+
+
+EXPLAINED = {
+    "is gone": "its process was killed or has ended: its own output, or the kernel's log (dmesg), says why",
+    "has stopped": "a signal (SIGSTOP) or a debugger stops its process",
+    "cannot be reached": "the network to it is cut, or its machine is down",
+    "answers, and its words do not arrive": "the network between it and the store (MASTER_ADDR, MASTER_PORT) is cut",
+}
+"""The hint for each way to be silent."""
+
+
+class RankWatch:
+    """The watch over one rank. `start` begins it, `end` ends it."""
+
+    def __init__(self, run: ProbeRun, folder: Path, rank: int, bells: list[str]) -> None:
+        self.run, self.folder, self.rank, self.bells = run, folder, rank, bells
+        self.poll_s = min(MOST_POLL_S, run.timeout_s / 8)
+        self.done = threading.Event()
+        self.verdict: tuple[str, str] | None = None
+        """The words of a rank about one that stands still, and a hint."""
+        self.heard_s = time.monotonic()
+        """The time when rank 0 was last heard."""
+        self.progress: dict[int, Progress] = {}
+
+    def start(self) -> None:
+        for loop in (self._talk, self._look):
+            threading.Thread(target=loop, daemon=True).start()
+
+    def end(self) -> None:
+        self.done.set()
+
+    def own(self) -> Progress:
+        now_s = time.monotonic()
+        return read_status(self.folder / STATUS_FILE.format(self.rank)) or Progress("start", "", now_s, now_s)
+
+    def _talk(self) -> None:
+        shared: SharedProgress | None = None
+        while not self.done.wait(self.poll_s if shared else BEAT_S):
+            with suppress(RuntimeError):  # rank 0 or torchrun, which hosts the store, is gone
+                if shared is None:
+                    store = _store(self.run.world_size, RING_S, is_master=False)
+                    shared = SharedProgress(store, self.rank, self.run.world_size)
+                shared.tell(self.own())
+                self.progress = shared.all()
+                said = self._judge() if self.rank == 0 else None
+                self.verdict = shared.verdict(said) or self.verdict
+                self.heard_s = max(self.heard_s, self.progress[0].beat_s)
+
+    def _judge(self) -> tuple[str, str] | None:
+        """The rank that keeps the others from moving; one whose process is gone is named at once."""
+        timeout_s = self.run.timeout_s
+        for rank, progress in self.progress.items():
+            if rank == self.rank or progress.phase == "done" or progress.silent_s < 2 * self.poll_s + RING_S:
+                continue
+            silence = self._silence(rank)
+            if silence == "is gone" or progress.is_silent(timeout_s):
+                return self.named(rank, silence)
+        rank_or_none = hanging_rank(self.progress, timeout_s)
+        if rank_or_none is None:
+            return None
+        said = f"{failed_rank(self.run, rank_or_none)} {self.progress[rank_or_none].hang(timeout_s)}"
+        return said, "--timeout gives slow ranks longer; stacks of this rank follow"
+
+    def _silence(self, rank: int) -> str:
+        return ring(self.bells[rank]) or "answers, and its words do not arrive"
+
+    def named(self, rank: int, silence: str) -> tuple[str, str]:
+        """The words for a rank that is silent, and their hint."""
+        progress = self.progress.get(rank)
+        last = f": the last heard of it was {progress}" if progress is not None and progress.phase != "start" else ""
+        host = self.bells[rank].partition("|")[0]
+        return f"{failed_rank(self.run, rank)} on {host} {silence}{last}", EXPLAINED[silence]
+
+    def cause(self, store: Any) -> tuple[str, str] | None:
+        """The rank that failed, where this one has lost others: one that has said so, or one that is silent."""
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline:
+            others = [rank for rank in range(self.run.world_size) if rank != self.rank]
+            for rank in others:
+                if (
+                    (silence := ring(self.bells[rank]))
+                    and silence != "has stopped"
+                    and not self._has_failed(store, rank)
+                ):
+                    return self.named(rank, silence)
+            for rank in others:
+                if (failure := self._has_failed(store, rank)) is not None and failure.kind not in CONSEQUENCES:
+                    return failure.in_words(self.run.place(rank)), hint_of(failure) or "its own output says more"
+            time.sleep(BEAT_S)
+        return self.verdict
+
+    def _has_failed(self, store: Any, rank: int) -> RankFailure | None:
+        with suppress(RuntimeError):
+            if store.check([f"failure {rank}"]):
+                return RankFailure.model_validate_json(store.get(f"failure {rank}"))
+        return None
+
+    def _look(self) -> None:
+        while not self.done.wait(self.poll_s):
+            if self.verdict is None and self.rank and time.monotonic() - self.heard_s > self._patience_s():
+                self.verdict = self.named(0, self._silence(0))
+            if self.verdict is not None:
+                time.sleep(2 * self.poll_s if self.rank == 0 else 0)  # the others still read rank 0's verdict
+                self._end_process(*self.verdict)
+
+    def _patience_s(self) -> float:
+        """Seconds for which rank 0, which judges, may be silent; a moment where its process is gone."""
+        silent_s = time.monotonic() - self.heard_s
+        is_gone = silent_s > 2 * self.poll_s + RING_S and ring(self.bells[0]) == "is gone"
+        return 0.0 if is_gone else max(self.run.timeout_s, 4 * self.poll_s)
+
+    def _end_process(self, sentence: str, hint: str) -> None:
+        sys.stderr.write(PlannerError(sentence, hint).lines())
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(EXIT_FAILED)
+
+
+def run_rank(make: Callable[[], ProbeRun], timeout_s: float) -> tuple[ProbeRun, tuple[RankResult, ...] | RankFailure]:
+    """Run this process's rank of what `make` gives. Returns all ranks' results on rank 0, none on other ranks, or the
+    failure of this rank where it is a result.
+
+    Raises ProbeError where ranks do not meet, do not agree, or fail; the rank that failed is named.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with run_folder(keeps_after_error=False) as folder, removed_when_ended(folder):
-        return _run_in(folder, run, rank)
+        store = meet(rank, world_size, max(timeout_s, MEET_S))
+        try:
+            run = make()
+        except PlannerError as error:
+            refuse_all(store, rank, world_size, f"rank {rank} on {os.uname().nodename} refuses: {error.message}")
+            raise
+        return run, _run_in(folder, run, rank, store)
 
 
-def _run_in(folder: Path, run: ProbeRun, rank: int) -> tuple[RankResult, ...] | RankFailure:
+def _run_in(folder: Path, run: ProbeRun, rank: int, store: Any) -> tuple[RankResult, ...] | RankFailure:
     write_run(folder, run)
-    watch = RankWatch(run, folder, rank)
-    watch.start()
+    bell = Bell(rank)
+    watch = RankWatch(run, folder, rank, [])
+
+    def agreed(bells: list[str]) -> None:
+        watch.bells = bells
+        watch.start()
+
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    failure = run_worker(lambda: Worker(folder, rank, local_rank, local=False), folder, rank)
-    watch.end()
+    failure = run_worker(lambda: Worker(folder, rank, local_rank, store, bell.address, agreed), folder, rank)
     if failure is not None:
-        return failure
+        with suppress(RuntimeError):
+            store.set(f"failure {rank}", failure.model_dump_json())
+        cause = watch.cause(store) if watch.bells and failure.kind in CONSEQUENCES else None
+        watch.end()
+        if rank == 0:
+            time.sleep(CAUSE_S if watch.bells and cause is None else BEAT_S)  # the others still read what it says
+        if failure.kind == "out_of_memory":
+            return failure
+        raise _error(failure, run, cause)
+    watch.end()
     if rank:
         return ()
     paths = [folder / RESULT_FILE.format(other) for other in range(run.world_size)]
     return tuple(RankResult.model_validate_json(path.read_text()) for path in paths)
 
 
-def rank_error(failure: RankFailure, run: ProbeRun) -> ProbeError:
-    """The error that tells the user how a rank failed."""
-    hint = hint_of(failure) or "--debug shows where"
-    if failure.phase.startswith("rendezvous"):
-        hint = meeting_hint(run.world_size)
-    error = ProbeError(
-        f"rank {failure.rank} ({run.place(failure.rank)}) failed in {failure.phase}: {failure.message}", hint
-    )
+def _error(failure: RankFailure, run: ProbeRun, cause: tuple[str, str] | None) -> ProbeError:
+    """The error that tells the user how a rank failed: another one where that is known."""
+    said, hint = cause or (failure.in_words(run.place(failure.rank)), hint_of(failure) or "--debug shows where")
+    error = ProbeError(said, hint)
     error.add_note(failure.traceback)  # which --debug prints
     error.follows_answer = failure.kind == "lost_peer"  # the rank that failed has the answer
     return error
-
-
-_log = logging.getLogger(__name__)
-_OUTCOME = "plan/outcome/{}"
-
-
-Launch = Callable[..., MeasuredRun]
-"""The function that starts ranks on this machine: `launch`."""
-
-
-def run_stages(run: ProbeRun, stages: Sequence[int], launch: Launch) -> list[MeasuredRun] | None:
-    """Run each stage alone and return what was measured, in the order of `stages`, up to the first that ran out of
-    memory. Among ranks of torchrun or srun each runs its share on its own GPU; rank 0 returns all, the others None.
-
-    Raises ProbeError where a stage fails, on rank 0 also for the stages of other ranks.
-    """
-    if joins_others():
-        return _Spread(run, stages, launch).run_all()
-    return _one_by_one(run, stages, launch)
-
-
-def _one_by_one(
-    run: ProbeRun, stages: Sequence[int], launch: Launch, device: int = 0, peers: int = 1
-) -> list[MeasuredRun]:
-    """`peers`: the ranks that run stages at the same time, which agree on their GPUs before the first."""
-    outcomes: list[MeasuredRun] = []
-    for stage in stages:
-        child = partial(stage_process, first_device=device, num_peers=1 if outcomes else peers)
-        outcomes.append(launch(run, child, ranks=(run.rank(Place(stage, 0, 0, 0)),)))
-        if outcomes[-1].out_of_memory is not None:
-            break
-    return outcomes
-
-
-class _Outcome(NamedTuple):
-    """The outcome of one rank's stages: measurements, or the two lines of an error."""
-
-    measured: list[MeasuredRun]
-    error: tuple[str, str] | None = None
-
-    def to_json(self) -> str:
-        return json.dumps([[measured.model_dump(mode="json") for measured in self.measured], self.error])
-
-    @classmethod
-    def of_json(cls, text: str | bytes) -> _Outcome:
-        measured, error = json.loads(text)
-        return cls([MeasuredRun.model_validate(one) for one in measured], error and tuple(error))
-
-
-class _Spread:
-    """The stages of one probe, dealt out to ranks that others started."""
-
-    def __init__(self, run: ProbeRun, stages: Sequence[int], launch: Launch) -> None:
-        self.run, self.stages, self.launch = run, stages, launch
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.num_peers = min(self.world_size, len(stages))
-
-    def share(self, rank: int) -> Sequence[int]:
-        """The stages that a rank runs."""
-        return self.stages[rank :: self.world_size]
-
-    def _words(self, rank: int) -> str:
-        return f"stage {', '.join(map(str, self.share(rank)))}"
-
-    def run_all(self) -> list[MeasuredRun] | None:
-        store = self._meet()
-        if self.rank >= self.num_peers:
-            return None
-        shared = SharedProgress(connect(self.world_size), self.rank, self.world_size)
-        with _telling(shared, self._words(self.rank)):
-            outcome = self._run_own()
-        if self.rank:
-            if outcome.error is not None:
-                _log.warning("rank %d: %s", self.rank, outcome.error[0])
-            store.set(_OUTCOME.format(self.rank), outcome.to_json())
-            return None
-        outcomes = [outcome, *(self._receive(store, shared, rank) for rank in range(1, self.num_peers))]
-        return self._in_order(outcomes)
-
-    def _meet(self) -> Any:
-        timeout = timedelta(seconds=max(self.run.timeout_s, START_TIMEOUT_S))
-        try:
-            return next(cast(Any, dist).rendezvous("env://", self.rank, self.world_size, timeout=timeout))[0]
-        except RuntimeError as error:
-            cause = str(error).splitlines()[0][:300]
-            raise ProbeError(
-                f"rank {self.rank} does not meet the others: {cause}", meeting_hint(self.world_size)
-            ) from None
-
-    def _run_own(self) -> _Outcome:
-        device = int(os.environ.get("LOCAL_RANK", "0"))
-        try:
-            return _Outcome(_one_by_one(self.run, self.share(self.rank), self.launch, device, self.num_peers))
-        except ProbeError as error:
-            return _Outcome([], (error.message, error.hint))
-
-    def _receive(self, store: Any, shared: SharedProgress, rank: int) -> _Outcome:
-        """The outcome of another rank. Raises ProbeError where its process gives no more signs of life."""
-        key, timeout_s = _OUTCOME.format(rank), max(self.run.timeout_s, START_TIMEOUT_S)
-        while not store.check([key]):
-            progress = shared.all()[rank]
-            if time.monotonic() - progress.beat_s > timeout_s:
-                raise ProbeError(
-                    f"rank {rank} of {self.world_size}, which runs {self._words(rank)}, has stopped or is gone: no "
-                    f"sign of life for {timeout_s:.0f} s",
-                    "srun ends all ranks with the first that fails if it is told --kill-on-bad-exit=1",
-                )
-            time.sleep(BEAT_S)
-        return _Outcome.of_json(store.get(key))
-
-    def _in_order(self, outcomes: Sequence[_Outcome]) -> list[MeasuredRun]:
-        """All measurements in the order of the stages."""
-        for rank, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                message, hint = outcome.error
-                raise ProbeError(f"{message} (on rank {rank} of {self.world_size})", hint)
-        by_rank = [iter(outcome.measured) for outcome in outcomes]
-        ordered: list[MeasuredRun] = []
-        for number in range(len(self.stages)):
-            measured = next(by_rank[number % self.world_size], None)
-            if measured is not None:
-                ordered.append(measured)
-            if measured is None or measured.out_of_memory is not None:
-                break
-        return ordered
-
-
-@contextmanager
-def _telling(shared: SharedProgress, phase: str) -> Iterator[None]:
-    """Tell rank 0 that this process is alive, from a thread of its own."""
-    done, start_s = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while True:
-            shared.tell(Progress(phase, "", start_s, time.monotonic()))
-            if done.wait(4 * BEAT_S):
-                return
-
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        done.set()
-        teller.join(4 * BEAT_S)

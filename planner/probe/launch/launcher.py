@@ -12,9 +12,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from planner.errors import ProbeError
-from planner.probe.launch.failure import CONSEQUENCES, DISK_HINT, EXIT_FAILED, hint_of, out_of_memory_result
+from planner.probe.launch.failure import (
+    CONSEQUENCES,
+    DISK_HINT,
+    EXIT_FAILED,
+    failed_rank,
+    hint_of,
+    out_of_memory_result,
+)
 from planner.probe.launch.process import rank_process
-from planner.probe.launch.run_folder import run_folder, signals_end_as_ctrl_c, start_process_server, write_run
+from planner.probe.launch.run_folder import (
+    process_server_answers,
+    run_folder,
+    signals_end_as_ctrl_c,
+    start_process_server,
+    write_run,
+)
 from planner.probe.rank.status import (
     FAILURE_FILE,
     RESULT_FILE,
@@ -69,8 +82,9 @@ class _StartedRanks:
         """Start the ranks and wait for them. None of them runs any more afterwards, whatever happens."""
         self.started_s = time.monotonic()
         try:
-            for started in self.processes:
-                started.start()
+            with process_server_answers():
+                for started in self.processes:
+                    started.start()
             while any(started.exitcode is None for started in self.processes) and not self._is_over():
                 if any(started.exitcode for started in self.processes):
                     break
@@ -163,7 +177,7 @@ class _StartedRanks:
             raise ProbeError(f"{self._name(rank)} ended with code {code} in {progress}", hint)
         first = failures[0]
         hint = "; ".join(filter(None, (hint_of(first), hint)))
-        raise ProbeError(f"{self._name(first.rank)} failed in {first.phase}: {first.message}", hint)
+        raise ProbeError(first.in_words(self.run.place(first.rank)), hint)
 
     def _exit_codes(self) -> list[tuple[int, int]]:
         """Pairs of a rank and the exit code of its process; 0 where the process still runs."""
@@ -179,7 +193,7 @@ class _StartedRanks:
         return sorted(failures, key=lambda failure: (_consequence(failure), failure.time_s))
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self.run.place(rank)})"
+        return failed_rank(self.run, rank)
 
     def _stop(self) -> None:
         for started in self.processes:

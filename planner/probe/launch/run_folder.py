@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
+from typing import Any, cast
 
 from planner.errors import PlannerError, ProbeError
 from planner.files import write_text
-from planner.probe.rank.status import RUN_FILE
+from planner.probe.rank.status import RUN_FILE, START_TIMEOUT_S
 from planner.probe.run import ProbeRun
 
 PREFIX = "plan-probe-"
@@ -166,6 +167,30 @@ def start_process_server() -> None:
     finally:
         signal.signal(signal.SIGINT, usual)
     atexit.register(_keep_for_its_remover, util.get_temp_dir())
+
+
+@contextmanager
+def process_server_answers() -> Iterator[None]:
+    """Raise ProbeError where the process server does not fork a rank in time: it is stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        server = cast(Any, forkserver)._forkserver._forkserver_pid
+        os.kill(server, signal.SIGKILL)  # multiprocessing would wait for its end for ever
+        raise ProbeError(
+            f"the process server, which forks the ranks, has not answered for {START_TIMEOUT_S:.0f} s",
+            f"a signal (SIGSTOP) or a debugger stops process {server}: start again",
+        )
+
+    usual = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, START_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
 
 
 def _keep_for_its_remover(folder: str) -> None:

@@ -43,7 +43,7 @@ def barrier(device: str, group: Any = None) -> None:
     number."""
     if device != "cpu":
         torch.cuda.synchronize()
-    if device == "cpu" or dist.get_backend(group) == "gloo":
+    if device == "cpu":
         dist.barrier(group=group)
     else:
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])

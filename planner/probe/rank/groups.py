@@ -1,58 +1,141 @@
 """How ranks come together: a handshake before anything connects them, then the process groups of a rank.
 
-In the handshake they exchange versions and devices, and a mismatch is named. The groups are the ranks with which a rank
-shares layers, gradients, parameters, and messages.
+In the handshake they exchange versions, devices and what they are to run, and a mismatch is named. The groups are the
+ranks with which a rank shares layers, gradients, parameters, and messages.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
+import planner
+from planner.errors import ProbeError
 from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surroundings, TensorPeers
 from planner.probe.rank.gradients import Sharding
 from planner.probe.run import Place, ProbeRun, traffic
 
-AGREED = "agreed"
-
 
 class Identity(NamedTuple):
-    """The properties of a rank that others must share (torch's version) or must not share (the device)."""
+    """The properties of a rank that it tells before anything connects it to others."""
 
-    torch_version: str
     host: str
     device: str
-    """The unique id of the GPU; empty on a CPU."""
+    """The unique id of the GPU, which no other rank may have; empty on a CPU."""
+    address: str
+    """The port at which it answers when it is rung: host|port; empty where its launcher watches it."""
+    same: dict[str, str]
+    """The versions that all ranks must share, and every field of the run, long ones by a hash."""
 
 
-def require_agreement(store: Any, rank: int, world_size: int, identity: Identity) -> None:
-    """Raise RuntimeError on every rank if two ranks do not fit together. The ranks compare through the store, because
-    NCCL would fail or hang."""
-    store.set(f"rank {rank}", json.dumps(identity))
+def what_runs(run: ProbeRun) -> dict[str, str]:
+    """The versions and the fields of a run, as ranks compare them."""
+    fields = run.model_dump(mode="json")
+    model = {f"model.{name}": value for name, value in fields.pop("model").items()}
+    texts = {name: json.dumps(value) for name, value in {**fields, **model}.items()}
+    shown = {name: text if len(text) <= MOST_SHOWN else _hash(text) for name, text in texts.items()}
+    return {"torch": torch.__version__, "planner": planner.__version__, **shown}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+MOST_SHOWN, MOST_NAMED = 40, 3
+"""The longest value that is shown as it is; the most fields that a disagreement names."""
+POLL_S, LINGER_S = 0.05, 10.0
+"""Pauses of ranks that wait in the store; seconds that rank 0, which may host it, stays until all have heard it."""
+
+
+def require_agreement(store: Any, rank: int, world_size: int, own: Identity, limit_s: float) -> list[str]:
+    """The addresses of all ranks, once they agree. Raises ProbeError on every rank if two do not fit together, or
+    one has not come within `limit_s`: NCCL would fail or hang."""
+    store.set(f"rank {rank}", json.dumps(own))
     if rank == 0:
-        everyone = [Identity(*json.loads(store.get(f"rank {other}"))) for other in range(world_size)]
-        store.set("verdict", disagreement(everyone) or AGREED)
-    verdict = store.get("verdict").decode()
-    if verdict != AGREED:
-        raise RuntimeError(verdict)
+        missing = _not_come(store, world_size, limit_s)
+        everyone = [] if missing else [Identity(*json.loads(store.get(f"rank {n}"))) for n in range(world_size)]
+        refused = missing or disagreement(everyone) or ""
+        if not store.check(["verdict"]):
+            store.set("verdict", json.dumps([refused, [one.address for one in everyone]]))
+    deadline = time.monotonic() + limit_s + LINGER_S
+    while not store.check(["verdict"]):
+        if time.monotonic() > deadline:
+            raise ProbeError(f"rank 0, which judges if the ranks agree, has said nothing for {limit_s:.0f} s")
+        time.sleep(POLL_S)
+    refused, addresses = json.loads(store.get("verdict"))
+    store.set(f"heard {rank}", "")
+    if refused:
+        _linger(store, rank, world_size)
+        raise ProbeError(refused)
+    return list(addresses)
+
+
+def _not_come(store: Any, world_size: int, limit_s: float) -> str:
+    """The ranks that have not come in time, in words; empty where all have, or one has refused already."""
+    deadline = time.monotonic() + limit_s
+    while missing := [n for n in range(world_size) if not store.check([f"rank {n}"])]:
+        if store.check(["verdict"]):
+            return "refused"
+        if time.monotonic() > deadline:
+            named = ", ".join(map(str, missing[:MOST_LISTED])) + (", …" if len(missing) > MOST_LISTED else "")
+            ranks = f"ranks {named} of {world_size} have" if len(missing) > 1 else f"rank {named} of {world_size} has"
+            return f"{ranks} not come in {limit_s:.0f} s"
+        time.sleep(POLL_S)
+    return ""
+
+
+MOST_LISTED = 8
+
+
+def refuse_all(store: Any, rank: int, world_size: int, message: str) -> None:
+    """Have all ranks end with a message, in place of agreement."""
+    store.set("verdict", json.dumps([message, []]))
+    store.set(f"heard {rank}", "")
+    _linger(store, rank, world_size)
+
+
+def _linger(store: Any, rank: int, world_size: int) -> None:
+    """Wait on rank 0 until the others have heard the verdict."""
+    deadline = time.monotonic() + LINGER_S
+    others = [f"heard {n}" for n in range(1, world_size)] if rank == 0 else []
+    while not all(store.check([name]) for name in others) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def disagreement(everyone: Sequence[Identity]) -> str | None:
-    """The first mismatch in words: different versions of torch, or two ranks on one GPU (NCCL refuses that); else
-    None."""
-    devices: dict[tuple[str, str], int] = {}
-    for rank, (version, host, device) in enumerate(everyone):
-        if version != everyone[0].torch_version:
-            return f"rank {rank} on {host} runs torch {version}, rank 0 runs torch {everyone[0].torch_version}"
-        if device and (host, device) in devices:
-            return f"ranks {devices[host, device]} and {rank} share one GPU ({device} of {host})"
-        devices[host, device] = rank
+    """The first mismatch in words: something that two ranks do not share, or a GPU that they do (NCCL refuses that),
+    or an interface that leads to no other machine; else None."""
+    devices, first = dict[tuple[str, str], int](), everyone[0]
+    for rank, one in enumerate(everyone):
+        differ = [name for name in first.same if one.same.get(name) != first.same[name]]
+        if differ:
+            named = [f"{name} {one.same.get(name)}, not {first.same[name]}" for name in differ[:MOST_NAMED]]
+            more = f" and {len(differ) - MOST_NAMED} more" if len(differ) > MOST_NAMED else ""
+            return f"rank {rank} on {one.host} has {'; '.join(named)}{more} as rank 0 on {first.host}"
+        if one.device and (one.host, one.device) in devices:
+            return f"ranks {devices[one.host, one.device]} and {rank} share one GPU ({one.device} of {one.host})"
+        devices[one.host, one.device] = rank
+        if _place(one) != _place(first):
+            for name in INTERFACES:
+                if os.environ.get(name, "").startswith("lo"):
+                    return f"{name}={os.environ[name]} leads to no other machine: rank {rank} is on {_place(one)}"
     return None
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def _place(one: Identity) -> str:
+    return one.address.partition("|")[0] or one.host
 
 
 class RankGroups:

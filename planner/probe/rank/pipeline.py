@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -74,15 +73,11 @@ class GroupWires(Wires):
         """`global_rank` of a pipeline rank beside this one; `groups` by (sender, receiver); `empty` makes a message."""
         super().__init__()
         self.schedule, self.pp_rank, self.global_rank = schedule, pp_rank, global_rank
-        self.groups, self.make = groups, empty
+        self.groups, self.empty = groups, empty
         self.expected = {pair: messages for pair, messages in traffic(schedule).items() if pair[1] == pp_rank}
         self.coming: dict[tuple[int, int], deque[Message]] = {}
         self.posted: dict[tuple[int, int], tuple[Message, Tensor, Any]] = {}
         self.leaving: deque[tuple[Any, Tensor]] = deque()
-
-    def empty(self) -> Tensor:
-        """A buffer for one message."""
-        return self.make()
 
     def open(self) -> None:
         """Exchange one message on every channel, in the same order on all ranks.
@@ -137,36 +132,6 @@ class GroupWires(Wires):
         work.wait()
         self.kept[message] = buffer
         self._post(pair)
-
-
-def as_another_host(rank: int) -> dict[str, str]:
-    """Environment variables by which NCCL (and RCCL, which has NCCL's) takes a rank for one of a host of its own."""
-    return {
-        "NCCL_HOSTID": f"plan-probe-{rank}",
-        "NCCL_NET": "Socket",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # NCCL 2.31 asks for it (NVIDIA/nccl issue 1716), older ones ignore it
-    }
-
-
-class HostWires(GroupWires):
-    """Exchanges between stages on GPUs over gloo, which sends no GPU's memory: messages pass through the host's."""
-
-    @cached_property
-    def like(self) -> tuple[Tensor, str]:
-        """A message in the host's memory, and the device that it belongs to."""
-        message = self.make()
-        return torch.empty_like(message, device="cpu"), str(message.device)
-
-    def empty(self) -> Tensor:
-        return torch.empty_like(self.like[0])
-
-    def send(self, message: Message, tensor: Tensor) -> None:
-        stays = self.schedule.stage_to_rank[message.stage] == self.pp_rank
-        super().send(message, tensor if stays else tensor.cpu())
-
-    def receive(self, message: Message) -> Tensor:
-        return super().receive(message).to(self.like[1])
 
 
 class SavedForward(NamedTuple):

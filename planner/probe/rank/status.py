@@ -6,15 +6,11 @@ Where no launcher watches, each rank tells its progress in the store that they s
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
-
-import torch.distributed as dist
+from typing import Any, NamedTuple
 
 RUN_FILE = "run.json"
 RESULT_FILE, STATUS_FILE, FAILURE_FILE = "rank{}.json", "rank{}.status", "rank{}.failure.json"
@@ -22,10 +18,12 @@ STACK_FILE, LOG_FILE = "rank{}.stack", "rank{}.log"
 
 
 SIZE, MAX_DETAIL = 1024, 800
-START_TIMEOUT_S = 60.0
-"""The shortest timeout of the phases before the first step: on a busy machine, processes start and build slowly."""
-BEAT_S = 0.5
-"""Seconds between two signs of life of a rank's process."""
+MEET_S, START_TIMEOUT_S = 30.0, 60.0
+"""The shortest timeouts of ranks that meet, and of the phases before the first step: on a busy machine, processes start
+and build slowly."""
+BEAT_S, SILENT_S = 0.5, 10.0
+"""Seconds between two signs of life of a rank's process, and without any after which no other rank need stand still
+for it to count as stopped."""
 WAITING = "(waiting)"
 """The end of an action's text while the rank waits for others. Elsewhere it computes, and others may wait for it."""
 SILENT_HINT = "a signal (SIGSTOP), a debugger or a machine that hangs stops a process"
@@ -58,27 +56,32 @@ class Progress(NamedTuple):
         """True if the rank waits for others."""
         return WAITING in self.detail
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the process's last sign of life."""
+        return time.monotonic() - self.beat_s
+
     def is_silent(self, timeout_s: float) -> bool:
         """True if the process itself gives no more signs of life: it is stopped or gone, or its machine is."""
-        return time.monotonic() - self.beat_s > max(4 * BEAT_S, timeout_s / 2)
+        return self.silent_s > max(4 * BEAT_S, timeout_s / 2)
 
     def hang(self, timeout_s: float) -> str:
         """How the rank stands still, in words that follow its name."""
         if self.is_silent(timeout_s):
-            return f"has stopped in {self}: no sign of life for {time.monotonic() - self.beat_s:.0f} s"
+            return f"has stopped in {self}: no sign of life for {self.silent_s:.0f} s"
         return f"{'waits in vain' if self.waits else 'hangs'} in {self}: no progress for {self.still_s:.0f} s"
 
 
 def hanging_rank(ranks: Mapping[int, Progress], timeout_s: float) -> int | None:
     """The rank that keeps the others from moving, or None while no rank stands still or another one still computes.
 
-    A process that has stopped comes first, even if it moved a moment later than those that wait for it; then a rank
-    that computes, then one that waits; among equals the first to stand still.
+    A process that has stopped comes first, in whatever phase; then a rank that computes, then one that waits; among
+    equals the first to stand still.
     """
     running = {rank: progress for rank, progress in ranks.items() if progress.phase != "done"}
     stuck = {rank: progress for rank, progress in running.items() if progress.stands_still(timeout_s)}
     silent = [rank for rank, progress in running.items() if progress.is_silent(timeout_s)]
-    if stuck and silent:
+    if silent and (stuck or any(running[rank].silent_s > SILENT_S for rank in silent)):
         return min(silent, key=lambda rank: running[rank].beat_s)
     if not stuck or any(not progress.waits for rank, progress in running.items() if rank not in stuck):
         return None
@@ -139,8 +142,7 @@ def read_status(path: Path) -> Progress | None:
         return None
 
 
-_KEY = "plan/progress/{}"
-_VERDICT = "plan/verdict"
+_KEY, _VERDICT = "progress {}", "stands still"
 
 
 class Heard(NamedTuple):
@@ -148,20 +150,6 @@ class Heard(NamedTuple):
 
     told: tuple[str, ...]
     progress: Progress
-
-
-def connect(world_size: int, timeout_s: float = 30.0) -> Any:
-    """A connection of one's own to the store at MASTER_ADDR and MASTER_PORT, which another thread may use meanwhile."""
-    untyped = cast(Any, dist)
-    store = untyped.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
-    return untyped.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 class SharedProgress:
@@ -178,8 +166,8 @@ class SharedProgress:
         self.store.set(_KEY.format(self.rank), "|".join(line))
 
     def all(self) -> dict[int, Progress]:
-        """The progress of every rank, in seconds of this machine's clock."""
-        return {rank: self._hear(rank) for rank in range(self.world_size)}
+        """The progress of the ranks, in seconds of this machine's clock: rank 0 hears all, the others rank 0."""
+        return {rank: self._hear(rank) for rank in range(self.world_size if self.rank == 0 else 1)}
 
     def _hear(self, rank: int) -> Progress:
         now_s, key, before = time.monotonic(), _KEY.format(rank), self.heard.get(rank)
@@ -193,13 +181,11 @@ class SharedProgress:
         self.heard[rank] = Heard(told, Progress(told[0], told[1], since_s, beat_s))
         return self.heard[rank].progress
 
-    def decide(self, sentence: str) -> None:
-        """Rank 0's word to all ranks: the sentence that names the rank that hangs, or an empty one."""
-        self.store.set(_VERDICT, f"{time.monotonic():.3f}|{sentence}")
-
-    def verdict(self) -> tuple[str, str] | None:
-        """The time when rank 0 last spoke (by its own clock) and its sentence; None before it has."""
+    def verdict(self, said: tuple[str, str] | None = None) -> tuple[str, str] | None:
+        """The words of rank 0 about a rank that stands still, and a hint: `said` on rank 0, which tells the others."""
+        if said is not None:
+            self.store.set(_VERDICT, "|".join(said))
         if not self.store.check([_VERDICT]):
             return None
-        spoken, _, sentence = self.store.get(_VERDICT).decode().partition("|")
-        return spoken, sentence
+        sentence, _, hint = self.store.get(_VERDICT).decode().partition("|")
+        return sentence, hint

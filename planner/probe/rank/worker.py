@@ -7,6 +7,7 @@ distributed run must equal those of one process.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,16 +28,16 @@ from planner.probe.model.peers import Surroundings
 from planner.probe.rank.after_steps import barrier, measure_exchanges, with_quiet_seconds
 from planner.probe.rank.clock import ActionTimes, RankClock, StepRecord, start_together
 from planner.probe.rank.gradients import ADAM, FlatParameters, ShardedParameters, clip_scale
-from planner.probe.rank.groups import Identity, RankGroups, require_agreement
-from planner.probe.rank.pipeline import GroupWires, HostWires, as_another_host
-from planner.probe.rank.status import RESULT_FILE, RUN_FILE, START_TIMEOUT_S, STATUS_FILE, WAITING, StatusFile
+from planner.probe.rank.groups import POLL_S, Identity, RankGroups, require_agreement, what_runs
+from planner.probe.rank.pipeline import GroupWires
+from planner.probe.rank.status import MEET_S, RESULT_FILE, RUN_FILE, START_TIMEOUT_S, STATUS_FILE, WAITING, StatusFile
 from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, synthetic_batch
 from planner.probe.repeats import Repeats, spread_fraction
 from planner.probe.result import Check, ChunkSeconds, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun
 from planner.probe.torch_build import this_build
 
-LONGEST_REFERENCE = timedelta(days=1)
+REFERENCE = "reference is computed"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest allowed error over the largest value. Errors come from sums over ranks, whose order differs."""
 
@@ -208,9 +209,19 @@ class StepLoop:
 class Worker:
     """One rank, which keeps its files in one folder."""
 
-    def __init__(self, folder: Path, rank: int, local_rank: int, local: bool) -> None:
-        """`local`: all ranks share the folder, and meet in a file there; else as MASTER_ADDR and MASTER_PORT say."""
-        self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, local
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        local_rank: int,
+        store: Any = None,
+        address: str = "",
+        on_agreement: Callable[[list[str]], None] | None = None,
+    ) -> None:
+        """Without a `store` all ranks share the folder, and meet in a file there. `address`: where this rank answers;
+        `on_agreement` hears those of all ranks."""
+        self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, store is None
+        self.store, self.address, self.on_agreement = store, address, on_agreement
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
@@ -222,10 +233,8 @@ class Worker:
     def main(self) -> None:
         """Run all phases of the rank in order."""
         run = self.run
-        self.status.enter("rendezvous", WAITING)
-        store = self.meet()
         self.status.enter("handshake")
-        self.join(store)
+        self.join()
         self.status.enter("build", f"groups {WAITING}")
         grid = RankGroups(run, self.rank, self.timeout)
         trainer = self.build(grid)
@@ -274,24 +283,20 @@ class Worker:
         self.monitor.after()
         return self.report(trainer, loop, self.memory(static_bytes))
 
-    def meet(self) -> Any:
-        """The store that all ranks share."""
-        untyped = cast(Any, dist)
-        if self.local:
-            return untyped.FileStore(str(self.folder / "store"), self.run.world_size)
-        return next(untyped.rendezvous("env://", self.rank, self.run.world_size, timeout=self.timeout))[0]
-
-    def join(self, store: Any) -> None:
-        """Connect the ranks after checking that they run the same software on devices of their own."""
+    def join(self) -> None:
+        """Connect the ranks after checking that they run the same on devices of their own."""
         self.use_device()
-        store.set_timeout(self.timeout)
         self.status.at(WAITING)
-        require_agreement(store, self.rank, self.run.world_size, self.identity())
-        if self.run.ranks_per_gpu > 1:
-            os.environ.update(as_another_host(self.rank))
+        if self.store is None:
+            self.store = cast(Any, dist).FileStore(str(self.folder / "store"), self.run.world_size)
+        limit_s = max(self.run.timeout_s, MEET_S)
+        addresses = require_agreement(self.store, self.rank, self.run.world_size, self.identity(), limit_s)
+        if self.on_agreement is not None:
+            self.on_agreement(addresses)
+        self.store.set_timeout(self.timeout)
         dist.init_process_group(
-            self.run.exchanges_by,
-            store=store,
+            "nccl" if self.run.device == "cuda" else "gloo",
+            store=self.store,
             rank=self.rank,
             world_size=self.run.world_size,
             timeout=self.timeout,
@@ -308,7 +313,7 @@ class Worker:
         if self.run.device == "cpu":
             return
         visible = torch.cuda.device_count()
-        number = 0 if visible == 1 else self.local_rank // self.run.ranks_per_gpu
+        number = 0 if visible == 1 else self.local_rank
         if number >= visible:
             raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
         self.monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
@@ -316,15 +321,9 @@ class Worker:
         self.device = f"cuda:{number}"
         torch.cuda.set_device(self.device)
 
-    def device_id(self) -> str:
-        """The unique id of the GPU, and of the rank's share where several ranks have it; empty on a CPU."""
-        if self.run.device == "cpu":
-            return ""
-        uuid, shares = torch.cuda.get_device_properties(self.device).uuid, self.run.ranks_per_gpu
-        return str(uuid) if shares == 1 else f"{uuid}, share {self.local_rank % shares} of {shares}"
-
     def identity(self) -> Identity:
-        return Identity(torch.__version__, os.uname().nodename, self.device_id())
+        device = "" if self.run.device == "cpu" else str(torch.cuda.get_device_properties(self.device).uuid)
+        return Identity(os.uname().nodename, device, self.address, what_runs(self.run))
 
     def barrier(self) -> None:
         """Wait for all ranks, once this one's GPU has nothing left to compute."""
@@ -355,8 +354,7 @@ class Worker:
         def empty() -> Any:
             return trainer.empty()
 
-        passes_host = run.device == "cuda" and run.exchanges_by == "gloo"
-        wires = (HostWires if passes_host else GroupWires)(run.order, place.pp, grid.beside, grid.wires, empty)
+        wires = GroupWires(run.order, place.pp, grid.beside, grid.wires, empty)
         trainer = RankTrainer(
             run,
             place.pp,
@@ -386,11 +384,17 @@ class Worker:
     def reference(self, num_steps: int) -> OneProcess:
         """The results of one process, which rank 0 computes and sends to the others.
 
-        They wait as long as it moves, which their launcher watches: their group has no shorter limit.
+        They wait in the store as long as it moves, which whoever watches the ranks sees, and so within no limit of
+        their groups'.
         """
         self.status.enter("reference", "" if self.rank == 0 else WAITING)
         results: list[Any] = [compute_reference(self.run, num_steps, self.status.at) if self.rank == 0 else None]
-        dist.broadcast_object_list(results, group=dist.new_group(timeout=LONGEST_REFERENCE))
+        if self.rank == 0:
+            self.store.set(REFERENCE, "")
+        while not self.store.check([REFERENCE]):
+            time.sleep(POLL_S)
+        self.status.at(WAITING)
+        dist.broadcast_object_list(results)
         return cast(OneProcess, results[0])
 
     def quiet(self, trainer: RankTrainer, chunks: tuple[ChunkSeconds, ...]) -> tuple[ChunkSeconds, ...]:

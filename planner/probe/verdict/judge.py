@@ -93,13 +93,13 @@ def judge_ranks(
     """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
 
     Nothing is judged where ranks hold other experts than planned, where passes gather weights (ZeRO-3), which the
-    planner prices separately, or where ranks share a GPU. Peaks of memory are not judged where a rank of the slice has
+    planner prices separately. Peaks of memory are not judged where a rank of the slice has
     another number of micro-batches in flight.
     """
     eager = in_eager_torch(plan, seen_kernels(measured.ranks))
     least, order, comparisons = without_waits(eager), measured.run.order, list[ComparedQuantity]()
     layout = plan.parallelism
-    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1 and measured.run.ranks_per_gpu == 1
+    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_faithful else None
     attends_as_priced = not unpriced(measured.ranks, plan.cluster.hardware)
     planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)

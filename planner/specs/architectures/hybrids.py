@@ -31,8 +31,9 @@ _DELTA_SIZES = {
 _QWEN_LAYERS = lists.mixers("gated_delta", lists.every("full_attention_interval", 4))
 _QWEN_FIXED = {"qk_norm": True, "attn_output_gate": True, "zero_centered_norm": True, **ROTARY}
 
+_QWEN_MTP = keys(num_nextn_predict_layers="mtp_num_hidden_layers")
 _QWEN3_5 = Architecture(
-    keys=DENSE,
+    keys=DENSE | _QWEN_MTP,
     defaults=sizes(32, 4096, 16, 4, 248320, intermediate_size=12288, head_dim=256, partial_rotary_factor=0.25,
                    **_DELTA_SIZES),
     derive=(d.activation, d.attention_bias, sections.gated_delta, _QWEN_LAYERS),
@@ -70,6 +71,7 @@ HYBRID_ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_NEXT.like(
+        keys=_QWEN_MTP,
         defaults={"num_hidden_layers": 40, "vocab_size": 248320, "num_experts": 256, "num_experts_per_tok": 8,
                   "intermediate_size": None},
     ),
@@ -100,7 +102,8 @@ HYBRID_ARCHITECTURES: dict[str, Architecture] = {
         fixed=ROTARY,
     ),
     "nemotron_h": Architecture(
-        keys=without(DENSE, "num_hidden_layers") | keys("mlp_bias", head_dim=("head_dim", "attention_head_dim")),
+        keys=without(DENSE, "num_hidden_layers")
+        | keys("mlp_bias", "num_nextn_predict_layers", head_dim=("head_dim", "attention_head_dim")),
         defaults=sizes(52, 4096, 32, 8, 131072, intermediate_size=21504, head_dim=128, mlp_hidden_act="relu2",
                        mamba_num_heads=128, mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4,
                        chunk_size=128, use_conv_bias=True, mamba_proj_bias=False, layer_norm_epsilon=1e-5,

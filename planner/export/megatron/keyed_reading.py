@@ -1,0 +1,227 @@
+"""Trainers around Megatron-LM whose settings are its arguments by the names of its parser or its classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from planner.errors import SpecError
+from planner.export.dialects import dialect
+from planner.export.followed.shell_script import Script, read_script
+from planner.export.huggingface.tuning_settings import read_adapters
+from planner.export.imported_run import ConfigFile, ImportedRun
+from planner.export.keyed_settings import KeyedSettings, Settings, is_off, is_on, settings_of
+from planner.export.megatron.option_rows import Options, all_rows, options_of
+from planner.export.megatron.script_reading import READ_OPTIONS, run_of
+from planner.export.named_models import Model, model_called
+
+_CONFIG_KEYS = {
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "fp8_format": "--fp8-format",
+    "fp4_format": "--fp4-format",
+}
+"""Fields of Megatron core's configuration classes whose options have other names."""
+OPTION_OF_KEY: dict[str, str] = (
+    {row.bridge.rpartition(".")[2]: row.name for row in all_rows() if row.bridge}
+    | {
+        path.rpartition(".")[2]: row.name
+        for row in all_rows()
+        for path in (*row.bridge_is, *row.bridge_read)
+        if not path.startswith("not ")
+    }
+    | {name.removeprefix("--").replace("-", "_"): name for name in sorted(READ_OPTIONS, reverse=True)}
+    | {row.primus: row.name for row in all_rows() if row.primus and not row.primus.startswith("not ")}
+    | _CONFIG_KEYS
+)
+"""A key, as the parser of Megatron-LM or its configuration classes name it, to the option that sets it."""
+OFF_KEYS = {row.primus.removeprefix("not "): row.name for row in all_rows() if row.primus.startswith("not ")}
+"""Keys that are true unasked, and the option that sets them to false."""
+
+
+def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Options:
+    """Keys and values as options of Megatron-LM; those that are off or unsaid are left out."""
+    options: dict[str, list[str]] = {}
+    for key, value in values.items():
+        option = renamed.get(key, OPTION_OF_KEY.get(key) or "--" + key.replace("_", "-"))
+        if not option or value in (None, "", "None", "null", []):
+            continue
+        if key in OFF_KEYS:
+            if is_off(value):
+                options[OFF_KEYS[key]] = []
+        elif value is True or value in ("true", "True"):
+            options[option] = []
+        elif isinstance(value, (list, tuple)):
+            options[option] = [str(item) for item in value]
+        elif not is_off(value):
+            text = str(value)
+            # a list of names as one text, `["moe_act", "layernorm"]`; one of numbers is a pattern of layers
+            is_list = text.startswith("[") and re.search("[A-Za-z]", text)
+            options[option] = re.findall(r"[\w.+-]+", text) if is_list else [text] if text[0] in "([" else text.split()
+    return options
+
+
+_MODEL_KEYS = ("model", "model_name_or_path", "model_id_or_path", "hf_checkpoint")
+_ADAPTER_KEYS = (
+    "tuner_type", "train_type", "sft_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules",
+    "finetuning_type", "lora_bias", "use_rslora", "adapters",
+)  # fmt: skip
+
+
+def read_keys(
+    name: str, settings: Settings, gpus: int | None, script: Script | None = None, named: Model | None = None
+) -> ImportedRun:
+    """The run that the keys of a dialect describe, over its own defaults; keys that nobody knows are unknown."""
+    row = dialect(name)
+    unasked = row.left_out(settings)
+    values = {key: value for key, value in {**unasked, **settings}.items() if key not in _ADAPTER_KEYS}
+    options = options_of_keys(values, {**dict.fromkeys(_MODEL_KEYS, ""), **row.renamed})
+    imported = run_of(options, script or Script(), name.partition("-megatron")[0], named=named)
+    imported.run["num_gpus"] = gpus or imported.run["num_gpus"]
+    imported.assumed = {**imported.assumed, **{key: str(value) for key, value in unasked.items()}}
+    imported.documented = row.documented
+    said = {row.renamed.get(key) or OPTION_OF_KEY.get(key, "--" + key.replace("_", "-")): key for key in settings}
+    unread, known = imported.unknown | imported.ignored, {*imported.ignored}
+    imported.unknown, imported.ignored = {}, {}
+    for option, value in unread.items():
+        key = said.get(option, option if option.startswith("$") else "")
+        if key and key not in (*_ADAPTER_KEYS, *_MODEL_KEYS):
+            is_known = option in known or is_off(value) or row.is_harmless(key)
+            (imported.ignored if is_known else imported.unknown)[key] = value
+    return imported
+
+
+def _add_adapters(imported: ImportedRun, settings: Settings) -> None:
+    """Adapters of LoRA; Megatron's all-linear has the experts too, whose products are linear layers there."""
+    kind = str(next((settings[key] for key in ("tuner_type", "train_type", "sft_type") if key in settings), "full"))
+    if kind == "full" and not settings.get("adapters"):
+        return
+    if kind not in ("lora", "full"):
+        imported.unknown["tuner_type"] = f"{kind}, priced as lora"
+    adapters, unknown = read_adapters(
+        {"lora_rank": 8, "lora_dropout": 0.05, "target_modules": "all-linear", **settings}
+    )
+    if "all-linear" in adapters["targets"]:
+        adapters["targets"] = [*adapters["targets"], *EXPERT_TARGETS]
+    imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
+
+
+EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
+LORA_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj"),
+    "linear_q": ("q_proj",), "linear_k": ("k_proj",), "linear_v": ("v_proj",), "linear_proj": ("o_proj",),
+    "linear_q_down_proj": ("q_a_proj",), "linear_q_up_proj": ("q_b_proj",), "linear_q_proj": ("q_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",), "linear_kv_up_proj": ("kv_b_proj",),
+    "linear_fc1": ("gate_proj", "up_proj", EXPERT_TARGETS[0]), "linear_fc1_up": ("up_proj",),
+    "linear_fc1_gate": ("gate_proj", EXPERT_TARGETS[0]), "linear_fc2": ("down_proj", EXPERT_TARGETS[1]),
+    "in_proj": ("in_proj",), "out_proj": ("out_proj",),
+}  # fmt: skip
+"""Modules of Megatron core that Bridge's LoRA adapts, and peft's names of their products."""
+_ALL_MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def add_lora(imported: ImportedRun, fields: Settings, kind: str = "LoRA") -> None:
+    """Adapters as Megatron-Bridge's LoRA says them: rank 32 on all linear layers, those of experts too, unless told."""
+    named = fields.get("target_modules") or _ALL_MODULES
+    modules = [str(name) for name in (named if isinstance(named, (list, tuple)) else [named])]
+    targets = [target for name in modules for target in LORA_MODULES.get(name, ())]
+    if others := [name for name in modules if name not in LORA_MODULES]:
+        imported.unknown["peft.target_modules"] = ", ".join(others)
+    if kind.lower() not in ("lora", "canonicallora"):
+        imported.unknown["peft"] = f"{kind}, priced as LoRA"
+    rank = fields.get("dim", 32)
+    if not isinstance(rank, int) or rank < 1:
+        raise SpecError(f"peft.dim: {rank!r:.60} is no rank", "write a whole number")
+    dropout = fields.get("dropout", 0.0)
+    imported.run["adapters"] = {
+        "rank": rank,
+        "targets": list(dict.fromkeys(targets)) or ["all-linear", *EXPERT_TARGETS],
+        "dropout": dropout if isinstance(dropout, float) else 0.0,
+    }
+
+
+def _named(settings: Settings, imported_name: str = "") -> tuple[Model | None, str]:
+    name = next((str(settings[key]) for key in _MODEL_KEYS if settings.get(key)), imported_name)
+    return (model_called(name) if name else None), name
+
+
+def _note_model(imported: ImportedRun, name: str) -> None:
+    if imported.run["model"] is None and name:
+        imported.model_name = name
+
+
+_SWIFT_CALLS = re.compile(r"(Megatron\w*Arguments|\w*_main)$")
+
+
+def read_swift(config: ConfigFile) -> ImportedRun:
+    """The run of `megatron sft`, `pt` or `rlhf`: its command line, YAML or Python."""
+    keyed = settings_of(config, _SWIFT_CALLS)
+    settings = keyed.settings
+    if any(str(key).startswith("per_device_train") for key in settings):
+        return read_adapter(keyed)
+    named, name = _named(settings)
+    gpus = keyed.num_gpus
+    imported = read_keys("ms-swift-megatron", settings, gpus, keyed.script, named)
+    imported.unknown |= keyed.unread
+    _add_adapters(imported, settings)
+    _note_packing(imported, settings)
+    _note_model(imported, name)
+    return imported
+
+
+def _note_packing(imported: ImportedRun, settings: Settings) -> None:
+    if not is_on(settings.get("packing")) and imported.run["seq_length"]:
+        length = imported.run["seq_length"]
+        imported.notes.append(f"sequences are not packed: priced as if each were {length:,} tokens long")
+
+
+def is_adapter(settings: Settings) -> bool:
+    """The settings of a trainer of Hugging Face's hold Megatron core's: LLaMA-Factory's adapter of it."""
+    return any(re.search(r"(tensor|pipeline|expert|context)_(model_)?parallel_size$", str(key)) for key in settings)
+
+
+def read_adapter(keyed: KeyedSettings) -> ImportedRun:
+    """The run of LLaMA-Factory's Megatron adapter."""
+    settings = keyed.settings
+    if settings.get("recompute_granularity") == "full" and "recompute_method" not in settings:
+        settings = {**settings, "recompute_method": "uniform", "recompute_num_layers": 1}
+    named, name = _named(settings)
+    imported = read_keys("llamafactory-megatron", settings, keyed.num_gpus, keyed.script, named)
+    imported.microbatches_per_rank = int(settings.get("gradient_accumulation_steps") or 1)
+    imported.unknown.pop("gradient_accumulation_steps", None)
+    if str(settings.get("finetuning_type", "full")) != "full":
+        imported.unknown["finetuning_type"] = f"{settings['finetuning_type']}: the Megatron adapter trains all weights"
+    _note_packing(imported, settings)
+    _note_model(imported, name)
+    return imported
+
+
+def read_slime(config: ConfigFile) -> ImportedRun:
+    """The run of slime's trainer: Megatron-LM's arguments, beside those of rollouts, which are not priced."""
+    script = read_script(config.text, config.beside)
+    options = options_of(script.words)
+    settings: Settings = {name.removeprefix("--").replace("-", "_"): " ".join(w) or True for name, w in options.items()}
+    gpus = _whole(settings, "actor_num_nodes", 1) * _whole(settings, "actor_num_gpus_per_node", 0)
+    named, name = (None, "") if "num_layers" in settings else _named(settings)
+    imported = read_keys("slime", settings, gpus or None, script, named)
+    if imported.run["seq_length"] is None or "seq_length" not in settings:
+        tokens = _whole(settings, "max_tokens_per_gpu", 0) * _whole(settings, "context_parallel_size", 1)
+        imported.run["seq_length"] = tokens or imported.run["seq_length"]
+        if tokens:
+            imported.notes.append(
+                f"micro-batches are packed to {tokens:,} tokens (max_tokens_per_gpu): priced as sequences that long, "
+                "the most that a step takes; --seq-length N prices the mean one"
+            )
+    if "rollout_function_path" not in settings or "sft" not in str(settings["rollout_function_path"]):
+        imported.notes.append("the training of a step is priced; its rollouts are not")
+    _note_model(imported, name)
+    return imported
+
+
+def _whole(settings: Settings, key: str, default: int) -> int:
+    value = settings.get(key, default)
+    try:
+        return int(str(value))
+    except ValueError:
+        raise SpecError(f"{key}: {str(value)[:60]!r} is no whole number", "write a number") from None

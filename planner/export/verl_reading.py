@@ -1,0 +1,186 @@
+"""verl's overrides as a run: the actor's update, or a fine-tuning, under Megatron core or under FSDP."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from planner.errors import SpecError
+from planner.export.dialects import dialect
+from planner.export.followed.shell_script import read_script
+from planner.export.huggingface.trainer_reading import run_of_arguments
+from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
+from planner.export.keyed_settings import KeyedSettings, Settings, is_on, number
+from planner.export.megatron.keyed_reading import add_lora, read_keys
+from planner.export.named_models import model_called
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+_ROW = dialect("verl")
+_OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
+
+
+def read_verl(config: ConfigFile) -> ImportedRun:
+    """The run of a script or a YAML. Raises SpecError where neither trains a model."""
+    settings, words = _overrides(config)
+    is_rl = any(name.startswith("actor_rollout_ref.") for name in settings)
+    model = settings.get(_MODEL + "path") or settings.get("model.path") or settings.get("model.partial_pretrain")
+    if not settings:
+        raise SpecError("the text overrides none of verl's settings", "give the script that calls verl.trainer")
+    is_megatron = any(".megatron." in name for name in settings) or "megatron" in words
+    is_megatron |= settings.get("engine.strategy") == "megatron" or settings.get("engine") == "megatron"
+    imported = (_of_megatron if is_megatron else _of_fsdp)(settings, config, str(model or ""), is_rl)
+    if imported.run["model"] is None and model:
+        imported.model_name = str(model)
+    _set_batch(imported, settings, is_rl)
+    if is_rl:
+        imported.notes.append(
+            "one update of the actor is priced (ppo_mini_batch_size × rollout.n sequences as long as prompt and "
+            "response may be); rollouts, the reference model and rewards are not"
+        )
+    return imported
+
+
+def _overrides(config: ConfigFile) -> tuple[Settings, str]:
+    """The overrides by their paths, and the words of the launch."""
+    if re.search(r"^\w+:\s*$", config.text, re.MULTILINE) and not re.search(r"^\S+ .*\\$", config.text, re.MULTILINE):
+        data = yaml_of(config.text, "give the configuration's file")
+        return (_flat(data) if isinstance(data, dict) else {}), ""
+    script = read_script(config.text, config.beside)
+    found: Settings = {}
+    words = max(script.commands, key=lambda words: sum("=" in word for word in words), default=[])
+    for word in words:
+        path, equals, value = word.partition("=")
+        if equals and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.@/-]*", path):
+            found[path.lstrip("+")] = _value(value)
+    gpus = script.variables.get("nproc_per_node") or []
+    launched = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", " ".join(words))
+    if launched or gpus:
+        found.setdefault("trainer.n_gpus_per_node", _value(launched[1] if launched else gpus[0]))
+    return found, " ".join(word for word in words if word.endswith((".yaml", "megatron_trainer", "megatron")))
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> Settings:
+    rows: Settings = {}
+    for name, value in data.items():
+        rows |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return rows
+
+
+def _value(text: str) -> Any:
+    words = {"True": True, "False": False, "None": None, "null": None, "true": True, "false": False, "": None}
+    if text in words:
+        return words[text]
+    if re.fullmatch(r"-?\d{1,18}", text):
+        return int(text)
+    try:
+        return json_of(text.replace("'", '"'), "") if text.startswith("[") else text
+    except SpecError:
+        return text
+
+
+def _num_gpus(settings: Settings) -> int | None:
+    nodes, each = number(settings, "trainer.nnodes") or 1, number(settings, "trainer.n_gpus_per_node")
+    return nodes * each if each else None
+
+
+def _of_megatron(settings: Settings, config: ConfigFile, model: str, is_rl: bool) -> ImportedRun:
+    starts = (f"{_ACTOR}megatron.", "engine.", f"{_ACTOR}optim.override_optimizer_config.",
+              "optim.override_optimizer_config.")  # fmt: skip
+    keys, names = Settings(), dict[str, str]()
+    for path, value in settings.items():
+        start = next((start for start in starts if path.startswith(start)), None)
+        if start is None:
+            continue
+        key = re.sub(r"^override_\w+_config\.", "", path.removeprefix(start))
+        if key not in _OFFLOADS and not _ROW.is_harmless(path):
+            keys[key], names[key] = value, path
+    micro = f"{_ACTOR}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"
+    if settings.get(micro):
+        keys["micro_batch_size"] = settings[micro]
+    imported = read_keys("verl-megatron", keys, _num_gpus(settings), named=model_called(model) if model else None)
+    imported.unknown = {names.get(key, key): value for key, value in imported.unknown.items()}
+    imported.ignored = {names.get(key, key): value for key, value in imported.ignored.items()}
+    rank = settings.get(f"{_MODEL}lora.rank") or settings.get(f"{_MODEL}lora_rank") or settings.get("model.lora.rank")
+    if rank:
+        targets = settings.get(f"{_MODEL}lora.target_modules") or settings.get("model.lora.target_modules")
+        add_lora(imported, {"dim": rank, "target_modules": targets})
+    if is_on(settings.get(f"{_MODEL}mtp.enable_train")) and isinstance(imported.run["model"], str):
+        imported.notes.append("the multi-token prediction of the published model is trained as well")
+    _offload(imported, settings, f"{_ACTOR}megatron.")
+    read = (*names.values(), micro, f"{_MODEL}lora", "mtp")
+    _list_unread(imported, settings, read)
+    return imported
+
+
+def _of_fsdp(settings: Settings, config: ConfigFile, model: str, is_rl: bool) -> ImportedRun:
+    """FSDP around a model of transformers."""
+    actor, own = (_ACTOR, _MODEL) if is_rl else ("", "model.")
+    get = settings.get
+    arguments: Settings = {
+        "model_name_or_path": model,
+        "per_device_train_batch_size": get(f"{actor}ppo_micro_batch_size_per_gpu") if is_rl
+        else get("data.micro_batch_size_per_gpu", 4),
+        "gradient_checkpointing": get(f"{own}enable_gradient_checkpointing", True),
+        "fsdp": "full_shard", "bf16": True, "use_liger_kernel": get(f"{own}use_liger"),
+        "activation_offloading": get(f"{own}enable_activation_offload"),
+        "context_parallel_size": get(f"{actor}ulysses_sequence_parallel_size")
+        or get(f"{actor}fsdp_config.ulysses_sequence_parallel_size") or get("engine.ulysses_sequence_parallel_size"),
+        **({"lora_rank": get(f"{own}lora_rank"), "lora_target": get(f"{own}target_modules", "all-linear")}
+           if get(f"{own}lora_rank") else {}),
+        "packing": True,
+    }  # fmt: skip
+    keyed = KeyedSettings(
+        {k: v for k, v in arguments.items() if v not in (None, "")}, read_script(""), _num_gpus(settings)
+    )
+    imported = run_of_arguments(keyed, ConfigFile("", None), _ROW)
+    imported.source = "verl"
+    size = number(settings, f"{actor}fsdp_config.fsdp_size", "engine.fsdp_size", "model.fsdp_config.fsdp_size") or -1
+    if size > 0:
+        imported.run["parallelism"]["fsdp"] = size
+    prefix = f"{actor}fsdp_config." if is_rl else "model.fsdp_config."
+    _offload(imported, settings, prefix)
+    read = (f"{own}enable_", f"{own}lora_rank", f"{own}target_modules", f"{own}use_liger", f"{actor}ulysses",
+            f"{actor}fsdp_config.fsdp_size", f"{actor}fsdp_config.model_dtype", "data.micro_batch_size",
+            "engine.fsdp_size", "engine.ulysses", f"{actor}ppo_micro", f"{actor}fsdp_config.dtype", "ulysses",
+            "use_remove")  # fmt: skip
+    _list_unread(imported, settings, read)
+    return imported
+
+
+def _offload(imported: ImportedRun, settings: Settings, prefix: str) -> None:
+    """verl moves weights, gradients and states to the host between phases: all are on the GPU while it updates."""
+    found = [name for name in _OFFLOADS if is_on(settings.get(prefix + name))]
+    if found:
+        imported.notes.append(f"{', '.join(found)}: on the host during rollouts, on the GPU during the update")
+    for name in ("offload_policy", "cpu_offload", "offload_params"):
+        if is_on(settings.get(prefix + name)):
+            imported.unknown[prefix + name] = "true"
+
+
+def _list_unread(imported: ImportedRun, settings: Settings, read: tuple[str, ...]) -> None:
+    common = (f"{_MODEL}path", "model.path", "model.partial_pretrain", "data.max_", "data.train_batch_size",
+              "engine", f"{_ACTOR}ppo_mini", f"{_ACTOR}use_dynamic", f"{_ACTOR}ppo_max_token", "trainer.n",
+              "data.use_dynamic")  # fmt: skip
+    for path, value in settings.items():
+        if path in imported.unknown or path in imported.ignored or path.startswith((*read, *common)):
+            continue
+        is_known = _ROW.is_harmless(path) or value in (None, False) or path.rpartition(".")[2] in _OFFLOADS
+        (imported.ignored if is_known or "." not in path else imported.unknown)[path] = str(value)[:200]
+
+
+def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
+    """Sequences of an update and their length; of dynamic micro-batches those that hold so many tokens."""
+    run = imported.run
+    prompt, response = number(settings, "data.max_prompt_length"), number(settings, "data.max_response_length")
+    if is_rl:
+        run["seq_length"] = (prompt or 512) + (response or 512)
+        samples = number(settings, "actor_rollout_ref.rollout.n") or 1
+        run["global_batch_size"] = (number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256) * samples
+        tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu")
+        if is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")) and tokens:
+            held = tokens * run["parallelism"].get("cp", 1) // run["seq_length"]
+            run["parallelism"]["micro_batch_size"] = max(1, held)
+    else:
+        run["seq_length"] = number(settings, "data.max_length") or 1024
+        run["global_batch_size"] = number(settings, "data.train_batch_size") or 256
+    imported.microbatches_per_rank = None
