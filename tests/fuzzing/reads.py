@@ -29,7 +29,7 @@ from planner.profile.record import MeasurementRecord
 from planner.report.timeline.trace import plan_trace
 from planner.serve.app import _asked_for
 from planner.serve.controls import Catalogue, options_of
-from planner.serve.question import asked
+from planner.serve.controls import asked
 from planner.specs.documents import read_lengths
 from planner.specs.reading import load_yaml
 
