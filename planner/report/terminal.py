@@ -68,8 +68,8 @@ def panel_text(plan: Plan) -> str:
 
 def _timeline(plan: Plan) -> RenderableType:
     """The pipeline's timeline, of as many micro-batches as are drawn."""
-    from planner.report.timeline.charts import shown_step
-    from planner.report.timeline.text import drawing
+    from planner.report.schedules import drawing
+    from planner.report.timeline import shown_step
     from planner.schedule.replay import replay
 
     step = shown_step(plan)

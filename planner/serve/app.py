@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError, defect
-from planner.report.html.pieces import Html
+from planner.report.html import Html
 from planner.serve.controls import Catalogue, Form, Options, Question, Reader, asked, form_of, options_of
 from planner.serve.desk import Desk, Found
 from planner.serve.downloads import NAMES, OWN_FIELDS, download, same_layout

@@ -69,8 +69,8 @@ def _number(text: str) -> int | None:
 
 def _trace(plan: Plan) -> str:
     """The whole step, or a shorter one of the same pipeline where it is too long for a trace."""
-    from planner.report.timeline.charts import shown_step
-    from planner.report.timeline.trace import MAX_ACTIONS, trace_text
+    from planner.report.timeline import shown_step
+    from planner.report.trace import MAX_ACTIONS, trace_text
 
     layout, sizes = plan.best, plan.parallelism
     if 2 * sizes.pp * sizes.vpp * sizes.num_microbatches > MAX_ACTIONS:

@@ -11,12 +11,11 @@ from matplotlib.ticker import MaxNLocator
 
 from planner.answer import Plan
 from planner.layout.memory_curve import MemoryCurve, memory_curves
-from planner.report.charts import ACTION_COLOURS, MEMORY_COLOURS, PALETTE
+from planner.report.charts import ACTION_COLOURS, MEMORY_COLOURS, PALETTE, envelope
 from planner.report.format import gibibytes, seconds, unit_for
-from planner.report.html.charts_of_plans import envelope
-from planner.report.html.pieces import Html, folded, joined, picture, tag
+from planner.report.html import Html, folded, joined, picture, tag
 from planner.report.labels import MEMORY
-from planner.report.timeline.charts import DrawnStep, Window, caption, shown_step
+from planner.report.timeline import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
 from planner.schedule.replay import replay
 from planner.schedule.timeline import Timeline
