@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from planner.observe.gap.account import (
+from planner.observe.accounts import (
     ATTENTION,
-    BUBBLE,
     COPIES,
     DATA,
     EXCHANGES,
@@ -13,7 +12,6 @@ from planner.observe.gap.account import (
     OPTIMIZER,
     OTHER,
     PIPELINE,
-    PP_LINK_RATE,
     PRODUCTS,
     WAITS,
     Account,
@@ -77,7 +75,7 @@ class _Step:
             self.compute(computing, one.hidden_s)
             self.at += (one.busy_s - one.hidden_s) * US
         self.compute(computing, sum(seconds for _, seconds in computing))
-        waited_s = sum(parts.get(name, 0.0) for name in (PIPELINE, BUBBLE, PP_LINK_RATE))
+        waited_s = sum(parts.get(name, 0.0) for name in (PIPELINE,))
         if waited_s:
             self.collective("pp", self.at, waited_s * US, SEND_RECV, "send")
             self.at += waited_s * US

@@ -13,12 +13,12 @@ import numpy as np
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate, pricing_of, selective_modules
 from planner.physics.pricing import Pricing
-from planner.search.bounds.pipeline import coarse_bound_s
+from planner.search.bounds import coarse_bound_s
 from planner.search.enumerate import enumerate_shapes
 from planner.search.frontier import ANY_SET, nodes_of
 from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import fits, priced_shapes, with_module_sets
-from planner.search.splits.uneven import level_guess_s
+from planner.search.uneven import level_guess_s
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from planner.answer import Plan, PricedLayout
 from planner.layout.evaluate import price_given
-from planner.search.case import Case
-from planner.search.deadline import Deadline
+from planner.search.case import Case, Deadline
 from planner.search.layouts import News
 from planner.search.search import search_within_risk
 from planner.specs.cluster import ClusterSpec

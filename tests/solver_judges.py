@@ -13,10 +13,9 @@ from brute_force import brute_force_s
 
 from planner.errors import SolverError
 from planner.search.ilp import solver
-from planner.search.ilp.checked import violated_row
 from planner.search.ilp.node import Node
 from planner.search.ilp.program import build, solve
-from planner.search.ilp.solver import Claim
+from planner.search.ilp.solver import Claim, violated_row
 
 AGREE = 2e-5
 """Part of a step, and seconds, by which two optima may differ: each solver lets a row be violated by 1e-6."""

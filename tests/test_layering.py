@@ -49,8 +49,7 @@ ALLOWED = {
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
     "decide": {
         "errors", "shape", "specs", "trainers", "answer", "schedule.orders", "months", "layout",
-        "probe.result", "observe.observation", "search.case", "search.deadline", "search.first", "search.layouts",
-        "search.recipes",
+        "probe.result", "observe.observation", "search.case", "search.layouts", "search.recipes",
         "search.safest", "search.search", "search.why.remedy",
         # a launch file that is checked is read as the importer reads it, and broken rules are those of its trainer
         "export.import_run", "export.spelling",
@@ -60,7 +59,7 @@ ALLOWED = {
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
         "layout.replan", "export.environment", "decide", "observe.observation",
-        "observe.traces", "observe.gap.rows", "observe.gap.account", "observe.follower",
+        "observe.traces", "observe.gap_rows", "observe.accounts", "observe.follower",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },
@@ -75,7 +74,7 @@ ALLOWED = {
     # solver tests itself
     "profile": {
         "distribution", "errors", "files", "saved", "shape", "specs", "trainers", "schedule", "physics", "answer",
-        "layout", "probe", "search.ilp.self_test", "observe.history", "observe.history_place",
+        "layout", "probe", "search.ilp.solver", "observe.history", "observe.history_place",
     },
     # the page asks as the command line does, which gives it the reader of options: nothing imports `cli`. It prices the
     # layout on the screen again, searches, and shows and exports what is found

@@ -18,9 +18,8 @@ from planner.cli.measurements import probe_of
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.observe.history import kept_run, read_kept, text_of
-from planner.observe.judge import judged
+from planner.observe.judge import judged, observed_of
 from planner.observe.log_reader import observe
-from planner.observe.saved import observed_of
 from planner.plan_file import plan_of
 from planner.profile.record import Machine, MeasurementRecord
 from planner.saved import changed_entry, with_digest

@@ -16,10 +16,9 @@ from planner.layout.evaluate import pricing_of
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
-from planner.search.enumerate import enumerate_shapes, scalar
-from planner.search.ilp.translate import RecomputeChoice
+from planner.search.enumerate import enumerate_shapes, scalar, schedule_options
+from planner.search.ilp.node import RecomputeChoice
 from planner.search.layouts import recompute_choices
-from planner.search.schedules import schedule_options
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory

@@ -118,6 +118,12 @@ COMMANDS = {
         "trace_command",
         "Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.",
     ),
+    "mcp": CommandRow(
+        "look",
+        "planner.cli.mcp_command",
+        "mcp_command",
+        "Offer the planner to agents as tools of the Model Context Protocol.",
+    ),
     "serve": CommandRow(
         "look",
         "planner.cli.serve_command",

@@ -88,7 +88,7 @@ def _print_program(asked: SearchOptions, json: bool) -> None:
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import dumps, waiting
     from planner.search.search import plan
-    from planner.search.why.program import program_text
+    from planner.search.why.explain import program_text
 
     job = read_job(asked)
     limits = read_limits(asked, job)

@@ -58,7 +58,7 @@ def doubt_device(result: ProbeResult, hardware: HardwareSpec, where: str) -> Non
 def read_calibration(path: str, cluster: ClusterSpec, trainer: str) -> Calibration:
     """The calibration of `cluster` by a saved probe, or by a run for a job of `trainer`. What it corrects is logged as
     notes, what was refused or left out as warnings."""
-    from planner.observe.saved import is_observed, observed_of
+    from planner.observe.judge import is_observed, observed_of
 
     data, where = load_yaml(path, SAVED), label(path)
     if is_observed(data):

@@ -159,7 +159,7 @@ def _given(asked: LayoutOptions) -> list[str]:
 def _planned(path: str, asked: LayoutOptions) -> Plan | Observed:
     """The plan or the earlier observation in a file."""
     from planner.cli.inputs import option
-    from planner.observe.saved import is_observed, observed_of
+    from planner.observe.judge import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml
     from planner.specs.reading.limits import SAVED

@@ -36,7 +36,7 @@ def add_run(path: str, folder: str | None, as_json: bool) -> None:
         said_of,
         text_of,
     )
-    from planner.observe.saved import read_observed
+    from planner.observe.judge import read_observed
     from planner.specs.reading import label
 
     where, place = label(path), _folder(folder)

@@ -160,7 +160,7 @@ def _draw_probe(data: dict[str, Any], where: str, shape: Shape, alternative: int
 
 
 def _draw_observed(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
-    from planner.observe.saved import observed_of
+    from planner.observe.judge import observed_of
     from planner.report.observe.answer import render_observed
 
     return render_observed(observed_of(data, where))
@@ -377,7 +377,7 @@ def _side(path: str) -> Compared:
     """One side: a plan, a probe's result, or a run that `plan import` or `plan observe` read."""
     from planner.cli.measurements import is_probe, probe_of
     from planner.decide.compare import of_observation, of_plan, of_probe
-    from planner.observe.saved import is_observed, observed_of
+    from planner.observe.judge import is_observed, observed_of
     from planner.plan_file import plan_of
     from planner.specs.reading import label, load_yaml
     from planner.specs.reading.limits import SAVED

@@ -1,17 +1,33 @@
-"""A run, all that its files show, and what it is held against: the input of every question about the run."""
+"""An observed run with what it is held against, and the layout and recipe that it has; changed ones are priced."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from planner.answer import Plan
+from planner.errors import PlannerError
 from planner.layout.candidate import Candidate
+from planner.layout.given import given_layout
+from planner.layout.price import price_layout
+from planner.layout.recipe import setting_of, settled, under
 from planner.layout.replan import reprice
-from planner.observe.observation import Observation, Observed, Prediction
+from planner.layout.risk import headroom_bytes
+from planner.observe.observation import GapRemedy, Observation, Observed, Prediction, Term
 from planner.observe.traces.recorded import Recorded
+from planner.schedule.orders import SCHEDULES
 from planner.shape import RANK_ORDERS, Shape
+from planner.specs.problems import checked
+from planner.specs.training import Parallelism, SearchLimits
+from planner.trainers.generations import described, runtime_of_its_day
+from planner.trainers.load import switches_of
+from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import own_runtime, switched
+from planner.trainers.switches import SWITCHES, Value, written
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,17 @@ class ObservedCase:
     earlier: Observed | None = None
     """The earlier run that it is held against, if that is what the prediction is."""
 
+    @property
+    def has_log(self) -> bool:
+        """True where a log printed the steps, and not a profiler alone."""
+        kinds = self.recorded.kinds if self.recorded else {}
+        return any(source.path not in kinds for source in self.observation.sources)
+
+    @property
+    def ep(self) -> int:
+        """The size of expert parallelism, as far as the plan says it."""
+        return 1 if self.plan is None else int(self.plan.parallelism.ep)
+
     @cached_property
     def candidate(self) -> Candidate | None:
         """The plan's best layout, which can be replayed and changed."""
@@ -35,51 +62,384 @@ class ObservedCase:
 
 @dataclass(frozen=True, slots=True)
 class ObservedGrid:
-    """Sizes of a run's grid; pipelines of one run differ in their data-parallel, tensor and context ranks."""
+    """Sizes of a run's grid."""
 
     tp: int
     cp: int
     pp: int
     dp: int
-    vpp: int = 1
     dp_outermost: bool = False
-    num_microbatches: int | None = None
-    """Micro-batches of one pipeline in a step; None where the batch is not known."""
-
-    @property
-    def stride(self) -> int:
-        """Ranks from one stage of a pipeline to the next."""
-        shape = Shape.of(tp=self.tp, cp=self.cp, pp=self.pp, dp=self.dp, dp_outermost=int(self.dp_outermost))
-        return int(shape.stage_stride)
 
     def stage(self, rank: int) -> int:
         """The pipeline stage of a rank."""
-        return rank // self.stride % self.pp
-
-    def pipeline(self, rank: int) -> int:
-        """The rank of the first stage to which this one's activations belong: one number for each pipeline."""
-        return rank - self.stage(rank) * self.stride
+        shape = Shape.of(tp=self.tp, cp=self.cp, pp=self.pp, dp=self.dp, dp_outermost=int(self.dp_outermost))
+        return rank // int(shape.stage_stride) % self.pp
 
 
 def grid_of(case: ObservedCase) -> ObservedGrid | None:
     """The plan's grid, or else that which the log's arguments state; None where neither says it."""
     if case.plan is not None:
         layout = case.plan.parallelism
-        return ObservedGrid(
-            layout.tp, layout.cp, layout.pp, layout.dp, layout.vpp, layout.dp_outermost, layout.num_microbatches
-        )
-    facts, stated = case.observation.facts, case.observation.facts.run.get("parallelism") or {}
-    tp, cp, pp = (_size(stated, axis) for axis in ("tp", "cp", "pp"))
-    if not (stated and facts.num_gpus and tp and cp and pp) or facts.num_gpus % (tp * cp * pp):
+        return ObservedGrid(layout.tp, layout.cp, layout.pp, layout.dp, layout.dp_outermost)
+    facts = case.observation.facts
+    stated = facts.run.get("parallelism") or {}
+    tp, cp, pp = (stated.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    if not (stated and facts.num_gpus and all(isinstance(size, int) and size > 0 for size in (tp, cp, pp))):
         return None
-    dp = facts.num_gpus // (tp * cp * pp)
-    sequences, micro = facts.global_batch_size, _size(stated, "micro_batch_size")
-    even = sequences and micro and sequences % (micro * dp) == 0
-    num_microbatches = sequences // (micro * dp) if even and sequences and micro else None
-    order = stated.get("rank_order", RANK_ORDERS[0])
-    return ObservedGrid(tp, cp, pp, dp, _size(stated, "vpp") or 1, order != RANK_ORDERS[0], num_microbatches)
+    dp, left = divmod(facts.num_gpus, tp * cp * pp)
+    return None if left else ObservedGrid(tp, cp, pp, dp, stated.get("rank_order", RANK_ORDERS[0]) != RANK_ORDERS[0])
 
 
-def _size(stated: dict[str, Any], name: str) -> int | None:
-    value = stated.get(name, 1)
-    return value if isinstance(value, int) and value > 0 else None
+Layouts = Callable[[Candidate], Iterable[Candidate]]
+OF_LOG = "the log's arguments"
+"""The source of a prediction that the log itself states."""
+LEAST_WORD = 0.02
+"""Least share of a step that a switch has to cost before a run is told of it."""
+_OF_LAYOUT = ("recompute", "zero_stage")
+"""Settings that are no switches: what is recomputed is a row of its own."""
+FUSIONS = ("flash_attention", "attention_kernel", "activation_fusion", "gradient_accumulation_fusion")
+"""Features of runs that no search chooses: a trainer has them unless someone switches them off."""
+_SIZES = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch_size", "zero_stage")
+_CHUNKS = frozenset(("pp", "vpp", "schedule"))
+"""Changes under which layers are cut anew."""
+
+
+def near(candidate: Candidate, **others: Any) -> Candidate | None:
+    """The candidate with other sizes of its layout, as `plan evaluate` prices it; None where its trainer refuses it."""
+    with suppress(PlannerError, ValueError):
+        wanted = _as_stated(candidate, others)
+        pricing = candidate.pricing
+        if wanted.recompute_modules:
+            pricing = replace(pricing, selective_modules=wanted.recompute_modules)
+        given = given_layout(pricing, wanted)
+        if given.warnings:
+            return None
+        runtime = pricing.runtime.for_schedules(SCHEDULES[given.schedule].splits_backward)
+        pricing, split = replace(pricing, runtime=runtime), given.split
+        if not _CHUNKS & others.keys():
+            split = replace(split, mtp_stage=candidate.split.mtp_stage)
+        table = pricing.table(given.shape, split.priced_modes)
+        return Candidate(pricing, table, split, given.schedule, rank_factors=candidate.rank_factors)
+    return None
+
+
+def _as_stated(candidate: Candidate, others: Mapping[str, Any]) -> Parallelism:
+    """The layout as someone would state it, with `others` in place of its own sizes."""
+    shape = candidate.shape
+    values: dict[str, Any] = {axis: int(getattr(shape, axis)) for axis in _SIZES}
+    values |= {"schedule": candidate.schedule, "sequence_parallel": bool(shape.sequence_parallel)}
+    values |= {"rank_order": shape.rank_order}
+    if int(shape.shard_size) != int(shape.dp * shape.cp):
+        values["fsdp"] = int(shape.shard_size)
+    if not _CHUNKS & others.keys():
+        values["layers_per_stage"] = candidate.split.counts
+    if "recompute" not in others:
+        values |= recompute_of(candidate)
+    return Parallelism(**{**values, **others})
+
+
+def recompute_of(candidate: Candidate) -> dict[str, Any]:
+    """The fields of a layout that say what is recomputed."""
+    split, sums = candidate.split, tuple(map(sum, candidate.split.recomputed))
+    if any(sums):
+        every = sums == split.counts
+        return {"recompute": "full", **({} if every else {"recompute_num_layers": max(sums)})}
+    if split.base == "selective":
+        return {"recompute": "selective", "recompute_modules": candidate.pricing.selective_modules}
+    return {"recompute": "none"}
+
+
+def takes(candidate: Candidate, now: Candidate) -> bool:
+    """True where the change breaks no rule that the run keeps, and fits, or needs no more memory than now."""
+    already, broken = (
+        {(rule.switch, rule.says) for rule in broken_recipe_rules(setting_of(each))} for each in (now, candidate)
+    )
+    return max(candidate.excess_bytes) <= max(0.0, *now.excess_bytes) and broken <= already
+
+
+def runtime_of(candidate: Candidate) -> RuntimeSpec:
+    """The trainer of a candidate with the dispatcher that its GPUs ask for."""
+    return settled(candidate.pricing.runtime, candidate.pricing.cluster, candidate.pricing.model)
+
+
+def options_between(before: Candidate, after: Candidate) -> tuple[str, ...]:
+    """The words of `plan evaluate` that make `after` of `before`."""
+    words: list[str] = []
+    for axis in _SIZES:
+        if int(getattr(before.shape, axis)) != int(getattr(after.shape, axis)):
+            words += [f"--{axis.replace('_', '-')}", str(int(getattr(after.shape, axis)))]
+    if before.order_name != after.order_name and after.order_name != "none":
+        words += ["--schedule", after.order_name]
+    if (now := recompute_of(after)) != recompute_of(before):
+        for name, value in now.items():
+            words += [f"--{name.replace('_', '-')}", ",".join(value) if isinstance(value, tuple) else str(value)]
+    if switches := switches_between(before, after):
+        words += ["--switch", ",".join(f"{name}={written(value)}" for name, value in switches.items())]
+    return tuple(words)
+
+
+def switches_between(before: Candidate, after: Candidate) -> dict[str, Value]:
+    """The switches that have another value in `after`."""
+    old, new = runtime_of(before), runtime_of(after)
+    pairs = {name: (SWITCHES[name].value_of(old), SWITCHES[name].value_of(new)) for name in spoken(after)}
+    return {name: value for name, (had, value) in pairs.items() if had != value}
+
+
+def spoken(candidate: Candidate) -> tuple[str, ...]:
+    """The switches of the candidate's trainer, and the fused kernels that no switch of it is about."""
+    has = switches_of(candidate.pricing.runtime)
+    touched = {field for name in has for field in SWITCHES[name].touched}
+    return (*has, *(name for name in FUSIONS if not touched & SWITCHES[name].touched))
+
+
+LEAST_GAIN = 1e-3
+"""Least share of a step that a remedy has to win."""
+
+
+def expected_step_s(case: ObservedCase, now: Candidate, changed: Candidate) -> float:
+    """Seconds of the step after a change: measured − (price now − price changed) · min(1, measured / price now).
+
+    Whatever else makes a run slower than its price stays as it is, so that no more is won than the price says; a run
+    that is faster than its price wins in proportion. Never below the lower end of the changed price's interval, in the
+    same proportion. Without a measured step, the changed price.
+    """
+    measured_s = case.observation.step_s
+    if measured_s is None:
+        return changed.step_s
+    share = min(1.0, measured_s / now.step_s)
+    interval = price_layout(changed, exact=False).step.step_s_interval
+    least_s = interval[0] if interval else changed.step_s
+    return max(measured_s - (now.step_s - changed.step_s) * share, least_s * share)
+
+
+def best_of(now: Candidate, others: Iterable[Candidate]) -> Candidate | None:
+    """The fastest of some changes; None where none wins `LEAST_GAIN` of the step."""
+    best = min(others, key=lambda other: other.step_s, default=now)
+    return None if best.step_s > now.step_s * (1 - LEAST_GAIN) else best
+
+
+_RECOMPUTE = ("recompute", "recompute_modules", "recompute_num_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class StatedDifference:
+    """A setting that a log states otherwise than its plan, and the layout with it and with all those before it."""
+
+    name: str
+    planned: str
+    has: str
+    candidate: Candidate
+
+
+def stated_otherwise(case: ObservedCase) -> tuple[StatedDifference, ...]:
+    """The settings that the log states otherwise than the plan, one after the other, in the order of `SWITCHES`.
+
+    Only what acts on the layout is one: switches, fused kernels, what is recomputed, what ZeRO shards. Beside an
+    earlier run they are those that this one's log states, too.
+    """
+    expected = layout_before(case)
+    if expected is None or not states_switches(case):
+        return ()
+    with suppress(PlannerError):
+        stated = _stated_runtime(case, expected)
+        recipe = tuple(_of_recipe(expected, stated, case.observation.facts.stated_switches))
+        last = recipe[-1].candidate if recipe else expected
+        return (*recipe, *_of_layout(case, last))
+    return ()
+
+
+def layout_before(case: ObservedCase) -> Candidate | None:
+    """The layout that the run is held against: the plan's, with what the log of an earlier run says otherwise."""
+    if case.earlier is None:
+        return case.candidate
+    known = stated_otherwise(ObservedCase(case.earlier.observation, plan=case.plan))
+    return known[-1].candidate if known else case.candidate
+
+
+def running(case: ObservedCase) -> Candidate | None:
+    """The layout that the run has, as far as plan and log tell; it keeps free what a search keeps free.
+
+    What was measured above the price of its layout is no room for changes either.
+    """
+    known = stated_otherwise(case)
+    candidate = known[-1].candidate if known else layout_before(case)
+    if candidate is None:
+        return None
+    pricing = candidate.pricing
+    free = headroom_bytes(pricing, SearchLimits()) + _measured_above(case, candidate)
+    return candidate.priced_as(replace(pricing, headroom_bytes=free))
+
+
+def states_switches(case: ObservedCase) -> bool:
+    """True where the log's own arguments say which switches are on."""
+    return bool(case.observation.facts.stated_switches)
+
+
+def _measured_above(case: ObservedCase, candidate: Candidate) -> float:
+    """Bytes that the run allocates above the price of its layout."""
+    observation = case.observation
+    if observation.peak_memory_bytes is None or observation.peak_memory_kind != "allocated":
+        return 0.0
+    return max(0.0, observation.peak_memory_bytes - max(stage.peak_allocated_bytes for stage in candidate.memory))
+
+
+def _stated_runtime(case: ObservedCase, candidate: Candidate) -> RuntimeSpec:
+    """The trainer as the log's arguments describe it; of another trainer, its words under the plan's own."""
+    run, pricing = case.observation.facts.run, candidate.pricing
+    hardware, model = pricing.cluster.hardware, pricing.model
+    used = {"precision_recipe": run.get("precision_recipe"), **run["features"]}
+    layout = checked(Parallelism, run.get("parallelism") or {}, "the log")
+    dated = own_runtime(pricing.runtime)
+    if run.get("runtime") == dated.family and (dated.name == dated.family or dated.year is not None):
+        dated = runtime_of_its_day(dated.family, hardware.architecture, model, layout, used)
+    stated, _ = described(dated, hardware, model, used)
+    return settled(stated.for_schedules(SCHEDULES[candidate.schedule].splits_backward), pricing.cluster, model)
+
+
+def _of_recipe(candidate: Candidate, stated: RuntimeSpec, named: Collection[str]) -> Iterator[StatedDifference]:
+    """Switches that the log names, then fused kernels, with another value than the plan's."""
+    setting, has = setting_of(candidate), switches_of(candidate.pricing.runtime)
+    both = {*FUSIONS, *(has.keys() & switches_of(stated).keys())}
+    names = [name for name in SWITCHES if name in both and name in named]
+    for name in (name for name in names if has_effect(name, setting)):
+        planned, found = (SWITCHES[name].value_of(runtime) for runtime in (runtime_of(candidate), stated))
+        if planned != found:
+            candidate = under(candidate, switched(candidate.pricing.runtime, {name: found}))
+            yield StatedDifference(name, written(planned), written(found), candidate)
+
+
+def _of_layout(case: ObservedCase, candidate: Candidate) -> Iterator[StatedDifference]:
+    """The log's way to recompute, and what its ZeRO shards, where they are not the plan's."""
+    stated = checked(Parallelism, case.observation.facts.run.get("parallelism") or {}, "the log")
+    runtime = candidate.pricing.runtime
+    says = "recompute" in case.observation.facts.stated_switches or stated.recompute != "none"
+    fields = {name: getattr(stated, name) for name in _RECOMPUTE if getattr(stated, name)} if says else {}
+    if stated.recompute == "selective":
+        fields["recompute_modules"] = stated.recompute_modules or runtime.selective_default
+    zero = {} if stated.zero_stage is None else {"zero_stage": stated.zero_stage}
+    for name, others in (("recompute", fields), ("zero_stage", zero)):
+        other = near(candidate, **others) if others else None
+        words = None if other is None else options_between(candidate, other)
+        if other is not None and words:
+            before = recompute_of(candidate) if name == "recompute" else {name: int(candidate.shape.zero_stage)}
+            yield StatedDifference(name, _said(before), _said(others), other)
+            candidate = other
+
+
+def _said(fields: Mapping[str, Any]) -> str:
+    """The values of fields, in words."""
+    return " ".join("+".join(value) if isinstance(value, tuple) else str(value) for value in fields.values())
+
+
+def other_values(now: Candidate, name: str) -> Iterator[Candidate]:
+    """The layout with a switch at each other value that changes no numerics, that its rules allow, and that fits."""
+    if name not in spoken(now) or not has_effect(name, setting_of(now)):
+        return
+    row, had = SWITCHES[name], SWITCHES[name].value_of(runtime_of(now))
+    own = (row.value_of(own_runtime(now.pricing.runtime)),)
+    values = own if name in FUSIONS else switches_of(now.pricing.runtime).get(name, ())
+    for value in values:
+        if value != had and (name in FUSIONS or value not in row.consent):
+            moved = under(now, switched(now.pricing.runtime, {name: value}))
+            if takes(moved, now):
+                yield moved
+
+
+def fewer_recomputed(now: Candidate) -> Iterator[Candidate]:
+    """Nothing recomputed, or modules in place of layers, or fewer layers; nothing where nothing is recomputed."""
+    if recompute_of(now) == {"recompute": "none"}:
+        return
+    yield from _fitting(now, recompute="none")
+    has = now.pricing.runtime.recomputable_modules
+    if has and any(map(any, now.split.recomputed)):
+        own = tuple(name for name in now.pricing.selective_modules if name in has)
+        yield from _fitting(now, recompute="selective", recompute_modules=own or has[:1])
+    for count in range(1, max(map(sum, now.split.recomputed), default=0)):
+        yield from _fitting(now, recompute="full", recompute_num_layers=count)
+
+
+def chunked(now: Candidate) -> Iterator[Candidate]:
+    """Two chunks on a rank in place of one, and micro-batches of half as many sequences."""
+    if int(now.shape.pp) > 1 and int(now.shape.vpp) == 1:
+        yield from _fitting(now, vpp=2, schedule="interleaved-1f1b")
+    if int(now.shape.micro_batch_size) % 2 == 0:
+        yield from _fitting(now, micro_batch_size=int(now.shape.micro_batch_size) // 2)
+
+
+def _fitting(now: Candidate, **others: Any) -> Iterator[Candidate]:
+    """The layout with other sizes, if its trainer takes it and it fits."""
+    moved = near(now, **others)
+    if moved is not None and takes(moved, now) and options_between(now, moved):
+        yield moved
+
+
+def remedy_of_change(case: ObservedCase, switches: Collection[str], layouts: Layouts | None = None) -> GapRemedy | None:
+    """The fastest change of some switches or of the layout, priced for this job; None where none wins anything."""
+    now = running(case)
+    if now is None or not (switches or layouts):
+        return None
+    moved = (other for name in switches for other in other_values(now, name))
+    best = best_of(now, (*moved, *(layouts(now) if layouts else ())))
+    if best is None:
+        return None
+    return GapRemedy(options=options_between(now, best), step_s=expected_step_s(case, now, best))
+
+
+def recipe_terms(case: ObservedCase) -> tuple[Term, ...]:
+    """The price of the layout under the log's recipe less that under the plan's, one switch at a time.
+
+    The order is fixed, and the terms add up to the whole difference, whichever way switches act on each other. Beside
+    an earlier run, the recipe is that of its log; nothing where that says none.
+    """
+    return tuple(term for _, term in _costs(case))
+
+
+def _costs(case: ObservedCase) -> tuple[tuple[str, Term], ...]:
+    """Each setting that the log states otherwise than what it is held against, with what that costs by the price."""
+    before, terms, theirs = layout_before(case), list[tuple[str, Term]](), "the plan"
+    if case.earlier is not None:
+        theirs = "the earlier run"
+        if not states_switches(ObservedCase(case.earlier.observation)):
+            return ()
+    for row in stated_otherwise(case):
+        assert before is not None
+        cost_s = row.candidate.step_s - before.step_s
+        says = f"the log shows {row.name} {row.has}, {theirs} has {row.planned}"
+        more = Term(term=f"recipe: {row.name}", seconds=cost_s, evidence=says, recoverable_s=max(0.0, cost_s))
+        terms.append((row.name, more))
+        before = row.candidate
+    return tuple(terms)
+
+
+def slower_settings(case: ObservedCase, row_of_switch: Mapping[str, str]) -> dict[str, list[tuple[str, Term]]]:
+    """The settings that the log states and that cost `LEAST_WORD` of the step, by the row of the gap that each is of.
+
+    Beside a plan or an earlier run they are those that it has otherwise; where the log's own arguments are the plan,
+    those with a better value, which are a recipe's and no fault.
+    """
+    prediction = case.prediction
+    if prediction is None:
+        return {}
+    if prediction.source == OF_LOG:
+        return {"recipe": [(name, term) for name, term in _better(case) if _is_worth(term, prediction)]}
+    found: dict[str, list[tuple[str, Term]]] = {}
+    for name, term in _costs(case):
+        if name not in _OF_LAYOUT and _is_worth(term, prediction):
+            found.setdefault(row_of_switch.get(name, "recipe"), []).append((name, term))
+    return found
+
+
+def _is_worth(term: Term, prediction: Prediction) -> bool:
+    return term.seconds > LEAST_WORD * prediction.step_s
+
+
+def _better(case: ObservedCase) -> Iterator[tuple[str, Term]]:
+    """The switches that the log names and that would win something at another value."""
+    now = running(case)
+    for name in spoken(now) if now is not None else ():
+        best = best_of(now, other_values(now, name)) if name in case.observation.facts.stated_switches and now else None
+        if best is not None and now is not None:
+            has, better = (written(SWITCHES[name].value_of(runtime_of(each))) for each in (now, best))
+            gain_s = (case.observation.step_s or now.step_s) - expected_step_s(case, now, best)
+            says = f"the log shows {name} {has}, and {better} is faster by the price"
+            yield name, Term(term=f"recipe: {name}", seconds=gain_s, evidence=says)

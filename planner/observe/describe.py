@@ -92,31 +92,21 @@ def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
 
 def _most_s(record: RunRecord, name: str) -> float | None:
     """The most that a timer shows over the ranks, in seconds: the median over what was printed."""
-    if highs := record.timers.get(name, ((), ()))[1]:
-        return median(highs)
-    return max(record.of_ranks(name).values(), default=None)
+    highs = record.timers.get(name, ((), ()))[1]
+    return median(highs) if highs else None
 
 
 def timers_of(record: RunRecord) -> Iterator[Timer]:
     for name, (lows, highs) in record.timers.items():
         if len(lows) and name not in _SET_UP:
-            yield Timer(
-                name=name, min_s=median(lows), max_s=median(highs), num_values=len(lows),
-                per_rank_s=record.of_ranks(name), mean_s=math.fsum(highs) / len(highs),
-            )  # fmt: skip
-    for name in record.rank_timers:
-        if name not in record.timers:
-            ranks = record.of_ranks(name)
-            values = list(ranks.values())
-            yield Timer(name=name, min_s=min(values), max_s=max(values), num_values=len(values), per_rank_s=ranks)
+            mean_s = math.fsum(highs) / len(highs)
+            yield Timer(name=name, min_s=median(lows), max_s=median(highs), num_values=len(lows), mean_s=mean_s)
 
 
 def data_s(record: RunRecord) -> float | None:
     """Mean seconds in a step of waiting for a batch, on the rank that waits longest."""
     values = next((record.timers[name][1] for name in DATA_TIMERS if record.timers.get(name, ((), ()))[1]), None)
-    if values:
-        return math.fsum(values) / len(values)
-    return next((most for name in DATA_TIMERS if (most := _most_s(record, name)) is not None), None)
+    return math.fsum(values) / len(values) if values else None
 
 
 _WALL_KINDS = ("evaluation", "checkpoint")
@@ -231,8 +221,6 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     common: dict[str, Any] = {"sources": sources, "facts": facts, **_beside_steps(record)}
     _last_run(record)
     notes = list(record.notes)
-    if (theory := record.middle("theoretical_bytes")) is not None:
-        notes.append(f"the trainer's own estimate of the first rank's memory is {theory / 2**30:.1f} GiB")
     if record.duplicates:
         notes.append(f"{record.duplicates:,} lines of steps were printed by several ranks, or again")
     if not record.numbers:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from planner.answer import Interval, Plan
 from planner.errors import SpecError
@@ -133,7 +133,7 @@ LEARNED_STEPS, LEARNED_ROWS = 50, 10
 """Steady steps after the warm-up, and lines of them, by which a run without a prediction says its own band."""
 OWN_FRACTION = 0.05
 """Least distance of a band from the run's own first steps: spells of a minute in which steps take 2 to 4% longer come
-and go in MLPerf's logs (docs/OBSERVE.md)."""
+and go in MLPerf's logs (docs/OBSERVE.md). A run that becomes faster than they were is in its band."""
 WINDOW_STEPS = 100
 """Last steps that are judged, where fewer are out of the band."""
 SILENT_S = 1800.0
@@ -216,32 +216,30 @@ class Follower:
 
     def __post_init__(self) -> None:
         self._reader = LogReader(self.where)
-        self._grammar, self._seen, self._backs, self._try_at = "", 0, 0, LEARNED_STEPS
-        self._is_asked = self._is_learned = self._is_own = False
+        self._grammar, self._seen, self._try_at, self._is_own = "", 0, LEARNED_STEPS, False
 
     def feed(self, line: bytes) -> bool:
         """Take a line; true where it showed a step. Raises SpecError for a log of another job than the plan's."""
         self._reader.feed((line,))
         record = self._reader.leading()
         if record.grammar != self._grammar:
-            self._grammar, self._seen, self._backs, self.num_steps = record.grammar, 0, 0, 0
+            self._grammar, self._seen, self.num_steps = record.grammar, 0, 0
         if len(record.numbers) < self._seen:  # another run begins in the same file
-            self._seen, self._backs = 0, 0
+            self._seen = 0
             self.watch.start()
         if len(record.numbers) <= self._seen:
             return False
-        if not self._is_asked:
+        if not self.num_steps:
             self._ask()
         for row in range(self._seen, len(record.numbers)):
-            if len(record.backs) > self._backs:
-                self._backs = len(record.backs)
+            if record.backs and record.backs[-1].row == row:
                 self.num_restarts += 1
                 self.watch.start()
             self.num_steps += record.covers[row]
             explained = bool(record.marks.get(row, {}).keys() & EXPLAINED)
             self.watch.take(record.seconds[row], record.covers[row], explained)
         self._seen = len(record.numbers)
-        if not self._is_learned or (self._is_own and self.watch.rings and self.watch.side < 0):
+        if self.prediction is None and self.num_steps >= self._try_at:
             self._learn()
         return True
 
@@ -255,7 +253,6 @@ class Follower:
 
     def _ask(self) -> None:
         """Find what the run is held against."""
-        self._is_asked = True
         observation = self.observation()
         self.watch.precision_fraction = observation.step_s_precision_fraction
         expected, source = self.expected(observation)
@@ -266,50 +263,41 @@ class Follower:
                     "name the plan that the run was launched from, or leave --plan out",
                 )
             self.plan = expected.model_copy(update={"alternatives": (), "search": None})
-            self._hold_against(predicted(expected, source), source)
+            self._hold_against(predicted(expected, source))
         elif expected is not None:
             self.earlier = expected
-            self._hold_against(of_run(expected, source), source)
+            self._hold_against(of_run(expected, source))
 
-    def _hold_against(self, prediction: Prediction, source: str) -> None:
+    def _hold_against(self, prediction: Prediction) -> None:
         step_s = prediction.step_s
         low_s, high_s = prediction.step_s_interval or (step_s * (1 - RUN_FRACTION), step_s * (1 + RUN_FRACTION))
-        self.prediction, self.source, self._is_learned = prediction, source, True
-        self.watch.settle(Band(low_s, high_s, source))
+        self.prediction, self.source = prediction, prediction.source
+        self.watch.settle(Band(low_s, high_s, prediction.source))
 
     def _learn(self) -> None:
-        """The run's own steps as its band: the first steady ones, or the last of one that became faster."""
-        if not self._is_own and self.num_steps < self._try_at:
+        """Take the run's own first steady steps as its band."""
+        self._try_at = self.num_steps + 1
+        if len(self._reader.leading().numbers) < LEARNED_ROWS:
             return
-        record = self._reader.leading()
-        self._try_at = self.num_steps + max(1, self.num_steps // LEARNED_STEPS - 1)
-        if len(record.numbers) < LEARNED_ROWS:
+        steady = self.observation()
+        if steady.step_s is None or steady.num_steps - steady.num_warmup_steps < LEARNED_STEPS:
             return
-        steady = self.observation(max(self.watch.allowed_steps, LEARNED_ROWS) if self._is_own else 0)
-        last = record.numbers[-1]
-        if steady.step_s is None or (not self._is_own and steady.num_steps - steady.num_warmup_steps < LEARNED_STEPS):
-            return
-        steps = f"own steps until {last:,}" if self._is_own else f"own first {steady.num_steps:,} steps"
         self._is_own, self.earlier = True, Observed(observation=steady)
-        known = of_run(self.earlier, f"the run's {steps}")
-        low_s, high_s = known.step_s_interval or (known.step_s, known.step_s)
-        own = (min(low_s, known.step_s * (1 - OWN_FRACTION)), max(high_s, known.step_s * (1 + OWN_FRACTION)))
-        self._hold_against(known.model_copy(update={"step_s_interval": own}), f"the run's {steps}")
+        known = of_run(self.earlier, f"the run's own first {steady.num_steps:,} steps")
+        _, high_s = known.step_s_interval or (known.step_s, known.step_s)
+        own = (0.0, max(high_s, known.step_s * (1 + OWN_FRACTION)))
+        self._hold_against(known.model_copy(update={"step_s_interval": own}))
 
     def last_step(self, total_tokens: float | None) -> tuple[int, int] | None:
         """The number of the last step made, and of the run's last one, by its log or by its tokens."""
         record, plan = self._reader.leading(), self.plan
-        if not record.numbers:
-            return None
         facts = record.job_facts()
         tokens = total_tokens or (plan.training.tokens if plan else None)
         batch = facts.global_batch_size or (plan.training.global_batch_size if plan else None)
-        length = facts.seq_length or (plan.training.seq_length if plan else None)
-        if facts.num_steps_asked:
-            return record.numbers[-1], facts.num_steps_asked
-        if tokens and batch and length:
-            return record.numbers[-1], math.ceil(tokens / (batch * length))
-        return None
+        length, asked = facts.seq_length or (plan.training.seq_length if plan else None), facts.num_steps_asked
+        if not asked and tokens and batch and length:
+            asked = math.ceil(tokens / (batch * length))
+        return (record.numbers[-1], asked) if record.numbers and asked else None
 
     @property
     def line_s(self) -> float:
@@ -336,37 +324,27 @@ class Follower:
     def standing(self, total_tokens: float | None, silent_s: float, final: bool, is_silent: bool) -> FollowedRun:
         """The run as it stands. `total_tokens` of the whole run say its last step where the log does not."""
         watch, prediction, record = self.watch, self.prediction, self._reader.leading()
-        known = {"source": self.where, "final": final, "silent_s": silent_s, "allowed_steps": watch.allowed_steps}
+        known: dict[str, Any] = {"source": self.where, "final": final, "silent_s": silent_s}
+        known["allowed_steps"] = watch.allowed_steps
         if not record.numbers:
-            return FollowedRun(**known, says="no line of a step yet")  # type: ignore[arg-type]
+            return FollowedRun(**known, says="no line of a step yet")
         seen = self.window() if self.plan is None else with_mfu(self.window(), self.plan)
-        last = self.last_step(total_tokens)
+        last, band = self.last_step(total_tokens), watch.band
         verdict = None if prediction is None or self._is_own else verdict_of(seen, prediction)[0]
         is_odd = watch.side != 0 or verdict not in (None, "expected")
         found = FollowedRun(
-            **known,  # type: ignore[arg-type]
-            step=record.numbers[-1],
-            total_steps=None if last is None else last[1],
-            num_steps=self.num_steps,
-            step_s=record.seconds[-1],
-            window_steps=seen.num_steps,
-            window_step_s=seen.step_s,
-            band_s=None if watch.band is None else (watch.band.low_s, watch.band.high_s),
-            band_source="" if watch.band is None else watch.band.source,
-            predicted_step_s=None if prediction is None else prediction.step_s,
-            place=watch.place,
-            out_steps=watch.out_steps,
-            rings=watch.rings or is_silent,
-            tokens_per_s=seen.tokens_per_s,
-            mfu=seen.mfu,
+            **known, step=record.numbers[-1], total_steps=None if last is None else last[1],
+            num_steps=self.num_steps, step_s=record.seconds[-1], window_steps=seen.num_steps,
+            window_step_s=seen.step_s, band_s=None if band is None else (band.low_s, band.high_s),
+            band_source="" if band is None else band.source,
+            predicted_step_s=None if prediction is None else prediction.step_s, place=watch.place,
+            out_steps=watch.out_steps, rings=watch.rings or is_silent, tokens_per_s=seen.tokens_per_s, mfu=seen.mfu,
             peak_memory_bytes=seen.peak_memory_bytes,
             predicted_memory_bytes=prediction.peak_memory_bytes or None if prediction else None,
-            num_restarts=self.num_restarts,
+            num_restarts=self.num_restarts, verdict=verdict, notes=seen.notes,
             eta_s=None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
-            verdict=verdict,
             causes=self.judged(self.window()).causes if final and is_odd else (),
-            notes=seen.notes,
-        )
+        )  # fmt: skip
         silent = f"no step for {silent_s / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
         return found.model_copy(update={"says": silent if is_silent else sentence(found)})
 
@@ -376,12 +354,9 @@ def sentence(found: FollowedRun) -> str:
     if found.band_s is None:
         return "learning the run's own band from its first steady steps: nothing was predicted"
     low_s, high_s = found.band_s
-    band = f"the band of {low_s:.4g} to {high_s:.4g} s ({found.band_source})"
-    if found.place == "in band":
-        return f"in {band}"
-    if found.place == "warm-up":
-        return f"warm-up, held against {band}"
-    return f"{found.place} {band} for {found.out_steps:,} steps"
+    band = f"the band of {f'{low_s:.4g} to ' if low_s else 'up to '}{high_s:.4g} s ({found.band_source})"
+    says = {"in band": f"in {band}", "warm-up": f"warm-up, held against {band}"}
+    return says.get(found.place, f"{found.place} {band} for {found.out_steps:,} steps")
 
 
 @dataclass
@@ -452,6 +427,6 @@ class FollowLoop:
     def answer(self, last_steps: bool) -> Observed | None:
         """The answer of `plan observe` by the last steps, or by all that are kept; None without a step."""
         follower = self.follower
-        if follower.last_step(None) is None and not follower.num_steps:
+        if not follower.num_steps:
             return None
         return follower.judged(follower.window() if last_steps else follower.observation())

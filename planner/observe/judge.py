@@ -1,15 +1,21 @@
-"""An observed run beside the price of its layout: the prediction, the gap between them, and what explains it."""
+"""An observed run beside the price of its layout: the prediction, the gap, and what explains it; read back, too."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.observe.case import ObservedCase
-from planner.observe.gap.rows import next_recording, shown_rows
-from planner.observe.gap.stated import recipe_terms
-from planner.observe.gap.waterfall import beside_steps, waterfall
+from planner.observe.accounts import beside_steps, waterfall
+from planner.observe.case import ObservedCase, recipe_terms
+from planner.observe.gap_rows import next_recording, shown_rows
 from planner.observe.observation import Observation, Observed, Prediction, Verdict
-from planner.observe.traces.recorded import Recorded
+from planner.observe.traces.recorded import ObservedFiles, Recorded
+from planner.plan_file import refuse_contradiction
+from planner.saved import as_saved
+from planner.specs.problems import checked
+from planner.specs.reading import label, load_yaml
+from planner.specs.reading.limits import SAVED
 from planner.specs.units import GIB
 
 
@@ -53,7 +59,7 @@ def _told(case: ObservedCase) -> Observed:
         observation=case.observation,
         prediction=case.prediction,
         waterfall=gap,
-        beside=beside_steps(case),
+        beside=beside_steps(case.observation),
         verdict=verdict,
         says=says,
         causes=causes,
@@ -186,3 +192,59 @@ def excess_bytes(observation: Observation, prediction: Prediction) -> float:
     room = (interval[1] - interval[0]) / 2 if interval else 0.0
     most = prediction.peak_memory_bytes + room
     return peak - prediction.peak_memory_bytes if peak > most else 0.0
+
+
+_HINT = "an observation is not for editing: run plan observe … -o observed.json again"
+
+
+def read_observed(path: str) -> Observed:
+    """The observation in a file, `-` for stdin; SpecError where the file holds none."""
+    data, where = load_yaml(path, SAVED), label(path)
+    if not is_observed(data):
+        raise SpecError(f"{where}: is no observation", "save one with plan observe train.log -o observed.json")
+    return observed_of(data, where)
+
+
+def is_observed(data: dict[str, Any]) -> bool:
+    """True if what a file held is an observation."""
+    return {"observation", "verdict"} <= data.keys()
+
+
+def observed_of(data: dict[str, Any], where: str) -> Observed:
+    """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
+    edited."""
+    data = _without_retired(as_saved(data, where, _HINT))
+    observed = checked(ObservedFiles if "recorded" in data else Observed, data, where)
+    if observed.plan is not None:
+        refuse_contradiction(observed.plan, f"{where}: plan")
+    step_s, known = observed.observation.step_s, observed.prediction
+    breakdown = observed.observation.breakdown
+    sums = [("observation.breakdown", step_s, list(breakdown.values()))]
+    if known is not None:
+        sums.append(("prediction.breakdown", known.step_s, list(known.breakdown.values())))
+        sums.append(("waterfall", (step_s or 0.0) - known.step_s, [term.seconds for term in observed.waterfall]))
+    for name, total_s, parts in sums:
+        if parts and total_s is not None and abs(sum(parts) - total_s) > 1e-6 * (step_s or total_s):
+            raise SpecError(f"{where}: {name}: its terms add up to {sum(parts):.6g} s, not to {total_s:.6g}", _HINT)
+    return observed
+
+
+_RETIRED = (
+    "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline", "links",
+    "per_rank_s", "reserved_at_peak_bytes", "num_events", "expandable_segments", "stragglers", "phases", "slowest",
+    "num_collectives", "age_s", "during", "peak_time_us", "awaiting_free_bytes", "allocator_settings", "per_rank",
+    "largest",
+)  # fmt: skip
+"""Fields of observations that 0.2 saved and that nothing reads any more."""
+_OTHERS = ("plan", "facts")
+"""Entries whose fields are of other types, or of a trainer."""
+
+
+def _without_retired(data: Any) -> Any:
+    """The content of a file without the fields that nothing reads any more."""
+    if isinstance(data, list):
+        return [_without_retired(entry) for entry in data] if data and isinstance(data[0], dict) else data
+    if not isinstance(data, dict):
+        return data
+    kept = ((name, value) for name, value in data.items() if name not in _RETIRED)
+    return {name: value if name in _OTHERS else _without_retired(value) for name, value in kept}

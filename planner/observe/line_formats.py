@@ -362,7 +362,7 @@ _NEMO_BESIDE = {
     "max_allocated_bytes": (r"(?:peak_memory_usage|max_memory_allocated)[:=] ?(\d{5,15})\b", 1.0),
     "max_reserved_bytes": (r"max_memory_reserved[:=] ?(\d{5,15})\b", 1.0),
 }
-"""Numbers that NeMo's progress says beside a step; memory in bytes, the last step of the first epoch that of the run."""
+"""Numbers that NeMo's progress says beside a step; the last step of the first epoch is that of the run."""
 
 ONE_LINE_GRAMMARS = (
     Grammar("deepspeed", "deepspeed", _DEEPSPEED_ROWS, rank=1),

@@ -20,15 +20,14 @@ from planner.specs.reading import label
 GRAMMARS = (MEGATRON, BRIDGE, *ONE_LINE_GRAMMARS, *CLOCKED_GRAMMARS, *MACHINE_GRAMMARS)
 """Every format of lines."""
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
-_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS} - {b":", b"rank"})))
-"""Words that lines worth a look hold; those of the timers of all ranks are everywhere, and asked for among them."""
+_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS})))
+"""Words that lines worth a look hold."""
 _BAR = "progress bar"
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
 _LEAST_MIXED, _LEAST_MIXED_FRACTION = 10, 0.2
 """Steps of two trainers, each at least so many, make a file a mixture."""
 _KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron"})
 """Formats that one program prints side by side."""
-_TIMER_LINES = re.compile(rb"^ {2,4}[A-Za-z][\w/-]*:\s*$")
 
 
 class LogReader:
@@ -68,7 +67,7 @@ class LogReader:
     def _take(self, stream: Iterable[bytes]) -> None:
         records, search = self.records, _NEEDLES.search
         for line in stream:
-            if search(line) is None and not _in_timers(records[0], line):
+            if search(line) is None:
                 if self._looks_left:
                     self._look(line)
                 continue
@@ -97,11 +96,6 @@ class LogReader:
         for grammar, record in zip(GRAMMARS, self.records, strict=True):
             grammar.finish(record)
         return _chosen(self.records, self.where)
-
-
-def _in_timers(record: RunRecord, line: bytes) -> bool:
-    """True for the lines of Megatron-LM's timers of all ranks, whose only words are the timers' own."""
-    return record.state.get("timers") == "all" and (b"rank" in line or _TIMER_LINES.match(line) is not None)
 
 
 def _ranked(records: list[RunRecord]) -> list[RunRecord]:

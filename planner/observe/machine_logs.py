@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from planner.errors import SpecError
@@ -180,35 +180,29 @@ MACHINE_GRAMMARS = (
 
 TABLE = "table"
 _UNIT = r"(?:[_ .-]?(?:in)?[_ .(\[-]*(?P<{}>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)?"
-_TIME = re.compile(
-    r"(?:(?:train|training|global|optimizer)[_ .-]?)?(?:step|iter|iteration|batch)s?[_ .-]?"
+_COLUMNS = {
+    "seconds": r"(?:(?:train|training|global|optimizer)[_ .-]?)?(?:step|iter|iteration|batch)s?[_ .-]?"
     rf"(?:time|timing|duration|seconds|secs){_UNIT.format('unit')}"
     r"|(?:elapsed|time|duration|seconds|secs|latency)(?:[_ .-]?per[_ .-]?(?:step|iter|iteration))?"
-    rf"{_UNIT.format('other')}"
-    r"|(?:time_metrics/)?end_to_end\((?P<titan>s)\)|timing_s/step|perf/time_per_step"
-)
-_STEP = re.compile(r"(?:global[_ .-]?|train(?:er)?[/_ .-])?(?:step|iter|iteration)s?|_step|consumed[_ ]steps")
-_MOMENT = re.compile(r"_?timestamp|datetime|date|wall[_ ]?time|time[_ ]?stamp")
-_TOKENS = re.compile(r"tokens[_ /.-]?(?:per[_ .-]?)?(?:s|sec|second)|tps")
-_TOKENS_OF_STEP = re.compile(r"(?:num_)?tokens_per_step")
-_DATA = re.compile(
-    r"(?:time_metrics/)?(?:data|batch|input)[_ .-]?(?:load(?:er|ing)?|wait|fetch|generator)?(?:[_ .-]?(?:time|wait))?"
-    r"(?:[_ .(\[-]*(?P<unit>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)"
-)
+    rf"{_UNIT.format('other')}|(?:time_metrics/)?end_to_end\((?P<titan>s)\)|timing_s/step|perf/time_per_step",
+    "step": r"(?:global[_ .-]?|train(?:er)?[/_ .-])?(?:step|iter|iteration)s?|_step|consumed[_ ]steps",
+    "moment": r"_?timestamp|datetime|date|wall[_ ]?time|time[_ ]?stamp",
+    "tokens_per_s": r"tokens[_ /.-]?(?:per[_ .-]?)?(?:s|sec|second)|tps",
+    "tokens_of_step": r"(?:num_)?tokens_per_step",
+    "data": r"(?:time_metrics/)?(?:data|batch|input)[_ .-]?(?:load(?:er|ing)?|wait|fetch|generator)?"
+    r"(?:[_ .-]?(?:time|wait))?(?:[_ .(\[-]*(?P<unit>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)",
+    "retries": r"(?:memory/)?num_alloc_retries",
+    "watts_per_gpu": r"(?:gpu[_ .-]?)?power(?:[_ .-]?draw)?(?:[_ .-]?per[_ .-]?gpu)?[_ .(\[-]*w(?:atts?)?[)\]]?",
+    "clock_mhz": r"(?:gpu[_ .-]?|sm[_ .-]?|graphics[_ .-]?)?clock[_ .(\[-]*mhz[)\]]?",
+}
+"""Patterns of the names of columns, by what they hold; of several the first that says a unit counts, else the first."""
+_COLUMN_PATTERNS = {quantity: re.compile(pattern) for quantity, pattern in _COLUMNS.items()}
 _MEMORY = re.compile(r".{0,60}mem.{0,60}?[_ .(\[/-]*(?P<unit>bytes|[kmg]i?b|megabytes|gigabytes)[)\]]?")
 _NO_BYTES = re.compile("percent|ratio|free|total|bandwidth|cpu|host|ram\\b|count")
 _BYTES = {
     "bytes": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "megabytes": 10**6, "gb": GB,
     "gigabytes": GB,
 }  # fmt: skip
-_RETRIES = re.compile(r"(?:memory/)?num_alloc_retries")
-_GAUGES = {
-    "watts_per_gpu": re.compile(
-        r"(?:gpu[_ .-]?)?power(?:[_ .-]?draw)?(?:[_ .-]?per[_ .-]?gpu)?[_ .(\[-]*w(?:atts?)?[)\]]?"
-    ),
-    "clock_mhz": re.compile(r"(?:gpu[_ .-]?|sm[_ .-]?|graphics[_ .-]?)?clock[_ .(\[-]*mhz[)\]]?"),
-}
-"""Columns of what the GPU itself says."""
 _SCALES = {"ms": 1e-3, "msec": 1e-3, "milliseconds": 1e-3, "us": 1e-6}
 _HEAD = 1 << 15
 _MOST_COLUMNS = 2_000
@@ -219,35 +213,51 @@ class TableColumns:
 
     def __init__(self, names: Sequence[str]) -> None:
         plain = {name: name.rpartition(" - ")[2].strip().strip('"').lower() for name in names[:_MOST_COLUMNS]}
-
-        def first(pattern: re.Pattern[str]) -> str | None:
-            return next((name for name, short in plain.items() if pattern.fullmatch(short)), None)
-
-        timed = {name: hit for name, short in plain.items() if (hit := _TIME.fullmatch(short)) is not None}
-        units = {name: hit["unit"] or hit["other"] or hit["titan"] for name, hit in timed.items()}
-        self.time = next((name for name, unit in units.items() if unit is not None), next(iter(units), None))
-        unit = units.get(self.time or "")
-        self.unit = _SCALES.get(unit or "s", 1.0)
-        self.says_unit = unit is not None or (self.time or "").lower().endswith(("seconds", "secs", "_s/step"))
-        self.step, self.moment, self.tokens, self.tokens_of_step, self.retries, self.data = map(
-            first, (_STEP, _MOMENT, _TOKENS, _TOKENS_OF_STEP, _RETRIES, _DATA)
-        )
-        data = _DATA.fullmatch(plain[self.data]) if self.data else None
-        self.data_unit = _SCALES.get(data["unit"], 1.0) if data else 1.0
+        self.found: dict[str, tuple[str, str | None]] = {}
+        """Name and unit of the column of each quantity."""
+        for quantity, pattern in _COLUMN_PATTERNS.items():
+            hits = {name: hit for name, short in plain.items() if (hit := pattern.fullmatch(short)) is not None}
+            units = {name: next(filter(None, hit.groupdict().values()), None) for name, hit in hits.items()}
+            if units:
+                name = next((name for name, unit in units.items() if unit), next(iter(units)))
+                self.found[quantity] = (name, units[name])
         self.memory = {
             _memory_kind(short): (name, _BYTES[hit["unit"]])
             for name, short in plain.items()
             if (hit := _MEMORY.fullmatch(short)) is not None and not _NO_BYTES.search(short)
         }
         self.gigabytes = [text_of(name) for name, size in self.memory.values() if size in (10**3, 10**6, GB)]
-        if self.tokens_of_step is not None and "mem" in names:  # NeMo Automodel's, of torch's peak in GiB
+        if "tokens_of_step" in self.found and "mem" in names:  # NeMo Automodel's, of torch's peak in GiB
             self.memory["max_allocated_bytes"] = ("mem", GIB)
-        self.gauges = {ours: first(pattern) for ours, pattern in _GAUGES.items()}
+
+    @property
+    def time(self) -> str | None:
+        """The column of step times."""
+        return self.found.get("seconds", (None, None))[0]
 
     @property
     def tells_time(self) -> bool:
         """True where a column has step times, or where the tokens of a step and their rate say them."""
-        return self.time is not None or (self.tokens is not None and self.tokens_of_step is not None)
+        return "seconds" in self.found or self.found.keys() >= {"tokens_per_s", "tokens_of_step"}
+
+    def notes(self) -> Iterator[str]:
+        """Sentences on what the names leave open."""
+        if "seconds" not in self.found:
+            names = [self.found[each][0] for each in ("tokens_of_step", "tokens_per_s")]
+            yield f"seconds are {text_of(names[0])} over {text_of(names[1])}: no column has step times"
+        elif self.found["seconds"][1] is None and not re.search(r"(seconds|secs|_s/step)$", (self.time or "").lower()):
+            yield f"{text_of(self.time or '')} states no unit: taken as seconds"
+        if self.gigabytes:
+            yield f"{', '.join(self.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3"
+
+    def values(self, row: dict[str, Any]) -> dict[str, float]:
+        """The numbers of a row by quantity, times in seconds."""
+        return {
+            quantity: _moment(str(row.get(name, "")))
+            if quantity == "moment"
+            else number(str(row.get(name, ""))) * _SCALES.get(unit or "", 1.0)
+            for quantity, (name, unit) in self.found.items()
+        }
 
 
 def _memory_kind(text: str) -> str:
@@ -307,12 +317,7 @@ class StepTable:
         self._columns = columns = TableColumns(_names(first))
         if not columns.tells_time:
             raise SpecError(f"{self._where}: no column has step times", "name one step_time_s or step_time_ms")
-        if columns.time is None:
-            self.record.note(f"seconds are {columns.tokens_of_step} over {columns.tokens}: no column has step times")
-        elif not columns.says_unit:
-            self.record.note(f"{text_of(columns.time)} states no unit: taken as seconds")
-        if columns.gigabytes:
-            self.record.note(f"{', '.join(columns.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3")
+        self.record.notes |= dict.fromkeys(columns.notes())
         self._delimiter = _delimiter(first)
         is_head = not first.startswith("{")
         self._names = _names(first) if is_head else []
@@ -320,29 +325,25 @@ class StepTable:
 
     def _take(self, row: dict[str, Any]) -> None:
         """Take a row; those without a time, as trackers export them, are passed over."""
-        record, columns = self.record, self._columns
-
-        def value(name: str | None) -> float:
-            return number(str(row.get(name, ""))) if name else math.nan
-
-        seconds = value(columns.time) * columns.unit
-        if columns.time is None and (speed := value(columns.tokens)) > 0:
-            seconds = value(columns.tokens_of_step) / speed
+        record, values = self.record, self._columns.values(row)
+        seconds, speed = values.get("seconds", math.nan), values.get("tokens_per_s", math.nan)
+        if "seconds" not in values and speed > 0:
+            seconds = values["tokens_of_step"] / speed
         if not seconds > 0:
             self._untimed += 1
             return
-        step, count = value(columns.step), (record.numbers[-1] if record.numbers else 0) + 1
+        step, count = values.get("step", math.nan), (record.numbers[-1] if record.numbers else 0) + 1
         known = math.isfinite(step) and 0 <= step < 2**53
-        end_s = _moment(str(row.get(columns.moment, ""))) if columns.moment else math.nan
-        record.step(int(step) if known else count, seconds, end_s=end_s, covers=1)
-        record.prints("tokens_per_s", value(columns.tokens))
-        record.bytes_of(None, **{kind: value(name) * unit for kind, (name, unit) in columns.memory.items()})
-        if columns.data is not None:
-            record.timer("data_loading", value(columns.data) * columns.data_unit)
-        if (retries := value(columns.retries)) >= 0:
+        record.step(int(step) if known else count, seconds, end_s=values.get("moment", math.nan), covers=1)
+        for name in ("tokens_per_s", "watts_per_gpu", "clock_mhz"):
+            record.prints(name, values.get(name))
+        record.bytes_of(
+            None, **{k: number(str(row.get(name, ""))) * unit for k, (name, unit) in self._columns.memory.items()}
+        )
+        if "data" in values:
+            record.timer("data_loading", values["data"])
+        if (retries := values.get("retries", math.nan)) >= 0:
             record.counts["num_alloc_retries"] = max(record.counts["num_alloc_retries"], int(retries))
-        for ours, name in columns.gauges.items():
-            record.prints(ours, value(name))
 
     def finished(self) -> RunRecord:
         """The record of all rows: no other can be given any more."""

@@ -113,11 +113,6 @@ def _timers_on_a_line(record: RunRecord, match: re.Match[str]) -> None:
         _timer(record, name, value)
 
 
-def _timer_of_rank(record: RunRecord, match: re.Match[str]) -> None:
-    if (name := record.state.get("timer")) is not None:
-        record.rank_timer(name, int(match[1]), number(match[2]) * _MS)
-
-
 def _dump_begins(record: RunRecord, match: re.Match[str]) -> None:
     record.state["dump"] = "yes"
     record.restart()
@@ -146,26 +141,6 @@ def _bridge_step(record: RunRecord, match: re.Match[str]) -> None:
     record.prints("tflops", number(match[1]))
 
 
-def _progress(record: RunRecord, match: re.Match[str]) -> None:
-    """`--log-progress`: the mean step between two checkpoints, whatever else took part of that time."""
-    at_s, saved = moment(match[1]), record.state.get("saved")
-    take_beside(record, {"num_gpus": number(match[2]), "tflops": number(match[3].partition("Job throughput: ")[2])})
-    iteration = re.search(r"Iteration: *(\d+)", match[3])
-    if iteration is None:
-        record.restart()
-        record.state.pop("saved", None)
-        record.time(at_s)
-        return
-    step = int(iteration[1])
-    record.note("seconds of steps are means between two checkpoints, and hold the checkpoints and evaluations, too")
-    if saved is not None:
-        last, last_s = map(float, saved.split())
-        if step > last and at_s > last_s:
-            covers = step - int(last)
-            record.step(step, (at_s - last_s) / covers, end_s=at_s, covers=covers)
-    record.state["saved"] = f"{step} {at_s}"
-
-
 _STRAGGLER_UNITS = {"ms": 1e-3, "us": 1e-6, "s": 1.0, "%": 1e-2}
 STRAGGLER_NAMES = {
     "Rtt": "round_trip_s", "Pwr": "power_w", "Tmp": "temperature_c", "Utl": "utilization_fraction",
@@ -190,8 +165,6 @@ def _straggler(record: RunRecord, match: re.Match[str]) -> None:
             record.spread(name, sides["Mn"], sides["Mx"])
             if name in _STRAGGLER_TIMERS:
                 record.timer(_STRAGGLER_TIMERS[name], sides["Mn"][0], sides["Mx"][0])
-                for value, rank_ in sides.values():
-                    record.rank_timer(_STRAGGLER_TIMERS[name], rank_, value)
 
 
 _NAME = r"([A-Za-z][\w/-]{0,80})"
@@ -203,21 +176,16 @@ _ROWS = (
              lambda record, match: record.state.update({"timers": match[1] or match[2] or "all"})),
     line_row(": (", rf"^\s*{_NAME} \.*: \((\d[\d.]{{0,20}}), (\d[\d.]{{0,20}})\)",
              lambda record, match: _timer(record, *match.groups())),
-    line_row(":", rf"^  {_NAME}:\s*$", lambda record, match: record.state.update({"timer": match[1]})),
-    line_row("rank", r"^\s+rank +(\d{1,7}): (\d[\d.]{0,20})\s*$", _timer_of_rank),
     line_row("- arguments -", r"-{5,} arguments -{5,}", _dump_begins),
     line_row("- end of ", r"-{5,} end of arguments -{5,}", _dump_ends),
     line_row(" ..", r"^\s+([A-Za-z][\w/-]{0,80}) \.{2,60}:? (.{0,4000})$", _argument),
     line_row("datetime: ", r"datetime: (\d{4}-.{10,40})", lambda record, match: record.time(moment(match[1]))),
     line_row("using world size", r"using world size: (\d+)", _sizes),
-    line_row("Theoretical memory", r"total\s*=\s*([\d.]+) MB",
-             lambda record, match: record.prints("theoretical_bytes", number(match[1]) * MIB)),
     line_row("/Rnk", r"M[nx](?:Rtt|Etpt)/Rnk", _straggler),
     line_row("saving checkpoint", r"saving checkpoint at iteration", mark("checkpoint")),
     line_row("saved checkpoint", r"successfully saved checkpoint", mark("checkpoint")),
     line_row("validation loss at", r"validation loss at iteration", mark("evaluation")),
     line_row("Step Time : ", r"Step Time : [\d.]+ ?s GPU utilization: ([\d.]+)", _bridge_step),
-    line_row("Job ID: ", r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\s+Job ID: .{0,80}?# GPUs: (\d{1,7})\s+(.*)", _progress),
     line_row("train_batch_size", r":print\] +train_batch_size \.{2,80} (\d{1,9})\s*$", fact("global_batch_size")),
     line_row("total number of parameters", r"total number of parameters:? *(\d+)", fact("num_parameters")),
 )  # fmt: skip

@@ -137,7 +137,6 @@ class Timer(Spec):
     max_s: float
     """The least and the most over the ranks; equal where one number is printed."""
     num_values: int
-    per_rank_s: dict[int, float] = Field(default_factory=dict)
     mean_s: float | None = None
     """The mean of the most over the ranks: far above `max_s` where the timer is long now and then."""
 

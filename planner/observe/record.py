@@ -16,8 +16,6 @@ MAX_STEPS = 2_000_000
 """The most rows of steps that are kept: 64 MB. A year of steps of 16 s; later ones are counted and said to be left."""
 MAX_TIMER_VALUES, MAX_NAMES, MOST_RANKS, MOST_ERRORS = 20_000, 2_000, 200_000, 1_000
 """The most values of a timer; timers or arguments of a job; ranks; errors that are kept."""
-MOST_OF_RANK = 15
-"""Values of one rank's timer of which the median is told: one step says little of a rank."""
 MOST_SERIES = 256
 """The most series of memory, one for each rank and kind: 16 MB."""
 _NEAR_STEPS = 3
@@ -60,7 +58,6 @@ class RunRecord:
     """Kind, begin and end of what has both: start-up, evaluation, checkpoint."""
     timers: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
     """The least and the most over the ranks, in seconds."""
-    rank_timers: dict[str, dict[int, array[float]]] = field(default_factory=dict)
     memory: dict[int | None, dict[str, int]] = field(default_factory=dict)
     memory_series: dict[tuple[int | None, str], list[tuple[int, float]]] = field(default_factory=dict)
     """The same over steps, by rank and kind."""
@@ -69,7 +66,7 @@ class RunRecord:
     counts: Counter[str] = field(default_factory=Counter)
     """How often something happened: out of memory, retries of the allocator, steps skipped."""
     means: list[tuple[float, ...]] = field(default_factory=list)
-    """Numbers that a format keeps until the whole file is known: MLPerf's means of stretches, the bars of a progress bar."""
+    """Numbers that a format keeps until the whole file is known: means of stretches, a bar's progress."""
     failed_allocations: list[FailedAllocation] = field(default_factory=list)
     hung_collectives: list[HungCollective] = field(default_factory=list)
     printed: dict[str, array[float]] = field(default_factory=dict)
@@ -196,18 +193,6 @@ class RunRecord:
                 lows.append(low_s)
                 highs.append(most_s)
 
-    def rank_timer(self, name: str, rank: int, seconds: float) -> None:
-        """Take what a timer of one rank shows; of many, the last `MOST_OF_RANK`."""
-        of_ranks = self.rank_timers.setdefault(name, {})
-        if (rank in of_ranks or len(of_ranks) < MOST_RANKS) and 0 <= seconds < 1e9:
-            values = of_ranks.setdefault(rank, array("d"))
-            values.append(seconds)
-            del values[:-MOST_OF_RANK]
-
-    def of_ranks(self, name: str) -> dict[int, float]:
-        """The median of what each rank's timer showed last."""
-        return {rank: median(values) for rank, values in self.rank_timers.get(name, {}).items()}
-
     def bytes_of(self, rank: int | None, step: int | None = None, /, **kinds: float | None) -> None:
         """Take memory of a rank after a step, the last one where none is said; the highest of each kind is kept."""
         at = step if step is not None else self.numbers[-1] if self.numbers else 0
@@ -302,10 +287,6 @@ def _add_beside(base: RunRecord, record: RunRecord) -> None:
     base.counts.update(record.counts)
     base.failed_allocations += record.failed_allocations
     base.hung_collectives += record.hung_collectives
-    for name, ranks in record.rank_timers.items():
-        for rank, values in ranks.items():
-            for seconds in values:
-                base.rank_timer(name, rank, seconds)
     base.spreads = record.spreads | base.spreads
     base.arguments = record.arguments | base.arguments
     base.facts = record.facts | base.facts

@@ -46,7 +46,7 @@ from planner.profile.findings import (
     Torch,
     Trouble,
 )
-from planner.search.ilp.self_test import SolverName, solver_trouble
+from planner.search.ilp.solver import SolverName, solver_trouble
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GIB, MIB

@@ -37,7 +37,7 @@ class Graph:
     redirected: bool
     """True where the consumers of an overlapped forward wait for the end of its pair."""
     levels: IntArray
-    """Where each level begins among the actions of many ranks, and the last ends: none of a level waits for another.
+    """Begins of levels among the actions of many ranks, and the last end: no action of a level waits for another.
 
     Empty for fewer ranks than `WIDE`, whose actions are timed one by one.
     """

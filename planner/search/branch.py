@@ -21,7 +21,16 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import Split, even_counts
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
-from planner.search.deadline import Deadline
+from planner.search.case import Deadline
+from planner.search.chain import best_split, is_deep
+from planner.search.chunks import (
+    bounded,
+    few_splits,
+    least_step_s,
+    promising,
+    recomputing_first,
+    splits_of,
+)
 from planner.search.enumerate import IntArray, Rejections, scalar
 from planner.search.frontier import (
     Frontier,
@@ -35,21 +44,10 @@ from planner.search.frontier import (
     key_of,
     nodes_of,
 )
-from planner.search.ilp.node import Node
-from planner.search.ilp.program import SolverFailed, solve
-from planner.search.ilp.retry import shorter
-from planner.search.ilp.translate import RecomputeChoice, node_of, split_of, with_shorter_chunks
+from planner.search.ilp.node import Node, RecomputeChoice, node_of, split_of, with_shorter_chunks
+from planner.search.ilp.program import SolverFailed, shorter, solve
 from planner.search.priced_shapes import PricedShapes
-from planner.search.splits.chain import best_split, is_deep
-from planner.search.splits.equal_chunks import (
-    bounded,
-    few_splits,
-    least_step_s,
-    promising,
-    recomputing_first,
-    splits_of,
-)
-from planner.search.splits.uneven import SHAPES, improved, level_guess_s, level_split
+from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec

@@ -11,16 +11,19 @@ import numpy.typing as npt
 
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, placement
-from planner.search.bounds.orders import Kinds, Orders, orders_of
-from planner.search.bounds.outside_pipeline import all_optimizers_s, with_ends_s
-from planner.search.bounds.pipeline import coarse_bound_s, pipeline_bound_s
-from planner.search.enumerate import IntArray, scalar
-from planner.search.ilp.layers import recurring
-from planner.search.ilp.node import Whole
-from planner.search.ilp.translate import RecomputeChoice
+from planner.search.bounds import (
+    Kinds,
+    Orders,
+    all_optimizers_s,
+    coarse_bound_s,
+    orders_of,
+    pipeline_bound_s,
+    with_ends_s,
+)
+from planner.search.enumerate import IntArray, scalar, schedules_of, schedules_tried
+from planner.search.ilp.node import RecomputeChoice, Whole, recurring
 from planner.search.module_sets import Modules
 from planner.search.priced_shapes import PricedShapes
-from planner.search.schedules import schedules_of, schedules_tried
 from planner.shape import FloatArray, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits

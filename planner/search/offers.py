@@ -13,16 +13,15 @@ from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
 from planner.layout.risk import headroom_bytes, memory_width, oom_probability
 from planner.layout.split import Split
-from planner.search.bounds.memory import free_bytes, layer_bytes
+from planner.search.bounds import free_bytes, layer_bytes
 from planner.search.branch import Branch
-from planner.search.case import Case
-from planner.search.deadline import Deadline
+from planner.search.case import Case, Deadline
 from planner.search.enumerate import Rejections, scalar
 from planner.search.frontier import Key, Nodes, Open, key_of
-from planner.search.ilp.translate import RecomputeChoice
+from planner.search.ilp.node import RecomputeChoice
 from planner.search.layouts import Found, find_layouts
 from planner.search.recipes import Recipes
-from planner.search.splits.uneven import level_split
+from planner.search.uneven import level_split
 from planner.shape import liked_batch
 
 LEAST_BATCH_GAIN = 0.02

@@ -18,11 +18,9 @@ from planner.layout.assemble import whole_run_of
 from planner.layout.candidate import Candidate
 from planner.layout.replan import layout_again, reprice
 from planner.layout.split import Split
-from planner.search.deadline import Deadline
-from planner.search.ilp.node import Whole
-from planner.search.ilp.program import solve
-from planner.search.ilp.retry import shorter
-from planner.search.ilp.translate import RecomputeChoice, node_of, split_of
+from planner.search.case import Deadline
+from planner.search.ilp.node import RecomputeChoice, Whole, node_of, split_of
+from planner.search.ilp.program import shorter, solve
 from planner.specs.model import ModelSpec
 
 MAX_TRIES = 4

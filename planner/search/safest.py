@@ -15,9 +15,9 @@ from planner.layout.candidate import Candidate
 from planner.layout.price import parallelism_of
 from planner.layout.robust import NUM_LAYOUTS, assumed_steps
 from planner.search.case import Case
+from planner.search.enumerate import schedule_options
 from planner.search.recipes import pinned, pinned_by
-from planner.search.schedules import schedule_options
-from planner.search.splits.uneven import level_split
+from planner.search.uneven import level_split
 from planner.search.why.misses import least_state_bytes, nearest_miss
 from planner.specs.units import gib
 from planner.trainers.load import switches_of

@@ -1,11 +1,18 @@
-"""The whole search, and the file to read first: three specs in, one plan out."""
+"""The whole search, and the file to read first: three specs in, one plan out.
+
+The certificate of a search: what was searched, what was left out, and how sure the answer is.
+
+An order made to measure: once the shape and the split are chosen, the search looks for a better order of actions.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Plan, PricedLayout, Searched, SearchReport
 from planner.errors import Infeasible
 from planner.layout.assemble import assemble
 from planner.layout.assumptions import told_assumptions
@@ -14,19 +21,16 @@ from planner.layout.evaluate import export_warnings, host_warnings, runtime_of
 from planner.layout.price import price_layout
 from planner.layout.robust import NUM_LAYOUTS, robust_steps
 from planner.physics.layers import ModelTotals
-from planner.search.auto import AUTO, made_to_measure
-from planner.search.case import Case
-from planner.search.certificate import certificate
-from planner.search.deadline import Deadline
-from planner.search.enumerate import num_rows
-from planner.search.first import first_layouts, some_layout
+from planner.schedule.orders import SCHEDULES
+from planner.schedule.replay import makespan_s
+from planner.search.case import Case, Deadline
+from planner.search.enumerate import check_expressible, num_rows, schedules_tried
 from planner.search.frontier import key_of
-from planner.search.layouts import Found, News, find_layouts
+from planner.search.layouts import Found, News, find_layouts, first_layouts, some_layout
+from planner.search.module_sets import MAX_SETS, Modules
 from planner.search.offers import batch_offer, risk_offer
-from planner.search.recipe_answer import with_recipe
-from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned
+from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned, with_recipe
 from planner.search.safest import exceeds_risk, safer_first, standing, with_warning
-from planner.search.schedules import check_expressible
 from planner.search.why.misses import NothingFits
 from planner.search.why.remedy import with_remedy
 from planner.search.why.room import with_room
@@ -35,6 +39,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import model_of
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES, written
 
 FEW_ROWS = 100_000
 """Rows of raw axes that are searched at once under one recipe, without a first layout to beat."""
@@ -169,3 +174,104 @@ def _priced(candidate: Candidate, best: Candidate, totals: ModelTotals) -> Price
     runtime = candidate.pricing.runtime
     layout = price_layout(candidate, totals, exact=candidate is best)
     return layout if runtime == best.pricing.runtime else layout.model_copy(update={"runtime_spec": runtime})
+
+
+def certificate(rounds: Sequence[Found], recipes: Recipes, step_s: float, seconds: float) -> SearchReport:
+    """A report of how sure the answer is: proven within the asked gap, bounded by a wider one, or stopped by time.
+
+    The gap is how far the replayed best step is above the least bound of all nodes of all rounds. A best layout with
+    uneven chunks, or with a switch that was moved around it, may be faster than that bound; then there is no gap.
+    """
+    branches = [found.branch for found in rounds]
+    pricings = [pair for found in rounds for pair in found.pricings]
+    limits = recipes.case.limits
+    bound_s = min(step_s, *(branch.lower_bound_s for branch in branches))
+    tried = [name for pricing, some in pricings for name in schedules_tried(some, pricing.runtime)]
+    schedules = tuple(name for name in dict.fromkeys(tried) if name != "none")
+    gap = step_s / bound_s - 1
+    is_closed = gap <= limits.gap_fraction * (1 + 1e-9)
+    is_complete = all(branch.complete for branch in branches)
+    return SearchReport(
+        num_shapes=rounds[0].num_shapes,
+        num_fitting=rounds[0].num_fitting,
+        num_ilps=sum(branch.num_ilps for branch in branches),
+        seconds=seconds,
+        outcome="feasible" if not is_complete else "proven" if is_closed else "bounded",
+        lower_bound_s=bound_s,
+        gap=gap,
+        asked_gap_fraction=limits.gap_fraction,
+        schedules=schedules,
+        searched=Searched(
+            schedules=schedules,
+            recompute_modules=_module_sets(rounds),
+            switches=_switches(recipes, [pricing.runtime for pricing, _ in pricings]),
+            chunks="equal" if _interleaves(schedules) else "any",
+        ),
+        unsearched=tuple(_unsearched(rounds, schedules, recipes)),
+    )
+
+
+def _switches(recipes: Recipes, runtimes: Sequence[RuntimeSpec]) -> dict[str, tuple[str, ...]]:
+    """The values of the switches that were free, among those that the layouts were searched under."""
+    values = {name: dict.fromkeys(SWITCHES[name].value_of(runtime) for runtime in runtimes) for name in recipes.free}
+    return {name: tuple(map(written, tried)) for name, tried in values.items()}
+
+
+def _module_sets(rounds: Sequence[Found]) -> tuple[Modules, ...]:
+    """The sets of modules that selective recomputing was tried with."""
+    if not any(way.base == "selective" for found in rounds for ways in found.branch.choices.values() for way in ways):
+        return ()
+    sets = [
+        modules
+        for found in rounds
+        for shapes, _ in found.priced
+        for modules in (shapes.module_sets.tables if shapes.module_sets else (shapes.pricing.selective_modules,))
+    ]
+    return tuple(dict.fromkeys(sets))
+
+
+def _interleaves(schedules: Sequence[str]) -> bool:
+    """True if ranks may hold several chunks under one of the schedules."""
+    return any(SCHEDULES[name].max_vpp > 1 for name in schedules if name in SCHEDULES)
+
+
+def _unsearched(rounds: Sequence[Found], schedules: Sequence[str], recipes: Recipes) -> Iterator[str]:
+    """The choices that the trainer could be told and the search left out, in words, but for tries around the best."""
+    if rounds[0].pricings[0][0].runtime.uneven_chunks and _interleaves(schedules):
+        yield "uneven inner chunks"
+    all_sets = [shapes.module_sets for found in rounds for shapes, _ in found.priced]
+    if any(sets is not None and len(sets.tables) >= MAX_SETS for sets in all_sets):
+        yield "other sets of modules"
+    if recipes.offloads_slowly:
+        yield "activations on a host behind PCIe"
+    if recipes.free:
+        yield "other bundles of switches"
+    elif recipes.has_switches:
+        yield "switches other than those given" if recipes.case.limits.switches else "other switches"
+
+
+AUTO = "auto"
+MAX_ACTIONS = 24_000
+"""Most actions of an order that is improved; with more, looking for a better order would take longer than the plan."""
+
+
+def made_to_measure(candidate: Candidate) -> Candidate:
+    """The candidate with the best order for its own stage times and memory, or unchanged if no order is better.
+
+    In an order made to measure all chunks may end with the last micro-batch. They then hide less of their exchanges,
+    so the seconds of the whole step decide which order is better.
+    """
+    shape = candidate.shape
+    pp, vpp, num_microbatches = int(shape.pp), int(shape.vpp), candidate.num_microbatches
+    if pp == 1 or 3 * pp * vpp * num_microbatches > MAX_ACTIONS:
+        return candidate
+    from planner.schedule.synthesis import synthesize
+
+    room, ranks = candidate.activation_room_bytes, candidate.placement
+    try:
+        better = synthesize(candidate.durations, pp, num_microbatches, max_activation_bytes=room, stage_to_rank=ranks)
+    except Infeasible:
+        return candidate
+    made = replace(candidate, made_order=replace(better.schedule, name=AUTO))
+    named_s = makespan_s(candidate.order, candidate.durations) + sum(candidate.outside)
+    return made if made.step_s < named_s else candidate

@@ -19,8 +19,7 @@ from multiprocessing.process import BaseProcess
 from planner.answer import Plan
 from planner.errors import Infeasible, PlannerError, SolverError, defect
 from planner.search.case import Case
-from planner.search.first import some_layout
-from planner.search.layouts import Standing
+from planner.search.layouts import Standing, some_layout
 from planner.search.recipes import pinned
 from planner.search.search import plan
 from planner.serve.controls import Question

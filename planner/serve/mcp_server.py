@@ -93,7 +93,7 @@ class PlanAnswer(BaseModel):
 
 
 class FitsAnswer(BaseModel):
-    """Whether anything fits, and what would make it fit."""
+    """An answer to the question whether anything fits, with what would make it fit."""
 
     fits: bool
     needed_gib: float | None = None
@@ -110,7 +110,7 @@ class CheckAnswer(BaseModel):
 
 
 class CompareAnswer(BaseModel):
-    """What differs between two plans or runs, and the terms of the step that make the difference."""
+    """The settings that differ between two plans or runs, and the terms of the step that make the difference."""
 
     differences: dict[str, list[Any]]
     waterfall: list[dict[str, Any]]
@@ -145,7 +145,7 @@ class Tools:
         return _answer(await _plan_json(["evaluate", *job.words(), *layout.words(job.gpus)], ctx))
 
     async def fits(self, job: Job, ctx: Context[Any, Any], layout: Sizes | None = None) -> FitsAnswer:
-        """Whether the job, or one layout of it, fits in memory, and what would make it fit."""
+        """Say whether the job, or one layout of it, fits in memory, and what would make it fit."""
         words = job.words() if layout is None else ["evaluate", *job.words(), *layout.words(job.gpus)]
         data = await _run(words, ctx, accepts=(0, 3))
         if "error" in data:
@@ -185,7 +185,7 @@ class Tools:
         self, files: list[str], ctx: Context[Any, Any], against: str | None = None, gpus: int | None = None,
         hardware: str | None = None,
     ) -> CheckAnswer:  # fmt: skip
-        """Whether launch files start, fit, and are no worse than the file that they replace."""
+        """Say whether launch files start, fit, and are no worse than the file that they replace."""
         old = [] if against is None else ["--against", str(self.path(against))]
         words = ["check", *(str(self.path(file)) for file in files), *old, *_asked(gpus, hardware)]
         data = await _run(words, ctx, accepts=(0, 3, 8, 9, 10))

@@ -24,7 +24,7 @@ from planner.profile import doctor as gpus
 from planner.profile import doctor as installed_module
 from planner.profile.doctor import _trouble as trouble_of
 from planner.profile.findings import Gpu
-from planner.search.ilp import self_test
+from planner.search.ilp import solver as self_test
 
 NVIDIA = 'echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"; echo "NVIDIA H100 80GB HBM3, 81559, 550.54.15"'
 AMD = json.dumps(

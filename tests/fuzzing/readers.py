@@ -10,7 +10,7 @@ from pathlib import Path
 from fuzzing import made, reads
 from fuzzing.made import CORPUS, Seeds
 from planner.cli.measurements import read_probe
-from planner.observe.saved import read_observed
+from planner.observe.judge import read_observed
 from planner.plan_file import read_plan
 from planner.probe.verdict.evidence import slowness
 from planner.schedule.torch_csv import from_torch_csv

@@ -69,16 +69,6 @@ def test_timers_with_the_greatest_alone(tmp_path: Path) -> None:
     assert [(timer.name, timer.max_s) for timer in timers] == [("optimizer", pytest.approx(0.07313))]
 
 
-def test_timers_of_all_ranks(tmp_path: Path) -> None:
-    text = (
-        f"{ITERATION}\ntimes across ranks (ms):\n  forward-compute:\n     rank  0: 12.34\n     rank  1: 15.50\n"
-        "  optimizer:\n     rank  0: 1.00\n"
-    )
-    timers = {timer.name: timer for timer in read(tmp_path, text).timers}
-    assert timers["forward-compute"].per_rank_s == pytest.approx({0: 0.01234, 1: 0.0155})
-    assert timers["optimizer"].max_s == pytest.approx(0.001)
-
-
 def test_timers_on_one_line(tmp_path: Path) -> None:
     # Megatron-LM issue 184
     text = f"{ITERATION}\ntime (ms) | forward-compute: 604.56 | backward-compute: 701.16 | optimizer: 60.00\n"
@@ -93,12 +83,6 @@ def test_the_straggler_line_names_ranks(tmp_path: Path) -> None:
     )
     (timer,) = read(tmp_path, f"{ITERATION}\n{line}").timers
     assert (timer.min_s, timer.max_s) == pytest.approx((3.45308, 3.4682))
-    assert timer.per_rank_s == pytest.approx({8: 3.45308, 0: 3.4682})
-
-
-def test_its_own_estimate_of_memory_is_noted(tmp_path: Path) -> None:
-    line = "Theoretical memory footprints: weight and optimizer=10240.00 MB, activation=2048.00 MB, total=12288.00 MB"
-    assert any("12.0 GiB" in note for note in read(tmp_path, f"{ITERATION}\n{line}").notes)
 
 
 def test_megatron_deepspeed_counts_in_seconds(tmp_path: Path) -> None:
@@ -133,18 +117,6 @@ def test_bridge_prints_the_line_and_its_own(tmp_path: Path) -> None:
     alone = read(tmp_path, f"{own}\n{own}\n")
     assert (alone.step_s, alone.num_steps, alone.printed_tflops_per_gpu) == (5.18, 2, 812.3)
     assert any("no step numbers" in note for note in alone.notes)
-
-
-def test_the_progress_file_gives_means_between_checkpoints(tmp_path: Path) -> None:
-    start, job = "2025-02-24 17:31:25", "Job ID: 198424\t# GPUs: 8\t"
-    saved = "Saved async checkpoint\tIteration: {}\tJob throughput: 364.8 TFLOP/s/GPU\tCumulative throughput: 387.0"
-    lines = [f"{start}\t{job}Starting job"]
-    lines += [
-        f"2025-02-24 17:{minute}:00\t{job}{saved.format(step)}" for minute, step in ((35, 100), (40, 200), (45, 300))
-    ]
-    seen = read(tmp_path, "\n".join(lines))
-    assert (seen.series.steps, seen.step_s, seen.num_steps) == ((200, 300), 3.0, 200)
-    assert seen.facts.num_gpus == 8
 
 
 def test_means_over_an_interval_count_as_many_steps(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, mllog, read
 
 from planner.observe.case import ObservedCase
-from planner.observe.gap.rows import shown_rows
+from planner.observe.gap_rows import shown_rows
 from planner.specs.units import GIB
 
 

@@ -12,8 +12,7 @@ from written import LLAMA_8B, arguments, iterations, read
 from planner.answer import Plan
 from planner.cli import main
 from planner.layout.evaluate import evaluate
-from planner.observe.case import ObservedCase
-from planner.observe.gap.stated import recipe_terms, restored, running, stated_otherwise
+from planner.observe.case import ObservedCase, recipe_terms, running, stated_otherwise
 from planner.observe.judge import judged, judged_beside, of_run, predicted
 from planner.observe.observation import Observation, Observed
 from planner.plan_file import plan_of
@@ -110,15 +109,6 @@ def test_recomputing_that_the_log_has_off_is_a_term(tmp_path: Path) -> None:
     (term,) = [term for term in recipe_terms(case) if "recompute" in term.term]
     assert ("recompute none" in term.evidence, "has full" in term.evidence) == (True, True)
     assert term.seconds < 0
-
-
-def test_a_switch_at_another_value_than_planned_goes_back(planned: Plan, tmp_path: Path) -> None:
-    case = beside(planned, observed(tmp_path, overlap_grad_reduce=False))
-    now = running(case)
-    assert now is not None
-    (back,) = restored(case, ("overlap_grad_reduce", "compile"), now)
-    assert back.step_s == pytest.approx(planned.step.step_s)
-    assert not list(restored(case, ("compile",), now))
 
 
 def test_without_a_plan_there_is_no_gap(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
+from planner.observe.accounts import STEP_TERMS, WALL_TERMS
 from planner.observe.observation import Observation, Observed, Prediction, SourceFile, Term
 from planner.report.observe.answer import SignedBar, gap_section
 
@@ -47,17 +47,18 @@ def test_all_terms_fit_in_eighty_columns() -> None:
 
 
 def test_steps_and_terms_are_read_from_top_to_bottom() -> None:
-    text = text_of(observed([term("bubble", 1.0), term("host_gaps", -0.25)], [term("checkpoints", 0.5)]))
+    text = text_of(observed([term("pipeline_waits", 1.0), term("host_gaps", -0.25)], [term("checkpoints", 0.5)]))
     rows = [line.strip() for line in text.splitlines() if ("│" in line and "·" not in line) or "step " in line]
     words = [re.split(r"\s{2,}", row)[:2] for row in rows]
     assert words == [
-        ["predicted step", "6.10 s"], ["pipeline bubble", "+1.00 s"], ["GPU waits for the host", "-0.25 s"],
+        ["predicted step", "6.10 s"], ["pipeline bubble and transfers", "+1.00 s"],
+        ["GPU waits for the host", "-0.25 s"],
         ["measured step", "6.85 s"], ["checkpoints", "+0.50 s"], ["wall time per step", "7.35 s"],
     ]  # fmt: skip
 
 
 def test_terms_that_would_read_as_nothing_are_one_row() -> None:
-    text = text_of(observed([term("bubble", 1.0), term("copies", 0.003), term("waits", 0.003)], []))
+    text = text_of(observed([term("pipeline_waits", 1.0), term("copies", 0.003), term("waits", 0.003)], []))
     assert "2 smaller ones" in text
     assert "copies" not in text
 

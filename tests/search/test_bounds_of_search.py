@@ -19,14 +19,12 @@ from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
-from planner.search.bounds.outside_pipeline import all_optimizers_s, beyond_s, showing_s, with_ends_s
-from planner.search.bounds.pipeline import coarse_bound_s
-from planner.search.enumerate import enumerate_shapes, scalar
+from planner.search.bounds import all_optimizers_s, beyond_s, coarse_bound_s, showing_s, with_ends_s
+from planner.search.enumerate import enumerate_shapes, scalar, schedules_tried
 from planner.search.frontier import nodes_of
+from planner.search.ilp.node import RecomputeChoice, node_of
 from planner.search.ilp.program import solve
-from planner.search.ilp.translate import RecomputeChoice, node_of
 from planner.search.priced_shapes import fits, priced_shapes, room_layers
-from planner.search.schedules import schedules_tried
 from planner.shape import RANK_ORDERS, Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec

@@ -12,15 +12,14 @@ from toys import NO_LIMIT_S, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.layout.candidate import Candidate
 from planner.layout.split import Split
+from planner.search.chain import best_split
+from planner.search.chunks import promising, splits_of
 from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.frontier import nodes_of
-from planner.search.ilp.node import Node
+from planner.search.ilp.node import Node, RecomputeChoice
 from planner.search.ilp.program import solve
-from planner.search.ilp.translate import RecomputeChoice
 from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import priced_shapes
-from planner.search.splits.chain import best_split
-from planner.search.splits.equal_chunks import promising, splits_of
 
 
 def nodes() -> list[Node]:

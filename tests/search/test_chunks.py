@@ -9,7 +9,7 @@ import pytest
 from toys import legal_counts
 
 from planner.schedule.orders import placement
-from planner.search.splits.equal_chunks import fewest_of_kinds
+from planner.search.chunks import fewest_of_kinds
 from planner.specs.model import LayerKind
 
 DENSE, MOE, CHUNKED = LayerKind("full", "dense"), LayerKind("full", "moe"), LayerKind("chunked", "dense")

@@ -11,7 +11,7 @@ from toys import toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.errors import SolverError
 from planner.search import frontier
-from planner.search.deadline import Deadline
+from planner.search.case import Deadline
 from planner.search.frontier import blocks_of
 from planner.search.search import plan
 
@@ -35,7 +35,7 @@ def test_time_that_ends_anywhere_leaves_a_plan_that_is_not_proven(monkeypatch: p
     problem = toy_problem(toy_model(4), toy_cluster(4), toy_training(8), gap_fraction=0.0, **free)
     ends = []
     for asks in (1, 4, 8, 1e9):
-        monkeypatch.setattr("planner.search.deadline.time", SimpleNamespace(monotonic=count().__next__))
+        monkeypatch.setattr("planner.search.case.time", SimpleNamespace(monotonic=count().__next__))
         limits = problem.limits.model_copy(update={"time_limit_s": asks})
         found = plan(problem.model, problem.cluster, problem.training, limits=limits, runtime=problem.runtime)
         assert found.search is not None

@@ -10,8 +10,15 @@ import pytest
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.errors import SpecError
-from planner.search.enumerate import MAX_MICRO_BATCH_TOKENS, Rejections, enumerate_shapes, scalar
-from planner.search.schedules import check_expressible, cuts_evenly, schedule_options
+from planner.search.enumerate import (
+    MAX_MICRO_BATCH_TOKENS,
+    Rejections,
+    check_expressible,
+    cuts_evenly,
+    enumerate_shapes,
+    scalar,
+    schedule_options,
+)
 from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

@@ -11,9 +11,8 @@ from brute_force import Candidate, brute_force_s, candidates, fits, pipeline_s, 
 from solver_nodes import DENSE, interleaved_node, random_node, recurring_node
 
 from planner.physics.cost import PartCost
-from planner.search.ilp.layers import recurring
-from planner.search.ilp.node import Node
-from planner.search.ilp.program import Solution, solve
+from planner.search.ilp.node import Node, Solution, recurring
+from planner.search.ilp.program import solve
 from planner.specs.model import LayerKind
 from planner.specs.units import GIB
 

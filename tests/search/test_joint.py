@@ -12,8 +12,7 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import CostTable
-from planner.search.ilp.node import Node
-from planner.search.ilp.translate import RecomputeChoice, node_of
+from planner.search.ilp.node import Node, RecomputeChoice, node_of
 from planner.search.search import plan
 from planner.shape import RANK_ORDERS
 from planner.specs.units import GIB

@@ -20,9 +20,9 @@ from planner import Plan, SearchLimits, plan
 from planner.cli import main
 from planner.errors import Infeasible, SolverError
 from planner.search import branch
-from planner.search.case import Case
-from planner.search.deadline import Deadline
-from planner.search.ilp import checked, solver
+from planner.search.case import Case, Deadline
+from planner.search.ilp import solver
+from planner.search.ilp import solver as checked
 from planner.search.ilp.node import Node
 from planner.search.ilp.program import SolverFailed, build, solve
 from planner.search.ilp.solver import Claim

@@ -16,8 +16,8 @@ from planner.layout.evaluate import evaluate
 from planner.layout.replan import reprice
 from planner.layout.split import Split
 from planner.schedule.replay import makespan_s
+from planner.search.ilp.node import node_of
 from planner.search.ilp.program import solve
-from planner.search.ilp.translate import node_of
 from planner.search.rebalance import Rebalanced, rebalance, recompute_of, recounted
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec

@@ -18,9 +18,8 @@ from planner.layout.evaluate import price_given
 from planner.layout.risk import memory_width, oom_probability
 from planner.search.case import Case
 from planner.search.search import plan, search
-from planner.search.why.misses import candidates_of
-from planner.search.why.program import program_text
-from planner.search.why.refused import shapes_of
+from planner.search.why.explain import program_text
+from planner.search.why.misses import candidates_of, shapes_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import SearchLimits, TrainingSpec

@@ -87,7 +87,8 @@ PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
     entry["name"]: entry for entry in json.loads((Path(__file__).parent / "published.json").read_text())
 }
 UNCOMMON = {
-    "qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "minimax-m2", "olmo-3-32b", "deepseek-v3.2", "glm-5", "nemotron-3-nano-30b-a3b",
+    "qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "minimax-m2", "olmo-3-32b", "deepseek-v3.2", "glm-5",
+    "nemotron-3-nano-30b-a3b",
     "granite-4.0-h-small", "falcon-h1-34b", "deepseek-v4-flash", "deepseek-v4-pro",
     "kimi-k3", "minimax-m3",
 }  # fmt: skip

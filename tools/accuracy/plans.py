@@ -24,8 +24,7 @@ from planner.layout.evaluate import selective_modules
 from planner.layout.runs import Run
 from planner.report.format import seconds
 from planner.report.pieces import columns
-from planner.search.enumerate import enumerate_shapes
-from planner.search.schedules import schedule_options
+from planner.search.enumerate import enumerate_shapes, schedule_options
 from planner.search.search import plan
 from planner.specs.training import SearchLimits
 from planner.validate.rows import PublishedRun

@@ -16,7 +16,7 @@ from planner.probe.run import Device
 from planner.probe.torch_build import require_gpu
 from planner.profile.build_profile import known_profile
 from planner.profile.probe_calibration import from_probe
-from planner.search.deadline import Deadline
+from planner.search.case import Deadline
 from planner.specs.hardware import HardwareSpec
 from tools.gpu_check import parts
 from tools.gpu_check.cases import CASES, SMALL_HIDDEN_SIZE, SMALL_SEQ_LENGTH, TABLES_OF, StageCase

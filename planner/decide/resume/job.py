@@ -20,8 +20,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.replan import reprice
 from planner.months.closed_form import Standstill, break_even_s, going_on_s, return_pays_s, waiting_s
 from planner.months.losses import Fact, Losses, Taken, losses_of, stated
-from planner.search.case import Case
-from planner.search.deadline import Deadline
+from planner.search.case import Case, Deadline
 from planner.search.recipes import pinned
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec

@@ -22,8 +22,7 @@ from planner.layout.replan import reprice
 from planner.layout.risk import headroom_bytes
 from planner.schedule.orders import violation
 from planner.search.case import Case
-from planner.search.first import some_layout
-from planner.search.layouts import find_layouts
+from planner.search.layouts import find_layouts, some_layout
 from planner.search.search import search
 from planner.search.why.remedy import with_remedy
 from planner.shape import NEAR_FRACTION, divisors

@@ -1,20 +1,16 @@
-"""Steps of one rank's trace, cut so that the parts add up to the wall time, and their passes.
+"""Steps of one rank's trace, cut so that the parts add up to the wall time.
 
 A step is from its first GPU operation to the next step's first one. Every nanosecond is computing, else exposed
 communication, else a copy, else idle. Inside computing it belongs to the first family of the table that runs, inside
 communication to the first group. Idle time is told by the launch of what ends it: a host gap if that came after the GPU
 ran dry, a dependency if it came before.
-
-Forward, backward and optimizer are the computing time of what each launched, told by annotations (Megatron's
-`forward_step`, torch's pipelining `Forward 3`), else by autograd: what its engine launches is backward,
-`Optimizer.step#…` the optimizer, and the rest forward. Layers that are recomputed count as backward.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,8 +40,7 @@ from planner.observe.traces.kernels_and_groups import (
     axis_of,
     families_of,
 )
-from planner.observe.traces.kineto import launch_of
-from planner.observe.traces.results import FamilyTime, GroupTime, PhaseTime, TraceStep
+from planner.observe.traces.results import FamilyTime, GroupTime, TraceStep
 
 _STEP = re.compile(r"^(?:ProfilerStep#|(?:train_)?step[ _#:]*|iteration[ _#:]*)(\d{1,12})$", re.IGNORECASE)
 _CAPTURE = re.compile(r"(cuda|hip)StreamBeginCapture|(cu|hip|cuda)Graph(Exec)?Instantiate", re.IGNORECASE)
@@ -89,10 +84,10 @@ def _marked(trace: RankTrace) -> tuple[list[int], list[int], list[int]]:
     """Number, start and end of every step's annotation; of several with one number the longest."""
     steps: dict[int, tuple[int, int]] = {}
     number_of = {index: int(match[1]) for index, name in enumerate(trace.names) if (match := _STEP.match(name))}
-    chosen = np.flatnonzero(np.isin(trace.marks.name, list(number_of)))
+    chosen = np.flatnonzero(np.isin(trace.marks["name"], list(number_of)))
     for start, end, name in zip(
-        trace.marks.start_ns[chosen].tolist(), trace.marks.end_ns[chosen].tolist(),
-        trace.marks.name[chosen].tolist(), strict=True,
+        trace.marks["start"][chosen].tolist(), trace.marks["end"][chosen].tolist(),
+        trace.marks["name"][chosen].tolist(), strict=True,
     ):  # fmt: skip
         number = number_of[name]
         old = steps.get(number)
@@ -105,12 +100,12 @@ def _marked(trace: RankTrace) -> tuple[list[int], list[int], list[int]]:
 def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
     """Boundaries of steps: where the GPU starts what each launched, if all launched something, else the host's."""
     on_host = [*starts, ends[-1]]
-    launch = launch_of(trace.gpu, trace.launches)
+    launch = trace.launch()
     known = launch >= 0
     if trace.on_host or not known.any():
         return on_host
-    launched_ns = trace.launches.start_ns[launch[known]]
-    began, ended = trace.gpu.start_ns[known], trace.gpu.end_ns[known]
+    launched_ns = trace.launches["start"][launch[known]]
+    began, ended = trace.gpu["start"][known], trace.gpu["end"][known]
     step: NDArray[np.int64] = np.searchsorted(np.array(starts), launched_ns, side="right") - 1
     inside = (step >= 0) & (launched_ns < np.array(ends)[np.maximum(step, 0)])
     bounds = []
@@ -129,119 +124,11 @@ def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
 def _captures(trace: RankTrace, starts: list[int], ends: list[int]) -> list[bool]:
     """True for each step in which the host captures or instantiates a graph."""
     names = [index for index, name in enumerate(trace.names) if _CAPTURE.search(name)]
-    at = trace.launches.start_ns[np.isin(trace.launches.name, names)]
+    at = trace.launches["start"][np.isin(trace.launches["name"], names)]
     return [bool(((at >= start) & (at < end)).any()) for start, end in zip(starts, ends, strict=True)]
 
 
-ANNOTATIONS = (
-    ("forward", r"^(forward_step(_func)?|forward-compute|Forward \d+|\d+F\d+|F_\w+|## forward ##|forward)$"),
-    (
-        "backward",
-        r"^(backward_step(_func)?|backward(-wgrad)?-compute|Backward \d+|\d+[BIW]\d+|B_\w+|## backward ##|backward)$",
-    ),
-    ("optimizer", r"^(Optimizer\.step#.*|optimizer([-_]step)?|## optimizer ##)$"),
-)
-"""(phase, pattern of its annotation)."""
-AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
-_PATTERNS = tuple((phase, re.compile(pattern)) for phase, pattern in ANNOTATIONS)
-_NEVER = np.iinfo(np.int64).min
 NS = 1e-9
-
-
-@dataclass(frozen=True)
-class StepPhases:
-    """The phase of each GPU event of a rank, and the range of it that launched the event."""
-
-    trace: RankTrace
-    source: str
-    masks: dict[str, NDArray[np.bool_]]
-    ranges: dict[str, NDArray[np.int64]]
-
-    @classmethod
-    def of(cls, trace: RankTrace, launch: NDArray[np.int64]) -> StepPhases | None:
-        """Sort a rank's GPU events into phases, or None where nothing tells them apart."""
-        at_ns = _launched(trace, launch)
-        marks = {phase: _outermost(trace.marks, trace, pattern) for phase, pattern in _PATTERNS}
-        ranges = {phase: _range_of(events, at_ns) for phase, events in marks.items()}
-        if (ranges["forward"] >= 0).any() and (ranges["backward"] >= 0).any():
-            source, forward = "annotations", ranges["forward"] >= 0
-        else:
-            marks["backward"] = _outermost(trace.operators, trace, AUTOGRAD)
-            ranges["backward"] = _range_of(marks["backward"], at_ns)
-            if not (ranges["backward"] >= 0).any():
-                return None
-            source, forward = "autograd", at_ns > _NEVER
-        optimizer = ranges["optimizer"] >= 0
-        backward = (ranges["backward"] >= 0) & ~optimizer
-        masks = {"forward": forward & ~backward & ~optimizer, "backward": backward, "optimizer": optimizer}
-        return cls(trace, source, masks, ranges)
-
-    def part(self, trace: RankTrace, chosen: slice) -> StepPhases:
-        """The phases of a slice of the events, which `trace` holds."""
-        masks = {phase: mask[chosen] for phase, mask in self.masks.items()}
-        ranges = {phase: of[chosen] for phase, of in self.ranges.items()}
-        return StepPhases(trace, self.source, masks, ranges)
-
-    def times(self, computing: NDArray[np.bool_], step: StepWindow) -> tuple[PhaseTime, ...]:
-        """Computing time by phase in one step."""
-        inside, times, gpu = window(step.start_ns, step.end_ns), [], self.trace.gpu
-        for phase, mask in self.masks.items():
-            mine = mask & computing
-            spans = intersect(union(gpu.start_ns[mine], gpu.end_ns[mine]), inside)
-            if length_ns(spans):
-                said = self.source != "autograd" or phase == "optimizer"
-                lengths = self._lengths_ns(_by_range(mine, self.ranges[phase]) if said else [])
-                times.append(
-                    PhaseTime(
-                        phase=phase,
-                        seconds=length_ns(spans) * NS,
-                        num_ranges=len(lengths),
-                        median_s=float(np.median(lengths)) * NS if lengths else None,
-                        source=self.source if phase != "optimizer" else "annotations",
-                    )
-                )
-        return tuple(times)
-
-    def _lengths_ns(self, parts: Sequence[NDArray[np.int64]]) -> list[int]:
-        """Computing time of each range."""
-        gpu = self.trace.gpu
-        return [length_ns(union(gpu.start_ns[part], gpu.end_ns[part])) for part in parts]
-
-
-def _by_range(mine: NDArray[np.bool_], range_of: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The events of each range, by start."""
-    chosen = np.flatnonzero(mine)
-    chosen = chosen[np.argsort(range_of[chosen], kind="stable")]
-    return np.split(chosen, np.flatnonzero(np.diff(range_of[chosen])) + 1)
-
-
-def _launched(trace: RankTrace, launch: NDArray[np.int64]) -> Times:
-    """When each GPU event was launched; on a host, when it began."""
-    if trace.on_host:
-        return trace.gpu.start_ns
-    if not len(trace.launches):
-        return np.full(len(trace.gpu), _NEVER, np.int64)
-    return np.where(launch >= 0, trace.launches.start_ns[launch], _NEVER)
-
-
-def _outermost(events: Events, trace: RankTrace, pattern: re.Pattern[str]) -> Events:
-    """The events of a name, without those that begin inside an earlier one."""
-    names = [index for index, name in enumerate(trace.names) if pattern.match(name)]
-    chosen = events.where(np.isin(events.name, names))
-    if not len(chosen):
-        return chosen
-    reach = np.maximum.accumulate(chosen.end_ns)
-    return chosen.where(np.concatenate([[True], chosen.start_ns[1:] >= reach[:-1]]))
-
-
-def _range_of(ranges: Events, at_ns: Times) -> NDArray[np.int64]:
-    """The index of the range that each time is inside of, or −1."""
-    if not len(ranges):
-        return np.full(len(at_ns), -1, np.int64)
-    index = np.searchsorted(ranges.start_ns, at_ns, side="right") - 1
-    return np.where((index >= 0) & (at_ns < ranges.end_ns[index]), index, -1)
-
-
 MAX_NAMES = 3
 LONG = 0.01
 """A gap of this share of a step is no launch: of those there are hundreds in a step."""
@@ -261,7 +148,6 @@ class Sorted:
     """An index in `labels`, −1 for what does not communicate."""
     labels: tuple[str, ...]
     launch: NDArray[np.int64]
-    phases: StepPhases | None
     waits: tuple[tuple[str, Spans], ...]
     """Times at which the host waits or is busy with something else, by name."""
     reach_ns: Times
@@ -270,7 +156,7 @@ class Sorted:
     @classmethod
     def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
         """Sort a trace's events; `grid` names the axes of groups that the trace leaves undescribed."""
-        family = families_of(trace.names)[trace.gpu.name] if len(trace.gpu) else np.zeros(0, np.int64)
+        family = families_of(trace.names)[trace.gpu["name"]] if len(trace.gpu) else np.zeros(0, np.int64)
         label_of_call = [
             axis_of(trace.groups[call.group], grid) if call.group in trace.groups else UNKNOWN for call in trace.calls
         ]
@@ -279,33 +165,32 @@ class Sorted:
         labels = tuple(sorted({*label_of_call, *of_name}))
         by_call = np.array([labels.index(label) for label in label_of_call] or [0], np.int64)
         by_name = np.array([labels.index(label) for label in of_name] or [0], np.int64)
-        said = trace.gpu.call >= 0
-        group = np.where(said, by_call[np.where(said, trace.gpu.call, 0)], by_name[trace.gpu.name])
-        communicates = ((family == COMMUNICATION) | said) & ~trace.copies
+        said = trace.gpu["call"] >= 0
+        group = np.where(said, by_call[np.where(said, trace.gpu["call"], 0)], by_name[trace.gpu["name"]])
+        communicates = ((family == COMMUNICATION) | said) & (trace.gpu["copy"] == 0)
         family = np.where(communicates, COMMUNICATION, family)
-        launch = launch_of(trace.gpu, trace.launches)
-        reach = np.maximum.accumulate(trace.gpu.end_ns) if len(trace.gpu) else trace.gpu.end_ns
+        launch = trace.launch()
+        reach = np.maximum.accumulate(trace.gpu["end"]) if len(trace.gpu) else trace.gpu["end"]
         group = np.where(communicates, group, -1)
-        return cls(trace, family, group, labels, launch, StepPhases.of(trace, launch), _waits_of(trace), reach)
+        return cls(trace, family, group, labels, launch, _waits_of(trace), reach)
 
     def exchanges(self) -> Sorted:
         """The communication alone: what is kept of a rank while the next one's file is read."""
         chosen = self.group >= 0
         trace = replace(
-            self.trace, gpu=self.trace.gpu.where(chosen), copies=self.trace.copies[chosen], launches=NO_EVENTS,
+            self.trace, gpu=self.trace.gpu[chosen], launches=NO_EVENTS,
             operators=NO_EVENTS, marks=NO_EVENTS,
         )  # fmt: skip
         cut = (self.family[chosen], self.group[chosen], self.labels, self.launch[chosen])
-        return Sorted(trace, *cut, None, (), self.reach_ns[chosen])
+        return Sorted(trace, *cut, (), self.reach_ns[chosen])
 
     def near(self, step: StepWindow) -> Sorted:
         """The events that may run in a step, and the one behind it: a step costs what is in it, not in the trace."""
         first = int(np.searchsorted(self.reach_ns, step.start_ns, side="right"))
-        part = slice(first, int(np.searchsorted(self.trace.gpu.start_ns, step.end_ns)) + 1)
-        trace = replace(self.trace, gpu=self.trace.gpu.part(part), copies=self.trace.copies[part])
-        phases = self.phases.part(trace, part) if self.phases else None
+        part = slice(first, int(np.searchsorted(self.trace.gpu["start"], step.end_ns)) + 1)
+        trace = replace(self.trace, gpu=self.trace.gpu[part])
         cut = (self.family[part], self.group[part], self.labels, self.launch[part])
-        return Sorted(trace, *cut, phases, self.waits, self.reach_ns[part])
+        return Sorted(trace, *cut, self.waits, self.reach_ns[part])
 
 
 def _only_axis(trace: RankTrace) -> str:
@@ -328,8 +213,8 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
     origin_ns = events.trace.span_ns[0]
     events = events.near(step)
     inside = window(step.start_ns, step.end_ns)
-    gpu, kernels = events.trace.gpu, ~events.trace.copies
-    near = (gpu.start_ns < step.end_ns) & (gpu.end_ns > step.start_ns)
+    gpu, kernels = events.trace.gpu, events.trace.gpu["copy"] == 0
+    near = (gpu["start"] < step.end_ns) & (gpu["end"] > step.start_ns)
     computing = near & kernels & (events.group < 0)
     compute = intersect(_union(gpu, computing), inside)
     groups, communicating = _groups(events, near, inside, compute)
@@ -351,13 +236,12 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
         long_gaps_s=length_ns(gaps[gaps[:, 1] - gaps[:, 0] > LONG * (step.end_ns - step.start_ns)]) * NS,
         families=_families(events, computing, inside),
         groups=groups,
-        phases=events.phases.times(computing, step) if events.phases else (),
         waits=_waits(events, merge(gaps, unknown)),
     )
 
 
 def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
-    return union(gpu.start_ns[chosen], gpu.end_ns[chosen])
+    return union(gpu["start"][chosen], gpu["end"][chosen])
 
 
 def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
@@ -373,8 +257,8 @@ def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tu
         taken = merge(taken, spans)
     total = sum(nanoseconds for _, nanoseconds, _, _ in times) or 1
     rows = [
-        FamilyTime(family=name, seconds=ns * NS, share_fraction=ns / total, num_kernels=count, largest=largest)
-        for name, ns, count, largest in times
+        FamilyTime(family=name, seconds=ns * NS, share_fraction=ns / total, num_kernels=count, longest=longest)
+        for name, ns, count, longest in times
     ]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
@@ -385,7 +269,7 @@ def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> tuple[st
         return ()
     gpu = events.trace.gpu
     total: Counter[int] = Counter()
-    for name, length in zip(gpu.name[chosen].tolist(), (gpu.end_ns - gpu.start_ns)[chosen].tolist(), strict=True):
+    for name, length in zip(gpu["name"][chosen].tolist(), (gpu["end"] - gpu["start"])[chosen].tolist(), strict=True):
         total[name] += length
     return tuple(events.trace.names[name][:80] for name, _ in total.most_common(MAX_NAMES))
 
@@ -420,10 +304,10 @@ def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
         return idle, NONE, NONE
     if not len(idle) or not len(gpu):
         return NONE, NONE, idle
-    following = np.minimum(np.searchsorted(gpu.start_ns, idle[:, 1], side="left"), len(gpu) - 1)
+    following = np.minimum(np.searchsorted(gpu["start"], idle[:, 1], side="left"), len(gpu) - 1)
     launch = events.launch[following]
-    known = (launch >= 0) & (gpu.start_ns[following] >= idle[:, 1])
-    late = known & (launches.start_ns[launch] > idle[:, 0]) if len(launches) else known
+    known = (launch >= 0) & (gpu["start"][following] >= idle[:, 1])
+    late = known & (launches["start"][launch] > idle[:, 0]) if len(launches) else known
     return idle[late], idle[known & ~late], idle[~known]
 
 
@@ -431,10 +315,10 @@ def _waits_of(trace: RankTrace) -> tuple[tuple[str, Spans], ...]:
     """Calls and annotations whose name says that the host waits or does something else than launch."""
     spans = []
     for events, wanted in ((trace.launches, _SYNCHRONISES), (trace.marks, _BUSY)):
-        for index in np.unique(events.name):
+        for index in np.unique(events["name"]):
             if wanted.search(trace.names[index]):
-                chosen = events.where(events.name == index)
-                spans.append((trace.names[index][:80], union(chosen.start_ns, chosen.end_ns)))
+                chosen = events[events["name"] == index]
+                spans.append((trace.names[index][:80], union(chosen["start"], chosen["end"])))
     return tuple(spans)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from planner.observe.traces.breakdown import NS, Sorted
 from planner.observe.traces.events import RankTrace
 from planner.observe.traces.kernels_and_groups import axis_of_description
-from planner.observe.traces.results import CollectiveTime, RankReport, Straggler
+from planner.observe.traces.results import CollectiveTime
 
 DTYPE_BYTES = {
     "float": 4, "float32": 4, "int": 4, "bfloat16": 2, "half": 2, "float16": 2, "short": 2, "byte": 1, "char": 1,
@@ -74,7 +74,7 @@ def collective_times(
     indices = defaultdict(list)
     for index in np.flatnonzero(events.group >= 0).tolist():
         indices[_form(events, index)].append(index)
-    lengths: NDArray[np.int64] = trace.gpu.end_ns - trace.gpu.start_ns
+    lengths: NDArray[np.int64] = trace.gpu["end"] - trace.gpu["start"]
     times = []
     for (label, kind, num_bytes, size), chosen in indices.items():
         waited = [waits[index] for index in chosen if index in waits]
@@ -105,7 +105,11 @@ def collective_times(
 def _form(events: Sorted, index: int) -> tuple[str, str, int | None, int | None]:
     """(group, kind, bytes, ranks) of one exchange, as far as the trace says them."""
     trace = events.trace
-    label, name, call = events.labels[events.group[index]], trace.names[trace.gpu.name[index]], trace.gpu.call[index]
+    label, name, call = (
+        events.labels[events.group[index]],
+        trace.names[trace.gpu["name"][index]],
+        trace.gpu["call"][index],
+    )
     if call < 0:
         return label, collective_of(name), None, None
     said = trace.calls[call]
@@ -121,8 +125,6 @@ def _form(events: Sorted, index: int) -> tuple[str, str, int | None, int | None]
     )
 
 
-SLOW_RATIO = 1.05
-"""A rank that computes this much longer than the median of its stage is a straggler: clocks differ by 1 to 2%."""
 _ENDS_TOGETHER = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
 SharedKey = tuple[object, ...]
@@ -134,15 +136,13 @@ class PeerTimes:
 
     transfer_ns: list[dict[int, int]]
     wait_ns: list[dict[int, int]]
-    late_ns: list[int] = field(default_factory=list)
-    """Waiting of all other ranks for this one."""
     clock_error_s: float | None = None
     num_matched: int = 0
 
     @classmethod
     def of(cls, ranks: Sequence[Sorted]) -> PeerTimes:
         """Match the collectives of all ranks and cut each into wait and transfer."""
-        peers = cls([{} for _ in ranks], [{} for _ in ranks], [0] * len(ranks))
+        peers = cls([{} for _ in ranks], [{} for _ in ranks])
         shared = [entries for entries in _matched(ranks) if len(entries) > 1]
         offsets, peers.clock_error_s = _clocks(ranks, shared)
         for entries in shared:
@@ -150,14 +150,13 @@ class PeerTimes:
         return peers
 
     def _cut(self, ranks: Sequence[Sorted], entries: list[tuple[int, int]], offsets: list[int]) -> None:
-        starts = [int(ranks[rank].trace.gpu.start_ns[index]) + offsets[rank] for rank, index in entries]
+        starts = [int(ranks[rank].trace.gpu["start"][index]) + offsets[rank] for rank, index in entries]
         latest = max(starts)
         for (rank, index), start in zip(entries, starts, strict=True):
             gpu = ranks[rank].trace.gpu
-            length = int(gpu.end_ns[index] - gpu.start_ns[index])
+            length = int(gpu["end"][index] - gpu["start"][index])
             wait = min(latest - start, length)
             self.wait_ns[rank][index], self.transfer_ns[rank][index] = wait, length - wait
-            self.late_ns[entries[starts.index(latest)][0]] += wait
         self.num_matched += 1
 
 
@@ -180,9 +179,9 @@ def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
 def _shared_key(events: Sorted, index: int) -> SharedKey | None:
     """The key that ranks share of one exchange; None where the trace does not say its ranks."""
     trace = events.trace
-    if trace.gpu.call[index] < 0:
-        return ("world", collective_of(trace.names[trace.gpu.name[index]])) if _all_in_one(trace) else None
-    call = trace.calls[trace.gpu.call[index]]
+    if trace.gpu["call"][index] < 0:
+        return ("world", collective_of(trace.names[trace.gpu["name"][index]])) if _all_in_one(trace) else None
+    call = trace.calls[trace.gpu["call"][index]]
     group = trace.groups.get(call.group)
     if group is None or len(group.ranks) < 2:
         return None
@@ -215,7 +214,7 @@ def _clocks(ranks: Sequence[Sorted], shared: Sequence[list[tuple[int, int]]]) ->
         if _kind(trace, first_index) not in _ENDS_TOGETHER:
             continue
         for place, index in entries[1:]:
-            ends[first, place].append(int(trace.gpu.end_ns[first_index]) - int(ranks[place].trace.gpu.end_ns[index]))
+            ends[first, place].append(int(trace.gpu["end"][first_index]) - int(ranks[place].trace.gpu["end"][index]))
     known: set[int] = set()
     errors: list[int] = []
     for root in range(len(ranks)):  # one of each part of the ranks that no collective joins to those before
@@ -242,8 +241,8 @@ def _align(ends: Mapping[tuple[int, int], list[int]], offsets: list[int], known:
 
 
 def _kind(trace: RankTrace, index: int) -> str:
-    call = int(trace.gpu.call[index])
-    return collective_of(trace.calls[call].collective if call >= 0 else trace.names[trace.gpu.name[index]])
+    call = int(trace.gpu["call"][index])
+    return collective_of(trace.calls[call].collective if call >= 0 else trace.names[trace.gpu["name"][index]])
 
 
 def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | None:
@@ -261,31 +260,3 @@ def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | Non
         return rank // (grid.get("tp", 1) * grid.get("cp", 1) * grid.get("dp", 1)) % grid.get("pp", 1)
     described = any(axis_of_description(group.description) for group in trace.groups.values())
     return 0 if described or trace.world_size == 1 else None
-
-
-def stragglers(reports: Sequence[RankReport], late_ns: Sequence[int]) -> tuple[Straggler, ...]:
-    """Each rank beside the ranks of its own stage; ranks of different stages hold different layers."""
-    if len(reports) < 2:
-        return ()
-    compute = [_steady_compute_s(report) for report in reports]
-    told = []
-    for report, seconds, late in zip(reports, compute, late_ns, strict=True):
-        others = [
-            s for other, s in zip(reports, compute, strict=True) if other.stage == report.stage and other is not report
-        ]
-        middle = float(np.median(others)) if others else 0.0
-        judged = report.stage is not None and bool(others)
-        ratio = seconds / middle if middle else 1.0
-        if report.rank is not None:
-            told.append(
-                Straggler(
-                    rank=report.rank, stage=report.stage, compute_ratio=ratio,
-                    late_s=late * NS / max(len(report.steps), 1), slow=judged and ratio > SLOW_RATIO,
-                )
-            )  # fmt: skip
-    return tuple(sorted(told, key=lambda row: (-row.compute_ratio, row.rank)))
-
-
-def _steady_compute_s(report: RankReport) -> float:
-    times = [step.compute_s for step in report.steps if not step.warm_up]
-    return float(np.median(times)) if times else 0.0

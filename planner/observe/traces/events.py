@@ -1,17 +1,16 @@
-"""Sets of time: sorted spans [start, end) in whole nanoseconds that do not overlap. Lengths of unions, never sums."""
+"""The events of one rank, and sets of time: sorted spans [start, end) in whole nanoseconds that do not overlap."""
 
 from __future__ import annotations
 
 import re
-from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.observe.traces.kernels_and_groups import ProcessGroup
-from planner.specs.reading import printable
 
 Times = NDArray[np.int64]
 Spans = NDArray[np.int64]
@@ -69,12 +68,12 @@ def window(start_ns: int, end_ns: int) -> Spans:
     return np.array([[start_ns, end_ns]], np.int64) if end_ns > start_ns else NONE
 
 
-MAX_NAME_CHARS = 2000
-MAX_NAMES_CHARS = 2**26
-"""Names longer than this in total are counted under one: real traces have some thousand kernels."""
-NAMELESS = "(further names)"
-
-
+EVENT = np.dtype([(name, np.int64) for name in ("start", "end", "lane", "name", "link", "call", "copy")])
+"""One event, ordered by start: nanoseconds; a stream, or a thread of the host; an index in `RankTrace.names`; the
+number that a GPU's event and its launch share and an index in `RankTrace.calls`, −1 for none; 1 for a copy or fill."""
+Events = NDArray[Any]
+"""An array of `EVENT`."""
+NO_EVENTS: Events = np.zeros(0, EVENT)
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,7})")
 
 
@@ -82,35 +81,6 @@ def rank_in_name(where: str) -> int | None:
     """The rank that a file's name says, as `rank3_trace.json` and `profile_rank-3.sqlite` do."""
     match = _RANK_IN_NAME.search(Path(where).name)
     return int(match[1]) if match else None
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """Events of one kind, ordered by start."""
-
-    start_ns: Times
-    end_ns: Times
-    lane: NDArray[np.int64]
-    """An index: a GPU's stream, or a thread of the host."""
-    name: NDArray[np.int64]
-    """An index in `RankTrace.names`."""
-    link: NDArray[np.int64]
-    """On the GPU and for calls that launch: the number that the two share, −1 where there is none."""
-    call: NDArray[np.int64]
-    """An index in `RankTrace.calls` for collectives that say what they exchange, else −1."""
-
-    def __len__(self) -> int:
-        return len(self.start_ns)
-
-    def part(self, chosen: slice) -> Events:
-        """The events of a slice, without a copy."""
-        columns = (self.start_ns, self.end_ns, self.lane, self.name, self.link, self.call)
-        return Events(*(column[chosen] for column in columns))
-
-    def where(self, chosen: NDArray[np.bool_]) -> Events:
-        """Those events that are chosen."""
-        columns = (self.start_ns, self.end_ns, self.lane, self.name, self.link, self.call)
-        return Events(*(column[chosen] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +115,6 @@ class RankTrace:
     calls: tuple[Call, ...]
     gpu: Events
     """Kernels, copies and fills; on a host without a GPU its innermost operators."""
-    copies: NDArray[np.bool_]
-    """True where an event of `gpu` is a copy or a fill and no kernel."""
     launches: Events
     """Calls of CUDA's or HIP's runtime and driver."""
     operators: Events
@@ -154,8 +122,6 @@ class RankTrace:
     """Ranges that the user, the trainer or the profiler annotated, on the host."""
     on_host: bool = False
     """True if the trace holds no GPU's events and `gpu` are operators of the host."""
-    lanes: tuple[tuple[int | str, int | str], ...] = ()
-    """(device or process, stream or thread) of each lane."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -164,55 +130,18 @@ class RankTrace:
         tables = [events for events in (self.gpu, self.launches, self.operators, self.marks) if len(events)]
         if not tables:
             return (0, 0)
-        return min(int(t.start_ns[0]) for t in tables), max(int(t.end_ns.max()) for t in tables)
+        return min(int(t["start"][0]) for t in tables), max(int(t["end"].max()) for t in tables)
+
+    def launch(self) -> NDArray[np.int64]:
+        """The index in `launches` of the call that launched each of `gpu`, or −1."""
+        return launch_of(self.gpu, self.launches)
 
 
-@dataclass(slots=True)
-class Names:
-    """Text once, and its number afterwards."""
-
-    texts: list[str] = field(default_factory=list)
-    _index: dict[str, int] = field(default_factory=dict)
-    _num_chars: int = 0
-
-    def __call__(self, text: str) -> int:
-        index = self._index.get(text)
-        if index is None:
-            key = text[:MAX_NAME_CHARS] if self._num_chars < MAX_NAMES_CHARS else NAMELESS
-            index = self._index.get(key)
-            if index is None:
-                index = self._index[key] = len(self.texts)
-                self.texts.append(printable(key, MAX_NAME_CHARS))
-                self._num_chars += len(key) + 100
-        return index
-
-
-@dataclass(slots=True)
-class EventColumns:
-    """Events while a file is read: 40 bytes each, whatever the file says of them."""
-
-    start_ns: array[int] = field(default_factory=lambda: array("q"))
-    end_ns: array[int] = field(default_factory=lambda: array("q"))
-    lane: array[int] = field(default_factory=lambda: array("i"))
-    name: array[int] = field(default_factory=lambda: array("i"))
-    link: array[int] = field(default_factory=lambda: array("q"))
-    call: array[int] = field(default_factory=lambda: array("i"))
-
-    def add(self, start_ns: int, end_ns: int, lane: int, name: int, link: int = -1, call: int = -1) -> None:
-        """One event more."""
-        self.start_ns.append(start_ns)
-        self.end_ns.append(end_ns)
-        self.lane.append(lane)
-        self.name.append(name)
-        self.link.append(link)
-        self.call.append(call)
-
-    def events(self) -> tuple[Events, NDArray[np.int64]]:
-        """The events by start, those that hold others first, and the order in which they were added."""
-        start, end = np.array(self.start_ns, np.int64), np.array(self.end_ns, np.int64)
-        order = np.lexsort((-end, start))
-        others = (np.array(column, np.int64)[order] for column in (self.lane, self.name, self.link, self.call))
-        return Events(start[order], end[order], *others), order
-
-
-NO_EVENTS = EventColumns().events()[0]
+def launch_of(gpu: Events, launches: Events) -> NDArray[np.int64]:
+    """The index in `launches` of the call that launched each of `gpu`, or −1."""
+    if not len(launches):
+        return np.full(len(gpu), -1, np.int64)
+    order = np.argsort(launches["link"], kind="stable")
+    links = launches["link"][order]
+    at = np.minimum(np.searchsorted(links, gpu["link"]), len(links) - 1)
+    return np.where((gpu["link"] >= 0) & (links[at] == gpu["link"]), order[at], -1)

@@ -14,7 +14,7 @@ from pydantic import Field
 from planner.errors import SpecError
 from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SourceFile
 from planner.observe.traces.breakdown import Sorted, break_down, step_windows
-from planner.observe.traces.collectives import PeerTimes, collective_times, stage_of, stragglers
+from planner.observe.traces.collectives import PeerTimes, collective_times, stage_of
 from planner.observe.traces.events import RankTrace
 from planner.observe.traces.flight_recorder import FlightReport, read_flight_recorder
 from planner.observe.traces.kernels_and_groups import OPTIMIZER, PLANNED
@@ -75,8 +75,7 @@ def read_traces(
         for place, events in enumerate(ranks)
     )  # fmt: skip
     return TraceReport(
-        ranks=reports, stragglers=stragglers(reports, peers.late_ns), clock_error_s=peers.clock_error_s,
-        not_shown=_not_shown(ranks, reports, peers),
+        ranks=reports, clock_error_s=peers.clock_error_s, not_shown=_not_shown(ranks, reports, peers),
     )  # fmt: skip
 
 
@@ -104,7 +103,7 @@ def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Pe
     if communicates and not peers.num_matched:
         why = "one rank's trace" if len(ranks) == 1 else "no collective is found on two ranks"
         told.append(f"transfer and wait are one number: {why}")
-    if any((events.trace.gpu.call[events.group >= 0] < 0).any() for events in ranks):
+    if any((events.trace.gpu["call"][events.group >= 0] < 0).any() for events in ranks):
         told.append("some communication kernels say neither group nor bytes (old torch, DeepEP, NVSHMEM)")
     if communicates and any(len(g.ranks) == 0 for e in ranks for g in e.trace.groups.values()):
         told.append("ranks of some groups: the trace truncates lists after 30 entries")
@@ -112,10 +111,6 @@ def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: Pe
         told.append(
             "steps: nothing marks them (call `profiler.step()` in the loop); the numbers are of the whole trace"
         )
-    if not any(step.phases for report in reports for step in report.steps):
-        told.append("forward and backward: no annotation and no autograd operator tells them apart")
-    if len(ranks) > 1 and any(report.stage is None for report in reports):
-        told.append("stragglers: the traces do not say which stage a rank is of, so that none is judged")
     return tuple(told)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from planner.specs.base import Spec
 
+DATA_RANGES = re.compile(r"data_?load|batch.?generator|(get|next)_batch|data.?iter", re.IGNORECASE)
+"""Annotations of waiting for a batch: those of torch's loader and of Megatron-LM's timers."""
 HOST = "host"
 """The device of a trace without a GPU's events."""
 
@@ -16,7 +20,7 @@ class FamilyTime(Spec):
     share_fraction: float
     """Share of the step's computing time."""
     num_kernels: int
-    largest: tuple[str, ...] = ()
+    longest: tuple[str, ...] = ()
     """Names of the longest kernels, for the family `other`."""
 
 
@@ -33,20 +37,6 @@ class GroupTime(Spec):
     """The part while this rank computed."""
     exposed_s: float
     """The part while it computed nothing and no group above communicated: these add up over groups."""
-
-
-class PhaseTime(Spec):
-    """Computing time of the kernels that one phase launched."""
-
-    phase: str
-    """`forward`, `backward`, `optimizer` …"""
-    seconds: float
-    num_ranges: int
-    """How often the phase ran, such as once a micro-batch; 0 where operators and no annotation tell the phase."""
-    median_s: float | None = None
-    """Median computing time of one range."""
-    source: str
-    """The evidence for the phase: `annotations` or `autograd`."""
 
 
 class TraceStep(Spec):
@@ -73,7 +63,6 @@ class TraceStep(Spec):
     slow."""
     families: tuple[FamilyTime, ...]
     groups: tuple[GroupTime, ...]
-    phases: tuple[PhaseTime, ...] = ()
     waits: tuple[tuple[str, float], ...] = ()
     """(what the host did while nothing ran, seconds), the longest first."""
 
@@ -111,23 +100,10 @@ class RankReport(Spec):
     warnings: tuple[str, ...] = ()
 
 
-class Straggler(Spec):
-    """One rank beside the others of its stage."""
-
-    rank: int
-    stage: int | None
-    compute_ratio: float
-    """Its computing time ÷ the median of the other ranks of its stage; 1 without others."""
-    late_s: float
-    """Seconds a step that others wait because it comes last."""
-    slow: bool
-
-
 class TraceReport(Spec):
     """Traces of one run, one entry a rank, and what they cannot show."""
 
     ranks: tuple[RankReport, ...]
-    stragglers: tuple[Straggler, ...] = ()
     clock_error_s: float | None = None
     """How far apart ends of shared collectives are after clocks were aligned (median); None without peers."""
     not_shown: tuple[str, ...] = ()

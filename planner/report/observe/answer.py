@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.gap.account import STEP_TERMS, WALL_TERMS
-from planner.observe.gap.rows import GAP_ROWS, OF_MEMORY
+from planner.observe.accounts import STEP_TERMS, WALL_TERMS
+from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Outlier, Prediction, Term, Wall
 from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN, LEAST_SHARE
@@ -191,14 +191,12 @@ def _memory(observation: Observation, prediction: Prediction | None) -> Renderab
 
 
 def _timers(observation: Observation) -> Table:
-    table = headed(("timer", "least", "most", "rank"), "l", "r", "r", None)
+    table = headed(("timer", "least", "most"), "l", "r", "r")
     ranked = sorted(observation.timers, key=lambda timer: -timer.max_s)
     for timer in ranked[:_MOST_TIMERS]:
-        slowest = max(timer.per_rank_s, key=lambda rank: timer.per_rank_s[rank], default=None)
-        rank = "" if slowest is None else f"{slowest} is slowest"
-        table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s), rank)
+        table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s))
     if len(ranked) > _MOST_TIMERS:
-        table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "", "")
+        table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "")
     return table
 
 
@@ -386,7 +384,8 @@ def line_of(found: FollowedRun) -> str:
 def _place(found: FollowedRun) -> str:
     if found.band_s is None:
         return found.place
-    around = span(*found.band_s, found.band_s[1])
+    low_s, high_s = found.band_s
+    around = span(low_s, high_s, high_s) if low_s else f"up to {seconds(high_s)}"
     if found.place in ("above", "below"):
         return f"{found.place} {around}, {found.out_steps:,} of {found.allowed_steps:,} steps"
     return f"{found.place} {around}"

@@ -51,12 +51,8 @@ def _traces(report: TraceReport) -> Iterator[RenderableType]:
         yield section("Computing, by family of kernels", _families(steps))
     if any(step.groups for step in steps):
         yield section("Communication, by group", _groups(steps))
-    if any(step.phases for step in steps):
-        yield section("Computing, by phase", _phases(steps))
     if exchanges := [row for rank in report.ranks for row in rank.collectives]:
         yield section("Exchanges that take longest", _exchanges(exchanges))
-    if report.stragglers:
-        yield section("Ranks, each beside those of its stage", _ranks(report))
 
 
 def _parts(steps: Sequence[TraceStep], on_host: bool) -> Table:
@@ -80,7 +76,7 @@ def _families(steps: Sequence[TraceStep]) -> RenderableType:
     table = columns("l", "r", "r", None)
     for name, value in sorted(total.items(), key=lambda item: -item[1]):
         table.add_row(name, seconds(value), percent(value / whole), TextBar(value / whole, _WIDEST_BAR))
-    unknown = dict.fromkeys(name for step in steps for family in step.families for name in family.largest)
+    unknown = dict.fromkeys(name for step in steps for family in step.families for name in family.longest)
     if not unknown:
         return table
     return Group(table, Text(f"other: {', '.join(name[:_NAME_WIDTH] for name in list(unknown)[:3])}"))
@@ -98,17 +94,6 @@ def _groups(steps: Sequence[TraceStep]) -> Table:
     return table
 
 
-def _phases(steps: Sequence[TraceStep]) -> Table:
-    table = headed(("phase", "in a step", "median of one", "told by"), "l", "r", "r", None)
-    names = dict.fromkeys(phase.phase for step in steps for phase in step.phases)
-    for name in names:
-        mine = [phase for step in steps for phase in step.phases if phase.phase == name]
-        medians = [phase.median_s for phase in mine if phase.median_s is not None]
-        median = seconds(sum(medians) / len(medians)) if medians else ""
-        table.add_row(name, seconds(sum(phase.seconds for phase in mine) / len(steps)), median, mine[0].source)
-    return table
-
-
 def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
     table = headed(("exchange", "group", "MB", "times", "transfer", "wait", "GB/s"), "l", "l", "r", "r", "r", "r", "r")
     for row in sorted(rows, key=lambda row: -row.median_s * row.count)[:_MOST_ROWS]:
@@ -123,22 +108,12 @@ def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
     return table
 
 
-def _ranks(report: TraceReport) -> Table:
-    table = headed(("rank", "stage", "computing ÷ others'", "others wait", ""), "r", "r", "r", "r", None)
-    for row in report.stragglers[:_MOST_ROWS]:
-        stage = "" if row.stage is None else str(row.stage)
-        mark = "straggler" if row.slow else ""
-        table.add_row(str(row.rank), stage, f"{row.compute_ratio:.3f}", seconds(row.late_s), mark)
-    return table
-
-
 def _snapshot(report: SnapshotReport) -> RenderableType:
     table = columns("l", "r", "r", None)
     for part in report.parts:
         share = part.num_bytes / (report.peak_bytes or 1)
         table.add_row(part.category, f"{gibibytes(part.num_bytes)} GiB", percent(share), TextBar(share, _WIDEST_BAR))
     table.add_row("peak, allocated", f"{gibibytes(report.peak_bytes)} GiB", "", "")
-    table.add_row("reserved then", f"{gibibytes(report.reserved_at_peak_bytes)} GiB", "", "")
     table.add_row("most reserved", f"{gibibytes(report.peak_reserved_bytes)} GiB", "", "")
     table.add_row("free in blocks, at the end", f"{gibibytes(report.inactive_bytes)} GiB", "", "")
     table.add_row("largest of them", f"{gibibytes(report.largest_free_block_bytes)} GiB", "", "")
@@ -147,15 +122,12 @@ def _snapshot(report: SnapshotReport) -> RenderableType:
 
 
 def _says(report: SnapshotReport) -> Iterator[str]:
-    if report.during:
-        yield f"The peak was during {', '.join(report.during)}."
     oom = report.out_of_memory
     if oom is not None:
         why = ""
         if oom.fragmented:
             why = f": {gibibytes(oom.inactive_bytes)} GiB were free, in blocks of at most "
             why += f"{gibibytes(oom.largest_free_block_bytes)} GiB; fragmentation"
-            why += "" if report.expandable_segments else ", which expandable_segments:True avoids"
         yield f"Out of memory on a request of {gibibytes(oom.requested_bytes)} GiB{why}."
 
 

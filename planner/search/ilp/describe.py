@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from planner.schedule.orders import Bound
 from planner.search.ilp.formulation import Formulation, Group, Row, Variable
-from planner.search.ilp.layers import recurring
-from planner.search.ilp.node import Node
+from planner.search.ilp.node import Node, recurring
 from planner.search.ilp.program import build
 from planner.specs.units import GIB
 

@@ -14,31 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.search.ilp.formulation import Expression, Formulation, add_up, constant, count, equal
-from planner.search.ilp.node import Node, Runs
+from planner.search.ilp.node import Node, Recurring, recurring
 from planner.specs.model import LayerKind
-
-MAX_PLACES = 4
-"""Most places of a pattern whose layers are counted; each place is an integer variable of every virtual stage."""
-
-
-class Recurring(NamedTuple):
-    """A pattern of layers that repeats."""
-
-    period: int
-    places: dict[LayerKind, list[int]]
-    """Places in the pattern of the layers of each kind; the commonest kind is left out."""
-
-
-def recurring(runs: Runs) -> Recurring | None:
-    """The pattern that repeats; None if no kind comes back, or if too many places would have to be counted."""
-    layers = [kind for kind, length in runs for _ in range(length)]
-    kinds = list(dict.fromkeys(layers))
-    period = next((p for p in range(1, len(layers)) if layers[p:] == layers[:-p]), len(layers))
-    places = {kind: [place for place in range(period) if layers[place] == kind] for kind in kinds}
-    del places[max(kinds, key=lambda kind: len(places[kind]))]
-    if len(runs) == len(kinds) or sum(map(len, places.values())) > MAX_PLACES:
-        return None
-    return Recurring(period, places)
 
 
 class Chunks(NamedTuple):

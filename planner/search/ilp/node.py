@@ -1,14 +1,27 @@
-"""The numbers that the integer program of one shape is built from."""
+"""The numbers that the integer program of one shape is built from; a `Solution` becomes a `Split`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, NamedTuple
 
-from planner.physics.cost import PartCost
-from planner.schedule.orders import Bound
+from planner.layout.outside_pipeline import reduce_overlap_fraction, sharded_each_time
+from planner.layout.split import Split, even_counts, held_parts
+from planner.physics.cost import CostTable, PartCost, sum_parts
+from planner.physics.memory import sent_bytes
+from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import fixed_bytes
+from planner.schedule.orders import (
+    SCHEDULES,
+    Bound,
+    chunks_in_flight,
+    in_flight_microbatches,
+    lead_passes,
+    passes_behind,
+    placement,
+)
 from planner.shape import Number
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
@@ -33,7 +46,7 @@ Runs = Sequence[tuple[LayerKind, int]]
 class Node:
     """One shape whose layers are to be split: schedule, prices and limits, as the rows of the program need them.
 
-    Where splits are bounded (`search/splits/chain.py`) it may be several shapes with one pipeline, its prices arrays.
+    Where splits are bounded (`search/chain.py`) it may be several shapes with one pipeline, its prices arrays.
     """
 
     runs: Runs
@@ -116,3 +129,187 @@ class Node:
     def slowness(self, rank: int, quantity: str) -> float:
         """The factor on a rank's quantity for the slowness of the rank; 1 for all quantities but those in `_SLOWED`."""
         return self.rank_factors[rank] if self.rank_factors and quantity in _SLOWED else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The split as the solver chose it."""
+
+    counts: tuple[int, ...]
+    """Decoder layers of each virtual stage, in model order."""
+    recomputed: tuple[tuple[int, ...], ...]
+    """Layers of each rank and kind that are recomputed whole (one_count: of each virtual stage)."""
+    objective_s: float
+    """Seconds of the split by the program's rows."""
+    bound_s: float
+    """Confirmed lower bound of the objective; 0 if there is none."""
+    free_bytes: tuple[float, ...]
+    """Bytes that the memory row of each rank leaves free."""
+
+
+MAX_PLACES = 4
+"""Most places of a pattern whose layers are counted; each place is an integer variable of every virtual stage."""
+
+
+class Recurring(NamedTuple):
+    """A pattern of layers that repeats."""
+
+    period: int
+    places: dict[LayerKind, list[int]]
+    """Places in the pattern of the layers of each kind; the commonest kind is left out."""
+
+
+def recurring(runs: Runs) -> Recurring | None:
+    """The pattern that repeats; None if no kind comes back, or if too many places would have to be counted."""
+    layers = [kind for kind, length in runs for _ in range(length)]
+    kinds = list(dict.fromkeys(layers))
+    period = next((p for p in range(1, len(layers)) if layers[p:] == layers[:-p]), len(layers))
+    places = {kind: [place for place in range(period) if layers[place] == kind] for kind in kinds}
+    del places[max(kinds, key=lambda kind: len(places[kind]))]
+    if len(runs) == len(kinds) or sum(map(len, places.values())) > MAX_PLACES:
+        return None
+    return Recurring(period, places)
+
+
+MAX_RUNS_INTERLEAVED = 4
+"""Most runs of layers that are counted exactly on interleaved chunks.
+
+If there are more, or if all runs but the last do not fit into the ranks' first chunks, chunks are balanced with layers
+of the mean kind. Layers that repeat in a pattern are counted exactly.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeChoice:
+    """One way to recompute that a trainer can be told: a mode for most layers, and how many are recomputed whole."""
+
+    base: Recompute
+    whole: Whole
+
+    @property
+    def mode(self) -> Recompute:
+        """The recompute mode of most layers: `full` if all layers are recomputed whole, otherwise `base`."""
+        return "full" if self.whole == "all" else self.base
+
+    def __str__(self) -> str:
+        return self.mode
+
+
+def node_of(
+    pricing: Pricing,
+    table: CostTable,
+    choice: RecomputeChoice,
+    schedule: str,
+    short_bytes: Sequence[float] = (),
+    cutoff_s: float = math.inf,
+    rank_factors: Sequence[float] = (),
+    exact: bool = False,
+) -> Node:
+    """The numbers of the integer program for one shape, schedule and way to recompute.
+
+    If `exact`, layers of many kinds stay what they are, as all do but a program with interleaved stages.
+    """
+    shape, runtime, model = table.shape, pricing.runtime, pricing.model
+    pp, vpp, microbatches = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    ranks = placement(schedule, pp, vpp)
+    runs: Runs = model.runs
+    layers = table.layers
+    # the first chunks of all ranks hold at least this many layers, however few the first one holds
+    least_first_row = (pp - 1) * -(-model.num_hidden_layers // (pp * vpp))
+    too_many_runs = len(runs) > MAX_RUNS_INTERLEAVED or sum(length for _, length in runs[:-1]) > least_first_row
+    of_mean_layers = not exact and vpp > 1 and too_many_runs and recurring(runs) is None
+    if of_mean_layers:
+        runs, layers = _mean_kind(pricing, table)
+    return Node(
+        runs=runs,
+        layers=layers,
+        embedding=table.embedding,
+        head=_last_parts(pricing, table, choice, ranks),
+        pp=pp,
+        vpp=vpp,
+        num_microbatches=microbatches,
+        base=choice.base,
+        whole=choice.whole,
+        in_flight=in_flight_microbatches(schedule, pp, vpp, microbatches),
+        chunk_in_flight=chunks_in_flight(schedule, pp, vpp, microbatches) if vpp > 1 else (),
+        usable_bytes=table.usable_bytes - fixed_bytes(pricing, table),
+        sent_bytes=sent_bytes(model, shape, runtime),
+        short_bytes=short_bytes,
+        p2p_s=table.p2p_s,
+        bound=SCHEDULES[schedule].bound,
+        placement=ranks,
+        blocking_p2p=not (runtime.interleaved_p2p_overlap if vpp > 1 else runtime.p2p_overlap),
+        cutoff_s=cutoff_s,
+        empty_ends=runtime.head_only_stage,
+        sharded_each_time=sharded_each_time(int(shape.zero_stage), pp),
+        contention_fraction=runtime.contention_fraction,
+        fsdp_overlap_fraction=runtime.fsdp_overlap_fraction,
+        passes_behind=passes_behind(schedule, pp, vpp),
+        lead_passes=lead_passes(schedule, vpp),
+        gradient_overlap_fraction=float(reduce_overlap_fraction(runtime, shape)),
+        parameter_overlap_fraction=runtime.parameter_overlap_fraction,
+        of_mean_layers=of_mean_layers,
+        rank_factors=rank_factors,
+    )
+
+
+def _last_parts(pricing: Pricing, table: CostTable, choice: RecomputeChoice, ranks: Sequence[int]) -> PartCost:
+    """Costs of all parts that the last virtual stage holds beside layers and embedding."""
+    num_stages, no_layers = len(ranks), (0,) * len(pricing.model.kinds)
+    recomputed = (no_layers,) * num_stages if choice.whole == "all" else ()
+    empty = Split((0,) * num_stages, choice.base, recomputed)
+    parts = held_parts(table, empty, num_stages - 1, folded=ranks[0] == ranks[-1])
+    return sum_parts(part for name, part in parts if name != "embedding")
+
+
+def _mean_kind(pricing: Pricing, table: CostTable) -> tuple[Runs, dict[tuple[LayerKind, Recompute], PartCost]]:
+    """One run of layers of one kind, whose costs are the mean over the model's layers."""
+    model = pricing.model
+    kind, num_layers = model.layers[0], model.num_hidden_layers
+    shares = {kind: count / num_layers for kind, count in pricing.kind_counts.items()}
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    layers = {}
+    for mode in modes:
+        parts = [(table.layers[k, mode], share) for k, share in shares.items() if (k, mode) in table.layers]
+        mean = {f.name: sum(getattr(part, f.name) * share for part, share in parts) for f in fields(PartCost)}
+        layers[kind, mode] = PartCost(**mean)
+    return ((kind, num_layers),), layers
+
+
+def with_shorter_chunks(node: Node, solution: Solution) -> Iterator[Solution]:
+    """Solutions on the shortest chunks that hold the layers, if the solver chose longer chunks and shorter end stages.
+
+    In the program a rank's seconds are the same. Only the replay shows that the order stalls on end stages that are
+    much shorter than the chunks. The layers that the end stages lack are shared between both, or as many as possible
+    are lacking at the last.
+    """
+    num_layers, num_stages = sum(solution.counts), len(solution.counts)
+    chunk = -(-num_layers // num_stages)  # long enough: `cuts_evenly` lets no other vpp through
+    if node.vpp == 1 or chunk >= max(solution.counts):
+        return
+    missing, most_at_last = num_stages * chunk - num_layers, chunk - (0 if node.empty_ends else 1)
+    for at_last in dict.fromkeys((missing - missing // 2, min(missing, most_at_last))):
+        counts = (chunk - missing + at_last, *[chunk] * (num_stages - 2), chunk - at_last)
+        yield replace(solution, counts=counts)
+
+
+def split_of(pricing: Pricing, node: Node, solution: Solution) -> Split:
+    """The solver's counts as a split over virtual stages."""
+    kinds, without = pricing.model.kinds, Split(solution.counts, node.base)
+    if not any(map(any, solution.recomputed)):
+        return without
+    recomputed = []
+    for stage, (first, last) in enumerate(without.chunks):
+        layers = pricing.model.layers[first:last]
+        on_rank = solution.recomputed[node.placement[stage]]
+        if node.whole == "all":
+            recomputed.append(tuple(layers.count(kind) for kind in kinds))
+        elif node.whole == "one_count":
+            recomputed.append(tuple(min(number, len(layers)) for number in on_rank))
+        else:
+            shares = [even_counts(number, node.vpp)[stage // node.pp] for number in on_rank]
+            if len(shares) < len(kinds):  # of the mean kind: the first so many layers, of whatever kind
+                shares = [layers[: shares[0]].count(kind) for kind in kinds]
+            on_stage = (min(number, layers.count(kind)) for number, kind in zip(shares, kinds, strict=True))
+            recomputed.append(tuple(on_stage))
+    return Split(solution.counts, node.base, tuple(recomputed))

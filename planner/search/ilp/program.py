@@ -18,14 +18,14 @@ exchanges included), M micro-batches, c seconds of a transfer.
                   stages are equal, but for the first and the last: the order stalls on unequal ones
                   → layers._add_chunks, layers._add_later_chunks
     4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all if the trainer has one setting
-                  → recompute.add_recompute
+                  → rows.add_recompute
     5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)
-                  → time.add_time
+                  → rows.add_time
     6. memory     static + in flight · live + transient ≤ usable on every rank
-                  → memory.add_memory
+                  → rows.add_memory
     7. ends       gradients, parameters: any rank's exchange less the seconds that hide it, and less a chunk's pass of
                   each rank before it; optimizer: any rank's
-                  → ends.add_ends
+                  → rows.add_ends
 
 `describe` prints the program of a node with its numbers.
 
@@ -36,36 +36,17 @@ if stages differ little, so the optimum is a certificate. The gap to the replay 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from planner.errors import SolverError
-from planner.search.ilp.checked import Checked, solved
-from planner.search.ilp.ends import add_ends
 from planner.search.ilp.formulation import Expression, Formulation, count, value
 from planner.search.ilp.layers import LayersOnRanks, add_layers
-from planner.search.ilp.memory import add_memory
-from planner.search.ilp.node import Node
-from planner.search.ilp.rank_sums import RankSums
-from planner.search.ilp.recompute import RecomputedLayers, add_recompute
-from planner.search.ilp.solver import LEAST_TIME_S
-from planner.search.ilp.time import add_time
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """The split as the solver chose it."""
-
-    counts: tuple[int, ...]
-    """Decoder layers of each virtual stage, in model order."""
-    recomputed: tuple[tuple[int, ...], ...]
-    """Layers of each rank and kind that are recomputed whole (one_count: of each virtual stage)."""
-    objective_s: float
-    """Seconds of the split by the program's rows."""
-    bound_s: float
-    """Confirmed lower bound of the objective; 0 if there is none."""
-    free_bytes: tuple[float, ...]
-    """Bytes that the memory row of each rank leaves free."""
+from planner.search.ilp.node import Node, Solution
+from planner.search.ilp.rows import RankSums, RecomputedLayers, add_ends, add_memory, add_recompute, add_time
+from planner.search.ilp.solver import LEAST_TIME_S, Checked, solved
+from planner.specs.units import GIB
 
 
 class SolverFailed(SolverError):
@@ -135,3 +116,20 @@ def _read(program: Program, answer: Checked) -> Solution:
         bound_s=answer.bound_s,
         free_bytes=tuple(float(node.usable_bytes) - value(needed) for needed in program.needed_bytes),
     )
+
+
+LEAST_SHORT_BYTES = 0.25 * GIB
+"""Bytes left free beyond those that the last program saw left, so that few programs are enough."""
+
+
+def shorter(short_bytes: Sequence[float], excess: Sequence[float], free_bytes: Sequence[float]) -> list[float]:
+    """Bytes that the program must leave free on each rank.
+
+    The last program saw `free_bytes` left on each rank, but its split exceeds the exact memory by `excess`. A rank that
+    exceeds it must leave so much more free that it cannot hold the same layers again.
+    """
+    known = short_bytes or [0.0] * len(excess)
+    return [
+        short + (free + LEAST_SHORT_BYTES) * (more > 0)
+        for short, more, free in zip(known, excess, free_bytes, strict=True)
+    ]

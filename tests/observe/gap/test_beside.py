@@ -8,15 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.observe.case import ObservedCase
-from planner.observe.gap.waterfall import beside_steps
+from planner.observe.accounts import beside_steps
 from planner.observe.observation import Observation, Term
 from tests.observe.written import BEGIN_S, iterations, read
 
 
 def adding_up(observation: Observation) -> tuple[Term, ...]:
     """The terms, which add up."""
-    wall, terms = observation.wall, beside_steps(ObservedCase(observation))
+    wall, terms = observation.wall, beside_steps(observation)
     assert wall is not None
     assert observation.step_s is not None
     made = observation.num_steps - sum(restart.lost_steps for restart in observation.restarts)
@@ -51,4 +50,4 @@ def test_terms_are_what_happened(tmp_path: Path) -> None:
 
 
 def test_lines_without_times_have_none(tmp_path: Path) -> None:
-    assert beside_steps(ObservedCase(read(tmp_path, "2.0\n2.1\n2.0\n"))) == ()
+    assert beside_steps(read(tmp_path, "2.0\n2.1\n2.0\n")) == ()

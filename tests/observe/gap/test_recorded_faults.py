@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.observe.judge import judged_alone, judged_beside
+from planner.observe.judge import judged_alone, judged_beside, observed_of, read_observed
 from planner.observe.log_reader import observe
-from planner.observe.saved import observed_of, read_observed
 from planner.observe.traces.recorded import ObservedFiles, kinds_of, read_recorded
 
 DATA = Path(__file__).parents[1] / "data" / "faults"
@@ -35,8 +34,6 @@ def answer(name: str, beside: str = "") -> ObservedFiles:
         ("sleeps_dp", "", "straggler_rank", "rank 1"),
         ("data_stall_dp", "", "data_stall", "rank 0"),
         ("leaks_dp", "", "leak", "rank 1"),
-        ("slow_link_dp", "healthy_dp", "slow_link", "dp"),
-        ("slow_link_pp", "healthy_pp", "slow_link", ""),
     ],
 )
 def test_what_was_made_wrong_is_named_first(name: str, beside: str, cause: str, where: str) -> None:
@@ -56,10 +53,6 @@ def test_an_observation_that_0_2_saved_is_read() -> None:
     assert [cause.name for cause in old.causes] == ["straggler_rank"]
     own = answer("healthy_dp")
     assert judged_beside(own.observation, old, "old.json", own.recorded).verdict == "fast"
-
-
-def test_a_slow_link_has_no_name_where_nothing_says_what_it_should_give() -> None:
-    assert "slow_link" not in {cause.name for cause in answer("slow_link_dp").causes}
 
 
 def test_an_earlier_run_may_be_longer_in_its_log_than_in_its_traces() -> None:

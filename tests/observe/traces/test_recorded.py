@@ -28,19 +28,6 @@ def test_steps_are_found_and_cut_exactly(report: TraceReport) -> None:
             assert {"gemm", "elementwise"} <= {family.family for family in step.families}
 
 
-def test_phases_are_found_by_micro_batch(report: TraceReport) -> None:
-    for rank in report.ranks:
-        for step in rank.steps:
-            phases = {phase.phase: phase for phase in step.phases}
-            assert (phases["forward"].num_ranges, phases["backward"].num_ranges) == (2, 2)
-            assert phases["forward"].median_s == pytest.approx(phases["forward"].seconds / 2, rel=0.9)
-
-
-def test_the_slow_rank_is_the_straggler(report: TraceReport) -> None:
-    first, second = report.stragglers
-    assert (first.rank, first.stage, first.slow, second.slow) == (1, 0, True, False)
-
-
 def test_waits_are_told_apart_from_transfers(report: TraceReport) -> None:
     for rank in report.ranks:
         reduced = next(row for row in rank.collectives if row.collective == "all_reduce")

@@ -67,15 +67,12 @@ def test_the_peak_is_attributed_to_the_byte(tmp_path: Path) -> None:
     assert sum(parts.values()) == report.peak_bytes
     assert report.baseline_bytes == 5 * MIB
     assert (report.reserved_bytes, report.peak_reserved_bytes) == (13 * MIB, 13 * MIB)
-    assert report.peak_time_us == 4
-    assert report.largest[0].where == "param_and_grad_buffer.py:10:__init__"
 
 
 def test_what_is_free_at_the_end_is_told(tmp_path: Path) -> None:
     report = read(tmp_path, a_step())
     assert report.inactive_bytes == 4 * MIB + 512
     assert report.largest_free_block_bytes == 3 * MIB
-    assert report.expandable_segments is False
     assert report.out_of_memory is None
     assert any("baseline has no frames" in told for told in report.warnings)
 
@@ -90,31 +87,13 @@ def test_an_oom_says_whether_fragments_would_have_held_it(tmp_path: Path, reques
     assert (told.requested_bytes, told.device_free_bytes, told.fragmented) == (requested, 100, fragmented)
 
 
-def test_a_ring_that_lost_events_is_told(tmp_path: Path) -> None:
-    data = a_step()
-    data["device_traces"][0].append(event("alloc", 0x20000, 4 * MIB, 9, GRADIENTS))
-    assert any("allocated twice" in told for told in read(tmp_path, data).warnings)
-
-
 def test_reserved_follows_segments_that_grow_in_place(tmp_path: Path) -> None:
     events = [event("segment_map", 0x1000, 4 * MIB, 1), event("segment_map", 0x500000, 4 * MIB, 2),
               event("alloc", 0x1000, 2 * MIB, 3), event("segment_unmap", 0x500000, 4 * MIB, 4)]  # fmt: skip
     mapped = segment(0x1000, [(2 * MIB, "active_allocated", []), (2 * MIB, "inactive", [])])
     mapped["is_expandable"] = True
     report = read(tmp_path, made_snapshot(events, [mapped]))
-    assert (report.peak_reserved_bytes, report.reserved_at_peak_bytes, report.reserved_bytes) == (
-        8 * MIB,
-        8 * MIB,
-        4 * MIB,
-    )
-    assert report.expandable_segments is True
-
-
-def test_annotations_open_at_the_peak_are_named(tmp_path: Path) -> None:
-    marks = [{"stage": "START", "name": "ProfilerStep#4", "device": 0, "time_us": 1},
-             {"stage": "START", "name": "nccl:all_reduce", "device": 0, "time_us": 2},
-             {"stage": "END", "name": "nccl:all_reduce", "device": 0, "time_us": 3}]  # fmt: skip
-    assert read(tmp_path, {**a_step(), "external_annotations": marks}).during == ("ProfilerStep#4",)
+    assert (report.peak_reserved_bytes, report.reserved_bytes) == (8 * MIB, 4 * MIB)
 
 
 def test_torch_counts_the_same(tmp_path: Path) -> None:

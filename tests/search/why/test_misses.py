@@ -17,8 +17,15 @@ from planner.layout.evaluate import evaluate, price_given
 from planner.search.case import Case
 from planner.search.enumerate import scalar
 from planner.search.search import search
-from planner.search.why.misses import NothingFits, candidates_of, fitting_candidate, layout_of, nearest_miss, options_of
-from planner.search.why.refused import shapes_of
+from planner.search.why.misses import (
+    NothingFits,
+    candidates_of,
+    fitting_candidate,
+    layout_of,
+    nearest_miss,
+    options_of,
+    shapes_of,
+)
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, Recompute, SearchLimits, TrainingSpec

@@ -6,7 +6,7 @@ from toys import toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan
 from planner.search.search import plan
-from planner.search.why.program import program_text
+from planner.search.why.explain import program_text
 
 
 def planned(**limits: tuple[int, ...]) -> Plan:

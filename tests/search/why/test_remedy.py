@@ -14,8 +14,7 @@ from planner.cli import main
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.job_options import SearchOptions
 from planner.errors import Infeasible, SolverError
-from planner.search.case import Case
-from planner.search.deadline import Deadline
+from planner.search.case import Case, Deadline
 from planner.search.search import plan
 from planner.search.why import remedy
 from planner.search.why.misses import NothingFits
@@ -64,7 +63,6 @@ def missing_gib(error: Infeasible) -> float:
 def test_the_nearest_miss_is_named_in_gib(memory_gib: float) -> None:
     error = refusal(model=toy_model(12), cluster=toy_cluster(4, memory_gib=memory_gib))
     assert f"nothing fits in {memory_gib:g} GiB of 4 × toy-gpu" in error.message
-    assert "does_not_fit" in error.message
     assert error.rejections["does_not_fit"] > 0
     # with so much more, it does
     enough = memory_gib + 1.25 * missing_gib(error) + 0.1
@@ -167,7 +165,7 @@ def test_a_refusal_without_time_for_a_remedy_says_what_was_not_tried() -> None:
     trials, tried = counted(36, 0)
     error = with_remedy(NothingFits(case, {"does_not_fit": 3}), case, trials.search, trials.deadline)
     assert not tried
-    assert error.hint == "add GPUs, or free a pinned axis"
+    assert error.hint == "add GPUs"
     assert error.remedy is None
     assert error.nearest is not None
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from planner.errors import SpecError
-from planner.search.why import side_by_side as module
-from planner.search.why.side_by_side import side_by_side
+from planner.search.why import recipe as module
+from planner.search.why.recipe import side_by_side
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,14 @@ from planner.errors import Infeasible
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.search.why import explain as explaining
-from planner.search.why.changes import ROWS, as_without_adapters, changes_of
-from planner.search.why.lighter import lighter
+from planner.search.why.remedy import lighter
 from planner.search.why.room import (
+    ROWS,
     SEQUENCE_STEP,
+    as_without_adapters,
     batch_excess_bytes,
     candidate_of,
+    changes_of,
     largest_models,
     most_within,
     sequence_excess_bytes,

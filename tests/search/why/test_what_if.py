@@ -10,7 +10,7 @@ from planner.answer import Plan
 from planner.layout.evaluate import evaluate
 from planner.search.case import Case
 from planner.search.search import search
-from planner.search.why.what_if import WhatIf, other_assumptions, other_limits, outcome
+from planner.search.why.explain import WhatIf, other_assumptions, other_limits, outcome
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec

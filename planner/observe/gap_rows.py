@@ -8,13 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from planner.observe.case import ObservedCase
-from planner.observe.gap import evidence as e
-from planner.observe.gap import own_evidence as own
-from planner.observe.gap.evidence import Finding, RunFiles
-from planner.observe.gap.stated import Layouts, chunked, fewer_recomputed, remedy_of_change, running, slower_settings
+from planner.observe.case import (
+    Layouts,
+    ObservedCase,
+    chunked,
+    fewer_recomputed,
+    remedy_of_change,
+    running,
+    slower_settings,
+)
+from planner.observe.evidence import (
+    Finding,
+    RunFiles,
+    collecting,
+    data_waits,
+    fragments,
+    gradient_timers,
+    growing_memory,
+    host_gaps,
+    hung_collective,
+    low_clocks,
+    out_of_memory,
+    saving,
+    slow_attention,
+    slow_link,
+    slow_rank,
+    standing_stages,
+    uneven_experts,
+    unhidden,
+)
 from planner.observe.observation import GapCause, GapRemedy, Term, Verdict
 from planner.specs.units import GIB
 
@@ -43,7 +66,7 @@ class GapRow:
     terms: tuple[str, ...]
     """Terms of the waterfall that hold its seconds."""
     sees: tuple[Callable[[RunFiles], Finding | None], ...]
-    """Look for its mechanism, one after the other."""
+    """Look for its mechanism, one after the other; none where only the log's own arguments can show it."""
     record: str
     """How to record what would show it."""
     helps: str
@@ -82,55 +105,55 @@ GAP_ROWS: Mapping[str, GapRow] = {
     row.name: row
     for row in (
         GapRow("straggler_rank", "one rank is slower than the others",
-               ("tp_skew", "cp_skew", "ep_skew", "dp_skew", "waits", "pipeline_waits"), (e.slow_rank,),
+               ("tp_skew", "cp_skew", "ep_skew", "dp_skew", "waits", "pipeline_waits"), (slow_rank,),
                STAGE_TRACES, "look at what runs on its node, or put another one in its place"),
         GapRow("slow_link", "a link is slower than it should be",
-               ("tp_link_rate", "cp_link_rate", "ep_link_rate", "dp_link_rate", "pp_link_rate"), (e.slow_link,),
+               ("tp_link_rate", "cp_link_rate", "ep_link_rate", "dp_link_rate"), (slow_link,),
                STAGE_TRACES, "measure the links with nccl-tests or rccl-tests (all_reduce_perf -b 64M -e 2G -f 2)",
                beside=True),
         GapRow("no_ep_overlap", "exchanges of experts are not hidden", ("ep_overlap", "ep_exchanges"),
-               (partial(e.unhidden, group="ep"),), ONE_TRACE,
+               (unhidden("ep"),), ONE_TRACE,
                "exchanges of experts beside another micro-batch's products",
                ("ep_overlap", "dispatcher", "shared_expert_overlap"), beside=True),
         GapRow("exposed_dp", "gradients and parameters are not exchanged behind computing",
-               ("dp_overlap", "dp_exchanges", "gradients"), (partial(e.unhidden, group="dp"), e.gradient_timers),
+               ("dp_overlap", "dp_exchanges", "gradients"), (unhidden("dp"), gradient_timers),
                ONE_TRACE, "exchanges of gradients and weights behind computing",
                ("overlap_grad_reduce", "overlap_param_gather"), beside=True),
-        GapRow("host_bound", "the host launches work too slowly", ("host_gaps",), (own.host_gaps,), ONE_TRACE,
+        GapRow("host_bound", "the host launches work too slowly", ("host_gaps",), (host_gaps,), ONE_TRACE,
                "CUDA graphs, torch.compile, larger micro-batches, or free cores on the hosts",
                ("cuda_graph", "sync_free_moe"), beside=True),
-        GapRow("attention_kernel", "attention runs in a slow kernel", ("compute_attention",), (own.slow_attention,),
+        GapRow("attention_kernel", "attention runs in a slow kernel", ("compute_attention",), (slow_attention,),
                ONE_TRACE, "a fused kernel for attention", ("attention_kernel", "flash_attention"), beside=True),
-        GapRow("unfused_kernels", "kernels are not fused", ("compute_memory_bound", "compute_other"),
-               (own.slow_small_kernels,), ONE_TRACE, "fused kernels, or torch.compile",
+        GapRow("unfused_kernels", "kernels are not fused", ("compute_memory_bound", "compute_other"), (),
+               ARGUMENTS, "fused kernels, or torch.compile",
                ("compile", "cross_entropy_fusion", "activation_fusion", "gradient_accumulation_fusion",
                 "grouped_gemm"), beside=True),
-        GapRow("clocks", "all GPUs run at a lower clock", ("compute_products",), (own.low_clocks,),
+        GapRow("clocks", "GPUs run at a lower clock", ("compute_products",), (low_clocks,),
                "clocks while it runs: nvidia-smi -q -d CLOCK,PERFORMANCE,POWER (amd-smi metric --clock --power)",
-               "look at clocks, heat and power limits while it runs", beside=True),
-        GapRow("expert_imbalance", "experts get uneven numbers of tokens", ("ep_skew",), (e.uneven_experts,),
+               "look at clocks, heat and power limits while it runs"),
+        GapRow("expert_imbalance", "experts get uneven numbers of tokens", ("ep_skew",), (uneven_experts,),
                STAGE_TRACES, "balance the experts' load, by a larger auxiliary loss or by biases"),
-        GapRow("bubble", "stages wait for each other longer than their order says", ("bubble", "pipeline_waits"),
-               (own.standing_stages,), PIPELINE_TRACES, "more chunks on a rank, or more micro-batches", (), chunked,
+        GapRow("bubble", "stages wait for each other longer than their order says", ("pipeline_waits",),
+               (standing_stages,), PIPELINE_TRACES, "more chunks on a rank, or more micro-batches", (), chunked,
                beside=True),
-        GapRow("data_stall", "training waits for data", ("data_loading",), (own.data_waits,), BATCH_TIMER,
+        GapRow("data_stall", "training waits for data", ("data_loading",), (data_waits,), BATCH_TIMER,
                "more processes that load data (num_workers), or data on a local disk"),
         GapRow("recompute_unneeded", "layers are recomputed although memory is left", (), (_recomputed_with_room,),
                MEMORY_LOG, "fewer layers recomputed", (), fewer_recomputed),
         GapRow("recipe", "a switch has a slower value than it might", (), (), ARGUMENTS, ""),
         GapRow("checkpoint_stall", "training waits for its checkpoints", ("checkpoints", "slow_after_checkpoints"),
-               (own.saving,), LONG_LOG, "checkpoints written beside the training (--async-save)"),
+               (saving,), LONG_LOG, "checkpoints written beside the training (--async-save)"),
         GapRow("garbage_collection", "Python collects garbage at different times on different ranks",
-               ("slow_periodic",), (own.collecting,), LONG_LOG,
+               ("slow_periodic",), (collecting,), LONG_LOG,
                "garbage collected by all ranks at the same steps (--manual-gc --manual-gc-interval 100)"),
-        GapRow("fragmentation", "the allocator's memory is in fragments", (), (own.fragments,), SNAPSHOT,
+        GapRow("fragmentation", "the allocator's memory is in fragments", (), (fragments,), SNAPSHOT,
                "segments grow in place of new ones", options=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)),
-        GapRow("leak", "memory is kept that is not needed any more", (), (own.growing_memory,), MEMORY_LOG,
+        GapRow("leak", "memory is kept that is not needed any more", (), (growing_memory,), MEMORY_LOG,
                "record torch.cuda.memory._record_memory_history() for a few steps and plan observe the snapshot; "
                "tensors kept from step to step (losses without .item()) are the rule"),
-        GapRow("out_of_memory", "memory ran out", (), (own.out_of_memory,), SNAPSHOT,
+        GapRow("out_of_memory", "memory ran out", (), (out_of_memory,), SNAPSHOT,
                "plan memory plan.json shows what fills the fullest stage; recompute more, or shard more"),
-        GapRow("hang", "a collective never ended", (), (own.hung_collective,), DUMPS,
+        GapRow("hang", "a collective never ended", (), (hung_collective,), DUMPS,
                "give the flight-recorder dumps of all ranks: they name the rank that never came"),
     )
 }  # fmt: skip
@@ -178,28 +201,20 @@ _ROW_OF_SWITCH = {name: row.name for row in GAP_ROWS.values() for name in row.sw
 
 
 def _cause(case: ObservedCase, row: GapRow, found: Finding, switches: Sequence[str]) -> GapCause:
-    """The row as an answer has it; its seconds are no more than the step is above what was predicted at least."""
+    """The row as an answer has it; its seconds are no more than the step is above what was predicted at least.
+
+    Where no change of the job is priced there is the advice, and the step without the row, never below the prediction.
+    """
     prediction, step_s, seconds = case.prediction, case.observation.step_s, found.seconds
     if prediction is not None and step_s is not None and seconds is not None and row.name not in _SHOWN_BY_PRICE:
         low_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
         seconds = min(seconds, max(0.0, step_s - low_s))
-    return GapCause(
-        name=row.name, seconds=seconds, evidence=found.says, where=found.where,
-        remedy=remedy_of_change(case, switches, row.layouts) or _advice(case, row, seconds),
-    )  # fmt: skip
-
-
-def _advice(case: ObservedCase, row: GapRow, seconds: float | None) -> GapRemedy | None:
-    """The advice where no change of the job is priced: the step without the row, never below what was predicted."""
-    if not row.helps:
-        return None
-    step_s = case.observation.step_s
-    if step_s is not None and seconds:
-        least_s = case.prediction.step_s if case.prediction is not None else 0.0
-        return GapRemedy(
-            options=row.options, step_s=max(step_s - seconds, min(least_s, step_s)), is_priced=False, says=row.helps
-        )
-    return GapRemedy(options=row.options, is_priced=False, says=row.helps)
+    remedy = remedy_of_change(case, switches, row.layouts)
+    if remedy is None and row.helps:
+        least_s = min(prediction.step_s, step_s or 0.0) if prediction is not None else 0.0
+        without_s = max(step_s - seconds, least_s) if step_s is not None and seconds else None
+        remedy = GapRemedy(options=row.options, step_s=without_s, is_priced=False, says=row.helps)
+    return GapCause(name=row.name, seconds=seconds, evidence=found.says, where=found.where, remedy=remedy)
 
 
 def next_recording(case: ObservedCase, gap: Sequence[Term], verdict: Verdict | None, causes: Sequence[GapCause]) -> str:
@@ -215,15 +230,11 @@ def next_recording(case: ObservedCase, gap: Sequence[Term], verdict: Verdict | N
 
 def _lacking(case: ObservedCase, recordings: Iterable[str]) -> str:
     """The first of some recordings that the files do not have yet."""
-    files, observation = RunFiles(case), case.observation
+    ranks, observation = RunFiles(case).ranks, case.observation
     has = {
-        ONE_TRACE: bool(files.ranks),
-        STAGE_TRACES: len(files.ranks) > 1,
-        PIPELINE_TRACES: len({rank.stage for rank in files.ranks}) > 1,
-        BATCH_TIMER: observation.data_s is not None,
-        LONG_LOG: bool(observation.series.steps),
-        MEMORY_LOG: bool(observation.memory_series),
-        SNAPSHOT: bool(case.recorded and case.recorded.snapshots),
-        ARGUMENTS: bool(observation.facts.stated_switches),
-    }
-    return next((one for one in recordings if not has.get(one, False)), "")
+        ONE_TRACE: ranks, STAGE_TRACES: ranks[1:], PIPELINE_TRACES: len({rank.stage for rank in ranks}) > 1,
+        BATCH_TIMER: observation.data_s is not None, LONG_LOG: observation.series.steps,
+        MEMORY_LOG: observation.memory_series, SNAPSHOT: case.recorded and case.recorded.snapshots,
+        ARGUMENTS: observation.facts.stated_switches,
+    }  # fmt: skip
+    return next((one for one in recordings if not has.get(one)), "")

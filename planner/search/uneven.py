@@ -18,7 +18,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.split import Split
 from planner.physics.cost import PartCost
 from planner.schedule.orders import SCHEDULES
-from planner.search.bounds.pipeline import busiest_rank_s, schedule_bound_s
+from planner.search.bounds import busiest_rank_s, schedule_bound_s
 from planner.search.frontier import Nodes
 from planner.shape import FloatArray
 

@@ -27,8 +27,7 @@ from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.schedule.bounds import trip_bounds_s
-from planner.search.ilp.node import FULL, PASSES, Node, Runs
-from planner.search.ilp.program import Solution
+from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
 from planner.shape import FloatArray, Number
 from planner.specs.training import Recompute
 
@@ -343,7 +342,7 @@ class _Line:
     node: Node
     number: int
     parts: list[FloatArray]
-    """Of the row, the gradients, the parameters and the optimizer: arrays (3, part, rank)."""
+    """Parts of the row, the gradients, the parameters and the optimizer: arrays (3, part, rank)."""
     fewest: IntArray
     room: FloatArray
     """Layers that each rank has memory for."""
@@ -397,7 +396,7 @@ class _Line:
         return replace(best, bound_s=bound_s)
 
     def _within(self, table: int, limits_s: FloatArray, room: FloatArray) -> tuple[npt.NDArray[np.bool_], FloatArray]:
-        """Whether a split stays within each of the limits, and the most layers of each rank (rows) that do."""
+        """True for each limit that some split stays within, and the most layers of each rank (rows) that do."""
         node, (none_s, before_s, held_s) = self.node, self.parts[table]
         rises = held_s > TINY * np.abs(none_s).max()
         inverse = 1 / np.where(rises, held_s, 1.0)
@@ -417,9 +416,10 @@ class _Line:
         node = self.node
         ends = np.floor(most.cumsum() * (node.num_layers / most.sum()) + 0.5).astype(np.int64)
         counts = np.diff(ends, prepend=0)
-        rows = _Rows.of(node, *(each[:, None, None] for each in (np.arange(node.pp), ends - counts, ends)), self.number)
-        again, free = (np.broadcast_to(each, (node.pp, 1, 1))[:, 0, 0] for each in (rows.recomputed, rows.free_bytes))
-        return _solution(node, counts, again, free)
+        rank, first, last = (each[:, None, None] for each in (np.arange(node.pp), ends - counts, ends))
+        rows, shape = _Rows.of(node, rank, first, last, self.number), (node.pp, 1, 1)
+        again, free = np.broadcast_to(rows.recomputed, shape), np.broadcast_to(rows.free_bytes, shape)
+        return _solution(node, counts, again[:, 0, 0], free[:, 0, 0])
 
 
 def _fewest(node: Node, rank: IntArray, number: int) -> IntArray:
@@ -486,7 +486,7 @@ def _memory(node: Node, rank: IntArray, first: IntArray, last: IntArray, number:
 def _rows_s(
     node: Node, rank: IntArray, forward_s: FloatArray, backward_s: FloatArray, before_s: FloatArray, below_s: FloatArray
 ) -> list[FloatArray]:
-    """Rows 5 of the program for plain 1F1B (`ilp/time.py`): a rank with so many seconds on it, before and below it."""
+    """Rows 5 of the program for plain 1F1B (`ilp/rows.py`): a rank with so many seconds on it, before and below it."""
     pp, steps = node.pp, node.num_microbatches
     hop_s, pause_s = 2 * node.p2p_s, node.p2p_s if node.blocking_p2p else 0.0
     k = np.minimum(steps, pp - rank)
@@ -506,7 +506,7 @@ def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
 def _ends_s(
     chain: Chain, rank: IntArray, passes: Sequence[FloatArray], before: Sequence[FloatArray]
 ) -> list[list[FloatArray]]:
-    """Row 7 of the program (`ilp/ends.py`): seconds of gradients, of parameters and of the optimizer, each as parts.
+    """Row 7 of the program (`ilp/rows.py`): seconds of gradients, of parameters and of the optimizer, each as parts.
 
     `passes` are seconds of a forward and a backward on the rank, `before` at most those on all ranks before it.
     """

@@ -18,8 +18,8 @@ from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.schedule.bounds import any_order_bounds_s
 from planner.schedule.orders import SCHEDULES
-from planner.search.ilp.translate import RecomputeChoice, node_of
-from planner.search.splits.chain import IntArray, least_steps_s
+from planner.search.chain import IntArray, least_steps_s
+from planner.search.ilp.node import RecomputeChoice, node_of
 from planner.shape import FloatArray
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec

@@ -1,0 +1,502 @@
+"""The waterfall: measured less predicted seconds of a step in named terms that add up to the difference.
+
+An account has one rank's seconds of a step by what it did: as a plan prices it, a trace shows it, or a log times it.
+Beside the steps stand the terms of the wall time per step less the steady step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from statistics import median
+from typing import TypeVar
+
+from planner.layout.candidate import Candidate
+from planner.layout.compute_terms import compute_by_kernels
+from planner.layout.outside_pipeline import exchanged_dp_s
+from planner.layout.price import price_layout
+from planner.layout.seconds import Pipeline
+from planner.layout.step.inside import LATE, exchanges_of_passes
+from planner.observe.case import ObservedCase, grid_of, stated_otherwise
+from planner.observe.describe import DATA_TIMERS
+from planner.observe.observation import Observation, Term, Wall
+from planner.observe.traces.kernels_and_groups import OTHER as OTHER_FAMILY
+from planner.observe.traces.kernels_and_groups import PLANNED, POINT_TO_POINT
+from planner.observe.traces.results import DATA_RANGES, CollectiveTime, GroupTime, RankReport, TraceStep
+from planner.physics.passes import COMM_GROUPS
+
+LINK_RATE, SKEW, OVERLAP, EXCHANGES = "link_rate", "skew", "overlap", "exchanges"
+PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = "passes", "gradients", "optimizer", "unattributed"
+PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER = (
+    "compute_products", "compute_attention", "compute_memory_bound", "compute_other",
+)  # fmt: skip
+PIPELINE, HOST_GAPS, DATA, COPIES, WAITS, PROFILER = (
+    "pipeline_waits", "host_gaps", "data_loading", "copies", "waits", "profiler",
+)  # fmt: skip
+EXCHANGE_TERMS = {
+    ("tp", LINK_RATE): "tp_link_rate", ("tp", SKEW): "tp_skew", ("tp", EXCHANGES): "tp_exchanges",
+    ("tp", OVERLAP): "tp_overlap", ("cp", LINK_RATE): "cp_link_rate", ("cp", SKEW): "cp_skew",
+    ("cp", EXCHANGES): "cp_exchanges", ("cp", OVERLAP): "cp_overlap", ("ep", LINK_RATE): "ep_link_rate",
+    ("ep", SKEW): "ep_skew", ("ep", EXCHANGES): "ep_exchanges", ("ep", OVERLAP): "ep_overlap",
+    ("dp", LINK_RATE): "dp_link_rate", ("dp", SKEW): "dp_skew", ("dp", EXCHANGES): "dp_exchanges",
+    ("dp", OVERLAP): "dp_overlap",
+}  # fmt: skip
+"""The term of each kind of seconds of a group's exchanges; expert tensor parallelism counts with ep, as in a plan."""
+STEP_TERMS = {
+    PASSES: "passes, with exchanges and bubble", PRODUCTS: "compute: products", ATTENTION: "compute: attention",
+    MEMORY_BOUND: "compute: memory-bound kernels", OTHER: "compute: other kernels",
+    "tp_link_rate": "tensor-parallel: transfers", "tp_skew": "tensor-parallel: late ranks",
+    "tp_exchanges": "tensor-parallel: exchanges", "tp_overlap": "tensor-parallel: overlap",
+    "cp_link_rate": "context-parallel: transfers", "cp_skew": "context-parallel: late ranks",
+    "cp_exchanges": "context-parallel: exchanges", "cp_overlap": "context-parallel: overlap",
+    "ep_link_rate": "expert-parallel: transfers", "ep_skew": "expert-parallel: late ranks",
+    "ep_exchanges": "expert-parallel: exchanges", "ep_overlap": "expert-parallel: overlap",
+    "dp_link_rate": "data-parallel: transfers", "dp_skew": "data-parallel: late ranks",
+    "dp_exchanges": "data-parallel: exchanges", "dp_overlap": "data-parallel: overlap",
+    EXCHANGES: "exchanges of unnamed groups", PIPELINE: "pipeline bubble and transfers",
+    GRADIENTS: "gradients and parameters", OPTIMIZER: "optimizer", HOST_GAPS: "GPU waits for the host",
+    DATA: "waits for data", COPIES: "copies", WAITS: "launched work that waits", PROFILER: "the profiler",
+    UNATTRIBUTED: "not attributed",
+}  # fmt: skip
+"""Terms of the step, measured less predicted seconds, in the order of a waterfall, and how people call them."""
+WALL_TERMS = {
+    "jitter": "jitter of steady steps", "slow_unexplained": "slow steps now and then",
+    "slow_periodic": "slow steps, regularly", "slow_spells": "slow spells",
+    "slow_after_checkpoints": "slow steps after checkpoints", "slow_after_evaluations": "slow steps after evaluations",
+    "warm_up": "warm-up", "checkpoints": "checkpoints", "evaluation": "evaluation", "start_up": "start-up",
+    "interruptions": "interruptions", "steps_made_again": "steps made again", "idle": "idle, or not said",
+    "counted_twice": "counted twice", "log_clock": "clock of the log",
+}  # fmt: skip
+"""Terms of the wall time: seconds per step beside the steady step."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupExchanges:
+    """All exchanges of one group on a rank in a step."""
+
+    busy_s: float
+    """Seconds in which one of them runs, waits for other ranks included."""
+    hidden_s: float
+    """Seconds of these in which the rank computes, or another group's exchange shows."""
+    late_s: float | None = None
+    """Seconds of these before the last rank has come; None where nothing tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The seconds of a step of one rank."""
+
+    where: str
+    """The place that the numbers come from, as a sentence goes on: `in the trace of rank 3`."""
+    parts: Mapping[str, float]
+    """Seconds by term, of what is one number on either side."""
+    exchanges: Mapping[str, GroupExchanges] = field(default_factory=dict)
+    """Exchanges by group."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all parts, and of exchanges as far as they show."""
+        return sum(self.parts.values()) + sum(one.busy_s - one.hidden_s for one in self.exchanges.values())
+
+
+_NONE = GroupExchanges(0.0, 0.0, 0.0)
+
+
+def differences(measured: Account, expected: Account) -> Iterator[Term]:
+    """Terms that add up to the total of what was measured less the total of what was expected.
+
+    Those of a group's exchanges: Δshown = Δtransfers + Δwaits for late ranks − Δhidden.
+    """
+    rows = [(name, "", measured.parts.get(name, 0.0), expected.parts.get(name, 0.0))
+            for name in dict.fromkeys((*expected.parts, *measured.parts))]  # fmt: skip
+    for group in dict.fromkeys((*expected.exchanges, *measured.exchanges)):
+        found, wanted = (side.exchanges.get(group, _NONE) for side in (measured, expected))
+        if found.late_s is None or wanted.late_s is None:
+            told = {EXCHANGES: ("transfers and waits together took ", found.busy_s, wanted.busy_s)}
+        else:
+            moved_s = found.busy_s - found.late_s, wanted.busy_s - wanted.late_s
+            told = {LINK_RATE: ("transfers took ", *moved_s)}
+            told[SKEW] = ("waits for late ranks took ", found.late_s, wanted.late_s)
+        told[OVERLAP] = ("not hidden behind computing: ", -found.hidden_s, -wanted.hidden_s)
+        rows += [(EXCHANGE_TERMS[group, kind], *row) for kind, row in told.items()]
+    for name, words, is_s, was_s in rows:
+        says = f"{words}{in_seconds(is_s)} {measured.where}, {in_seconds(was_s)} {expected.where}"
+        yield Term(term=name, seconds=is_s - was_s, evidence=says, recoverable_s=max(0.0, is_s - was_s))
+
+
+def in_seconds(value_s: float) -> str:
+    """Seconds as evidence has them: `0.5512 s`."""
+    return f"{value_s:.4g} s"
+
+
+def planned(candidate: Candidate, pipeline: Pipeline, rank: int, where: str) -> Account:
+    """The account of a pipeline rank; it adds up to the candidate's step."""
+    pricing, shape, cost = candidate.pricing, candidate.shape, candidate.rank_costs[rank]
+    kernels, outside = compute_by_kernels(candidate, rank), candidate.outside
+    busy_s = float(pipeline.busy_s[rank])
+    issued_s = busy_s - candidate.num_microbatches * float(cost.total_s)
+    alone_s, uneven_s = float(pricing.unpaired_s(shape)), float(pricing.uneven_s(shape))
+    step_overhead_s = float(pricing.runtime.step_overhead_s)
+    parts = {
+        PRODUCTS: kernels["products_s"], ATTENTION: kernels["attention_s"], MEMORY_BOUND: kernels["memory_bound_s"],
+        OTHER: 0.0, PIPELINE: pipeline.makespan_s - busy_s, OPTIMIZER: float(cost.optimizer_s),
+        HOST_GAPS: kernels["host_s"] + issued_s + step_overhead_s, COPIES: 0.0,
+        # ranks end their step together: with the slowest optimizer, and the one whose documents take most attention
+        WAITS: outside.optimizer_s - float(cost.optimizer_s) + uneven_s,
+        EXCHANGES: outside.tail_s - alone_s - uneven_s - step_overhead_s,
+    }  # fmt: skip
+    exchanges = _inside(candidate, rank, alone_s)
+    if whole_s := max(exchanged_dp_s(shape, cost), outside.exposed_dp_s):
+        exchanges["dp"] = GroupExchanges(whole_s, whole_s - outside.exposed_dp_s, 0.0)
+    return Account(where, parts, exchanges)
+
+
+def _inside(candidate: Candidate, rank: int, alone_s: float) -> dict[str, GroupExchanges]:
+    """The exchanges inside a rank's passes; those that have no other micro-batch beside them show."""
+    cost, times = candidate.rank_costs[rank], candidate.num_microbatches
+    own = [
+        one
+        for (stage, kind), ones in exchanges_of_passes(candidate).items()
+        for one in ones
+        if candidate.placement[stage] == rank and kind in "FB"
+    ]
+    inside_s = {
+        "tp": cost.tp_forward_s + cost.tp_backward_s, "cp": cost.cp_forward_s + cost.cp_backward_s,
+        "ep": cost.ep_forward_s + cost.ep_backward_s,
+    }  # fmt: skip
+    found = {}
+    for group, seconds in inside_s.items():
+        shown_s = times * float(seconds)
+        hidden_s = times * sum(one.hidden_s for one in own if one.group == group)
+        late_s = times * sum(one.exposed_s for one in own if one.group == group and one.name == LATE[group])
+        if group == "ep":
+            shown_s, hidden_s, late_s = shown_s + alone_s, hidden_s - min(alone_s, hidden_s), 0.0
+        if shown_s or hidden_s:
+            found[group] = GroupExchanges(shown_s + hidden_s, hidden_s, late_s)
+    return found
+
+
+_TIMED = {
+    PASSES: ("forward_backward_s", "forward_s", "backward_s"),
+    GRADIENTS: ("gradients_s", "parameters_s"),
+    OPTIMIZER: ("optimizer_s",),
+}
+"""The seconds of an observation's breakdown that each term adds up."""
+_INSIDE_PASSES = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+_BETWEEN_PASSES = ("pp_comm_s", "bubble_s")
+_LEAST_COVERED = 0.5
+"""Timers that cover less of a step are of micro-batches, or of parts of it."""
+
+
+def timed(observation: Observation, where: str) -> Account | None:
+    """The account of a run by its timers; None where they do not tell passes apart, or cover too little."""
+    breakdown, step_s = observation.breakdown, observation.step_s or 0.0
+    parts = {
+        term: sum(breakdown.get(name, 0.0) for name in names)
+        for term, names in _TIMED.items()
+        if breakdown.keys() & set(names)
+    }
+    if PASSES not in parts or sum(parts.values()) < _LEAST_COVERED * step_s:
+        return None
+    waited_s = max((timer.max_s for timer in observation.timers if timer.name in DATA_TIMERS), default=0.0)
+    if 0 < waited_s < parts[PASSES]:
+        parts |= {PASSES: parts[PASSES] - waited_s, DATA: waited_s}
+    return Account(where, parts)
+
+
+def priced(breakdown: Mapping[str, float], tail_s: float, observed: Mapping[str, float], where: str) -> Account:
+    """The account of a plan's breakdown, with the terms that timers tell of an observed one.
+
+    A timer of both passes together holds the waits between them; `tail_s` is the end of a step, behind the optimizer.
+    """
+    waits = _BETWEEN_PASSES if "forward_backward_s" in observed else ()
+    issued_s = max(0.0, breakdown.get("overhead_s", 0.0) - tail_s)
+    parts = {PASSES: sum(breakdown.get(name, 0.0) for name in (*_INSIDE_PASSES, *waits)) + issued_s}
+    for term, name in ((GRADIENTS, "exposed_dp_s"), (OPTIMIZER, "optimizer_s")):
+        if observed.keys() & set(_TIMED[term]):
+            parts[term] = breakdown.get(name, 0.0)
+    return Account(where, parts)
+
+
+Timed = TypeVar("Timed", GroupTime, CollectiveTime)
+KINDS = {
+    "gemm": PRODUCTS, "attention": ATTENTION, "softmax": ATTENTION, "optimizer": OPTIMIZER, OTHER_FAMILY: OTHER,
+    "dispatch on the host": OTHER,
+}  # fmt: skip
+"""The part that each family of kernels counts to; all others are bound by memory."""
+_OTHERS = ("embedding", "model", "world")
+"""Groups that a plan has at the end of a step, or not at all."""
+SLOW = 1.05
+"""A traced step longer than the median of its rank's by this factor is left out, as a log's slow steps are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A rank's steady steps, and the pipeline stage that it is of."""
+
+    report: RankReport
+    stage: int | None
+    steps: tuple[TraceStep, ...]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups that it exchanges with."""
+        return tuple(dict.fromkeys(group.group for step in self.steps for group in step.groups))
+
+    def shown_s(self, group: str) -> float:
+        """Mean seconds of a step in which the rank does nothing but a group's exchanges."""
+        return self.mean(lambda step: sum(one.exposed_s for one in step.groups if one.group == group))
+
+    def busy_s(self, group: str) -> float:
+        """Mean seconds of a step in which one of a group's exchanges runs."""
+        return self.mean(lambda step: sum(one.busy_s for one in step.groups if one.group == group))
+
+    @property
+    def passes_s(self) -> float:
+        """Mean seconds of a step that the rank itself takes: waits for its pipeline and for gradients are others'."""
+        inside = [group for group in self.groups if PLANNED.get(group) in COMM_GROUPS]
+        own_s = self.mean(lambda step: step.compute_s + step.copies_s + step.host_gaps_s)
+        return own_s + sum(map(self.shown_s, inside))
+
+    def middle(self, seconds_of: Callable[[TraceStep], float]) -> float:
+        """The median of a number over the steps."""
+        return median(map(seconds_of, self.steps))
+
+    def mean(self, seconds_of: Callable[[TraceStep], float]) -> float:
+        """Mean of a number over the steps."""
+        return sum(map(seconds_of, self.steps)) / len(self.steps)
+
+
+def compute_s(step: TraceStep) -> float:
+    """Seconds of a step in which the rank computes."""
+    return step.compute_s
+
+
+def wall_s(step: TraceStep) -> float:
+    """Seconds of a traced step."""
+    return step.wall_s
+
+
+def traced_of(case: ObservedCase) -> list[Traced]:
+    """The ranks whose traces mark steps; the layout says the stage and the group of those whose traces do not."""
+    traces, grid = case.recorded.traces if case.recorded else None, grid_of(case)
+    sizes = {} if grid is None else {"tp": grid.tp, "cp": grid.cp, "dp": grid.dp, "pp": grid.pp, "ep": case.ep}
+    groups = [group for group, size in sizes.items() if size > 1]
+    found = []
+    for report in traces.ranks if traces else ():
+        named = _named(report, groups[0]) if len(groups) == 1 else report
+        steady = [step for step in named.steps if not step.warm_up and step.number is not None]
+        limit_s = SLOW * median(map(wall_s, steady)) if steady else 0.0
+        stage = named.stage
+        if stage is None and named.rank is not None and grid is not None:
+            stage = grid.stage(named.rank)
+        if steps := tuple(step for step in steady if step.wall_s <= limit_s):
+            found.append(Traced(named, stage, steps))
+    return sorted(found, key=lambda rank: rank.report.rank or 0)
+
+
+def _named(report: RankReport, only: str) -> RankReport:
+    """The report with the one group of a job for all that its trace does not name."""
+
+    def named(rows: Iterable[Timed]) -> tuple[Timed, ...]:
+        return tuple(row.model_copy(update={"group": only}) if _is_strange(row.group) else row for row in rows)
+
+    steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
+    return report.model_copy(update={"steps": steps, "collectives": named(report.collectives)})
+
+
+def _is_strange(group: str) -> bool:
+    return group not in PLANNED and group not in _OTHERS
+
+
+def typical(ranks: Sequence[Traced]) -> Traced:
+    """The rank that speaks for all: of the stage that is busiest, the one that computes neither most nor least.
+
+    A late rank shows as waits of this one, a slow stage as what it does itself. Of an even number the lower middle one.
+    """
+    by_stage: dict[int | None, list[Traced]] = defaultdict(list)
+    for rank in ranks:
+        by_stage[rank.stage].append(rank)
+    middle = [sorted(own, key=lambda rank: rank.middle(compute_s))[(len(own) - 1) // 2] for own in by_stage.values()]
+    return max(middle, key=lambda rank: rank.passes_s)
+
+
+def account_of(rank: Traced, has_pipeline: bool) -> Account:
+    """The account of a traced rank, which adds up to its mean step."""
+    kernels: dict[str, float] = dict.fromkeys((PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER, OPTIMIZER), 0.0)
+    for step in rank.steps:
+        for family in step.families:
+            kernels[KINDS.get(family.family, MEMORY_BOUND)] += family.seconds / len(rank.steps)
+    # what no family has: kernels that end and begin in one nanosecond
+    kernels[OTHER] += rank.mean(compute_s) - sum(kernels.values())
+    data_s = rank.mean(lambda step: max((took for name, took in step.waits if DATA_RANGES.search(name)), default=0.0))
+    parts = kernels | {
+        HOST_GAPS: rank.mean(lambda step: step.host_gaps_s) - data_s, DATA: data_s,
+        COPIES: rank.mean(lambda step: step.copies_s), WAITS: rank.mean(lambda step: step.dependencies_s + step.idle_s),
+    }  # fmt: skip
+    late: dict[str, float] = defaultdict(float)
+    for row in rank.report.collectives:
+        if row.wait_s is not None:
+            late[_axis_of(row.group, has_pipeline)] += row.wait_s * row.count / max(len(rank.report.steps), 1)
+    exchanges: dict[str, GroupExchanges] = {}
+    for label in rank.groups:
+        axis, busy_s, shown_s = _axis_of(label, has_pipeline), rank.busy_s(label), rank.shown_s(label)
+        had = exchanges.get(axis, _NONE)
+        late_s = min(late[axis], had.busy_s + busy_s) if axis in late else None
+        exchanges[axis] = GroupExchanges(had.busy_s + busy_s, had.hidden_s + busy_s - shown_s, late_s)
+    for name, part in (("pp", PIPELINE), ("", EXCHANGES)):
+        one = exchanges.pop(name, _NONE)
+        parts[part] = one.busy_s - one.hidden_s
+    number = "" if rank.report.rank is None else f" of rank {rank.report.rank}"
+    return Account(f"in the trace{number}", parts, exchanges)
+
+
+def _axis_of(label: str, has_pipeline: bool) -> str:
+    """The plan's group of a trace's group; empty where it has none of its own.
+
+    Transfers from rank to rank that name no group are the pipeline's, or else those of a ring of context parallelism.
+    """
+    return "cp" if label == POINT_TO_POINT and not has_pipeline else PLANNED.get(label, "")
+
+
+def _merged(account: Account, missing: Iterable[str]) -> Account:
+    """The account with the exchanges of groups that the trace does not name, and waits, as one number."""
+    shown_s = sum(account.exchanges[name].busy_s - account.exchanges[name].hidden_s for name in missing)
+    parts = {name: value for name, value in account.parts.items() if name != PIPELINE}
+    parts[EXCHANGES] = parts.get(EXCHANGES, 0.0) + shown_s + account.parts.get(PIPELINE, 0.0)
+    return replace(account, parts=parts, exchanges={n: o for n, o in account.exchanges.items() if n not in missing})
+
+
+_SMALL, _NOTHING = 1e-6, 1e-9
+"""Shares of a step: a smaller term is the rounding of clocks and counts to the rest, a smaller rest is nothing."""
+
+
+def waterfall(case: ObservedCase, known: Sequence[Term] = ()) -> tuple[Term, ...]:
+    """Terms that add up to the observed step less the predicted one; nothing where one of them is not known.
+
+    `known` are what switches cost that the log shows otherwise than the plan (`recipe_terms`): other terms are beside
+    the price of the recipe that the run has.
+    """
+    step_s, prediction = case.observation.step_s, case.prediction
+    if step_s is None or prediction is None:
+        return ()
+    stated = stated_otherwise(case) if known and prediction.kind == "plan" else ()
+    candidate = stated[-1].candidate if stated else case.candidate
+    where = f"in {PurePath(prediction.source).name}{' with the recipe of the log' if stated else ''}"
+    terms = _of_traces(case, candidate, where) or _of_timers(case, candidate, where)
+    terms = [term for term in [*known, *terms] if abs(term.seconds) > _SMALL * step_s]
+    left_s = step_s - prediction.step_s - sum(term.seconds for term in terms)
+    if abs(left_s) > _NOTHING * step_s:
+        says = f"{in_seconds(step_s)} a step, {in_seconds(prediction.step_s)} predicted by {prediction.source}"
+        terms.append(Term(term=UNATTRIBUTED, seconds=left_s, evidence=f"{says}; no file tells this part apart"))
+    order = list(STEP_TERMS)
+    return tuple(sorted(terms, key=lambda term: order.index(term.term) if term.term in order else -1))
+
+
+def _of_timers(case: ObservedCase, candidate: Candidate | None, where: str) -> list[Term]:
+    """Terms by the timers of the log, beside the price or the earlier run's; none where they tell nothing apart."""
+    prediction, observation, expected = case.prediction, case.observation, None
+    found = timed(observation, "by the log's timers")
+    if found is not None and candidate is not None and prediction is not None and prediction.kind == "plan":
+        whole = price_layout(candidate).step.breakdown.model_dump()
+        expected = priced(whole, candidate.outside.tail_s, observation.breakdown, where)
+    elif case.earlier is not None and case.earlier.observation.breakdown.keys() == observation.breakdown.keys():
+        expected = timed(case.earlier.observation, where)
+    return [] if found is None or expected is None else list(differences(found, expected))
+
+
+def _of_traces(case: ObservedCase, candidate: Candidate | None, where: str) -> list[Term]:
+    """Terms by the trace of the typical rank beside the plan's rank of its stage, and what a profiler adds."""
+    ranks, step_s = traced_of(case), case.observation.step_s
+    if candidate is None or not ranks or step_s is None or (case.prediction and case.prediction.kind == "run"):
+        return []
+    rank, pp = typical(ranks), int(candidate.shape.pp)
+    stage = 0 if pp == 1 else rank.stage
+    if stage is None or stage >= pp:
+        return []
+    measured, expected = account_of(rank, pp > 1), planned(candidate, candidate.run(), stage, where)
+    strange_s = sum(rank.shown_s(group) for group in rank.groups if _is_strange(group))
+    if strange_s > 0.01 * rank.mean(wall_s):
+        missing = expected.exchanges.keys() - measured.exchanges.keys()
+        measured, expected = _merged(measured, ()), _merged(expected, missing)
+    terms, traced_s = list(differences(measured, expected)), rank.mean(wall_s)
+    if step_s < traced_s and case.has_log:
+        says = (
+            f"{in_seconds(step_s)} a step in the log, {in_seconds(traced_s)} in the trace, which a profiler slows down"
+        )
+        terms.append(Term(term=PROFILER, seconds=step_s - traced_s, evidence=says, recoverable_s=0.0))
+    return terms
+
+
+_SLOW = {
+    "checkpoint": "slow_after_checkpoints", "evaluation": "slow_after_evaluations", "periodic": "slow_periodic",
+    "slow_spell": "slow_spells", "unexplained": "slow_unexplained",
+}  # fmt: skip
+"""The term of each kind of outlier."""
+_CLOCK_NOISE = 0.1
+"""Share of steps below which what lies between their lines and what two of them claim is the clock of the lines."""
+_NEEDED = ("evaluation", "start_up")
+"""Terms of which nothing tells how much is needed."""
+
+
+def beside_steps(observation: Observation) -> tuple[Term, ...]:
+    """Terms that add up to the wall time per step less the steady step; nothing where lines have no times.
+
+    A step counts once, however often it was made.
+    """
+    wall, step_s = observation.wall, observation.step_s
+    made_again = sum(restart.lost_steps for restart in observation.restarts)
+    num_steps = observation.num_steps - made_again
+    if wall is None or step_s is None or num_steps < 1:
+        return ()
+    found: dict[str, tuple[float, str]] = {}
+    for name, total_s, says in (*_of_steps(observation, step_s, wall), *_of_wall(observation, wall, step_s)):
+        found[name] = (found.get(name, (0.0, ""))[0] + total_s, says)
+    if made_again:
+        says = f"{_steps(made_again)} were made twice, at {in_seconds(step_s)} each"
+        found["steps_made_again"] = (made_again * step_s, says)
+    return tuple(
+        Term(
+            term=name, seconds=found[name][0] / num_steps,
+            evidence=f"{found[name][1]}: {in_seconds(abs(found[name][0]))} of {_steps(num_steps)}",
+            recoverable_s=None if name in _NEEDED else max(0.0, found[name][0] / num_steps),
+        )
+        for name in WALL_TERMS
+        if found.get(name, (0.0, ""))[0]
+    )  # fmt: skip
+
+
+def _of_steps(observation: Observation, step_s: float, wall: Wall) -> list[tuple[str, float, str]]:
+    """Seconds of all steps beyond as many steady ones, and why."""
+    found = []
+    for outlier in observation.outliers:
+        likely = f" ({outlier.likely})" if outlier.likely else ""
+        found.append((_SLOW[outlier.kind], outlier.extra_s, f"{_steps(outlier.num_steps)} took longer{likely}"))
+    if warm := observation.num_warmup_steps:
+        found.append(("warm_up", observation.warmup_extra_s, f"{_steps(warm)} at the begin took longer"))
+    jitter_s = wall.steps_s - observation.num_steps * step_s - sum(total_s for _, total_s, _ in found)
+    low_s, high_s = observation.step_s_spread or (step_s, step_s)
+    says = f"the mean of steady steps less their median; 8 of 10 took {in_seconds(low_s)} to {in_seconds(high_s)}"
+    return [*found, ("jitter", jitter_s, says)]
+
+
+def _of_wall(observation: Observation, wall: Wall, step_s: float) -> list[tuple[str, float, str]]:
+    """Seconds beside steps, and what the log says of them; a line that is printed late claims time twice, and idles."""
+    idle_s, overlap_s, count = wall.idle_s, wall.overlap_s, len(observation.restarts)
+    found = [
+        ("checkpoints", wall.checkpoint_s, "training stood still for them"),
+        ("evaluation", wall.evaluation_s, "training stood still for it"),
+        ("start_up", wall.startup_s, "from the first line to the first step"),
+        ("interruptions", wall.down_s, f"{count} interruption{'s' if count != 1 else ''}"),
+    ]
+    if idle_s and overlap_s and max(idle_s, overlap_s) < _CLOCK_NOISE * step_s * observation.num_steps:
+        says = f"{in_seconds(idle_s)} between lines and {in_seconds(overlap_s)} claimed twice, as lines come late"
+        return [*found, ("log_clock", idle_s - overlap_s, says)]
+    found.append(("idle", idle_s, "no line says what happened there"))
+    return [*found, ("counted_twice", -overlap_s, "two lines claim the same time")]
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"

@@ -1,1 +1,0 @@
-"""The places where a run's seconds differ from those that were predicted."""
