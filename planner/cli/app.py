@@ -130,12 +130,6 @@ COMMANDS = {
         "serve_command",
         "Serve the planner as a page: controls change the plan, its memory and its timeline",
     ),
-    "mcp": CommandRow(
-        "look",
-        "planner.cli.mcp_command",
-        "mcp_command",
-        "Offer the planner to agents as tools of the Model Context Protocol, over stdin and stdout.",
-    ),
     "schedule": CommandRow(
         "look", "planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."
     ),

@@ -1,4 +1,4 @@
-"""A sweep and a stage's memory as pictures: matplotlib draws files, plotille in a terminal; axes and ticks are theirs."""
+"""A sweep and a stage's memory as pictures: matplotlib draws files, plotille in terminals; the axes are theirs."""
 
 from __future__ import annotations
 
