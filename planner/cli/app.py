@@ -122,7 +122,7 @@ COMMANDS = {
         "look",
         "planner.cli.mcp_command",
         "mcp_command",
-        "Offer the planner to agents as tools of the Model Context Protocol.",
+        "Offer the planner to agents as tools of the Model Context Protocol, over stdin and stdout.",
     ),
     "serve": CommandRow(
         "look",
