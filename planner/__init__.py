@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.answer import Plan
     from planner.decide.check import check
-    from planner.decide.resume.resume import replan
+    from planner.decide.resume import replan
     from planner.errors import (
         Infeasible,
         PlannerError,
@@ -105,7 +105,7 @@ _HOMES = {
     "plan": "planner.search.search",
     "read_configuration": "planner.export.import_run:read",
     "read_plan": "planner.plan_file",
-    "replan": "planner.decide.resume.resume",
+    "replan": "planner.decide.resume",
     "report_page": "planner.report.page",
     "validate_runs": "planner.validate.score",
     "write_report": "planner.report.page",

@@ -19,7 +19,7 @@ from planner.errors import PlannerError, SpecError
 from planner.priced_again import MOVED, first_difference, priced_again, step_now_s
 from planner.saved import KEY, changed_entry, said
 from planner.schedule.actions import Action
-from planner.schedule.torch_csv import made_order
+from planner.schedule.graph import made_order
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked
 from planner.specs.reading import label, load_yaml, printable

@@ -7,12 +7,10 @@ from math import isclose
 from typing import Any, Final
 
 from planner.answer import Plan, PricedLayout
-from planner.layout.assemble import assemble
-from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.price import price_layout
-from planner.layout.replan import reprice
-from planner.layout.unsaid import with_unsaid
+from planner.layout.evaluate import assemble
+from planner.layout.price import price_layout, reprice
+from planner.layout.variation import told_assumptions, with_unsaid
 
 MOVED: Final = 1e-3
 """Changes of a step below this share are no news."""

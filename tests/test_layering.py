@@ -43,7 +43,7 @@ ALLOWED = {
     # and prices a plan under the trainer that it is written for
     "export": {
         "distribution", "errors", "files", "shape", "specs", "trainers", "schedule", "answer", "months",
-        "layout.replan",
+        "layout.price",
     },
     # a saved plan is priced again to cut its seconds further; a probe's file is read without torch; a sweep searches; a
     # job that resumes is split, searched again and held against months of failures, as the phases of a run are
@@ -58,17 +58,19 @@ ALLOWED = {
     # a saved plan is replayed to draw its pipeline and its memory over time
     "report": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "search.why.explanation", "search.why.recipe",
-        "layout.replan", "export.environment", "decide", "observe.observation",
+        "layout.price", "export.environment", "decide", "observe.observation",
         "observe.traces", "observe.gap_rows", "observe.accounts", "observe.follower",
         # a trace draws what runs inside and beside a candidate's passes, and its memory
         "layout.candidate", "layout.memory_curve", "layout.step",
     },
+    # a module is traced in a process of its own into a model file
+    "trace": {"errors", "specs"},
     "validate": {"errors", "files", "shape", "specs", "trainers", "answer", "layout", "search", "months"},
     # exchanges that ran by themselves stand beside the seconds that the plan has links take for their bytes, and what
     # ranks ran beside what the plan's layout costs in the program that they are
     "probe": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
-        "physics.kernels", "physics.operators", "layout.candidate", "layout.replan",
+        "physics.kernels", "physics.operators", "layout.candidate", "layout.price",
     },
     # a fit evaluates what it fits, on stages that a probe ran; what a machine lacks is looked for everywhere, and the
     # solver tests itself
@@ -94,7 +96,7 @@ ALLOWED = {
 EXTERNAL = {
     "jinja2": {"export/trainer_files.py"},
     "pulp": {"search/ilp"},
-    "torch": {"probe", "profile"},
+    "torch": {"probe", "profile", "trace/worker.py"},
     "mcp": {"serve/mcp_server.py"},
     "mcp_types": {"serve/mcp_server.py"},
     "starlette": {"serve"},

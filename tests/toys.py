@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from planner.layout.candidate import Candidate
+from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import pricing_of
-from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.search.enumerate import enumerate_shapes, scalar, schedule_options

@@ -134,7 +134,10 @@ COMMANDS = {
         "look", "planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."
     ),
     "models": CommandRow(
-        "set up", "planner.cli.catalogue", "models_command", "List the models, or show one with its sources."
+        "set up",
+        "planner.cli.catalogue",
+        "models_command",
+        "List the models, show one with its sources, or trace a module of your own into a model file.",
     ),
     "hardware": CommandRow(
         "set up", "planner.cli.catalogue", "hardware_command", "List the hardware, or show one with its sources."

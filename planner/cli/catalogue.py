@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from planner.specs.hardware import HardwareSpec
 
+_log = logging.getLogger(__name__)
 HEADS = ("name", "short", "GiB", "TFLOP/s", "GB/s", "next", "$/h")
 SECTIONS = (
     "GPUs joined by NVLink in nodes and racks",
@@ -37,20 +39,43 @@ ModelName = Annotated[
     str | None,
     typer.Argument(metavar="NAME|FILE", help="Show this one with its sources.", autocompletion=o.complete_model),
 ]
+Source = Annotated[
+    str | None,
+    typer.Argument(metavar="MODULE", help="With trace: module:FILE.py:FACTORY or hf-code:DIR.", show_default=False),
+]
+_TRACE = "With trace"
+Shard = Annotated[
+    str | None, o.text(_TRACE, "--shard", "FILE", "YAML of module names, or patterns, each colwise or rowwise over tp.")
+]
+TracedOutput = Annotated[str | None, o.text(_TRACE, "--output -o", "FILE", "Write the model; - is stdout. [-]")]
 HardwareName = Annotated[
     str | None,
     typer.Argument(metavar="NAME|FILE", help="Show this one with its sources.", autocompletion=o.complete_hardware),
 ]
 
 
-def models_command(name: ModelName = None, json: o.Json = False) -> None:
-    """List the models, or show one with its sources.
+def models_command(
+    name: ModelName = None,
+    source: Source = None,
+    shard: Shard = None,
+    output: TracedOutput = None,
+    force: o.Force = False,
+    json: o.Json = False,
+) -> None:
+    """List the models, show one with its sources, or trace a module of your own into a model file.
+
+    A module is built and run on torch's meta device, without data, in a process of its own with limits.
 
     \b
     Example:
       plan models
       plan models deepseek-v3
+      plan models trace module:my_model.py:make -o my-model.yaml
+      plan models trace hf-code:./checkpoint -o my-model.yaml
     """
+    if name == "trace":
+        _trace(source, shard, output, force)
+        return
     from planner.physics.layers import ModelTotals, model_totals
     from planner.report.format import large
     from planner.specs.model import ModelSpec
@@ -86,6 +111,38 @@ def models_command(name: ModelName = None, json: o.Json = False) -> None:
         batch = (f"{training.seq_length:,}", large(training.tokens_per_step)) if training else ("", "")
         rows.append((model.name, ", ".join(model.aliases), large(counts.num_parameters), active, *batch))
     _show_table(("name", "aliases", "parameters", "active", "sequence", "batch"), rows)
+
+
+def _trace(source: str | None, shard: str | None, output: str | None, force: bool) -> None:
+    """Write the model file of a traced module, and say what it is."""
+    from pathlib import PurePath
+
+    import yaml
+
+    from planner.errors import SpecError
+    from planner.files import write_text
+    from planner.physics.layers import model_totals
+    from planner.specs.reading import load_yaml
+    from planner.trace.trace import trace
+    from planner.trainers.load import load_runtime
+
+    if source is None:
+        raise SpecError(
+            "plan models trace: names no module", "plan models trace module:FILE.py:FACTORY -o my-model.yaml"
+        )
+    shards = None if shard is None else {str(key): str(value) for key, value in load_yaml(shard).items()}
+    model = trace(source, PurePath(output or "traced").stem, shards)
+    text = yaml.safe_dump(
+        model.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=118, default_flow_style=None
+    )
+    write_text(output or "-", text, force)
+    totals, traced = model_totals(model, load_runtime("torch-eager"), 4096), model.traced
+    assert traced is not None
+    _log.info(
+        "%s: %s parameters, %d layers of %d kinds, %.4g GFLOP a token",
+        model.name, f"{totals.num_parameters:,}", model.num_hidden_layers, len(traced.layers),
+        totals.model_flops_per_token / 1e9,
+    )  # fmt: skip
 
 
 def hardware_command(name: HardwareName = None, json: o.Json = False) -> None:

@@ -73,7 +73,7 @@ def plan_command(
     from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import Shape, answer, waiting, warn_of_early_stop
     from planner.files import refuse_to_overwrite
-    from planner.layout.assemble import within
+    from planner.layout.evaluate import within
     from planner.search.search import plan
 
     job = read_job(asked)
@@ -194,7 +194,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
     """Answer how the job of a saved plan goes on with `--gpus`."""
     from planner.cli.inputs import Job, listed, read_limits
     from planner.cli.output import dumps, save, show, waiting
-    from planner.decide.resume.resume import replan
+    from planner.decide.resume import replan
     from planner.files import refuse_to_overwrite
     from planner.plan_file import read_plan
     from planner.report.runs import render_resume
@@ -264,7 +264,7 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
     """Plan the phases of a file, print the run, and save it: a file of all, or a folder with a plan of each."""
     from planner.cli.output import dumps, progress, show
     from planner.decide.course import run_of_phases
-    from planner.decide.processes import processes
+    from planner.decide.sweep import processes
     from planner.files import STDOUT
     from planner.report.runs import render_phases
     from planner.specs.phases import read_phases

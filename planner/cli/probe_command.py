@@ -234,7 +234,7 @@ def _number(name: str, text: str) -> int:
 def _read_order(path: str | None) -> Schedule | None:
     if path is None:
         return None
-    from planner.schedule.torch_csv import from_torch_csv
+    from planner.schedule.graph import from_torch_csv
     from planner.specs.reading import read_text
     from planner.specs.reading.limits import CSV
 

@@ -185,7 +185,7 @@ def _order(
 
 def _read_csv(path: str) -> Schedule:
     from planner.errors import SpecError
-    from planner.schedule.torch_csv import from_torch_csv
+    from planner.schedule.graph import from_torch_csv
     from planner.specs.reading import read_text
     from planner.specs.reading.limits import CSV
 
@@ -206,7 +206,7 @@ def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: st
     from planner.cli.output import dumps
     from planner.files import write_text
     from planner.report.trace import trace_events
-    from planner.schedule.torch_csv import to_torch_csv
+    from planner.schedule.graph import to_torch_csv
 
     if svg is not None:
         from planner.report.timeline import draw_timeline

@@ -113,7 +113,7 @@ def _draw_imported(data: dict[str, Any], where: str, shape: Shape, alternative: 
 
 
 def _draw_resume(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
-    from planner.decide.resume.job import Resume
+    from planner.decide.job import Resume
     from planner.plan_file import plan_of
     from planner.report.runs import render_resume
     from planner.specs.problems import checked
@@ -233,7 +233,7 @@ def _write_trace(plan: str, alternative: int | None, micro_batches: int | None, 
     """Write a step of a plan as Chrome trace events, which Perfetto opens."""
     from planner.cli.output import waiting
     from planner.files import STDOUT, refuse_to_overwrite, write_text
-    from planner.layout.replan import num_actions, with_microbatches
+    from planner.layout.price import num_actions, with_microbatches
     from planner.plan_file import read_plan, with_alternative
     from planner.report.trace import MAX_ACTIONS, trace_text
 
@@ -277,8 +277,8 @@ def memory_command(
     """
     from planner.cli.output import dumps, show_and_save, waiting
     from planner.files import STDOUT, refuse_to_overwrite, write_text
-    from planner.layout.replan import reprice
-    from planner.layout.tensors.explore import explore, shown
+    from planner.layout.alive import explore, shown
+    from planner.layout.price import reprice
     from planner.plan_file import read_plan, with_alternative
     from planner.report.memory import render_memory
 
@@ -333,8 +333,8 @@ def _drawing_to(path: str) -> Callable[[MemoryAnswer, MemoryOfStage, str, bool],
 
 def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candidate, path: str, force: bool) -> None:
     from planner.files import write_bytes
+    from planner.layout.alive import step_of
     from planner.layout.memory_curve import memory_curves
-    from planner.layout.tensors.step import step_of
     from planner.report.memory import snapshot
     from planner.schedule.replay import replay
 

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from planner.answer import Interval, Plan, StageMemory
 from planner.errors import SpecError
-from planner.layout.compute_terms import compute_terms
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
+from planner.layout.step import compute_terms
 from planner.observe.observation import Observation
 from planner.probe.result import ProbeResult, RankResult
 from planner.specs.base import Spec

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.answer import Interval, Plan, PricedLayout
+from planner.decide.job import CONVERSIONS, Loads, transfer
 from planner.decide.phases import (
     GRID,
     Asked,
     BatchStep,
-    Change,
+    LayoutChange,
     Phase,
     PhaseAnswer,
     PhaseLayouts,
@@ -31,8 +32,7 @@ from planner.decide.phases import (
     run_in,
     tried,
 )
-from planner.decide.processes import Each
-from planner.decide.resume.job import CONVERSIONS, Loads, transfer
+from planner.decide.sweep import Each
 from planner.errors import PlannerError, SpecError
 from planner.months.closed_form import Standstill
 from planner.months.losses import losses_of
@@ -339,14 +339,14 @@ def _phase(course: Course, number: int, chosen: Sequence[Key]) -> PhaseAnswer:
     )
 
 
-def _change(course: Course, number: int, chosen: Sequence[Key]) -> Change:
+def _change(course: Course, number: int, chosen: Sequence[Key]) -> LayoutChange:
     """The stop before a phase: what changes, what that saves as long as it stays, and what it costs."""
     before, after, stays = chosen[number - 1], chosen[number], number + 1
     while stays < len(chosen) and chosen[stays][0] == after[0]:
         stays += 1
     saved = 0.0 if before[0] == after[0] else _saved_days(course, range(number, stays), before, chosen)
     costs_s = course.change_s(number, before, after) - course.change_s(number, before, before)
-    return Change(
+    return LayoutChange(
         before=course.phases[number - 1].name,
         after=course.phases[number].name,
         resharded=before[0] != after[0],

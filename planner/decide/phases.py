@@ -1,4 +1,6 @@
-"""One phase of a run: the layouts that are good for it, and what each of them, or another phase's, takes of it.
+"""A layout that was chosen for one job, kept in another: with other tokens, sequences, batches or GPUs.
+
+One phase of a run: the layouts that are good for it, and what each of them, or another phase's, takes of it.
 
 The answer's types stand first: each phase with its plan, the changes of layout between them, and the sums.
 """
@@ -12,16 +14,63 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from planner.answer import Goodput, Interval, Plan, PricedLayout, RunCost
-from planner.decide.kept import kept, plan_of
-from planner.errors import PlannerError
-from planner.layout.assemble import whole_run_of
+from planner.errors import PlannerError, SpecError
 from planner.layout.candidate import Candidate
-from planner.layout.price import price_layout
+from planner.layout.confidence import headroom_bytes
+from planner.layout.evaluate import assemble, export_warnings, whole_run_of
+from planner.layout.price import price_layout, reprice, with_microbatches
+from planner.layout.variation import setting_of, told_assumptions
+from planner.schedule.orders import violation
 from planner.search.case import Case
 from planner.search.safest import exceeds_risk
 from planner.search.search import plan, search
 from planner.specs.base import Spec
+from planner.specs.training import SearchLimits, TrainingSpec
+from planner.specs.units import gib
+from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
+
+
+def kept(
+    plan: Plan, layout: PricedLayout, runtime: RuntimeSpec, training: TrainingSpec, limits: SearchLimits
+) -> Candidate | str:
+    """The layout in the job of `plan`, in a step of `training`; the reason where it cannot run there or fit."""
+    chosen, batch = layout.parallelism, training.global_batch_size
+    if chosen.num_gpus_used > plan.cluster.num_gpus:
+        return f"it takes {chosen.num_gpus_used:,} GPUs"
+    per_microbatch = chosen.dp * chosen.micro_batch_size
+    if batch % per_microbatch:
+        return f"dp {chosen.dp} × micro-batch {chosen.micro_batch_size} does not divide a batch of {batch:,}"
+    job = plan.model_copy(update={"training": training, "runtime_spec": runtime})
+    num_microbatches = batch // per_microbatch
+    try:
+        if not layout.actions and (error := violation(chosen.schedule, chosen.pp, chosen.vpp, num_microbatches)):
+            return error.message
+        moved = with_microbatches(layout.model_copy(update={"runtime_spec": runtime}), num_microbatches)
+    except SpecError:
+        return "its order was made to measure for another number of micro-batches"
+    return refused(reprice(job, moved), limits)
+
+
+def refused(candidate: Candidate, limits: SearchLimits) -> Candidate | str:
+    """The candidate, or the reason why the trainer refuses it or its fullest rank has too little memory."""
+    pricing, shape = candidate.pricing, candidate.shape
+    for rule in rules_for(pricing.runtime):
+        if not rule.holds(pricing.model, pricing.training, shape):
+            return rule.message(pricing.model, pricing.training, shape)
+    for broken in broken_recipe_rules(setting_of(candidate)):
+        return f"{pricing.runtime.name}: {broken.says}"
+    short_bytes = max(candidate.excess_bytes) + headroom_bytes(pricing, limits)
+    return f"it lacks {gib(short_bytes):,.1f} GiB" if short_bytes > 0 else candidate
+
+
+def plan_of(candidate: Candidate) -> Plan:
+    """The plan whose best layout is the candidate, in whose job nothing was searched."""
+    pricing = candidate.pricing
+    layout = price_layout(candidate, pricing.totals)
+    layout = layout.model_copy(update={"warnings": export_warnings(pricing)})
+    return assemble(pricing, pricing.totals, [layout], told_assumptions(candidate))
 
 
 class BatchStep(Spec):
@@ -76,7 +125,7 @@ class PhaseAnswer(Spec):
     plan: Plan
 
 
-class Change(Spec):
+class LayoutChange(Spec):
     """A stop between two phases, and what it buys."""
 
     before: str
@@ -121,7 +170,7 @@ class PhasesAnswer(Spec):
     command: str = ""
     phases: tuple[PhaseAnswer, ...]
     total: RunTotal
-    changes: tuple[Change, ...]
+    changes: tuple[LayoutChange, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data in the contract's form; the plans in it are such as commands read."""

@@ -1,4 +1,6 @@
-"""Many jobs planned: a table of points, the Pareto front among them, and the fewest GPUs that meet a condition.
+"""Many jobs at a time: as many processes as there are processors, or none where there are few jobs.
+
+Many jobs planned: a table of points, the Pareto front among them, and the fewest GPUs that meet a condition.
 
 With more GPUs the same layouts are open and none has to be given up, since GPUs may stay idle. So a condition that
 more GPUs can only help is met from some number of nodes on, and halving finds that number. One thing is in the way:
@@ -9,16 +11,18 @@ again on just the nodes that its layout uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from pydantic import Field
 
 from planner.answer import SIGMAS_TO_END, Interval, Layout, Plan, half_width
-from planner.decide.processes import processes
 from planner.errors import PlannerError
 from planner.search.case import Case
 from planner.search.safest import exceeds_risk
@@ -26,6 +30,37 @@ from planner.search.search import search
 from planner.search.why.remedy import least_that
 from planner.specs.base import Spec
 from planner.trainers.switches import Value
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Each(Protocol):
+    """Calls a function of a module on every argument, and gives the results in order."""
+
+    def __call__(self, function: Callable[[A], R], arguments: Iterable[A]) -> list[R]: ...
+
+
+@contextmanager
+def processes(num_jobs: int, fewest: int, preload: str, advance: Callable[[], None] = lambda: None) -> Iterator[Each]:
+    """Something that calls a function in several processes, which have `preload` imported, or here for `fewest` jobs.
+
+    `advance` is called after each of them.
+    """
+
+    def done(result: Any) -> Any:
+        advance()
+        return result
+
+    num_processes = min(num_jobs, os.cpu_count() or 1)
+    if num_jobs < fewest or num_processes < 2:
+        yield lambda function, arguments: [done(function(argument)) for argument in arguments]
+        return
+    context = multiprocessing.get_context("spawn" if os.name == "nt" else "forkserver")
+    if os.name != "nt":
+        context.set_forkserver_preload([preload])
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        yield lambda function, arguments: [done(result) for result in pool.map(function, arguments)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.layout.replan import shape_of
+from planner.layout.price import shape_of
 from planner.trainers.load import load_runtime, versions_of
 from planner.trainers.rules.common import Rule
 from planner.trainers.rules.megatron_model import megatron_model_rules

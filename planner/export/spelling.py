@@ -9,7 +9,7 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.refusal import Reason
-from planner.layout.replan import shape_of
+from planner.layout.price import shape_of
 from planner.trainers.rules.common import release
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec

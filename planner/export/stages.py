@@ -9,8 +9,8 @@ from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
 from planner.export.refusal import Objections
 from planner.schedule.actions import Schedule
+from planner.schedule.graph import made_order, to_torch_csv
 from planner.schedule.orders import build_schedule
-from planner.schedule.torch_csv import made_order, to_torch_csv
 
 
 @dataclass(frozen=True, slots=True)

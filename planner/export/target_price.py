@@ -7,7 +7,7 @@ from dataclasses import replace
 from planner.answer import Plan
 from planner.errors import Infeasible
 from planner.export.trainer_files import TrainerFiles, comment
-from planner.layout.replan import under_trainer
+from planner.layout.price import under_trainer
 from planner.specs.units import gib
 from planner.trainers.load import load_runtime
 from planner.trainers.rules.facts import original_length

@@ -19,7 +19,7 @@ from planner.export.stages import ORDER_FILE, VirtualStage, check_order, order_o
 from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles, header
 from planner.schedule.actions import Schedule
-from planner.schedule.torch_csv import to_torch_csv
+from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.facts import has_groups, rotary_method

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.errors import SpecError, Unsupported
+from planner.layout.candidate import Split, even_counts, parse_layout, splits_from_counts
 from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
-from planner.layout.split import Split, even_counts, parse_layout, splits_from_counts
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, placement, violation
 from planner.shape import RANK_ORDERS, Shape, divisors

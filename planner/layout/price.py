@@ -1,34 +1,48 @@
-"""Makes the priced layout that a plan shows from a candidate: stages, seconds, memory, the step's parts."""
+"""Makes the priced layout that a plan shows from a candidate: stages, seconds, memory, the step's parts.
+
+The tier that each group of ranks spans, as the answer shows it.
+
+Makes a candidate of a saved plan again, so that the plan can be replayed, traced or changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from planner.answer import (
     Evidence,
     Layout,
     NarrowScaling,
+    Placement,
+    Plan,
     PricedLayout,
     StageMemory,
     StagePlan,
     StepBreakdown,
     StepTime,
 )
-from planner.layout.candidate import Candidate
+from planner.errors import SpecError
+from planner.layout.candidate import Candidate, Modes, Split, held_parts
 from planner.layout.confidence import with_intervals
-from planner.layout.placement import placements
-from planner.layout.recipe import recipe_of
 from planner.layout.seconds import Pipeline
-from planner.layout.split import Modes, Split, held_parts
+from planner.layout.variation import recipe_of, under
 from planner.months.losses import with_sustained
+from planner.physics.communication import Places, data_parallel_places, members_by_tier
 from planner.physics.cost import PartCost
 from planner.physics.layers import ModelTotals
 from planner.physics.memory import frozen_weights_bytes
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes
-from planner.shape import Number
+from planner.schedule.actions import Schedule
+from planner.schedule.graph import made_order
+from planner.schedule.orders import build_schedule, placement
+from planner.shape import Number, Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
 from planner.specs.model_parts import Scaling
 from planner.specs.training import Recompute
+from planner.trainers.spec import RuntimeSpec
 
 
 def price_layout(candidate: Candidate, totals: ModelTotals | None = None, exact: bool = True) -> PricedLayout:
@@ -191,3 +205,200 @@ def _breakdown(candidate: Candidate, pipeline: Pipeline) -> StepBreakdown:
         optimizer_s=outside.optimizer_s,
         overhead_s=max(0.0, host) + outside.tail_s,
     )
+
+
+def placements(shape: Shape, cluster: ClusterSpec) -> tuple[Placement, ...]:
+    """The groups of more than one rank, the innermost first, each with the outermost tier that its exchanges cross."""
+    return tuple(
+        _placed(group, int(size), span, level, cluster) for group, size, span, level in _groups(shape, cluster)
+    )
+
+
+def groups_of(shape: Shape) -> list[tuple[str, int, Places]]:
+    """Name, ranks and places of each group; that of data parallelism has the ranks of context parallelism too."""
+    data_parallel, _ = data_parallel_places(shape)
+    return [
+        ("tp", int(shape.tp), 1),
+        ("cp", int(shape.cp), shape.tp),
+        ("ep", int(shape.ep), shape.etp),
+        ("dp", int(shape.dp * shape.cp), data_parallel),
+        ("pp", int(shape.pp), int(shape.stage_stride)),
+    ]
+
+
+def _groups(shape: Shape, cluster: ClusterSpec) -> Iterator[tuple[str, float, int, int]]:
+    """Name, ranks, width and tier of each group; the width is the number of ranks from its first to its last."""
+    whole = int(shape.num_ranks)
+    widths = {
+        "tp": int(shape.tp),
+        "cp": int(shape.tp * shape.cp),
+        "ep": int(shape.ep * shape.etp),
+        "dp": whole if shape.dp_outermost else int(whole / shape.pp),
+        "pp": int(shape.pp) * int(shape.stage_stride),
+    }
+    named = {"dp": int(shape.dp)}
+    for group, size, places in groups_of(shape):
+        if named.get(group, size) > 1:
+            members = [int(count) for count in members_by_tier(size, places, cluster.tiers)]
+            yield group, named.get(group, size), widths[group], members.index(size)
+
+
+def _placed(group: str, size: int, width: int, level: int, cluster: ClusterSpec) -> Placement:
+    tier = cluster.tiers[level]
+    domain = cluster.nvlink_domain_size
+    shares = level == 0 and width <= domain < cluster.num_gpus and domain % width > 0
+    return Placement(
+        group=group,  # type: ignore[arg-type]
+        size=size,
+        tier=tier.name,
+        is_inside_nvlink=level == 0,
+        tier_gpus=tier.num_gpus,
+        oversubscription=tier.oversubscription,
+        fills_gpus=domain // width * width if shares else None,
+    )
+
+
+def reprice(
+    plan: Plan, layout: PricedLayout, modules: tuple[str, ...] | None = None, headroom_bytes: float = 0.0
+) -> Candidate:
+    """Price `layout` again from the plan's own specs; the same numbers come out, but where other `modules` than its own
+    are recomputed selectively. With a headroom it fits only if it leaves so much free."""
+    chosen = layout.parallelism
+    pricing = Pricing(
+        model=plan.model.spec,
+        training=plan.training,
+        cluster=plan.cluster,
+        runtime=layout.runtime_spec or plan.runtime_spec,
+        selective_modules=chosen.recompute_modules or ("core_attn",) if modules is None else modules,
+        headroom_bytes=headroom_bytes,
+    )
+    shape = shape_of(chosen, plan.training.seq_length)
+    # of a named schedule the actions are not needed here, and a large batch has billions of them
+    made = order_of(layout) if layout.actions else None
+    ranks = placement(chosen.schedule, chosen.pp, chosen.vpp) if made is None else made.stage_to_rank
+    return Candidate(
+        pricing=pricing,
+        table=pricing.table(shape),
+        split=_split(plan, layout, ranks),
+        schedule=chosen.schedule if made is None else named_schedule(layout, made),
+        made_order=made,
+        rank_factors=tuple(layout.rank_factors),
+    )
+
+
+def shape_of(layout: Layout, seq_length: int) -> Shape:
+    """The sizes of a layout, as rules and prices take them. Raises SpecError for a size that is none."""
+    return Shape.of(
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        dp=layout.dp,
+        micro_batch_size=layout.micro_batch_size,
+        num_microbatches=layout.num_microbatches,
+        seq_length=seq_length,
+        sequence_parallel=int(layout.sequence_parallel),
+        zero_stage=layout.zero_stage,
+        shard_size=layout.shard_size,
+        dp_outermost=int(layout.dp_outermost),
+    )
+
+
+def layout_again(plan: Plan, candidate: Candidate, exact: bool = True) -> PricedLayout:
+    """The plan's best layout, priced as `candidate`, with the warnings that it had."""
+    layout = price_layout(candidate, exact=exact)
+    return layout.model_copy(update={"warnings": plan.best.warnings, "id": plan.best.id})
+
+
+def under_trainer(plan: Plan, runtime: RuntimeSpec, modules: tuple[str, ...]) -> Plan:
+    """The plan as another trainer runs it: its best layout under `runtime`, where `selective` recomputes `modules`.
+
+    Ranks are numbered in that trainer's own order if it does not have the plan's.
+    """
+    best = plan.best
+    if best.parallelism.rank_order not in runtime.rank_orders:
+        sizes = best.parallelism.model_copy(update={"rank_order": runtime.rank_orders[0]})
+        best = best.model_copy(update={"parallelism": sizes})
+    candidate = reprice(plan, best)
+    pricing = replace(candidate.pricing, selective_modules=modules)
+    again = under(candidate.priced_as(pricing), runtime)
+    update = {
+        "best": layout_again(plan, again),
+        "runtime": runtime.name,
+        "runtime_spec": again.pricing.runtime,
+        "alternatives": (),
+        "planned_as": plan.as_planned,
+    }
+    return plan.model_copy(update=update)
+
+
+def named_schedule(layout: PricedLayout, order: Schedule) -> str:
+    """Name of the layout's schedule; for an order made to measure, of one that places its stages in the same way."""
+    if not layout.actions:
+        return layout.parallelism.schedule
+    ranks = order.stage_to_rank
+    return "zb-v" if len(ranks) > 1 and ranks[0] == ranks[-1] else "1f1b"
+
+
+def with_microbatches(layout: PricedLayout, num_microbatches: int | None) -> PricedLayout:
+    """The layout for a step of `num_microbatches`; None keeps its own number.
+
+    Raises SpecError where there are none, or its schedule was made for one length only.
+    """
+    if num_microbatches is not None and num_microbatches < 1:
+        raise SpecError(f"--micro-batches: {num_microbatches} is below 1", "leave it out for the plan's")
+    if num_microbatches is None or num_microbatches == layout.parallelism.num_microbatches:
+        return layout
+    if layout.actions:
+        raise SpecError("--micro-batches: this order was made to measure for its own step", "leave it out")
+    chosen = layout.parallelism.model_copy(update={"num_microbatches": num_microbatches})
+    return layout.model_copy(update={"parallelism": chosen})
+
+
+def num_actions(layout: PricedLayout) -> int:
+    """The number of actions of a layout's step, counted without making them."""
+    chosen = layout.parallelism
+    if layout.actions:
+        return sum(len(line.split()) for line in layout.actions)
+    few = min(chosen.num_microbatches, 4 * chosen.pp)
+    order = build_schedule(chosen.schedule, chosen.pp, chosen.vpp, few)
+    return sum(map(len, order.ranks)) * chosen.num_microbatches // few
+
+
+def order_of(layout: PricedLayout) -> Schedule:
+    """Action lists of a layout: its own where they were made to measure, else those of the named schedule."""
+    chosen = layout.parallelism
+    if not layout.actions:
+        return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
+    return made_order(layout.actions, chosen.schedule)
+
+
+def _split(plan: Plan, layout: PricedLayout, ranks: Sequence[int]) -> Split:
+    """The split of a layout; where the layout only counts a stage's recomputed layers, its chunks share them."""
+    model = plan.model.spec
+    seen = [0] * layout.parallelism.pp
+    counts, recomputed, mtp_stage = [], [], None
+    for virtual, rank in enumerate(ranks):
+        stage = layout.stages[rank]
+        first, last = stage.chunks[seen[rank]]
+        counts.append(last - first)
+        recomputed.append((stage.num_recomputed or _shared_out(stage, model))[seen[rank]])
+        seen[rank] += 1
+        if "mtp" in stage.holds:
+            mtp_stage = virtual
+    modes = {mode for stage in layout.stages for mode in stage.recompute}
+    base: Recompute = "selective" if "selective" in modes else "none"
+    return Split(tuple(counts), base, tuple(recomputed) if any(map(any, recomputed)) else (), mtp_stage)
+
+
+def _shared_out(stage: StagePlan, model: ModelSpec) -> list[tuple[int, ...]]:
+    """Number of recomputed layers of each kind in each chunk of a stage, of which only their sum is known.
+
+    All chunks recompute the same number of layers, their first ones, as far as a chunk has so many.
+    """
+    count, sizes = stage.recompute.get("full", 0), [last - first for first, last in stage.chunks]
+    per_chunk = next(n for n in range(max(sizes) + 1) if sum(min(n, size) for size in sizes) >= count)
+    recomputed = [model.layers[first : min(first + per_chunk, last)] for first, last in stage.chunks]
+    return [tuple(layers.count(kind) for kind in model.kinds) for layers in recomputed]

@@ -14,17 +14,22 @@ from statistics import median
 from typing import TypeVar
 
 from planner.layout.candidate import Candidate
-from planner.layout.compute_terms import compute_by_kernels
-from planner.layout.outside_pipeline import exchanged_dp_s
 from planner.layout.price import price_layout
-from planner.layout.seconds import Pipeline
-from planner.layout.step.inside import LATE, exchanges_of_passes
+from planner.layout.seconds import Pipeline, exchanged_dp_s
+from planner.layout.step import LATE, compute_by_kernels, exchanges_of_passes
 from planner.observe.case import ObservedCase, grid_of, stated_otherwise
 from planner.observe.describe import DATA_TIMERS
 from planner.observe.observation import Observation, Term, Wall
-from planner.observe.traces.kernels_and_groups import OTHER as OTHER_FAMILY
-from planner.observe.traces.kernels_and_groups import PLANNED, POINT_TO_POINT
-from planner.observe.traces.results import DATA_RANGES, CollectiveTime, GroupTime, RankReport, TraceStep
+from planner.observe.traces.events import (
+    DATA_RANGES,
+    PLANNED,
+    POINT_TO_POINT,
+    CollectiveTime,
+    GroupTime,
+    RankReport,
+    TraceStep,
+)
+from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.physics.passes import COMM_GROUPS
 
 LINK_RATE, SKEW, OVERLAP, EXCHANGES = "link_rate", "skew", "overlap", "exchanges"

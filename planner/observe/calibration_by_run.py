@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
-from planner.layout.confidence import hardware_width
-from planner.layout.replan import reprice
-from planner.layout.risk import MEMORY_WIDTH
+from planner.layout.confidence import MEMORY_WIDTH, hardware_width
+from planner.layout.price import reprice
 from planner.observe.judge import differences
 from planner.observe.observation import Observation, Observed, ObservedMemory
 from planner.observe.traces.recorded import ObservedFiles

@@ -11,11 +11,10 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import PlannerError
 from planner.layout.candidate import Candidate
+from planner.layout.confidence import headroom_bytes
 from planner.layout.given import given_layout
-from planner.layout.price import price_layout
-from planner.layout.recipe import setting_of, settled, under
-from planner.layout.replan import reprice
-from planner.layout.risk import headroom_bytes
+from planner.layout.price import price_layout, reprice
+from planner.layout.variation import setting_of, settled, under
 from planner.observe.observation import GapRemedy, Observation, Observed, Prediction, Term
 from planner.observe.traces.recorded import Recorded
 from planner.schedule.orders import SCHEDULES
@@ -91,8 +90,6 @@ def grid_of(case: ObservedCase) -> ObservedGrid | None:
 
 
 Layouts = Callable[[Candidate], Iterable[Candidate]]
-OF_LOG = "the log's arguments"
-"""The source of a prediction that the log itself states."""
 LEAST_WORD = 0.02
 """Least share of a step that a switch has to cost before a run is told of it."""
 _OF_LAYOUT = ("recompute", "zero_stage")
@@ -412,34 +409,11 @@ def _costs(case: ObservedCase) -> tuple[tuple[str, Term], ...]:
 
 
 def slower_settings(case: ObservedCase, row_of_switch: Mapping[str, str]) -> dict[str, list[tuple[str, Term]]]:
-    """The settings that the log states and that cost `LEAST_WORD` of the step, by the row of the gap that each is of.
-
-    Beside a plan or an earlier run they are those that it has otherwise; where the log's own arguments are the plan,
-    those with a better value, which are a recipe's and no fault.
-    """
-    prediction = case.prediction
-    if prediction is None:
-        return {}
-    if prediction.source == OF_LOG:
-        return {"recipe": [(name, term) for name, term in _better(case) if _is_worth(term, prediction)]}
+    """The settings that the log states otherwise than the plan or an earlier run, and that cost `LEAST_WORD` of the
+    step, by the row of the gap that each is of."""
     found: dict[str, list[tuple[str, Term]]] = {}
-    for name, term in _costs(case):
-        if name not in _OF_LAYOUT and _is_worth(term, prediction):
+    least_s = LEAST_WORD * case.prediction.step_s if case.prediction is not None else 0.0
+    for name, term in _costs(case) if case.prediction is not None else ():
+        if name not in _OF_LAYOUT and term.seconds > least_s:
             found.setdefault(row_of_switch.get(name, "recipe"), []).append((name, term))
     return found
-
-
-def _is_worth(term: Term, prediction: Prediction) -> bool:
-    return term.seconds > LEAST_WORD * prediction.step_s
-
-
-def _better(case: ObservedCase) -> Iterator[tuple[str, Term]]:
-    """The switches that the log names and that would win something at another value."""
-    now = running(case)
-    for name in spoken(now) if now is not None else ():
-        best = best_of(now, other_values(now, name)) if name in case.observation.facts.stated_switches and now else None
-        if best is not None and now is not None:
-            has, better = (written(SWITCHES[name].value_of(runtime_of(each))) for each in (now, best))
-            gain_s = (case.observation.step_s or now.step_s) - expected_step_s(case, now, best)
-            says = f"the log shows {name} {has}, and {better} is faster by the price"
-            yield name, Term(term=f"recipe: {name}", seconds=gain_s, evidence=says)

@@ -12,7 +12,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from operator import mul
 from statistics import median
 
 from planner.observe.line_formats import (
@@ -30,8 +29,6 @@ from planner.observe.line_formats import (
 from planner.observe.record import RunRecord
 from planner.specs.units import GIB, MIB
 
-_CLOCK_S, _SHARP_FRACTION, _LEAST_TO_SHARPEN = 1e-3, 0.002, 5
-"""Times are cut to milliseconds, which 0.2% of a step may hide."""
 _TITAN_BESIDE = {
     "tokens_per_s_per_gpu": re.compile(r"(?:tps|wps): *([\d,.]{1,20})"),
     "tflops": re.compile(r"tflops: *([\d,.]{1,20})"),
@@ -149,18 +146,8 @@ def _take_excerpt(record: RunRecord) -> None:
 
 
 def _finish_titan(record: RunRecord) -> None:
-    """Sharpen short steps: their tokens are equal, so that tokens/s tell them apart where the clock does not."""
     if not record.numbers and "excerpt" in record.state:
         _take_excerpt(record)
-    speeds = record.printed.get("tokens_per_s_per_gpu", ())
-    if len(speeds) != len(record.seconds) or len(speeds) < _LEAST_TO_SHARPEN:
-        return
-    tokens, usual = median(map(mul, record.seconds, speeds)), median(record.seconds)
-    if usual * median(record.covers) >= _CLOCK_S / _SHARP_FRACTION:
-        return
-    for index, speed in enumerate(speeds):
-        if abs(record.seconds[index] * speed / tokens - 1) < 2 * _CLOCK_S / usual:
-            record.seconds[index] = tokens / speed
 
 
 LEAST_S, SURE_S = 10.0, 50.0

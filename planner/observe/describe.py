@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from planner.observe.megatron_lines import facts_of
 from planner.observe.observation import (
     JobFacts,
     MemorySeries,
@@ -29,7 +30,6 @@ from planner.observe.observation import (
     Wall,
 )
 from planner.observe.record import FallBack, RunRecord
-from planner.observe.stated_job import facts_of
 from planner.observe.steady import Steady, steady
 from planner.specs.units import is_count
 
@@ -181,6 +181,8 @@ INTERVALS = {
     "tensorboard_log_interval": "logging",
 }
 """Arguments of Megatron-LM that say how often something happens."""
+LEAST_OF_RUN = 5
+"""Fewest lines that tell a run from another, or one of two kinds of steps."""
 MOST_APART = 0.1
 """Share by which what one log says of its step in two ways may differ."""
 LEAST_APART, LEAST_OF_WHOLE_S = 5, 20.0
@@ -224,11 +226,14 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     if record.duplicates:
         notes.append(f"{record.duplicates:,} lines of steps were printed by several ranks, or again")
     if not record.numbers:
-        return Observation(**common, notes=(*notes, "no line of a step was found"))
+        speed = record.middle("tokens_per_s_per_gpu")
+        known = f": {speed:,.0f} tokens a second and GPU say none without the tokens of a step" if speed else ""
+        return Observation(**common, notes=(*notes, f"no line of a step was found{known}"))
     precision = record.middle("precision_fraction") or 0.0
     found = _statistics(record, precision)
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
-    if refused := _only_first(record) or _contradicted(record, facts, found.step_s):
+    refused = _only_first(record) or _in_a_hole(record, found.step_s) or _contradicted(record, facts, found.step_s)
+    if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
     if record.numbers[0] - record.covers[0] > 1 and not record.backs:
         notes.append(f"the log begins at step {record.numbers[0]:,}: what was before is not known")
@@ -255,19 +260,28 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
 
 
 def _last_run(record: RunRecord) -> None:
-    """Keep the last of runs that begin anew with another step: two runs have no common median."""
-    starts = [back.row for back in record.backs if record.numbers[back.row] <= record.numbers[0]]
-    if not starts:
-        return
-    levels = [_level(record.seconds[begin:end]) for begin, end in pairwise((0, *starts, len(record.numbers)))]
-    if max(levels) > (1 + MOST_APART) * min(levels):
-        record.only_from(starts[-1])
-        record.note(f"{starts[-1]:,} lines of steps before are of a run that began anew with another step: left out")
+    """Keep what follows the last start with another step: two runs have no common median."""
+    bounds = (0, *(back.row for back in record.backs), len(record.numbers))
+    parts = [record.seconds[begin:end] for begin, end in pairwise(bounds)]
+    for before, later, start in reversed(list(zip(parts, parts[1:], bounds[1:], strict=False))):
+        low, high = sorted(median(part[len(part) // 2 :]) for part in (before, later))
+        if min(len(before), len(later)) >= LEAST_OF_RUN and high > (1 + MOST_APART) * low:
+            record.only_from(start)
+            record.note(f"{start:,} lines of steps before the last start are of a run with another step: left out")
+            return
 
 
-def _level(seconds: Sequence[float]) -> float:
-    """The median of the later half of some steps."""
-    return median(seconds[len(seconds) // 2 :])
+def _in_a_hole(record: RunRecord, step_s: float) -> str:
+    """A sentence where steps are of two kinds, and hardly any takes as long as the median of all."""
+    seconds = np.frombuffer(record.seconds, dtype=float)
+    near = np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03)
+    low, high = seconds[seconds < step_s], seconds[seconds > step_s]
+    if len(seconds) < 2 * LEAST_OF_RUN or near > 0.02 * len(seconds) or not (len(low) and len(high)):
+        return ""
+    low_s, high_s = float(np.median(low)), float(np.median(high))
+    if high_s <= (1 + MOST_APART) * low_s:
+        return ""
+    return f"no step is said: steps are of two kinds, of {low_s:.4g} and of {high_s:.4g} s, and none takes the median"
 
 
 def _only_first(record: RunRecord) -> str:

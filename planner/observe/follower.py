@@ -354,7 +354,7 @@ def sentence(found: FollowedRun) -> str:
     if found.band_s is None:
         return "learning the run's own band from its first steady steps: nothing was predicted"
     low_s, high_s = found.band_s
-    band = f"the band of {f'{low_s:.4g} to ' if low_s else 'up to '}{high_s:.4g} s ({found.band_source})"
+    band = f"the band {f'of {low_s:.4g} to' if low_s else 'up to'} {high_s:.4g} s ({found.band_source})"
     says = {"in band": f"in {band}", "warm-up": f"warm-up, held against {band}"}
     return says.get(found.place, f"{found.place} {band} for {found.out_steps:,} steps")
 

@@ -44,7 +44,7 @@ class LogReader:
         self.records = [RunRecord(grammar.name) for grammar in GRAMMARS]
         """One for each format, every line given to the rows whose words it holds."""
         self.looks_like: set[int] = set()
-        """Rows of `LOOKS_LIKE` that lines without a known word matched."""
+        """Rows of `LOOKS_LIKE` that the first lines matched."""
         self._looks_left = 20_000
         self._table: StepTable | None = None
         self._begun = False
@@ -65,16 +65,13 @@ class LogReader:
             self._take(stream)
 
     def _take(self, stream: Iterable[bytes]) -> None:
-        records, search = self.records, _NEEDLES.search
         for line in stream:
-            if search(line) is None:
-                if self._looks_left:
-                    self._look(line)
-                continue
-            text, rank = cleaned(line)
-            for index, row in _ROWS:
+            if self._looks_left:
+                self._look(line)
+            text, rank = cleaned(line) if _NEEDLES.search(line) is not None else ("", None)
+            for index, row in _ROWS if text else ():
                 if row.needle in text and (match := row.pattern.search(text)) is not None:
-                    record = records[index]
+                    record = self.records[index]
                     record.state.pop("rank", None)
                     record.state |= {} if rank is None else {"rank": str(rank)}
                     record.num_words += 1
@@ -120,7 +117,7 @@ def _chosen(records: list[RunRecord], where: str) -> RunRecord:
             )
         if first.grammar == "megatron" and other.grammar == "deepspeed" and other.numbers:
             first.facts.setdefault("trainer", "megatron-deepspeed")
-        if not first.numbers and other.memory and not first.memory:
+        if not first.numbers and (other.memory or other.printed) and not (first.memory or first.printed):
             first = other
     return first
 

@@ -23,7 +23,7 @@ _OUTLIER_SIGMAS, _OUTLIER_FRACTION = 6.0, 0.05
 _MOST_WARMUP_FRACTION = 0.25
 _LEAST_FOR_HALF, _LEAST_FOR_DRIFT, _MOST_FOR_DRIFT = 4, 20, 400
 _SPELL_ROWS = 5
-_FEW_FRACTION = 0.15
+_FEW_FRACTION = 0.1
 """One of two or three rows from the begin of a run that is longer by so much is warm-up."""
 _SHOWN = 20
 

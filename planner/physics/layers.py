@@ -80,7 +80,7 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         backward_bytes=2 * hidden_bytes,
         forward_kernels=2,
         backward_kernels=3,
-        parameters=rows * model.hidden_size + model.num_position_parameters,
+        parameters=rows * model.hidden_size + model.num_position_parameters + model.num_other_parameters,
         saved=(
             Saved("tokens", (shape.tokens,), dtype="int64"),
             Saved("whole output", (kept_by_view, model.hidden_size)),

@@ -13,7 +13,7 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
-from planner.layout.replan import layout_again, reprice
+from planner.layout.price import layout_again, reprice
 from planner.probe.plan_slice import recompute_modules
 from planner.schedule.orders import SCHEDULES
 from planner.specs.training import TrainingSpec

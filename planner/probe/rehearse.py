@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
-from planner.layout.replan import order_of
+from planner.layout.price import order_of
 from planner.probe.eager import fuses_norms, in_eager_torch, knows_peak, repriced, static_bytes
 from planner.probe.model.chunk import DecoderLayer
 from planner.probe.model.peers import apply

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.answer import Interval, Plan, half_width
-from planner.decide.phases import Change, PhaseAnswer, PhasesAnswer
-from planner.decide.resume.job import Choice, Failure, Resume
+from planner.decide.job import Choice, Failure, Resume
+from planner.decide.phases import LayoutChange, PhaseAnswer, PhasesAnswer
 from planner.report.format import digits, fits_with, large, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.months import duration
@@ -108,7 +108,7 @@ def _stops(run: PhasesAnswer) -> Table:
     return table
 
 
-def _keeping(change: Change) -> str:
+def _keeping(change: LayoutChange) -> str:
     if not change.resharded:
         return "it is kept"
     if change.gains_days is None:

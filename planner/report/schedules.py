@@ -14,7 +14,7 @@ from rich.text import Text
 from planner.report.format import percent, seconds
 from planner.report.labels import ACTIONS
 from planner.schedule.actions import Action, Schedule
-from planner.schedule.compare import Comparison, StragglerCost
+from planner.schedule.compare import ScheduleComparison, StragglerCost
 from planner.schedule.synthesis import Synthesis
 from planner.schedule.timeline import IDLE_CAUSES, Timeline
 
@@ -96,7 +96,7 @@ def _ranks(timeline: Timeline, spell: Callable[[float], str]) -> Table:
     return table
 
 
-def render_comparison(rows: Sequence[Comparison]) -> Table:
+def render_comparison(rows: Sequence[ScheduleComparison]) -> Table:
     """A line per schedule: time, bubble, memory and what it asks for, or why it is not defined here."""
     spell = partial(seconds, like_s=max((row.step_s for row in rows), default=0.0))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -140,7 +140,7 @@ def render_straggler(cost: StragglerCost) -> Text:
     )
 
 
-def _refusal(row: Comparison) -> str:
+def _refusal(row: ScheduleComparison) -> str:
     return row.refusal.message.removeprefix(f"schedule {row.name} ") if row.refusal else ""
 
 
@@ -155,7 +155,7 @@ def _demands(schedule: Schedule) -> list[str]:
     return demands
 
 
-def comparison_json(row: Comparison) -> dict[str, Any]:
+def comparison_json(row: ScheduleComparison) -> dict[str, Any]:
     """One schedule of a comparison."""
     shape = {"schedule": row.name, "vpp": row.vpp}
     if row.timeline is None:

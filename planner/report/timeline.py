@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
-from planner.layout.replan import reprice, with_microbatches
+from planner.layout.price import reprice, with_microbatches
 from planner.report.charts import ACTION_COLOURS, INK, LINE, NUMBER, PAPER, SOFT, drawing, figure, svg, svg_file
 from planner.report.format import percent, seconds, unit_for
 from planner.report.html import Html

@@ -18,9 +18,8 @@ import numpy as np
 from planner.answer import Plan, PricedLayout
 from planner.layout.candidate import Candidate
 from planner.layout.memory_curve import memory_curves
-from planner.layout.replan import reprice
-from planner.layout.step.beside import beside_pipeline
-from planner.layout.step.inside import Passes, Together, exchanges_of_passes
+from planner.layout.price import reprice
+from planner.layout.step import Passes, Together, beside_pipeline, exchanges_of_passes
 from planner.report.labels import ACTIONS, sizes
 from planner.schedule.actions import KINDS, Action, F
 from planner.schedule.replay import replay

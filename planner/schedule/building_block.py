@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.schedule.actions import HELD, Action, Schedule
+from planner.schedule.builders import v_placement
 from planner.schedule.replay import Durations, replay
-from planner.schedule.zero_bubble import v_placement
 
 BLOCK = 6
 """Number of slots that one micro-batch takes on a rank with two chunks: F, I and W of each chunk."""

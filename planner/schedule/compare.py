@@ -56,7 +56,7 @@ class RankSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ScheduleComparison:
     """One schedule on these ranks; `refusal` says why it has no timeline where it is not defined for them."""
 
     name: str
@@ -72,7 +72,7 @@ class Comparison:
         return 1 - float(self.timeline.busy_s.mean()) / self.step_s if self.timeline is not None else 0.0
 
 
-def compare(seconds: RankSeconds, num_microbatches: int, vpp: int | None = None) -> list[Comparison]:
+def compare(seconds: RankSeconds, num_microbatches: int, vpp: int | None = None) -> list[ScheduleComparison]:
     """Replay every schedule that trains; schedules with chunks take `vpp` of them, or the nearest number they allow."""
     pp = len(seconds.forward_s)
     rows = []
@@ -82,7 +82,7 @@ def compare(seconds: RankSeconds, num_microbatches: int, vpp: int | None = None)
         chunks = min(max(vpp or kind.min_vpp, kind.min_vpp), kind.max_vpp)
         refusal = violation(kind.name, pp, chunks, num_microbatches)
         if refusal is not None:
-            rows.append(Comparison(kind.name, chunks, None, refusal=refusal))
+            rows.append(ScheduleComparison(kind.name, chunks, None, refusal=refusal))
             continue
         schedule = build_schedule(kind.name, pp, chunks, num_microbatches)
         timeline = seconds.replayed(schedule)
@@ -90,7 +90,7 @@ def compare(seconds: RankSeconds, num_microbatches: int, vpp: int | None = None)
         if schedule.asynchronous:
             twice = build_schedule(kind.name, pp, chunks, 2 * num_microbatches)
             step_s = seconds.replayed(twice).makespan_s - timeline.makespan_s
-        rows.append(Comparison(kind.name, chunks, timeline, step_s))
+        rows.append(ScheduleComparison(kind.name, chunks, timeline, step_s))
     return rows
 
 

@@ -15,10 +15,9 @@ from typing import Literal
 import numpy as np
 
 from planner.errors import SpecError
-from planner.schedule import bidirectional, building_block, looped, zero_bubble
-from planner.schedule.actions import HELD_BY_PLACE, Action, ActionList, Schedule
-from planner.schedule.latest import keeps_latest
-from planner.schedule.looped import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
+from planner.schedule import builders, building_block
+from planner.schedule.actions import HELD_BY_PLACE, Action, ActionList, Schedule, keeps_latest
+from planner.schedule.builders import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
 
 __all__ = [
     "SCHEDULES",
@@ -113,7 +112,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     for kind in (
         ScheduleKind(
             "none",
-            lambda pp, v, m, g: looped.no_pipeline(m),
+            lambda pp, v, m, g: builders.no_pipeline(m),
             "one pipeline rank",
             max_pp=1,
             bound="one_f_one_b",
@@ -122,7 +121,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "gpipe",
-            lambda pp, v, m, g: looped.gpipe(pp, m),
+            lambda pp, v, m, g: builders.gpipe(pp, m),
             "Huang et al. 2019",
             holds_all=True,
             runs_without_pipeline=True,
@@ -154,7 +153,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "breadth-first",
-            lambda pp, v, m, g: looped.breadth_first(pp, v, m),
+            lambda pp, v, m, g: builders.breadth_first(pp, v, m),
             "Lamy-Poirier 2023",
             max_vpp=_ANY_VPP,
             holds_all=True,
@@ -162,7 +161,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "zb-h1",
-            zero_bubble.zb_h1,
+            builders.zb_h1,
             "Qi et al. 2023",
             max_vpp=_ANY_VPP,
             microbatch_multiple=lambda pp, vpp: pp if vpp > 1 else 1,
@@ -173,27 +172,27 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "zb-h2",
-            lambda pp, v, m, g: zero_bubble.zb_h2(pp, m),
+            lambda pp, v, m, g: builders.zb_h2(pp, m),
             "Qi et al. 2023",
             splits_backward=True,
             bound="split_backward",
         ),
-        _v_shaped("zb-v", zero_bubble.zb_v, "Qi et al. 2024", is_measured_against=True),
+        _v_shaped("zb-v", builders.zb_v, "Qi et al. 2024", is_measured_against=True),
         _v_shaped("v-half", building_block.v_half, "Qi et al. 2024", frugal=True),
         _v_shaped("v-min", building_block.v_min, "Qi et al. 2024", frugal=True),
         ScheduleKind(
             "dualpipe",
-            lambda pp, v, m, g: bidirectional.dualpipe(pp, m),
+            lambda pp, v, m, g: builders.dualpipe(pp, m),
             "DeepSeek-AI 2024",
             even_pp=True,
             min_microbatches_per_rank=2,
             microbatch_multiple=lambda pp, vpp: 2,
             trains_one_copy=False,
         ),
-        _v_shaped("dualpipe-v", bidirectional.dualpipe_v, "Qi et al. 2025", min_microbatches_per_rank=2),
+        _v_shaped("dualpipe-v", builders.dualpipe_v, "Qi et al. 2025", min_microbatches_per_rank=2),
         ScheduleKind(
             "chimera",
-            lambda pp, v, m, g: bidirectional.chimera(pp, m),
+            lambda pp, v, m, g: builders.chimera(pp, m),
             "Li and Hoefler 2021",
             even_pp=True,
             microbatch_multiple=lambda pp, vpp: pp,
@@ -201,14 +200,14 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ),
         ScheduleKind(
             "pipedream-2bw",
-            lambda pp, v, m, g: looped.pipedream_2bw(pp, m),
+            lambda pp, v, m, g: builders.pipedream_2bw(pp, m),
             "Narayanan et al. 2021 (2BW)",
             warms_up=True,
             trains_one_copy=False,
         ),
         ScheduleKind(
             "forward-only",
-            lambda pp, v, m, g: looped.forward_only(pp, v, m),
+            lambda pp, v, m, g: builders.forward_only(pp, v, m),
             "evaluation",
             max_vpp=_ANY_VPP,
             trains_one_copy=False,
@@ -281,7 +280,7 @@ def _group_violation(kind: ScheduleKind, pp: int, num_microbatches: int, group: 
 def placement(name: str, pp: int, vpp: int) -> tuple[int, ...]:
     """Rank of each virtual stage in one direction of schedule `name`; a V where the schedule has exactly two chunks."""
     kind = SCHEDULES[name]
-    return zero_bubble.v_placement(pp) if kind.min_vpp == kind.max_vpp == 2 else tuple(range(pp)) * vpp
+    return builders.v_placement(pp) if kind.min_vpp == kind.max_vpp == 2 else tuple(range(pp)) * vpp
 
 
 def passes_behind(schedule: str, pp: int, vpp: int) -> float:

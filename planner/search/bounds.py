@@ -25,11 +25,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from planner.layout.outside_pipeline import reduce_overlap_fraction
+from planner.layout.seconds import reduce_overlap_fraction
 from planner.physics.cost import PartCost
 from planner.physics.stage_memory import relaxed_peak_bytes
+from planner.schedule.builders import v_placement
 from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_microbatches, placement
-from planner.schedule.zero_bubble import v_placement
 from planner.search.chunks import fewest_of_kinds
 from planner.search.ilp.node import FULL, Whole
 from planner.search.priced_shapes import PartName, PricedShapes, least_sum

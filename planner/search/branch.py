@@ -17,8 +17,7 @@ from itertools import chain
 import numpy as np
 
 from planner.errors import SolverError
-from planner.layout.candidate import Candidate
-from planner.layout.split import Split, even_counts
+from planner.layout.candidate import Candidate, Split, even_counts
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Deadline

@@ -22,7 +22,7 @@ from functools import lru_cache, reduce
 import numpy as np
 import numpy.typing as npt
 
-from planner.layout.outside_pipeline import outside_seconds
+from planner.layout.seconds import outside_seconds
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes

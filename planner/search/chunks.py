@@ -12,8 +12,7 @@ from itertools import count, islice, takewhile
 
 import numpy as np
 
-from planner.layout.candidate import Candidate
-from planner.layout.split import Split
+from planner.layout.candidate import Candidate, Split
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
 from planner.schedule.bounds import any_order_bounds_s

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.errors import SpecError
-from planner.layout.outside_pipeline import groups_pay
-from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
+from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, groups_pay, replayed_actions
 from planner.physics.host_memory import host_rule
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, violation

@@ -14,9 +14,8 @@ import numpy as np
 
 from planner.answer import Plan, SearchReport
 from planner.errors import Infeasible
-from planner.layout.assemble import assemble
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import pricing_of
+from planner.layout.evaluate import assemble, pricing_of
 from planner.layout.price import price_layout
 from planner.physics.pricing import Pricing
 from planner.search.branch import Branch
@@ -82,7 +81,7 @@ News = Callable[[Standing], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLayouts:
     """The end of one search over layouts."""
 
     branch: Branch
@@ -114,7 +113,7 @@ def find_layouts(
     known: Candidate | None = None,
     news: News | None = None,
     is_first: bool = False,
-) -> Found:
+) -> FoundLayouts:
     """Search the layouts of a case under each of the runtimes; `known` is a candidate that others must beat.
 
     `news` is told how the search stands while it runs. A search that is only the first one proves nothing, and tries
@@ -157,7 +156,7 @@ def find_layouts(
     if branch.best is None:
         rejections.counts.setdefault("does_not_fit", num_shapes)
         raise NothingFits(case, rejections.counts)
-    return Found(branch, frontier, priced, tuple(tried), rejections, num_shapes, len(fitting))
+    return FoundLayouts(branch, frontier, priced, tuple(tried), rejections, num_shapes, len(fitting))
 
 
 def _pricings(case: Case, runtimes: Sequence[RuntimeSpec]) -> list[tuple[Pricing, SearchLimits]]:
@@ -258,7 +257,7 @@ FIRST_GAP = 0.05
 
 def first_layouts(
     case: Case, recipes: Recipes, deadline: Deadline | None = None, known: Candidate | None = None
-) -> Found | None:
+) -> FoundLayouts | None:
     """A search for a layout within `FIRST_GAP`: among few shapes under the quickest bundles, else with small batches.
 
     Without a deadline it has `PATIENCE_S`; others must beat a `known` candidate, with its recipe, by the gap that was

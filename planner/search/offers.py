@@ -10,16 +10,15 @@ import numpy.typing as npt
 
 from planner.answer import BatchOffer, Plan, RiskOffer
 from planner.errors import Infeasible, SolverError
-from planner.layout.candidate import Candidate
-from planner.layout.risk import headroom_bytes, memory_width, oom_probability
-from planner.layout.split import Split
+from planner.layout.candidate import Candidate, Split
+from planner.layout.confidence import headroom_bytes, memory_width, oom_probability
 from planner.search.bounds import free_bytes, layer_bytes
 from planner.search.branch import Branch
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import Rejections, scalar
 from planner.search.frontier import Key, Nodes, Open, key_of
 from planner.search.ilp.node import RecomputeChoice
-from planner.search.layouts import Found, find_layouts
+from planner.search.layouts import FoundLayouts, find_layouts
 from planner.search.recipes import Recipes
 from planner.search.uneven import level_split
 from planner.shape import liked_batch
@@ -56,7 +55,7 @@ def batch_offer(found: Plan, case: Case, deadline: Deadline) -> BatchOffer | Non
     return BatchOffer(global_batch_size=other, step_s=best.step_s, tokens_per_s=tokens_per_s)
 
 
-def risk_offer(found: Found, best: Candidate, recipes: Recipes, deadline: Deadline) -> RiskOffer | None:
+def risk_offer(found: FoundLayouts, best: Candidate, recipes: Recipes, deadline: Deadline) -> RiskOffer | None:
     """The faster layout that a larger risk would buy; None if none was found, or where no rule or risk is asked about.
 
     Of the nodes that were opened, the most promising ones are tried with nothing recomputed, as a rank that may fill
@@ -86,7 +85,7 @@ def risk_offer(found: Found, best: Candidate, recipes: Recipes, deadline: Deadli
     return RiskOffer(oom_risk=riskier, oom_probability=risk, step_s=fastest.step_s)
 
 
-def _promising(found: Found, best: Candidate, headroom: float) -> Iterator[Candidate]:
+def _promising(found: FoundLayouts, best: Candidate, headroom: float) -> Iterator[Candidate]:
     """Grids that may fit beside a smaller headroom without recompute, with the shortest guessed steps, split level."""
     plain = {runtime for runtime, ways in found.branch.choices.items() if any(way.mode == "none" for way in ways)}
     blocks = [nodes for nodes in found.frontier.all_nodes() if nodes.shapes.pricing.runtime in plain]

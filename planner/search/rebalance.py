@@ -14,10 +14,9 @@ from math import inf
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SolverError, SpecError
-from planner.layout.assemble import whole_run_of
-from planner.layout.candidate import Candidate
-from planner.layout.replan import layout_again, reprice
-from planner.layout.split import Split
+from planner.layout.candidate import Candidate, Split
+from planner.layout.evaluate import whole_run_of
+from planner.layout.price import layout_again, reprice
 from planner.search.case import Deadline
 from planner.search.ilp.node import RecomputeChoice, Whole, node_of, split_of
 from planner.search.ilp.program import shorter, solve

@@ -17,7 +17,7 @@ from itertools import chain
 from planner.answer import Offer, PricedLayout, RecipeGain, RecipeRefusal
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
-from planner.layout.recipe import recipe_of, setting_of, settled, under
+from planner.layout.variation import recipe_of, setting_of, settled, under
 from planner.physics.host_memory import fits_host
 from planner.physics.kernels.products import is_narrow
 from planner.search.case import Case, Deadline

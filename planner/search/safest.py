@@ -13,7 +13,7 @@ from planner.answer import Plan, Recommendation
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import parallelism_of
-from planner.layout.robust import NUM_LAYOUTS, assumed_steps
+from planner.layout.variation import NUM_LAYOUTS, assumed_steps
 from planner.search.case import Case
 from planner.search.enumerate import schedule_options
 from planner.search.recipes import pinned, pinned_by
@@ -94,7 +94,7 @@ MOST_CHUNKINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Recommended:
     """The layouts near the fastest, the one recommended first, and their steps under each assumption."""
 
     candidates: list[Candidate]
@@ -103,7 +103,7 @@ class Standing:
     reason: Recommendation | None = None
 
 
-def standing(fastest: Candidate, others: list[Candidate], case: Case, trainer: RuntimeSpec) -> Standing:
+def standing(fastest: Candidate, others: list[Candidate], case: Case, trainer: RuntimeSpec) -> Recommended:
     """The candidates with the one first that an expert would sign, which costs no more than `NEAR`.
 
     It has the least of the largest losses to the other near ones, over all assumptions. Losses that are alike leave it
@@ -124,7 +124,7 @@ def standing(fastest: Candidate, others: list[Candidate], case: Case, trainer: R
 
     first = 0 if case.limits.fastest else min(near, key=order)
     if first == 0 and ranked[0] is fastest:
-        return Standing(ranked, steps_s)
+        return Recommended(ranked, steps_s)
     places = [first, *sorted(set(range(len(told))) - {first}, key=lambda place: told[place].step_s)]
     (loss, _), (lost, assumption) = worst[first], worst[0]
     is_robust = first > 0 and lost > loss
@@ -138,7 +138,7 @@ def standing(fastest: Candidate, others: list[Candidate], case: Case, trainer: R
         assumption=assumption if is_robust else "",
     )
     reordered = {name: [seconds[place] for place in places] for name, seconds in steps_s.items()}
-    return Standing([*(told[place] for place in places), *ranked[NUM_LAYOUTS:]], reordered, reason)
+    return Recommended([*(told[place] for place in places), *ranked[NUM_LAYOUTS:]], reordered, reason)
 
 
 def _worst_loss(steps_s: Mapping[str, list[float]], place: int, near: list[int]) -> tuple[float, str]:

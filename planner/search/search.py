@@ -14,19 +14,17 @@ from dataclasses import replace
 
 from planner.answer import Plan, PricedLayout, Searched, SearchReport
 from planner.errors import Infeasible
-from planner.layout.assemble import assemble
-from planner.layout.assumptions import told_assumptions
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import export_warnings, host_warnings, runtime_of
+from planner.layout.evaluate import assemble, export_warnings, host_warnings, runtime_of
 from planner.layout.price import price_layout
-from planner.layout.robust import NUM_LAYOUTS, robust_steps
+from planner.layout.variation import NUM_LAYOUTS, robust_steps, told_assumptions
 from planner.physics.layers import ModelTotals
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import check_expressible, num_rows, schedules_tried
 from planner.search.frontier import key_of
-from planner.search.layouts import Found, News, find_layouts, first_layouts, some_layout
+from planner.search.layouts import FoundLayouts, News, find_layouts, first_layouts, some_layout
 from planner.search.module_sets import MAX_SETS, Modules
 from planner.search.offers import batch_offer, risk_offer
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned, with_recipe
@@ -140,7 +138,7 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     return answer.model_copy(update={"risk_offer": risk_offer(rounds[-1], best, recipes, deadline)})
 
 
-def _ranked(rounds: list[Found], best: Candidate, recipes: Recipes, deadline: Deadline) -> list[Candidate]:
+def _ranked(rounds: list[FoundLayouts], best: Candidate, recipes: Recipes, deadline: Deadline) -> list[Candidate]:
     """The best candidate, and the fastest of the other grids, with the best's recipe where that is faster.
 
     A grid that was second under its own recipe may be first under the one that was found around the best.
@@ -176,7 +174,7 @@ def _priced(candidate: Candidate, best: Candidate, totals: ModelTotals) -> Price
     return layout if runtime == best.pricing.runtime else layout.model_copy(update={"runtime_spec": runtime})
 
 
-def certificate(rounds: Sequence[Found], recipes: Recipes, step_s: float, seconds: float) -> SearchReport:
+def certificate(rounds: Sequence[FoundLayouts], recipes: Recipes, step_s: float, seconds: float) -> SearchReport:
     """A report of how sure the answer is: proven within the asked gap, bounded by a wider one, or stopped by time.
 
     The gap is how far the replayed best step is above the least bound of all nodes of all rounds. A best layout with
@@ -217,7 +215,7 @@ def _switches(recipes: Recipes, runtimes: Sequence[RuntimeSpec]) -> dict[str, tu
     return {name: tuple(map(written, tried)) for name, tried in values.items()}
 
 
-def _module_sets(rounds: Sequence[Found]) -> tuple[Modules, ...]:
+def _module_sets(rounds: Sequence[FoundLayouts]) -> tuple[Modules, ...]:
     """The sets of modules that selective recomputing was tried with."""
     if not any(way.base == "selective" for found in rounds for ways in found.branch.choices.values() for way in ways):
         return ()
@@ -235,7 +233,7 @@ def _interleaves(schedules: Sequence[str]) -> bool:
     return any(SCHEDULES[name].max_vpp > 1 for name in schedules if name in SCHEDULES)
 
 
-def _unsearched(rounds: Sequence[Found], schedules: Sequence[str], recipes: Recipes) -> Iterator[str]:
+def _unsearched(rounds: Sequence[FoundLayouts], schedules: Sequence[str], recipes: Recipes) -> Iterator[str]:
     """The choices that the trainer could be told and the search left out, in words, but for tries around the best."""
     if rounds[0].pricings[0][0].runtime.uneven_chunks and _interleaves(schedules):
         yield "uneven inner chunks"

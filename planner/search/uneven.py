@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.layout.candidate import Candidate
-from planner.layout.split import Split
+from planner.layout.candidate import Candidate, Split
 from planner.physics.cost import PartCost
 from planner.schedule.orders import SCHEDULES
 from planner.search.bounds import busiest_rank_s, schedule_bound_s

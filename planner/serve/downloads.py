@@ -11,9 +11,8 @@ from planner.answer import Plan
 from planner.errors import PlannerError, SpecError
 from planner.export.export import bundle_of
 from planner.export.trainer_files import ExportFile, slug
-from planner.layout.assemble import assemble
-from planner.layout.evaluate import priced_as_given
-from planner.layout.replan import with_microbatches
+from planner.layout.evaluate import assemble, priced_as_given
+from planner.layout.price import with_microbatches
 from planner.plan_file import with_alternative
 from planner.search.case import Case
 from planner.search.recipes import pinned, pinned_by

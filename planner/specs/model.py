@@ -26,6 +26,7 @@ from planner.specs.model_parts import (
     SlidingHeadsSpec,
     TrainingDefaults,
 )
+from planner.specs.traced import TracedSpec
 
 
 class LayerKind(NamedTuple):
@@ -180,6 +181,8 @@ class ModelSpec(Spec):
     """Linear attention; null where there is none."""
     short_conv_kernel: PositiveInt | None = None
     """Taps of the convolution of `conv` layers (LFM2)."""
+    traced: TracedSpec | None = Field(default=None, repr=False)
+    """Layers of a module that was traced (`plan models trace`); null where the planner knows the layers."""
     num_nextn_predict_layers: NonNegativeInt = Field(default=0, le=16)
     """Multi-token-prediction blocks after the last layer (DeepSeek-V3)."""
     mtp_loss_scaling_factor: NonNegativeFloat | None = None
@@ -287,6 +290,11 @@ class ModelSpec(Spec):
         # never the model itself: two equal ones that hold themselves could not be compared
         heads = {} if self.sliding_heads is None else self.sliding_heads.model_dump(exclude_none=True)
         return self.model_copy(update=heads)
+
+    @property
+    def num_other_parameters(self) -> int:
+        """Parameters of a traced module beside its layers, embedding and head."""
+        return 0 if self.traced is None else self.traced.other_parameters
 
     @property
     def residual_size(self) -> float:

@@ -161,9 +161,11 @@ class IndexerSpec(Spec):
 AttentionKind = Literal[
     "full", "sliding", "chunked", "indexed", "sparse", "compressed_sparse", "heavily_compressed",
     "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta", "lightning", "conv", "none",
+    "traced0", "traced1", "traced2", "traced3", "traced4", "traced5", "traced6", "traced7",
 ]  # fmt: skip
 """Ways to mix tokens. `indexed` layers choose the keys that they attend to, `sparse` ones take an earlier layer's
-choice; `full_mamba2` layers attend and scan side by side."""
+choice; `full_mamba2` layers attend and scan side by side;
+`traced` ones are lists of operators of a user's own module."""
 MlpKind = Literal["dense", "moe", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu", "situ"]
 
@@ -171,7 +173,7 @@ NEEDS: dict[AttentionKind, str] = {
     "sliding": "sliding_window", "chunked": "attention_chunk_size", "indexed": "indexer", "sparse": "indexer",
     "compressed_sparse": "indexer", "heavily_compressed": "compressed_attention",
     "mamba": "mamba", "mamba2": "mamba", "full_mamba2": "mamba", "gated_delta": "linear_attention",
-    "kimi_delta": "linear_attention", "lightning": "linear_attention", "conv": "short_conv_kernel",
+    "kimi_delta": "linear_attention", "lightning": "linear_attention", "conv": "short_conv_kernel", "traced0": "traced",
 }  # fmt: skip
 """The field of a model without which it cannot have layers of a kind."""
 SPARSE: frozenset[AttentionKind] = frozenset({"indexed", "sparse", "compressed_sparse", "heavily_compressed"})

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from planner.answer import Layout, Plan, PricedLayout
 from planner.answer.memory import MemoryAnswer
 from planner.decide.compare import Compared
+from planner.decide.job import Resume, SpareNodes
 from planner.decide.phases import PhaseAnswer, PhasesAnswer
-from planner.decide.resume.job import Resume, SpareNodes
 from planner.decide.sweep import Goal, Point
 from planner.layout.runs import RunSpec
 from planner.observe.follower import FollowedRun

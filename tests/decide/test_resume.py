@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from planner.answer import Plan
-from planner.decide.resume.job import Choice, Resume, ResumedJob
-from planner.decide.resume.resume import Replanned, replan
-from planner.decide.resume.ways import NoSplit, split_for, split_near, with_ranks
+from planner.decide.job import Choice, Resume, ResumedJob
+from planner.decide.resume import Replanned, replan
+from planner.decide.ways import NoSplit, split_for, split_near, with_ranks
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
 from planner.months.closed_form import going_on_s, waiting_s
 from planner.report.runs import render_resume
 from planner.search.rebalance import rebalance

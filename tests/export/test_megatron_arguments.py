@@ -16,7 +16,7 @@ from planner.export.megatron.plan_options import precision
 from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ShellText, argv
-from planner.layout.split import parse_layout
+from planner.layout.candidate import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES

@@ -16,7 +16,7 @@ from planner.export.megatron.megatron_files import megatron_arguments
 from planner.export.megatron.plan_options import fold, layout_string
 from planner.export.stages import VirtualStage
 from planner.export.trainer_files import Arguments
-from planner.layout.split import parse_layout
+from planner.layout.candidate import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES

@@ -20,8 +20,8 @@ from planner.answer import Plan
 from planner.export.refusal import Inexpressible
 from planner.export.stages import virtual_stages
 from planner.export.torchtitan.recipe_files import RECIPE, export_torchtitan
+from planner.schedule.graph import to_torch_csv
 from planner.schedule.orders import build_schedule
-from planner.schedule.torch_csv import to_torch_csv
 from planner.specs.registry import load_model
 from planner.trainers.rules.torchtitan import TORCHTITAN_MODEL_RULES
 

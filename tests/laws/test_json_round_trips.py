@@ -15,8 +15,8 @@ from laws.values import values_of
 from planner.answer import Plan, PricedLayout
 from planner.answer.memory import MemoryAnswer
 from planner.decide.compare import Comparison
+from planner.decide.job import Resume
 from planner.decide.phases import PhaseAnswer
-from planner.decide.resume.job import Resume
 from planner.decide.sweep import Sweep
 from planner.layout.runs import RunSpec
 from planner.months.losses import Fact

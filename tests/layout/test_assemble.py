@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toys import toy_cluster, toy_problem, toy_training
 
-from planner.layout.assemble import trade
+from planner.layout.evaluate import trade
 from planner.search.search import plan
 from planner.specs.units import GIB
 

@@ -12,9 +12,9 @@ from planner.answer import Plan
 from planner.cli.inputs import read_described, read_job
 from planner.cli.job_options import JobOptions, LayoutOptions
 from planner.errors import SpecError
-from planner.layout.assumptions import other_assumptions, told_assumptions
 from planner.layout.evaluate import evaluate
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
+from planner.layout.variation import other_assumptions, told_assumptions
 from planner.physics.pricing import Pricing
 from planner.specs.training import Parallelism
 

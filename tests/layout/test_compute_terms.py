@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from planner.answer import Plan
-from planner.layout.compute_terms import compute_terms
 from planner.layout.evaluate import evaluate
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
+from planner.layout.step import compute_terms
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec

@@ -9,9 +9,9 @@ from toys import MOE, toy_cluster, toy_model, toy_training
 
 from planner.answer import Plan
 from planner.errors import SpecError
+from planner.layout.candidate import even_counts
 from planner.layout.evaluate import evaluate
 from planner.layout.given import default_counts
-from planner.layout.split import even_counts
 from planner.schedule.orders import SCHEDULES
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model

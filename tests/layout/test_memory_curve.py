@@ -9,11 +9,10 @@ import pytest
 from pinned_numbers import LAYOUTS
 from toys import MOE, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.candidate import Candidate
+from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import evaluate
 from planner.layout.memory_curve import MemoryCurve, memory_curves
-from planner.layout.replan import reprice
-from planner.layout.split import Split
+from planner.layout.price import reprice
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import replay
 from planner.shape import Shape

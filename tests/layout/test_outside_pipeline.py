@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 from toys import toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.outside_pipeline import outside_pipeline
+from planner.layout.seconds import outside_pipeline
 from planner.shape import Shape
 
 FIRST = {"reduce_s": 5.0, "gather_s": 3.0, "forward_s": 1.0, "input_grad_s": 2.0, "weight_grad_s": 0.0}

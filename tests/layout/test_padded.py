@@ -8,7 +8,7 @@ import pytest
 
 from planner.answer import Plan, RunCost
 from planner.layout.evaluate import evaluate
-from planner.layout.step.padded import mean_step_s
+from planner.layout.step import mean_step_s
 from planner.specs.cluster import ClusterSpec
 from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware, load_model

@@ -6,7 +6,7 @@ import pytest
 
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
-from planner.layout.recipe import settled
+from planner.layout.variation import settled
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Dtype, Parallelism, TrainingSpec

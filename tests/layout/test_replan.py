@@ -10,7 +10,7 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SpecError
-from planner.layout.replan import order_of, reprice, with_microbatches
+from planner.layout.price import order_of, reprice, with_microbatches
 from planner.plan_file import with_alternative
 from planner.schedule.replay import makespan_s
 from planner.search.search import plan

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from toys import toy_problem
 
 from planner.answer import SIGMAS_TO_END, Plan
+from planner.layout.confidence import headroom_bytes, memory_width, oom_probability
 from planner.layout.evaluate import evaluate, pricing_of
-from planner.layout.risk import headroom_bytes, memory_width, oom_probability
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec

@@ -11,11 +11,10 @@ import pytest
 from planner.answer import AS_PLANNED, Plan, RobustStep
 from planner.cli.inputs import read_described, read_job
 from planner.cli.job_options import JobOptions, LayoutOptions
-from planner.layout import robust
-from planner.layout.assumptions import other_assumptions
+from planner.layout import variation as robust
 from planner.layout.evaluate import evaluate
-from planner.layout.replan import reprice
-from planner.layout.robust import NUM_LAYOUTS, assumed_steps, robust_steps
+from planner.layout.price import reprice
+from planner.layout.variation import NUM_LAYOUTS, assumed_steps, other_assumptions, robust_steps
 from planner.report.rows import robust_of
 from planner.search.search import plan
 from planner.specs.training import Parallelism, SearchLimits

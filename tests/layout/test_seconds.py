@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from toys import Problem, legal_counts, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.activations import activation_peaks_bytes
-from planner.layout.candidate import Candidate, by_rank
+from planner.layout.candidate import Candidate, Split, activation_peaks_bytes, by_rank, stage_costs
 from planner.layout.seconds import run_pipeline
-from planner.layout.split import Split, stage_costs
 from planner.physics.cost import CostTable
 from planner.physics.stage_memory import stage_memory
 from planner.schedule.orders import build_schedule

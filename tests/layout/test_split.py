@@ -8,7 +8,7 @@ import pytest
 from toys import MOE, toy_model, toy_problem
 
 from planner.errors import SpecError
-from planner.layout.split import Split, even_counts, held_parts, parse_layout, splits_from_counts, stage_costs
+from planner.layout.candidate import Split, even_counts, held_parts, parse_layout, splits_from_counts, stage_costs
 from planner.shape import Shape
 
 

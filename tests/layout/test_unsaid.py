@@ -12,7 +12,7 @@ import pytest
 from planner.answer import PricedLayout
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import evaluate_lines, parse_run
-from planner.layout.unsaid import DEVIATIONS, TAIL, mixture_interval
+from planner.layout.variation import DEVIATIONS, TAIL, mixture_interval
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, mllog, read
 
+from planner.errors import SpecError
 from planner.observe.case import ObservedCase
 from planner.observe.gap_rows import shown_rows
 from planner.specs.units import GIB
@@ -95,6 +96,42 @@ def test_two_layouts_in_one_file_are_two_runs(tmp_path: Path) -> None:
     assert any(note.startswith("20 lines of steps before") for note in seen.notes)
 
 
+@pytest.mark.parametrize(
+    ("steps", "first", "step_s"),
+    [([9.0] * 30, 1, 9.0), ([6.0] * 30, 1, 6.0), ([6.0] * 30, 21, 6.0), ([6.0] * 3, 21, 9.0)],
+)
+def test_a_run_that_begins_anew_with_another_step_is_another(
+    tmp_path: Path, steps: list[float], first: int, step_s: float
+) -> None:
+    again = iterations(steps, first=first, begin_s=BEGIN_S + 900)
+    assert read(tmp_path, "\n".join([*iterations([9.0] * 30), *again])).step_s == step_s
+
+
+def test_steps_of_two_kinds_have_no_median(tmp_path: Path) -> None:
+    seen = read(tmp_path, "\n".join(iterations([5.0, 9.0] * 20)))
+    assert (seen.step_s, "of 5 and of 9 s" in seen.notes[0]) == (None, True)
+
+
+@pytest.mark.parametrize(("steps", "step_s"), [([40.0, 9.0], 9.0), ([9.0, 9.5], 9.25), ([14.0, 9.0, 9.0], 9.0)])
+def test_a_slow_first_line_of_few_is_a_warm_up(tmp_path: Path, steps: list[float], step_s: float) -> None:
+    assert read(tmp_path, "\n".join(iterations(steps))).step_s == step_s
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "hint"),
+    [
+        ("{'loss': 1.2, 'grad_norm': 0.5, 'learning_rate': 2e-05, 'epoch': 0.1}", "Trainer", "train_runtime"),
+        ("Epoch 0:  10%|#   | 9/2000 [00:18<1:00:00, 0.50it/s, v_num=0, train_loss=1.0]", "Lightning", "step_time_s"),
+        ("torchrun --nnodes 8 pretrain_gpt.py", "script", "plan import"),
+        ("INFO: Avg generation throughput: 61.1 tokens/s", "server", "trainer"),
+    ],
+)
+def test_a_file_that_is_not_read_says_what_it_looks_like(tmp_path: Path, line: str, what: str, hint: str) -> None:
+    with pytest.raises(SpecError, match=what) as refused:
+        read(tmp_path, f"{line}\n" * 5)
+    assert hint in refused.value.hint
+
+
 def test_an_excerpt_of_torchtitan_is_told(tmp_path: Path) -> None:
     # pytorch/torchtitan issue 708: the line of step 1 is not quoted
     lines = (
@@ -128,10 +165,39 @@ AUTOMODEL = "\n".join(
 )
 
 
+def repeated(line: str, count: int = 20) -> str:
+    return "\n".join(line.replace("<n>", str(n)) for n in range(3, 3 + count))
+
+
+AUTOMODEL_LINES = "\n".join(
+    f"{clock(BEGIN_S + 4 * n)} | INFO | root | step {n} | epoch 0 | loss 0.6 | lr 1.00e-05 | mem 31.55 GiB | "
+    "tps 8000.00(1000.00/gpu) | num_label_tokens 26779"
+    for n in range(60)
+)
+SWIFT = "\n".join(
+    f"{{'loss': 0.4, 'memory(GiB)': 69.19, 'train_speed(iter/s)': 0.01, 'global_step/max_steps': '{n}/94', "
+    f"'percentage': '1%', 'elapsed_time': '{n}m 0s', 'remaining_time': '2h 5m 59s'}}"
+    for n in range(1, 30)
+)
+NANOGPT = repeated("iter <n>: loss 3.7, time 562.50ms, mfu 30.1%")
+LLM_C = repeated(
+    "step    <n>/19560 | loss 7.5 (+nanz)| norm 2.1 | lr 3.00e-06 | 250.00 ms | 42.6% bf16 MFU | 1715350 tok/s"
+)
+COMPOSER = repeated("[batch=<n>/4800]:\n\t Train throughput/batches_per_sec: 0.1250")
+OLMO = repeated("[step=<n>/739328]\n    throughput/device/batches_per_second=0.2500")
+NEMO_RL = repeated("===================== Step <n>/100 =====================\n  • Total step time: 64.25s")
+DEEPSPEED_PIPE = repeated("steps: <n> loss: 9.1 iter time (s): 1.250 samples/sec: 204.800")
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "step_s", "num_gpus"),
-    [(MAXTEXT, "maxtext", 11.68, None), (VERL, "verl", 1268.49, 8), (AUTOMODEL, "table", 1.0, None)],
-)
+    [
+        (MAXTEXT, "maxtext", 11.68, None), (VERL, "verl", 1268.49, 8), (AUTOMODEL, "table", 1.0, None),
+        (AUTOMODEL_LINES, "progress bar", 4.0, 8), (SWIFT, "progress bar", 60.0, None),
+        (NANOGPT, "nanogpt", 0.5625, None), (LLM_C, "llm.c", 0.25, None), (COMPOSER, "composer", 8.0, None),
+        (OLMO, "olmo", 4.0, None), (NEMO_RL, "nemo-rl", 64.25, None), (DEEPSPEED_PIPE, "deepspeed", 1.25, None),
+    ],
+)  # fmt: skip
 def test_lines_of_other_trainers(tmp_path: Path, text: str, kind: str, step_s: float, num_gpus: int | None) -> None:
     seen = read(tmp_path, text)
     assert (seen.sources[0].format, seen.facts.num_gpus) == (kind, num_gpus)

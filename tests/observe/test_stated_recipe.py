@@ -21,7 +21,7 @@ from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GIB
 
-DUMP = LLAMA_8B | {"hidden_dropout": 0.0, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+DUMP = LLAMA_8B | {"hidden_dropout": 0.0, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
 
 
 def observed(folder: Path, **changes: Any) -> Observation:
@@ -72,7 +72,7 @@ def test_terms_add_up_to_the_price_of_the_logs_recipe(
     assert any("overlap_grad_reduce false" in term.evidence for term in terms)
     words = ["--model", "8b", "--gpus", "16", "--hardware", "h100", "--tp", "2", "--pp", "2", "-s", "8192", "-b", "128"]
     recipe = "tp_comm_overlap=false,overlap_grad_reduce=false,overlap_param_gather=false,activation_fusion=false"
-    same = ["--recompute", "full", "--switch", f"{recipe},cross_entropy_fusion=native"]
+    same = ["--recompute", "full", "--switch", f"{recipe},cross_entropy_fusion=true"]
     priced = typed(capsys, ["evaluate", *words, *same])
     whole_s = priced.step.step_s - planned.step.step_s
     assert sum(term.seconds for term in terms) == pytest.approx(whole_s, abs=1e-9)
@@ -142,7 +142,7 @@ def test_beside_an_earlier_run_the_recipes_of_both_logs_are_held_together(planne
     answer = judged_beside(later, earlier, "observed.json")
     names = [term.term for term in answer.waterfall]
     assert [name for name in names if name.startswith("recipe")] == ["recipe: cross_entropy_fusion"]
-    assert "the earlier run has native" in answer.waterfall[0].evidence
+    assert "the earlier run has true" in answer.waterfall[0].evidence
     bare = Observed(observation=Observation(sources=(), step_s=9.0), plan=planned)
     assert recipe_terms(ObservedCase(later, None, of_run(bare, "observed.json"), planned, bare)) == ()
 

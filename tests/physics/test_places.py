@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner.layout.evaluate import pricing_of
-from planner.layout.placement import placements
+from planner.layout.price import placements
 from planner.physics.communication import Blocks, data_parallel_places, members_by_tier, p2p_s
 from planner.shape import RANK_ORDERS, Shape
 from planner.specs.cluster import ClusterSpec

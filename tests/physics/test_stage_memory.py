@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 from toys import toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.activations import activation_peaks_bytes, peaks_of_schedule
-from planner.layout.candidate import Candidate
-from planner.layout.split import Split, even_counts
+from planner.layout.candidate import Candidate, Split, activation_peaks_bytes, even_counts, peaks_of_schedule
 from planner.physics.stage_memory import (
     fixed_bytes,
     fixed_workspace_bytes,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.schedule.graph import to_torch_csv
 from planner.schedule.orders import build_schedule
-from planner.schedule.torch_csv import to_torch_csv
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 

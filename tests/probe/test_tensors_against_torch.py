@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from planner.layout.alive import explore  # noqa: E402
 from planner.layout.evaluate import evaluate  # noqa: E402
-from planner.layout.replan import reprice  # noqa: E402
-from planner.layout.tensors.explore import explore  # noqa: E402
+from planner.layout.price import reprice  # noqa: E402
 from planner.probe import torch_build  # noqa: E402
 from planner.probe.eager import in_eager_torch  # noqa: E402
 from planner.probe.rehearse import (  # noqa: E402

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from planner.layout.alive import step_of
 from planner.layout.evaluate import evaluate
 from planner.layout.memory_curve import MemoryCurve, memory_curves
-from planner.layout.replan import reprice
-from planner.layout.tensors.step import step_of
+from planner.layout.price import reprice
 from planner.report.memory import snapshot
 from planner.schedule.replay import replay
 from planner.specs.cluster import ClusterSpec

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from planner.schedule import latest
-from planner.schedule.latest import keeps_latest
+from planner.schedule import actions
+from planner.schedule.actions import keeps_latest
 from planner.schedule.orders import build_schedule
 
 
@@ -17,7 +17,7 @@ class Listed:
 
 
 def test_the_latest_results_are_kept_as_long_as_they_are_small_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latest, "MOST_ACTIONS", 10)
+    monkeypatch.setattr(actions, "MOST_ACTIONS", 10)
     made: list[int] = []
 
     @keeps_latest

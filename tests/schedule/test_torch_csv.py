@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from planner.errors import SpecError
+from planner.schedule.graph import from_torch_csv, to_torch_csv
 from planner.schedule.orders import SCHEDULES, Schedule, build_schedule
 from planner.schedule.replay import Durations
 from planner.schedule.synthesis import synthesize
-from planner.schedule.torch_csv import from_torch_csv, to_torch_csv
 
 torch = pytest.importorskip("torch")
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from planner.schedule.builders import zb_h1
 from planner.schedule.orders import Schedule, build_schedule, interleaved_one_f_one_b
-from planner.schedule.zero_bubble import zb_h1
 
 torch = pytest.importorskip("torch")
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")

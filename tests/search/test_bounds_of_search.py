@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from toys import MOE, NO_LIMIT_S, Problem, legal_splits, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.candidate import Candidate
+from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import pricing_of
-from planner.layout.split import Split
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s

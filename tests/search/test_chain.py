@@ -10,8 +10,7 @@ import pytest
 from solver_nodes import random_node, recurring_node
 from toys import NO_LIMIT_S, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.candidate import Candidate
-from planner.layout.split import Split
+from planner.layout.candidate import Candidate, Split
 from planner.search.chain import best_split
 from planner.search.chunks import promising, splits_of
 from planner.search.enumerate import enumerate_shapes, scalar

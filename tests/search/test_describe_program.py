@@ -11,10 +11,9 @@ import pytest
 from test_ilp import interleaved_node, random_node, recurring_node
 
 from planner.search.ilp import program as program_module
-from planner.search.ilp.describe import describe
 from planner.search.ilp.formulation import Row
 from planner.search.ilp.node import Node
-from planner.search.ilp.program import build
+from planner.search.ilp.program import build, describe
 
 NODES = [make(seed) for make in (random_node, recurring_node, interleaved_node) for seed in range(8)]
 NODES += [replace(random_node(seed), bound="any_order", cutoff_s=30.0) for seed in range(4)]

@@ -9,8 +9,7 @@ import pulp
 import pytest
 from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.layout.candidate import Candidate
-from planner.layout.split import Split
+from planner.layout.candidate import Candidate, Split
 from planner.physics.cost import CostTable
 from planner.search.ilp.node import Node, RecomputeChoice, node_of
 from planner.search.search import plan

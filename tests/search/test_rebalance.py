@@ -11,10 +11,9 @@ from toys import NO_LIMIT_S, legal_splits, toy_cluster, toy_model, toy_problem
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.layout.candidate import Candidate
+from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import evaluate
-from planner.layout.replan import reprice
-from planner.layout.split import Split
+from planner.layout.price import reprice
 from planner.schedule.replay import makespan_s
 from planner.search.ilp.node import node_of
 from planner.search.ilp.program import solve

@@ -14,8 +14,8 @@ from toys import Problem, toy_cluster, toy_model, toy_problem, toy_training
 from planner.answer import Plan
 from planner.errors import Infeasible
 from planner.layout.candidate import Candidate
+from planner.layout.confidence import memory_width, oom_probability
 from planner.layout.evaluate import price_given
-from planner.layout.risk import memory_width, oom_probability
 from planner.search.case import Case
 from planner.search.search import plan, search
 from planner.search.why.explain import program_text

@@ -33,7 +33,7 @@ from planner.export.trainer_files import (
     promise,
     rendered,
 )
-from planner.schedule.torch_csv import to_torch_csv
+from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
 from planner.trainers.rules.facts import rotary_method

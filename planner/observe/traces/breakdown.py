@@ -17,12 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.observe.traces.events import (
+    COMMUNICATION,
+    FAMILIES,
+    NAMES,
     NO_EVENTS,
     NONE,
+    OTHER,
+    POINT_TO_POINT,
+    UNKNOWN,
     Events,
+    FamilyTime,
+    GroupTime,
     RankTrace,
     Spans,
     Times,
+    TraceStep,
+    axis_of,
+    families_of,
     intersect,
     length_ns,
     merge,
@@ -30,17 +41,6 @@ from planner.observe.traces.events import (
     union,
     window,
 )
-from planner.observe.traces.kernels_and_groups import (
-    COMMUNICATION,
-    FAMILIES,
-    NAMES,
-    OTHER,
-    POINT_TO_POINT,
-    UNKNOWN,
-    axis_of,
-    families_of,
-)
-from planner.observe.traces.results import FamilyTime, GroupTime, TraceStep
 
 _STEP = re.compile(r"^(?:ProfilerStep#|(?:train_)?step[ _#:]*|iteration[ _#:]*)(\d{1,12})$", re.IGNORECASE)
 _CAPTURE = re.compile(r"(cuda|hip)StreamBeginCapture|(cu|hip|cuda)Graph(Exec)?Instantiate", re.IGNORECASE)
@@ -134,8 +134,6 @@ LONG = 0.01
 """A gap of this share of a step is no launch: of those there are hundreds in a step."""
 _SYNCHRONISES = re.compile(r"Synchronize$")
 _BUSY = re.compile(r"[Dd]ata_?[Ll]oad|batch.generator|(get|next)_batch|[Cc]heckpoint|\b(gc|garbage)\b")
-_ONLY, _WORLD = ("tp", "cp", "dp"), "world"
-"""Axes whose ranks meet in collectives, and the group that every job has."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +158,7 @@ class Sorted:
         label_of_call = [
             axis_of(trace.groups[call.group], grid) if call.group in trace.groups else UNKNOWN for call in trace.calls
         ]
-        unnamed = _only_axis(trace)
-        of_name = [_label_of_name(name, unnamed) for name in trace.names]
+        of_name = [_label_of_name(name) for name in trace.names]
         labels = tuple(sorted({*label_of_call, *of_name}))
         by_call = np.array([labels.index(label) for label in label_of_call] or [0], np.int64)
         by_name = np.array([labels.index(label) for label in of_name] or [0], np.int64)
@@ -193,19 +190,12 @@ class Sorted:
         return Sorted(trace, *cut, self.waits, self.reach_ns[part])
 
 
-def _only_axis(trace: RankTrace) -> str:
-    """The axis of collectives that name no group: the one of a job whose ranks all lie on one axis beside `world`."""
-    axes = {(axis_of(group), len(group.ranks)) for group in trace.groups.values() if group.size != 1}
-    named = {axis for axis, size in axes if size == trace.world_size and axis in _ONLY}
-    return named.pop() if len(named) == 1 and all(axis in named or axis == _WORLD for axis, _ in axes) else UNKNOWN
-
-
-def _label_of_name(name: str, unnamed: str) -> str:
-    """The group of a communication kernel that says nothing but its name; `unnamed` where that says none."""
+def _label_of_name(name: str) -> str:
+    """The group of a communication kernel that says nothing but its name."""
     lowered = name.lower()
     if any(word in lowered for word in ("deepep", "deep_ep", "hybridep", "hybrid_ep", "internode::", "intranode::")):
         return "ep"
-    return POINT_TO_POINT if any(word in lowered for word in ("sendrecv", ":send", ":recv")) else unnamed
+    return POINT_TO_POINT if any(word in lowered for word in ("sendrecv", ":send", ":recv")) else UNKNOWN
 
 
 def break_down(events: Sorted, step: StepWindow) -> TraceStep:

@@ -19,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.observe.traces.breakdown import NS, Sorted
-from planner.observe.traces.events import RankTrace
-from planner.observe.traces.kernels_and_groups import axis_of_description
-from planner.observe.traces.results import CollectiveTime
+from planner.observe.traces.events import CollectiveTime, RankTrace, axis_of_description
 
 DTYPE_BYTES = {
     "float": 4, "float32": 4, "int": 4, "bfloat16": 2, "half": 2, "float16": 2, "short": 2, "byte": 1, "char": 1,

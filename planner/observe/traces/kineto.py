@@ -16,9 +16,18 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError
-from planner.observe.traces.events import EVENT, Call, Events, RankTrace, launch_of, rank_in_name
-from planner.observe.traces.kernels_and_groups import ProcessGroup, ranks_by_stride, ranks_of
-from planner.observe.traces.results import HOST
+from planner.observe.traces.events import (
+    EVENT,
+    HOST,
+    Call,
+    Events,
+    ProcessGroup,
+    RankTrace,
+    launch_of,
+    rank_in_name,
+    ranks_by_stride,
+    ranks_of,
+)
 from planner.observe.traces.source import CHUNK_BYTES, Progress, TraceFile
 from planner.specs.reading import printable
 

@@ -15,12 +15,9 @@ from planner.errors import SpecError
 from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SourceFile
 from planner.observe.traces.breakdown import Sorted, break_down, step_windows
 from planner.observe.traces.collectives import PeerTimes, collective_times, stage_of
-from planner.observe.traces.events import RankTrace
-from planner.observe.traces.flight_recorder import FlightReport, read_flight_recorder
-from planner.observe.traces.kernels_and_groups import OPTIMIZER, PLANNED
+from planner.observe.traces.dumps import FlightReport, SnapshotReport, read_flight_recorder, read_snapshot
+from planner.observe.traces.events import HOST, OPTIMIZER, PLANNED, RankReport, RankTrace, TraceReport, TraceStep
 from planner.observe.traces.kineto import read_kineto
-from planner.observe.traces.results import HOST, RankReport, TraceReport, TraceStep
-from planner.observe.traces.snapshot import SnapshotReport, read_snapshot
 from planner.observe.traces.source import Progress, TraceFile
 from planner.specs.base import Spec
 from planner.specs.reading import STDIN

@@ -9,6 +9,7 @@ from planner.physics.layer.blocks import enter_half, leave_half
 from planner.physics.layer.linear_attention import gated_delta, kimi_delta, lightning
 from planner.physics.layer.mamba import mamba1, mamba2
 from planner.physics.layer.short_conv import short_conv
+from planner.physics.layer.traced import traced
 from planner.physics.operators import Item
 from planner.shape import Shape
 from planner.specs.model import LayerKind, ModelSpec
@@ -39,6 +40,9 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
 
 def mixer_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
     """Norm, the layer's mixers, residual; nothing for a layer that only has an MLP."""
+    if model.traced is not None:
+        yield from traced(model, kind, shape, runtime)
+        return
     mixers = MIXERS[kind.attention]
     if not mixers:
         return

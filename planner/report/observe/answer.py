@@ -385,7 +385,8 @@ def _place(found: FollowedRun) -> str:
     if found.band_s is None:
         return found.place
     low_s, high_s = found.band_s
-    around = span(low_s, high_s, high_s) if low_s else f"up to {seconds(high_s)}"
+    up_to = "" if found.place == "above" else "up to "
+    around = span(low_s, high_s, high_s) if low_s else f"{up_to}{seconds(high_s)}"
     if found.place in ("above", "below"):
         return f"{found.place} {around}, {found.out_steps:,} of {found.allowed_steps:,} steps"
     return f"{found.place} {around}"

@@ -9,10 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.traces.flight_recorder import FlightReport
+from planner.observe.traces.dumps import FlightReport, SnapshotReport
+from planner.observe.traces.events import HOST, CollectiveTime, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded, steady
-from planner.observe.traces.results import HOST, CollectiveTime, TraceReport, TraceStep
-from planner.observe.traces.snapshot import SnapshotReport
 from planner.report.format import gibibytes, percent, seconds
 from planner.report.pieces import TextBar, columns, headed, section
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
-from planner.layout.outside_pipeline import reduce_overlap_fraction, sharded_each_time
-from planner.layout.split import Split, even_counts, held_parts
+from planner.layout.candidate import Split, even_counts, held_parts
+from planner.layout.seconds import reduce_overlap_fraction, sharded_each_time
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.memory import sent_bytes
 from planner.physics.pricing import Pricing

@@ -14,23 +14,22 @@ from typing import Any
 from planner.answer import Plan, PricedLayout
 from planner.answer.small import Room
 from planner.errors import Infeasible, SolverError
-from planner.layout import assumptions
+from planner.layout import variation
 from planner.layout.candidate import Candidate
+from planner.layout.confidence import headroom_bytes
 from planner.layout.evaluate import evaluate, price_given, runtime_of
-from planner.layout.price import price_layout
-from planner.layout.replan import reprice, with_microbatches
-from planner.layout.risk import headroom_bytes
+from planner.layout.price import price_layout, reprice, with_microbatches
 from planner.physics.pricing import Pricing
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case, Deadline
-from planner.search.ilp.describe import describe
 from planner.search.ilp.node import node_of
+from planner.search.ilp.program import describe
 from planner.search.layouts import find_layouts, first_layouts, some_layout
 from planner.search.rebalance import recompute_of
 from planner.search.recipes import Recipes, pinned
 from planner.search.search import plan, search
-from planner.search.why.explanation import Beaten, Change, ChangedAssumption, Constraint, Explanation
-from planner.search.why.misses import Miss, Refusal, hint_for, nearest_miss, refusal
+from planner.search.why.explanation import Beaten, ChangedAssumption, Constraint, Explanation, Lift
+from planner.search.why.misses import BrokenRule, Miss, hint_for, nearest_miss, refusal
 from planner.search.why.remedy import DOES_NOT_FIT, Trials, first_remedy, remedies
 from planner.search.why.room import is_small, largest_models, nearest_changes, room_of, within_risk
 from planner.specs.cluster import ClusterSpec
@@ -88,7 +87,7 @@ def _why_not(case: Case) -> Explanation:
     return _why_slower(case, best, pinned)
 
 
-def _why_refused(case: Case, best: Plan, refused: Refusal) -> Explanation:
+def _why_refused(case: Case, best: Plan, refused: BrokenRule) -> Explanation:
     return _explanation(
         case,
         best,
@@ -128,7 +127,7 @@ def _trials(case: Case) -> Trials:
     return Trials(some_layout, Deadline(case.limits.time_limit_s))
 
 
-def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change, ...]:
+def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Lift, ...]:
     """Every change that helps on the same GPUs, with the best layout that it allows."""
     changes = []
     for remedy in list(remedies(case, reason, trials)):
@@ -138,7 +137,7 @@ def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Change,
             continue
         instead = f" instead of {remedy.replaced}" if remedy.replaced else ""
         changes.append(
-            Change(
+            Lift(
                 change=f"{' '.join(remedy.options)}{instead}",
                 parallelism=chosen.parallelism,
                 step_s=chosen.step.step_s,
@@ -304,7 +303,7 @@ def _repriced(now: Plan, what_if: WhatIf, layout: PricedLayout) -> Candidate:
 def other_assumptions(case: Case) -> Iterator[WhatIf]:
     """Every assumption that this job makes, and an estimate of memory that is short, each changed by itself."""
     pricing = Pricing(model=case.model, training=case.training, cluster=case.cluster, runtime=case.runtime)
-    for other in assumptions.other_assumptions(pricing):
+    for other in variation.other_assumptions(pricing):
         then = other.pricing
         changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
         fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}

@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from planner.answer import SCHEMA_VERSION, Layout, PricedLayout
-from planner.answer.small import Change as JobChange
-from planner.answer.small import Room
+from planner.answer.small import Change, Room
 from planner.report.causes import Cause, Difference, memory_differences, step_differences
 from planner.specs.base import Spec
 from planner.specs.hardware import Correction
@@ -17,7 +16,7 @@ from planner.specs.hardware import Correction
 Verdict = Literal["chosen", "as_fast", "faster", "slower", "does_not_fit", "refused"]
 
 
-class Change(Spec):
+class Lift(Spec):
     """A change of the request that makes some layout fit, and the best layout after it."""
 
     change: str
@@ -73,7 +72,7 @@ class Explanation(Spec):
     """The name of the rule that refuses the pins, or does_not_fit."""
     rejections: dict[str, int] = Field(default_factory=dict)
     rejection_examples: dict[str, str] = Field(default_factory=dict)
-    lifts: tuple[Change, ...] = ()
+    lifts: tuple[Lift, ...] = ()
     hint: str | None = None
     """A hint, for pins of which no single change helps."""
     capacity_bytes: int
@@ -88,7 +87,7 @@ class Explanation(Spec):
     constraints: tuple[Constraint, ...] = ()
     room: Room | None = None
     """The largest micro-batch, sequence and models that fit; null for a job that is not small."""
-    job_changes: tuple[JobChange, ...] = ()
+    job_changes: tuple[Change, ...] = ()
     """The changes of a small job with their bytes and seconds, what helps most first."""
 
     def to_json(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _too_many_ranks(case: Case) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class BrokenRule:
     """A rule that leaves no shape over."""
 
     reason: str
@@ -103,7 +103,7 @@ class Refusal:
     rejections: Rejections
 
 
-def refusal(case: Case) -> Refusal | None:
+def refusal(case: Case) -> BrokenRule | None:
     """The rule that leaves no shape over, or None if some shape obeys all rules.
 
     Raises SpecError for an unknown schedule.
@@ -111,18 +111,18 @@ def refusal(case: Case) -> Refusal | None:
     known = [name for name in case.limits.schedule or () if name in SCHEDULES and name not in case.runtime.schedules]
     if known:
         says = f"{case.runtime.name} cannot run the schedule {known[0]}, only {', '.join(case.runtime.schedules)}"
-        return Refusal("schedule_not_in_trainer", says, Rejections())
+        return BrokenRule("schedule_not_in_trainer", says, Rejections())
     check_expressible(case.limits, case.runtime)
     shapes, rejections = shapes_of(case)
     if not np.size(shapes.tp):
         reason = last_reason(rejections)
         says = _too_many_ranks(case) or (_no_data_parallel(case) if reason == "no_data_parallel_size" else "")
-        return Refusal(reason, says or rejections.examples[reason], rejections)
+        return BrokenRule(reason, says or rejections.examples[reason], rejections)
     if any(schedule_options(shape, case.model, case.limits, case.runtime) for shape in _scalars(shapes)):
         return None
     says = _no_schedule(case, next(_scalars(shapes)))
     rejections.add("no_schedule", np.size(shapes.tp), says)
-    return Refusal("no_schedule", says, rejections)
+    return BrokenRule("no_schedule", says, rejections)
 
 
 def shapes_of(case: Case) -> tuple[Shape, Rejections]:

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from planner.answer import SCHEMA_VERSION, Layout, Plan
 from planner.errors import Infeasible, SolverError
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
 from planner.search.case import Case, Deadline
 from planner.search.recipes import Recipes, pinned
 from planner.search.search import plan, search

@@ -20,8 +20,8 @@ from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
 from planner.layout.given import given_layout
-from planner.layout.recipe import setting_of
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
+from planner.layout.variation import setting_of
 from planner.physics.layers import model_totals
 from planner.search.case import Case
 from planner.shape import Shape

@@ -63,6 +63,13 @@ LAYER_KIND_RULES: tuple[Rule, ...] = (
             f"cp {shape.cp} splits sequences, and layers of {', '.join(_unplain_kinds(model))} are priced on whole ones"
         ),
     ),
+    Rule(
+        "traced_layers_not_split",
+        lambda model, training, shape: (shape.tp == 1) | (model.traced is None or model.traced.is_split),
+        lambda model, training, shape: (
+            f"tp {shape.tp} splits layers that were traced without a plan of sharding (plan models trace --shard)"
+        ),
+    ),
 )
 """Rules of every trainer. Megatron-LM can split the sequences of Mamba-2 by heads; that is not priced."""
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate
-from planner.layout.replan import reprice
+from planner.layout.price import reprice
 from planner.observe.accounts import STEP_TERMS, Account, GroupExchanges, planned, waterfall
 from planner.observe.case import ObservedCase, recipe_terms, stated_otherwise
 from planner.observe.judge import of_run, predicted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.observe.traces.kernels_and_groups import COMMUNICATION, FAMILIES, NAMES, OTHER, family_of
+from planner.observe.traces.events import COMMUNICATION, FAMILIES, NAMES, OTHER, family_of
 
 KERNELS = [
     ("communication", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),

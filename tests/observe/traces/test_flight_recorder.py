@@ -10,7 +10,7 @@ import pytest
 from made_traces import write_pickle
 
 from planner.errors import SpecError
-from planner.observe.traces.flight_recorder import read_flight_recorder
+from planner.observe.traces.dumps import read_flight_recorder
 
 DATA = Path(__file__).parents[1] / "data"
 

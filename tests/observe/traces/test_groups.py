@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.observe.traces.kernels_and_groups import (
+from planner.observe.traces.events import (
     ProcessGroup,
     axis_of,
     axis_of_description,

@@ -11,9 +11,8 @@ import pytest
 from made_traces import event, frames, made_snapshot, segment, training_trace, write_pickle
 
 from planner.errors import SpecError
-from planner.observe.traces.flight_recorder import read_flight_recorder
+from planner.observe.traces.dumps import read_flight_recorder, read_snapshot
 from planner.observe.traces.recorded import FileKind, file_kind_of, read_traces
-from planner.observe.traces.snapshot import read_snapshot
 
 DATA = Path(__file__).parents[1] / "data"
 NUM_MUTANTS = 150

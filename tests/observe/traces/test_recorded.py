@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.observe.traces.events import TraceReport
 from planner.observe.traces.recorded import read_traces
-from planner.observe.traces.results import TraceReport
 
 DATA = Path(__file__).parents[1] / "data"
 

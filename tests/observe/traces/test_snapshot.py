@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from made_traces import event, frames, made_snapshot, segment, write_pickle
 
 from planner.errors import SpecError
-from planner.observe.traces.snapshot import ROUNDING, UNATTRIBUTED, SnapshotReport, read_snapshot
+from planner.observe.traces.dumps import ROUNDING, UNATTRIBUTED, SnapshotReport, read_snapshot
 
 KIB, MIB = 2**10, 2**20
 OPTIMIZER = frames("megatron/core/optimizer/distrib_optimizer.py:__init__", "train.py:main")

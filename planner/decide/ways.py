@@ -1,0 +1,467 @@
+"""The ways in which a job can go on, each a layout that its checkpoint can be loaded as.
+
+The old layout is split over another number of data-parallel ranks, or any other one is loaded, written again or
+converted where its files ask for that; batches near the one asked for are tried where the GPUs divide it badly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.answer import Layout, Plan
+from planner.decide.job import Closed, Kind, Loads, ResumedJob
+from planner.decide.phases import plan_of
+from planner.errors import Infeasible, SolverError
+from planner.layout.candidate import Candidate
+from planner.layout.confidence import headroom_bytes
+from planner.layout.price import reprice
+from planner.layout.variation import setting_of
+from planner.schedule.orders import violation
+from planner.search.case import Case
+from planner.search.layouts import find_layouts, some_layout
+from planner.search.search import search
+from planner.search.why.remedy import with_remedy
+from planner.shape import NEAR_FRACTION, divisors
+from planner.specs.units import gib
+from planner.trainers.rules.common import ETP
+from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.recipe import broken_recipe_rules
+
+MOST_BATCHES = 2
+"""Batches for which layouts are searched; each takes a few tenths of a second."""
+AS_GOOD = 0.01
+"""Share of a score within which the batch that is nearer to the one asked for is taken."""
+
+
+def near_batches(job: ResumedJob, layouts: Sequence[Layout]) -> list[int]:
+    """Batches within NEAR_FRACTION, one for each of the most promising numbers of replicas, the best first.
+
+    The score of a batch for dp replicas is the best, over numbers of stages, of
+
+        (dp · ranks of a copy / GPUs) · k / (k + (pp − 1) / chunks) · layers / (pp · ⌈layers / pp⌉)
+
+    with k micro-batches for each replica: GPUs that work, times a pipeline that is full, times stages that are level.
+    Tensor and context parallelism, and the least ranks of a copy that fit, are those of `layouts`. It is a screen: the
+    search decides.
+    """
+    batch = job.case.training.global_batch_size
+    by_dp: dict[int, dict[int, float]] = {}
+    for dp, near, score in _scores(job, layouts):
+        if near != batch:
+            scores = by_dp.setdefault(dp, {})
+            scores[near] = max(score, scores.get(near, 0.0))
+    ranked = sorted(by_dp.values(), key=lambda scores: -max(scores.values()))
+    return list(dict.fromkeys(_nearest(scores, batch) for scores in ranked))[:MOST_BATCHES]
+
+
+def _nearest(scores: dict[int, float], batch: int) -> int:
+    """The batch nearest to that asked for, among those with nearly the best score."""
+    least = (1 - AS_GOOD) * max(scores.values())
+    return min((near for near, score in scores.items() if score >= least), key=lambda near: abs(near - batch))
+
+
+def _scores(job: ResumedJob, layouts: Sequence[Layout]) -> Iterator[tuple[int, int, float]]:
+    """A number of replicas, a batch and its score, for each number of stages."""
+    batch, num_gpus, layers = job.case.training.global_batch_size, job.num_gpus, job.case.model.num_hidden_layers
+    interleaves = "interleaved-1f1b" in job.case.runtime.schedules
+    least = min(one.tp * one.cp * one.pp for one in layouts)
+    size = min(one.micro_batch_size for one in layouts)
+    for ranks, experts in {(one.tp * one.cp, one.ep * one.etp) for one in layouts}:
+        for pp in range(1, layers + 1):
+            dp = num_gpus // (ranks * pp)
+            if ranks * pp < least or not dp or ranks * dp % experts:
+                continue
+            level = dp * ranks * pp / num_gpus * layers / (pp * -(-layers // pp))
+            first, last = (batch * (1 + sign * NEAR_FRACTION) / (dp * size) for sign in (-1, 1))
+            for k in range(max(1, math.ceil(first)), math.floor(last) + 1):
+                chunks = max(1, layers // pp) if interleaves and k % pp == 0 else 1
+                yield dp, k * dp * size, level * k / (k + (pp - 1) / chunks)
+
+
+MOVED = ("dp", "micro_batch_size", "shard_size")
+"""Axes that a split may move."""
+MOST_SIZES = 3
+"""Data-parallel sizes, the largest first, for which a batch nearby is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoSplit:
+    """The reason why the old layout cannot be split."""
+
+    says: str
+
+
+def split_for(job: ResumedJob) -> Candidate | NoSplit:
+    """The layout with the most data-parallel ranks that divide the batch, obey all rules and fit."""
+    most, pins = job.num_gpus // job.copy_gpus, job.case.pins
+    if (pinned := _against_a_pin(job.start, {axis: pins[axis] for axis in pins if axis not in MOVED})) is not None:
+        return NoSplit(pinned)
+    if not most:
+        return NoSplit(f"one copy of the model takes {job.copy_gpus:,} GPUs, {job.num_gpus:,} are there")
+    reason = ""
+    for dp in _sizes(job, most):
+        for other, why in _tried(job, dp, job.case.training.global_batch_size):
+            if other is not None:
+                return other
+            reason = reason or why
+    return NoSplit(reason or "the old number of data-parallel ranks cannot be kept")
+
+
+def split_near(job: ResumedJob, most_dp: int, least_dp: int) -> Candidate | NoSplit:
+    """The fastest split whose batch is the nearest that its data-parallel ranks divide, within NEAR_FRACTION.
+
+    More than `least_dp` ranks are tried, and so are few sizes only: each fewer rank loses more than a batch gains.
+    """
+    batch, found, reason = job.case.training.global_batch_size, list[Candidate](), ""
+    shape = job.start.shape
+    slots, experts = int(shape.tp * shape.cp), int(shape.ep * shape.etp)
+    sizes = [dp for dp in _sizes(job, most_dp) if dp > least_dp and slots * dp % experts == 0]
+    for dp in sizes[:MOST_SIZES]:
+        for near in _batches(job, dp, batch):
+            other = next((other for other, _ in _tried(job, dp, near) if other is not None), None)
+            if other is not None:
+                found.append(other)
+                break
+        else:
+            reason = (
+                reason or f"no batch within {NEAR_FRACTION:.0%} of {batch:,} suits dp {dp} and {job.start.schedule}"
+            )
+    if not found:
+        return NoSplit(reason or "no larger number of data-parallel ranks than that of the batch asked for")
+    return max(found, key=tokens_per_s)
+
+
+def tokens_per_s(candidate: Candidate) -> float:
+    """Tokens that a layout trains a second."""
+    return candidate.pricing.training.tokens_per_step / candidate.step_s
+
+
+def _sizes(job: ResumedJob, most: int) -> Iterator[int]:
+    """Data-parallel sizes that may be tried, the largest first."""
+    pins = job.case.pins | (job.pins(("dp",)) if "dp" in job.keep else {})
+    return (dp for dp in range(most, 0, -1) if dp in pins.get("dp", (dp,)))
+
+
+def _batches(job: ResumedJob, dp: int, batch: int) -> list[int]:
+    """Batches within NEAR_FRACTION that `dp` ranks divide, the nearest first."""
+    step = dp * min(_micro_batches(job))
+    first, last = -(-batch * (1 - NEAR_FRACTION) // step), batch * (1 + NEAR_FRACTION) // step
+    near = [step * count for count in range(max(1, int(first)), int(last) + 1)]
+    return sorted(near, key=lambda each: abs(each - batch))
+
+
+def _micro_batches(job: ResumedJob) -> list[int]:
+    """Sizes of a micro-batch that may be tried, the old one first: a smaller one divides more, and needs no more."""
+    old = job.layout.micro_batch_size
+    allowed = (old,) if "micro_batch_size" in job.keep else job.case.pins.get("micro_batch_size")
+    return [size for size in reversed(divisors(old, old)) if allowed is None or size in allowed] or [old]
+
+
+def _tried(job: ResumedJob, dp: int, batch: int) -> Iterator[tuple[Candidate | None, str]]:
+    """The layout for each micro-batch, or the reason why there is none."""
+    for size in _micro_batches(job):
+        if batch % (dp * size):
+            steps = max(1, round(batch / (dp * size))) * dp * size
+            near = f"{steps:,} would" if steps else "none does"
+            yield None, f"dp {dp} · micro-batch {size} does not divide the batch of {batch:,}; {near}"
+            continue
+        found = with_ranks(job, dp, size, batch)
+        yield (None, found) if isinstance(found, str) else (found, "")
+
+
+def with_ranks(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Candidate | str:
+    """The old layout with `dp` ranks and another batch, or the sentence that refuses it."""
+    found, case = unchecked(job, dp, micro_batch_size, batch), job.case.with_batch(batch)
+    shape, schedule = found.shape, found.schedule
+    if (pinned := _against_a_pin(found, case.pins)) is not None:
+        return pinned
+    if shape.dp * shape.cp % shape.shard_size:
+        return f"groups of {shape.shard_size} ranks, which share the weights, do not divide dp {dp} · cp {shape.cp}"
+    rules = (ETP, *rules_for(case.runtime))
+    broken = next((rule for rule in rules if not rule.holds(case.model, case.training, shape)), None)
+    if broken is not None:
+        return broken.message(case.model, case.training, shape)
+    error = violation(schedule, int(shape.pp), int(shape.vpp), found.num_microbatches)
+    if error is not None:
+        return error.message
+    refused = next(iter(broken_recipe_rules(setting_of(found))), None)
+    if refused is not None:
+        return f"{refused.switch} {refused.says}"
+    return found if found.fits else _misfit(found)
+
+
+def _against_a_pin(candidate: Candidate, pins: Mapping[str, tuple[Any, ...]]) -> str | None:
+    """The sentence on the first pinned axis that a layout has at another value; without stages it has no schedule."""
+    shape = candidate.shape
+    values = {name: getattr(shape, name) for name in type(shape).__slots__ if name in pins}
+    values |= {"rank_order": shape.rank_order, "recompute": setting_of(candidate).recompute}
+    if shape.pp > 1:
+        values["schedule"] = candidate.schedule
+    axis = next((axis for axis, allowed in pins.items() if values.get(axis, allowed[0]) not in allowed), None)
+    if axis is None:
+        return None
+    return f"--{axis.replace('_', '-')} {','.join(map(str, pins[axis]))}: the running job has {values[axis]}"
+
+
+def unchecked(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> Candidate:
+    """The old layout with `dp` ranks and another batch, priced on the new GPUs, whatever rules say of it.
+
+    An order that was made to measure for another number of micro-batches gives way to the schedule that it came from.
+    """
+    start, case = job.start, job.case.with_batch(batch)
+    old = start.shape
+    num_microbatches = batch // (dp * micro_batch_size)
+    shape = replace(
+        old,
+        dp=dp,
+        shard_size=old.shard_size if old.shard_size != old.dp * old.cp else dp * old.cp,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=num_microbatches,
+        seq_length=case.training.seq_length,
+    )
+    pricing = replace(start.pricing, cluster=case.cluster, training=case.training, runtime=case.runtime)
+    pricing = replace(pricing, headroom_bytes=headroom_bytes(pricing, case.limits))
+    made = start.made_order if num_microbatches == start.num_microbatches else None
+    table = pricing.table(shape, start.split.priced_modes)
+    return replace(start, pricing=pricing, table=table, made_order=made)
+
+
+def _misfit(candidate: Candidate) -> str:
+    excess = max(candidate.excess_bytes)
+    stage = candidate.excess_bytes.index(excess)
+    left = f" with {gib(candidate.pricing.headroom_bytes):.1f} left free" if candidate.pricing.headroom_bytes else ""
+    return (
+        f"dp {candidate.shape.dp} lacks {gib(excess):.1f} GiB on stage {stage}{left}: fewer ranks share what is sharded"
+    )
+
+
+ROUGH_GAP_FRACTION = 0.02
+"""Gap of the searches for layouts that are not answered: of batches nearby, and after failures that may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoReshard:
+    """The reason why no other layout can be loaded, or none fits."""
+
+    says: str
+    error: Infeasible | None = None
+
+
+def case_of(job: ResumedJob) -> Case | NoReshard:
+    """The case of all layouts that the checkpoint can be loaded as and that the user's kept axes allow."""
+    row = job.checkpoint
+    bound = row.rewritten.keeps if row.rewritten is not None else row.keeps
+    if "layers" in (*bound, *job.keep):
+        who = "--keep" if "layers" in job.keep else f"a checkpoint of {job.old.runtime}, {row.format},"
+        return NoReshard(f"{who} keeps the layers of each stage: only its data-parallel ranks may change")
+    pins = job.pins(tuple(dict.fromkeys((*bound, *job.keep))))
+    if "zero_stage" not in pins and len(row.zero_stages) < 4:
+        asked = job.case.limits.zero_stage or job.case.runtime.zero_stages
+        pins["zero_stage"] = tuple(stage for stage in asked if stage in row.zero_stages)
+        if not pins["zero_stage"]:
+            return NoReshard(
+                f"a checkpoint of {job.old.runtime} under ZeRO-{job.layout.zero_stage} loads under no other"
+            )
+    return job.case.limited(**pins)
+
+
+def reshard_for(job: ResumedJob) -> Plan | NoReshard:
+    """The plan of the fastest layout that can be loaded, for the batch asked for."""
+    case = case_of(job)
+    if isinstance(case, NoReshard):
+        return case
+    try:
+        return search(case.limited(time_limit_s=max(job.deadline.left_s, 0.01)))
+    except Infeasible as error:
+        return NoReshard(error.message, error)
+    except SolverError:
+        return NoReshard("no layout was found in time: raise --time-limit")
+
+
+def fastest_for(job: ResumedJob, batch: int) -> Candidate | None:
+    """The fastest layout for another batch, within a rough gap, that can be loaded; None if none was found in time."""
+    case = case_of(job)
+    if not isinstance(case, NoReshard) and not job.deadline.passed:
+        with suppress(Infeasible, SolverError):
+            case = case.with_batch(batch).limited(gap_fraction=ROUGH_GAP_FRACTION)
+            return find_layouts(case, [case.runtime], job.deadline).best
+    return None
+
+
+def loading(job: ResumedJob, candidate: Candidate, has_split: bool) -> Loads | None:
+    """The way in which a layout loads the old job's checkpoint; None if it cannot.
+
+    What is to be written again needs a job that keeps the axes: a split. Without one, the checkpoint must have been
+    saved in the other format.
+    """
+    row, other = job.checkpoint, row_axes(candidate)
+    own = row_axes(job.start)
+    if other["zero_stage"] not in row.zero_stages:
+        return None
+    if all(own[axis] == other[axis] for axis in row.keeps):
+        return "as_is"
+    if row.rewritten is None or any(own[axis] != other[axis] for axis in row.rewritten.keeps):
+        return None
+    if row.rewritten.by == "resave" and not has_split:
+        return "ready"
+    return row.rewritten.by
+
+
+def row_axes(candidate: Candidate) -> dict[str, object]:
+    """The axes of a candidate by the names that a checkpoint's row knows them by."""
+    shape = candidate.shape
+    sizes = {name: getattr(shape, name) for name in type(shape).__slots__}
+    layers = (candidate.split.counts, candidate.placement)
+    return {**sizes, "layers": layers, "schedule": candidate.schedule, "rank_order": shape.rank_order}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to go on that can be taken."""
+
+    kind: Kind
+    candidate: Candidate
+    found: Plan | None = None
+    """The plan, where a search made one."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this way, priced exactly."""
+        return self.found or plan_of(self.candidate)
+
+    @property
+    def batch(self) -> int:
+        return self.candidate.pricing.training.global_batch_size
+
+    @property
+    def tokens_per_s(self) -> float:
+        return tokens_per_s(self.candidate)
+
+
+class Ways:
+    """The ways of one job, and the reasons why others are closed."""
+
+    def __init__(self, job: ResumedJob) -> None:
+        self.job = job
+        self.closed: list[Closed] = []
+        self.interim = _interim(job)
+        self.nothing: Infeasible | None = None
+        """The error of a search that found nothing."""
+        ways = (self._stay(), self._split(), self._reshard())
+        self.open = _different([way for way in ways if way is not None])
+        self.near = _different([*self.open, *self._near()])[len(self.open) :]
+
+    def loading(self, candidate: Candidate) -> Loads | None:
+        """The way in which a layout loads the checkpoint; None if it cannot."""
+        return loading(self.job, candidate, self.interim is not None)
+
+    def _stay(self) -> Way | None:
+        """The old layout where GPUs were added, which stay idle."""
+        job, layout = self.job, self.job.layout
+        if not job.grows or job.moves_batch:
+            return None
+        return Way("stay", unchecked(job, layout.dp, layout.micro_batch_size, job.old.training.global_batch_size))
+
+    def _split(self) -> Way | None:
+        found = split_for(self.job)
+        if isinstance(found, NoSplit):
+            return self._no_way("split", found.says)
+        if self.job.grows and found.shape.dp <= self.job.layout.dp:
+            return self._no_way("split", f"no more than dp {found.shape.dp} divide the batch of {self._batch:,}")
+        return self._loadable(Way("split", found))
+
+    def _reshard(self) -> Way | None:
+        found = reshard_for(self.job)
+        if isinstance(found, NoReshard):
+            self.nothing = found.error
+            return self._no_way("reshard", found.says)
+        return self._loadable(Way("reshard", reprice(found, found.best), found))
+
+    def _loadable(self, way: Way) -> Way | None:
+        """The way, if it can load the checkpoint."""
+        if self.loading(way.candidate) is not None:
+            return way
+        row = self.job.checkpoint
+        return self._no_way(
+            way.kind, f"a checkpoint of {self.job.old.runtime} ({row.format}) keeps {', '.join(row.keeps)}"
+        )
+
+    def _no_way(self, kind: Kind, reason: str) -> Way | None:
+        """No way, for a reason that is told."""
+        self.closed.append(Closed(kind=kind, reason=reason))
+        return None
+
+    @property
+    def _batch(self) -> int:
+        return self.job.case.training.global_batch_size
+
+    def _near(self) -> Iterator[Way]:
+        """The fastest way of each kind under a batch nearby, unless the user asks for another batch than the old."""
+        job = self.job
+        if job.moves_batch:
+            return
+        least = max((int(way.candidate.shape.dp) for way in self.open if way.kind != "reshard"), default=0)
+        most = job.num_gpus // job.copy_gpus
+        split = split_near(job, most, least) if most > least else NoSplit("")
+        if not isinstance(split, NoSplit) and (way := self._loadable(Way("split", split))) is not None:
+            yield way
+        searched = next((way.found for way in self.open if way.found is not None), None)
+        if searched is None:
+            return
+        layouts = [job.layout, searched.parallelism, *(other.parallelism for other in searched.alternatives)]
+        others = [fastest_for(job, batch) for batch in near_batches(job, layouts)]
+        loadable = [other for other in others if other is not None and self.loading(other) is not None]
+        if loadable:
+            yield Way("reshard", max(loadable, key=tokens_per_s))
+
+    def infeasible(self) -> Infeasible:
+        """The error of a job that cannot go on at all, with a remedy where one is found."""
+        job, says = self.job, f"no way to go on with {self.job.num_gpus:,} GPUs"
+        case = case_of(job)
+        if self.nothing is None or isinstance(case, NoReshard):
+            why = "; ".join(f"{closed.kind}: {closed.reason}" for closed in self.closed)
+            return Infeasible(f"{says}: {why}", self._enough())
+        told = with_remedy(self.nothing, case, some_layout, job.deadline)
+        option = (told.remedy or {}).get("options", ["", ""])
+        axis = option[0].removeprefix("--").replace("-", "_")
+        hint = f"leave {axis} out of --keep: a layout fits with {' '.join(option)}" if axis in job.keep else told.hint
+        return Infeasible(
+            f"{says}: {told.message}", hint, told.rejections, nearest=told.nearest, remedy=told.remedy
+        )  # fmt: skip
+
+    def _enough(self) -> str:
+        """The fewest whole nodes, up to those of the old layout, on which a split can load the checkpoint."""
+        size, layout = self.job.case.cluster.node_size, self.job.layout
+        for dp in range(1, layout.dp + 1):
+            used = self.job.copy_gpus * dp
+            num_gpus = used if used < size else -(-used // size) * size
+            if num_gpus >= self.job.old.cluster.num_gpus:
+                break
+            found = split_for(self.job.on(num_gpus))
+            if not isinstance(found, NoSplit) and self.loading(found) is not None:
+                return f"--gpus {num_gpus} is enough"
+        return "wait for the lost GPUs" if self.job.shrinks else "leave -b out, and the job stays as it is"
+
+
+def _interim(job: ResumedJob) -> Candidate | None:
+    """A split that loads the checkpoint as it is, whatever the user keeps and pins: it could write it again."""
+    row = job.checkpoint
+    if row.rewritten is None or row.rewritten.by != "resave":
+        return None
+    found = split_for(replace(job, keep=(), case=job.case.free()))
+    return None if isinstance(found, NoSplit) or loading(job, found, has_split=False) != "as_is" else found
+
+
+def _different(ways: list[Way]) -> list[Way]:
+    """The ways without those whose layout an earlier one has."""
+    keys = [_key(way) for way in ways]
+    return [way for number, way in enumerate(ways) if keys[number] not in keys[:number]]
+
+
+def _key(way: Way) -> tuple[object, ...]:
+    candidate = way.candidate
+    return candidate.shape, candidate.split, candidate.schedule, way.batch

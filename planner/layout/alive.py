@@ -1,0 +1,455 @@
+"""The tensors that are alive at a rank's peak: what they are, who made them when, and who frees them when.
+
+They add up to the peak, item by item. What no list of tensors names is a row of its own that says why.
+
+Changes of a layout that would make room in memory, each priced: what is recomputed, micro-batch, shards.
+
+The memory explorer's answer for a candidate: tensors at the peak and the curve of each stage.
+
+Every tensor of a rank over the whole step, in the order in which they come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, floor
+from typing import NamedTuple
+
+from planner.answer import Plan, PricedLayout, StageMemory
+from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryItem, MemoryOfStage, MemoryTensor
+from planner.errors import SpecError
+from planner.layout.candidate import FULL, Candidate, Split
+from planner.layout.given import given_layout
+from planner.layout.memory_curve import MemoryCurve, fullest_backward, memory_curves
+from planner.layout.seconds import STEADY_ROUNDS
+from planner.layout.tensors import STATICS, Held, Part, backward_tensors, fixed_tensors, held, loss_tensors, parts_of
+from planner.physics.cost import PartCost
+from planner.physics.memory import constants
+from planner.physics.operators import Saved
+from planner.physics.stage_memory import copied_gradients_bytes, fixed_workspace_bytes, moment_bytes
+from planner.schedule.actions import ActionList
+from planner.schedule.orders import SCHEDULES
+from planner.schedule.replay import replay
+from planner.schedule.timeline import Timeline
+from planner.specs.training import Parallelism, Recompute
+from planner.specs.units import gib
+
+BACKWARDS = {"B": "backward", "I": "input gradients", "W": "weight gradients"}
+"""Passes of a backward in words."""
+UNNAMED = "the formula counts other bytes than those of the tensors that are listed"
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """When something is there, and which passes make and free it; no pass for what is there all the time."""
+
+    from_s: float
+    to_s: float
+    made_by: str = ""
+    freed_by: str = ""
+    microbatch: int | None = None
+    stage: int | None = None
+    """The virtual stage whose passes these are."""
+
+
+NOW = Life(0.0, 0.0)
+"""The life of what is not placed in time yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class LivingTensor:
+    """A tensor with its life and its part; its bytes are not rounded yet."""
+
+    held: Held
+    life: Life
+    part: str = ""
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A tensor at the peak, in whole bytes."""
+
+    row: LivingTensor
+    item: MemoryItem
+    num_bytes: int
+
+
+def tensors_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> list[Alive]:
+    """All tensors of a rank when the most activations are held, in the backward that follows."""
+    pricing, shape, memory = candidate.pricing, candidate.shape, candidate.memory[rank]
+    parts, always = parts_of(candidate, rank), Life(0.0, timeline.makespan_s + sum(candidate.outside))
+    lives, peak = lives_at_peak(candidate, timeline, rank)
+    activations = [row for life in lives for row in kept_rows(candidate, parts, life)]
+    needed = moment_rows(candidate, parts, candidate.rank_costs[rank])
+    logits, workspace = ([replace(row, life=peak) for row in rows] for rows in needed)
+    workspace += copies_of_gradients(candidate, timeline, rank, activations + logits + workspace)
+    workspace += [LivingTensor(held, always, "buffers") for held in fixed_tensors(pricing, candidate.table)]
+    constant = [LivingTensor(held(one), always, "buffers") for one in constants(pricing.model, shape, pricing.runtime)]
+    statics = {
+        what: [
+            LivingTensor(held, always, part.name, part.layer)
+            for part in parts
+            for held in rows(pricing, shape, part.items)
+        ]
+        for what, rows in STATICS.items()
+    }
+    listed: tuple[tuple[MemoryItem, list[LivingTensor], int], ...] = (
+        ("weights", statics["weights"] + constant, memory.weights_bytes),
+        ("gradients", statics["gradients"], memory.gradients_bytes),
+        ("optimizer", statics["optimizer"], memory.optimizer_bytes),
+        ("activations", activations, memory.activations_bytes),
+        ("logits", logits, memory.logits_bytes),
+        ("workspace", workspace, memory.workspace_bytes),
+    )
+    return [alive for item, rows, total in listed for alive in rounded(item, rows, total, always)]
+
+
+def lives_at_peak(candidate: Candidate, timeline: Timeline, rank: int) -> tuple[list[Life], Life]:
+    """The micro-batches in flight on each virtual stage at the peak, and the backward that runs then."""
+    lives = list(lives_of(timeline, rank))
+    actions = ActionList.of(timeline.schedule.ranks[rank])
+    index = fullest_backward(candidate, actions)
+    kind, stage, microbatch = actions[index]
+    start_s, end_s = float(timeline.start_s[rank][index]), float(timeline.end_s[rank][index])
+    name = f"{BACKWARDS[kind]} of micro-batch {microbatch}"
+    order = {(a.stage, a.microbatch, a.kind): place for place, a in enumerate(actions)}
+    flying = [
+        life
+        for life in lives
+        if order[life.stage, life.microbatch, "F"] < index  # type: ignore[index]
+        and index <= max(order.get((life.stage, life.microbatch, way), -1) for way in "BW")  # type: ignore[arg-type]
+    ]
+    return flying, Life(start_s, end_s, name, name, microbatch, stage)
+
+
+def lives_of(timeline: Timeline, rank: int) -> Iterator[Life]:
+    """When each micro-batch's activations are there on each virtual stage of a rank."""
+    starts: dict[tuple[int, int], float] = {}
+    actions = timeline.schedule.ranks[rank]
+    for action, start_s, end_s in zip(actions, timeline.start_s[rank], timeline.end_s[rank], strict=True):
+        stage, microbatch = key = action.stage, action.microbatch
+        if action.kind == "F":
+            starts[key] = float(start_s)
+        elif action.kind in "BW":
+            made, freed = (f"{name} of micro-batch {microbatch}" for name in ("forward", BACKWARDS[action.kind]))
+            yield Life(starts[key], float(end_s), made, freed, microbatch, stage)
+
+
+def kept_rows(candidate: Candidate, parts: Sequence[Part], life: Life) -> list[LivingTensor]:
+    """The rows that the parts of a virtual stage keep of a micro-batch."""
+    pricing, shape, own = candidate.pricing, candidate.shape, [part for part in parts if part.stage == life.stage]
+    rows = [LivingTensor(one, life, part.name, part.layer) for part in own for one in part.kept(pricing, shape)]
+    if pricing.runtime.is_runner and life.stage != len(candidate.placement) - 1:
+        rows.append(
+            LivingTensor(held(Saved("sent on", (shape.shard_tokens, pricing.model.residual_size))), life, "stage")
+        )
+    assert candidate.durations.activation_bytes is not None
+    assert life.stage is not None
+    total = candidate.durations.activation_bytes[life.stage]
+    missing = total - sum(row.held.num_bytes for row in rows)
+    if missing < -1:
+        return [LivingTensor(Held("tensors of a chunk", total, note=f"counted together: {UNNAMED}"), life, "stage")]
+    return [*rows, LivingTensor(Held("others", missing, note=UNNAMED), life, "stage")] if missing > 1 else rows
+
+
+def moment_rows(
+    candidate: Candidate, parts: Sequence[Part], cost: PartCost
+) -> tuple[list[LivingTensor], list[LivingTensor]]:
+    """The rows that the loss of some parts needs, and those of their fullest backward in its place, at `cost`."""
+    pricing, shape = candidate.pricing, candidate.shape
+    if moment_bytes(cost)[0]:
+        return [LivingTensor(one, NOW, "head") for one in loss_tensors(pricing, shape, parts)], []
+    part, rows = backward_tensors(pricing, shape, parts)
+    return [], [LivingTensor(one, NOW, part.name, part.layer) for one in rows]
+
+
+def copies_of_gradients(
+    candidate: Candidate, timeline: Timeline, rank: int, gone: Sequence[LivingTensor] = ()
+) -> Iterator[LivingTensor]:
+    """The bytes of an optimizer's copies of gradients beyond buffers and all that is gone when it runs."""
+    copies = copied_gradients_bytes(candidate.pricing, candidate.table, candidate.rank_costs[rank])
+    buffers = fixed_workspace_bytes(candidate.pricing, candidate.table)
+    more = copies - buffers - sum(row.held.num_bytes for row in gone)
+    if more > 0:
+        start_s = timeline.makespan_s + candidate.outside.exposed_dp_s
+        of_tensor = bool(candidate.pricing.runtime.optimizer_row.workspace[0])
+        what = "fp32 copies of the largest weight and its gradient" if of_tensor else "fp32 copies of gradients"
+        note = f"{gib(copies):.1f} GiB of copies take the place of activations, which are gone then"
+        name = f"{what}, beyond what is free"
+        life = Life(start_s, start_s + candidate.outside.optimizer_s, "optimizer", "optimizer")
+        yield LivingTensor(Held(name, more, note=note), life)
+
+
+def rounded(item: MemoryItem, rows: Sequence[LivingTensor], total_bytes: int, always: Life) -> Iterator[Alive]:
+    """The rows in whole bytes, which add up to `total_bytes`; a row more where they miss more than rounding does."""
+    missing = total_bytes - sum(row.held.num_bytes for row in rows)
+    if abs(missing) > 2:
+        rows = [*rows, LivingTensor(Held("others", missing, note=UNNAMED), always)]
+    before, exact = 0, 0.0
+    for place, row in enumerate(rows, 1):
+        exact += row.held.num_bytes
+        upto = total_bytes if place == len(rows) else floor(exact + 0.5)
+        yield Alive(row, item, upto - before)
+        before = upto
+
+
+LEAST_FRACTION = 0.01
+"""Least share of a stage's memory that a change has to free."""
+
+
+def changes(candidate: Candidate, layout: PricedLayout) -> list[MemoryChange]:
+    """The changes of one setting that free memory on the fullest stage, the shortest step first.
+
+    Seconds and bytes are those of the same layers per stage; a search may find more. An order that was made to measure
+    is not changed.
+    """
+    if candidate.made_order is not None:
+        return []
+    fullest = max(range(len(candidate.memory)), key=lambda rank: candidate.memory[rank].total_bytes)
+    worth_bytes = (1 - LEAST_FRACTION) * candidate.memory[fullest].total_bytes
+    found = []
+    for words, modules, changed in (*_recomputed(candidate), *_resized(candidate, layout)):
+        if changed.memory[fullest].total_bytes < worth_bytes:
+            peaks = tuple(stage.peak_allocated_bytes for stage in changed.memory)
+            change = MemoryChange(
+                change=words, modules=modules, step_s=changed.step_s, fits=changed.fits, peak_bytes=peaks
+            )
+            found.append(change)
+    return sorted(found, key=lambda change: change.step_s)
+
+
+Changed = tuple[str, tuple[str, ...], Candidate]
+
+
+def _recomputed(candidate: Candidate) -> Iterator[Changed]:
+    """One module more recomputed in every layer that keeps all else, or all layers recomputed whole."""
+    pricing, split, runtime = candidate.pricing, candidate.split, candidate.pricing.runtime
+    own = pricing.selective_modules if split.base == "selective" else ()
+    modules = runtime.recomputable_modules if runtime.has_sequence_parallel else ()
+    for module in modules if split.base != FULL else ():
+        if module in own:
+            continue
+        chosen = tuple(name for name in modules if name in {*own, module})
+        yield f"recompute {module}", (module,), _with_split(candidate, replace(split, base="selective"), chosen)
+    if runtime.recomputes_layers and split.mtp_mode != FULL:
+        kinds = pricing.model.kinds
+        held = tuple(tuple(pricing.model.layers[a:b].count(kind) for kind in kinds) for a, b in split.chunks)
+        changed = _with_split(candidate, replace(split, base="none", recomputed=held), ())
+        yield "recompute all layers", (FULL,), changed
+
+
+def _with_split(candidate: Candidate, split: Split, modules: tuple[str, ...]) -> Candidate:
+    pricing = replace(candidate.pricing, selective_modules=modules or candidate.pricing.selective_modules)
+    modes: tuple[Recompute, ...] = split.priced_modes
+    return replace(candidate, pricing=pricing, split=split, table=pricing.table(candidate.shape, modes))
+
+
+def _resized(candidate: Candidate, layout: PricedLayout) -> Iterator[Changed]:
+    """Half the micro-batch, or twice the ranks of tp or cp, where the trainer can be told so."""
+    sizes = layout.parallelism
+    wanted = []
+    if sizes.micro_batch_size % 2 == 0:
+        half = sizes.micro_batch_size // 2
+        wanted.append((f"micro-batch {half}", {"micro_batch_size": half}))
+    if sizes.dp % 2 == 0 and sizes.shard_size == sizes.dp * sizes.cp:
+        for axis in ("tp", "cp"):
+            more = {axis: 2 * getattr(sizes, axis), "dp": sizes.dp // 2}
+            wanted.append((f"{axis} {more[axis]} × dp {more['dp']}", more))
+    for words, update in wanted:
+        changed = _at_sizes(candidate, layout, update)
+        if changed is not None:
+            yield words, (), changed
+
+
+def _at_sizes(candidate: Candidate, layout: PricedLayout, update: dict[str, int]) -> Candidate | None:
+    """The candidate with other sizes and the same split; None where they cannot be."""
+    sizes, split = layout.parallelism, candidate.split
+    names = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch_size", "zero_stage", "rank_order", "schedule")
+    values = {name: getattr(sizes, name) for name in names} | update
+    if candidate.pricing.model.moe is None:
+        values["etp"] = None
+    values["sequence_parallel"] = sizes.sequence_parallel or values["tp"] > 1
+    try:
+        given = given_layout(candidate.pricing, Parallelism(**values, layers_per_stage=split.counts))
+    except SpecError:
+        return None
+    return replace(candidate, split=split, table=candidate.pricing.table(given.shape, split.priced_modes))
+
+
+MAX_ACTIONS = 200_000
+"""The most actions of a step that are shown; of longer ones, a step of fewer micro-batches with the same peaks."""
+
+
+def shown(candidate: Candidate) -> Candidate:
+    """The candidate, or one of fewer micro-batches, which hold as much at their peak, where a step is too long to show.
+
+    Raises SpecError for a long step whose schedule holds all of its micro-batches at once.
+    """
+    shape, num_actions = candidate.shape, 2 * candidate.num_microbatches * len(candidate.placement)
+    if num_actions <= MAX_ACTIONS:
+        return candidate
+    pp = int(shape.pp)
+    few = STEADY_ROUNDS[1] * pp + candidate.num_microbatches % pp
+    if SCHEDULES[candidate.schedule].holds_all or candidate.made_order is not None:
+        raise SpecError(
+            f"a step has {num_actions:,} actions in {candidate.order_name}, too many to show its memory",
+            "plan with fewer micro-batches, such as a smaller --global-batch-size",
+        )
+    fewer = replace(shape, num_microbatches=few)
+    return replace(candidate, table=replace(candidate.table, shape=fewer))
+
+
+def explore(plan: Plan, layout: PricedLayout, candidate: Candidate, stages: Iterable[int]) -> MemoryAnswer:
+    """The memory of some stages of a plan's layout, which `candidate` prices."""
+    timeline = replay(candidate.order, candidate.durations)
+    curves = memory_curves(candidate, timeline)
+    return MemoryAnswer(
+        model=plan.model.name,
+        layout=str(layout.parallelism),
+        step_s=layout.step.step_s,
+        num_microbatches=candidate.num_microbatches,
+        stages=tuple(_stage(plan, layout, candidate, timeline, curves[stage]) for stage in stages),
+        changes=tuple(changes(candidate, layout)),
+    )
+
+
+def _stage(
+    plan: Plan, layout: PricedLayout, candidate: Candidate, timeline: Timeline, curve: MemoryCurve
+) -> MemoryOfStage:
+    return MemoryOfStage(
+        stage=curve.rank,
+        peak_bytes=curve.peak_bytes,
+        peak_s=curve.peak_s,
+        capacity_bytes=round(plan.cluster.hardware.memory_bytes),
+        chunks=layout.stages[curve.rank].chunks,
+        memory=_memory(layout, candidate, curve.rank),
+        tensors=tuple(map(as_tensor, tensors_at_peak(candidate, timeline, curve.rank))),
+        curve=tuple(zip(curve.times_s.tolist(), map(int, curve.allocated_bytes.tolist()), strict=True)),
+        curve_activations_bytes=tuple(map(int, curve.activations_bytes.tolist())),
+    )
+
+
+def _memory(layout: PricedLayout, candidate: Candidate, stage: int) -> StageMemory:
+    """The stage's items as they are priced now; an older version may have written others into the plan."""
+    planned, now = layout.stages[stage].memory, candidate.memory[stage]
+    names = StageMemory.model_fields.keys() - {"total_bytes_interval", "frozen_weights_bytes"}
+    return planned.model_copy(update={name: getattr(now, name) for name in names})
+
+
+def as_tensor(alive: Alive) -> MemoryTensor:
+    """A tensor as the answer has it."""
+    held, life = alive.row.held, alive.row.life
+    note = held.note
+    if held.dims is not None and any(size % 1 for size in held.dims):
+        note = "its size is a mean over ranks: the shape is rounded up, the bytes are not"
+    return MemoryTensor(
+        name=held.name,
+        item=alive.item,
+        part=alive.row.part,
+        layer=alive.row.layer,
+        microbatch=life.microbatch,
+        shape=(alive.num_bytes,) if held.dims is None else tuple(map(ceil, held.dims)),
+        dtype=held.dtype or "uint8",
+        bytes=alive.num_bytes,
+        from_s=life.from_s,
+        to_s=life.to_s,
+        made_by=life.made_by,
+        freed_by=life.freed_by,
+        remade_by=held.modules,
+        note=note,
+    )
+
+
+class Event(NamedTuple):
+    """A tensor is made, or freed."""
+
+    time_s: float
+    is_made: bool
+    tensor: int
+    """Its place among the tensors."""
+
+
+@dataclass(slots=True)
+class Step:
+    """The tensors of a rank's step, and when they come and go."""
+
+    tensors: list[MemoryTensor] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def make(self, row: LivingTensor, item: MemoryItem, num_bytes: int) -> int:
+        """Note that a tensor is made; its place."""
+        self.tensors.append(as_tensor(Alive(row, item, num_bytes)))
+        self.events.append(Event(row.life.from_s, True, len(self.tensors) - 1))
+        return len(self.tensors) - 1
+
+    def free(self, places: Sequence[int]) -> None:
+        """Note that tensors are freed, when their lives end."""
+        self.events += [Event(self.tensors[place].to_s, False, place) for place in places]
+
+    def peak(self) -> tuple[int, int]:
+        """The most bytes at once, and the tensor that was made last then."""
+        most = total = last = 0
+        for event in self.events:
+            total += self.tensors[event.tensor].bytes * (1 if event.is_made else -1)
+            if total > most:
+                most, last = total, event.tensor
+        return most, last
+
+
+def step_of(candidate: Candidate, timeline: Timeline, curve: MemoryCurve) -> Step:
+    """Everything that a rank makes and frees, in order; what outlives the step is made first and not freed.
+
+    Fractions of a byte are left out, and the last tensor of the peak makes up for them there.
+    """
+    step, rank = Step(), curve.rank
+    for alive in tensors_at_peak(candidate, timeline, rank):
+        if not alive.row.life.freed_by:
+            step.make(alive.row, alive.item, alive.num_bytes)
+    _passes(step, candidate, timeline, rank)
+    for row in copies_of_gradients(candidate, timeline, rank):
+        step.free([step.make(row, "workspace", floor(row.held.num_bytes))])
+    # a rank's passes in their order, but for pairs that run at the same time
+    step.events.sort(key=lambda event: event.time_s)
+    for _ in range(2):  # what is taken from one of two equal peaks shows the other
+        most, last = step.peak()
+        tensor = step.tensors[last]
+        step.tensors[last] = tensor.model_copy(update={"bytes": tensor.bytes + curve.peak_bytes - most})
+    return step
+
+
+def _passes(step: Step, candidate: Candidate, timeline: Timeline, rank: int) -> None:
+    """Note all that forwards make and backwards free, and all that these need meanwhile."""
+    parts, actions = parts_of(candidate, rank), ActionList.of(timeline.schedule.ranks[rank])
+    stages = sorted(set(actions.stage.tolist()))
+    kept = {stage: kept_rows(candidate, parts, Life(0.0, 0.0, stage=stage)) for stage in stages}
+    needed = {
+        stage: _needed(candidate, [part for part in parts if part.stage == stage], candidate.costs[stage])
+        for stage in kept
+    }
+    at_peak = _needed(candidate, parts, candidate.rank_costs[rank])
+    lives = {(life.stage, life.microbatch): life for life in lives_of(timeline, rank)}
+    fullest, places = fullest_backward(candidate, actions), dict[tuple[int, int], list[int]]()
+    spans = zip(actions, timeline.start_s[rank].tolist(), timeline.end_s[rank].tolist(), strict=True)
+    for index, ((kind, stage, microbatch), start_s, end_s) in enumerate(spans):
+        if kind == "F":
+            life = lives[stage, microbatch]
+            made = (replace(row, life=life) for row in kept[stage])
+            places[stage, microbatch] = [step.make(row, "activations", floor(row.held.num_bytes)) for row in made]
+            continue
+        name = f"{BACKWARDS[kind]} of micro-batch {microbatch}"
+        life = Life(start_s, end_s, name, name, microbatch, stage)
+        for item, rows in (at_peak if index == fullest else needed[stage]).items():
+            for row in rows:
+                step.free([step.make(replace(row, life=life), item, floor(row.held.num_bytes))])
+        if kind != "I":
+            step.free(places.pop((stage, microbatch)))
+
+
+def _needed(candidate: Candidate, parts: Sequence[Part], cost: PartCost) -> dict[MemoryItem, list[LivingTensor]]:
+    """The rows that some parts need for a moment, by item."""
+    if not sum(moment_bytes(cost)):
+        return {}
+    logits, workspace = moment_rows(candidate, parts, cost)
+    return {"logits": logits, "workspace": workspace}

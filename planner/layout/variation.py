@@ -1,0 +1,388 @@
+"""Queries that change one input of a layout and price it again: its recipe, an assumption, a switch that nobody stated.
+
+The recipe of a candidate: the value of each switch that acts on it, and the same layout under another recipe.
+
+Assumptions behind a price: each is changed by itself, and the step is priced again.
+
+The best few layouts, each priced again under assumptions that may turn out otherwise.
+
+A search proves its layout best under one set of assumptions. The layouts next to it are often within a percent, and
+one that overlaps less, or crosses the network less, loses less where an assumption fails.
+
+Switches that a run does not say: its step under their likely values, and the interval that covers them.
+
+The run has each likely value with that value's share (`likely:` in the trainer's file), one switch whatever the others
+have, and the step that goes with these values is missed as that of a run that says all: by a lognormal factor, within
+the half-width w in 90% of published runs. The interval is that of a run that says all, widened to the 10% and 90%
+quantiles of this mixture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from planner.answer import AS_PLANNED, Interval, PricedLayout, RobustStep, UnsaidSwitch
+from planner.layout.candidate import Candidate
+from planner.months.losses import with_sustained
+from planner.physics.pricing import Pricing
+from planner.schedule.orders import SCHEDULES
+from planner.specs.base import LEAST_RATE
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.tiers import tiers_text
+from planner.specs.training import Recompute
+from planner.trainers.generations import imbalance_of, with_likely
+from planner.trainers.load import Likely, likely_of, switches_of
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import consent_of, switched
+from planner.trainers.switches import EP_OVERLAP, SWITCHES, Value, written
+
+
+def recipe_of(candidate: Candidate) -> dict[str, Value]:
+    """The value of each switch of the trainer that has an effect on a candidate."""
+    setting = setting_of(candidate)
+    runtime = settled(candidate.pricing.runtime, candidate.pricing.cluster, candidate.pricing.model)
+    return {name: SWITCHES[name].value_of(runtime) for name in switches_of(runtime) if has_effect(name, setting)}
+
+
+def under(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
+    """The same layout under another runtime, in its named order if it has one that was made to measure."""
+    runtime = runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
+    named = candidate if candidate.made_order is None else replace(candidate, made_order=None)
+    return named.priced_as(replace(candidate.pricing, runtime=runtime))
+
+
+def setting_of(candidate: Candidate) -> Setting:
+    """The things that a recipe's rules look at, of one candidate."""
+    pricing, split = candidate.pricing, candidate.split
+    recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
+    modules = pricing.selective_modules if split.base == "selective" else ()
+    return Setting(
+        pricing.model, pricing.cluster, pricing.training, pricing.runtime, candidate.shape, recompute, modules
+    )
+
+
+def settled(runtime: RuntimeSpec, cluster: ClusterSpec, model: ModelSpec) -> RuntimeSpec:
+    """The runtime with the name of the dispatcher that its GPUs' links ask for: alltoall where its version lacks it, or
+    nobody is known to gain from it on the network.
+
+    On AMD's GPUs that is alltoall, and no user buffers hide the exchanges of tensor parallelism. Nor do they where GPUs
+    reach each other only through host memory.
+    """
+    if (cluster.hardware.is_amd or cluster.hardware.is_through_host) and "tp_comm_overlap" in switches_of(runtime):
+        runtime = runtime.model_copy(update=SWITCHES["tp_comm_overlap"].fields_of(False) or {})
+    if runtime.dispatcher or not runtime.sends_tokens_once or model.moe is None:
+        return runtime
+    if cluster.hardware.is_amd:
+        return runtime.model_copy(update=SWITCHES["dispatcher"].fields_of("alltoall") or {})
+    if cluster.hardware.architecture not in ("ampere", "hopper", "blackwell"):
+        return runtime
+    asked, has = "hybridep" if cluster.is_rack else "deepep", switches_of(runtime).get("dispatcher", ())
+    found = asked if (asked in has or not has) and not consent_of("dispatcher", asked, cluster.hardware) else "alltoall"
+    return runtime.model_copy(update=SWITCHES["dispatcher"].fields_of(found) or {})
+
+
+STRAGGLER, IMBALANCE, NETWORK = 0.1, 0.5, 0.5
+"""Fractions by which assumptions are changed: a slow rank, a full expert, a slow network."""
+TOLD_FRACTION = 0.02
+"""Least change of the step, as a fraction, for which an assumption is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """One assumption, and the change that tests it."""
+
+    name: str
+    says: str
+    option: str
+    """Command-line option with which a user makes the same change."""
+    pricing: Pricing
+
+
+def other_assumptions(pricing: Pricing, beside_switches: bool = False) -> Iterator[Assumption]:
+    """All assumptions of this job, each changed by itself for the worse (or for the better where it is the worst).
+
+    A switch that is off and could be on is none of them: it is chosen, or stated. With `beside_switches`, one that is
+    on is none of them either: the recipe says what it is worth.
+    """
+    training, cluster = pricing.training, pricing.cluster
+    moe = pricing.model.moe is not None
+    yield from _overlaps(pricing, beside_switches)
+    slower = training.model_copy(update={"straggler_fraction": training.straggler_fraction + STRAGGLER})
+    says = f"the slowest rank computes {slower.straggler_fraction:.0%} slower"
+    option = f"--straggler-fraction {slower.straggler_fraction:g}"
+    if cluster.num_gpus > 1:  # one GPU waits for no other
+        yield Assumption("straggler", says, option, replace(pricing, training=slower))
+    if moe:
+        fuller = training.model_copy(update={"moe_imbalance": training.moe_imbalance + IMBALANCE})
+        says = f"the fullest expert rank gets {fuller.moe_imbalance:g} times the mean tokens"
+        option = f"--moe-imbalance {fuller.moe_imbalance:g}"
+        yield Assumption("moe_imbalance", says, option, replace(pricing, training=fuller))
+    if len(cluster.tiers) > 1 and cluster.num_gpus > (cluster.tiers[0].num_gpus or 0):
+        rate = max(cluster.tiers[1].gb_per_s * NETWORK, LEAST_RATE)
+        if cluster.network_tiers:
+            rates = [{"gb_per_s": max(tier.gb_per_s * NETWORK, LEAST_RATE)} for tier in cluster.network_tiers]
+            slower_tiers = tuple(t.model_copy(update=r) for t, r in zip(cluster.network_tiers, rates, strict=True))
+            slow, option = cluster.changed(network_tiers=slower_tiers), f"--tier {tiers_text(slower_tiers)}"
+        else:
+            slow, option = cluster.changed(network_gb_per_s=rate), f"--assume network_gb_per_s={rate:g}"
+        says = f"the network between nodes has {rate:g} GB/s a GPU, not {cluster.tiers[1].gb_per_s:g}"
+        yield Assumption("network", says, option, replace(pricing, cluster=slow))
+
+
+def _overlaps(pricing: Pricing, beside_switches: bool) -> Iterator[Assumption]:
+    """Assumptions about what hides behind compute."""
+    runtime, has = pricing.runtime, switches_of(pricing.runtime)
+    moe = pricing.model.moe is not None
+    by_switch = {field for name in has for field in SWITCHES[name].touched} if beside_switches else set[str]()
+    for name, fields, says in (
+        ("data_parallel_overlap", ("gradient_overlap_fraction", "parameter_overlap_fraction"), "data-parallel"),
+        ("sharding_overlap", ("fsdp_overlap_fraction",) if 3 in runtime.zero_stages else (), "sharding"),
+        (
+            "tensor_parallel_overlap",
+            ("tp_overlap_fraction", "mla_tp_overlap_fraction", "tp_async_overlap_fraction"),
+            "tensor-parallel",
+        ),
+        ("context_parallel_overlap", ("cp_overlap_fraction",), "context-parallel"),
+        (
+            "expert_parallel_overlap",
+            ("ep_overlap_fraction", "ep_overlap_network_fraction") if moe else (),
+            "expert-parallel",
+        ),
+    ):
+        left = [field for field in fields if field not in by_switch and getattr(runtime, field)]
+        if left:
+            changed = runtime.model_copy(update=dict.fromkeys(left, 0.0))
+            option = f"--assume {','.join(f'{field}=0' for field in left)}"
+            no = "no" if by_switch.isdisjoint(fields) else "no other"
+            yield Assumption(
+                name, f"{no} {says} exchange hides behind compute", option, replace(pricing, runtime=changed)
+            )
+    if moe and not runtime.ep_overlap_fraction and "ep_overlap" not in has:
+        fields = ("ep_overlap_fraction", "ep_overlap_network_fraction")
+        hidden = runtime.model_copy(update=dict.fromkeys(fields, EP_OVERLAP))
+        option = f"--assume {','.join(f'{field}={EP_OVERLAP:g}' for field in fields)}"
+        says = f"{EP_OVERLAP:.0%} of expert exchange hides"
+        yield Assumption("expert_parallel_overlap", says, option, replace(pricing, runtime=hidden))
+    if runtime.interleaved_p2p_overlap and "interleaved_p2p_overlap" not in by_switch:
+        waits = runtime.model_copy(update={"interleaved_p2p_overlap": False, "p2p_overlap": False})
+        says, option = "pipeline sends do not overlap compute", "--assume interleaved_p2p_overlap=false"
+        yield Assumption("pipeline_overlap", says, option, replace(pricing, runtime=waits))
+    if not (runtime.cuda_graphs or runtime.graphed_modules or (beside_switches and "cuda_graph" in has)):
+        yield _without_host(pricing)
+
+
+def _without_host(pricing: Pricing) -> Assumption:
+    """The assumption that CUDA graphs replay what they can: whole iterations, or the layers of a mixture."""
+    runtime, has = pricing.runtime, switches_of(pricing.runtime)
+    recipe: dict[str, Value] = {"cuda_graph": "full_iteration", "nan_checks": False}
+    if pricing.model.moe is not None:
+        recipe = {"cuda_graph": "attn+moe_router"}
+    if all(value in has.get(name, ()) for name, value in recipe.items()):
+        option = f"--switch {','.join(f'{name}={written(value)}' for name, value in recipe.items())}"
+        changed = switched(runtime, recipe)
+    else:
+        option, changed = "--assume cuda_graphs=true", runtime.model_copy(update={"cuda_graphs": True})
+    says = "no kernel waits for the host, as in CUDA graphs"
+    if changed.graphed_modules:
+        says = "CUDA graphs replay attention and routing"
+    return Assumption("host", says, option, replace(pricing, runtime=changed))
+
+
+def told_assumptions(candidate: Candidate, with_switches: bool = False) -> tuple[str, ...]:
+    """Assumptions that change this layout's step by more than 2%, the largest first: effect, change, option.
+
+    With `with_switches`, the switches of a run that someone described are among them, each changed by itself. An order
+    that was made to measure is judged as the named schedule that it started from.
+    """
+    plain = candidate if candidate.made_order is None else replace(candidate, made_order=None)
+    effects: list[tuple[float, str, str]] = []
+    assumptions = [*other_assumptions(candidate.pricing, beside_switches=True)]
+    if with_switches and candidate.pricing.model.moe is None and not candidate.pricing.runtime.cuda_graphs:
+        # the one value that needs another switch's beside it
+        assumptions.append(_without_host(candidate.pricing))
+    for other in assumptions:
+        changed = plain.priced_as(other.pricing)
+        effects.append((changed.step_s / plain.step_s - 1, other.says, other.option))
+    if with_switches:
+        effects += _switches(plain)
+    effects.sort(key=lambda effect: -abs(effect[0]))
+    return tuple(
+        f"{effect:+.1%} if {says} ({option})" for effect, says, option in effects if abs(effect) > TOLD_FRACTION
+    )
+
+
+def _switches(candidate: Candidate) -> Iterator[tuple[float, str, str]]:
+    """The effect of the best other value of each switch that acts on a layout, as far as no consent is needed.
+
+    A switch at its plainest value is left out if that is also its fastest.
+    """
+    runtime = candidate.pricing.runtime
+    for name, now in recipe_of(candidate).items():
+        others = [value for value in switches_of(runtime)[name] if value not in (now, *SWITCHES[name].consent)]
+        moved = [(value, under(candidate, switched(runtime, {name: value}))) for value in others]
+        legal = [(other.step_s, value) for value, other in moved if not any(broken_recipe_rules(setting_of(other)))]
+        if legal:
+            step_s, value = min(legal, key=lambda pair: pair[0])
+            effect, said = step_s / candidate.step_s - 1, f"{name}={written(value)}"
+            if effect < 0 or now != next(iter(SWITCHES[name].values)):
+                yield effect, f"the recipe has {said}", f"--switch {said}"
+
+
+NUM_LAYOUTS = 4
+"""The most layouts that are compared, the best among them."""
+NO_OVERLAP = "no overlap: no collective hides behind compute"
+DEFAULT_SWITCHES = "default switches: the recipe is the trainer's own"
+WORDS = {"network": "half the network", "straggler": "slow rank", "moe_imbalance": "uneven experts"}
+"""Short words for the assumptions of `other_assumptions` that are changed here; the rest is told of the best alone."""
+
+
+def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict[str, list[float]]:
+    """The step of each candidate as planned and under each assumption that all of them know.
+
+    `trainer` is the runtime with the trainer's own switches. Memory is not looked at: a layout is taken to fit.
+    """
+    assumed = [dict(_assumptions(candidate, trainer)) for candidate in candidates]
+    shared = [name for name in assumed[0] if all(name in others for others in assumed)]
+    return {AS_PLANNED: [candidate.step_s for candidate in candidates]} | {
+        name: [_step_s(candidate, others[name]) for candidate, others in zip(candidates, assumed, strict=True)]
+        for name in shared
+    }
+
+
+def robust_steps(layouts: Sequence[PricedLayout], assumed_s: Mapping[str, Sequence[float]]) -> tuple[RobustStep, ...]:
+    """The step of each layout as planned and under each assumption that matters, layout by layout, the best first.
+
+    An assumption matters if it moves one of the steps by more than `TOLD_FRACTION` or makes another layout the fastest.
+    Nothing is returned where none does.
+    """
+    planned_s = [layout.step.step_s for layout in layouts]
+    told = {n: s for n, s in assumed_s.items() if n != AS_PLANNED and _matters(planned_s, s)}
+    steps_s = {AS_PLANNED: planned_s, **told} if told else {}
+    return tuple(
+        RobustStep(layout=str(layout.parallelism), assumption=name, step_s=seconds[place])
+        for place, layout in enumerate(layouts)
+        for name, seconds in steps_s.items()
+    )
+
+
+def _step_s(candidate: Candidate, pricing: Pricing) -> float:
+    return candidate.step_s if pricing == candidate.pricing else candidate.priced_as(pricing).step_s
+
+
+def _matters(planned_s: Sequence[float], changed_s: Sequence[float]) -> bool:
+    """True where a step moves by more than `TOLD_FRACTION`, or another layout than the best becomes the fastest."""
+    moves = max(abs(after / before - 1) for before, after in zip(planned_s, changed_s, strict=True))
+    return moves > TOLD_FRACTION or min(changed_s) < changed_s[0]
+
+
+def _assumptions(candidate: Candidate, trainer: RuntimeSpec) -> Iterator[tuple[str, Pricing]]:
+    """The pricing of a candidate under each changed assumption that it knows, by the assumption's words."""
+    pricing = candidate.pricing
+    yield NO_OVERLAP, replace(pricing, runtime=_without_overlap(pricing.runtime))
+    for other in other_assumptions(pricing):
+        if other.name in WORDS:
+            yield f"{WORDS[other.name]}: {other.says}", other.pricing
+    # what saves memory is still needed
+    saving = {name: SWITCHES[name].value_of(pricing.runtime) for name in switches_of(trainer)}
+    saving = {name: value for name, value in saving.items() if SWITCHES[name].only_saves_memory}
+    default = switched(trainer, saving).for_schedules(SCHEDULES[candidate.schedule].splits_backward)
+    if not any(broken_recipe_rules(replace(setting_of(candidate), runtime=default))):
+        yield DEFAULT_SWITCHES, replace(pricing, runtime=default)
+
+
+def _without_overlap(runtime: RuntimeSpec) -> RuntimeSpec:
+    """The runtime in which no collective hides behind compute; transfers between stages stay as they are."""
+    fractions = [name for name in RuntimeSpec.model_fields if "overlap" in name and name.endswith("_fraction")]
+    return runtime.model_copy(update=dict.fromkeys(fractions, 0.0))
+
+
+DEVIATIONS = 1.645
+"""Standard deviations in a half-width of `confidence`: 90% of published runs that say their switches are within one."""
+TAIL = 0.1
+"""Share of the mixture that lies beyond each end."""
+_STEPS = 30
+"""Halvings of the bracket in which a quantile is looked for: 1e-9 of it are left."""
+
+
+def with_unsaid(candidate: Candidate, layout: PricedLayout) -> PricedLayout:
+    """The priced layout of a run that says no switch: its interval covers their likely values, which it names."""
+    unsaid, interval_s = unsaid_switches(candidate), layout.step.step_s_interval
+    if not unsaid or interval_s is None:
+        return layout
+    step_s, choices = layout.step.step_s, defaultdict[str, list[tuple[float, float]]](list)
+    for one in unsaid:
+        choices[one.switch].append((math.log(one.other_step_s / step_s), one.other_fraction))
+    low, high = mixture_interval(math.log(interval_s[1] / step_s), choices)
+    widened = (step_s * math.exp(low), step_s * math.exp(high))
+    step = layout.step.model_copy(update={"step_s_interval": widened})
+    layout = layout.model_copy(update={"step": step, "unsaid": unsaid})
+    return with_sustained(layout, candidate.pricing.training.straggler_fraction)
+
+
+def unsaid_switches(candidate: Candidate) -> tuple[UnsaidSwitch, ...]:
+    """The likely values that move this layout's step by over 2%, the one that moves it most first."""
+    unsaid = []
+    for entry, pricing in _likely(candidate):
+        other = candidate.priced_as(pricing)
+        if abs(other.step_s / candidate.step_s - 1) > TOLD_FRACTION:
+            unsaid.append(
+                UnsaidSwitch(
+                    switch=entry.switch,
+                    value=SWITCHES[entry.switch].value_of(candidate.pricing.runtime),
+                    other=entry.switches[entry.switch],
+                    other_fraction=entry.value,
+                    other_step_s=other.step_s,
+                )
+            )
+    return tuple(sorted(unsaid, key=lambda one: -abs(math.log(one.other_step_s / candidate.step_s))))
+
+
+def _likely(candidate: Candidate) -> Iterator[tuple[Likely, Pricing]]:
+    """The entries of the trainer that act on a layout and break no rule of recipes, each with its pricing."""
+    pricing, now = candidate.pricing, setting_of(candidate)
+    model, training, broken = pricing.model, pricing.training, list(broken_recipe_rules(now))
+    for entry in likely_of(pricing.runtime, pricing.cluster.hardware.architecture):
+        if not has_effect(entry.switch, now):
+            continue
+        runtime = with_likely(pricing.runtime, model, entry)
+        # a dispatcher left unsaid is one that goes with the rest
+        free = runtime if "dispatcher" in entry.switches else runtime.model_copy(update={"dispatcher": ""})
+        if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=free))):
+            continue
+        imbalance = max(training.moe_imbalance, imbalance_of(model, entry.switches))
+        fuller = training.model_copy(update={"moe_imbalance": imbalance})
+        other = replace(
+            pricing, training=fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
+        )
+        if other != pricing:
+            yield entry, other
+
+
+def mixture_interval(width: float, choices: Mapping[str, Sequence[tuple[float, float]]]) -> Interval:
+    """The ends of the interval around a step, as natural logarithms of their ratio to it.
+
+    `width` is the half-width where all is said. `choices` has, for each switch that is not, the effect of each other
+    value (log of its step over this one) and the share of runs that have it.
+    """
+    mixture = [(0.0, 1.0)]
+    for others in choices.values():
+        own = 1 - sum(fraction for _, fraction in others)
+        mixture = [(log + effect, p * q) for log, p in mixture for effect, q in ((0.0, own), *others)]
+    spread = width / DEVIATIONS * math.sqrt(2)
+
+    def below(log: float) -> float:
+        return sum(p * math.erfc((center - log) / spread) for center, p in mixture) / 2
+
+    def quantile(fraction: float) -> float:
+        low, high = min(mixture)[0] - 2 * width, max(mixture)[0] + 2 * width
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if below(middle) < fraction else (low, middle)
+        return high
+
+    return min(-width, quantile(TAIL)), max(width, quantile(1 - TAIL))

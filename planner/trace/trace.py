@@ -1,0 +1,211 @@
+"""A user's module as a model of the planner: traced in a child process, read as lists of operators."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from itertools import groupby
+from typing import Any
+
+from planner.errors import PlannerError, SpecError
+from planner.specs.model import ModelSpec
+from planner.specs.problems import checked
+from planner.specs.traced import Polynomial, TracedOperator, TracedTensor
+
+LENGTHS = (256, 512, 1024)
+"""Tokens of the sequences that are traced: three, since attention in plain torch grows with their square."""
+MOST_KINDS = 8
+MOST_S, MOST_BYTES = 600, 16 << 30
+"""Seconds and bytes of address space that the process of a user's module may take."""
+STYLES = {"colwise": "columns", "colwiseparallel": "columns", "rowwise": "rows", "rowwiseparallel": "rows"}
+"""Styles of sharding by torch's own names and those of transformers' `base_model_tp_plan`."""
+
+
+def trace(source: str, name: str, shards: Mapping[str, str] | None = None) -> ModelSpec:
+    """The model that `module:FILE.py:FACTORY` builds, or the code in `hf-code:DIR`.
+
+    `shards` says how modules are split over tensor-parallel ranks: patterns of their names, each colwise or rowwise.
+    Raises SpecError where the module cannot be built or traced without data, with the module's own last line.
+    """
+    styles = {pattern: _style(pattern, style) for pattern, style in (shards or {}).items()}
+    told = _told(source)
+    first = told[str(LENGTHS[0])]
+    if any(len(told[str(length)]["rows"]) != len(first["rows"]) for length in LENGTHS):
+        raise SpecError(f"{source}: its operations change with the length of the sequence", "pad inside of the module")
+    if first["hidden_size"] is None:
+        raise SpecError(
+            f"{source}: has no nn.Embedding, whose width is that of the layers", "embed tokens in the module"
+        )
+    rows = [_row([told[str(length)]["rows"][i] for length in LENGTHS], styles) for i in range(len(first["rows"]))]
+    lists = [_merged([row for number, row in rows if number == layer]) for layer in range(first["num_layers"])]
+    lists = _alike([_settled(operators, styles) for operators in lists])
+    kinds = list(dict.fromkeys(lists))
+    if len(kinds) > MOST_KINDS:
+        raise SpecError(f"{source}: {len(kinds)} kinds of layers, at most {MOST_KINDS}", "trace one of each by itself")
+    return checked(ModelSpec, _model(source, name, first, lists, kinds, bool(styles)), source)
+
+
+def _style(pattern: str, style: str) -> str:
+    known = STYLES.get(style.lower())
+    if known is None:
+        raise SpecError(f"--shard: {pattern}: {style!r} is no style", f"one of {', '.join(STYLES)}")
+    return known
+
+
+def _told(source: str) -> dict[str, Any]:
+    """What the process that builds and traces the module prints."""
+    kind, _, rest = source.partition(":")
+    if kind not in ("module", "hf-code") or not rest or (kind == "module" and ":" not in rest):
+        raise SpecError(f"{source!r:.80} names no module", "write module:FILE.py:FACTORY or hf-code:DIR")
+    path = rest.rpartition(":")[0] if kind == "module" else rest
+    if not os.path.exists(path):
+        raise SpecError(f"{path[:80]}: no such file or folder", "check the path")
+    words = [sys.executable, "-m", "planner.trace.worker", source, *map(str, LENGTHS)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=MOST_S, preexec_fn=_limited, check=False)
+    except subprocess.TimeoutExpired:
+        raise SpecError(f"{source}: takes over {MOST_S} s to trace", "give a factory of a smaller model") from None
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        if "No module named 'torch'" in last or "No module named 'transformers'" in last:
+            raise PlannerError(
+                f"plan models trace needs what is not installed: {last}", "pip install torch transformers"
+            )
+        raise SpecError(
+            f"{source}: cannot be traced: {last[:200]}",
+            "shapes must not depend on data: give experts a fixed capacity or a grouped product",
+        )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _limited() -> None:
+    """Limits of the child: its code is the user's."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_S, MOST_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+
+
+def fitted(values: Sequence[float]) -> Polynomial:
+    """The polynomial c₀ + c₁·s + c₂·s² that has these values at `LENGTHS`."""
+    a, b, c = LENGTHS
+    first, second = (values[1] - values[0]) / (b - a), (values[2] - values[1]) / (c - b)
+    square = (second - first) / (c - a)
+    linear = first - square * (a + b)
+    constant = values[0] - linear * a - square * a * a
+    return tuple(round(one, 6) + 0.0 for one in (constant, linear, square))  # type: ignore[return-value]
+
+
+def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[int, TracedOperator]:
+    """One operation at all lengths: its layer, and its sizes as polynomials."""
+    one = same[0]
+    sizes: dict[str, Any] = {
+        name: fitted([row[name] for row in same]) for name in ("count", "m", "n", "k", "bytes") if name in one
+    }
+    if one["kind"] == "attention":
+        sizes |= {name: fitted([row[name] for row in same]) for name in ("q_len", "kv_len")}
+        sizes |= {name: one[name] for name in ("heads", "kv_heads", "qk_dim", "v_dim")}
+    kept = [fitted([sum(size for size, _ in row["kept"]) for row in same])] if any(row["kept"] for row in same) else []
+    split = next((style for pattern, style in styles.items() if fnmatch(one["module"], pattern)), "")
+    operator = TracedOperator(
+        name=f"{_local(one['module'])} {one['name']}".strip(), kind=one["kind"], weight=one.get("weight", False),
+        kernels=one.get("kernels", 0), parameters=one.get("parameters", 0),
+        split=split if one["kind"] == "gemm" else "",  # type: ignore[arg-type]
+        kept=tuple(TracedTensor(num_bytes=size) for size in kept), **sizes,
+    )  # fmt: skip
+    return one["layer"], operator
+
+
+def _local(module: str) -> str:
+    """A module's name inside of its layer: behind the number."""
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[0] + 1 :]) if numbers else module
+
+
+def _merged(operators: Sequence[TracedOperator]) -> tuple[TracedOperator, ...]:
+    """Operations element by element one after another as one: their bytes, kernels and tensors added up."""
+    return tuple(_joined(kind, list(group)) for kind, group in groupby(operators, key=_group))
+
+
+def _group(operator: TracedOperator) -> tuple[str, str, int]:
+    """Products and attention stay by themselves; all others join their neighbours."""
+    alone = 0 if operator.kind == "elementwise" else id(operator)
+    return operator.kind, operator.name if alone else "", alone
+
+
+def _joined(kind: tuple[str, str, int], group: list[TracedOperator]) -> TracedOperator:
+    if len(group) == 1:
+        return group[0]
+    total = tuple(sum(one.bytes[power] for one in group) for power in range(3))
+    return group[0].model_copy(
+        update={
+            "name": f"{group[0].name} … {group[-1].name}", "bytes": total, "kernels": sum(one.kernels for one in group),
+            "parameters": sum(one.parameters for one in group),
+            "kept": tuple(tensor for one in group for tensor in one.kept),
+        }
+    )  # fmt: skip
+
+
+def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> tuple[TracedOperator, ...]:
+    """What lies between a product split by columns and the next split by rows is split too, and keeps a share."""
+
+    def settle() -> Iterator[TracedOperator]:
+        is_inside = False
+        for one in operators:
+            if one.split == "columns":
+                is_inside = True
+                yield one.model_copy(update={"kept": _shared(one, is_inside)})
+            elif one.split == "rows":
+                is_inside = False
+                yield one
+            elif is_inside:
+                # weights between them, of norms say, are whole on every rank only where nothing is split
+                yield one.model_copy(update={"split": "inside", "kept": _shared(one, is_inside)})
+            else:
+                yield one
+
+    return tuple(settle()) if styles else tuple(operators)
+
+
+def _shared(operator: TracedOperator, is_inside: bool) -> tuple[TracedTensor, ...]:
+    return tuple(tensor.model_copy(update={"is_sharded": is_inside}) for tensor in operator.kept)
+
+
+def _alike(lists: Sequence[tuple[TracedOperator, ...]]) -> list[tuple[TracedOperator, ...]]:
+    """Layers that differ in nothing but the tensors that they keep are of the kind that most of them are.
+
+    The first layer keeps what all of them read, rotary tables say.
+    """
+    plain = [tuple(one.model_copy(update={"kept": ()}) for one in operators) for operators in lists]
+    most = {one: Counter(full for full, other in zip(lists, plain, strict=True) if other == one) for one in set(plain)}
+    return [most[one].most_common(1)[0][0] for one in plain]
+
+
+def _model(
+    source: str, name: str, told: Mapping[str, Any], lists: list[Any], kinds: list[Any], is_split: bool
+) -> dict[str, Any]:
+    """The fields of the model: sizes of its embedding and head, and its layers as traced."""
+    heads = next((one.heads for operators in kinds for one in operators if one.kind == "attention"), 1)
+    hidden, vocab = told["hidden_size"], told["vocab_size"]
+    ends = vocab * hidden * (1 if told["is_tied"] else 2) + hidden * (2 if told["norm_bias"] else 1)
+    own = sum(one.parameters for operators in lists for one in operators)
+    return {
+        "name": name, "source": f"plan models trace {source}", "num_hidden_layers": told["num_layers"],
+        "hidden_size": hidden, "num_attention_heads": heads, "head_dim": max(hidden // heads, 1), "vocab_size": vocab,
+        "tie_word_embeddings": told["is_tied"], "position_embedding": "none", "bias": told["norm_bias"],
+        "norm": "layernorm" if told["norm_bias"] else "rmsnorm",
+        "layer_types": [f"traced{kinds.index(operators)}" for operators in lists], "mlp_layer_types": ["none"],
+        "traced": {
+            "source": f"{source}, torch {metadata.version('torch')}", "is_split": is_split,
+            "layers": [[one.model_dump(exclude_defaults=True) for one in operators] for operators in kinds],
+            "other_parameters": max(told["num_parameters"] - ends - own, 0),
+        },
+    }  # fmt: skip

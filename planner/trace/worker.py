@@ -1,0 +1,290 @@
+"""The process that runs a user's module: built on the meta device, traced at a few sequence lengths, told as JSON.
+
+    python -m planner.trace.worker module:FILE.py:FACTORY|hf-code:DIR LENGTH…
+
+Nothing is computed: meta tensors have shapes and no data. What is printed is one object: the operators of each layer in
+their order, at each length, and what the module says of its embedding and its head. `planner.trace.trace` starts it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split",
+    "split_with_sizes", "chunk", "unbind", "detach", "alias", "reshape", "as_strided", "_reshape_alias", "lift_fresh",
+    "empty", "new_empty", "empty_like", "is_same_size", "sym_size", "unsafe_split", "view_as_real", "view_as_complex",
+}  # fmt: skip
+"""Operations that move no bytes."""
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+
+
+class FusedAttention(torch.autograd.Function):
+    """Stands for a fused attention kernel: it keeps queries, keys, values, its output and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+        *batch, heads, length, _ = query.shape
+        # kernels write heads side by side, so that no copy is made to join them
+        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-3, -2)
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class FusedNorm(torch.autograd.Function):
+    """Stands for torch's fused RMSNorm: it keeps its input and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, weight: Any) -> Any:
+        ctx.save_for_backward(rows, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
+        ctx.weight = weight
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return torch.empty_like(ctx.saved_tensors[0]), None if ctx.weight is None else torch.empty_like(ctx.weight)
+
+
+class Fused(TorchFunctionMode):
+    """Puts kernels that torch fuses on a GPU in the place of what they are made of on meta tensors."""
+
+    def __init__(self, record: Recorder) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.rms_norm:
+            rows, weight = args[0], kwargs.get("weight", args[2] if len(args) > 2 else None)
+            with self.record.hidden():
+                output = FusedNorm.apply(rows, weight)  # type: ignore[no-untyped-call]
+            self.record.add(
+                "norm", "elementwise", bytes=2 * _bytes(rows), parameters=self.record.new(weight), kernels=1
+            )
+            return output
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value = given["query"], given["key"], given["value"]
+        with self.record.hidden():
+            output = FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        self.record.add(
+            "attention", "attention", heads=query.shape[-3], kv_heads=key.shape[-3], q_len=query.shape[-2],
+            kv_len=key.shape[-2], qk_dim=query.shape[-1], v_dim=value.shape[-1],
+            is_causal=bool(given.get("is_causal")) or given.get("attn_mask") is not None,
+        )  # fmt: skip
+        return output
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every operation of a forward: its sizes, the weights that it reads, the tensors that its backward keeps."""
+
+    def __init__(self, module: nn.Module, layers: list[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: list[dict[str, Any]] = []
+        self.layer, self.path, self._is_hidden = -1, [""], False
+        self.weights = {_storage(one): one.numel() for one in module.parameters()}
+        self.met: set[int] = set()
+        self.kept: set[int] = set()
+        index = {id(one): number for number, one in enumerate(layers)}
+        for name, one in module.named_modules():
+            one.register_forward_pre_hook(self._entering(name, index.get(id(one))))
+            one.register_forward_hook(self._leaving(id(one) in index), always_call=True)
+
+    def _entering(self, name: str, number: int | None) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self.path.append(name)
+            if number is not None:
+                self.layer = number
+
+        return hook
+
+    def _leaving(self, is_layer: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.path.pop()
+            if is_layer:
+                self.layer = -2  # behind a layer, and before the next
+
+        return hook
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Operations in here are not recorded: they stand for one that is."""
+        self._is_hidden, before = True, self._is_hidden
+        try:
+            yield
+        finally:
+            self._is_hidden = before
+
+    def new(self, *tensors: torch.Tensor | None) -> int:
+        """Parameters of the weights among tensors that no operation has read before."""
+        keys = {_storage(one) for one in tensors if one is not None} & self.weights.keys()
+        found = sum(self.weights[key] for key in keys - self.met)
+        self.met |= keys
+        return found
+
+    def add(self, name: str, kind: str, **sizes: Any) -> None:
+        """Record an operation of the current layer."""
+        self.rows.append(
+            {"layer": self.layer, "module": self.path[-1], "name": name, "kind": kind, "kept": [], **sizes}
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if self._is_hidden or name in VIEWS:
+            return output
+        tensors = [one for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor)]
+        has_weight, parameters = any(_storage(one) in self.weights for one in tensors), self.new(*tensors)
+        if name == "convolution" and args[8] == 1:
+            steps, kernel = output.numel() // output.shape[1], args[1].numel() // args[1].shape[0]
+            self.add(name, "gemm", count=1, m=steps, n=output.shape[1], k=kernel, weight=True, parameters=parameters)
+            return output
+        if name in PRODUCTS:
+            left, right = [one for one in tensors if one.dim() > 1][-2:] if name != "_grouped_mm" else tensors[:2]
+            grouped = name == "_grouped_mm" and right.dim() == 3
+            self.add(
+                name, "gemm", count=right.shape[0] if grouped else left.shape[0] if left.dim() == 3 else 1,
+                m=left.shape[-2] / (right.shape[0] if grouped else 1), k=left.shape[-1], n=right.shape[-1],
+                weight=has_weight, parameters=parameters,
+            )  # fmt: skip
+            return output
+        moved = sum(_bytes(one) for one in (*tensors, *_flat(output)) if isinstance(one, torch.Tensor))
+        lookup = name == "embedding"
+        moved -= _bytes(tensors[0]) if lookup else 0
+        self.add(name, "elementwise", bytes=moved, parameters=parameters, kernels=1)
+        return output
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that autograd keeps for the backward: counted once, by its storage, unless it is a weight."""
+        key = _storage(tensor)
+        if key in self.weights or key in self.kept or not self.rows:
+            return tensor
+        self.kept.add(key)
+        size = tensor.untyped_storage().nbytes()
+        if tensor.dtype in (torch.int64, torch.int32) and tensor.numel() == 1:
+            return tensor
+        self.rows[-1]["kept"].append([size, str(tensor.dtype).removeprefix("torch.")])
+        return tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [one for part in value.values() for one in _flat(part)]
+    if isinstance(value, (list, tuple)):
+        return [one for part in value for one in _flat(part)]
+    return [value]
+
+
+def built(source: str) -> nn.Module:
+    """The module of `module:FILE.py:FACTORY` or `hf-code:DIR`, on the meta device, in 16 bits."""
+    kind, _, rest = source.partition(":")
+    with torch.device("meta"):
+        if kind == "hf-code":
+            return _of_transformers(rest)
+        path, _, factory = rest.rpartition(":")
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = loaded
+        spec.loader.exec_module(loaded)
+        module = getattr(loaded, factory)()
+    return module.to(torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def _of_transformers(folder: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    options: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.bfloat16}
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **options)
+    except ValueError:  # a model without torch's own attention; the config remembers what was asked of it
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        model = AutoModelForCausalLM.from_config(config, **options)
+    with suppress(AttributeError, ValueError):  # experts one by one would wait for the data
+        model.set_experts_implementation("grouped_mm")
+    return model  # type: ignore[no-any-return]
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the children of the list of modules that holds most parameters."""
+    lists = [one for one in module.modules() if isinstance(one, (nn.ModuleList, nn.Sequential)) and len(one) > 1]
+    sizes = [sum(weight.numel() for weight in one.parameters()) for one in lists]
+    if not lists or 2 * max(sizes) < sum(weight.numel() for weight in module.parameters()) / 8:
+        return [module]
+    return list(lists[sizes.index(max(sizes))])
+
+
+def traced(source: str, length: int) -> dict[str, Any]:
+    """The operations of one forward of a sequence of `length` tokens, after a backward that shows it can be trained."""
+    module = built(source)
+    module.train()
+    layers = layers_of(module)
+    ids = torch.zeros((1, length), dtype=torch.int64, device="meta")
+    record = Recorder(module, layers)
+    kept = torch.autograd.graph.saved_tensors_hooks(record.pack, lambda tensor: tensor)
+    with torch.device("meta"), Fused(record), record, kept:
+        found = module(ids)
+    logits = next(one for one in _flat(_plain(found)) if isinstance(one, torch.Tensor))
+    logits.float().sum().backward()  # type: ignore[no-untyped-call]
+    tables = [one for one in module.modules() if isinstance(one, nn.Embedding)]
+    table = max(tables, key=lambda one: one.num_embeddings, default=None)
+    heads = [one for one in module.modules() if isinstance(one, nn.Linear) and table is not None]
+    head = next((one for one in heads if table is not None and one.out_features == table.num_embeddings), None)
+    return {
+        "rows": record.rows,
+        "num_layers": len(layers),
+        "layer_parameters": [sum(weight.numel() for weight in one.parameters()) for one in layers],
+        "num_parameters": sum(weight.numel() for weight in module.parameters()),
+        "vocab_size": None if table is None else table.num_embeddings,
+        "hidden_size": None if table is None else table.embedding_dim,
+        "has_head": head is not None,
+        "is_tied": head is not None and table is not None and head.weight is table.weight,
+        "norm_bias": any(isinstance(one, nn.LayerNorm) and one.bias is not None for one in module.modules()),
+    }
+
+
+def _plain(found: Any) -> Any:
+    """What a module returned as tuples: an output of transformers has its tensors as attributes."""
+    logits = getattr(found, "logits", None)
+    return found if logits is None else logits
+
+
+def main(words: list[str]) -> None:
+    """Trace at each length, and print all of it as one JSON object."""
+    source, *lengths = words
+    told = {int(length): traced(source, int(length)) for length in lengths}
+    sys.stdout.write(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

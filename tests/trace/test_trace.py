@@ -1,0 +1,106 @@
+"""Modules that no table knows, traced and planned: parameters and FLOPs in closed form, bytes that grow as they do."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from planner.cli import main
+from planner.errors import SpecError
+from planner.physics.layers import decoder_layer, model_totals
+from planner.physics.operators import collectives_of, num_parameters, operators_of, saved_bytes
+from planner.shape import Shape
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
+from planner.trace.trace import LENGTHS, fitted, trace
+from planner.trainers.load import load_runtime
+
+pytest.importorskip("torch")
+
+ODD = Path(__file__).parent / "odd_models.py"
+EAGER = load_runtime("torch-eager")
+H, L, V, S = 256, 4, 1000, 2048
+ATTENTION, FEED = 4 * H * H, 8 * H * H
+CONV = 3 * H * H
+CLOSED = {
+    # parameters beside embedding, head and final norm; FLOPs of a token's forward through each kind of layer
+    "hybrid": (
+        L * (2 * H + FEED) + 2 * ATTENTION + 2 * (CONV + 5 * H),
+        [2 * (CONV + FEED), 2 * (ATTENTION + FEED) + 2 * H * S],
+    ),
+    "experts": (
+        L * (2 * H + ATTENTION + 8 * H + 8 * 4 * H * H) + H * H,
+        [2 * (ATTENTION + 8 * H + 4 * H * H) + 2 * H * S],
+    ),
+    "unfused": (L * (2 * H + ATTENTION + FEED), [2 * (ATTENTION + FEED) + 4 * H * S]),
+}
+
+
+@cache
+def traced(name: str) -> ModelSpec:
+    return trace(f"module:{ODD}:{name}", name)
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_parameters_and_flops_are_those_of_the_closed_form(name: str) -> None:
+    model, (in_layers, flops) = traced(name), CLOSED[name]
+    ends = H + V * H * (1 if name == "unfused" else 2)
+    assert model.tie_word_embeddings == (name == "unfused")
+    assert model_totals(model, EAGER, S).num_parameters == in_layers + ends
+    layers = (operators_of(decoder_layer(model, kind, Shape(seq_length=S), EAGER)) for kind in model.kinds)
+    found = [sum(op.forward_flops for op in operators) / S for operators in layers]
+    assert found == pytest.approx(flops)
+
+
+def test_scores_of_plain_attention_are_kept_and_grow_with_the_square() -> None:
+    model = traced("unfused")
+    short, long = (
+        float(saved_bytes(decoder_layer(model, model.kinds[0], Shape(seq_length=length), EAGER)))
+        for length in (S, 2 * S)
+    )
+    scores = 4 * S * S * 2  # heads · s² · 2 bytes; the softmax keeps its output, the product of values reads it
+    assert long - 2 * short == pytest.approx(2 * scores, rel=0.01)
+
+
+def test_a_plan_of_sharding_splits_what_lies_between_columns_and_rows(tmp_path: Path) -> None:
+    styles = {"*.qkv": "colwise", "*.mixer.out": "rowwise", "*.up": "ColwiseParallel", "*.down": "RowwiseParallel"}
+    model = trace(f"module:{ODD}:unfused", "split", styles)
+    shapes = (Shape(seq_length=S), Shape(seq_length=S, tp=2, sequence_parallel=True))
+    whole, half = (decoder_layer(model, model.kinds[0], shape, EAGER) for shape in shapes)
+    assert num_parameters(whole) - num_parameters(half) == (ATTENTION + FEED) / 2
+    assert sum(op.forward_flops for op in operators_of(half)) == sum(op.forward_flops for op in operators_of(whole)) / 2
+    assert {one.group for one in collectives_of(half)} == {"tp"}
+    with pytest.raises(SpecError, match="no style"):
+        trace(f"module:{ODD}:unfused", "split", {"*.qkv": "diagonal"})
+
+
+def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    assert main(["models", "trace", f"module:{ODD}:experts", "-o", str(path)]) == 0
+    assert load_model(str(path)).traced == traced("experts").traced
+    words = ["--model", str(path), "--gpus", "8", "-s", "2048", "-b", "64", "--tp", "2"]
+    assert main([*words, "--runtime", "torch-eager"]) == 3
+    assert "traced" in capsys.readouterr().err
+    assert main([*words[:-2], "--runtime", "torch-eager"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        (f"module:{ODD}:waits", "cannot be traced"),
+        (f"module:{ODD}:no_such", "no_such"),
+        ("module:nowhere.py:make", "no such file"),
+        ("somewhere", "names no module"),
+    ],
+)
+def test_a_module_that_cannot_be_traced_is_refused(source: str, word: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        trace(source, "bad")
+    assert word in caught.value.message
+    assert caught.value.hint
+
+
+def test_three_lengths_say_a_polynomial() -> None:
+    assert fitted([3 + 2 * s + 0.5 * s * s for s in LENGTHS]) == pytest.approx((3, 2, 0.5))
