@@ -11,12 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from math import isclose
 from typing import Any, Final, TypeVar
 
 from planner import __version__
 from planner.answer import SCHEMA_VERSION, Plan, PricedLayout, StagePlan
 from planner.errors import PlannerError, SpecError
-from planner.priced_again import MOVED, first_difference, priced_again, step_now_s
+from planner.layout.candidate import Candidate
+from planner.layout.evaluate import assemble
+from planner.layout.price import price_layout, reprice
+from planner.layout.variation import told_assumptions, with_unsaid
 from planner.saved import KEY, changed_entry, said
 from planner.schedule.actions import Action
 from planner.schedule.graph import made_order
@@ -52,7 +56,7 @@ def plan_of(data: dict[str, Any], where: str) -> Plan:
     plan = checked(Plan, {key: value for key, value in data.items() if key not in _BESIDE}, where)
     refuse_contradiction(plan, where)
     if KEY not in data:
-        return _priced_again(plan, where)
+        return _at_todays_prices(plan, where)
     _refuse_edit(plan, data, where)
     if plan.planner_version != __version__:
         _note_move(plan, where, _priced(where, step_now_s, plan))
@@ -94,7 +98,7 @@ def _instead(plan: Plan) -> str:
     return f"a saved plan is not for editing: change the options of the command that made it: {printable(command, 150)}"
 
 
-def _priced_again(plan: Plan, where: str) -> Plan:
+def _at_todays_prices(plan: Plan, where: str) -> Plan:
     """A plan without a digest at the prices of this version: whatever numbers it has, its inputs decide."""
     again = _priced(where, priced_again, plan)
     _log.info("%s: has no digest: its layouts are priced again, what else its search said is left out", where)
@@ -224,3 +228,56 @@ def with_alternative(plan: Plan, number: int | None) -> Plan:
     chosen = plan.alternatives[number - 1]
     best = chosen.model_copy(update={"runtime_spec": None})
     return plan.model_copy(update={"best": best, "runtime_spec": chosen.runtime_spec or plan.runtime_spec})
+
+
+MOVED: Final = 1e-3
+"""Changes of a step below this share are no news."""
+_ROUNDING: Final = 1e-9
+_PRICED: Final = (
+    "evidence", "fits", "parallelism", "stages", "step", "recipe", "rank_order", "placement", "oom_probability",
+)  # fmt: skip
+"""The fields of a layout that follow from its inputs alone."""
+
+
+def step_now_s(plan: Plan) -> float:
+    """Seconds of the best layout's step by this version of the planner."""
+    return _again(reprice(plan, plan.best), plan.best, exact=True).step.step_s
+
+
+def first_difference(plan: Plan) -> tuple[str, object, object] | None:
+    """The first field of the best layout that is not what its inputs price to: its name, its value and the price."""
+    again = _again(reprice(plan, plan.best), plan.best, exact=True)
+    saved, priced = (layout.model_dump(mode="json", include=set(_PRICED)) for layout in (plan.best, again))
+    return next(_differences(saved, priced, "best"), None)
+
+
+def priced_again(plan: Plan) -> Plan:
+    """The plan's inputs and layouts at the prices of this version. What its search alone knew is left out."""
+    candidate = reprice(plan, plan.best)
+    layouts = [_again(candidate, plan.best, exact=True)]
+    layouts += [_again(reprice(plan, other), other, exact=False) for other in plan.alternatives]
+    told = told_assumptions(candidate, with_switches=plan.search is None)
+    made = assemble(candidate.pricing, candidate.pricing.totals, layouts, told)
+    return made.model_copy(update={"planner_version": plan.planner_version, "command": plan.command})
+
+
+def _again(candidate: Candidate, layout: PricedLayout, exact: bool) -> PricedLayout:
+    priced = price_layout(candidate, exact=exact)
+    priced = with_unsaid(candidate, priced) if layout.unsaid else priced
+    kept = {"warnings": layout.warnings, "id": layout.id, "runtime_spec": layout.runtime_spec}
+    return priced.model_copy(update=kept)
+
+
+def _differences(saved: Any, priced: Any, name: str) -> Iterator[tuple[str, object, object]]:
+    """Every field of two plain data that differs, in order."""
+    if isinstance(saved, dict) and isinstance(priced, dict):
+        for key in (*saved, *(key for key in priced if key not in saved)):
+            yield from _differences(saved.get(key), priced.get(key), f"{name}.{key}")
+    elif isinstance(saved, list) and isinstance(priced, list) and len(saved) == len(priced):
+        for index, pair in enumerate(zip(saved, priced, strict=True)):
+            yield from _differences(*pair, f"{name}[{index}]")
+    elif isinstance(saved, float) and isinstance(priced, float):
+        if not isclose(saved, priced, rel_tol=_ROUNDING, abs_tol=_ROUNDING):
+            yield name, saved, priced
+    elif saved != priced:
+        yield name, saved, priced

@@ -21,7 +21,7 @@ PATHS = [str(ROOT), str(ROOT / "tests" / "probe")]
 LONGEST_S = 400.0
 TIMEOUT_S = 5
 RANKS = (
-    "import sys; from functools import partial; import faulty, faulty_joined; import planner.probe.probe as probe; "
+    "import os, sys; from functools import partial; import faulty, faulty_joined; import planner.probe.probe as probe; "
     "from planner.cli import main; {}; sys.exit(main(sys.argv[1:]))"
 )
 """A command in which something happens first."""

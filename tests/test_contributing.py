@@ -37,7 +37,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.trainers import load
 from planner.trainers.rules.megatron import MEGATRON_RULES
 from planner.trainers.rules.named import RULES
-from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.switches import SWITCHES
 
 ROOT = Path(__file__).parents[1]

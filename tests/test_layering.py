@@ -32,8 +32,7 @@ ALLOWED = {
     "schedule": {"errors", "shape", "specs.reading"},
     "physics": {"errors", "shape", "specs", "trainers"},
     "answer": {"errors", "files", "shape", "saved", "specs", "trainers"},
-    "priced_again": {"answer", "layout"},
-    "plan_file": {"errors", "saved", "specs", "schedule", "answer", "priced_again"},
+    "plan_file": {"errors", "saved", "specs", "schedule", "answer", "layout"},
     # a run of months knows a layout's seconds, and nothing of how they came about
     "months": {"errors", "shape", "specs", "answer"},
     "layout": {"errors", "shape", "specs", "trainers", "schedule", "physics", "answer", "months"},
@@ -71,6 +70,8 @@ ALLOWED = {
     "probe": {
         "errors", "files", "specs", "trainers", "schedule", "answer", "physics.communication", "physics.compute",
         "physics.kernels", "physics.operators", "layout.candidate", "layout.price",
+        # a run is priced before it starts
+        "shape", "physics.cost", "physics.memory", "physics.pricing", "physics.stage_memory", "layout.seconds",
     },
     # a fit evaluates what it fits, on stages that a probe ran; what a machine lacks is looked for everywhere, and the
     # solver tests itself

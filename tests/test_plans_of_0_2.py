@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from planner.answer import Plan
-from planner.plan_file import read_plan
-from planner.priced_again import step_now_s
+from planner.plan_file import read_plan, step_now_s
 
 PLANS = sorted((Path(__file__).parent / "plans_of_0_2").glob("*.json.gz"))
 

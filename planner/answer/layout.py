@@ -264,7 +264,7 @@ class NarrowScaling(Spec):
     """The scales of products in 8 or 4 bits."""
 
     scaling: Scaling
-    """The values that share a scale, as the step is priced and exported."""
+    """The values that share a scale, as the step is priced; a model published with blocks is exported so on Hopper."""
     published: Scaling | None = None
     """The same as the model was trained with; null where nothing says."""
 

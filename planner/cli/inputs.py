@@ -17,6 +17,7 @@ from planner.errors import SpecError
 from planner.shape import liked_batch
 from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
+from planner.specs.efficiency import Efficiency
 from planner.specs.finetuning import OBJECTIVES, AdapterSpec, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
@@ -45,6 +46,8 @@ _OPTION_OF = {
 """Fields that an option spells differently."""
 _NETWORK = ("network_gb_per_s",)
 """Fields of a cluster that can be assumed otherwise; --assume names them beside those of the runtime."""
+_HOST = ("host_us",)
+"""Fields of how fast kernels are issued: microseconds for one of an eager layer."""
 _ASSUMED = ("cuda_graphs", "masks_documents")
 """Fields of a runtime that can be assumed otherwise beside those of overlaps."""
 _TRUTH = {"true": True, "false": False}
@@ -90,6 +93,10 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
     if (objection := objection_to_silicon(runtime, hardware)) is not None:
         raise SpecError(f"--runtime: {objection}", f"--runtime {runtime.family}")
     assumed, switches = _assumed(asked.assume or "", runtime)
+    issued = {field: assumed.pop(field) for field in _HOST if field in assumed}
+    if issued:
+        efficiency = checked(Efficiency, {**hardware.efficiency.model_dump(), **issued}, where="--assume")
+        hardware = hardware.model_copy(update={"efficiency": efficiency})
     values: dict[str, Any] = {
         "hardware": hardware,
         "num_gpus": asked.gpus,
@@ -211,7 +218,7 @@ def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = 
 
 def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], Recipe]:
     """`tp_overlap_fraction=0,ep_overlap=false` as fields with their values, and as switches with theirs."""
-    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_ASSUMED, *_NETWORK]
+    fields = [field for field in RuntimeSpec.model_fields if "overlap" in field] + [*_ASSUMED, *_NETWORK, *_HOST]
     has = switches_of(runtime)
     assumed: dict[str, float | bool] = {}
     switches = []
@@ -227,7 +234,8 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
             assumed[field] = _TRUTH[value] if value in _TRUTH else float(parse_number(value, unit_of(field)))
         except ValueError:
             raise SpecError(
-                f"--assume: {field}: {value[:60]!r} is no number", f"write {field}={50 if field in _NETWORK else 0}"
+                f"--assume: {field}: {value[:60]!r} is no number",
+                f"write {field}={50 if field in (*_NETWORK, *_HOST) else 0}",
             ) from None
     stated = stated_switches(",".join(switches), runtime, "--assume") if switches else {}
     return assumed, stated if isinstance(stated, dict) else {}

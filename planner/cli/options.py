@@ -342,19 +342,26 @@ Headroom = Annotated[
     number(SEARCH, "--memory-headroom", "To leave free on every GPU, in place of that rule.", "GIB", float, "gib"),
 ]
 
+
+def _imbalance(word: str) -> float | str:
+    """A number, or a histogram as TrainingSpec reads it."""
+    return word if ":" in word else float(word)
+
+
 Imbalance = Annotated[
-    float | None,
-    number(ASSUMED, "--moe-imbalance", "Tokens of the fullest expert rank over the mean. [1]", "X", float),
-]
+    str | None,
+    number(
+        ASSUMED, "--moe-imbalance", "Tokens of the fullest expert rank over the mean; or shares: 1.2:0.8,2:0.2. [1]",
+        "X|X:SHARE,…", _imbalance,
+    ),
+]  # fmt: skip
 Straggler = Annotated[
     float | None, number(ASSUMED, "--straggler-fraction", "How much slower the slowest rank computes. [0]", "X", float)
 ]
 
 Assume = Annotated[
     str | None,
-    text(
-        ASSUMED, "--assume", "NAME=X,…", "The runtime's …overlap… fields, network_gb_per_s, or switches as in --switch."
-    ),
+    text(ASSUMED, "--assume", "NAME=X,…", "The runtime's …overlap… fields, network_gb_per_s, host_us, or switches."),
 ]
 
 Calibration = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,7 +35,7 @@ OrderFile = Annotated[str | None, _option(_WHERE, "--order", "FILE.csv", "Run th
 Scale = Annotated[int, _option(_SMALL, "--scale", "N", "Hidden size of the model in small. [64]")]
 Processes = Annotated[int, _option(_SMALL, "--processes", "N", "Ranks to start at most. [8]")]
 Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned seconds: measures the bubble.")]
-Rehearse = Annotated[bool, _option(_WHERE, "--rehearse", None, "Count the bytes of the stages; needs no GPU.")]
+DryRun = Annotated[bool, _option(_WHERE, "--dry-run", None, "Print commands, environment, bytes; start nothing.")]
 Tolerance = Annotated[
     float | None, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")
 ]
@@ -53,7 +54,7 @@ def probe_command(
     scale: Scale = 64,
     processes: Processes = 8,
     sleep: Sleep = False,
-    rehearse: Rehearse = False,
+    dry_run: DryRun = False,
     tolerance: Tolerance = None,
     trace: Trace = None,
     json: o.Json = False,
@@ -68,7 +69,7 @@ def probe_command(
     Example:
       plan probe plan.json
       plan probe plan.json --sleep
-      plan probe plan.json --rehearse
+      plan probe plan.json --dry-run
       plan probe plan.json --device cuda --stage all
     """
     from planner.cli.output import show_and_save
@@ -78,45 +79,41 @@ def probe_command(
     from planner.saved import with_digest
 
     _refuse_files(output, trace, stage, force)
-    if rehearse:
-        if sleep or device is not None or order is not None or trace is not None:
-            message = "--rehearse: bytes are counted on no device, in the plan's own order"
-            raise SpecError(message, "leave out --device, --sleep, --order and --trace")
-        _count_bytes(read_plan(plan), _stages(stage or "all"), tolerance, json, output, force)
-        return
     read = read_plan(plan)
-    result = _probe(read, device, stage, steps, budget, timeout, _read_order(order), scale, processes, sleep, tolerance)
+    made = _read_order(order)
+    if dry_run:
+        if sleep or device == "cpu" or stage is not None or trace is not None or output is not None:
+            raise SpecError(
+                "--dry-run: tells of all ranks on GPUs", "leave out --device cpu, --sleep, --stage, -o, --trace"
+            )
+        from planner.probe.plan_slice import ProbeOptions
+
+        said = {"--steps": steps, "--budget": budget, "--order": order, "--tolerance": tolerance}
+        said |= {"--timeout": None if timeout == 120.0 else timeout}
+        _dry_run(read, plan, ProbeOptions(device="cuda", order=made), said, json)
+        return
+    result = _probe(read, device, stage, steps, budget, timeout, made, scale, processes, sleep, tolerance)
     if result is None:  # another rank reports
         return
     _warn(read, result, tolerance)
-    show_and_save(with_digest(result.model_dump(mode="json")), render(result), json, output, force)
+    show_and_save(with_digest(result.model_dump(mode="json")), render(result, read, output), json, output, force)
     if trace is not None:
         _write_trace(trace, read, result, force)
     if not result.agrees:
         raise ProbeMismatch("the run contradicts the plan", "the report names what is off, and by how much")
 
 
-def _count_bytes(plan: Plan, stages: Any, tolerance: float | None, json: bool, output: str | None, force: bool) -> None:
-    """Count, print and save bytes of the plan's stages. Raises ProbeMismatch where one needs others than planned."""
-    from planner.cli.output import show_and_save
-    from planner.cli.probe_report import render_counted
-    from planner.distribution import install_line
-    from planner.errors import ProbeError, ProbeMismatch, SpecError
+def _dry_run(plan: Plan, path: str, options: ProbeOptions, said: Mapping[str, object], json: bool) -> None:
+    """Print what a probe of all ranks would start."""
+    import shlex
 
-    if tolerance is not None and not tolerance > 0:
-        raise SpecError(f"--tolerance {tolerance:g}: must be positive")
-    try:
-        from planner.probe.probe import ProbeOptions, probe_bytes
-        from planner.probe.rehearse import BYTES_TOLERANCE
-    except ModuleNotFoundError as error:
-        raise ProbeError(f"the probe needs {error.name}", install_line("probe")) from None
-    options = ProbeOptions(
-        device="cuda", stages=stages, tolerance_fraction=BYTES_TOLERANCE if tolerance is None else tolerance
-    )
-    result = probe_bytes(plan, options)
-    show_and_save(result.model_dump(mode="json"), render_counted(result), json, output, force)
-    if not result.agrees:
-        raise ProbeMismatch("the count contradicts the plan", "the report names the stages, and what they hold")
+    from planner.cli.output import show_and_save
+    from planner.cli.probe_report import render_start
+    from planner.probe.run_price import what_starts
+
+    words = [word for name, value in said.items() if value is not None for word in (name, str(value))]
+    start = what_starts(plan, options, shlex.join(["plan", "probe", path, "--device", "cuda", *words]))
+    show_and_save(start.model_dump(mode="json"), render_start(start), json, None, False)
 
 
 def _refuse_files(output: str | None, trace: str | None, stage: str | None, force: bool) -> None:

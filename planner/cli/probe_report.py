@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -11,10 +11,10 @@ from rich.text import Text
 
 from planner.report.format import digits, gibibytes, percent, seconds
 from planner.report.pieces import bullets, columns, headed, section
-from planner.specs.units import gib
 
 if TYPE_CHECKING:
-    from planner.probe.result import ComparedQuantity, ProbeResult, RehearsalResult
+    from planner.answer import Plan
+    from planner.probe.result import ComparedQuantity, ProbeResult, ProbeStart
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "s": seconds,
@@ -24,9 +24,48 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
-def render(result: ProbeResult) -> Group:
-    """The whole report."""
-    return Group(*_sections(result))
+def render(result: ProbeResult, plan: Plan | None = None, saved: str | None = None) -> Group:
+    """The whole report, which ends with the verdict, what is corrected by it and what the plan is now."""
+    return Group(*_sections(result), section("What follows", bullets(_follows(result, plan, saved))))
+
+
+def _follows(result: ProbeResult, plan: Plan | None, saved: str | None) -> Iterator[str]:
+    """Lines on the verdict, on each number of the hardware, and on the plan with those that are corrected."""
+    from planner.errors import SpecError
+    from planner.profile.probe_calibration import from_probe
+
+    yield _verdict(result)
+    if plan is None:
+        return
+    try:
+        calibration = from_probe(result, plan.cluster, "this run")
+    except SpecError as error:
+        yield f"nothing is corrected: {error.message}"
+        yield f"the plan stays as it is: {plan_in_words(plan)}"
+        return
+    for correction in calibration.corrections(plan.cluster.hardware, plan.cluster.tiers):
+        yield f"{correction.name}: {correction.says}"
+    update = {
+        "cluster": calibration.of_cluster(plan.cluster),
+        "runtime_spec": calibration.of_runtime(plan.runtime_spec),
+    }
+    now = priced_again(plan.model_copy(update=update))
+    yield f"the plan is now {plan_in_words(now)}; it was {plan_in_words(plan)}"
+    yield f"plan … --calibration {saved or 'probe.json (saved by -o probe.json)'} searches with these numbers"
+
+
+def priced_again(plan: Plan) -> Plan:
+    """The plan with its layout priced by what its cluster and its trainer are now."""
+    from planner.layout.price import layout_again, reprice
+
+    return plan.model_copy(update={"best": layout_again(plan, reprice(plan, plan.best))})
+
+
+def plan_in_words(plan: Plan) -> str:
+    """A plan's step and the memory of its fullest stage."""
+    fullest = plan.best.worst_stage.memory.total_bytes
+    held = f"{gibibytes(fullest)} of {gibibytes(plan.cluster.hardware.memory_bytes)} GiB"
+    return f"{seconds(plan.step.step_s)} a step, {held}{'' if plan.best.fits else ', which does not fit'}"
 
 
 def _sections(result: ProbeResult) -> Iterator[RenderableType]:
@@ -63,7 +102,6 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
     if conditions:
         yield section("How the GPUs were", bullets(conditions))
     yield section("Verified here, and not", bullets(_claims(result)))
-    yield Text(f"\n{_verdict(result)}", style="bold")
 
 
 def _step(result: ProbeResult) -> str:
@@ -88,22 +126,17 @@ def _checks(result: ProbeResult) -> Table:
     return table
 
 
-def comparison_table(
-    comparisons: Iterable[ComparedQuantity],
-    heads: tuple[str, str] = ("predicted", "measured"),
-    shown: Mapping[str, Callable[[float], str]] = _SHOWN,
-    places: int = 1,
-) -> Table:
-    """A row for each quantity: `heads` stand over its two numbers, `shown` writes them by unit, `places` its error."""
-    table = headed(("", "stage", *heads, "error", ""), *"llrrrl")
+def comparison_table(comparisons: Iterable[ComparedQuantity]) -> Table:
+    """A row for each quantity."""
+    table = headed(("", "stage", "predicted", "measured", "error", ""), *"llrrrl")
     for comparison in comparisons:
-        error, write = comparison.error_fraction, shown[comparison.unit]
+        error, write = comparison.error_fraction, _SHOWN[comparison.unit]
         table.add_row(
             comparison.name,
             "" if comparison.stage is None else str(comparison.stage),
             write(comparison.predicted),
             write(comparison.measured),
-            "" if error is None else f"{100 * error:+.{places}f}%",
+            "" if error is None else f"{100 * error:+.1f}%",
             {None: "", True: "ok", False: "OFF"}[comparison.agrees],
         )
     return table
@@ -112,14 +145,13 @@ def comparison_table(
 def _activity(result: ProbeResult) -> Table:
     """A row for each stage; it names the rank that it shows where a stage has several."""
     has_peers = result.run.world_size > result.run.pp
-    table = headed(("stage", "busy", "waits", "queue", "idle by cause"), "r", "r", "r", "r", None)
+    table = headed(("stage", "busy", "waits", "idle by cause"), "r", "r", "r", None)
     for stage in result.activity:
         causes = sorted(stage.idle_s.items(), key=lambda item: -item[1])
         table.add_row(
             f"{stage.stage} (rank {stage.rank})" if has_peers else str(stage.stage),
             percent(stage.utilisation_fraction),
             seconds(stage.wait_s),
-            str(stage.max_queue),
             ", ".join(f"{cause} {seconds(idle_s)}" for cause, idle_s in causes if idle_s > 0) or "none",
         )
     return table
@@ -139,7 +171,7 @@ def _exchanges(result: ProbeResult) -> Iterator[str]:
 
 def _sure(spread: float | None) -> str:
     """How sure a median is, where that is worth saying."""
-    from planner.probe.repeats import SURE_FRACTION
+    from planner.probe.run import SURE_FRACTION
 
     return "" if spread is None or spread <= SURE_FRACTION else f", sure to {percent(spread)} only"
 
@@ -197,28 +229,26 @@ def _verdict(result: ProbeResult) -> str:
         return verdict
     faults = [condition.text for condition in result.conditions if condition.is_fault]
     weak = "its seconds are no evidence against the plan" if faults else "its seconds may differ by how the GPUs were"
-    return f"{verdict}\n{weak}: {'; '.join(faults or [condition.text for condition in result.conditions])}"
+    return f"{verdict}; {weak}: {'; '.join(faults or [condition.text for condition in result.conditions])}"
 
 
-def render_counted(result: RehearsalResult) -> Group:
-    """The report of bytes that were planned and counted, of `plan probe --rehearse`."""
-    return Group(*_counted(result))
-
-
-def _counted(result: RehearsalResult) -> Iterator[RenderableType]:
-    yield Text(f"plan  {result.slice.asked}", style="bold")
-    yield Text(f"run   {result.slice.run}")
-    yield Text(f"on    nothing: tensors without memory, as on {result.architecture}, torch {result.torch_version}")
-    yield Text("held  against the planner's price of eager torch, which is what the probe runs")
-    counted = comparison_table(
-        result.comparisons, ("planned", "counted"), {"bytes": lambda num_bytes: f"{gib(num_bytes):,.3f}"}, places=2
+def render_start(start: ProbeStart) -> Group:
+    """The report of `plan probe --dry-run`: commands, environment and bytes of all ranks, of which none was started."""
+    parts = ("weights", "gradients", "optimizer", "held", "moment", "reserved", "total")
+    table = headed(("stage", "ranks", "layers", *parts), *"rrlrrrrrrr")
+    for stage in start.stages:
+        held = (
+            stage.weights_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.activations_bytes,
+            stage.moment_bytes, stage.reserved_bytes, stage.total_bytes,
+        )  # fmt: skip
+        layers = ", ".join(f"{first}-{last - 1}" if last > first else "none" for first, last in stage.layers)
+        table.add_row(str(stage.stage), str(stage.num_ranks), layers, *map(gibibytes, held))
+    fits = bullets(start.made_to_fit) if start.made_to_fit else bullets(["nothing: it fits as planned"])
+    return Group(
+        Text(f"plan  {start.plan}", style="bold"),
+        Text(f"would start {start.num_ranks:,} ranks on {start.num_nodes:,} nodes; nothing was started"),
+        section("Changed to fit into eager torch", fits),
+        section(f"GiB of a rank, of {gibibytes(start.capacity_bytes)}", table),
+        section("Commands", bullets(f"{name}: {command}" for name, command in start.commands.items())),
+        section("Environment of each rank", bullets(f"{name}: {value}" for name, value in start.environment.items())),
     )
-    yield section("Planned and counted, GiB", counted)
-    claims = [f"verified: {', '.join(result.slice.verified)}", f"not counted: {', '.join(result.slice.extrapolated)}"]
-    yield section("Verified here, and not", bullets(claims))
-    wrong = [f"{one.name} of stage {one.stage}" for one in result.comparisons if one.agrees is False]
-    within = f"within {100 * result.tolerance_fraction:g}%"
-    verdict = (
-        f"the count contradicts the plan: {', '.join(wrong)}" if wrong else f"the count agrees with the plan {within}"
-    )
-    yield Text(f"\n{verdict}", style="bold")

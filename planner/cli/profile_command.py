@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +14,11 @@ from planner.cli import options as o
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from planner.answer import Plan
     from planner.probe.run import Device
     from planner.profile.build_profile import Profiled
     from planner.profile.record import MeasurementRecord
+    from planner.specs.efficiency import Efficiency
 
 _log = logging.getLogger(__name__)
 _WHAT, _OUTPUT = "What is measured", "Output"
@@ -25,6 +28,7 @@ Budget = Annotated[
     float | None, o.text(_WHAT, "--budget", "S", "Seconds for all kernels together. [GPU: 360, CPU: 60]")
 ]
 Output = Annotated[str, o.text(_OUTPUT, "--output -o", "FILE", "The profile; - is stdout. [profile.yaml]")]
+ForPlan = Annotated[str | None, o.text(_OUTPUT, "--plan", "FILE", "Price this plan with what was measured.")]
 Force = Annotated[bool, o.text(_OUTPUT, "--force", None, "Replace the file.")]
 Json = Annotated[bool, o.text(_OUTPUT, "--json", None, "Print the profile as JSON beside saving it.")]
 
@@ -33,6 +37,7 @@ def profile_command(
     device: DeviceName = None,
     quick: Quick = False,
     budget: Budget = None,
+    plan: ForPlan = None,
     output: Output = "profile.yaml",
     force: Force = False,
     json: Json = False,
@@ -51,6 +56,7 @@ def profile_command(
     from planner.distribution import install_line
     from planner.errors import ProbeError, SpecError
     from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.plan_file import read_plan
 
     try:
         from planner.profile.measure_links import WAIT_S, Ranks, exchange_rows
@@ -77,7 +83,7 @@ def profile_command(
     if json:
         sys.stdout.write(dumps(profiled.hardware.model_dump(mode="json")))
     else:
-        show(*_render(profiled, sure, output))
+        show(*_render(profiled, sure, output, None if plan is None else read_plan(plan)))
 
 
 def _device(name: str | None) -> Device:
@@ -139,7 +145,7 @@ def _yaml(profiled: Profiled, sure: str) -> str:
     return "\n".join([*lines, text])
 
 
-def _render(profiled: Profiled, sure: str, output: str) -> list[RenderableType]:
+def _render(profiled: Profiled, sure: str, output: str, plan: Plan | None = None) -> list[RenderableType]:
     from rich.text import Text
 
     from planner.report.format import digits, gibibytes
@@ -172,5 +178,45 @@ def _render(profiled: Profiled, sure: str, output: str) -> list[RenderableType]:
         Text(f"{hardware.name}: {efficiency.source}", style="bold"),
         section("This machine", bullets(facts)),
         section("What the fit leaves of each table", table),
-        Text(f"\nwrote {output}: plan --model 8b --gpus 8 --hardware {output}"),
+        section("What follows", bullets(_follows(profiled, plan, output))),
+    ]
+
+
+def _follows(profiled: Profiled, plan: Plan | None, output: str) -> Iterator[str]:
+    """Lines on whether the machine is as its shipped profile says, what is other, and a plan with these numbers."""
+    from planner.cli.probe_report import plan_in_words, priced_again
+
+    known, own = profiled.known, profiled.hardware.efficiency
+    rows = [] if known is None else differences(known.efficiency, own)
+    if known is None:
+        yield "no profile of this device ships: all of its numbers are new"
+    elif not rows:
+        yield f"agrees with {known.name}: no share of its data sheet is off by over {AGREES_FRACTION:.0%}"
+    else:
+        yield f"differs from {known.name}, which ships: {', '.join(rows)}"
+    if plan is not None:
+        now = priced_again(plan.model_copy(update={"cluster": plan.cluster.changed(hardware=profiled.hardware)}))
+        yield f"the plan is now {plan_in_words(now)}; it was {plan_in_words(plan)}"
+    yield f"wrote {output}: plan --model 8b --gpus 8 --hardware {output}"
+
+
+AGREES_FRACTION = 0.05
+"""The most by which a measured share of a data sheet differs from the shipped one where both agree."""
+
+
+def differences(shipped: Efficiency, measured: Efficiency) -> list[str]:
+    """The shares of the data sheet that differ, with the shipped number and the measured one."""
+    pairs = {
+        "products forward": (shipped.gemm.forward_fraction, measured.gemm.forward_fraction),
+        "products backward": (shipped.gemm.dgrad_fraction, measured.gemm.dgrad_fraction),
+        "attention forward": (shipped.attention.forward_fraction, measured.attention.forward_fraction),
+        "attention backward": (shipped.attention.backward_fraction, measured.attention.backward_fraction),
+        "memory": (shipped.stream_fraction, measured.stream_fraction),
+        "whole stages forward": (shipped.sustained_fraction, measured.sustained_fraction),
+        "whole stages backward": (shipped.backward_sustained_fraction, measured.backward_sustained_fraction),
+    }
+    return [
+        f"{name} {before:.0%} → {now:.0%}"
+        for name, (before, now) in pairs.items()
+        if abs(now / before - 1) > AGREES_FRACTION
     ]

@@ -155,7 +155,7 @@ def _checked(
     moves = own is not None and own.parallelism != plan.parallelism and own.step.step_s < plan.step.step_s
     return CheckedFile(
         file=str(file), source=imported.source, model=plan.model.name, hardware=plan.cluster.hardware.name,
-        num_gpus=plan.cluster.num_gpus, refused=tuple(refused), fits=plan.fits,
+        num_gpus=plan.cluster.num_gpus, refused=(*imported.refused, *refused), fits=plan.fits,
         oom_probability=plan.best.oom_probability, fullest_stage=plan.stages.index(fullest),
         needed_bytes=fullest.memory.total_bytes, capacity_bytes=plan.cluster.hardware.memory_bytes,
         step_s=plan.step.step_s, step_s_interval=plan.step.step_s_interval,

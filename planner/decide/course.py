@@ -36,9 +36,8 @@ from planner.decide.sweep import Each
 from planner.errors import PlannerError, SpecError
 from planner.months.closed_form import Standstill
 from planner.months.losses import losses_of
-from planner.trainers.checkpoint import AXES, Checkpoint
 from planner.trainers.documents import attended_fraction, masked_documents
-from planner.trainers.load import checkpoint_of
+from planner.trainers.load import AXES, Checkpoint, checkpoint_of
 from planner.trainers.spec import RuntimeSpec
 
 Key = tuple[object, ...]

@@ -26,8 +26,7 @@ from planner.specs.base import Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import check_names
 from planner.specs.training import SearchLimits, TrainingSpec
-from planner.trainers.checkpoint import AXES, Axis, Checkpoint
-from planner.trainers.load import checkpoint_of
+from planner.trainers.load import AXES, Axis, Checkpoint, checkpoint_of
 
 Kind = Literal["split", "reshard", "wait", "stay"]
 """`split`: the old layout with another number of data-parallel ranks. `reshard`: any layout. `wait`: the old layout on

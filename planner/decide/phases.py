@@ -27,8 +27,7 @@ from planner.search.search import plan, search
 from planner.specs.base import Spec
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.specs.units import gib
-from planner.trainers.rules.of_trainer import rules_for
-from planner.trainers.rules.recipe import broken_recipe_rules
+from planner.trainers.rules.recipe import broken_recipe_rules, rules_for
 from planner.trainers.spec import RuntimeSpec
 
 

@@ -28,8 +28,7 @@ from planner.search.why.remedy import with_remedy
 from planner.shape import NEAR_FRACTION, divisors
 from planner.specs.units import gib
 from planner.trainers.rules.common import ETP
-from planner.trainers.rules.of_trainer import rules_for
-from planner.trainers.rules.recipe import broken_recipe_rules
+from planner.trainers.rules.recipe import broken_recipe_rules, rules_for
 
 MOST_BATCHES = 2
 """Batches for which layouts are searched; each takes a few tenths of a second."""

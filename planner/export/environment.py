@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import yaml
 
 from planner.answer import Plan
 from planner.export.megatron.plan_options import is_fsdp, switch_arguments
@@ -11,6 +15,23 @@ from planner.export.spelling import runtime_of
 
 LARGE = 1024
 """Ranks from which NCCL waits longer for a link: "very large networks", as its documentation says."""
+
+
+_BY_THREADS = ("efa", "slingshot", "tcp")
+"""Networks that no InfiniBand verbs drive, so that NCCL's variables for them mean nothing."""
+
+
+@cache
+def networks() -> dict[str, dict[str, Any]]:
+    """The needs of each kind of network: the rows of networks.yaml."""
+    text = files("planner.export").joinpath("networks.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return found
+
+
+def network_of(plan: Plan) -> dict[str, Any]:
+    """The row of the network between the plan's nodes; empty where nobody names its kind, or there is one node."""
+    return networks().get(plan.cluster.hardware.network, {}) if _has_nodes(plan) else {}
 
 
 class EnvironmentVariable(NamedTuple):
@@ -21,6 +42,10 @@ class EnvironmentVariable(NamedTuple):
     is_needed: Callable[[Plan], bool] = lambda plan: True
 
 
+def _has_verbs(plan: Plan) -> bool:
+    return plan.cluster.hardware.network not in _BY_THREADS
+
+
 def _has_nodes(plan: Plan) -> bool:
     return plan.parallelism.num_gpus_used > plan.cluster.node_size
 
@@ -29,7 +54,9 @@ _EVERYWHERE = (
     # exchanges go first where compute runs beside them (Megatron-Bridge's COMMON_RECIPE_ENV_VARS, AMD's Primus)
     EnvironmentVariable("TORCH_NCCL_HIGH_PRIORITY", "1"),
     EnvironmentVariable(
-        "NCCL_IB_TIMEOUT", "22", lambda plan: _has_nodes(plan) and plan.parallelism.num_gpus_used >= LARGE
+        "NCCL_IB_TIMEOUT",
+        "22",
+        lambda plan: _has_nodes(plan) and plan.parallelism.num_gpus_used >= LARGE and _has_verbs(plan),
     ),
 )
 _NODES_ON_AMD = (
@@ -41,7 +68,11 @@ _NODES_ON_AMD = (
     EnvironmentVariable("NCCL_CHECKS_DISABLE", "1"),
     EnvironmentVariable("NCCL_CROSS_NIC", "0", _has_nodes),
     # RoCE v2
-    EnvironmentVariable("NCCL_IB_GID_INDEX", "3", _has_nodes),
+    EnvironmentVariable(
+        "NCCL_IB_GID_INDEX",
+        "3",
+        lambda plan: _has_nodes(plan) and _has_verbs(plan) and plan.cluster.hardware.network != "ib",
+    ),
     EnvironmentVariable("NCCL_PXN_DISABLE", "1", _has_nodes),
     EnvironmentVariable("NCCL_P2P_NET_CHUNKSIZE", "524288", _has_nodes),
 )
@@ -55,7 +86,9 @@ def variables_of(rows: Iterable[EnvironmentVariable], plan: Plan) -> dict[str, s
 
 def node_environment(plan: Plan) -> dict[str, str]:
     """The variables of a plan, whichever trainer runs it."""
-    return variables_of((*_EVERYWHERE, *(_NODES_ON_AMD if plan.cluster.hardware.is_amd else ())), plan)
+    rows = (*_EVERYWHERE, *(_NODES_ON_AMD if plan.cluster.hardware.is_amd else ()))
+    of_network: dict[str, str] = network_of(plan).get("environment", {})
+    return variables_of(rows, plan) | of_network
 
 
 NORM_MARGIN_SMS = 20
@@ -162,12 +195,14 @@ def nvlink_topology(plan: Plan) -> dict[str, str]:
 
 
 _ROWS = (
-    EnvironmentVariable("NCCL_IB_TIMEOUT", "22", lambda plan: plan.parallelism.num_gpus_used >= LARGE),
+    EnvironmentVariable(
+        "NCCL_IB_TIMEOUT", "22", lambda plan: plan.parallelism.num_gpus_used >= LARGE and _has_verbs(plan)
+    ),
     EnvironmentVariable("PRIMUS_DETERMINISTIC", "1", lambda plan: plan.runtime_spec.deterministic),
 )
 
 
 def primus_environment(plan: Plan) -> dict[str, str]:
     """The variables that differ from what the launcher sets; under FSDP it also sets the number of queues."""
-    variables = variables_of(_ROWS, plan)
+    variables = variables_of(_ROWS, plan) | network_of(plan).get("environment", {})
     return variables if is_fsdp(plan) else {**connections(plan), **variables}

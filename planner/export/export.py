@@ -85,7 +85,7 @@ _FIRST_RUNS = {
     "torchrun": "MOCK=1 bash launch.sh",
     "slurm": "MOCK=1 sbatch launch.sbatch",
     "kubernetes": "set MOCK to '1' in kubernetes.yaml, then kubectl apply -f kubernetes.yaml",
-    "kubernetes-pytorchjob": "set MOCK to '1' in kubernetes-pytorchjob.yaml, then kubectl apply -f it",
+    "kubernetes-jobset": "set MOCK to '1' in kubernetes-jobset.yaml, then kubectl apply -f it",
 }
 _DEFAULT_LAUNCHERS = ("torchrun", "slurm")
 

@@ -1,19 +1,76 @@
-"""Settings by name, whichever way a trainer is given them: a command line, YAML, JSON, or keywords in Python."""
+"""Settings by name, whichever way a trainer is given them, and the table of trainers' words (dialects.yaml).
+
+A command line, YAML, JSON, or keywords in Python; GPUs by what launchers are asked for. The table says what its columns
+mean.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, json_of, yaml_of
-from planner.export.megatron.option_rows import options_of
-from planner.export.megatron.script_reading import num_gpus
+from planner.export.megatron.option_rows import Options, options_of
 from planner.specs.reading.python_text import literal, parse_python
+from planner.specs.units import is_count
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A trainer's row."""
+
+    name: str
+    documented: str
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unasked: Mapping[str, Any] = field(default_factory=dict)
+    harmless: str = ""
+    marks: tuple[str, ...] = ()
+
+    def is_harmless(self, key: str) -> bool:
+        """The key moves neither the bytes nor the seconds of a step."""
+        return bool(self.harmless) and beginnings(self.harmless).match(key) is not None
+
+    def left_out(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that are not given, as the trainer has them."""
+        return {key: value for key, value in self.unasked.items() if key not in settings}
+
+
+@cache
+def beginnings(words: str, before: str = "") -> re.Pattern[str]:
+    """The pattern of keys that begin with one of the words."""
+    return re.compile(f"{before}({'|'.join(words.split())})")
+
+
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    """dialects.yaml as it stands."""
+    text = files("planner.export").joinpath("dialects.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return found
+
+
+@cache
+def dialect(name: str) -> Dialect:
+    """The row of a trainer."""
+    row = table()[name]
+    return Dialect(
+        name,
+        row["documented"],
+        row.get("renamed", {}),
+        row.get("unasked", {}),
+        row.get("harmless", ""),
+        tuple(row.get("marks", ())),
+    )
+
 
 Settings = dict[str, Any]
 _ON = (True, "true", "True", "yes", "1", 1, "y")
@@ -133,3 +190,34 @@ def number(settings: Mapping[str, Any], *names: str) -> int | None:
         except (TypeError, ValueError, OverflowError):
             raise SpecError(f"{name}: {value!r:.60} is no number", "write a number") from None
     return None
+
+
+def num_gpus(options: Options, script: Script) -> int | None:
+    """GPUs that torchrun, DeepSpeed's launcher or Slurm is asked for; None where none gives a number."""
+    directives, variables = script.directives, script.variables
+    tasks = directives.get("ntasks-per-node", "")
+    per_node = (
+        _first(options, "--nproc-per-node", "--num-gpus", "--ntasks-per-node")
+        or count(
+            [directives.get("gpus-per-node", "").rpartition(":")[2], directives.get("gres", "").rpartition(":")[2]]
+        )
+        or count([word for name in ("GPUS_PER_NODE", "NPROC_PER_NODE") for word in variables.get(name, [])])
+        or (count([tasks]) if tasks != "1" else None)
+    )
+    nodes = _first(options, "--nnodes", "--num-nodes", "--nodes") or count(
+        [directives.get("nodes", ""), directives.get("N", "")]
+    )
+    world = count([word for name in ("WORLD_SIZE", "NUM_GPUS", "NGPUS", "N_GPUS") for word in variables.get(name, [])])
+    if per_node and nodes:
+        return per_node * nodes
+    is_counted = any(name in options for name in ("--nnodes", "--num-nodes"))
+    return world or (per_node if per_node and not is_counted else None)
+
+
+def _first(options: Options, *names: str) -> int | None:
+    return count([options[name][0].rpartition(":")[2] for name in names if options.get(name)])
+
+
+def count(values: Sequence[str]) -> int | None:
+    """The first of the values that is a positive whole number."""
+    return next((int(value) for value in values if is_count(value) and 0 < int(value) < 10**7), None)

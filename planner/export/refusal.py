@@ -10,9 +10,8 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.price import shape_of
 from planner.trainers.load import load_runtime, versions_of
-from planner.trainers.rules.common import Rule
-from planner.trainers.rules.megatron_model import megatron_model_rules
-from planner.trainers.rules.model_fields import UNWRITTEN_RULES, WHOLE_MODEL_RULES
+from planner.trainers.rules.common import UNWRITTEN_RULES, WHOLE_MODEL_RULES, Rule
+from planner.trainers.rules.megatron import megatron_model_rules
 from planner.trainers.rules.named import EXPORT_RULES
 
 

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
-from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale
+from planner.trainers.rules.common import has_groups, has_local_base, has_usual_scale
 
 ROTARY_BASE = 10_000.0
 """Base of rotary frequencies where the model states none: every trainer's."""

@@ -10,8 +10,8 @@ from planner.export.trainer_files import TrainerFiles, comment
 from planner.layout.price import under_trainer
 from planner.specs.units import gib
 from planner.trainers.load import load_runtime
-from planner.trainers.rules.facts import original_length
-from planner.trainers.rules.of_trainer import export_rules_for
+from planner.trainers.rules.common import original_length
+from planner.trainers.rules.recipe import export_rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import on_trainer
 from planner.trainers.switches import SWITCHES, written

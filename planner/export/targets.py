@@ -122,7 +122,7 @@ _TRAINERS = (
         "slime", None, "megatron.keyed_reading:read_slime", mark=r"--(rollout-\w|actor-num-\w|prompt-data\b)",
     ),
     TrainerTarget(
-        "neox", None, "megatron.neox_reading:read_neox",
+        "neox", None, "megatron.keyed_reading:read_neox",
         mark=r"[\"'](pipe[-_]parallel[-_]size|model[-_]parallel[-_]size|pos[-_]emb|rotary[-_]pct)[\"']\s*:"
         r"|^(pipe_parallel_size|gpt_j_residual|rotary_pct|no_weight_tying):",
     ),
@@ -134,7 +134,7 @@ _TRAINERS = (
         "hf", "huggingface.trl_files:export_hf", "huggingface.trainer_reading:read_trainer", runtimes=("hf",),
     ),
     TrainerTarget(
-        "torchtune", None, "huggingface.torchtune_reading:read_torchtune", mark=r"_component_: torchtune\.",
+        "torchtune", None, "huggingface.trainer_reading:read_torchtune", mark=r"_component_: torchtune\.",
     ),
     TrainerTarget(
         "accelerate", None, "huggingface.tuning_settings:read_accelerate",
@@ -155,7 +155,7 @@ _LAUNCHERS = (
     LauncherTarget("torchrun", "launch.launchers:torchrun_script"),
     LauncherTarget("slurm", "launch.launchers:slurm_script"),
     LauncherTarget("kubernetes", "launch.kubernetes:kubernetes_manifest"),
-    LauncherTarget("kubernetes-pytorchjob", "launch.kubernetes:pytorchjob_manifest"),
+    LauncherTarget("kubernetes-jobset", "launch.kubernetes:jobset_manifest"),
 )
 
 TRAINERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.writer is not None}

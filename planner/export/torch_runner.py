@@ -21,8 +21,7 @@ from planner.export.trainer_files import ExportFile, LaunchCommand, Requirement,
 from planner.schedule.actions import Schedule
 from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
-from planner.trainers.rules.common import BF16_ONLY
-from planner.trainers.rules.facts import has_groups, rotary_method
+from planner.trainers.rules.common import BF16_ONLY, has_groups, rotary_method
 from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_MODEL_RULES, TORCH_SCHEDULE_RULES
 
 _HINT = "give a plan.torch.yaml that plan export wrote"

@@ -6,11 +6,10 @@ import re
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.dialects import dialect
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, is_on, number
+from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_on, number
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
 
@@ -100,6 +99,8 @@ def _of_megatron(settings: Settings, config: ConfigFile, model: str, is_rl: bool
     imported = read_keys("verl-megatron", keys, _num_gpus(settings), named=model_called(model) if model else None)
     imported.unknown = {names.get(key, key): value for key, value in imported.unknown.items()}
     imported.ignored = {names.get(key, key): value for key, value in imported.ignored.items()}
+    if (value := imported.assumed.pop("micro_batch_size", None)) is not None:
+        imported.assumed[micro] = value
     rank = settings.get(f"{_MODEL}lora.rank") or settings.get(f"{_MODEL}lora_rank") or settings.get("model.lora.rank")
     if rank:
         targets = settings.get(f"{_MODEL}lora.target_modules") or settings.get("model.lora.target_modules")
@@ -107,7 +108,14 @@ def _of_megatron(settings: Settings, config: ConfigFile, model: str, is_rl: bool
     if is_on(settings.get(f"{_MODEL}mtp.enable_train")) and isinstance(imported.run["model"], str):
         imported.notes.append("the multi-token prediction of the published model is trained as well")
     _offload(imported, settings, f"{_ACTOR}megatron.")
-    read = (*names.values(), micro, f"{_MODEL}lora", "mtp")
+    lora = ("lora.rank", "lora_rank", "lora.target_modules")
+    read = (
+        *names.values(),
+        micro,
+        *(f"{_MODEL}{name}" for name in lora),
+        "model.lora.rank",
+        "model.lora.target_modules",
+    )
     _list_unread(imported, settings, read)
     return imported
 
@@ -139,10 +147,15 @@ def _of_fsdp(settings: Settings, config: ConfigFile, model: str, is_rl: bool) ->
         imported.run["parallelism"]["fsdp"] = size
     prefix = f"{actor}fsdp_config." if is_rl else "model.fsdp_config."
     _offload(imported, settings, prefix)
-    read = (f"{own}enable_", f"{own}lora_rank", f"{own}target_modules", f"{own}use_liger", f"{actor}ulysses",
-            f"{actor}fsdp_config.fsdp_size", f"{actor}fsdp_config.model_dtype", "data.micro_batch_size",
-            "engine.fsdp_size", "engine.ulysses", f"{actor}ppo_micro", f"{actor}fsdp_config.dtype", "ulysses",
-            "use_remove")  # fmt: skip
+    fsdp = ("fsdp_size", "model_dtype", "dtype", "ulysses_sequence_parallel_size", "reshard_after_forward")
+    of_model = (
+        "enable_gradient_checkpointing", "enable_activation_offload", "lora_rank", "target_modules", "use_liger",
+    )  # fmt: skip
+    read = (
+        *(f"{own}{name}" for name in (*of_model, "fsdp_config.fsdp_size", "fsdp_config.model_dtype")),
+        *(f"{actor}fsdp_config.{name}" for name in fsdp), *(f"engine.{name}" for name in fsdp),
+        f"{actor}ulysses_sequence_parallel_size", f"{actor}ppo_micro_batch_size_per_gpu", "use_remove_padding",
+    )  # fmt: skip
     _list_unread(imported, settings, read)
     return imported
 
@@ -158,11 +171,14 @@ def _offload(imported: ImportedRun, settings: Settings, prefix: str) -> None:
 
 
 def _list_unread(imported: ImportedRun, settings: Settings, read: tuple[str, ...]) -> None:
-    common = (f"{_MODEL}path", "model.path", "model.partial_pretrain", "data.max_", "data.train_batch_size",
-              "engine", f"{_ACTOR}ppo_mini", f"{_ACTOR}use_dynamic", f"{_ACTOR}ppo_max_token", "trainer.n",
-              "data.use_dynamic")  # fmt: skip
+    exact = (
+        *(f"{_ACTOR}{name}" for name in ("ppo_mini_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")),
+        "data.train_batch_size", "data.micro_batch_size_per_gpu", "data.use_dynamic_bsz", "data.max_token_len_per_gpu",
+        "data.max_length", "data.max_prompt_length", "data.max_response_length", "trainer.nnodes", "engine",
+        "trainer.n_gpus_per_node", f"{_MODEL}path", "model.path", "model.partial_pretrain", "engine.strategy",
+    )  # fmt: skip
     for path, value in settings.items():
-        if path in imported.unknown or path in imported.ignored or path.startswith((*read, *common)):
+        if path in imported.unknown or path in imported.ignored or path in {*exact, *read}:
             continue
         is_known = _ROW.is_harmless(path) or value in (None, False) or path.rpartition(".")[2] in _OFFLOADS
         (imported.ignored if is_known or "." not in path else imported.unknown)[path] = str(value)[:200]

@@ -33,7 +33,7 @@ from planner.specs.training import Dtype, Parallelism, SearchLimits, TrainingSpe
 from planner.specs.units import gib
 from planner.trainers.generations import described
 from planner.trainers.load import has_dtype, load_runtime, since_of
-from planner.trainers.rules.of_trainer import export_rules_for
+from planner.trainers.rules.recipe import export_rules_for
 from planner.trainers.spec import RuntimeSpec
 
 

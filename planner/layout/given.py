@@ -15,7 +15,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.training import Parallelism
 from planner.trainers.rules.common import ETP
-from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.recipe import rules_for
 
 _TRAINABLE = tuple(name for name, kind in SCHEDULES.items() if kind.trains_one_copy)
 

@@ -164,10 +164,10 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     if spec.dtype == "bf16" and spec.precision_recipe == "fp16":
         training["dtype"] = "fp16"
     model = _model(spec.model, f"{where}: run: model")
-    training["moe_imbalance"] = imbalance_of(model, features)
     used = {"precision_recipe": spec.precision_recipe, **features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)
+    training |= imbalance_of(model, features, runtime, spec.adapters).fields
     return Run(
         id=run_id,
         model=model,

@@ -19,8 +19,7 @@ from planner.physics import memory
 from planner.physics.adapters import OF_ADAPTERS
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layers import around_mtp_layer
-from planner.physics.memory import GRAPH_POOL, Moment
-from planner.physics.offload import is_decoder_layer, offloaded
+from planner.physics.memory import GRAPH_POOL, Moment, is_decoder_layer, offloaded
 from planner.physics.operators import BF16, FP32, NARROW_BYTES, Item, Operator, Saved, operators_of
 from planner.physics.optimizers import states_of, tensors_of
 from planner.physics.pricing import Pricing

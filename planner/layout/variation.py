@@ -354,8 +354,9 @@ def _likely(candidate: Candidate) -> Iterator[tuple[Likely, Pricing]]:
         free = runtime if "dispatcher" in entry.switches else runtime.model_copy(update={"dispatcher": ""})
         if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=free))):
             continue
-        imbalance = max(training.moe_imbalance, imbalance_of(model, entry.switches))
-        fuller = training.model_copy(update={"moe_imbalance": imbalance})
+        imbalance = imbalance_of(model, entry.switches, pricing.runtime, training.adapters)
+        is_fuller = imbalance.mean > training.moe_imbalance
+        fuller = training.model_copy(update=imbalance.fields) if is_fuller else training
         other = replace(
             pricing, training=fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
         )

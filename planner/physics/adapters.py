@@ -8,14 +8,94 @@ before each of its products.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from planner.physics.adapter_split import Split, frozen_exchange
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
-from planner.shape import Shape
-from planner.specs.finetuning import AdapterSpec
+from planner.shape import Number, Shape
+from planner.specs.finetuning import EXPERTS, AdapterSpec
 from planner.trainers.spec import RuntimeSpec
+
+ROW_PARALLEL = frozenset({"attention output", "mlp down", "shared_experts down", "mamba out", "convolution out"})
+"""Products whose rows are split over tensor-parallel ranks."""
+WHOLE = frozenset({"q down", "kv down", "experts up", "experts down"})
+"""Products that every tensor-parallel rank has whole, or that other ranks split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Ranks that share the parts of one adapter: its A, its B, and the rows of its output and of its input."""
+
+    rank: int
+    is_row: bool = False
+    shape: Shape | None = None
+    down: Number = 1
+    """Ranks that share the columns of A."""
+    up: Number = 1
+    """Ranks that share the columns of B, beyond those that share the product's."""
+    outputs: Number = 1
+    """Ranks that share the rows to which the adapter's output is added."""
+    inputs: Number | None = None
+    """Ranks that shared the rows of the input before it was gathered; none where it was not."""
+
+    @classmethod
+    def of(cls, product: Operator, adapters: AdapterSpec, shape: Shape | None) -> Split:
+        """The shares of an adapter beside `product`; without a shape, all of it is on each rank."""
+        rank = adapters.rank
+        if shape is None or product.name in WHOLE:
+            return cls(rank=rank)
+        if product.name in ROW_PARALLEL:
+            return cls(rank=rank, is_row=True, shape=shape, up=shape.tp, outputs=shape.sequence_shards)
+        return cls(rank=rank, shape=shape, down=shape.tp, inputs=shape.sequence_shards)
+
+    def exchanges(self, product: Operator, runtime: RuntimeSpec) -> Iterator[Collective]:
+        """The exchanges among the ranks that share the adapter, none of which hides behind a product.
+
+        They come just before or after the product's own, in which the ranks have waited for each other already.
+        The rows of A's output have its few columns. B's output beside a row-parallel product has the columns of one
+        rank and all tokens, and is wanted with all columns and the tokens of one rank: ranks exchange the parts, or
+        gather all columns and cut the tokens out (`a2a_experimental`). Without sequence parallelism a column-parallel
+        product's adapter sums the gradients of its input by itself.
+        """
+        if self.shape is None:
+            return
+        name, rows = f"{product.name} adapter", BF16 * product.count * product.m
+        hidden, columns = rows * self.rank, rows * product.n
+        forward = Collective(
+            name=f"{name} hidden", kind="all_reduce" if self.is_row else "all_gather", group="tp", num_bytes=hidden,
+            modules=product.modules, waits=False,
+        )  # fmt: skip
+        yield forward
+        yield replace(forward, name=f"{name} hidden grad", kind="all_reduce", backward=True, modules=())
+        if not self.is_row:
+            unsharded = rows * product.k * (1 - self.shape.sequence_parallel)
+            yield replace(forward, name=f"{name} dgrad", kind="all_reduce", num_bytes=unsharded, backward=True)
+            return
+        parts = runtime.adapters_all_to_all
+        gather = replace(forward, name=f"{name} output", kind="all_gather", num_bytes=columns)
+        if parts:
+            gather = replace(gather, kind="all_to_all", num_bytes=columns / self.shape.tp)
+        yield gather
+        again = gather.num_bytes * self.shape.sequence_parallel
+        yield replace(gather, name=f"{name} output grad", num_bytes=again, backward=True, modules=())
+
+
+def frozen_exchange(exchange: Collective, targets: frozenset[str], splits: bool) -> Iterator[Collective]:
+    """An exchange beside frozen products.
+
+    No input is gathered again for a weight's gradient, unless an adapter that kept no gathered input needs it. Where
+    adapters are split, the input of a target is gathered once for both: in 16 bits, and not behind the product
+    (Transformer Engine's return_layernorm_output_gathered, which user buffers cannot do).
+    """
+    feeds = any(product.name in targets for product in exchange.beside)
+    if exchange.for_weight and (splits or not feeds):
+        return
+    beside = tuple(replace(product, trained=False) for product in exchange.beside)
+    if splits and feeds and exchange.kind == "all_gather" and not exchange.backward:
+        yield replace(exchange, beside=beside, cast=False, overlap="none")
+        return
+    yield replace(exchange, beside=beside)
+
 
 _OPERATORS = {
     "q_proj": ("q", "qkv"), "k_proj": ("k", "qkv"), "v_proj": ("v", "qkv"), "o_proj": ("attention output",),
@@ -62,7 +142,8 @@ def without_adapters(items: Sequence[Item]) -> tuple[Item, ...]:
 def _targets(adapters: AdapterSpec, runtime: RuntimeSpec) -> frozenset[str]:
     """Names of the products with an adapter."""
     fused = _FUSED if runtime.fused_projections else {}
-    return frozenset(name for module in adapters.modules for name in fused.get(module, _OPERATORS[module]))
+    named = {*adapters.modules, *(EXPERTS if runtime.adapts_experts and adapters.adapts_mlps else ())}
+    return frozenset(name for module in named for name in fused.get(module, _OPERATORS[module]))
 
 
 def _read_by_adapters(items: Sequence[Item], targets: frozenset[str]) -> frozenset[int]:

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from planner.physics.kernels.attention import ATTENTION_BACKWARD_KERNELS, attention_s
-from planner.physics.kernels.products import cast_s, gemm_s, is_narrow
-from planner.physics.kernels.streams import PassSeconds, stream_s
-from planner.physics.layer.scans import SCAN_STREAM_FRACTION, scan_flops_s
+from planner.physics.kernels import (
+    ATTENTION_BACKWARD_KERNELS,
+    PassSeconds,
+    attention_s,
+    cast_s,
+    gemm_s,
+    is_narrow,
+    stream_s,
+)
+from planner.physics.layer.recurrent import SCAN_STREAM_FRACTION, scan_flops_s
 from planner.physics.operators import BF16, Operator
 from planner.physics.remember import content, remembered
 from planner.shape import Number, maximum
@@ -28,10 +34,12 @@ DETERMINISTIC_PERMUTE = 3.0
 (Megatron-LM, docs/developer/determinism). Its share of a mixture's step, 15 to 17%, is where this guess is from."""
 
 
+FP32_PRODUCT = 10.0
+"""Seconds of a product of fp32 operands over those of a large one in bf16: 67 TFLOP/s beside about 650 on H100."""
 SIZES_OF_KIND = {
     "gemm": (
         "count", "m", "n", "k", "weight", "trained", "wide", "input_shards", "gradient_shards", "takes_cast_input",
-        "takes_cast_gradient", "backward_factor",
+        "takes_cast_gradient", "backward_factor", "in_fp32",
     ),
     "attention": (
         "count", "batch", "heads", "kv_heads", "q_len", "kv_len", "window", "documents", "has_sinks", "calls_flash",
@@ -81,7 +89,7 @@ def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime:
             runtime.groups_products or runtime.fuses_experts,
             gradient_bytes,
         )
-        slow = efficiency.gemm_factor
+        slow = efficiency.gemm_factor * (FP32_PRODUCT if op.in_fp32 else 1.0)
         narrow = op.is_cast and is_narrow(hardware, dtype)
         if hardware.is_amd:
             slow *= runtime.rocm_narrow_factor if narrow else runtime.rocm_product_factor

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.physics.memory import sharded_parameters
-from planner.physics.offload import is_decoder_layer
+from planner.physics.memory import is_decoder_layer, sharded_parameters
 from planner.physics.operators import Item, num_parameters
 from planner.physics.pricing import Pricing
 from planner.shape import Number, Shape, minimum

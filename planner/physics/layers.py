@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from planner.physics.adapters import adapted
-from planner.physics.layer.blocks import enter_tp, leave_tp, norm
-from planner.physics.layer.hyper_connections import attend_snapshots, join_streams
-from planner.physics.layer.mixers import mixer_block
-from planner.physics.layer.mlp import mlp_block
+from planner.physics.layer.attention import attention
+from planner.physics.layer.blocks import (
+    attend_snapshots,
+    dense_mlp,
+    enter_half,
+    enter_tp,
+    join_streams,
+    leave_half,
+    leave_tp,
+    norm,
+)
+from planner.physics.layer.moe import mixture
+from planner.physics.layer.recurrent import gated_delta, kimi_delta, lightning, mamba1, mamba2, short_conv
+from planner.physics.layer.traced import traced
 from planner.physics.operators import (
     BF16,
     FP32,
@@ -24,8 +35,69 @@ from planner.physics.operators import (
 from planner.shape import Number, Shape, ceil, minimum
 from planner.specs.finetuning import AdapterSpec
 from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import AttentionKind
 from planner.trainers.documents import Documents
 from planner.trainers.spec import RuntimeSpec
+
+Mixer = Callable[[ModelSpec, LayerKind, Shape, RuntimeSpec], Iterator[Item]]
+
+MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
+    "full": (attention,),
+    "sliding": (attention,),
+    "chunked": (attention,),
+    "indexed": (attention,),
+    "sparse": (attention,),
+    "compressed_sparse": (attention,),
+    "heavily_compressed": (attention,),
+    "mamba": (mamba1,),
+    "mamba2": (mamba2,),
+    "full_mamba2": (attention, mamba2),
+    "gated_delta": (gated_delta,),
+    "kimi_delta": (kimi_delta,),
+    "lightning": (lightning,),
+    "conv": (short_conv,),
+    "none": (),
+}
+"""The mixers of each kind of layer, which all read the same norm's output and are summed."""
+
+
+def mixer_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """Norm, the layer's mixers, residual; nothing for a layer that only has an MLP."""
+    if model.traced is not None:
+        yield from traced(model, kind, shape, runtime)
+        return
+    mixers = MIXERS[kind.attention]
+    if not mixers:
+        return
+    module = "layernorm" if model.mla is not None or model.compressed_attention is not None else ""
+    yield from enter_half("attention", model, shape, runtime, module=module)
+    for mixer in mixers:
+        yield from mixer(model, kind, shape, runtime)
+    yield from leave_half(
+        "attention", model, shape, runtime, adds=model.parallel_residual is None or kind.mlp == "none"
+    )
+
+
+def mlp_block(
+    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
+) -> Iterator[Item]:
+    """Norm, dense MLP or experts, residual; nothing for a layer that has a mixer alone."""
+    if kind.mlp == "none":
+        return
+    # the router keeps what experts take in as it is
+    is_dense = kind.mlp == "dense"
+    beside = model.parallel_residual if kind.attention != "none" else None
+    if beside != "one_norm":
+        yield from enter_half(
+            "mlp", model, shape, runtime, output_is_cast=is_dense, module="mlp" if is_dense else "layernorm"
+        )
+    if is_dense:
+        assert model.intermediate_size is not None
+        yield from dense_mlp(model, model.intermediate_size, shape, runtime, "mlp")
+    else:
+        assert model.moe is not None
+        yield from mixture(model, model.moe, shape, runtime, moe_imbalance)
+    yield from leave_half("mlp", model, shape, runtime, terms=2 if beside is None else 3)
 
 
 def decoder_layer(
@@ -208,7 +280,8 @@ def model_totals(
     Of attention, FLOPs count that stay within `documents`.
     """
     shape = Shape(seq_length=seq_length)
-    plain = runtime.model_copy(update={"flash_attention": True, "vocab_divisible_by": 1, "balances_in_buffers": False})
+    plainly = {"flash_attention": True, "fuses_sparse_attention": True, "vocab_divisible_by": 1}
+    plain = runtime.model_copy(update=plainly | {"balances_in_buffers": False})
     parts = [(decoder_layer(model, kind, shape, plain), model.layers.count(kind)) for kind in model.kinds]
     shares = model.tie_word_embeddings
     parts += [(embedding(model, shape, plain), 1), (head(model, shape, plain, shares_embedding=shares), 1)]

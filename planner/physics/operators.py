@@ -99,6 +99,8 @@ class Operator:
     """True where the kernel before the product writes its input in the recipe's dtype already."""
     takes_cast_gradient: bool = False
     """`takes_cast_input` of the gradient of the product's output."""
+    in_fp32: bool = False
+    """True for a product of fp32 operands, which tensor cores do not take."""
     backward_factor: float = 1.0
     """Factor on the seconds of a product's two gradients; for a scan, FLOPs of the backward over the forward's."""
     scan_flops: Number = 0

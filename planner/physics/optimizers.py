@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from planner.physics.kernels.products import product_s
-from planner.physics.kernels.streams import stream_s
+from planner.physics.kernels import product_s, stream_s
 from planner.physics.operators import BF16, FP32, Item, Operator, operators_of
 from planner.shape import Number, maximum, minimum, where
 from planner.specs.hardware import HardwareSpec

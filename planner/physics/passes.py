@@ -11,7 +11,7 @@ from typing import NamedTuple
 from planner.physics import compute
 from planner.physics.communication import exchange_tiers_s, group_of
 from planner.physics.cost import PartCost
-from planner.physics.kernels import products, streams
+from planner.physics.kernels import PassSeconds, is_narrow
 from planner.physics.operators import Collective, Item, Operator, collectives_of, operators_of
 from planner.shape import Number, Shape, any_of, log2, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
@@ -87,7 +87,7 @@ class Passes:
         gpu = compute.summed(each)
         issued = compute.issue_seconds(operators, hardware, runtime)
         sent_s = self._sending_s(items, shape)
-        issued = streams.PassSeconds(issued[0] + sent_s["forward"], issued[1] + sent_s["backward"], issued[2])
+        issued = PassSeconds(issued[0] + sent_s["forward"], issued[1] + sent_s["backward"], issued[2])
         passes = compute.with_host(gpu, issued, runtime)
         # while the GPU waits for the host, exchanges go on
         idle = 0.0 if runtime.blocking_launches else 1.0
@@ -132,7 +132,7 @@ class Passes:
         shape: Shape,
         idle_s: Mapping[str, Number],
         replayed: bool,
-        priced: Mapping[int, streams.PassSeconds],
+        priced: Mapping[int, PassSeconds],
     ) -> tuple[dict[str, Number], dict[str, Number]]:
         """Seconds of exchanges that show, by group and pass, and by pass those that hide behind another micro-batch."""
         seconds: dict[str, Number] = {f"{g}_{way}_s": 0.0 for g in COMM_GROUPS for way in ("forward", "backward")}
@@ -159,7 +159,7 @@ class Passes:
         items: Sequence[Item],
         shape: Shape,
         replayed: bool = False,
-        priced: Mapping[int, streams.PassSeconds] = MappingProxyType({}),
+        priced: Mapping[int, PassSeconds] = MappingProxyType({}),
     ) -> Iterator[ExchangeSeconds]:
         """The seconds of each exchange of a part, in their order in the list.
 
@@ -244,7 +244,7 @@ class Passes:
         seconds = sum(passes[1:]) if exchange.backward else passes[0]
         return seconds * (1 - 1 / size)
 
-    def _products_s(self, exchange: Collective, priced: Mapping[int, streams.PassSeconds]) -> Number:
+    def _products_s(self, exchange: Collective, priced: Mapping[int, PassSeconds]) -> Number:
         """Seconds of the products beside an exchange of tensor parallelism, which can hide no more of it than this."""
         hardware, dtype = self.cluster.hardware, self.training.dtype
         passes = [
@@ -327,7 +327,7 @@ class Passes:
         kernels = layer + runtime.expert_kernels * moe.num_experts / shape.ep
         if runtime.overlaps_experts and not runtime.graphed_modules:
             kernels = kernels * runtime.ep_overlap_host_factor
-        if products.is_narrow(self.cluster.hardware, self.training.dtype):
+        if is_narrow(self.cluster.hardware, self.training.dtype):
             kernels = kernels * runtime.narrow_host_factor
         return kernels * compute.issue_s(self.cluster.hardware, runtime)
 

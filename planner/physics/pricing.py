@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.physics import compute, memory
+from planner.physics import compute, kernels, memory
 from planner.physics.adapters import adapted, without_adapters
+from planner.physics.communication import Exchanges
 from planner.physics.cost import CostTable, PartCost
-from planner.physics.exchanges import Exchanges
-from planner.physics.kernels import streams, updates
+from planner.physics.layer.moe import with_fullest_kept
 from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block
-from planner.physics.offload import is_decoder_layer, offloaded_bytes, shown_s
+from planner.physics.memory import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
     Item,
@@ -173,7 +173,7 @@ class Pricing:
         known = self._known_of(shape)
         if kind not in known:
             items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
-            known[kind] = self.as_trained(items, shape)
+            known[kind] = self.as_trained(self._in_fullest_step(items, shape), shape)
         layer: tuple[Item, ...] = known[kind]
         return layer
 
@@ -199,7 +199,13 @@ class Pricing:
 
     def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
-        return self.as_trained(mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance), shape)
+        items = mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance)
+        return self.as_trained(self._in_fullest_step(items, shape), shape)
+
+    def _in_fullest_step(self, items: Sequence[Item], shape: Shape) -> Sequence[Item]:
+        """Items whose experts keep what the fullest rank keeps in the step that decides its memory."""
+        mean, peak = self.training.moe_imbalance, self.training.moe_peak_imbalance
+        return items if peak is None or peak <= mean else with_fullest_kept(items, peak / mean, shape)
 
     def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of the embedding."""
@@ -327,16 +333,16 @@ class Pricing:
         # ZeRO-3 copies weights out of the gathered buffer in both passes, and gradients into one to be scattered; a
         # pipeline stage does so once a step
         frozen_moved = 2 * runtime.frozen_weight_bytes * counted.frozen_parameters
-        seconds["forward_s"] = seconds["forward_s"] + streams.stream_s(
+        seconds["forward_s"] = seconds["forward_s"] + kernels.stream_s(
             hardware, (2 * BF16 * trained + frozen_moved) * is_gathered, 1
         )
-        seconds["input_grad_s"] = seconds["input_grad_s"] + streams.stream_s(
+        seconds["input_grad_s"] = seconds["input_grad_s"] + kernels.stream_s(
             hardware, ((3 * BF16 + runtime.gradient_bytes) * trained + frozen_moved) * is_gathered, 2
         )
         if not runtime.fused_grad_accumulation:
             # ZeRO-2 and 3 sum the shards alone, but for a pipeline's
             shards = where((zero >= 2) & alone, shape.shard_size, 1)
-            accumulated = updates.accumulate_s(hardware, trained / shards, runtime.gradient_bytes)
+            accumulated = kernels.accumulate_s(hardware, trained / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
         left = self.offloaded_bytes_of(items)
         if runtime.offload_modules or runtime.offloaded_layers:
@@ -376,7 +382,7 @@ class Pricing:
         plain = [(layers[kind, "none"], count) for kind, count in self.kind_counts.items()]
         stage = trained + sum((one.parameters - one.frozen_parameters) * count for one, count in plain) / shape.pp
         table = minimum(trained, memory.sharded_parameters(stage, 0.0, shape, self.runtime))
-        slower_s = updates.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
+        slower_s = kernels.optimizer_s(self.cluster.hardware, 0.0, self.runtime, table)
         return replace(part, optimizer_s=part.optimizer_s + slower_s)
 
     def _head(self, shape: Shape, shares_embedding: bool) -> PartCost:
@@ -436,11 +442,11 @@ class Pricing:
         dense, expert = part.trained_dense_parameters, part.trained_expert_parameters
         shard = memory.sharded_parameters(dense, expert, shape, runtime)
         offloaded = runtime.optimizer_offload_fraction * shard
-        clip_s = updates.clip_s(hardware, shard, dense + expert, runtime)
-        gpu_s = updates.optimizer_s(hardware, shard - offloaded, runtime)
+        clip_s = kernels.clip_s(hardware, shard, dense + expert, runtime)
+        gpu_s = kernels.optimizer_s(hardware, shard - offloaded, runtime)
         if runtime.optimizer != "adamw":
             gpu_s = memory.sharded_update_s(part, shape, runtime)
-        return gpu_s + updates.host_update_s(hardware, offloaded, runtime) + clip_s
+        return gpu_s + kernels.host_update_s(hardware, offloaded, runtime) + clip_s
 
     def _reference(self, items: Sequence[Item]) -> dict[str, Number]:
         """Parameters that forwards without a gradient read, by fields of a part's cost."""

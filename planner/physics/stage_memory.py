@@ -51,6 +51,10 @@ class StageBytes:
         """The peak and the bytes reserved beside it."""
         return self.peak_allocated_bytes + self.reserved_bytes
 
+    def with_reserve(self, more_bytes: int) -> StageBytes:
+        """The same rank with so many more bytes reserved."""
+        return replace(self, reserved_bytes=self.reserved_bytes + more_bytes)
+
 
 def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations_bytes: float) -> StageBytes:
     """The exact peak of a rank whose parts together are `cost`, while micro-batches in flight hold `activations_bytes`.

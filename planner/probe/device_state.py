@@ -1,7 +1,6 @@
 """The state of a GPU while it is measured: clocks, power, temperature, who else is on it, as its driver tells.
 
-NVIDIA's driver is asked through nvidia-smi, AMD's through the files that amdgpu and amdkfd keep under /sys. A GPU of
-which neither knows anything has an empty state.
+NVIDIA's driver is asked through nvidia-smi. A GPU that it does not know, and AMD's, have an empty state.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import csv
 import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -138,47 +136,9 @@ def _reasons(bits: str) -> Iterator[str]:
         yield from (reason for bit, reason in REASONS.items() if active & bit)
 
 
-def amd_state(uuid: str) -> Fields:
-    """The state of the GPU with this id, as amdgpu and amdkfd keep it under /sys."""
-    for node in sorted((SYS / "class/kfd/kfd/topology/nodes").glob("*")):
-        properties = dict(line.split(maxsplit=1) for line in _text(node / "properties").splitlines() if " " in line)
-        if _number(properties.get("unique_id", "")) and int(properties["unique_id"]) == _unique_id(uuid):
-            device = SYS / f"class/drm/renderD{properties.get('drm_render_minor')}/device"
-            state = _amd_sensors(device)
-            files = sorted((SYS / "class/kfd/kfd/proc").glob(f"*/vram_{_text(node / 'gpu_id')}"))
-            mib = [(path.parent.name, _scaled(path, 2**-20)) for path in files if path.parent.name.isdigit()]
-            return state | _others([(pid, _text(PROC / pid / "comm"), held) for pid, held in mib if held])
-    return {}
-
-
 def amd_driver() -> str:
     """The version of AMD's driver; empty for the one that comes with the kernel, which has none of its own."""
     return _text(SYS / "module/amdgpu/version")
-
-
-def _amd_sensors(device: Path) -> Fields:
-    """Clocks in Hz, power in µW and temperature in m°C (Linux: Documentation/gpu/amdgpu/thermal.rst)."""
-    monitor = next(iter(sorted(device.glob("hwmon/hwmon*"))), device)
-    levels = [_number(mhz) for mhz in re.findall(r"(\d+)mhz", _text(device / "pp_dpm_sclk").lower())]
-    temperatures = [_scaled(path, 1e-3) for path in monitor.glob("temp*_input")]
-    return {
-        "clock_mhz": _scaled(monitor / "freq1_input", 1e-6),
-        "max_clock_mhz": max((mhz for mhz in levels if mhz is not None), default=None),
-        "memory_clock_mhz": _scaled(monitor / "freq2_input", 1e-6),
-        "power_w": _scaled(monitor / "power1_average", 1e-6) or _scaled(monitor / "power1_input", 1e-6),
-        "power_limit_w": _scaled(monitor / "power1_cap", 1e-6),
-        "default_power_limit_w": _scaled(monitor / "power1_cap_default", 1e-6),
-        "temperature_c": max((celsius for celsius in temperatures if celsius is not None), default=None),
-        "busy_fraction": _scaled(device / "gpu_busy_percent", 1e-2),
-    }
-
-
-def _unique_id(uuid: str) -> int:
-    """The driver's number of a GPU: HIP's id is 16 hexadecimal digits as text, of which torch prints each byte."""
-    try:
-        return int(bytes.fromhex(uuid.replace("-", "")).decode("ascii"), 16)
-    except ValueError:
-        return -1
 
 
 def _text(path: Path) -> str:
@@ -186,11 +146,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _scaled(path: Path, unit: float) -> float | None:
-    number = _number(_text(path))
-    return None if number is None else number * unit
 
 
 def _others(processes: list[tuple[str, str, float | None]]) -> Fields:

@@ -17,9 +17,9 @@ from planner.layout.price import layout_again, reprice
 from planner.probe.plan_slice import recompute_modules
 from planner.schedule.orders import SCHEDULES
 from planner.specs.training import TrainingSpec
+from planner.trainers.documents import torch_took
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.torch_attention import torch_took
 
 EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """The trainer that a probe's ranks are: eager torch that clips gradients."""

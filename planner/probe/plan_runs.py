@@ -32,7 +32,69 @@ from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
 from planner.specs.base import Spec
 from planner.specs.model import ModelSpec
+from planner.specs.training import tokens_split
 from planner.specs.units import gib
+from planner.trainers.rules.torch import runner_objection
+
+
+def require_runnable(plan: Plan, options: ProbeOptions) -> None:
+    """Raise ProbeError where the probe has no modules, no exchanges or no kernels for the plan's layers."""
+    layout, model = plan.parallelism, plan.model.spec
+    if model.moe is not None and layout.etp > 1:
+        raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
+    if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
+        raise ProbeError("the probe's experts need sequence parallelism beside tp", "plan with --sequence-parallel")
+    require_layers(plan)
+    require_split(plan, options)
+
+
+def require_layers(plan: Plan) -> None:
+    """Raise ProbeError where the probe has no modules for the model's layers, or for adapters beside them."""
+    adapters = plan.training.adapters
+    if adapters is not None:
+        raise ProbeError(
+            f"training.adapters: LoRA of rank {adapters.rank} cannot be probed: the probe trains all weights",
+            "plan export PLAN.json --to hf writes the job itself, whose launch.sh takes 20 steps with MOCK=1",
+        )
+    if plan.training.objective.name != "lm":
+        raise ProbeError(
+            f"training.objective: {plan.training.objective.name} cannot be probed: the probe learns the next token",
+            "probe a plan with --objective lm",
+        )
+    objection = runner_objection(plan.model.spec, plan.training)
+    if objection is not None:
+        raise ProbeError(
+            f"{plan.model.name} cannot be probed: {objection}",
+            "probe a plan of a plain model of its size, such as llama-3.1-8b",
+        )
+    model, seq_length = plan.model.spec, plan.training.seq_length
+    if model.position_embedding == "learned" and seq_length > (model.max_position_embeddings or 0):
+        raise ProbeError(
+            f"{plan.model.name} has {model.max_position_embeddings} learned positions for sequences of {seq_length}",
+            f"plan with --seq-length {model.max_position_embeddings}",
+        )
+
+
+def require_split(plan: Plan, options: ProbeOptions) -> None:
+    """Raise ProbeError where the probe cannot split the plan's sequences over its context-parallel ranks."""
+    layout, model, seq_length = plan.parallelism, plan.model.spec, plan.training.seq_length
+    if layout.cp == 1:
+        return
+    unit = tokens_split(layout.cp, layout.tp if layout.sequence_parallel else 1)
+    if seq_length % unit:
+        raise ProbeError(
+            f"sequences of {seq_length} tokens do not split into two equal chunks for each of cp {layout.cp} ranks"
+            + (f" and tp {layout.tp} shards" if unit > 2 * layout.cp else ""),
+            f"plan with a --seq-length that is a multiple of {unit}",
+        )
+    chunk = model.attention_chunk_size or seq_length
+    unsplit = f"chunks of {chunk} tokens" if chunk < seq_length else ""
+    unsplit = "ALiBi" if model.position_embedding == "alibi" else unsplit
+    if unsplit and options.device == "cuda":
+        raise ProbeError(
+            f"flash attention over split sequences (cp {layout.cp}) takes no {unsplit}",
+            "plan with --cp 1, or prove the order and the gradients with --device cpu",
+        )
 
 
 def describe_slice(
@@ -125,6 +187,15 @@ def ranks_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> tuple[ProbeRu
         )
     stages = sampled_stages(layout.parallelism.pp, grid.pp)
     return real_run(plan, options, order, real_chunks(layout, order, stages), grid), grid, stages
+
+
+def stages_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
+    """The run of stages alone, with all ranks that share something, of which one runs at a time."""
+    layout, asked = plan.best, plan.parallelism
+    order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
+    grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
+    run = real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid)
+    return run.model_copy(update={"warm_up_steps": 2}), grid
 
 
 def real_run(

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 
 from planner.answer import PricedLayout, StagePlan
 from planner.errors import ProbeError
-from planner.probe.repeats import STEADY_S
-from planner.probe.run import ChunkSpec, Device, SleepSeconds
+from planner.probe.run import STEADY_S, ChunkSpec, Device, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, violation
 from planner.schedule.replay import Durations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from planner.probe.device_state import DeviceState as DeviceState
 from planner.probe.run import Place, ProbeRun
@@ -190,8 +190,7 @@ class ComparedQuantity(Spec):
 
 
 class StageActivity(Spec):
-    """The last step of a stage's busiest rank: how long it computed, waited and was idle, and how much work queued for
-    it."""
+    """The last step of a stage's busiest rank: how long it computed, waited and was idle."""
 
     stage: int
     rank: int | None = None
@@ -201,10 +200,12 @@ class StageActivity(Spec):
     """Seconds in which the rank waited for messages of other ranks."""
     idle_s: dict[str, float]
     """Idle time by cause, as the replay names them, and the host's between actions."""
-    queue: tuple[tuple[float, int], ...]
-    """Pairs of a time in seconds and the number of micro-batches that, from then on, have arrived and are not
-    started."""
-    max_queue: int
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier(cls, data: Any) -> Any:
+        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
+        return {k: v for k, v in data.items() if k not in ("queue", "max_queue")} if isinstance(data, dict) else data
 
 
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:
@@ -271,6 +272,8 @@ class ProbeResult(Spec):
     """Unusual conditions while GPUs were measured. Where the run contradicts the plan, these may be why."""
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
+    made_to_fit: tuple[str, ...] = ()
+    """How what ran differs from the plan because eager torch needs more memory than the plan's trainer."""
     out_of_memory: RankOutOfMemory | None = None
     predicted_bytes: int | None = None
     """Memory that the plan predicts for the stage that ran out of it."""
@@ -332,21 +335,33 @@ class RankFailure(Spec):
         return f"rank {self.rank} ({place}) failed in {self.phase}: {self.message}"
 
 
-class RehearsalResult(Spec):
-    """Bytes that the probe's own stages allocate, beside the planner's price of eager torch."""
+class StartedStage(Spec):
+    """The ranks of a pipeline stage that a probe would start, and the bytes of one of them, in eager torch."""
+
+    stage: int
+    num_ranks: int
+    layers: tuple[tuple[int, int], ...]
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    moment_bytes: int
+    """Bytes of logits, or of a layer's backward."""
+    reserved_bytes: int
+    total_bytes: int
+
+
+class ProbeStart(Spec):
+    """The start of a probe of all of a plan's ranks, of which nothing has happened."""
 
     schema_version: Literal[1] = 1
-    architecture: str
-    """The silicon whose kernels the rehearsal stands for."""
-    torch_version: str
-    inputs_sha256: str
-    """Hash of the plan's inputs."""
-    slice: PlanSlice
-    tolerance_fraction: float
-    comparisons: tuple[ComparedQuantity, ...]
-    """Planned and counted; of stages those before a step and at its peak are judged, all else is shown."""
-
-    @property
-    def agrees(self) -> bool:
-        """True if every judged quantity is within the tolerance."""
-        return all(comparison.agrees is not False for comparison in self.comparisons)
+    plan: str
+    num_ranks: int
+    num_nodes: int
+    made_to_fit: tuple[str, ...]
+    capacity_bytes: int
+    stages: tuple[StartedStage, ...]
+    commands: dict[str, str]
+    """By what starts the ranks."""
+    environment: dict[str, str]
+    """Variables of each rank, and who sets them."""

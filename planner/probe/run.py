@@ -5,9 +5,14 @@ Every rank reads it from a file. Sender and receiver both derive the order of me
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import product
+from math import sqrt
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import model_validator
 
 from planner.schedule.actions import Action, ActionList, Schedule
@@ -214,3 +219,146 @@ def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
             if message is not None and schedule.stage_to_rank[message.stage] != rank:
                 wires.setdefault((rank, schedule.stage_to_rank[message.stage]), []).append(message)
     return wires
+
+
+GroupKey = tuple[str, tuple[int, ...]]
+"""The purpose of a group, and its global ranks."""
+
+
+def group_keys(run: ProbeRun) -> list[GroupKey]:
+    """The keys of all groups of more than one rank, in the same order on all ranks."""
+    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    places = (Place(*at) for at in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)))
+    return list(dict.fromkeys(key for place in places for key in _around(run, place, pairs, replicas)))
+
+
+def _around(
+    run: ProbeRun, place: Place, pairs: Sequence[tuple[int, int]], replicas: Sequence[tuple[int, ...]]
+) -> Iterator[GroupKey]:
+    """The groups of the ranks beside a place, and of the wires and replicas of its pipeline."""
+    keys: list[GroupKey] = [
+        ("tp", tensor_ranks(run, place)),
+        ("cp", context_ranks(run, place)),
+        ("dp", data_ranks(run, place)),
+        *((("ep", expert_ranks(run, place)), ("expert_dp", expert_data_ranks(run, place))) if run.model.moe else ()),
+        *(wire_key(run, place, pair) for pair in pairs),
+        *(("replicas", pipeline_ranks(run, place, holding)) for holding in replicas),
+    ]
+    return (key for key in keys if len(key[1]) > 1)
+
+
+def num_communicators(run: ProbeRun) -> list[int]:
+    """Number of communicators that a rank of each pipeline stage makes: of all ranks, and of each group and wire that
+    it is part of."""
+    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    places = [Place(pp, 0, 0, 0) for pp in range(run.pp)]
+    return [1 + sum(run.rank(at) in key[1] for key in set(_around(run, at, pairs, replicas))) for at in places]
+
+
+def wire_key(run: ProbeRun, place: Place, pair: tuple[int, int]) -> GroupKey:
+    """The key of the channel from one pipeline rank to another. Each direction has its own channel."""
+    direction = "up" if pair[0] < pair[1] else "down"
+    return direction, pipeline_ranks(run, place, pair)
+
+
+def tensor_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    return tuple(run.rank(place._replace(tp=tp)) for tp in range(run.tp))
+
+
+def context_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    return tuple(run.rank(place._replace(cp=cp)) for cp in range(run.cp))
+
+
+def data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks that apply the same weights to other tokens, over dp and cp."""
+    return tuple(run.rank(place._replace(dp=dp, cp=cp)) for dp, cp in product(range(run.dp), range(run.cp)))
+
+
+def expert_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks that share a set of experts: neighbours within a stage, tp innermost."""
+    stage, unit = _within_stage(run, place)
+    first = unit // run.ep * run.ep
+    return stage[first : first + run.ep]
+
+
+def expert_data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+    """Ranks of the stage that hold the same experts."""
+    stage, unit = _within_stage(run, place)
+    return stage[unit % run.ep :: run.ep]
+
+
+def _within_stage(run: ProbeRun, place: Place) -> tuple[tuple[int, ...], int]:
+    """The ranks of the stage, and this rank's number among them."""
+    coordinates = product(range(run.dp), range(run.cp), range(run.tp))
+    stage = tuple(run.rank(Place(place.pp, *within)) for within in coordinates)
+    return stage, (place.dp * run.cp + place.cp) * run.tp + place.tp
+
+
+def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Global ranks with the same coordinates on several pipeline ranks, sorted."""
+    return tuple(sorted(run.rank(place._replace(pp=pp)) for pp in pp_ranks))
+
+
+def holders(run: ProbeRun, name: str, stage: int) -> tuple[int, ...]:
+    """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted.
+
+    Both copies of a bidirectional schedule hold it. An embedding is also held by the ranks of a tied head or of
+    multi-token prediction.
+    """
+    n = len(run.chunks)
+    stages = {stage % n + copy * n for copy in range(run.num_directions)}
+    if name.startswith("embedding."):
+        tied = run.model.tie_word_embeddings and name == "embedding.weight"
+        for other in range(len(run.stage_to_rank)):
+            chunk = run.chunk_of(other)
+            if chunk.embedding or chunk.mtp or (tied and chunk.head):
+                stages.add(other)
+    return tuple(sorted({run.stage_to_rank[s] for s in stages}))
+
+
+def replica_sets(run: ProbeRun) -> list[tuple[int, ...]]:
+    """Sets of pipeline ranks that hold the same parameters, in the same order on all ranks."""
+    sets = {holders(run, "layers", stage) for stage in range(len(run.stage_to_rank))}
+    sets |= {holders(run, name, 0) for name in ("embedding.weight", "embedding.positions")}
+    return sorted(ranks for ranks in sets if len(ranks) > 1)
+
+
+SURE_FRACTION = 0.01
+"""A median is sure when its standard error is at most this share of it."""
+STEADY_S = 1.0
+"""Seconds of one kind of work after which a GPU's clocks are those of its power limit, and that a figure rests on."""
+
+
+class Repeats(NamedTuple):
+    """The rule that ends repetitions: at least `fewest` of them and `steady_s` in all, then as soon as the median is
+    sure, and after `most_s` in any case."""
+
+    fewest: int = 3
+    steady_s: float = 0.0
+    most_s: float = 0.0
+
+    def suffice(self, num_repeats: int, total_s: float, spread: Callable[[], float | None]) -> bool:
+        """True if so many repetitions are enough, which took `total_s` in all. `spread` gives that of their median."""
+        if num_repeats < self.fewest or total_s < min(self.steady_s, self.most_s):
+            return False
+        return total_s >= self.most_s or is_sure(spread())
+
+
+def is_sure(spread: float | None) -> bool:
+    return spread is not None and spread <= SURE_FRACTION
+
+
+def spread_fraction(values: Sequence[float]) -> float | None:
+    """Standard error of the median of `values`, as a share of it; None for one value.
+
+    Half the distance between the values √n / 2 ranks below and above the middle one: an interval of one standard error
+    to either side, whatever the distribution is. `values` come in the order of their measurement, so that a drift shows
+    as half the difference between the medians of the first and the second half; the larger of the two counts.
+    """
+    num, middle = len(values), median(values) if values else 0.0
+    if num < 2 or middle <= 0:
+        return None
+    ranks = (num - 1) / 2 - sqrt(num) / 2, (num - 1) / 2 + sqrt(num) / 2
+    low, high = np.interp(ranks, np.arange(num), np.sort(values))
+    drift = abs(median(values[: num // 2]) - median(values[num - num // 2 :]))
+    return float(max(high - low, drift) / 2 / middle)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from planner.errors import ProbeError
-from planner.probe.device_state import amd_driver, amd_state, nvidia_driver, nvidia_state
+from planner.probe.device_state import amd_driver, nvidia_driver, nvidia_state
 from planner.probe.run import Device
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def rehearsed_build(architecture: str) -> Iterator[TorchBuild]:
     global _rehearsed
     build = _rocm(torch.version.hip or "7.0") if architecture.startswith("cdna") else _cuda(torch.version.cuda)
     if not architecture.startswith("cdna"):
-        build = replace(build, takes_groups=lambda device: architecture in GROUPED_ARCHITECTURES)
+        build = replace(build, takes_groups=lambda device: architecture in ("hopper", "blackwell"))
     _rehearsed = build
     try:
         yield build
@@ -111,8 +111,9 @@ CUDA_ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12:
 """Architecture by major compute capability."""
 MINOR_ARCHITECTURES = {(7, 5): "turing", (8, 9): "ada"}
 """Those that share it with another."""
-GROUPED_ARCHITECTURES = ("hopper", "blackwell")
-"""Silicon on which torch's grouped products run in bf16."""
+GROUPED_SINCE = {9: (2, 8), 10: (2, 9)}
+"""The first torch whose grouped products run in bf16 as one kernel, by major compute capability. On all other GPUs
+`torch._grouped_mm` goes expert by expert, and waits for the host to read where each begins (GroupedBlas.cpp)."""
 ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4"}
 """Architecture by compiler target. Compute capability says 9.4 of MI300X, which has nothing to do with Hopper's 9.0."""
 
@@ -120,8 +121,8 @@ ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4"}
 @cache
 def _cuda(cuda: str | None) -> TorchBuild:
     def takes_groups(device: torch.device) -> bool:
-        major = torch.cuda.get_device_capability(device)[0]
-        return CUDA_ARCHITECTURES.get(major) in GROUPED_ARCHITECTURES or major > max(CUDA_ARCHITECTURES)
+        since = GROUPED_SINCE.get(torch.cuda.get_device_capability(device)[0])
+        return since is not None and torch_release() >= since
 
     def architecture_of(properties: Any) -> str:
         sm = properties.major, properties.minor
@@ -167,7 +168,7 @@ def _rocm(hip: str) -> TorchBuild:
         takes_groups=takes_groups,
         architecture_of=architecture_of,
         driver=amd_driver,
-        state=amd_state,
+        state=lambda uuid: {},
     )
 
 

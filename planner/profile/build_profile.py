@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.physics.communication import joined_fraction, num_hops
 from planner.probe.run import Device
+from planner.probe.run_price import chunk_costs
 from planner.probe.verdict.evidence import is_named
 from planner.profile.fitting import (
     STREAMS,
@@ -25,7 +26,6 @@ from planner.profile.fitting import (
     log_errors,
     stream_problem,
 )
-from planner.profile.probe_calibration import chunk_costs
 from planner.profile.probed import step_width
 from planner.profile.record import Machine, MeasurementRecord, StageShape, shapes_to_measure
 from planner.shape import FloatArray
@@ -130,6 +130,8 @@ class Profiled(NamedTuple):
 
     hardware: HardwareSpec
     residuals: list[tuple[str, Residuals]]
+    known: HardwareSpec | None = None
+    """The shipped profile of the device."""
 
 
 def profile_of(record: MeasurementRecord) -> Profiled:
@@ -153,7 +155,7 @@ def profile_of(record: MeasurementRecord) -> Profiled:
     tiers, link_residuals = measured_tiers(record, known)
     parts = {"efficiency": efficiency, "tiers": tiers, "reserved": _reserved(machine, hardware.reserved)}
     data = _rounded(hardware.model_copy(update=parts).model_dump())
-    return Profiled(HardwareSpec.model_validate(data), residuals + link_residuals)
+    return Profiled(HardwareSpec.model_validate(data), residuals + link_residuals, known)
 
 
 def known_profile(machine: Machine) -> HardwareSpec | None:

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics.kernels.attention import attention_s
-from planner.physics.kernels.products import gemm_s
-from planner.physics.kernels.streams import PassSeconds, stream_s
+from planner.physics.kernels import PassSeconds, attention_s, gemm_s, stream_s
 from planner.physics.operators import BF16, FP32, Operator
 from planner.shape import FloatArray
 from planner.specs.base import Spec

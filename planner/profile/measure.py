@@ -26,8 +26,7 @@ from planner.errors import PlannerError
 from planner.probe.device_state import Monitor
 from planner.probe.launch.launcher import launch
 from planner.probe.launch.process import stage_process
-from planner.probe.repeats import STEADY_S, Repeats, spread_fraction
-from planner.probe.run import Device, ProbeRun
+from planner.probe.run import STEADY_S, Device, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import require_gpu, this_build
 from planner.profile.record import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
 from planner.specs.units import MICRO

@@ -21,9 +21,8 @@ from planner.errors import ProbeError
 from planner.files import write_text
 from planner.probe.launch.launcher import process_context
 from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
-from planner.probe.rank.clock import RankClock
-from planner.probe.repeats import Repeats
-from planner.probe.run import Device
+from planner.probe.rank.pipeline import RankClock
+from planner.probe.run import Device, Repeats
 from planner.probe.torch_build import gather_whole, scatter_sum
 from planner.profile.record import MeasuredRow
 from planner.specs.units import MICRO

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -12,12 +11,9 @@ import numpy as np
 
 from planner.errors import SpecError
 from planner.physics.communication import Kind, joined_fraction, members_by_tier, waits_s
-from planner.physics.cost import PartCost, sum_parts
-from planner.physics.memory import communicators
-from planner.physics.pricing import Pricing
-from planner.probe.eager import eager_with, training_of
 from planner.probe.result import ProbedExchange, ProbeResult, RankResult, stride_of
-from planner.probe.run import ProbeRun
+from planner.probe.run import num_communicators
+from planner.probe.run_price import chunk_costs
 from planner.probe.verdict.evidence import expected_kernels, in_words, require_speed, seen_kernels, unpriced
 from planner.profile.fitting import BenchNumbers, FitProblem, fit, number_at
 from planner.profile.probed import (
@@ -32,10 +28,9 @@ from planner.profile.probed import (
     opinion_of_host,
     opinion_of_link,
 )
-from planner.shape import FloatArray, Shape
+from planner.shape import FloatArray
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
-from planner.specs.training import Recompute
 from planner.specs.units import GB, GIB, MIB
 from planner.trainers.calibration import Calibration, Factor, Quantity, Share
 
@@ -104,16 +99,17 @@ class Reserved(NamedTuple):
     width: float | None = None
 
 
-def reserved(result: ProbeResult, hardware: HardwareSpec, shape: Shape) -> Reserved:
-    """Memory in use on the device outside the allocator's blocks, and the allocator's blocks beyond what was
-    allocated."""
+def reserved(result: ProbeResult, hardware: HardwareSpec) -> Reserved:
+    """Memory in use on the device outside the allocator's blocks, less that of the communicators that a rank made, and
+    the allocator's blocks beyond what was allocated."""
     memories = [rank.memory for rank in result.ranks if rank.memory is not None]
     if not memories:
         return Reserved()
-    num_communicators = 0.0 if result.mode == "stages" else float(communicators(shape))
-    communicator_bytes = num_communicators * hardware.reserved.communicator_bytes
-    outside_bytes = median(memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories)
-    context_gib = (outside_bytes - communicator_bytes) / GIB
+    alone, each_bytes = result.mode == "stages", hardware.reserved.communicator_bytes
+    of_stage = [0] * result.run.pp if alone else num_communicators(result.run)
+    made = [of_stage[rank.stage] for rank in result.ranks if rank.memory is not None]
+    outside = [memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories]
+    context_gib = median(held - count * each_bytes for held, count in zip(outside, made, strict=True)) / GIB
     fraction = median(memory.peak_reserved_bytes / memory.peak_allocated_bytes - 1 for memory in memories)
     source = f"{len(memories)} ranks"
     context = Quantity(value=max(0.0, context_gib), source=source, **opinion_of_context(context_gib))
@@ -178,7 +174,7 @@ def from_probe(result: ProbeResult, cluster: ClusterSpec, where: str = "the prob
     if doubted.tells_of_kernels:
         _require_plausible(factors, result, cluster.hardware, where)
     numbers = _factors(factors, doubted, len(result.ranks))
-    memory = reserved(result, cluster.hardware, run_shape(result.run))
+    memory = reserved(result, cluster.hardware)
     return links.model_copy(
         update={
             "gemm_factor": numbers.pop("gemm_factor"),
@@ -288,53 +284,6 @@ def _measured(result: ProbeResult) -> dict[int, tuple[float, float]]:
     return {
         stage: (median(f for f, _ in pairs), median(b for _, b in pairs)) for stage, pairs in seconds_by_stage.items()
     }
-
-
-def run_shape(run: ProbeRun) -> Shape:
-    """The shape that a probe runs, as the cost model has it."""
-    return Shape(
-        tp=run.tp,
-        cp=run.cp,
-        ep=run.ep,
-        etp=1 if run.model.moe is not None else run.tp,
-        pp=run.pp,
-        vpp=max(1, len(run.chunks) // run.pp),
-        dp=run.dp,
-        micro_batch_size=run.micro_batch_size,
-        num_microbatches=run.num_microbatches,
-        seq_length=run.seq_length * run.cp,
-        sequence_parallel=int(run.sequence_parallel),
-        zero_stage=int(run.zero),
-        shard_size=run.dp * run.cp,
-    )
-
-
-def chunk_costs(
-    run: ProbeRun, cluster: ClusterSpec, kernels: Collection[str] = (), alone: bool = False
-) -> list[PartCost]:
-    """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`, with the `kernels` of
-    attention that ran, if they are known, on all ranks together or each stage `alone`.
-
-    Late nodes are those among which it ran: of a job on more, it has not waited for them."""
-    shape, ran_on = run_shape(run), cluster.changed(num_gpus=cluster.node_size if alone else run.world_size)
-    sequences = run.dp * run.micro_batch_size * run.num_microbatches
-    pricing = Pricing(
-        model=run.model,
-        training=training_of(int(shape.seq_length), sequences),
-        cluster=ran_on,
-        runtime=eager_with(kernels, alone),
-        selective_modules=run.recompute_modules,
-    )
-    base: Recompute = "selective" if run.recompute_modules else "none"
-    table = pricing.table(shape)
-    costs = []
-    for chunk in run.chunks:
-        layers = run.model.layers[chunk.first_layer : chunk.last_layer]
-        layer_modes = [("full" if number < chunk.num_recomputed else base, kind) for number, kind in enumerate(layers)]
-        parts = [table.layers[kind, mode].times(count) for (mode, kind), count in Counter(layer_modes).items()]
-        ends = ((table.embedding, chunk.embedding), (table.head, chunk.head), (table.mtp, chunk.mtp))
-        costs.append(sum_parts([*parts, *(part for part, is_here in ends if is_here and part is not None)]))
-    return costs
 
 
 def _with(cluster: ClusterSpec, hardware: HardwareSpec) -> ClusterSpec:

@@ -21,8 +21,7 @@ from pydantic import Field
 from planner.errors import SpecError
 from planner.files import write_text
 from planner.probe.device_state import DeviceState
-from planner.probe.repeats import STEADY_S, SURE_FRACTION
-from planner.probe.run import ChunkSpec, Device, ProbeRun
+from planner.probe.run import STEADY_S, SURE_FRACTION, ChunkSpec, Device, ProbeRun
 from planner.probe.verdict.evidence import conditions_of_states, load_in_words
 from planner.profile.fitting import MeasuredTable
 from planner.saved import as_saved, with_digest

@@ -26,7 +26,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.rules.common import ETP, HEADS, Rule
-from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.spec import RuntimeSpec
 
 DEFAULT_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.is_tried_by_default)

@@ -31,7 +31,7 @@ Share = Annotated[float, Field(ge=1e-6, le=1.2, allow_inf_nan=False)]
 
 
 class GemmEfficiency(Spec):
-    """Dense and grouped products: the slowest of power, clock and memory (`physics.kernels.products.product_s`)."""
+    """Dense and grouped products: the slowest of power, clock and memory (`physics.kernels.product_s`)."""
 
     forward_fraction: Share = 0.69
     """Share of peak that large products sustain under the power limit: y = x·wᵀ."""
@@ -63,7 +63,7 @@ class GemmEfficiency(Spec):
 
 
 class AttentionEfficiency(Spec):
-    """One attention kernel (`physics.kernels.attention.attention_s`)."""
+    """One attention kernel (`physics.kernels.attention_s`)."""
 
     forward_fraction: Share = 0.6
     """Share of peak that long sequences reach at head dimension 128."""

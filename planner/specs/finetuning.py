@@ -23,8 +23,8 @@ GROUPS = {
     "attention": (*ATTENTION, *LATENT),
     "mlp": MLP,
 }
-"""Names that stand for several modules. Routed experts are in none of them: peft's `all-linear` leaves them out too,
-whose weights are one tensor for all experts and no `nn.Linear`."""
+"""Names that stand for several modules. Routed experts are in none of them, but for trainers whose `all-linear` and
+`mlp` mean them too (`RuntimeSpec.adapts_experts`)."""
 TARGETS = (*GROUPS["all-linear"], *EXPERTS, "lm_head")
 
 
@@ -47,6 +47,11 @@ class AdapterSpec(Spec):
             if name not in (*GROUPS, *TARGETS):
                 raise ValueError(f"no module is called {name!r}: {', '.join((*GROUPS, *TARGETS))}")
         return targets
+
+    @property
+    def adapts_mlps(self) -> bool:
+        """True where a group of modules with those of an MLP is a target."""
+        return not {"all-linear", "mlp"}.isdisjoint(self.targets)
 
     @property
     def modules(self) -> frozenset[str]:

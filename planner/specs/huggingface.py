@@ -162,7 +162,7 @@ _SAYS_NOTHING = re.compile(
     r"max_position|_token_id|dropout|initializer|rope_|_loss|loss_|num_(beams|return|labels)|chunk_size|ep_size|pretraining"
     r"|vocab_size_per|image|vision|audio|video|_rms_|first_token|quantiz|softmax_in|fan_in|router_(jitter|aux|z)|_eps|epsilon"
     r"|init_|resid_|num_logits|seq_length|training_tp|use_cache|architectures|position|encoder|classifier|mrope|hidden_act"
-    r"|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|qk_head_dim|moe_layer_freq|block_dim"
+    r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|qk_head_dim|moe_layer_freq|block_dim"
     r"|attn_output_gate|expert_(parallel|capacity)|intermediate_size$|num_hidden_layers|num_experts$|moe_k$|^head_dim"
     r"|sliding_window$|max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
 )

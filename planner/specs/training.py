@@ -51,6 +51,10 @@ class DocumentLength(Spec):
     """Share of the documents that are so long; shares may add up to any number."""
 
 
+FULLEST_STEPS = 0.95
+"""Share of the layers and steps of a histogram of imbalances in which a rank must fit."""
+
+
 class TrainingSpec(Spec):
     """One optimizer step, and how many tokens in all."""
 
@@ -63,7 +67,9 @@ class TrainingSpec(Spec):
     tokens: PositiveFloat | None = Field(default=None, le=1e18)
     """Tokens of the whole training run, for days and cost."""
     moe_imbalance: PositiveFloat = Field(default=1.0, ge=1.0, le=100.0)
-    """Tokens on the most loaded expert rank over the mean: 1 is forced balance."""
+    """Tokens on the most loaded expert rank over the mean, as the mean of all layers and steps: 1 is forced balance."""
+    moe_peak_imbalance: PositiveFloat | None = Field(default=None, ge=1.0, le=100.0)
+    """The same in the layers and steps that decide a rank's memory; given none, no more than in the mean."""
     straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
     """Share by which the slowest rank computes slower than the profile says."""
     document_lengths: tuple[DocumentLength, ...] | None = Field(default=None, min_length=1, max_length=1000)
@@ -82,6 +88,28 @@ class TrainingSpec(Spec):
     """The loss that is trained on: of the next token, or of pairs of answers beside a reference model."""
     operations: OperationsSpec = OperationsSpec()
     """How a long run is operated: storage, failures, spare nodes, price."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _histogram(cls, data: Any) -> Any:
+        """A histogram of imbalances, `1.2:0.8,2.5:0.2` with the share of each, as its mean and its tail."""
+        if not isinstance(data, dict) or not isinstance(data.get("moe_imbalance"), str):
+            return data
+        try:
+            bars = sorted(
+                (float(x), float(share)) for x, share in (b.split(":") for b in data["moe_imbalance"].split(","))
+            )
+            whole = sum(share for _, share in bars)
+            mean = sum(x * share for x, share in bars) / whole
+        except (ValueError, ZeroDivisionError):
+            raise ValueError("moe_imbalance: is no number and no histogram such as 1.2:0.8,2.5:0.2") from None
+        passed, peak = 0.0, bars[-1][0]
+        for x, share in bars:
+            passed += share
+            if passed >= FULLEST_STEPS * whole:
+                peak = x
+                break
+        return {**data, "moe_imbalance": mean, "moe_peak_imbalance": peak}
 
     @model_validator(mode="after")
     def _whole_pairs(self) -> TrainingSpec:

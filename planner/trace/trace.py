@@ -59,7 +59,7 @@ def _style(pattern: str, style: str) -> str:
 
 
 def _told(source: str) -> dict[str, Any]:
-    """What the process that builds and traces the module prints."""
+    """The answer of the process that builds and traces the module."""
     kind, _, rest = source.partition(":")
     if kind not in ("module", "hf-code") or not rest or (kind == "module" and ":" not in rest):
         raise SpecError(f"{source!r:.80} names no module", "write module:FILE.py:FACTORY or hf-code:DIR")
@@ -155,7 +155,7 @@ def _joined(kind: tuple[str, str, int], group: list[TracedOperator]) -> TracedOp
 
 
 def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> tuple[TracedOperator, ...]:
-    """What lies between a product split by columns and the next split by rows is split too, and keeps a share."""
+    """Operators between a product split by columns and the next split by rows is split too, and keeps a share."""
 
     def settle() -> Iterator[TracedOperator]:
         is_inside = False

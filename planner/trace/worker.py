@@ -274,7 +274,7 @@ def traced(source: str, length: int) -> dict[str, Any]:
 
 
 def _plain(found: Any) -> Any:
-    """What a module returned as tuples: an output of transformers has its tensors as attributes."""
+    """The tensors that a module returned: an output of transformers has its tensors as attributes."""
     logits = getattr(found, "logits", None)
     return found if logits is None else logits
 

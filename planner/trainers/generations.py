@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+from planner.specs.finetuning import AdapterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Parallelism
@@ -22,6 +23,9 @@ NATURAL_IMBALANCE = 1.6
 auxiliary loss alone balances the experts. Qwen3 235B on 256 H100, forced and natural at four lengths of sequence
 (Megatron-MoE-ModelZoo), asks for 1.60 to 1.65. Models that steer the load by biases take what forced routing takes:
 DeepSeek-V3 on 256 to 8,192 GB300 (MLPerf v6.0) within 8%, Moonlight and Nemotron 3.5 within 7%."""
+
+TAIL = 1.25
+"""The excess of the fullest step of the fullest layer over that of all in the mean. A guess, fitted to nothing."""
 
 
 def runtime_of_its_day(
@@ -81,10 +85,41 @@ def unsaid_features(
     return features | graphs
 
 
-def imbalance_of(model: ModelSpec, features: Mapping[str, Any]) -> float:
-    """Tokens of the fullest expert rank over the mean, in a run with these features."""
-    is_uneven = features.get("natural_routing") and model.moe is not None and not model.balances_by_bias
-    return NATURAL_IMBALANCE if is_uneven else 1.0
+class Imbalance(NamedTuple):
+    """Tokens of the fullest expert rank over the mean."""
+
+    mean: float
+    """In the mean of all layers and steps, which the step follows."""
+    peak: float
+    """In the layers and steps that decide a rank's memory."""
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """The fields of a training."""
+        return {"moe_imbalance": self.mean, "moe_peak_imbalance": self.peak}
+
+
+FORCED = Imbalance(1.0, 1.0)
+TUNED = Imbalance(2.2, 2.2)
+"""Fine-tuning, whose texts are alike: DeepSeek-V2-Lite on eight MI355X takes 1.8 times as long as balanced, and half as
+much memory more (Primus)."""
+
+
+def imbalance_of(
+    model: ModelSpec, features: Mapping[str, Any], runtime: RuntimeSpec, adapters: AdapterSpec | None = None
+) -> Imbalance:
+    """How uneven the ranks of experts are in a run with these features.
+
+    Published pre-training forces a balance unless it says otherwise; fine-tuning and some trainers do not.
+    """
+    natural = features.get("natural_routing")
+    if model.moe is None or natural is False:
+        return FORCED
+    if adapters is not None and runtime.adapts_experts:
+        return TUNED
+    if natural is None:
+        return Imbalance(runtime.natural_imbalance, 1 + TAIL * (runtime.natural_imbalance - 1))
+    return FORCED if model.balances_by_bias else Imbalance(NATURAL_IMBALANCE, 1 + TAIL * (NATURAL_IMBALANCE - 1))
 
 
 def with_likely(runtime: RuntimeSpec, model: ModelSpec, entry: Likely) -> RuntimeSpec:

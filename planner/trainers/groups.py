@@ -31,7 +31,7 @@ class Generation(Group):
     trainer: str = ""
     """The shipped trainer that this is a kind of, whose rules and options it has; given none, that of its name."""
     rules: tuple[str, ...] = ()
-    """Names of the rules that its layouts obey (planner/trainers/rules/named.py); given none, those of `trainer`."""
+    """Names of the rules that its layouts obey (trainers/rules/named.py); given none, those of `trainer`."""
     export_rules: tuple[str, ...] = ()
     """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
     version: str = ""
@@ -74,6 +74,9 @@ class Kernels(Group):
     """The fused attention kernel: the GPU's fastest (cuDNN's, FlashAttention-3), FlashAttention-2, or the first.
 
     `sdpa`: as `trainers.torch_attention` says of torch's own attention; behind a hyphen the kernel that torch took."""
+    fuses_sparse_attention: bool = False
+    """A kernel scores keys and attends to the chosen ones alone; without: scores of all keys are written to memory, of
+    the indexer and of attention, and masked (Megatron-LM, transformer/experimental_attention_variant/dsa.py)."""
     deterministic: bool = False
     """Kernels add up in a fixed order, so that two runs give the same bits."""
     fused_norm: bool = True
@@ -192,7 +195,7 @@ class Memory(Group):
     optimizer_offload_fraction: Fraction = 0.0
     """Share of the optimizer's states that stays in host memory, where the host updates it."""
     offloads_masters: bool = False
-    """fp32 masters leave the GPU with the states (ZeRO-Offload); without: the GPU keeps them."""
+    """fp32 masters leave the GPU with the states (ZeRO-Offload, Megatron); without: the GPU keeps them."""
     host_adam_bytes: Rate = 80.0
     """Bytes that the host moves through its memory to update a parameter with Adam: torch's on the CPU runs one pass
     after another: the decay (8), the two moments (32), the root, the quotient and its epsilon (24), the sum (16)."""
@@ -268,6 +271,9 @@ class Memory(Group):
 class FineTuning(Group):
     """Frozen weights, the adapters beside them, and the forwards that an objective adds."""
 
+    adapts_experts: bool = False
+    """`all-linear` and `mlp` put adapters beside routed experts too (Megatron's linear_fc1 and linear_fc2 are theirs as
+    well); without: those are named (peft: the weights of all experts are one tensor and no nn.Linear)."""
     frozen_weight_bytes: Rate = 2.0
     """Bytes per frozen weight of a linear layer (`for_adapters`)."""
     frozen_wide_bytes: Rate = 2.0
@@ -389,6 +395,9 @@ class Overlaps(Group):
     sends_tokens_once: bool = False
     """The dispatcher sends a token to a node once and there to a rank once, however many of its experts they hold
     (DeepEP, HybridEP)."""
+    natural_imbalance: Rate = 1.0
+    """Tokens of the fullest expert rank over the mean in runs of this trainer that do not say how they route: above 1
+    where nothing forces a balance."""
     visits_experts_in_rows: bool = False
     """A benchmark's gate sends each token to experts that stand in a row, so that it visits one or two ranks."""
 

@@ -15,8 +15,7 @@ from planner import errors
 from planner.cli.app import COMMANDS, _root
 from planner.schedule.orders import SCHEDULES
 from planner.trainers.load import RUNTIMES, load_runtime, since_of, switches_of, versions_of
-from planner.trainers.rules.of_trainer import export_rules_for, rules_for
-from planner.trainers.rules.recipe import RECIPE_RULES
+from planner.trainers.rules.recipe import RECIPE_RULES, export_rules_for, rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, written
 

@@ -25,7 +25,7 @@ from planner.layout.runs import RunSpec
 from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
-from planner.probe.result import ProbeResult, RehearsalResult
+from planner.probe.result import ProbeResult, ProbeStart
 from planner.profile.findings import Findings
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
@@ -209,7 +209,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "schedules": Schema("`plan schedule --compare --json`", list[Row]),
     "probe": Schema("`plan probe --json`, and the file that `-o` saves", SavedProbe),
     "rebalance": Schema("`plan rebalance --json`", Rebalanced),
-    "rehearse": Schema("`plan probe --rehearse --json`, and the file that `-o` saves", RehearsalResult),
+    "probe-start": Schema("`plan probe --dry-run --json`", ProbeStart),
     "validate": Schema("`plan validate --json`, whatever it is asked", Validated),
     "doctor": Schema("`plan doctor --json`", Diagnosed),
     "error": Schema("what any command prints with `--json` when it fails", Failed),

@@ -158,3 +158,9 @@ def test_one_layout() -> None:
     assert problem(read_parallelism, pp=2, layers_per_stage="1,2,3").message.startswith(
         "layers_per_stage has 3 entries"
     )
+
+
+def test_the_hosts_speed_can_be_assumed() -> None:
+    """Every launch of an eager layer follows it."""
+    jobs = [read_job({**JOB, **more}) for more in ({}, {"assume": "host_us=20"}, {"host": "p5"})]
+    assert [job.cluster.hardware.efficiency.host_us for job in jobs] == [46, 20, 60]

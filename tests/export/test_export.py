@@ -103,7 +103,7 @@ def test_a_runtime_without_a_target_is_named(planned: Planned) -> None:
 def test_targets_are_listed_once() -> None:
     assert len(set(TARGETS)) == len(TARGETS)
     assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed", "primus", "hf"} == set(TRAINERS)
-    assert {"torchrun", "slurm", "kubernetes", "kubernetes-pytorchjob"} == set(LAUNCHERS)
+    assert {"torchrun", "slurm", "kubernetes", "kubernetes-jobset"} == set(LAUNCHERS)
     assert {*TRAINERS, "nemo", "accelerate", "huggingface", "torchtune", "verl", "slime", "neox", "ms-swift"} == set(
         SOURCES
     )

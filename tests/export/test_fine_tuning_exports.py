@@ -97,13 +97,12 @@ def test_pairs_of_answers_go_to_dpo_trainer() -> None:
 def test_the_probe_refuses_adapters() -> None:
     pytest.importorskip("torch")
     from planner.errors import ProbeError
-    from planner.probe.probe import ProbeOptions, probe, probe_bytes
+    from planner.probe.probe import ProbeOptions, probe
 
     plan = _plan(adapters={"rank": 4})
-    for run in (probe, probe_bytes):
-        with pytest.raises(ProbeError, match="LoRA of rank 4 cannot be probed") as caught:
-            run(plan, ProbeOptions(device="cpu", stages="all"))
-        assert "--to hf" in str(caught.value.hint)
+    with pytest.raises(ProbeError, match="LoRA of rank 4 cannot be probed") as caught:
+        probe(plan, ProbeOptions(device="cpu", stages="all"))
+    assert "--to hf" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,40 @@ def test_stages_on_ranks_below_0_are_refused() -> None:
     assert negative != text
     with pytest.raises(SpecError, match="names no rank"):
         read_configuration(negative)
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "asked"),
+    [
+        ("--num-layers 4 --seq-length $SEQ_LEN --hidden-size 64 --num-attention-heads 4", {}, "SEQ_LEN"),
+        ("--num-layers 4 --recompute-granularity ${AC} --hidden-size 64 --num-attention-heads 4", {}, "AC"),
+        ("--num-layers 4 --seq-length $SEQ_LEN --hidden-size 64 --num-attention-heads 4", {"SEQ_LEN": "512"}, ""),
+    ],
+)
+def test_a_variable_of_the_surroundings_is_asked_for(
+    tmp_path: Path, text: str, variables: dict[str, str], asked: str
+) -> None:
+    path = tmp_path / "launch.sh"
+    path.write_text(f"torchrun pretrain_gpt.py --vocab-size 512 --max-position-embeddings 512 {text}")
+    if asked:
+        with pytest.raises(SpecError) as caught:
+            read(path)
+        assert f"--set {asked}=" in (caught.value.hint or "")
+    else:
+        assert read(path, variables=variables).run["seq_length"] == 512
+
+
+def test_what_would_decide_the_layout_is_refused_by_name() -> None:
+    script = "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 512"
+    imported = read_configuration(f"{script} --vocab-size 512 --max-position-embeddings 512 --tensor-parallel-ranks 4")
+    with pytest.raises(SpecError, match="--tensor-parallel-ranks 4 is not understood"):
+        imported.complete(hardware="h100", num_gpus=8)
+
+
+def test_an_unknown_setting_is_priced_as_what_it_could_say() -> None:
+    text = "model_name_or_path: Qwen/Qwen2.5-7B\nstage: sft\nfinetuning_types: lora\nfinetuning_type: full\n"
+    imported = read_configuration(f"{text}cutoff_len: 2048\nper_device_train_batch_size: 1\nbf16: true\n")
+    run = imported.complete(hardware="h100", num_gpus=8)
+    others = imported.undecided(run)
+    assert [(other.name, other.run["adapters"]["rank"]) for other in others] == [("finetuning_types", 16)]
+    assert imported.assumed["gradient_checkpointing"] == "True"

@@ -23,7 +23,7 @@ Planned = Callable[..., Plan]
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "kubernetes_crds.json").read_text())
 TYPES: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
-TARGETS = {"kubernetes": "kubernetes.yaml", "kubernetes-pytorchjob": "kubernetes-pytorchjob.yaml"}
+TARGETS = {"kubernetes": "kubernetes.yaml", "kubernetes-jobset": "kubernetes-jobset.yaml"}
 JOBS: dict[str, dict[str, Any]] = {
     "one node": {"model": "llama-3.1-8b", "gpus": 8},
     "nodes": {"model": "llama-3.1-8b", "gpus": 32, "tp": 2, "pp": 4},
@@ -66,11 +66,23 @@ def pod_template(found: dict[str, Any]) -> dict[str, Any]:
     return template
 
 
+def jobs_of(found: dict[str, Any]) -> dict[str, Any]:
+    """The indexed job of a JobSet."""
+    spec: dict[str, Any] = found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return spec
+
+
+def first_pod(found: dict[str, Any]) -> str:
+    """The name that JobSet gives the first pod of a set's only job."""
+    name, spec = found["JobSet"]["metadata"]["name"], found["JobSet"]["spec"]
+    return f"{name}-{spec['replicatedJobs'][0]['name']}-0-0.{spec['network']['subdomain']}"
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("job", JOBS)
 def test_manifests_keep_to_the_schemas_of_their_kinds(planned: Planned, job: str, target: str) -> None:
     found = documents(planned(**JOBS[job]), target)
-    kinds = {"TrainingRuntime", "TrainJob"} if target == "kubernetes" else {"PyTorchJob"}
+    kinds = {"TrainingRuntime", "TrainJob"} if target == "kubernetes" else {"JobSet"}
     assert set(found) == {"ConfigMap", *kinds, *(["ComputeDomain"] if job == "racks" else [])}
     for kind in set(found) - {"ConfigMap"}:
         assert list(faults(found[kind], SCHEMAS[kind], kind)) == []
@@ -101,12 +113,35 @@ def test_pods_ask_for_the_vendors_gpus_and_the_network(planned: Planned, job: st
     trainer = documents(plan, "kubernetes")["TrainJob"]["spec"]["trainer"]
     assert trainer["resourcesPerNode"]["limits"] == limits
     assert trainer["image"].startswith("rocm/" if job == "amd" else "nvcr.io/nvidia")
-    replicas = documents(plan, "kubernetes-pytorchjob")["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
-    pod = replicas["Master"]["template"]["spec"]
+    indexed = jobs_of(documents(plan, "kubernetes-jobset"))
+    pod = indexed["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"] == limits
     assert pod["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
-    assert sum(spec["replicas"] for spec in replicas.values()) == trainer["numNodes"]
+    assert indexed["completions"] == indexed["parallelism"] == trainer["numNodes"]
+
+
+@pytest.mark.parametrize(
+    ("network", "resource", "variable"),
+    [
+        ("efa", "vpc.amazonaws.com/efa", "FI_PROVIDER=efa"),
+        ("roce", "rdma/rdma_shared_device_a", "NCCL_IB_GID_INDEX=3"),
+        ("ib", "rdma/rdma_shared_device_a", ""),
+        ("slingshot", None, "NCCL_SOCKET_IFNAME=hsn"),
+        ("tcp", None, "NCCL_IB_DISABLE=1"),
+    ],
+)
+def test_files_fit_the_network(planned: Planned, network: str, resource: str | None, variable: str) -> None:
+    plan = planned("llama-3.1-8b", 2048)
+    hardware = plan.cluster.hardware.model_copy(update={"network": network})
+    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hardware": hardware})})
+    found = documents(plan, "kubernetes")
+    limits = found["TrainJob"]["spec"]["trainer"]["resourcesPerNode"]["limits"]
+    assert limits == {"nvidia.com/gpu": 8} | ({resource: 1} if resource else {})
+    script = found["ConfigMap"]["data"]["launch.sh"]
+    assert f"export {variable}" in script
+    assert ("NCCL_IB_TIMEOUT" in script) == (network in ("ib", "roce"))
+    assert (network == "roce") == ("NCCL_IB_GID_INDEX" in script)
 
 
 def test_pods_of_a_rack_stay_together_and_reach_each_other(planned: Planned) -> None:
@@ -139,9 +174,8 @@ def test_a_pod_starts_its_ranks(
         container = found["TrainJob"]["spec"]["trainer"]
         addresses = {"PET_NODE_RANK": node, "PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "29400"}
     else:
-        role = found["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]
-        container = role["template"]["spec"]["containers"][0]
-        addresses = {"RANK": node, "MASTER_ADDR": "pod-0", "MASTER_PORT": "29400"}
+        container = jobs_of(found)["template"]["spec"]["containers"][0]
+        addresses = {"JOB_COMPLETION_INDEX": node}
     assert container["image"] == "registry/image:1"
     shell, flag, script, name = container["command"]
     assert (shell, flag, name) == ("bash", "-c", "bash")
@@ -154,7 +188,7 @@ def test_a_pod_starts_its_ranks(
     assert done.returncode == 0, done.stderr
     words = json.loads(done.stdout)
     assert [words[words.index(f"--{key}") + 1] for key in ("nnodes", "nproc-per-node", "node-rank", "master-addr")] == [
-        "2", gpus, node, "pod-0",
+        "2", gpus, node, "pod-0" if target == "kubernetes" else first_pod(found),
     ]  # fmt: skip
     assert words[words.index("--save") + 1] == "/data/run"
     assert not list(tmp_path.glob("pwned"))
@@ -179,5 +213,5 @@ def test_objects_begin_with_a_letter(planned: Planned) -> None:
 
 def test_files_too_large_for_a_config_map_are_refused(planned: Planned) -> None:
     big = LaunchCommand(program="-m x", arguments={}, files=(ExportFile("schedule.csv", "x" * 1_100_000),))
-    with pytest.raises(SpecError, match=r"schedule\.csv are 1,10\d,\d{3} bytes"):
+    with pytest.raises(SpecError, match=r"schedule\.csv are 1,11\d,\d{3} bytes"):
         kubernetes_manifest(planned("llama-3.1-8b", 8), big)

@@ -10,6 +10,7 @@ import yaml
 from layouts import SIZES, expressible, some_layout
 
 from planner.answer import Plan
+from planner.export.environment import connections
 from planner.export.megatron.bridge_files import bridge_overrides
 from planner.export.megatron.megatron_files import export_megatron, megatron_arguments
 from planner.export.megatron.plan_options import precision
@@ -17,9 +18,12 @@ from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ShellText, argv
 from planner.layout.candidate import parse_layout
+from planner.search.search import plan as search
+from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.registry import load_model
-from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import TrainingSpec
+from planner.trainers.rules.megatron import MEGATRON_MODEL_RULES
 
 Planned = Callable[..., Plan]
 
@@ -357,3 +361,40 @@ def _plain(word: Any) -> Any:
         return float(word)
     except (TypeError, ValueError):
         return word
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "dtype", "recipe"),
+    [
+        ("deepseek-v3", "h100", "fp8", "blockwise"),
+        ("deepseek-v3", "b200", "fp8", "tensorwise"),
+        ("deepseek-v3", "b200", "mxfp8", "mxfp8"),
+        ("llama-3.1-8b", "h100", "fp8", "tensorwise"),
+    ],
+)
+def test_scales_are_those_that_a_model_was_published_with(
+    planned: Planned, model: str, hardware: str, dtype: str, recipe: str
+) -> None:
+    plan = planned(model, 64, ep=8 if model == "deepseek-v3" else 1, hardware=hardware, dtype=dtype)
+    assert precision(plan)["--fp8-recipe"] == recipe
+
+
+def test_a_narrow_dtype_is_no_consent_to_narrow_gradients() -> None:
+    training = TrainingSpec(seq_length=4096, global_batch_size=64, dtype="fp8")
+    found = search(load_model("llama-3.1-8b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=8), training)
+    assert "--grad-reduce-in-bf16" not in megatron_arguments(found)
+
+
+@pytest.mark.parametrize("hardware", ["a100", "h100", "b200", "rtx-4090"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"zero_stage": 3, "tp": 2}, {"ep": 8}, {"tp": 2, "ep": 4}])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_queues_to_the_gpu_are_those_that_megatron_asks_for(
+    planned: Planned, hardware: str, layout: dict[str, Any], overlaps: bool
+) -> None:
+    """validate_args of core 0.14 to 0.20: 1 with tp or cp up to Hopper, but for FSDP and overlapped experts."""
+    features = {"ep_overlap": True, "dispatcher": "alltoall"} if overlaps else {}
+    plan = planned("qwen3-30b-a3b", 8, hardware=hardware, features=features, **layout)
+    number = connections(plan).get("CUDA_DEVICE_MAX_CONNECTIONS")
+    shards, is_split = plan.parallelism.zero_stage >= 2, plan.parallelism.tp * plan.parallelism.cp > 1
+    is_free = hardware == "b200" or shards or (overlaps and plan.parallelism.ep > 1)
+    assert number == "1" if is_split and not is_free else number != "1"

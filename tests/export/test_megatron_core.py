@@ -19,7 +19,7 @@ from planner.export.trainer_files import Arguments
 from planner.layout.candidate import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
-from planner.trainers.rules.megatron_model import MEGATRON_MODEL_RULES
+from planner.trainers.rules.megatron import MEGATRON_MODEL_RULES
 
 Planned = Callable[..., Plan]
 

@@ -23,9 +23,8 @@ from planner.specs.huggingface import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.specs.training import TrainingSpec
-from planner.trainers.rules.common import Rule, first_broken
-from planner.trainers.rules.facts import rotary_method
-from planner.trainers.rules.megatron_model import BRIDGE_MODEL_RULES, MEGATRON_MODEL_RULES, megatron_model_rules
+from planner.trainers.rules.common import Rule, first_broken, rotary_method
+from planner.trainers.rules.megatron import BRIDGE_MODEL_RULES, MEGATRON_MODEL_RULES, megatron_model_rules
 
 Planned = Callable[..., Plan]
 

@@ -11,7 +11,7 @@ from planner.export.megatron.option_rows import all_rows, rows_of, table
 from planner.export.trainer_files import Arguments
 
 _CODECS = {"model": model_options.CODECS, "layout": plan_options.CODECS}
-_TWICE = {"--lr-decay-style", "--ckpt-format", "--tokenizer-type", "--train-iters", "--eval-iters"}
+_TWICE = {"--lr-decay-style", "--ckpt-format", "--tokenizer-type", "--train-iters", "--eval-iters", "--eval-interval"}
 """Options whose value depends on the section that a run has."""
 
 

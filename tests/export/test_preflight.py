@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,6 +42,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     return {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PYTHONPATH": str(tmp_path / "packages"),
+        "MASTER_PORT": "1",
         "MEGATRON_PATH": str(tmp_path),
         "DATA_PATH": f"0.5 {tmp_path}/data 0.5 {tmp_path}/data",
         "TOKENIZER": "meta-llama/Llama-3.1-8B",
@@ -54,18 +57,23 @@ def put(folder: Path, module: str, text: str) -> None:
     (path / "__init__.py").write_text(text)
 
 
-def started(plan: Plan, folder: Path, environment: dict[str, str], *words: str) -> tuple[bool, list[str]]:
+def started(
+    plan: Plan, folder: Path, environment: dict[str, str], *words: str, has_no_room: bool = False
+) -> tuple[bool, list[str]]:
     """Run launch.sh: true if torchrun was started, and the lines of the preflight."""
     run = folder / "run"
     run.mkdir(exist_ok=True)
     for file in bundle_of(plan, "megatron").files:
-        (run / file.name).write_text(file.text)
+        # this machine has what disk and shared memory it has
+        text = re.sub(r'(_bytes\\": )[\d.e+]+', r"\g<1>0", file.text) if not has_no_room else file.text
+        (run / file.name).write_text(text)
     done = subprocess.run(
         ["bash", str(run / "launch.sh"), *words],
         # isolated from the packages of the tests' own environment
         env={**environment, "PYTHONNOUSERSITE": "1"}, capture_output=True, text=True, timeout=60, cwd=run,
     )  # fmt: skip
-    lines = [line.removeprefix("preflight: ") for line in done.stderr.splitlines() if line.startswith("preflight")]
+    named = f"preflight: {socket.gethostname()}: "
+    lines = [line.removeprefix(named) for line in done.stderr.splitlines() if line.startswith("preflight")]
     assert (done.returncode == 0) == (done.stdout == "started\n"), done.stderr
     return done.returncode == 0, lines
 
@@ -116,6 +124,32 @@ def test_each_missing_thing_is_one_line(
     assert started(plan, tmp_path, machine | {"PREFLIGHT": "0"}) == (True, [])
 
 
+def test_the_machine_is_looked_at(planned: Planned, tmp_path: Path, machine: dict[str, str]) -> None:
+    """A taken port, no room for checkpoints, processes on the GPUs, a clock that is not set, no card of the network."""
+    programs = {
+        "nvidia-smi": "case $1 in --query-compute-apps*) echo 4242, 30000;; *) echo 580.1;; esac",
+        "timedatectl": "echo no",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    plan = planned("llama-3.1-405b", 1024, tp=8, pp=8)
+    hardware = plan.cluster.hardware.model_copy(update={"network": "slingshot"})
+    plan = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"hardware": hardware})})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        has_started, lines = started(plan, tmp_path, machine | {"MASTER_PORT": port}, has_no_room=True)
+    assert not has_started
+    said = "\n".join(lines)
+    for words in (
+        "processes 4242 hold", "no card of the planned network slingshot", "two checkpoints take", "not synchronised",
+        f"port {port} is taken",
+    ):  # fmt: skip
+        assert words in said
+
+
 def test_the_first_run_needs_no_data(planned: Planned, tmp_path: Path, machine: dict[str, str]) -> None:
     for name in ("DATA_PATH", "TOKENIZER", "CHECKPOINTS"):
         del machine[name]
@@ -126,6 +160,26 @@ def test_the_first_run_needs_no_data(planned: Planned, tmp_path: Path, machine: 
     assert started(plan, tmp_path, machine | {"MOCK": "1"}) == (True, [])
     assert started(plan, tmp_path, machine) == (True, []), "where nothing is filled in, the run is a first one"
     assert not started(plan, tmp_path, machine | {"TOKENIZER": "gpt2"})[0], "where something is, it is training"
+
+
+@pytest.mark.parametrize(("seconds", "place"), [(1.0, "inside"), (1.5, "outside")])
+def test_the_first_run_prints_measured_beside_promised(
+    planned: Planned, tmp_path: Path, machine: dict[str, str], seconds: float, place: str
+) -> None:
+    plan = planned("llama-3.1-8b", 16)
+    ms = 1000 * seconds * plan.step.step_s
+    torchrun = f"for i in 1 2 3; do echo 'elapsed time per iteration (ms): {ms:.1f} |'; done"
+    (tmp_path / "torchrun").write_text(f"#!/usr/bin/env bash\n{torchrun}\nexit 3\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    for file in bundle_of(plan, "megatron").files:
+        (run / file.name).write_text(file.text)
+    environment = machine | {"MOCK": "1", "PREFLIGHT": "0"}
+    done = subprocess.run(["bash", str(run / "launch.sh")], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, "the run's own status"
+    assert f"{100 * (seconds - 1):+.1f}%, {place} the 80% interval" in done.stderr
+    assert "plan observe" in done.stderr
+    assert (run / "measured.log").read_text() == done.stdout
 
 
 def test_a_machine_without_a_gpu_is_told_and_not_stopped(

@@ -243,7 +243,7 @@ def test_presets_of_the_checkout_around_the_file(tmp_path: Path) -> None:
         (experiment("llama3.1_8B.yaml", "", framework="maxtext"), "MaxText's, in JAX"),
         (experiment("zebra_llama_1B.yaml", ""), "Mamba, a state-space model"),
         (experiment("deepseek_v4_flash.yaml", ""), "DeepSeek-V4"),
-        (experiment("llama3_8B.yaml", "lora:\n  enabled: true"), "adapters"),
+        (experiment("llama3_8B.yaml", "lora:\n  enabled: true\n  dim: x"), "peft.dim"),
         (experiment("llama3_8B.yaml", "turbo_sync_free_moe_stage: 9"), "is no stage"),
         (experiment("llama3_8B.yaml", "recompute_granularity: full\nrecompute_layer_ids: a"), "is no list of layers"),
         (experiment("llama3_8B.yaml", "") + "a: &a [1,1,1,1,1,1,1,1,1]\n" + BOMB, "50,000 values"),

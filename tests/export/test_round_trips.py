@@ -41,8 +41,8 @@ def test_every_target_is_tried() -> None:
     assert set(TRAINERS) <= set(SOURCES)
 
 
-FILES = ("launch.sh", "launch.sbatch", "kubernetes.yaml", "kubernetes-pytorchjob.yaml")
-LAUNCHERS = ["torchrun", "slurm", "kubernetes", "kubernetes-pytorchjob"]
+FILES = ("launch.sh", "launch.sbatch", "kubernetes.yaml", "kubernetes-jobset.yaml")
+LAUNCHERS = ["torchrun", "slurm", "kubernetes", "kubernetes-jobset"]
 JOBS: dict[str, dict[str, Any]] = {
     "dense": {"model": "llama-3.1-70b", "gpus": 64, "tp": 4, "pp": 4, "vpp": 2},
     "mixture": {"model": "qwen3-30b-a3b", "gpus": 16, "ep": 8},

@@ -23,7 +23,7 @@ from planner.export.torchtitan.recipe_files import RECIPE, export_torchtitan
 from planner.schedule.graph import to_torch_csv
 from planner.schedule.orders import build_schedule
 from planner.specs.registry import load_model
-from planner.trainers.rules.torchtitan import TORCHTITAN_MODEL_RULES
+from planner.trainers.rules.torch import TORCHTITAN_MODEL_RULES
 
 Planned = Callable[..., Plan]
 

@@ -12,7 +12,7 @@ from planner.export.megatron.bridge_files import BRIDGE, UNASKED, flag_fields, m
 from planner.export.megatron.model_options import model_arguments
 from planner.export.stated_model import listed
 from planner.specs.registry import load_model
-from planner.trainers.rules.megatron_model import family_of
+from planner.trainers.rules.megatron import family_of
 
 OWN = json.loads((Path(__file__).parent / "trainers_own" / "bridge.json").read_text())
 _ONE_GROUP = "one group of all experts is no group"

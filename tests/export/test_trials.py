@@ -59,7 +59,7 @@ def test_logs_of_other_trainers(line: str, seconds: float, tmp_path: Path) -> No
     (tmp_path / "trial-0").mkdir()
     (tmp_path / "trial-0" / "a.log").write_text(f"{line}\n" * 3)
     (tmp_path / "trials.json").write_text(json.dumps({"trials": [trial]}))
-    import planner.export.launch.rank_trials as script
+    import planner.export.launch.node_check as script
 
     assert script.measured_s(tmp_path / "trial-0", trial) == (pytest.approx(seconds), 3)
 

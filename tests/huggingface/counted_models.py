@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from planner.probe.rehearse import MOMENTS, BytesAlive, gpu_kernels
+from tools.counted_bytes import MOMENTS, BytesAlive, gpu_kernels
 
 BLOCK, BLOCKS = 64, 256
 """Weights that share a scale in 4 bits, and scales that share one of fp32 (bitsandbytes, double quantization)."""

@@ -33,7 +33,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.phases import PhasesFile
 from planner.specs.training import OperationsSpec, Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.calibration import Calibration
-from planner.trainers.checkpoint import Checkpoint
+from planner.trainers.load import Checkpoint
 from planner.trainers.spec import RuntimeSpec
 from tools.gpu_check.report import GpuCheck
 

@@ -223,3 +223,7 @@ def test_natural_routing_fills_one_rank_more_unless_biases_balance_experts() -> 
     assert parse_run({"run": qwen}).training.moe_imbalance == 1.0
     assert parse_run({"run": qwen | natural}).training.moe_imbalance == NATURAL_IMBALANCE > 1.0
     assert parse_run({"run": deepseek | natural}).training.moe_imbalance == 1.0
+    tuned = parse_run({"run": qwen | {"adapters": {"rank": 8}, "num_gpus": 8}}).training
+    assert NATURAL_IMBALANCE < tuned.moe_imbalance <= tuned.moe_peak_imbalance  # type: ignore[operator]
+    forced = {"adapters": {"rank": 8}, "features": {"natural_routing": False}}
+    assert parse_run({"run": qwen | forced}).training.moe_imbalance == 1.0

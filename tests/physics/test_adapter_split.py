@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.physics.adapters import adapted
-from planner.physics.kernels.products import cast_s
+from planner.physics.kernels import cast_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import (
     Collective,

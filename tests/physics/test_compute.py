@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from planner.physics.compute import operator_seconds, part_seconds
-from planner.physics.kernels.attention import attention_s
-from planner.physics.kernels.products import cast_s, gemm_s, product_s
-from planner.physics.kernels.streams import stream_s
-from planner.physics.kernels.updates import accumulate_s, clip_s, optimizer_s
+from planner.physics.kernels import accumulate_s, attention_s, cast_s, clip_s, gemm_s, optimizer_s, product_s, stream_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, operators_of
 from planner.shape import Shape

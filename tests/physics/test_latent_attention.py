@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.physics.kernels.attention import attention_s
+from planner.physics.kernels import attention_s
 from planner.physics.layers import decoder_layer
 from planner.physics.memory import transient_bytes, working_set_bytes
 from planner.physics.operators import Operator, operators_of

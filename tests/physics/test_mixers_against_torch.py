@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from reference_mixers import GatedDelta, Lightning, Mamba2, ShortConv  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from planner.physics.layer.mixers import MIXERS  # noqa: E402
+from planner.physics.layers import MIXERS  # noqa: E402
 from planner.physics.operators import BF16, num_parameters, operators_of, saved_bytes  # noqa: E402
 from planner.shape import Shape  # noqa: E402
 from planner.specs.model import LayerKind, ModelSpec  # noqa: E402

@@ -27,7 +27,8 @@ def layer_of(kind: str, **sizes: int) -> tuple[ModelSpec, list[Operator]]:
     row = MEASURED[kind]
     model = from_config(row["config"], kind)
     shape = Shape(seq_length=row["tokens"], **sizes)
-    return model, operators_of(decoder_layer(model, model.layers[0], shape, load_runtime("torch-eager")))
+    runtime = load_runtime("torch-eager").model_copy(update={"fuses_sparse_attention": True})
+    return model, operators_of(decoder_layer(model, model.layers[0], shape, runtime))
 
 
 def otherwise(kind: str, model: ModelSpec) -> float:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.physics import compute, memory
+from planner.physics import compute, kernels, memory
 from planner.physics.communication import collective_s, exchange_s
-from planner.physics.kernels import products
 from planner.physics.layers import decoder_layer, head
 from planner.physics.operators import (
     NARROW_BYTES,
@@ -86,7 +85,7 @@ def test_routers_stay_in_16_bits() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp8", "mxfp8", "nvfp4"])
 def test_saved_bytes_of_a_dense_layer(dtype: str) -> None:
-    """Inputs of norms, qkv, the core's output with its cast copy, gate and up; cast inputs of the four products."""
+    """Inputs of norms, qkv, the core's output with its cast copy, gate and up; cast inputs of the four kernels."""
     model = load_model("llama-3.1-8b")
     hidden, kv, intermediate, heads = 4096, 1024, 14336, 32
     kept = 2 * (2 * hidden + (hidden + 2 * kv) + hidden + 2 * intermediate) + 4 * (heads + 2)
@@ -160,6 +159,6 @@ def test_a_trainers_own_narrow_kernels_slow_narrow_products_alone(dtype: str) ->
     for factor in (1.0, 1.5):
         runtime = MEGATRON.model_copy(update={"narrow_factor": factor, "casts_weights": False})
         seconds = compute.operator_seconds(product, hardware, dtype, runtime)
-        cast = products.cast_s(product, hardware, dtype, runtime)
+        cast = kernels.cast_s(product, hardware, dtype, runtime)
         times.append(seconds.forward_s - cast.forward_s)
     assert times[1] == pytest.approx(times[0] * (1.5 if dtype == "fp8" else 1.0))

@@ -10,8 +10,7 @@ import pytest
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
-from planner.physics.kernels.products import product_s
-from planner.physics.kernels.streams import stream_s
+from planner.physics.kernels import product_s, stream_s
 from planner.physics.operators import Operator
 from planner.physics.optimizers import state_bytes, state_update_s, states_of, tensors_of, update_bytes
 from planner.physics.pricing import Pricing

@@ -13,7 +13,7 @@ import pytest
 from planner.physics.communication import exchange_s
 from planner.physics.compute import operator_seconds, part_seconds
 from planner.physics.cost import CostTable, PartCost
-from planner.physics.kernels.attention import attention_s
+from planner.physics.kernels import attention_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, collectives_of, operators_of, up_to_last_saved
 from planner.physics.passes import LATE_NODE_FRACTION, late_nodes_fraction

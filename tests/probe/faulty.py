@@ -19,9 +19,8 @@ from planner import files
 from planner.probe.launch.process import rank_process, stage_process
 from planner.probe.model.chunk import Chunk
 from planner.probe.rank import worker
-from planner.probe.rank.clock import RankClock
 from planner.probe.rank.gradients import FlatParameters
-from planner.probe.rank.pipeline import GroupWires, RankPipeline
+from planner.probe.rank.pipeline import GroupWires, RankClock, RankPipeline
 from planner.probe.rank.training import RankTrainer
 from planner.probe.rank.worker import Worker
 

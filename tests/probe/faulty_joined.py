@@ -14,7 +14,7 @@ from faulty import STOPS, at, out_of_memory_error, raise_error
 
 from planner.cli import main
 from planner.probe.launch import joined
-from planner.probe.rank import status, worker
+from planner.probe.rank import groups, worker
 
 
 def out_of_memory() -> None:
@@ -27,7 +27,7 @@ def raising() -> None:
 
 def impatient() -> None:
     """A watch that allows phases before the first step no more time than steps."""
-    status.START_TIMEOUT_S = status.SILENT_S = 0.0
+    groups.START_TIMEOUT_S = groups.SILENT_S = 0.0
 
 
 def hasty() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import log2
+from math import inf, log2
 from typing import Any
 
 import pytest
@@ -89,6 +89,7 @@ def probed(plan: Plan, num_gpus: int | None, health: Health = HEALTHY) -> ProbeR
             return MeasuredRun(run=run, ranks=tuple(results(plan, run, accounts, alone, health)))
 
         patch.setattr(probing, "launch", launch)
+        patch.setattr(probing, "capacity_bytes", lambda _: inf)
         result = probing.probe(plan, options)
     assert result is not None
     return result

@@ -10,8 +10,8 @@ from planner.answer import Plan
 from planner.errors import PlannerError
 from planner.layout.evaluate import evaluate
 from planner.probe.eager import in_eager_torch
+from planner.probe.plan_runs import require_layers, require_split
 from planner.probe.plan_slice import ProbeOptions
-from planner.probe.probe import require_layers, require_split
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model

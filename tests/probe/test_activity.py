@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.probe.result import RankResult, StepSeconds, TimedAction
-from planner.probe.verdict.checks import activity, bubble_fraction, run_checks
+from planner.probe.verdict.compare import activity, bubble_fraction, run_checks
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 

@@ -21,7 +21,7 @@ from planner.specs.cluster import ClusterSpec  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 from planner.specs.registry import load_hardware, load_model  # noqa: E402
 from planner.specs.training import Parallelism, TrainingSpec  # noqa: E402
-from planner.trainers.torch_attention import kernel_of  # noqa: E402
+from planner.trainers.documents import kernel_of  # noqa: E402
 
 KERNELS: dict[tuple[str, str, int, int], set[str]] = {
     ("8b", "h200", 1, 8192): {"cudnn"},

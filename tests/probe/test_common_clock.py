@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.probe.rank.clock import offset_of
+from planner.probe.rank.pipeline import offset_of
 
 
 def sums(seed: int, ahead_s: float, slowest_s: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:

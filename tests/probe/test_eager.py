@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def probe_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return MeasuredRun(run=run, ranks=tuple(ranks_as_priced))
 
         monkeypatch.setattr("planner.probe.probe.launch", launch)
+        monkeypatch.setattr("planner.probe.probe.capacity_bytes", lambda plan: math.inf)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
         (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))

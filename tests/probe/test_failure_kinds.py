@@ -16,8 +16,8 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import faulty
 
-from planner.probe.launch.failure import asked_bytes, failure_of
 from planner.probe.launch.launcher import launch
+from planner.probe.launch.process import asked_bytes, failure_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,9 @@ import faulty
 import launch_and_wait
 import torch
 
-from planner.probe.launch.launcher import launch, process_context
-from planner.probe.launch.run_folder import LOCK_FILE, run_folder, sweep
-from planner.probe.rank.groups import Identity, disagreement, require_agreement
-from planner.probe.rank.status import WAITING, Progress, hanging_rank
-from planner.probe.verdict.checks import run_checks
+from planner.probe.launch.launcher import LOCK_FILE, launch, process_context, run_folder, sweep
+from planner.probe.rank.groups import WAITING, Identity, Progress, disagreement, hanging_rank, require_agreement
+from planner.probe.verdict.compare import run_checks
 
 HERE = Path(__file__).parent
 PATIENCE_S = 600.0
@@ -137,7 +136,7 @@ def test_the_process_that_stopped_is_named_and_not_those_that_wait_for_it(
     phase: str, sick_rank: int, expected: str, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(small(make_run))  # so that all ranks start quickly
-    monkeypatch.setattr("planner.probe.rank.status.START_TIMEOUT_S", 2.5)
+    monkeypatch.setattr("planner.probe.rank.groups.START_TIMEOUT_S", 2.5)
     run = small(make_run, timeout_s=2.5).model_copy(update={"check": True})
     with pytest.raises(ProbeError, match=expected) as error:
         launch(run, partial(faulty.stopped, phase=phase, sick_rank=sick_rank))
@@ -223,6 +222,16 @@ def test_no_space_for_the_folder(make_run: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(ProbeError, match="folder cannot be made"):
         launch(small(make_run))
+
+
+def test_a_process_server_that_is_stopped_is_named(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    process_context()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGSTOP)
+    monkeypatch.setattr("planner.probe.launch.launcher.START_TIMEOUT_S", 1.0)
+    with pytest.raises(ProbeError, match="the process server, which forks the ranks") as error:
+        launch(small(make_run))
+    assert str(server) in error.value.hint
 
 
 @pytest.mark.thorough(2)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from exchanged import Exchange, Recorder, stuck  # noqa: E402
 from fake_gpus import H200, Neighbours, fake_gpu, fake_group  # noqa: E402
 
-from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402

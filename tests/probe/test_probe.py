@@ -17,8 +17,8 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 import torch.distributed.fsdp
 from small_plans import SMALL, plan_of, run, small_plan
 
-from planner.probe.plan_runs import ranks_run
-from planner.probe.probe import ProbeOptions, probe, require_split
+from planner.probe.plan_runs import ranks_run, require_split
+from planner.probe.probe import ProbeOptions, probe
 from planner.probe.rank.gradients import FlatParameters, Sharding
 from planner.probe.result import MeasuredRun
 from planner.probe.verdict.judge import trace_events
@@ -105,10 +105,9 @@ def test_stages_alone() -> None:
     assert result.mode == "stages"
     assert [rank.stage for rank in result.ranks] == [0, 1, 2]
     names = {comparison.name for comparison in result.comparisons}
-    assert names == {"forward", "backward", "weight gradient", "optimizer", "step"}
+    assert names == {"forward", "backward", "optimizer", "step"}
     # seconds of a CPU are not held against a GPU's
     assert all(comparison.agrees is None for comparison in result.comparisons)
-    assert all(chunk.input_grad_s and chunk.weight_grad_s for rank in result.ranks for chunk in rank.chunks)
     assert result.step_s is not None
     assert result.slice.verified == ("compute seconds of each stage that ran",)
     assert "memory" in result.slice.extrapolated

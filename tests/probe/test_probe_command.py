@@ -68,7 +68,7 @@ def test_a_mismatch_is_exit_code_6(
 ) -> None:
     import faulty
 
-    monkeypatch.setattr("planner.probe.launch.joined.stage_process", faulty.stage_out_of_memory)
+    monkeypatch.setattr("planner.probe.probe.stage_process", faulty.stage_out_of_memory)
     assert main(["probe", plan_file, "--device", "cpu", "--stage", "1"]) == 6
     captured = capsys.readouterr()
     assert "stage 1 (rank 1) asked for 2.500 GiB more in warm-up, at 1F0" in " ".join(captured.out.split())

@@ -16,9 +16,11 @@ from planner.probe.eager import in_eager_torch  # noqa: E402
 from planner.probe.rank import after_steps  # noqa: E402
 from planner.probe.rank.after_steps import with_quiet_seconds  # noqa: E402
 from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
-from planner.probe.repeats import SURE_FRACTION  # noqa: E402
 from planner.probe.result import ChunkSeconds, RankResult  # noqa: E402
-from planner.probe.run import ProbeRun  # noqa: E402
+from planner.probe.run import (  # noqa: E402
+    SURE_FRACTION,
+    ProbeRun,
+)
 from planner.probe.verdict.compare import (  # noqa: E402
     beside_messages_s,
     compare_pipeline,

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.probe.repeats import Repeats, spread_fraction
+from planner.probe.run import Repeats, spread_fraction
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.probe.launch.launcher import launch  # noqa: E402
 from planner.probe.rank.after_steps import timed_together  # noqa: E402
-from planner.probe.rank.clock import ActionTimes, StepRecord  # noqa: E402
+from planner.probe.rank.pipeline import ActionTimes, StepRecord  # noqa: E402
 from planner.probe.rank.worker import StepLoop  # noqa: E402
 from planner.profile.measure import Stopwatch  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402

@@ -14,16 +14,16 @@ from planner.layout.evaluate import evaluate  # noqa: E402
 from planner.layout.price import reprice  # noqa: E402
 from planner.probe import torch_build  # noqa: E402
 from planner.probe.eager import in_eager_torch  # noqa: E402
-from planner.probe.rehearse import (  # noqa: E402
+from planner.specs.cluster import ClusterSpec  # noqa: E402
+from planner.specs.registry import load_hardware  # noqa: E402
+from planner.specs.training import Parallelism, TrainingSpec  # noqa: E402
+from tools.counted_bytes import (  # noqa: E402
     KEPT,
     BytesAlive,
     allocated,
     count_stage,
     stage_run,
 )
-from planner.specs.cluster import ClusterSpec  # noqa: E402
-from planner.specs.registry import load_hardware  # noqa: E402
-from planner.specs.training import Parallelism, TrainingSpec  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
@@ -67,7 +67,7 @@ def test_kept_tensors_are_those_that_torch_holds(
         made.append(SizesAlive(*args))
         return made[-1]
 
-    monkeypatch.setattr("planner.probe.rehearse.BytesAlive", account)
+    monkeypatch.setattr("tools.counted_bytes.BytesAlive", account)
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
     training = TrainingSpec(seq_length=2048, global_batch_size=8)
     plan = evaluate(model, cluster, training, Parallelism(**sizes), runtime="torch-eager")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from planner.physics.communication import collective_s
+from planner.probe.run_price import chunk_costs
 from planner.profile.build_profile import fitted_tier, known_profile, profile_of
 from planner.profile.fitting import STREAMS, MeasuredTable
-from planner.profile.probe_calibration import chunk_costs
 from planner.profile.record import CPU, GPU, QUICK, Machine, MeasuredRow, MeasurementRecord, shapes_to_measure, sidecar
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
@@ -128,9 +128,10 @@ def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200:
     [
         ("NVIDIA H200", 139.8, 132, "h200-sxm-141gb"),
         ("NVIDIA H100 80GB HBM3", 79.1, 132, "h100-sxm-80gb"),
-        ("NVIDIA H100 PCIe", 79.1, 114, None),
-        ("NVIDIA H100 NVL", 93.6, 132, None),
-        ("NVIDIA H200 NVL", 139.8, 132, None),
+        ("NVIDIA H100 PCIe", 79.1, 114, "h100-pcie-80gb"),
+        ("NVIDIA H100 NVL", 93.6, 132, "h100-nvl-94gb"),
+        ("NVIDIA H200 NVL", 139.8, 132, "h200-nvl-141gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8, 16, None),
         ("NVIDIA A100-SXM4-80GB", 79.15, 108, "a100-sxm-80gb"),
         ("NVIDIA A100-SXM4-40GB", 39.4, 108, "a100-sxm-40gb"),
         ("NVIDIA A100 80GB PCIe", 79.15, 108, "a100-pcie-80gb"),

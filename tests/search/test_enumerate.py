@@ -24,7 +24,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
-from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.recipe import rules_for
 
 
 def enumerated(problem: Problem) -> tuple[Shape, Rejections]:

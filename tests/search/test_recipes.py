@@ -185,3 +185,15 @@ def test_every_gain_is_of_the_same_layout_without_the_switch() -> None:
         assert gain.value == answer.best.recipe[gain.switch]
         # switches that gain nothing went back to the trainer's own value, or never were at another
         assert gain.without_step_s >= answer.step.step_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("hardware", "allow"), [("p5", ()), ("p5", ("dispatcher",)), ("h100", ())])
+def test_a_dispatcher_whose_transport_is_unproven_is_an_offer(hardware: str, allow: tuple[str, ...]) -> None:
+    """Over EFA, where only consent takes what rows are priced to gain."""
+    cluster = ClusterSpec(hardware=load_hardware(hardware), num_gpus=64)
+    training = TrainingSpec(seq_length=4096, global_batch_size=256)
+    limits = SearchLimits(allow=allow, tp=(1,), pp=(2,), ep=(8,), micro_batch_size=(2,), top=1)
+    found = plan(load_model("qwen3-30b-a3b"), cluster, training, limits=limits)
+    free = hardware == "h100" or "dispatcher" in allow
+    assert found.runtime_spec.sends_tokens_once == free
+    assert any(offer.switch == "dispatcher" for offer in found.best.offers) == (not free)

@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from planner.physics.kernels.products import product_s
-from planner.physics.kernels.streams import stream_s
+from planner.physics.kernels import product_s, stream_s
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from planner.errors import SpecError
 from planner.specs.problems import checked
-from planner.specs.training import Parallelism, tokens_split
+from planner.specs.training import Parallelism, TrainingSpec, tokens_split
 
 
 def test_two_chunks_for_each_rank_of_cp_of_whole_shards_for_tp() -> None:
@@ -66,3 +66,11 @@ def test_words_that_say_no_group_are_refused(stated: str) -> None:
 def test_ways_to_recompute_that_exclude_each_other_are_refused(stated: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         checked(Parallelism, stated)
+
+
+def test_a_histogram_of_imbalances_has_a_mean_and_a_tail() -> None:
+    training = TrainingSpec(seq_length=1, global_batch_size=1, moe_imbalance="2.5:1,1.2:8,1:1")  # type: ignore[arg-type]
+    assert training.moe_imbalance == pytest.approx(1.31)
+    assert training.moe_peak_imbalance == 2.5
+    with pytest.raises(ValueError, match="histogram"):
+        TrainingSpec(seq_length=1, global_batch_size=1, moe_imbalance="1.2:x")  # type: ignore[arg-type]

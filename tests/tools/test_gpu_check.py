@@ -17,7 +17,7 @@ from planner.errors import PlannerError, ProbeError, SpecError  # noqa: E402
 from planner.probe import probe as probe_module  # noqa: E402
 from planner.probe.eager import in_eager_torch  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
-from planner.probe.rank.status import RESULT_FILE, RUN_FILE  # noqa: E402
+from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import MeasuredRun, RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402

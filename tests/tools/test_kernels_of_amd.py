@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.physics.kernels.products import product_s
+from planner.physics.kernels import product_s
 from planner.profile.fitting import FitProblem, Residuals, fit, log_errors
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware

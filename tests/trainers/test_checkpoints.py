@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import SpecError
-from planner.trainers.checkpoint import UNKNOWN
-from planner.trainers.load import RUNTIMES, checkpoint_of, load_runtime
+from planner.trainers.load import RUNTIMES, UNKNOWN, checkpoint_of, load_runtime
 from planner.trainers.spec import RuntimeSpec
 
 TRAINER = "source: mine\nbase: shared/nccl\n"

@@ -16,9 +16,8 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
-from planner.trainers.rules.common import first_broken
-from planner.trainers.rules.model_fields import LAYER_KIND_RULES, UNWRITTEN_RULES
-from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.common import LAYER_KIND_RULES, UNWRITTEN_RULES, first_broken
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.rules.torch import TORCH_MODEL_RULES
 
 TRAINING = TrainingSpec(seq_length=4096, global_batch_size=64)

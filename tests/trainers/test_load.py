@@ -10,7 +10,7 @@ import pytest
 from planner.errors import SpecError
 from planner.trainers import load
 from planner.trainers.load import RUNTIMES, load_runtime, since_of, sources_of, switches_of, versions_of
-from planner.trainers.rules.of_trainer import export_rules_for, rules_for
+from planner.trainers.rules.recipe import export_rules_for, rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import ROWWISE
 from tools.calibrate.runs import COEFFICIENTS, Coefficient

@@ -13,8 +13,13 @@ from planner.specs.model import ModelSpec
 from planner.specs.training import TrainingSpec
 from planner.trainers.rules.common import Rule, first_broken
 from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.torch import AUTOMODEL_RULES, TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_SCHEDULE_RULES
-from planner.trainers.rules.torchtitan import TORCHTITAN_RULES
+from planner.trainers.rules.torch import (
+    AUTOMODEL_RULES,
+    TORCH_CLASSES,
+    TORCH_EAGER_RULES,
+    TORCH_SCHEDULE_RULES,
+    TORCHTITAN_RULES,
+)
 
 LLAMA = ModelSpec(
     name="llama", num_hidden_layers=126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,

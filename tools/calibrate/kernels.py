@@ -11,9 +11,7 @@ import yaml
 
 from planner.errors import SpecError
 from planner.physics.compute import part_seconds
-from planner.physics.kernels.products import product_s
-from planner.physics.kernels.streams import PassSeconds
-from planner.physics.kernels.updates import accumulate_s, optimizer_s
+from planner.physics.kernels import PassSeconds, accumulate_s, optimizer_s, product_s
 from planner.physics.layers import decoder_layer, embedding, head
 from planner.physics.operators import Item, Operator, num_parameters, operators_of
 from planner.profile.fitting import (

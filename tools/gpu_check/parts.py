@@ -18,7 +18,8 @@ from planner.errors import PlannerError, ProbeError, defect
 from planner.probe.eager import in_eager_torch
 from planner.probe.launch.launcher import process_context
 from planner.probe.model.attention import require_flash
-from planner.probe.probe import ProbeOptions, probe, require_runnable
+from planner.probe.plan_runs import require_runnable
+from planner.probe.probe import ProbeOptions, probe
 from planner.probe.result import ComparedQuantity, ProbeResult, RankResult
 from planner.probe.run import Device
 from planner.probe.verdict.compare import compare_stage

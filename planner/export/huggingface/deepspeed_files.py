@@ -27,7 +27,7 @@ from planner.export.trainer_files import (
     promise,
     rendered,
 )
-from planner.trainers.rules.huggingface import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
+from planner.trainers.rules.named import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 
 TRAINING_FILE = "planned_training.py"
 PLACEHOLDERS = (

@@ -34,8 +34,8 @@ from planner.export.trainer_files import (
 )
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
-from planner.trainers.rules.huggingface import HF_MODEL_RULES
-from planner.trainers.rules.of_trainer import rules_for
+from planner.trainers.rules.named import HF_MODEL_RULES
+from planner.trainers.rules.recipe import rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
 

@@ -1,4 +1,4 @@
-"""kubernetes.yaml: a job of Kubeflow's Trainer, or of the training operator that it replaced, and its pods."""
+"""kubernetes.yaml: a job of Kubeflow's Trainer, or a JobSet, which needs its controller alone; and their pods."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import yaml
 
 from planner.answer import Plan
 from planner.errors import SpecError
+from planner.export.environment import network_of
 from planner.export.launch.launchers import LAUNCH, nodes_of, preflight, segment_of, torchrun_script
 from planner.export.trainer_files import ExportFile, LaunchCommand, Placeholder, comment, slug
 
@@ -19,13 +20,25 @@ _RACK_LABEL = "nvidia.com/gpu.clique"
 """Nodes of one NVLink domain have the same value of it (NVIDIA's GPU feature discovery)."""
 _CHANNEL = "imex-channel"
 
-RDMA = Placeholder("rdma/rdma_shared_device_a", "the cluster's RDMA resource", "rdma/rdma_shared_device_a")
+_RDMA = "rdma/rdma_shared_device_a"
 CLAIM = Placeholder("claimName", "volume claim with data and checkpoints, mounted at /data", "training-data")
 
 
 def places(plan: Plan, command: LaunchCommand) -> tuple[Placeholder, ...]:
     """Everything that the user fills in in a manifest."""
-    return (*command.placeholders, CLAIM, *([RDMA] if nodes_of(plan)[0] > 1 else []))
+    return (*command.placeholders, CLAIM, *_network_cards(plan))
+
+
+def _network_cards(plan: Plan) -> list[Placeholder]:
+    """The resource of the network between nodes, by its kind; none on networks that pods have anyway."""
+    kind = plan.cluster.hardware.network
+    resource = network_of(plan).get("resource") if kind else _RDMA
+    if nodes_of(plan)[0] == 1 or resource is None:
+        return []
+    says = "the cluster's RDMA resource"
+    if kind == "efa":
+        says = "EFA interfaces of a node: 32 on p5, 16 on p5e and p5en, 8 on p6-b200, 4 on p4d"
+    return [Placeholder(resource, says, resource)]
 
 
 def heading(plan: Plan, command: LaunchCommand) -> str:
@@ -73,9 +86,9 @@ def container(plan: Plan, name: str, command: LaunchCommand, addresses: str) -> 
 
 def resources(plan: Plan) -> dict[str, Any]:
     """The GPUs of the plan's vendor, and the network's cards where the job has several nodes."""
-    nodes, gpus, _ = nodes_of(plan)
+    _, gpus, _ = nodes_of(plan)
     vendor = "amd.com/gpu" if plan.cluster.hardware.is_amd else "nvidia.com/gpu"
-    limits: dict[str, Any] = {vendor: gpus} | ({RDMA.default: 1} if nodes > 1 else {})
+    limits: dict[str, Any] = {vendor: gpus} | {card.default: 1 for card in _network_cards(plan)}
     claims = {"claims": [{"name": _CHANNEL}]} if segment_of(plan) > 1 else {}
     return {"limits": limits, "requests": dict(limits), **claims}
 
@@ -156,8 +169,6 @@ _API = "trainer.kubeflow.org"
 _NODE = "node"
 """Kubeflow's Trainer looks for this name of the replicated job and of its container."""
 _TRAINJOB_ADDRESSES = 'NODE_RANK="$PET_NODE_RANK" MASTER_ADDR="$PET_MASTER_ADDR" MASTER_PORT="$PET_MASTER_PORT"'
-_PYTORCHJOB_ADDRESSES = 'NODE_RANK="$RANK"'
-"""The operator sets MASTER_ADDR and MASTER_PORT itself."""
 
 
 def _name(plan: Plan) -> str:
@@ -212,24 +223,28 @@ def kubernetes_manifest(plan: Plan, command: LaunchCommand) -> ExportFile:
     return manifest("kubernetes.yaml", plan, command, documents)
 
 
-def pytorchjob_manifest(plan: Plan, command: LaunchCommand) -> ExportFile:
-    """kubernetes-pytorchjob.yaml: a PyTorchJob of the training operator (kubeflow.org/v1), now retired."""
+def jobset_manifest(plan: Plan, command: LaunchCommand) -> ExportFile:
+    """kubernetes-jobset.yaml: a JobSet (jobset.x-k8s.io/v1alpha2), one indexed job whose pods are the nodes."""
     nodes, *_ = nodes_of(plan)
     name = _name(plan)
-    pod = {"spec": pod_of(plan, name, [container(plan, "pytorch", command, _PYTORCHJOB_ADDRESSES)])}
+    # the name that JobSet gives the first pod, below the set's own
+    addresses = f'NODE_RANK="$JOB_COMPLETION_INDEX" MASTER_ADDR="{name}-{_NODE}-0-0.{name}"'
+    pod: dict[str, Any] = {
+        "spec": {**pod_of(plan, name, [container(plan, _NODE, command, addresses)]), "restartPolicy": "Never"}
+    }
     if annotations := rack_annotations(plan):
         pod["metadata"] = {"annotations": annotations}
+    indexed = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0}
     job = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
         "metadata": {"name": name},
         "spec": {
-            "pytorchReplicaSpecs": {
-                role: {"replicas": count, "restartPolicy": "OnFailure", "template": pod}
-                for role, count in {"Master": 1, "Worker": nodes - 1}.items()
-                if count
-            }
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            # a pod that fails starts all again, from the last checkpoint
+            "failurePolicy": {"maxRestarts": 3},
+            "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": {**indexed, "template": pod}}}],
         },
     }
     documents = [config_map(plan, name, command), *compute_domain(plan, name), job]
-    return manifest("kubernetes-pytorchjob.yaml", plan, command, documents)
+    return manifest("kubernetes-jobset.yaml", plan, command, documents)

@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from planner.answer import Plan
+from planner.export.environment import network_of
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.trainer_files import (
     ExportFile,
@@ -24,6 +26,8 @@ from planner.export.trainer_files import (
 )
 
 PREFLIGHT = "preflight.py"
+SHARED_BYTES = 2**27
+"""Memory in /dev/shm that a rank's exchanges and loaders take at least; containers begin with 64 MiB for all."""
 _NO_CHECKS = 'json.loads("{}")'
 
 
@@ -35,12 +39,28 @@ def preflight(plan: Plan, command: LaunchCommand) -> ExportFile:
         "packages": [asdict(requirement) for requirement in command.requirements],
         "placeholders": [asdict(placeholder) for placeholder in command.placeholders],
         "trainer": asdict(command.trainer),
+        "network": {"kind": plan.cluster.hardware.network, **row} if (row := network_of(plan)).get("devices") else {},
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "promised": promised(plan),
+        "shared_bytes": gpus * SHARED_BYTES,
     }
     source = Path(__file__).with_name("node_check.py").read_text(encoding="utf-8")
     before, found, after = source.partition(_NO_CHECKS)
     assert found
     # JSON in a literal of Python: no text of a plan can leave it
     return ExportFile(PREFLIGHT, f"{before}json.loads({json.dumps(json.dumps(checks))}){after}")
+
+
+def promised(plan: Plan) -> dict[str, Any]:
+    """The facts about a plan that a log is held against."""
+    return {
+        "layout": str(plan.parallelism),
+        "step_s": plan.step.step_s,
+        "step_s_interval": plan.step.step_s_interval,
+        "tokens_per_step": plan.training.tokens_per_step,
+        "global_batch_size": plan.training.global_batch_size,
+        "num_gpus": plan.parallelism.num_gpus_used,
+    }
 
 
 def nodes_of(plan: Plan) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.export import Bundle, bundle_of
-from planner.export.launch.launchers import LAUNCH
+from planner.export.launch.launchers import LAUNCH, promised
 from planner.export.refusal import Inexpressible
 from planner.files import FolderFile, write_folder
 
@@ -69,7 +69,7 @@ def _short_run(bundle: Bundle) -> str:
 
 def write_trials(trials: Sequence[ShortRun], folder: Path, force: bool) -> list[Path]:
     """Write every trial into its folder, and beside them what runs and ranks them. The paths of all files."""
-    rank = files("planner.export.launch").joinpath(RANK).read_text(encoding="utf-8")
+    rank = files("planner.export.launch").joinpath("node_check.py").read_text(encoding="utf-8")
     rows = json.dumps({"trials": [_row(trial) for trial in trials]}, indent=2) + "\n"
     together = [
         *(file for trial in trials for file in trial.bundle.folder_files(trial.folder)),
@@ -82,17 +82,7 @@ def write_trials(trials: Sequence[ShortRun], folder: Path, force: bool) -> list[
 
 def _row(trial: ShortRun) -> dict[str, Any]:
     """The facts about a trial that the ranking script needs."""
-    plan = trial.plan
-    return {
-        "folder": trial.folder,
-        "layout": str(plan.parallelism),
-        "step_s": plan.step.step_s,
-        "step_s_interval": plan.step.step_s_interval,
-        "tokens_per_step": plan.training.tokens_per_step,
-        "global_batch_size": plan.training.global_batch_size,
-        "num_gpus": plan.parallelism.num_gpus_used,
-        "first_run": trial.command,
-    }
+    return {"folder": trial.folder, **promised(trial.plan), "first_run": trial.command}
 
 
 def _run(trials: Sequence[ShortRun]) -> str:

@@ -39,9 +39,8 @@ from planner.export.trainer_files import (
 )
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
-from planner.trainers.rules.common import release
-from planner.trainers.rules.facts import every_nth, query_width, rotary_method
-from planner.trainers.rules.megatron_model import Family, bridge_model_rules, family_of
+from planner.trainers.rules.common import every_nth, query_width, release, rotary_method
+from planner.trainers.rules.megatron import Family, bridge_model_rules, family_of
 
 RECIPES: dict[Family, str] = {
     "gpt": "vanilla_gpt_pretrain_config",

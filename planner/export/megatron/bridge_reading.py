@@ -19,7 +19,7 @@ from planner.export.megatron.option_rows import Options, options_of
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called
 from planner.specs.reading import kind_of
-from planner.trainers.rules.facts import every_nth
+from planner.trainers.rules.common import every_nth
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _CAPS = {
@@ -336,9 +336,12 @@ def _read_recipe(config: ConfigFile) -> ImportedRun:
     imported.assumed |= {path: str(value) for path, value in unasked.items()} if is_alone else {}
     if is_alone and base not in BASES:
         imported.unknown[base] = "what it sets is in no file beside this one"
-    _read_peft(imported, record, fields, base)
+    if "peft" not in record.fields:
+        imported.assumed["peft"] = "LoRA of rank 32" if base.startswith("_peft_common") else "none"
+    read_peft(imported, record.fields.get("peft", CallRecord("LoRA") if base.startswith("_peft_common") else None))
     for call in evaluator.unfollowed():
-        if call.fields and any(value is call for value in record.fields.values()) and call.kind.islower():
+        is_in = call.fields and any(value is call for value in record.fields.values())
+        if is_in and call.kind.islower() and call.kind != "default_peft_config":
             imported.unknown.setdefault(call.kind, f"line {call.line}: in no file beside this one")
     hardware = next((gpu for gpu in _HARDWARE if f"_{gpu}_" in name), None)
     if hardware is not None:
@@ -375,9 +378,8 @@ def _in_sections(fields: Fields) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read_peft(imported: ImportedRun, record: CallRecord, fields: Fields, base: str) -> None:
-    """Adapters of the recipe: a class of Bridge's, a scheme by name, or those that its base has."""
-    peft = record.fields.get("peft", CallRecord("LoRA") if base.startswith("_peft_common") else None)
+def read_peft(imported: ImportedRun, peft: Any) -> None:
+    """Adapters of a recipe: a class of Bridge's or NeMo's, or a scheme by name."""
     for path in [path for path in imported.unknown if path == "peft" or path.startswith("peft.")]:
         del imported.unknown[path]
     if isinstance(peft, Unknown):
@@ -385,7 +387,7 @@ def _read_peft(imported: ImportedRun, record: CallRecord, fields: Fields, base: 
     elif isinstance(peft, (str, CallRecord)):
         record_of = peft if isinstance(peft, CallRecord) else CallRecord(peft)
         kind = record_of.kind.rpartition(".")[2]
-        if kind == "default_peft_config":
+        if kind in ("default_peft_config", "", "Config"):
             kind = str(next(iter(record_of.arguments), record_of.fields.get("peft_scheme") or "lora"))
         if kind.lower() not in ("none", "null"):
             add_lora(imported, {name: _of_kind(value) for name, value in record_of.fields.items()}, kind)

@@ -17,6 +17,7 @@ from planner.export.megatron.plan_options import (
     KERNELS,
     RECOMPUTE,
     SWITCH_OPTIONS,
+    has_published_scales,
     is_fsdp,
     precision,
     switch_arguments,
@@ -43,8 +44,13 @@ from planner.export.trainer_files import (
 )
 from planner.trainers.load import has_dtype
 from planner.trainers.rules.common import Rule
-from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.megatron_model import NEW_QUERY_NORM_SINCE, megatron_model_rules, norms_queries_twice
+from planner.trainers.rules.megatron import (
+    MEGATRON_CP_RULES,
+    MEGATRON_RULES,
+    NEW_QUERY_NORM_SINCE,
+    megatron_model_rules,
+    norms_queries_twice,
+)
 
 DATA_PATH = Placeholder(
     "DATA_PATH", "prefix of the tokenized data (PREFIX.bin and .idx), or weights and prefixes in turn", kind="prefix"
@@ -332,6 +338,11 @@ def notes_on_options(plan: Plan) -> tuple[str, ...]:
         and not runtime.gradient_overlap_fraction
     ):
         notes.append("gathers of parameters were planned behind compute, which it does only where reductions are, too")
+    if has_published_scales(plan):
+        notes.append(
+            "products are scaled by blocks (--fp8-recipe blockwise), as the model was published; they were priced as "
+            "tensorwise, whose kernels are faster"
+        )
     if plan.parallelism.num_gpus_spare:
         notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
     return (*notes, *notes_on_price(plan))

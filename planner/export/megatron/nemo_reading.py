@@ -11,7 +11,8 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, sort_fields
+from planner.export.keyed_settings import dialect
+from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, read_peft, sort_fields
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import model_called, vocabulary_of
 
@@ -63,29 +64,7 @@ def _whole(number: float) -> int | float:
     return int(number) if number == int(number) else number
 
 
-_RENAMED = {
-    "encoder_seq_length": "model.seq_length",
-    "micro_batch_size": "train.micro_batch_size",
-    "global_batch_size": "train.global_batch_size",
-    "activations_checkpoint_granularity": "model.recompute_granularity",
-    "activations_checkpoint_method": "model.recompute_method",
-    "activations_checkpoint_num_layers": "model.recompute_num_layers",
-    "rotary_percentage": "model.rotary_percent",
-    "ub_tp_comm_overlap": "comm_overlap.tp_comm_overlap",
-    "moe_shared_expert_intermediate_size": "model.moe_shared_expert_intermediate_size",
-    "vocab_size": "model.vocab_size",
-}
-"""Fields of `model:` with another name."""
-_HARMLESS = """
-    use_scaled_init ffn_dropout pre_process post_process transformer_block_type normalize_attention
-    attention_type native_amp hysteresis grad_allreduce_chunk grad_div_ar get_attention_mask seed apex_
-    gradient_as_bucket megatron_amp_O2 max_position gc_interval embedding_init resume restore dist_ckpt
-    transformer_engine fp8 name version data nsys openai_gelu qkv_bias override_vocab use_flash sync_batch
-    use_emha ub_tp_comm hf_ target precision optim tokenizer num_layers answer_only peft bias_gelu rotary
-    reduce_amax validation mcore do_layer nccl_ tp_comm_atomic log_ skip_train
-"""
-NO_EFFECT = re.compile(rf"model\.({'|'.join(_HARMLESS.split())})")
-"""Fields of `model:` that change neither seconds nor bytes of a step."""
+_ROW = dialect("nemo")
 _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}
 
 
@@ -95,7 +74,7 @@ def as_fields(tree: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     fields: dict[str, Any] = {}
     for name, value in model.items():
         if not isinstance(value, Mapping):
-            fields[_RENAMED.get(name, f"model.{name}")] = value
+            fields[_ROW.renamed.get(name, f"model.{name}")] = value
     activation = str(model.get("activation", "gelu"))
     if "glu" in activation:
         fields["model.gated_linear_unit"] = True
@@ -143,6 +122,14 @@ def _optimizer(model: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+_HELPERS = {
+    "tensor_parallelism": "model.tensor_model_parallel_size", "context_parallelism": "model.context_parallel_size",
+    "pipeline_parallelism": "model.pipeline_model_parallel_size", "sequence_parallelism": "model.sequence_parallel",
+    "virtual_pipeline_parallelism": "model.virtual_pipeline_model_parallel_size",
+    "expert_parallelism": "model.expert_model_parallel_size", "global_batch_size": "train.global_batch_size",
+    "micro_batch_size": "train.micro_batch_size", "seq_length": "dataset.seq_length",
+}  # fmt: skip
+"""Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
 _MAX_DEPTH = 60
 _OTHERS = re.compile(
     r"bert|\bt[05]|_t[05]|retro|mamba|griffin|hyena|bart|ul2|inference|\bexport|quantization|prune", re.IGNORECASE
@@ -188,13 +175,18 @@ def _second_version(record: CallRecord) -> ImportedRun:
             fields["dataset.seq_length"] = value
         elif head == "optim" and rest.startswith("config."):
             fields[f"optimizer.{rest.removeprefix('config.')}"] = value
+        elif (ours := _HELPERS.get(path.removeprefix("trainer."))) and isinstance(value, (int, bool)):
+            fields[ours] = value
         else:
             unread[path] = value
     fields |= _plugins(record) | _callbacks(record)
     optimizer = record.get("optim")
     if isinstance(optimizer, CallRecord) and re.search(r"distributed_fused_adam|Megatron", optimizer.kind):
         fields.setdefault("optimizer.use_distributed_optimizer", True)
-    nodes, devices = record.get("trainer.num_nodes", 1), record.get("trainer.devices")
+    nodes = record.get("trainer.num_nodes") or record.get("num_nodes") or 1
+    devices = (
+        record.get("trainer.devices") or record.get("trainer.num_gpus_per_node") or record.get("num_gpus_per_node")
+    )
     world = nodes * devices if isinstance(nodes, int) and isinstance(devices, int) else None
     kind = model.kind.rpartition(".")[2] if isinstance(model, CallRecord) else ""
     named = model_called(kind)
@@ -210,7 +202,10 @@ def _second_version(record: CallRecord) -> ImportedRun:
     sort_fields(
         {path: value for path, value in fields.items() if path in unread or named}, imported.ignored, imported.unknown
     )
-    imported.ignored |= {path: str(value)[:200] for path, value in unread.items()}
+    read_peft(imported, record.fields.get("peft"))
+    for path, value in unread.items():
+        is_known = _ROW.is_harmless(path) or path.startswith("peft") or value in (None, False, [], {}, "")
+        (imported.ignored if is_known else imported.unknown)[path] = str(value)[:200]
     return imported
 
 
@@ -299,6 +294,6 @@ def _first_version(text: str) -> ImportedRun:
     imported.run["runtime"] = "bridge"
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
-    for path in [path for path in imported.unknown if NO_EFFECT.match(path)]:
+    for path in [path for path in imported.unknown if _ROW.is_harmless(path)]:
         imported.ignored[path] = imported.unknown.pop(path)
     return imported

@@ -198,11 +198,19 @@ def _accounted(num_layers: int, num_stages: int, ends: tuple[bool, bool]) -> lis
     return counts
 
 
+def has_published_scales(plan: Plan) -> bool:
+    """The model was published with scales of blocks, which Hopper has (Megatron-Bridge's subchannel precision)."""
+    scales, is_hopper = plan.best.narrow_scaling, plan.cluster.hardware.architecture == "hopper"
+    return plan.training.dtype == "fp8" and is_hopper and scales is not None and scales.published == "blockwise"
+
+
 def precision(plan: Plan) -> Arguments:
     """The dtypes of matrix products and of weights, and that of the gradients of fp16."""
     dtype = plan.training.dtype
     runtime = plan.runtime_spec.in_dtype(dtype, plan.cluster.hardware.architecture)
     arguments: Arguments = dict(table()["dtypes"][dtype])
+    if has_published_scales(plan):
+        arguments["--fp8-recipe"] = "blockwise"
     if runtime.narrow_parameters and plan.parallelism.zero_stage >= 1:
         arguments |= table()["narrow_weights"].get(dtype, {})
     if dtype == "fp16" and runtime.gradient_bytes == 4:

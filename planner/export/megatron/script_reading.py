@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.dialects import beginnings, table
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
+from planner.export.keyed_settings import beginnings, count, num_gpus, table
 from planner.export.megatron.deepspeed_options import (
     DEEPSPEED_OPTIONS,
     as_megatron,
@@ -32,7 +32,6 @@ from planner.export.megatron.plan_options import (
 from planner.export.megatron.refusals import refusals
 from planner.export.named_models import Model, moe_of, num_layers_of
 from planner.export.spelling import canonical, read_switches, unexplained
-from planner.specs.units import is_count
 from planner.trainers.switches import SWITCHES
 
 _OF_MIXTURES = ("dispatcher", "shared_expert_overlap", "fused_experts", "ep_overlap", "token_drop")
@@ -236,7 +235,8 @@ def _run_of(
     imported.notes += _assumptions(options)
     imported.assumed = unsaid_options(described)
     imported.documented = _ROW["documented"]
-    imported.refused = refusals(described)
+    # DeepSpeed's pipelines take other splits and other words
+    imported.refused = [] if source in ("megatron-deepspeed", "neox") else refusals(described)
     unsaid = unexplained(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
     sort_unread(options, {*READ_OPTIONS, *also_read} - unsaid, imported)
     return imported
@@ -277,34 +277,3 @@ def _assumptions(options: Options) -> Iterator[str]:
         yield "neither --bf16 nor --fp16 is given, so that it trains in fp32: priced as bf16"
     if "--seq-length" not in options and "--max-position-embeddings" in options:
         yield "--seq-length is missing: as long as --max-position-embeddings"
-
-
-def num_gpus(options: Options, script: Script) -> int | None:
-    """GPUs that torchrun, DeepSpeed's launcher or Slurm is asked for; None where none gives a number."""
-    directives, variables = script.directives, script.variables
-    tasks = directives.get("ntasks-per-node", "")
-    per_node = (
-        _first(options, "--nproc-per-node", "--num-gpus", "--ntasks-per-node")
-        or count(
-            [directives.get("gpus-per-node", "").rpartition(":")[2], directives.get("gres", "").rpartition(":")[2]]
-        )
-        or count([word for name in ("GPUS_PER_NODE", "NPROC_PER_NODE") for word in variables.get(name, [])])
-        or (count([tasks]) if tasks != "1" else None)
-    )
-    nodes = _first(options, "--nnodes", "--num-nodes", "--nodes") or count(
-        [directives.get("nodes", ""), directives.get("N", "")]
-    )
-    world = count([word for name in ("WORLD_SIZE", "NUM_GPUS", "NGPUS", "N_GPUS") for word in variables.get(name, [])])
-    if per_node and nodes:
-        return per_node * nodes
-    is_counted = any(name in options for name in ("--nnodes", "--num-nodes"))
-    return world or (per_node if per_node and not is_counted else None)
-
-
-def _first(options: Options, *names: str) -> int | None:
-    return count([options[name][0].rpartition(":")[2] for name in names if options.get(name)])
-
-
-def count(values: Sequence[str]) -> int | None:
-    """The first of the values that is a positive whole number."""
-    return next((int(value) for value in values if is_count(value) and 0 < int(value) < 10**7), None)

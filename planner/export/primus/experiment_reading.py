@@ -10,6 +10,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, ImportedRun, least_gpus
 from planner.export.megatron.bridge_reading import model_of_recipe
+from planner.export.megatron.keyed_reading import add_lora
 from planner.export.named_models import Model, exported_gpus, model_called, moe_of
 from planner.export.primus.key_reading import check_is_transformer, run_of_keys, torchtitan_features
 from planner.export.torchtitan.settings_reading import flat, of_today, run_of_settings
@@ -232,12 +233,12 @@ def _read_bridge(values: Tree, written: Tree, model: str) -> ImportedRun:
     """Overrides of one of Megatron-Bridge's recipes, by the names of Megatron-LM's arguments."""
     flavor = str(values.get("flavor") or "")
     tuned = str(values.get("peft") or "none")
-    if tuned != "none":
-        raise SpecError(f"peft: {tuned[:60]} trains adapters, whose steps are not priced", 'write `peft: "none"`')
     if re.search(r"mamba|zebra", flavor):
         raise SpecError(f"flavor: {flavor[:60]}: this is Mamba, a state-space model", "give the experiment of a GPT")
     named: Model | None = model_of_recipe(flavor)
     imported = run_of_keys(values, written, named)
+    if tuned != "none":
+        add_lora(imported, {}, tuned)
     if imported.run["model"] is None:
         imported.model_name = flavor or "the recipe"
     if (vpp := values.get("virtual_pipeline_model_parallel_size")) is not None:

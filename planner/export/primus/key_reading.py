@@ -8,6 +8,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script
 from planner.export.imported_run import ImportedRun
+from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.option_rows import Options
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, num_layers_of
@@ -184,7 +185,6 @@ def run_of_keys(values: Values, written: Values, named: Model | None = None) -> 
 
     `named` is a model that the experiment names and does not describe.
     """
-    _refuse_adapters(values)
     if named is None:
         check_is_transformer(values)
     imported = run_of(options_of_values(values), Script(), "primus", named=named)
@@ -197,6 +197,9 @@ def run_of_keys(values: Values, written: Values, named: Model | None = None) -> 
         add_to_model(run["model"], values)
         imported.notes += _without_unplaced_blocks(run["model"], layout)
     _read_four_bits(imported, values)
+    lora = values.get("lora")
+    if isinstance(lora, dict) and lora.get("enabled"):
+        add_lora(imported, lora)
     _sort(imported, written)
     imported.notes += _notes(values)
     return imported
@@ -227,12 +230,6 @@ def options_of_values(values: Values) -> Options:
     if values.get("tensor_model_parallel_size") == 1:
         options.pop("--sequence-parallel", None)
     return options
-
-
-def _refuse_adapters(values: Values) -> None:
-    lora = values.get("lora")
-    if isinstance(lora, dict) and lora.get("enabled"):
-        raise SpecError("lora: enabled: adapters are trained, whose steps are not priced", "write `enabled: false`")
 
 
 def _sharding(values: Values, layout: Values) -> Values:

@@ -37,8 +37,7 @@ from planner.specs.reading.python_text import literal, parse_expression
 from planner.specs.registry import load_model
 from planner.specs.units import is_count
 from planner.trainers.rules.common import BF16_ONLY
-from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES
-from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
+from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
 
 _RELEASE = "torchtitan 0.2.2, which Primus v26.5 pins,"
 _PRESETS = {

@@ -35,10 +35,15 @@ from planner.export.trainer_files import (
 )
 from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
-from planner.trainers.rules.common import BF16_ONLY
-from planner.trainers.rules.facts import rotary_method
-from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, UNCOMPILED
-from planner.trainers.rules.torchtitan import TORCHTITAN_LAYOUT_RULES, TORCHTITAN_MODEL_RULES, TORCHTITAN_RULES
+from planner.trainers.rules.common import BF16_ONLY, rotary_method
+from planner.trainers.rules.torch import (
+    TORCH_CLASSES,
+    TORCH_SCHEDULE_RULES,
+    TORCHTITAN_LAYOUT_RULES,
+    TORCHTITAN_MODEL_RULES,
+    TORCHTITAN_RULES,
+    UNCOMPILED,
+)
 
 _LLAMA3 = {
     "scaling_factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
@@ -321,7 +326,11 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def _requirements(plan: Plan) -> Iterator[Requirement]:
     """The packages that the recipe needs on every node."""
-    yield Requirement("torch", "everything", "torch", "2.13", "pip install torch, or a nightly")
+    if plan.parallelism.pp > 1:
+        # torchtitan splits a batch itself, which schedules of torch 2.13 do not take (`arg_mbs`)
+        yield Requirement("torch", "pipelines", "torch", "2.14", "pip install --pre torch, a nightly")
+    else:
+        yield Requirement("torch", "everything", "torch", "2.13", "pip install torch, or a nightly")
     yield Requirement("torchtitan", "the trainer", hint="pip install torchtitan")
     if plan.parallelism.cp > 1:
         yield Requirement("spmd_types", "context parallelism", hint="pip install spmd-types, and a torch nightly")

@@ -12,6 +12,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun
+from planner.export.keyed_settings import dialect
 from planner.export.named_models import Model, exported_model, model_called, num_layers_of
 from planner.specs.reading import printable
 from planner.specs.reading.python_text import literal, parse_python
@@ -336,6 +337,9 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
             "features": _features(settings),
         },
     )
+    row = dialect("torchtitan")
+    imported.assumed = {name: str(value) for name, value in row.left_out(settings).items()}
+    imported.documented = row.documented
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:

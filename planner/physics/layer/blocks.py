@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.layer.hyper_connections import attend_snapshots, gather_streams, spread_streams
-from planner.physics.operators import BF16, Collective, Item, Operator, Saved
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
 from planner.trainers.spec import RuntimeSpec
@@ -251,3 +250,147 @@ def rotary(
         forward_kernels=kernels,
         backward_kernels=kernels,
     )
+
+
+def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: RuntimeSpec, module: str) -> Iterator[Item]:
+    """Up (and gate) projection, activation, down projection, sharded over tp."""
+    tokens, hidden, width = shape.tokens, model.hidden_size, intermediate / shape.tp
+    factor = 2 if model.gated_mlp else 1
+    modules = (module,)
+    apart = model.gated_mlp and not runtime.fused_projections
+    products = []
+    for name in ("gate", "up") if apart else ("up",):
+        columns = width if apart else factor * width
+        # recomputing every other product recomputes this one
+        again = (*modules, "op") if apart and name == "up" else modules
+        product = Operator(
+            name=f"{module} {name}",
+            kind="gemm",
+            modules=again,
+            m=tokens,
+            n=columns,
+            k=hidden,
+            parameters=columns * (hidden + (1 if model.has_mlp_bias else 0)),
+            takes_cast_gradient=runtime.fuses_mlp,
+            saved=(Saved(name, (tokens, columns), again, dtype="uint8" if runtime.narrow_activations else "bf16"),),
+        )
+        products.append(product)
+    yield from enter_tp(f"{module} up", products, hidden, shape, runtime, modules)
+    yield activation_of(f"{module} activation", model, tokens, width, runtime, modules)
+    down = Operator(
+        name=f"{module} down",
+        kind="gemm",
+        modules=modules,
+        m=tokens,
+        n=hidden,
+        k=width,
+        takes_cast_input=runtime.fuses_mlp,
+        parameters=hidden * (width + (1 if model.has_mlp_bias else 0)),
+    )
+    yield from leave_tp(down, BF16 * tokens * hidden, shape, modules)
+    if model.has_mlp_bias:
+        yield from bias_gradients(module, [factor * width, hidden], shape, runtime)
+    yield from local_copies(f"{module} copies", BF16 * tokens * hidden, shape, runtime, modules)
+
+
+def activation_of(
+    name: str, model: ModelSpec, rows: Number, width: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
+) -> Operator:
+    """The activation act(gate)·up or act(x), which gives `width` features of `rows`.
+
+    It keeps its output, and act(gate) where activation and product are not fused.
+    """
+    modules = (*modules, "op")
+    saved = [Saved("activation", (rows, width), modules, gemm_input=True)]
+    num_bytes = saved[0].num_bytes
+    fused = runtime.fused_activation or runtime.compiled
+    if not model.gated_mlp and model.activation == "relu2" and not fused:
+        # relu, then its square; backward: three kernels for the square, one for relu
+        passes, backward, kernels = (4, 10, 2)
+    elif not model.gated_mlp:
+        passes, backward, kernels = (2, 3, 1)
+    elif fused:
+        passes, backward, kernels = (3, 5, 1)
+    else:
+        # silu (read, write) and product (two reads, write); backward: two products, silu's gradient, the concatenation;
+        # gate and up are views of one buffer
+        passes, backward, kernels = (5, 13, 2)
+        saved.append(Saved("activated gate", (rows, width), modules))
+    # x · sigmoid(1.702·x) in three kernels
+    sigmoid = (Saved("sigmoid", (rows, width), modules),) * (model.activation == "quick_gelu" and runtime.is_runner)
+    return Operator(
+        name=name,
+        kind="elementwise",
+        family="strided" if len(saved) > 1 else "activation",
+        modules=modules,
+        forward_bytes=passes * num_bytes,
+        backward_bytes=backward * num_bytes,
+        forward_kernels=kernels,
+        backward_kernels=2 * kernels,
+        # the two learned numbers of xIELU
+        parameters=2 if model.activation == "xielu" else 0,
+        saved=(*saved, *sigmoid),
+        # gradients of gate and up, and the buffer they are joined in, as what the product kept goes
+        working_bytes=2 * num_bytes if len(saved) > 1 else None,
+    )
+
+
+SINKHORN_KERNELS = 2 * 20 * 2
+"""Kernels that 20 rounds of normalizing rows and columns are where nothing fuses them: a sum and a division each."""
+
+
+def gather_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, Operator]:
+    """The maps of a half layer, and the sum of n streams that it reads.
+
+    The maps are n weights before, n behind and n² across: a product of all streams, normed, in fp32, by n·h × (2 + n)·n
+    weights, a number and a factor for each kind of map; the n² are made doubly stochastic.
+    """
+    streams, tokens = model.num_residual_streams, shape.shard_tokens
+    width, maps = streams * model.hidden_size, (2 + streams) * streams
+    product = Operator(
+        name=f"{name} maps", kind="gemm", wide=True, m=tokens, n=maps, k=width, parameters=maps * width + maps + 3,
+        saved=(Saved("streams", (tokens, width)), Saved("maps", (3, tokens, maps), dtype="fp32")),
+    )  # fmt: skip
+    return product, _passes(f"{name} streams in", (width + 2 * width, model.hidden_size), shape, runtime)
+
+
+def spread_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Operator:
+    """The streams of the next half: the old ones mixed, plus the half's output weighted for each."""
+    width = model.num_residual_streams * model.hidden_size
+    spread = _passes(f"{name} streams out", (width + model.hidden_size, width), shape, runtime)
+    return replace(spread, saved=(Saved("half output", (shape.shard_tokens, model.hidden_size)),))
+
+
+def attend_snapshots(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Operator:
+    """The sum of the residual and its snapshots that half a layer reads, by a softmax over one score a row.
+
+    A row's score is a product of its norm and a vector of h weights; the norm has h weights too. Snapshots are kept
+    where they are taken, and what is mixed by the norm behind.
+    """
+    rows, hidden, tokens = 1 + model.mean_snapshots, model.hidden_size, shape.shard_tokens
+    mixed = _passes(f"{name} snapshots", (2 * rows * hidden, hidden), shape, runtime)
+    kept = (Saved("residual", (tokens, hidden)), Saved("scores", (tokens, rows), dtype="fp32"))
+    return replace(mixed, parameters=2 * hidden, saved=kept)
+
+
+def join_streams(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, Operator]:
+    """The one stream that the final norm reads: weights of the n streams from a product of all of them."""
+    streams, tokens = model.num_residual_streams, shape.shard_tokens
+    width = streams * model.hidden_size
+    product = Operator(
+        name="head maps", kind="gemm", wide=True, m=tokens, n=streams, k=width,
+        parameters=streams * width + streams + 1,
+        saved=(Saved("streams", (tokens, width)), Saved("maps", (tokens, streams), dtype="fp32")),
+    )  # fmt: skip
+    return product, _passes("head streams in", (2 * width, model.hidden_size), shape, runtime)
+
+
+def _passes(name: str, moved: tuple[Number, Number], shape: Shape, runtime: RuntimeSpec) -> Operator:
+    """One pass over features that are `moved` (read, written) a token; three backward, in fp32 where nothing fuses."""
+    features, fused = sum(moved), runtime.fused_norm or runtime.compiled
+    num_bytes = (BF16 if fused else FP32 + BF16) * shape.shard_tokens * features
+    return Operator(
+        name=name, kind="elementwise", family="residual", forward_bytes=num_bytes, backward_bytes=2 * num_bytes,
+        forward_kernels=2 if fused else 12 + SINKHORN_KERNELS,
+        backward_kernels=4 if fused else 2 * (12 + SINKHORN_KERNELS),
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner.physics.layer.blocks import cast_copy, enter_tp, leave_tp, norm, rotary
-from planner.physics.layer.indexer import choice, scores
+from planner.physics.layer.core_attention import choice, scores
 from planner.physics.operators import BF16, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import LayerKind, ModelSpec

@@ -4,12 +4,159 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.physics.operators import BF16, Collective, Item, Operator, Saved
-from planner.physics.torch_attention import around_flash, chunks_of
+from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model_parts import IndexerSpec
+from planner.trainers.documents import calls_flash, head_dims, window_of
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.torch_attention import calls_flash, head_dims, window_of
+
+INDEX_NORM_PARAMETERS = 2
+"""Weight and bias of the LayerNorm over a key of the indexer."""
+
+
+def indexer(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """Queries from the latents, one key head, a weight a head; scores of all keys before a query; the best of them.
+
+    Every tensor-parallel rank holds the whole indexer and scores for itself. The kept keys' indices are what sparse
+    attention reads.
+    """
+    spec = model.indexer
+    assert spec is not None
+    tokens, heads, width = shape.tokens, spec.index_n_heads, spec.index_head_dim
+    rank = (model.mla.q_lora_rank if model.mla is not None else None) or model.hidden_size
+    weights = (("index weights", heads, model.hidden_size),) if spec.weighs_heads else ()
+    products = (("index q", heads * width, rank), ("index k", width, model.hidden_size), *weights)
+    for name, columns, inputs in products:
+        yield Operator(
+            name=name, kind="gemm", wide=True, m=tokens, n=columns, k=inputs, parameters=columns * inputs,
+            saved=(Saved(name, (tokens, columns)),),
+        )  # fmt: skip
+    yield Operator(
+        name="index norm", kind="elementwise", family="norm", forward_bytes=2 * BF16 * tokens * width,
+        backward_bytes=3 * BF16 * tokens * width, forward_kernels=1, backward_kernels=2,
+        parameters=INDEX_NORM_PARAMETERS * width,
+        saved=(Saved("statistics", (2, tokens), dtype="fp32"), Saved("index k normed", (tokens, width))),
+    )  # fmt: skip
+    if runtime.fuses_sparse_attention:
+        yield scores(spec, shape, shape.seq_length)
+    else:
+        yield from _written_scores(spec, shape)
+    yield choice(spec, shape, shape.seq_length)
+
+
+def scores(spec: IndexerSpec, shape: Shape, keys: Number) -> Operator:
+    """Scores of the `keys` of a sequence before each query, summed over the indexer's heads."""
+    return Operator(
+        name="index scores", kind="attention", batch=shape.micro_batch_size, heads=spec.index_n_heads, kv_heads=1,
+        q_len=shape.seq_length / shape.cp, kv_len=keys, qk_dim=spec.index_head_dim, v_dim=0,
+    )  # fmt: skip
+
+
+def _written_scores(spec: IndexerSpec, shape: Shape) -> Iterator[Operator]:
+    """The same in fp32, head by head in memory, where they are cut off at zero, weighted and summed."""
+    keys, core = shape.seq_length, ("core_attn",)
+    written = Saved("index scores", (shape.tokens, spec.index_n_heads, keys), core, dtype="fp32")
+    yield Operator(
+        name="index scores", kind="gemm", weight=False, in_fp32=True, modules=core, count=shape.micro_batch_size,
+        m=keys / shape.cp * spec.index_n_heads, n=keys, k=spec.index_head_dim, saved=(written,),
+    )  # fmt: skip
+    yield Operator(
+        name="index sum", kind="elementwise", family="router", modules=core, forward_bytes=5 * written.num_bytes,
+        backward_bytes=4 * written.num_bytes, forward_kernels=3, backward_kernels=3,
+    )  # fmt: skip
+
+
+def choice(spec: IndexerSpec, shape: Shape, keys: Number) -> Operator:
+    """The best of the `keys` before each query, by scores that are read and written once."""
+    chosen = minimum(spec.index_topk, keys)
+    return Operator(
+        name="index choice", kind="elementwise", family="router", forward_bytes=2 * FP32 * shape.tokens * keys / 2,
+        forward_kernels=2, saved=(Saved("chosen keys", (shape.tokens, chosen), dtype="int32"),),
+    )  # fmt: skip
+
+
+def chunks_of(shape: Shape) -> Number:
+    """Kernels of one attention: two where sequences are split, since each rank holds an early and a late chunk."""
+    return where(shape.cp > 1, 2, 1)
+
+
+def around_flash(
+    shape: Shape, flash: Number, heads: Number, kv_heads: Number, qk_dim: int, v_dim: int, has_sinks: bool
+) -> Iterator[Operator]:
+    """Copies and sums around the kernel: of gathered keys and values, of values narrower than keys, of sinks."""
+    yield _gathered(shape, heads, kv_heads, qk_dim, v_dim)
+    if v_dim < qk_dim:
+        yield _padded(shape, flash, heads, kv_heads, qk_dim, v_dim)
+    if has_sinks:
+        yield _sinks(shape, heads, v_dim)
+
+
+def _rows_of_keys(shape: Shape) -> Number:
+    """Rows of keys that a rank's kernels take: chunks r and 2·cp − 1 − r see (2·cp + 1) / (2·cp) sequences together."""
+    whole = shape.tokens * shape.cp
+    return where(shape.cp > 1, whole * (1 + 1 / (2 * shape.cp)), whole)
+
+
+def _gathered(shape: Shape, heads: Number, kv_heads: Number, qk_dim: int, v_dim: int) -> Operator:
+    """Puts gathered keys and values in the order of the sequence, and sums the gradients that both chunks give them.
+
+    FlashAttention-2 gives a gradient for every query head, and torch sums them over the heads of a group.
+    """
+    row = BF16 * kv_heads * (qk_dim + v_dim)
+    whole, used = row * shape.tokens * shape.cp, row * _rows_of_keys(shape)
+    query, value, output = (BF16 * shape.tokens * n for n in (heads * qk_dim, kv_heads * v_dim, heads * v_dim))
+    # values are a view of the projection's output, which an exchange copies first
+    ordered = 2 * whole + 2 * value
+    per_head = where(heads > kv_heads, used * (heads / kv_heads + 1), 0.0)
+    is_split = shape.cp > 1
+    return Operator(
+        name="gathered keys and values",
+        kind="elementwise",
+        family="copy",
+        modules=("core_attn",),
+        forward_bytes=is_split * (ordered + 2 * output),
+        # gathered again; gradients zeroed, added for both chunks and put in the order of ranks; those of queries joined
+        backward_bytes=is_split * (ordered + whole + 3 * used + 2 * whole + 2 * query + per_head),
+        forward_kernels=4,
+        backward_kernels=16,
+        working_bytes=0.0,
+    )
+
+
+def _padded(shape: Shape, flash: Number, heads: Number, kv_heads: Number, qk_dim: int, v_dim: int) -> Operator:
+    """Widens values to keys with zeros, and the output and its gradient in the backward; a pad writes all, then v."""
+    values = BF16 * _rows_of_keys(shape) * kv_heads * (qk_dim + 2 * v_dim)
+    outputs = BF16 * shape.tokens * heads * (qk_dim + 2 * v_dim)
+    return Operator(
+        name="padded values",
+        kind="elementwise",
+        family="copy",
+        modules=("core_attn",),
+        forward_bytes=flash * (values + BF16 * shape.tokens * heads * 2 * v_dim),
+        backward_bytes=flash * (values + 2 * outputs),
+        forward_kernels=3,
+        backward_kernels=6,
+        working_bytes=0.0,
+    )
+
+
+def _sinks(shape: Shape, heads: Number, v_dim: int) -> Operator:
+    """Scales the output by the share that sinks leave, and computes the gradient of their logits from grad ∘ output."""
+    output, statistics = BF16 * shape.tokens * heads * v_dim, FP32 * shape.tokens * heads
+    return Operator(
+        name="sinks",
+        kind="elementwise",
+        family="copy",
+        modules=("core_attn",),
+        # logaddexp, difference, exponential and cast of the log-sum-exp; the product reads and writes the output
+        forward_bytes=2 * output + 9 * statistics,
+        # grad ∘ output in bf16 (3), in fp32 (3), its row sums (2)
+        backward_bytes=8 * output + 9 * statistics,
+        forward_kernels=6,
+        backward_kernels=9,
+        working_bytes=0.0,
+    )
 
 
 def kv_heads_per_rank(model: ModelSpec, shape: Shape) -> Number:
@@ -33,8 +180,11 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
     # exchanging heads for tokens, both the kernel's output and what comes back from the exchange are kept
     copies = where(shape.cp > 1, 2, 1) if runtime.cp_comm_type == "a2a" else 1
     output = Saved("output", (copies, shape.tokens, heads, v_dim))
-    if not runtime.flash_attention:
-        yield from _unfused_core(shape, runtime, heads, qk_dim, v_dim, sinks, output)
+    masks_scores = kind.attention in ("indexed", "sparse") and not runtime.fuses_sparse_attention
+    if masks_scores or not runtime.flash_attention:
+        yield from _unfused_core(
+            shape, runtime, heads, qk_dim, v_dim, sinks, output, "fp32" if masks_scores else "bf16"
+        )
         return
     core, span = ("core_attn",), shape.seq_length
     gathered = shape.tokens * (shape.cp - 1), kv_heads, qk_dim + v_dim
@@ -118,15 +268,34 @@ def _merged(shape: Shape, head_bytes: Number, kv_bytes: Number, qk_dim: int, v_d
 
 
 def _unfused_core(
-    shape: Shape, runtime: RuntimeSpec, heads: Number, qk_dim: int, v_dim: int, sinks: Number, output: Saved
+    shape: Shape,
+    runtime: RuntimeSpec,
+    heads: Number,
+    qk_dim: int,
+    v_dim: int,
+    sinks: Number,
+    output: Saved,
+    dtype: str = "bf16",
 ) -> Iterator[Operator]:
-    """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities."""
+    """QKᵀ, softmax and AV as three kernels, of which the softmax keeps the probabilities.
+
+    In fp32 a mask of the chosen keys is added to the scores in a pass of its own.
+    """
     core, q_len = ("core_attn",), shape.seq_length / shape.cp
     count = shape.micro_batch_size * heads
-    scores = Saved("probabilities", (count, q_len, shape.seq_length), core)
+    masked = 3 if dtype == "fp32" else 0
+    scores = Saved("probabilities", (count, q_len, shape.seq_length), core, dtype)
     dropout = (scores._replace(name="dropped probabilities"), scores._replace(name="mask", dtype="uint8"))
     yield Operator(
-        name="scores", kind="gemm", modules=core, weight=False, count=count, m=q_len, n=shape.seq_length, k=qk_dim
+        name="scores",
+        kind="gemm",
+        modules=core,
+        weight=False,
+        count=count,
+        m=q_len,
+        n=shape.seq_length,
+        k=qk_dim,
+        in_fp32=masked > 0,
     )
     yield Operator(
         name="softmax",
@@ -134,7 +303,7 @@ def _unfused_core(
         family="softmax",
         modules=core,
         # scale, mask and softmax in one kernel; dropout reads and writes once more
-        forward_bytes=scores.num_bytes * (4.5 if runtime.dropout else 2),
+        forward_bytes=scores.num_bytes * ((4.5 if runtime.dropout else 2) + masked),
         backward_bytes=scores.num_bytes * (5.5 if runtime.dropout else 3),
         forward_kernels=2 if runtime.dropout else 1,
         backward_kernels=2 if runtime.dropout else 1,
@@ -157,6 +326,7 @@ def _unfused_core(
         kind="gemm",
         modules=core,
         weight=False,
+        in_fp32=masked > 0,
         count=count,
         m=q_len,
         n=v_dim,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from planner.physics.layer.blocks import cast_copy, norm
-from planner.physics.layer.dense_mlp import activation_of, dense_mlp
+from planner.physics.layer.blocks import activation_of, cast_copy, dense_mlp, norm
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
 from planner.specs.model import ModelSpec
@@ -84,6 +83,24 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
             name="shared expert gate", kind="gemm", wide=True, m=tokens, n=1, k=hidden, parameters=hidden,
             saved=(Saved("shared output", (tokens, hidden)), Saved("gate", (tokens,))),
         )  # fmt: skip
+
+
+def with_fullest_kept(items: Iterable[Item], ratio: float, shape: Shape) -> tuple[Item, ...]:
+    """Items of a layer whose experts keep `ratio` times the rows: those of the fullest rank in its fullest step."""
+    fuller: Number = ratio ** (1.0 * (shape.ep > 1))
+    return tuple(
+        _fuller(item, fuller) if isinstance(item, Operator) and item.name in _OF_ROWS else item for item in items
+    )
+
+
+_OF_ROWS = ("experts up", "experts down", "moe_act", "row weights", "row biases")
+"""Operators of a mixture that keep the rows which a rank's experts got."""
+
+
+def _fuller(operator: Operator, ratio: Number) -> Operator:
+    return replace(
+        operator, saved=tuple(kept._replace(dims=(kept.dims[0] * ratio, *kept.dims[1:])) for kept in operator.saved)
+    )
 
 
 def _expert_norms(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Operator]:

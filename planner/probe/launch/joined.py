@@ -26,10 +26,9 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from planner.errors import PlannerError, ProbeError, SpecError
-from planner.probe.launch.failure import CONSEQUENCES, EXIT_FAILED, HINTS, failed_rank, hint_of, run_worker
-from planner.probe.launch.run_folder import removed_when_ended, run_folder, write_run
-from planner.probe.rank.groups import refuse_all
-from planner.probe.rank.status import (
+from planner.probe.launch.launcher import removed_when_ended, run_folder, write_run
+from planner.probe.launch.process import CONSEQUENCES, EXIT_FAILED, HINTS, failed_rank, hint_of, run_worker
+from planner.probe.rank.groups import (
     BEAT_S,
     MEET_S,
     RESULT_FILE,
@@ -38,6 +37,7 @@ from planner.probe.rank.status import (
     SharedProgress,
     hanging_rank,
     read_status,
+    refuse_all,
 )
 from planner.probe.rank.worker import Worker
 from planner.probe.result import RankFailure, RankResult

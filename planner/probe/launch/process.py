@@ -1,25 +1,185 @@
-"""A worker in a process of its own, which ends with its launcher; one kind runs a stage alone, its peers emulated."""
+"""The process of a rank, which ends with its launcher, and what becomes of one that fails: its meaning, its record."""
 
 from __future__ import annotations
 
 import faulthandler
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
 
-from planner.probe.launch.failure import EXIT_FAILED, run_worker
-from planner.probe.rank.clock import StepRecord
+from planner.errors import PlannerError, ProbeError
+from planner.files import write_text
+from planner.probe.rank.groups import FAILURE_FILE, LOG_FILE, STACK_FILE
+from planner.probe.rank.pipeline import StepRecord
 from planner.probe.rank.rank_alone import trainer_alone
-from planner.probe.rank.status import LOG_FILE, STACK_FILE
 from planner.probe.rank.worker import StepLoop, Worker
-from planner.probe.result import StepSeconds
+from planner.probe.result import FailureKind, MeasuredRun, RankFailure, RankOutOfMemory, StepSeconds
+from planner.probe.run import ProbeRun
+
+HINTS: dict[FailureKind, str] = {
+    "host_memory": "this machine's memory is too small; on the CPU a smaller --scale or fewer --processes take less",
+    "lost_peer": "the other ranks say more",
+    "disagreement": "each of the ranks 0 to WORLD_SIZE - 1 is started once, with one plan, one set of options and one "
+    "installation",
+    "duplicate_gpu": "start one rank per GPU (torchrun --nproc-per-node, srun --ntasks-per-node with --gpus-per-node)",
+    "shared_memory": "give /dev/shm more space (docker run --shm-size 8g or --ipc host), or set NCCL_SHM_DISABLE=1",
+    "network": "NCCL_SOCKET_IFNAME (on the CPU GLOO_SOCKET_IFNAME) names the interface that reaches the other ranks; "
+    "NCCL_DEBUG=INFO shows those that were tried",
+    "device": "nvidia-smi or rocm-smi, and the kernel's log (dmesg), say what is wrong with the GPU; "
+    "CUDA_VISIBLE_DEVICES leaves it out",
+}
+"""The hint for each kind of failure that has one."""
+TEXTS: tuple[tuple[FailureKind, tuple[str, ...]], ...] = (
+    ("duplicate_gpu", ("Duplicate GPU detected", "share one GPU")),
+    ("shared_memory", ("shared memory segment", "shared memory file", "/dev/shm/")),
+    ("host_memory", ("can't allocate memory", "Failed to malloc", "CUDA host alloc", "Cannot allocate memory")),
+    (
+        "out_of_memory",
+        (
+            "CUDA error: out of memory", "HIP error: out of memory", "STATUS_ALLOC_FAILED", "'out of memory'",
+            "Failed to CUDA malloc", "Failed to CUDA calloc",
+        ),
+    ),
+    (
+        "device",
+        (
+            "uncorrectable ECC", "ECC error", "fallen off the bus", "driver version is insufficient", "-capable device",
+            "busy or unavailable", "system not yet initialized", "'unknown error'", "CUDA error: unknown error",
+            "HIP error: unknown error", "CUDA driver initialization failed", "NVLink error",
+        ),
+    ),
+    (
+        "lost_peer",
+        (
+            "Connection closed by", "Connection reset by peer", "Connection was likely closed",
+            "Broken pipe", "ommunicator was aborted",
+            "Application timeout caused pair closure", "Watchdog caught collective operation timeout",
+        ),
+    ),
+    (
+        "network",
+        (
+            "onnect to ", "no socket interface found", "listening interface", "NET/IB", "ibv_", "NET/OFI",
+            "No route to host", "no device found matching", "connectFullMesh",
+        ),
+    ),
+    ("lost_peer", ("ncclRemoteError", "remote process exited")),
+)  # fmt: skip
+"""Texts by which CUDA, HIP, cuBLAS, gloo and NCCL (RCCL has NCCL's) say what happened, in the order in which they are
+tried. Sources: WARN lines of NVIDIA/nccl (alloc.h, shmutils.cc, socket.cc, init.cc, net_ib), error strings of CUDA. An
+NCCL that can allocate nothing names the allocation last, not the CUDA error before it."""
+CONSEQUENCES: tuple[FailureKind, ...] = ("network", "lost_peer")
+"""Kinds that a rank may see because another one has failed; the least telling comes last."""
+_NCCL = re.compile(r"NCCL error in: \S+?,? (?P<kind>[^\n]*?)(?: \(run with [^\n]*?\))?, NCCL version (?P<version>\S+)")
+_GLOO = re.compile(r"\[/\S+:\d+\] |\. This is typically caused by .*")
+"""The parts of gloo's messages that say nothing about this run: a line of its source, and advice."""
+DISK_HINT = "free some space, or set TMPDIR to a folder that has some"
+
+
+def failed_rank(run: ProbeRun, rank: int) -> str:
+    """The name of a rank, with its place."""
+    return f"rank {rank} ({run.place(rank)})"
+
+
+def hint_of(failure: RankFailure) -> str:
+    """The hint for a failure; empty where there is none."""
+    return DISK_HINT if "No space left on device" in failure.message else HINTS.get(failure.kind, "")
+
+
+def kind_of(error: BaseException) -> FailureKind:
+    """The kind of failure that an exception means. NCCL's last error, where there is one, says it better than the
+    rest."""
+    if isinstance(error, ProbeError):
+        return "disagreement"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out_of_memory"
+    if isinstance(error, MemoryError):
+        return "host_memory"
+    text = str(error)
+    return _kind_in(last_error(text)) or _kind_in(text) or "error"
+
+
+def _kind_in(text: str) -> FailureKind | None:
+    return next((kind for kind, texts in TEXTS if any(known in text for known in texts)), None)
+
+
+def message_of(error: BaseException) -> str:
+    """The exception in one line: its first line, or what NCCL says of an error of its own."""
+    text = str(error)
+    if isinstance(error, ProbeError):
+        return text
+    name, nccl = type(error).__name__, _NCCL.search(text)
+    if nccl is not None:
+        cause = last_error(text) or next((line for line in text.splitlines()[1:] if line.strip()), "no cause is known")
+        return f"{name}: NCCL {nccl['version']}: {nccl['kind']}: {cause.strip()}"[:500]
+    line = f"{name}: {text}".splitlines()[0]
+    return _GLOO.sub("", line)[:500]
+
+
+def last_error(text: str) -> str:
+    """The line that NCCL keeps of what went wrong, by which torch ends its message; empty where there is none."""
+    lines = text.partition("Last error:")[2].splitlines()
+    return next((line.strip() for line in lines if line.strip()), "")
+
+
+def asked_bytes(message: str) -> int | None:
+    """The bytes that an allocator was asked for, from its message: `Tried to allocate 2.50 GiB`, `you tried to allocate
+    1024 bytes`, `Failed to CUDA calloc async 4194304 bytes`."""
+    pattern = r"(?:ried to allocate|Failed to CUDA [cm]alloc(?: async)?) ([0-9.]+) ?(bytes|KiB|MiB|GiB)"
+    match = re.search(pattern, message)
+    if match is None:
+        return None
+    return round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[match[2]])
+
+
+EXIT_FAILED = 5
+
+
+def run_worker(make: Callable[[], Worker], folder: Path, rank: int) -> RankFailure | None:
+    """Run one rank to its end. Returns its failure, which is also written into the folder, or None."""
+    worker: Worker | None = None
+    try:
+        worker = make()
+        worker.main()
+    except Exception as error:
+        phase = "start" if worker is None else str(worker.status)
+        failure = failure_of(error, rank, None if worker is None else worker.run, phase)
+        if worker is not None:
+            worker.status.at(failure.message)  # the status file has its space already
+        with suppress(PlannerError):  # a full disk: the launcher still has the log
+            write_text(folder / FAILURE_FILE.format(rank), failure.model_dump_json(), force=True)
+        return failure
+    return None
+
+
+def failure_of(error: BaseException, rank: int, run: ProbeRun | None, phase: str) -> RankFailure:
+    """The record of an exception, as the launcher reads it from a file."""
+    return RankFailure(
+        rank=rank,
+        stage=0 if run is None else run.place(rank).pp,
+        phase=phase,
+        kind=kind_of(error),
+        message=message_of(error),
+        traceback="".join(traceback.format_exception(error)),
+        time_s=time.monotonic(),
+        asked_bytes=asked_bytes(str(error)),
+    )
+
+
+def out_of_memory_result(run: ProbeRun, failure: RankFailure) -> MeasuredRun:
+    """The result of a run in which a GPU ran out of memory."""
+    fields = failure.model_dump(include=set(RankOutOfMemory.model_fields))
+    return MeasuredRun(run=run, ranks=(), out_of_memory=RankOutOfMemory(**fields))
 
 
 def rank_process(folder: Path, rank: int, local_rank: int) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import ProbeError
-from planner.probe.model.linear import Linear, Norm
+from planner.probe.model.layers import Linear, Norm
 from planner.probe.model.peers import (
     Enter,
     Surroundings,
@@ -35,7 +35,7 @@ from planner.probe.run import Device
 from planner.probe.torch_build import on_gpu, this_build, torch_release
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
-from planner.trainers.torch_attention import calls_flash, window_of
+from planner.trainers.documents import calls_flash, window_of
 
 
 def takes_flash(x: Tensor) -> bool:

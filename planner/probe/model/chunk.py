@@ -16,8 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from planner.probe.model.attention import Attention, AttentionTables, LatentAttention
-from planner.probe.model.linear import Linear, Norm
-from planner.probe.model.mlp import DenseMLP, MoE
+from planner.probe.model.layers import DenseMLP, Linear, MoE, Norm
 from planner.probe.model.peers import (
     HiddenToSequence,
     Leave,

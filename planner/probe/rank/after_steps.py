@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.probe.model.attention import CoreAttention
-from planner.probe.rank.clock import RankClock
+from planner.probe.rank.pipeline import RankClock
 from planner.probe.rank.training import RankTrainer, unheard
-from planner.probe.repeats import Repeats, is_sure, spread_fraction
 from planner.probe.result import ChunkSeconds, ProbedExchange
+from planner.probe.run import Repeats, is_sure, spread_fraction
 from planner.specs.units import GB
 
 FEWEST_ROUNDS = 5

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.errors import ProbeError
 from planner.probe.model.chunk import Chunk, local
-from planner.probe.model.mlp import Experts
+from planner.probe.model.layers import Experts
 from planner.probe.run import ProbeRun
 from planner.probe.torch_build import gather_whole, on_gpu, scatter_sum
 

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk, copy_shard, hidden_shape, initialise, local, whole_name
-from planner.probe.model.linear import takes_groups
-from planner.probe.model.mlp import Experts
+from planner.probe.model.layers import Experts, takes_groups
 from planner.probe.model.peers import GroupPeers, Surroundings
-from planner.probe.rank.clock import RankClock, StepRecord
 from planner.probe.rank.gradients import (
     FlatParameters,
     ShardedParameters,
@@ -24,7 +22,7 @@ from planner.probe.rank.gradients import (
     clip_scale,
     shard_chunk,
 )
-from planner.probe.rank.pipeline import RankPipeline, SleepingPipeline, Wires
+from planner.probe.rank.pipeline import RankClock, RankPipeline, SleepingPipeline, StepRecord, Wires
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun, needed_by
 from planner.schedule.actions import Action

@@ -26,15 +26,25 @@ from planner.probe.model.attention import AttentionTables, KernelsSeen
 from planner.probe.model.chunk import Chunk, initialise, shard_of
 from planner.probe.model.peers import Surroundings
 from planner.probe.rank.after_steps import barrier, measure_exchanges, with_quiet_seconds
-from planner.probe.rank.clock import ActionTimes, RankClock, StepRecord, start_together
 from planner.probe.rank.gradients import ADAM, FlatParameters, ShardedParameters, clip_scale
-from planner.probe.rank.groups import POLL_S, Identity, RankGroups, require_agreement, what_runs
-from planner.probe.rank.pipeline import GroupWires
-from planner.probe.rank.status import MEET_S, RESULT_FILE, RUN_FILE, START_TIMEOUT_S, STATUS_FILE, WAITING, StatusFile
+from planner.probe.rank.groups import (
+    MEET_S,
+    POLL_S,
+    RESULT_FILE,
+    RUN_FILE,
+    START_TIMEOUT_S,
+    STATUS_FILE,
+    WAITING,
+    Identity,
+    RankGroups,
+    StatusFile,
+    require_agreement,
+    what_runs,
+)
+from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord, start_together
 from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, synthetic_batch
-from planner.probe.repeats import Repeats, spread_fraction
 from planner.probe.result import Check, ChunkSeconds, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
-from planner.probe.run import ChunkSpec, ProbeRun
+from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import this_build
 
 REFERENCE = "reference is computed"

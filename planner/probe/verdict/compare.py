@@ -1,8 +1,8 @@
-"""Predicted beside measured: seconds and bytes of stages, exchanges and the pipeline."""
+"""Predicted beside measured: seconds and bytes of stages, exchanges and the pipeline; and checks of a finished run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -10,25 +10,134 @@ from typing import Literal
 
 from planner.answer import Plan, StagePlan
 from planner.layout.candidate import Candidate
-from planner.physics import compute
+from planner.physics import compute, kernels
 from planner.physics.communication import Kind, collective_s, p2p_s
-from planner.physics.kernels import streams
 from planner.physics.operators import BF16
 from planner.probe.eager import knows_peak, repriced, static_bytes, without_exchanges
 from planner.probe.plan_slice import planned_seconds, replay_durations
 from planner.probe.result import (
+    Check,
     ChunkSeconds,
     ComparedQuantity,
     ProbedExchange,
     ProbedMemory,
     RankResult,
+    StageActivity,
+    shown,
     slowest_exchanges,
     stride_of,
 )
-from planner.probe.run import Place, ProbeRun, SleepSeconds
-from planner.probe.verdict.checks import bubble_fraction, by_stage, span_s, waited_s
+from planner.probe.run import Message, Place, ProbeRun, SleepSeconds, message_of, needed_by
+from planner.schedule.actions import Action, Schedule
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.specs.cluster import ClusterSpec
+
+
+def by_stage(run: ProbeRun, ranks: Sequence[RankResult]) -> list[RankResult]:
+    """One rank of each pipeline stage."""
+    return [next(r for r in ranks if r.stage == stage) for stage in range(run.pp)]
+
+
+def span_s(ranks: Sequence[RankResult]) -> float:
+    """Seconds from the start of the step to the end of the last action of any rank."""
+    return max(rank.actions[-1].end_s for rank in ranks)
+
+
+def busy_s(rank: RankResult) -> float:
+    return sum(timed.end_s - timed.start_s for timed in rank.actions)
+
+
+def waited_s(rank: RankResult) -> float:
+    """Seconds in which the rank was free and its next action had not received what it works on."""
+    return sum(timed.start_s - timed.ready_s for timed in rank.actions)
+
+
+def bubble_fraction(ranks: Sequence[RankResult]) -> float:
+    """1 − mean busy seconds / span, as `Timeline.bubble_fraction`."""
+    return 1 - sum(map(busy_s, ranks)) / len(ranks) / span_s(ranks)
+
+
+def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
+    """Utilisation, waits, idle time by cause and queue of each stage's busiest rank, for which its peers wait."""
+    total_s, activities = span_s(ranks), []
+    for stage in range(run.pp):
+        rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
+        sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
+        activities.append(
+            StageActivity(
+                stage=stage,
+                rank=rank.rank,
+                utilisation_fraction=busy_s(rank) / total_s,
+                wait_s=waited_s(rank),
+                idle_s=idle_of(run.order, sent, rank, total_s),
+            )
+        )
+    return tuple(activities)
+
+
+def sent_to(order: Schedule, pipeline: Sequence[RankResult]) -> dict[Message, float]:
+    """The time at which each message of one pipeline's ranks was ready to be sent."""
+    actions = [actions for rank in pipeline for actions in rank.actions]
+    messages = [message_of(order, Action.parse(action.action)) for action in actions]
+    return {message: action.end_s for message, action in zip(messages, actions, strict=True) if message is not None}
+
+
+def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, total_s: float) -> dict[str, float]:
+    """A rank's idle seconds by cause, with the replay's names for causes. With its busy seconds they add up to
+    `total_s`.
+
+    A wait counts as one for an activation or a gradient until the sender has computed it, and then as transfer. Time
+    between two actions without a wait belongs to the host. Waits that unequal stages cause are among the waits.
+    """
+    idle = dict.fromkeys(("fill", "activation", "gradient", "transfer", "host", "drain"), 0.0)
+    idle["fill"], free_s = rank.actions[0].start_s, rank.actions[0].end_s
+    for timed in rank.actions[1:]:
+        needed = needed_by(order, Action.parse(timed.action))
+        ready_s = timed.start_s if needed is None else timed.ready_s
+        idle["host"] += ready_s - free_s
+        if needed is not None:
+            sent_s = min(max(sent[needed], ready_s), timed.start_s)
+            idle["activation" if needed.kind == "F" else "gradient"] += sent_s - ready_s
+            idle["transfer"] += timed.start_s - sent_s
+        free_s = timed.end_s
+    idle["drain"] = total_s - free_s
+    return idle
+
+
+def in_flight(run: ProbeRun) -> list[int]:
+    """The largest number of activations that each pipeline rank holds at once, according to its order."""
+    equal_seconds = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
+    return [int(count) for count in replay(run.order, replay_durations(equal_seconds)).peak_in_flight_chunks]
+
+
+def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
+    """Checks of what a finished run proves. A message of the wrong shape or a deadlock would have ended the run."""
+    as_listed = [tuple(timed.action for timed in rank.actions) == run.ranks[rank.stage] for rank in ranks]
+    num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
+    planned = in_flight(run)
+    measured = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
+    checks = [
+        Check(name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"),
+        Check(name="in flight", passed=measured == planned, detail=f"{measured} chunks at most, planned {planned}"),
+    ]
+    if num_messages:
+        detail = f"{num_messages} messages, each of the planned shape"
+        checks.insert(1, Check(name="exchanges", passed=True, detail=detail))
+    if run.sleep is None and not run.check:
+        checks.append(check_finite(ranks))
+    for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
+        same = [check for rank in ranks for check in rank.checks if check.name == name]
+        worst = next((check for check in same if not check.passed), same[0])
+        checks.append(worst)
+    return checks
+
+
+def check_finite(ranks: Sequence[RankResult]) -> Check:
+    """A check that losses and gradient norms are numbers, for runs whose losses are compared with nothing."""
+    passed = all(None not in (step.loss, step.gradient_norm) for rank in ranks for step in rank.steps)
+    last = ranks[-1].steps[-1]
+    detail = f"loss {shown(last.loss, 4)}, gradient norm {shown(last.gradient_norm, 4)}"
+    return Check(name="finite", passed=passed, detail=detail)
 
 
 def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
@@ -113,23 +222,6 @@ def compare_exchanges(cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankR
         for exchange, planned in pairs
         if planned is not None
     ]
-
-
-def compare_data_parallel(
-    cluster: ClusterSpec, run: ProbeRun, ranks: Sequence[RankResult], plan_stage: int
-) -> list[ComparedQuantity]:
-    """Seconds in which one stage's ranks sum gradients and gather weights, beside the seconds that the cluster's links
-    need for all their bytes. They are shown and not judged, because ranks wait for each other."""
-    steps, comparisons = [step for rank in ranks for step in rank.steps], []
-    for name, word, seconds in (
-        ("gradients summed", "gradient", [step.reduce_s for step in steps]),
-        ("weights gathered", "weight", [step.gather_s for step in steps]),
-    ):
-        exchanges = [exchange for exchange in ranks[0].exchanges if exchange.name.startswith(word)]
-        planned = [planned_s(cluster, run, exchange) for exchange in exchanges]
-        if planned and None not in planned:
-            comparisons.append(compared(name, "s", sum(s or 0.0 for s in planned), median(seconds), None, plan_stage))
-    return comparisons
 
 
 def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: ProbedExchange) -> float | None:
@@ -243,7 +335,7 @@ def compare_stage(
         seconds = sum(weight_grads) / len(ranks)
         comparisons.append(compared("weight gradient", "s", stage.weight_grad_s, seconds, None, plan_stage))
     optimizer_s = median(step.optimizer_s for rank in ranks for step in rank.steps)
-    # an embedding table takes longer to update than it is priced at: physics/kernels/updates.py, TABLE_BYTES
+    # an embedding table takes longer to update than it is priced at: physics/kernels.py, TABLE_BYTES
     optimizer_tolerance = tolerance_fraction if steps_as_planned and "embedding" not in stage.holds else None
     least_s, planned_s = _optimizer_s(plan, stage)
     comparisons.append(
@@ -277,7 +369,7 @@ def _optimizer_s(plan: Plan, stage: StagePlan) -> tuple[float, float]:
     """The price of an optimizer step, and this with the launches that it leaves out, or the host's time for them."""
     hardware, kinds = plan.cluster.hardware, 1 if plan.model.spec.moe is None else 2
     num_kernels = OPTIMIZER_KERNELS * kinds
-    launched_s = stage.optimizer_s + num_kernels * streams.launch_s(hardware)
+    launched_s = stage.optimizer_s + num_kernels * kernels.launch_s(hardware)
     return stage.optimizer_s, max(launched_s, num_kernels * compute.issue_s(hardware, plan.runtime_spec))
 
 

@@ -13,14 +13,15 @@ from planner.errors import SpecError
 from planner.probe.device_state import BUSY_FRACTION
 from planner.probe.eager import in_eager_torch
 from planner.probe.plan_slice import sampled_stages
-from planner.probe.repeats import SURE_FRACTION
 from planner.probe.result import Condition, DeviceState, ProbeResult, RankResult
-from planner.probe.run import ProbeRun
+from planner.probe.run import SURE_FRACTION, ProbeRun
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import gib
-from planner.trainers.torch_attention import PRICED, kernel_of
+from planner.trainers.documents import PRICED, kernel_of
 
+SLICE = re.compile(r"MIG \d+g\.\d+gb")
+"""The part of a device's name that tells a slice of an NVIDIA GPU."""
 VENDORS = {
     "AMD": {"amd", "instinct", "radeon", "gfx90a", "gfx942", "gfx950"},
     "NVIDIA": {"nvidia", "tesla", "quadro", "geforce"},
@@ -37,8 +38,13 @@ _UNTOLD = re.compile(r"\d+gb|nvlink")
 
 
 def is_named(hardware: HardwareSpec, device: str) -> bool:
-    """True where the device's own name holds the kind of GPU that the profile is named after (h200 in NVIDIA H200)."""
-    return any(_names(name, device) for name in (hardware.name, *hardware.aliases))
+    """True where the device's own name holds the kind of GPU that the profile is named after (h200 in NVIDIA H200).
+
+    A slice of a GPU (MIG) is a card of its own."""
+    is_slice = "mig" in _words(device)
+    return (not is_slice or "mig" in _words(hardware.name)) and any(
+        _names(name, device) for name in (hardware.name, *hardware.aliases)
+    )
 
 
 def objection_to_device(device: str, torch_version: str, hardware: HardwareSpec) -> tuple[str, str] | None:
@@ -48,6 +54,11 @@ def objection_to_device(device: str, torch_version: str, hardware: HardwareSpec)
     """
     if is_named(hardware, device):
         return None
+    if (slice_of := SLICE.search(device)) is not None:
+        return (
+            f"ran on a slice of a GPU ({slice_of[0]}), which is another card than {hardware.name}",
+            "plan profile -o slice.yaml measures the slice: plan with --hardware slice.yaml",
+        )
     ours, theirs = "AMD" if hardware.is_amd else "NVIDIA", _vendor(device, torch_version)
     known = hardware_names()
     named = [name for name, aliases in known.items() if any(_names(one, device) for one in (name, *aliases))]
@@ -154,11 +165,15 @@ slowdown, whenever clocks change."""
 SETTINGS = {"applications clocks setting", "display clock setting", "sync boost"}
 
 
+UNSEEN = Condition(text="nobody tells of its clocks, power and other processes: no nvidia-smi lists it")
+
+
 def conditions_of(ranks: Sequence[RankResult]) -> tuple[Condition, ...]:
     """Unusual conditions while these ranks measured; a line names all ranks of which it is true."""
     ranks_of: dict[Condition, list[int]] = {}
     for rank in ranks:
-        for condition in dict.fromkeys([*conditions_of_states(rank.device_states), *_of_spreads(rank)]):
+        unknown = [UNSEEN] if rank.memory is not None and not any(one.device_states for one in ranks) else []
+        for condition in dict.fromkeys([*unknown, *conditions_of_states(rank.device_states), *_of_spreads(rank)]):
             ranks_of.setdefault(condition, []).append(rank.rank)
     return tuple(
         condition.model_copy(update={"text": f"{_named(numbers)}: {condition.text}"})

@@ -12,14 +12,18 @@ from planner.probe.eager import in_eager_torch, repriced, without_waits
 from planner.probe.plan_runs import describe_slice, stand_in_stages
 from planner.probe.plan_slice import ProbeOptions, RankGrid, planned_seconds, replay_durations, sampled_stages
 from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, ProbeResult
-from planner.probe.verdict.checks import activity, by_stage, check_finite, in_flight, run_checks, span_s
 from planner.probe.verdict.compare import (
+    activity,
+    by_stage,
+    check_finite,
     compare_bubble,
-    compare_data_parallel,
     compare_exchanges,
     compare_pipeline,
     compare_stage,
     durations_alone,
+    in_flight,
+    run_checks,
+    span_s,
 )
 from planner.probe.verdict.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
 from planner.schedule.orders import in_flight_chunks
@@ -121,7 +125,6 @@ def judge_ranks(
                 steps_as_planned=measured.run.dp_stands_for == 1,
                 attends_as_priced=attends_as_priced,
             )
-            comparisons += compare_data_parallel(plan.cluster, measured.run, ranks, stage)
         pipeline_tolerance = tolerance if attends_as_priced else None
         comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
         comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)

@@ -30,8 +30,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
 from planner.specs.training import Parallelism, Recompute, TrainingSpec
 from planner.trainers.load import switches_of
-from planner.trainers.rules.of_trainer import rules_for
-from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
+from planner.trainers.rules.recipe import broken_recipe_rules, has_effect, rules_for
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec
 from planner.trainers.stated import own_runtime, switched
 from planner.trainers.switches import SWITCHES, read_recipe, written

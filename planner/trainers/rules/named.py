@@ -1,23 +1,158 @@
-"""Sets of rules by the names that a trainer's file gives under `rules` and `export_rules`."""
+"""Sets of rules by the names that a trainer's file gives, and the rules of Hugging Face's trainers and torchtune's.
+
+They are of shapes, and of exports, for what models and files cannot say. DeepSpeed shards over all replicas; ranks of
+torchtune always shard, and adapters stand where its builders of models put them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.trainers.rules.common import BF16_ONLY, Rule
-from planner.trainers.rules.huggingface import (
-    DEEPSPEED_MODEL_RULES,
-    DEEPSPEED_RULES,
-    HF_MODEL_RULES,
-    HF_RULES,
-    TORCHTUNE_MODEL_RULES,
-    TORCHTUNE_RULES,
+import numpy as np
+
+from planner.specs.finetuning import ATTENTION, GROUPS, MLP
+from planner.specs.training import TrainingSpec
+from planner.trainers.rules.common import BF16_ONLY, HEADS, UNWRITTEN_RULES, WHOLE_MODEL_RULES, Rule, model_rule
+from planner.trainers.rules.megatron import BRIDGE_MODEL_RULES, MEGATRON_MODEL_RULES, megatron_rules
+from planner.trainers.rules.torch import (
+    AUTOMODEL_RULES,
+    TORCH_EAGER_RULES,
+    TORCH_MODEL_RULES,
+    TORCHTITAN_MODEL_RULES,
+    TORCHTITAN_RULES,
 )
-from planner.trainers.rules.megatron import megatron_rules
-from planner.trainers.rules.megatron_model import BRIDGE_MODEL_RULES, MEGATRON_MODEL_RULES
-from planner.trainers.rules.torch import AUTOMODEL_RULES, TORCH_EAGER_RULES, TORCH_MODEL_RULES
-from planner.trainers.rules.torchtitan import TORCHTITAN_MODEL_RULES, TORCHTITAN_RULES
 from planner.trainers.spec import RuntimeSpec
+
+HF_MODEL_RULES: tuple[Rule, ...] = (
+    model_rule(
+        "mtp",
+        lambda model: bool(model.num_nextn_predict_layers),
+        lambda model: "transformers' models train no multi-token prediction (num_nextn_predict_layers)",
+    ),
+    Rule(
+        "objective",
+        lambda model, training, shape: training.objective.name in ("lm", "dpo"),
+        lambda model, training, shape: f"{training.objective.name}: TRL's SFTTrainer and DPOTrainer are written",
+    ),
+    Rule(
+        "objective.reference",
+        lambda model, training, shape: (
+            training.objective.name != "dpo" or training.adapters is None or training.objective.reference != "model"
+        ),
+        lambda model, training, shape: (
+            "beside adapters DPOTrainer's reference is the model without them (reference adapters), or precomputed"
+        ),
+    ),
+    Rule(
+        "adapters.targets",
+        lambda model, training, shape: (
+            training.adapters is None or model.gated_mlp or training.adapters.targets == ("all-linear",)
+        ),
+        lambda model, training, shape: (
+            "modules of a model without gated MLPs have other names in transformers than "
+            f"{', '.join(GROUPS['all-linear'])}: --lora-targets all-linear finds them"
+        ),
+    ),
+)
+"""Rules of models and trainings, whatever the layout is."""
+
+HF_RULES: tuple[Rule, ...] = (
+    Rule(
+        "packed_weights_not_sharded",
+        # bitsandbytes' Int8Params have no storage of another dtype, as Params4bit do (bnb_4bit_quant_storage)
+        lambda model, training, shape: (
+            (np.asarray(shape.zero_stage) < 3) | (training.adapters is None or training.adapters.base_bits != 8)
+        ),
+        lambda model, training, shape: (
+            "weights of 8 bits are not sharded by FSDP or ZeRO-3: bitsandbytes shards those of 4 bits "
+            "(bnb_4bit_quant_storage), and each GPU holds those of 8 bits whole"
+        ),
+    ),
+)
+
+
+DEEPSPEED_MODEL_RULES: tuple[Rule, ...] = (
+    *UNWRITTEN_RULES,
+    *WHOLE_MODEL_RULES,
+    model_rule("moe", lambda model: model.moe is not None, lambda model: "only dense models are exported"),
+    model_rule(
+        "attention_chunk_size",
+        lambda model: bool(model.attention_chunk_size),
+        lambda model: "attention in chunks is not exported",
+    ),
+    model_rule(
+        "mtp",
+        lambda model: bool(model.num_nextn_predict_layers),
+        lambda model: "multi-token prediction has no place in a list of layers",
+    ),
+)
+DEEPSPEED_RULES: tuple[Rule, ...] = (
+    HEADS,
+    Rule(
+        "vpp",
+        lambda model, training, shape: shape.vpp == 1,
+        lambda model, training, shape: f"one stage per rank, vpp is {shape.vpp}",
+    ),
+    Rule(
+        "shard_size",
+        lambda model, training, shape: (shape.zero_stage == 0) | (shape.shard_size == shape.dp),
+        lambda model, training, shape: f"it shards over all {shape.dp} replicas, not {shape.shard_size}",
+    ),
+)
+
+
+_KNOWN = frozenset((*ATTENTION, *MLP, "lm_head"))
+
+
+def _expressible_targets(training: TrainingSpec) -> bool:
+    """The targets are some of attention's projections, all of the MLP's or none, and perhaps the head."""
+    if training.adapters is None or training.adapters.targets == ("all-linear",):
+        return True
+    modules = training.adapters.modules
+    whole = len(modules & frozenset(MLP)) in (0, len(MLP))
+    return modules <= _KNOWN | frozenset(_latent()) and whole and bool(modules & frozenset(ATTENTION))
+
+
+def _latent() -> tuple[str, ...]:
+    """Names that a group brings along and that the models here do not have."""
+    return ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "out_proj")
+
+
+TORCHTUNE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "zero_stage",
+        lambda model, training, shape: (shape.dp == 1) | (shape.zero_stage >= 2),
+        lambda model, training, shape: f"several ranks shard weights there (2, 3), not ZeRO-{shape.zero_stage}",
+    ),
+)
+"""Rules of layouts."""
+
+TORCHTUNE_MODEL_RULES: tuple[Rule, ...] = (
+    *UNWRITTEN_RULES,
+    Rule(
+        "objective",
+        lambda model, training, shape: training.objective.name == "lm",
+        lambda model, training, shape: (
+            f"{training.objective.name}: recipes that learn the next token are written; --to hf has dpo's"
+        ),
+    ),
+    model_rule("moe", lambda model: model.moe is not None, lambda model: "recipes of dense models are written"),
+    Rule(
+        "adapters.base_bits",
+        lambda model, training, shape: training.adapters is None or training.adapters.base_bits != 8,
+        lambda model, training, shape: "frozen weights are NF4 there, or of 16 bits: --base-bits 4",
+    ),
+    Rule(
+        "adapters.targets",
+        lambda model, training, shape: _expressible_targets(training),
+        lambda model, training, shape: (
+            "adapters stand beside some of attention's projections, and the whole MLP or none of it: "
+            "--lora-targets attention,mlp"
+        ),
+    ),
+)
+"""Rules of models and trainings, whatever the layout is."""
+
 
 RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
     "megatron": megatron_rules,

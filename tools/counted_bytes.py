@@ -27,11 +27,12 @@ from planner.probe.plan_runs import describe_slice, real_run, stage_asked_for, s
 from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharing_dp, slice_schedule
 from planner.probe.rank.rank_alone import trainer_alone
 from planner.probe.rank.training import RankTrainer
-from planner.probe.result import ComparedQuantity, PlanSlice, RehearsalResult
+from planner.probe.result import ComparedQuantity, PlanSlice
 from planner.probe.run import Place, ProbeRun
 from planner.probe.torch_build import rehearsed_build
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, violation
+from planner.specs.base import Spec
 from planner.specs.model import LayerKind
 
 ALIGNMENT = 512
@@ -338,6 +339,26 @@ ROUNDS = 3
 """Rounds of as many micro-batches as there are stages."""
 BYTES_TOLERANCE = 0.01
 """Fraction of a plan's bytes by which a count may differ: stages measured on an H200 are planned within 1%."""
+
+
+class RehearsalResult(Spec):
+    """Bytes that the probe's own stages allocate, beside the planner's price of eager torch."""
+
+    schema_version: Literal[1] = 1
+    architecture: str
+    """The silicon whose kernels the rehearsal stands for."""
+    torch_version: str
+    inputs_sha256: str
+    """Hash of the plan's inputs."""
+    slice: PlanSlice
+    tolerance_fraction: float
+    comparisons: tuple[ComparedQuantity, ...]
+    """Planned and counted; of stages those before a step and at its peak are judged, all else is shown."""
+
+    @property
+    def agrees(self) -> bool:
+        """True if every judged quantity is within the tolerance."""
+        return all(comparison.agrees is not False for comparison in self.comparisons)
 
 
 def rehearse(plan: Plan, stages: Literal["all"] | int, tolerance_fraction: float = BYTES_TOLERANCE) -> RehearsalResult:

@@ -1,16 +1,41 @@
-"""Products of matrices: power, whole waves of tiles, memory; and the casts of narrow ones."""
+"""Memory-bound kernels: bytes over bandwidth, and launches."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache, partial
+from typing import NamedTuple
 
-from planner.physics.kernels.streams import PassSeconds, launch_s, stream_s
-from planner.physics.operators import BF16, Operator
+from planner.physics.operators import BF16, FP32, Operator
 from planner.shape import Number, ceil, maximum, minimum, where
-from planner.specs.efficiency import GemmEfficiency
+from planner.specs.efficiency import AttentionEfficiency, GemmEfficiency
 from planner.specs.hardware import HardwareSpec
+from planner.specs.units import MICRO
+from planner.trainers.documents import torch_choice
+from planner.trainers.optimizers import OPTIMIZERS
 from planner.trainers.spec import RuntimeSpec
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of the forward, of the input gradient and of the weight gradient; numbers or arrays."""
+
+    forward_s: Number
+    dgrad_s: Number
+    wgrad_s: Number
+
+
+def launch_s(hardware: HardwareSpec) -> float:
+    """Seconds that the start and the drain of one kernel take."""
+    return hardware.efficiency.launch_us * hardware.efficiency.launch_factor * MICRO
+
+
+def stream_s(hardware: HardwareSpec, num_bytes: Number, num_kernels: Number, family: str = "copy") -> Number:
+    """Seconds of `num_kernels` memory-bound kernels that move `num_bytes` together: bytes / bandwidth + launches."""
+    efficiency = hardware.efficiency
+    bytes_per_s = efficiency.of_family(family) * hardware.hbm_bytes_per_s / efficiency.stream_factor
+    return num_bytes / bytes_per_s + num_kernels * launch_s(hardware) * (num_bytes > 0)
+
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
 """Output tiles of one SM that the libraries choose from."""
@@ -175,3 +200,142 @@ def _tiles(is_cdna: bool, overhead: float) -> tuple[set[int], set[int], tuple[tu
     losses = [(1 + overhead * (1 / a + 1 / b)) / (1 + overhead * (1 / 128 + 1 / 256)) for a, b in tiles]
     flops = tuple((a, b, 2 * a * b * loss) for (a, b), loss in zip(tiles, losses, strict=True))
     return {a for a, _ in tiles}, {b for _, b in tiles}, flops
+
+
+ATTENTION_BACKWARD_KERNELS = 3
+"""Number of kernels in the backward of attention: row sums of gradient · output, the gradients, and the cast of dq."""
+QUERY_ROWS = 128
+"""Number of queries in one attention tile."""
+
+
+def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -> tuple[Number, Number]:
+    """Forward and backward seconds of fused attention kernels, timed alone.
+
+    FLOPs · (1 + ramp_keys / width) / rate + tail · (one tile row's FLOPs) / (rate / num_sms) + launches, where rate =
+    fraction · peak · d / (d + half_head_dim), normalised to d = 128, and width is the most keys that a query meets.
+    Where ranks share a sequence, the ramp and the tile row are those of the block on the diagonal: the other blocks are
+    rectangles, in which all tile rows take the same time (for a kernel that takes them all, see `_ramped_keys`). The
+    backward computes QKᵀ again: it takes 2·(3·d_qk + 2·d_v) FLOPs a score, not 2·(d_qk + d_v). Tail and launches are
+    those of each of `count` kernels.
+    """
+    if kernel.startswith("sdpa"):
+        return _torch_attention_s(op, hardware, kernel.partition("-")[2])
+    efficiency = hardware.efficiency
+    attention = efficiency.kernel(kernel)
+    slow = attention.seconds_factor * (efficiency.flash1_factor if kernel == "flash1" else 1.0)
+    peak = hardware.peak_flops("bf16")
+    assert peak is not None, "HardwareSpec has bf16 or fp16"
+    multiple = attention.head_dim_multiple
+    qk_dim: Number = ceil(op.qk_dim / multiple) * multiple
+    v_dim: Number = ceil(op.v_dim / multiple) * multiple
+    rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
+    diagonal = minimum(op.width, op.q_len)
+    ramped = _ramped_keys(op, diagonal)
+    scores = op.count * op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
+    seconds: list[Number] = []
+    for fraction, ramp, dims, kernels in (
+        (attention.forward_fraction, attention.forward_ramp_keys / ramped[0], qk_dim + v_dim, 1),
+        (
+            attention.backward_fraction,
+            attention.backward_ramp_keys / ramped[1],
+            3 * qk_dim + 2 * v_dim,
+            ATTENTION_BACKWARD_KERNELS,
+        ),
+    ):
+        tail = op.count * attention.tail_fraction * QUERY_ROWS * diagonal * hardware.num_sms
+        rows = scores * (1 + ramp) + tail
+        seconds.append(slow * 2 * dims * rows / (fraction * rate) + op.count * kernels * launch_s(hardware))
+    return seconds[0], seconds[1]
+
+
+def _ramped_keys(op: Operator, diagonal: Number) -> tuple[Number, Number]:
+    """The keys over which the ramp of the forward, and of the backward, is spread: those of the block on the diagonal.
+
+    A kernel that takes a part of the queries with all keys before them pays the ramp once for each row of queries in
+    the forward, and for each row of keys in the backward, which FlashAttention-2 runs over keys (arXiv:2307.08691
+    §3.2). A square has as many of either, and half of its scores: there these are its side.
+    """
+    is_part = (op.count > 1) & (op.window == 0)
+    seen = op.kv_len * op.attended_fraction
+    seeing = op.count * op.q_len * seen / (op.kv_len + op.q_len)
+    return where(is_part, 2 * seen, diagonal), where(is_part, 2 * seeing, diagonal)
+
+
+def _torch_attention_s(op: Operator, hardware: HardwareSpec, taken: str) -> tuple[Number, Number]:
+    """`attention_s` in eager torch, where torch took a kernel, or is expected to take one if `taken` is empty.
+
+    FlashAttention-2 wants values as wide as keys; they are padded.
+    """
+    flash = attention_s(replace(op, v_dim=op.qk_dim), hardware, "flash")
+    taken = taken or torch_choice(hardware, int(op.qk_dim), int(op.v_dim))
+    if taken == "flash" or hardware.efficiency.cudnn is None:
+        return flash
+    forward, backward = zip(flash, attention_s(op, hardware, "cudnn"), strict=True)
+    return where(op.calls_flash, *forward), where(op.calls_flash, *backward)
+
+
+def _head_dim_factor(attention: AttentionEfficiency, qk_dim: Number, v_dim: Number) -> Number:
+    """Rate at these head dimensions over the rate at 128: wider heads amortise the softmax, until tiles must shrink."""
+    dim, half = (qk_dim + v_dim) / 2, attention.half_head_dim
+    return dim / (dim + half) * (1 + half / 128) * where(qk_dim > 128, attention.wide_factor, 1.0)
+
+
+TABLE_BYTES = 8
+"""Bytes moved per parameter of the embedding table beyond ADAM_BYTES. Measured on all first stages alike; the cause is
+unknown."""
+
+
+ADAM_BYTES = 34
+"""Bytes moved per parameter of the shard: master weight and two moments read and written (24), gradient read (4), bf16
+copy (6)."""
+
+
+HOST_ADAM_FRACTION = 0.7
+"""Share of the host's memory bandwidth that these passes reach: of what threads of all ranks stream together. Qwen3-30B
+on 16 H100 with a quarter to all of its optimizer on the host (Megatron-Bridge's notes on offloading) takes 1.5 ns a
+parameter."""
+
+
+def host_update_s(hardware: HardwareSpec, num_parameters: Number, runtime: RuntimeSpec) -> Number:
+    """Seconds to update `num_parameters` on the host: fp32 gradients go there, Adam runs, fp32 weights come back."""
+    copied_s = 2 * FP32 * num_parameters / hardware.host.bytes_per_s
+    return copied_s + runtime.host_adam_bytes * num_parameters / (HOST_ADAM_FRACTION * hardware.host.memory_bytes_per_s)
+
+
+def optimizer_s(
+    hardware: HardwareSpec, num_parameters: Number, runtime: RuntimeSpec, num_embedding_parameters: Number = 0
+) -> Number:
+    """Seconds of one fused AdamW step on a shard of `num_parameters`, and of casting the result to bf16.
+
+    `num_embedding_parameters` of the shard belong to the embedding table. The dp shards are in parameter order, so the
+    first one holds as much of the table as fits into it, and is the slowest.
+    """
+    num_bytes = _adam_bytes(runtime) * num_parameters + TABLE_BYTES * num_embedding_parameters
+    return stream_s(hardware, num_bytes, 0, "optimizer")
+
+
+def _adam_bytes(runtime: RuntimeSpec) -> float:
+    """Bytes that AdamW moves per parameter under a trainer."""
+    if runtime.weight_bytes == BF16 and not runtime.master_bytes:
+        return OPTIMIZERS["adamw"].moved_bytes(BF16)
+    # narrower moments are read and written; masters that are the weights themselves stand elsewhere
+    times = 2 if runtime.weight_bytes == BF16 else 1
+    return ADAM_BYTES - times * (12 - runtime.optimizer_bytes)
+
+
+def clip_s(hardware: HardwareSpec, shard: Number, whole: Number, runtime: RuntimeSpec) -> Number:
+    """Seconds per step to measure and scale the main gradients of a shard, and to zero those of all `whole` parameters.
+
+    The gradients are read once for the norm, read and written to scale them, and written once with zeros. Three
+    launches a step are left out.
+    """
+    if not runtime.clips_gradients:
+        return 0.0
+    return stream_s(hardware, runtime.gradient_bytes * (3 * shard + whole), 0)
+
+
+def accumulate_s(hardware: HardwareSpec, num_parameters: Number, gradient_bytes: int = FP32) -> Number:
+    """Seconds to add bf16 gradients to main ones: per parameter 2 + 4 bytes read and 4 written where those are fp32."""
+    # sums of one dtype are plain additions
+    family = "accumulate" if gradient_bytes == FP32 else "copy"
+    return stream_s(hardware, (BF16 + 2 * gradient_bytes) * num_parameters, 1, family)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +20,15 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from small_plans import plan_of  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from planner.cli import main  # noqa: E402
 from planner.probe.eager import EAGER, fuses_norms  # noqa: E402
-from planner.probe.rehearse import (  # noqa: E402
+from planner.probe.plan_runs import require_runnable  # noqa: E402
+from planner.probe.plan_slice import ProbeOptions  # noqa: E402
+from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
+from tools.counted_bytes import (  # noqa: E402
     BytesAlive,
     count_stage,
     rehearse,
 )
-from planner.probe.result import RehearsalResult  # noqa: E402
-from planner.probe.run import ChunkSpec, ProbeRun  # noqa: E402
 
 INT64 = 8
 QUICK = (10,)
@@ -166,7 +164,9 @@ def small(model: dict[str, Any], layout: dict[str, Any]) -> Plan:
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_layer_takes_the_bytes_that_it_is_priced_at(kind: str) -> None:
-    result = rehearse(small(*KINDS[kind]), "all")
+    plan = small(*KINDS[kind])
+    require_runnable(plan, ProbeOptions(device="cuda"))
+    result = rehearse(plan, "all")
     assert [(one.name, one.stage, one.error_fraction) for one in result.comparisons if one.agrees is False] == []
     layers = [one for one in result.comparisons if one.name.startswith("layer")]
     assert layers
@@ -187,15 +187,3 @@ def test_norms_of_several_kernels_keep_more() -> None:
         norm("norm", 512, rows, model, EAGER.model_copy(update={"fused_norm": is_fused})) for is_fused in (True, False)
     )
     assert unfused.saved_bytes() - fused.saved_bytes() == 4 * rows * 512
-
-
-def test_the_command_counts_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(small({}, {"pp": 2}).to_json()))
-    assert main(["probe", str(path), "--rehearse", "--stage", "1"]) == 0
-    assert "the count agrees with the plan within 1%" in capsys.readouterr().out
-    assert main(["probe", str(path), "--rehearse", "--tolerance", "1e-9", "--json", "--stage", "1"]) == 6
-    result = RehearsalResult.model_validate_json(capsys.readouterr().out)
-    assert {one.name for one in result.comparisons if one.agrees is False} == {"static memory", "peak allocated"}
-    assert main(["probe", str(path), "--rehearse", "--device", "cpu"]) == 2
-    assert main(["probe", str(path), "--rehearse", "--stage", "2"]) == 2

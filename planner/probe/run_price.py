@@ -1,0 +1,287 @@
+"""The price of a run in eager torch, seconds of its virtual stages and bytes of its ranks; and a plan that fits.
+
+A run is priced before anything starts. One that needs more memory than a GPU has is made to fit: more layers are
+recomputed, optimizer states are sharded, and, where that is not enough, stages hold fewer layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from planner.answer import Plan, StagePlan
+from planner.errors import ProbeError
+from planner.layout.candidate import activation_peaks_bytes, by_rank
+from planner.layout.seconds import durations_of
+from planner.physics.cost import CostTable, PartCost, sum_parts
+from planner.physics.memory import communicators
+from planner.physics.pricing import Pricing
+from planner.physics.stage_memory import StageBytes, stage_memory
+from planner.probe.eager import MASTERS_ARE_WEIGHTS, eager_with, training_of
+from planner.probe.plan_runs import ranks_run, require_runnable
+from planner.probe.plan_slice import ProbeOptions
+from planner.probe.result import ProbeStart, StartedStage
+from planner.probe.run import ChunkSpec, ProbeRun, num_communicators
+from planner.schedule.orders import SCHEDULES
+from planner.shape import Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
+from planner.specs.training import Recompute
+from planner.specs.units import gib
+
+ROOM_FRACTION = 0.02
+"""Share of a GPU's memory that a probe leaves free: its bytes are priced to 1%, and blocks do not fill all of it."""
+
+
+def run_shape(run: ProbeRun, dp: int, zero_stage: int) -> Shape:
+    """The shape that a probe runs, as the cost model has it."""
+    return Shape(
+        tp=run.tp,
+        cp=run.cp,
+        ep=run.ep,
+        etp=1 if run.model.moe is not None else run.tp,
+        pp=run.pp,
+        vpp=max(1, len(run.chunks) // run.pp),
+        dp=dp,
+        micro_batch_size=run.micro_batch_size,
+        num_microbatches=run.num_microbatches,
+        seq_length=run.seq_length * run.cp,
+        sequence_parallel=int(run.sequence_parallel),
+        zero_stage=zero_stage,
+        shard_size=dp * run.cp,
+    )
+
+
+def _priced(run: ProbeRun, cluster: ClusterSpec, shape: Shape, kernels: Collection[str], alone: bool) -> Pricing:
+    """The prices of a run in eager torch. Late nodes are those among which it ran: it has not waited for others."""
+    sharded = MASTERS_ARE_WEIGHTS if int(shape.zero_stage) == 3 else {}
+    return Pricing(
+        model=run.model,
+        training=training_of(int(shape.seq_length), run.dp * run.micro_batch_size * run.num_microbatches),
+        cluster=cluster.changed(num_gpus=cluster.node_size if alone else run.world_size),
+        runtime=eager_with(kernels, alone).model_copy(update=sharded),
+        selective_modules=run.recompute_modules,
+    )
+
+
+def _cost(run: ProbeRun, chunk: ChunkSpec, table: CostTable, head: PartCost) -> PartCost:
+    base: Recompute = "selective" if run.recompute_modules else "none"
+    layers = run.model.layers[chunk.first_layer : chunk.last_layer]
+    modes = Counter(("full" if number < chunk.num_recomputed else base, kind) for number, kind in enumerate(layers))
+    parts = [table.layers[kind, mode].times(count) for (mode, kind), count in modes.items()]
+    ends = ((table.embedding, chunk.embedding), (head, chunk.head), (table.mtp, chunk.mtp))
+    return sum_parts([*parts, *(part for part, is_here in ends if is_here and part is not None)])
+
+
+def chunk_costs(
+    run: ProbeRun, cluster: ClusterSpec, kernels: Collection[str] = (), alone: bool = False
+) -> list[PartCost]:
+    """The cost model's price of each virtual stage of a probe's run, in eager torch on `cluster`, with the `kernels` of
+    attention that ran, if they are known, on all ranks together or each stage `alone`."""
+    shape = run_shape(run, run.dp, int(run.zero))
+    table = _priced(run, cluster, shape, kernels, alone).table(shape)
+    return [_cost(run, chunk, table, table.head) for chunk in run.chunks]
+
+
+def run_bytes(run: ProbeRun, cluster: ClusterSpec, alone: bool = False) -> list[StageBytes]:
+    """The peak memory of a rank of each pipeline stage of a run, with as many communicators as it makes; none
+    `alone`."""
+    zero_stage = 3 if run.fully_sharded else int(run.zero)
+    shape = run_shape(run, run.dp * run.dp_stands_for, zero_stage)
+    pricing = _priced(run, cluster, shape, (), alone)
+    table, places = pricing.table(shape), run.stage_to_rank
+    with_embedding = {rank for stage, rank in enumerate(places) if run.chunk_of(stage).embedding}
+    heads = {rank: table.head_beside_embedding if rank in with_embedding else table.head for rank in places}
+    costs = [_cost(run, run.chunk_of(stage), table, heads[rank]) for stage, rank in enumerate(places)]
+    held = durations_of(pricing, table, costs, places).activation_bytes
+    assert held is not None
+    made, each_bytes = [0] * run.pp if alone else num_communicators(run), cluster.hardware.reserved.communicator_bytes
+    ranks = zip(by_rank(costs, places), activation_peaks_bytes(run.order, held), made, strict=True)
+    priced = float(communicators(shape))
+    return [
+        stage_memory(pricing, table, cost, peak).with_reserve(round((number - priced) * each_bytes))
+        for cost, peak, number in ranks
+    ]
+
+
+class Fitted(NamedTuple):
+    """A plan that fits where it is probed, and how it differs from the one that was asked for."""
+
+    plan: Plan
+    changes: tuple[str, ...] = ()
+    """Sizes that are other than planned, in words; none where the plan fits as it is."""
+
+
+def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: float, alone: bool = False) -> Fitted:
+    """The plan, or as little changed as fits into `capacity_bytes` of each GPU; `run_of` gives the run of a plan.
+
+    Raises ProbeError where one recomputed layer a stage does not fit.
+    """
+
+    def needed(changed: Plan) -> list[float]:
+        return [stage.total_bytes for stage in run_bytes(run_of(changed), plan.cluster, alone)]
+
+    def fits(changed: Plan) -> bool:
+        return max(needed(changed)) <= (1 - ROOM_FRACTION) * capacity_bytes
+
+    plan, changes = _with_known_zero(plan)
+    if fits(plan):
+        return Fitted(plan, tuple(changes))
+    before = max(needed(plan))
+    if plan.parallelism.zero_stage == 0 and plan.parallelism.dp > 1:
+        plan = _with_zero(plan, 1)
+        changes.append("ZeRO-0 → 1: optimizer states are sharded")
+    largest = max(last - first for stage in plan.stages for first, last in stage.chunks)
+    fewest = _first(range(largest + 1), lambda count: fits(recomputing(plan, count)))
+    if fewest is None:
+        most = _first(range(largest - 1, 0, -1), lambda count: fits(recomputing(with_layers(plan, count), count)))
+        if most is None:
+            least = max(needed(recomputing(with_layers(plan, 1), 1)))
+            raise ProbeError(
+                f"eager torch, which the probe runs, needs {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} here, "
+                f"{gib(least):.1f} with one recomputed layer a stage",
+                "plan with --runtime torch-eager, or prove the order and the gradients with --device cpu",
+            )
+        plan, fewest = with_layers(plan, most), most
+        changes.append(f"layers of a chunk {largest} → {most}")
+    if fewest:
+        changes.append(f"{fewest} layers of each chunk are recomputed whole, or more as planned")
+    changes[-1] += f" (without, {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} in eager torch)"
+    return Fitted(recomputing(plan, fewest), tuple(changes))
+
+
+def _with_known_zero(plan: Plan) -> tuple[Plan, list[str]]:
+    """The plan, under ZeRO-1 where it shards what the ranks cannot: gradients alone, or weights beside split
+    backwards."""
+    zero, splits = plan.parallelism.zero_stage, SCHEDULES[named_schedule(plan)].splits_backward
+    if zero <= 1 or (zero == 3 and not splits):
+        return plan, []
+    return _with_zero(plan, 1), [
+        f"ZeRO-{zero} → 1: the probe shards optimizer states, or all where no backward is split"
+    ]
+
+
+def named_schedule(plan: Plan) -> str:
+    """The schedule of a plan; of an order made to measure, one that splits backwards as it does."""
+    return "zb-v" if plan.best.actions else plan.parallelism.schedule
+
+
+def _with_zero(plan: Plan, stage: int) -> Plan:
+    sizes = plan.parallelism.model_copy(update={"zero_stage": stage})
+    return plan.model_copy(update={"best": plan.best.model_copy(update={"parallelism": sizes})})
+
+
+def _first(counts: range, holds: Callable[[int], bool]) -> int | None:
+    """The first of `counts` for which something holds that holds for all after it, too; None where it never does."""
+    low, high = 0, len(counts)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(counts[middle]) else (middle + 1, high)
+    return counts[low] if low < len(counts) else None
+
+
+def recomputing(plan: Plan, count: int) -> Plan:
+    """The plan with at least `count` layers of each chunk recomputed whole."""
+
+    def stage(planned: StagePlan) -> StagePlan:
+        layers, full = planned.num_layers, planned.recompute.get("full", 0)
+        more = sum(min(count, last - first) for first, last in planned.chunks)
+        if more <= full:
+            return planned
+        base = "selective" if "selective" in planned.recompute else "none"
+        modes = {mode: number for mode, number in (("full", more), (base, layers - more)) if number}
+        return planned.model_copy(update={"recompute": modes, "num_recomputed": ()})
+
+    return _with_stages(plan, [stage(planned) for planned in plan.stages]) if count else plan
+
+
+def with_layers(plan: Plan, most: int) -> Plan:
+    """The plan with the first `most` layers of each chunk, and a model that has no others."""
+    chunks = sorted((first, last, stage.stage) for stage in plan.stages for first, last in stage.chunks)
+    kept, moved, end = list[int](), dict[tuple[int, int], tuple[int, int]](), 0
+    for first, last, _ in chunks:
+        layers = range(first, min(last, first + most))
+        moved[first, last] = end, end + len(layers)
+        kept, end = [*kept, *layers], end + len(layers)
+    stages = []
+    for stage in plan.stages:
+        own = tuple(moved[first, last] for first, last in stage.chunks)
+        layers_left = sum(last - first for first, last in own)
+        modes = {"full": layers_left} if "full" in stage.recompute else dict.fromkeys(stage.recompute, layers_left)
+        update = {"chunks": own, "num_layers": layers_left, "recompute": modes, "num_recomputed": ()}
+        stages.append(stage.model_copy(update=update))
+    model = plan.model.model_copy(update={"spec": _of_layers(plan.model.spec, kept)})
+    return _with_stages(plan.model_copy(update={"model": model}), stages)
+
+
+def _of_layers(model: ModelSpec, kept: list[int]) -> ModelSpec:
+    """The model with some of its layers."""
+    kinds = [model.layers[number] for number in kept]
+    update: dict[str, object] = {"num_hidden_layers": len(kept)}
+    if len(model.kinds) > 1:
+        update |= {"layer_types": [kind.attention for kind in kinds], "mlp_layer_types": [kind.mlp for kind in kinds]}
+        update["sliding_window_pattern"] = None
+        if model.moe is not None:
+            update["moe"] = {**model.moe.model_dump(), "first_k_dense_replace": 0, "moe_layer_freq": 1}
+    return ModelSpec.model_validate({**model.model_dump(), **update})
+
+
+def _with_stages(plan: Plan, stages: list[StagePlan]) -> Plan:
+    return plan.model_copy(update={"best": plan.best.model_copy(update={"stages": tuple(stages)})})
+
+
+STARTERS = {
+    "torchrun": "torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    "--no-python {probe}",
+    "slurm": "srun --nodes {nodes} --ntasks-per-node {each} --gpus-per-node {each} --kill-on-bad-exit=1 {probe}",
+    "kubernetes": "torchrun --nnodes {nodes} --node-rank $JOB_COMPLETION_INDEX --nproc-per-node {each} "
+    "--master-addr $JOB_NAME-0.$JOB_NAME --master-port 29500 --no-python {probe}",
+}
+"""The command on each node, on the first one (slurm), or of each pod of an Indexed Job with a headless service, whose
+containers ask for `nvidia.com/gpu` (or `amd.com/gpu`) and have an emptyDir of medium Memory at /dev/shm."""
+ENVIRONMENT = {
+    "RANK, WORLD_SIZE, LOCAL_RANK": "set by torchrun; the probe reads those of srun and mpirun",
+    "MASTER_ADDR, MASTER_PORT": "set by torchrun; under srun the first node, 29500 + SLURM_JOB_ID mod 1000",
+    "NCCL_SOCKET_IFNAME": "yours, where the first interface does not lead to the other nodes",
+    "CUDA_LAUNCH_BLOCKING": "not set",
+}
+
+
+def what_starts(plan: Plan, options: ProbeOptions, probe: str) -> ProbeStart:
+    """The start of a probe of all ranks of a plan, by the command `probe` on each of them.
+
+    Raises ProbeError where the probe cannot run it.
+    """
+    require_runnable(plan, options)
+    num_ranks, node = plan.parallelism.num_gpus_used, plan.cluster.node_size
+    capacity_bytes = plan.cluster.hardware.memory_bytes
+    fitted = made_to_fit(plan, lambda changed: ranks_run(changed, options, num_ranks)[0], capacity_bytes)
+    run, _, _ = ranks_run(fitted.plan, options, num_ranks)
+    each, nodes = min(node, run.world_size), -(-run.world_size // node)
+    queues = {"GPU_MAX_HW_QUEUES": "16"} if plan.cluster.hardware.is_amd else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    stages = [
+        StartedStage(
+            stage=stage,
+            num_ranks=run.world_size // run.pp,
+            layers=fitted.plan.stages[stage].chunks,
+            weights_bytes=held.weights_bytes,
+            gradients_bytes=held.gradients_bytes,
+            optimizer_bytes=held.optimizer_bytes,
+            activations_bytes=held.activations_bytes,
+            moment_bytes=held.logits_bytes + held.workspace_bytes,
+            reserved_bytes=held.reserved_bytes,
+            total_bytes=held.total_bytes,
+        )
+        for stage, held in enumerate(run_bytes(run, plan.cluster))
+    ]
+    return ProbeStart(
+        plan=f"{plan.parallelism} · {plan.parallelism.schedule}",
+        num_ranks=run.world_size,
+        num_nodes=nodes,
+        made_to_fit=fitted.changes,
+        capacity_bytes=round(capacity_bytes),
+        stages=tuple(stages),
+        commands={name: text.format(nodes=nodes, each=each, probe=probe) for name, text in STARTERS.items()},
+        environment={**{name: f"{value}, set by the probe" for name, value in queues.items()}, **ENVIRONMENT},
+    )

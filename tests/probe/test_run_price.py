@@ -1,0 +1,110 @@
+"""A run is priced before it starts: default plans fit into eager torch, changed by as little as it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.answer import Plan
+from planner.layout.evaluate import evaluate
+from planner.probe.plan_runs import ranks_run, stages_run
+from planner.probe.plan_slice import ProbeOptions
+from planner.probe.run import num_communicators
+from planner.probe.run_price import ROOM_FRACTION, made_to_fit, recomputing, run_bytes, what_starts, with_layers
+from planner.specs.cluster import ClusterSpec
+from planner.specs.registry import load_hardware, load_model
+from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.units import GIB
+
+GPUS = ProbeOptions(device="cuda")
+WHOLE = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vpp": 1, "zero_stage": 1}
+TP, INTERLEAVED = {"sequence_parallel": True}, {"schedule": "interleaved-1f1b"}
+PLANS: dict[str, tuple[str, str, int, int, dict[str, Any], tuple[bool, bool, bool]]] = {
+    "8b 8": ("8b", "h100", 8192, 512, {"dp": 8, "zero_stage": 2}, (True, True, False)),
+    "8b 8 H200": ("8b", "h200", 8192, 512, {"dp": 8, "micro_batch_size": 2, "zero_stage": 2}, (True, True, False)),
+    "8b 8 A100": ("8b", "a100-sxm-80gb", 8192, 512, {"dp": 8, "zero_stage": 2}, (True, True, False)),
+    "8b 16": ("8b", "h100", 8192, 512, {"pp": 2, "vpp": 4, "dp": 8, **INTERLEAVED}, (False, True, False)),
+    "8b 64": ("8b", "h100", 8192, 512, {"pp": 2, "vpp": 4, "dp": 32, **INTERLEAVED}, (False, True, False)),
+    "1b 8": ("llama-3.2-1b", "h100", 8192, 512, {"dp": 8, "micro_batch_size": 4}, (False, True, False)),
+    "qwen3-30b 64": ("qwen3-30b-a3b", "h100", 4096, 1024,
+                     {"pp": 2, "vpp": 3, "dp": 32, "ep": 8, "micro_batch_size": 2, **INTERLEAVED},
+                     (False, True, False)),
+    "gpt-oss-20b 32": ("gpt-oss-20b", "h100", 4096, 1024, {"dp": 32, "ep": 8, "micro_batch_size": 2},
+                       (False, True, False)),
+    "70b 64 MI300X": ("70b", "mi300x", 8192, 512, {"cp": 4, "pp": 4, "dp": 4}, (False, True, False)),
+    "70b 64": ("70b", "h100", 8192, 512, {"tp": 4, "cp": 2, "pp": 4, "vpp": 5, "dp": 2, **TP, **INTERLEAVED},
+               (False, False, False)),
+    "70b 128 B200": ("70b", "b200", 8192, 512, {"tp": 2, "pp": 4, "vpp": 5, "dp": 16, **TP, **INTERLEAVED},
+                     (False, True, False)),
+    "405b 512": ("405b", "h100", 8192, 2048, {"tp": 8, "cp": 2, "pp": 16, "dp": 2, **TP}, (False, False, False)),
+    "mixtral 64": ("mixtral-8x7b", "h100", 32768, 128,
+                   {"tp": 2, "cp": 4, "pp": 2, "vpp": 4, "dp": 4, "ep": 8, **TP, **INTERLEAVED}, (False, True, False)),
+    "deepseek-v3 256": ("deepseek-v3", "h200", 4096, 15360,
+                        {"tp": 2, "pp": 8, "dp": 16, "ep": 16, "recompute": "selective", **TP}, (False, True, False)),
+    "70b 8": ("70b", "h100", 8192, 64, {"pp": 2, "dp": 4}, (False, True, True)),
+}  # fmt: skip
+"""Plans like those that plan makes (the last one is of too few GPUs): model, GPU, sequence, batch, layout; and what is
+changed of them: ZeRO, layers recomputed, layers."""
+
+
+def planned(name: str) -> Plan:
+    model, hardware, seq_length, batch, layout, _ = PLANS[name]
+    sizes = {**WHOLE, **layout}
+    num_gpus = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
+    cluster = ClusterSpec(hardware=load_hardware(hardware), num_gpus=num_gpus)
+    training = TrainingSpec(seq_length=seq_length, global_batch_size=batch)
+    return evaluate(load_model(model), cluster, training, Parallelism(**sizes), runtime="megatron")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_default_plans_fit_into_eager_torch(name: str) -> None:
+    plan = planned(name)
+    num_ranks = plan.parallelism.num_gpus_used
+    start = what_starts(plan, GPUS, "plan probe plan.json")
+    assert start.num_ranks == num_ranks
+    said = " ".join(start.made_to_fit)
+    assert tuple(word in said for word in ("ZeRO", "recomputed", "layers of a chunk")) == PLANS[name][-1]
+    capacity_bytes = plan.cluster.hardware.memory_bytes
+    fullest = max(stage.total_bytes for stage in start.stages)
+    assert 0.4 * capacity_bytes < fullest <= (1 - ROOM_FRACTION) * capacity_bytes
+    assert set(start.commands) == {"torchrun", "slurm", "kubernetes"}
+    alone = made_to_fit(plan, lambda changed: stages_run(changed, GPUS)[0], capacity_bytes, alone=True)
+    held = run_bytes(stages_run(alone.plan, GPUS)[0], plan.cluster, alone=True)
+    assert max(stage.total_bytes for stage in held) <= (1 - ROOM_FRACTION) * capacity_bytes
+
+
+def test_no_fewer_layers_are_recomputed_and_dropped_than_it_takes() -> None:
+    plan = planned("70b 8")
+    fitted = made_to_fit(plan, lambda changed: ranks_run(changed, GPUS, 8)[0], plan.cluster.hardware.memory_bytes)
+    kept = max(stage.num_layers for stage in fitted.plan.stages)
+    assert fitted.plan.model.spec.num_hidden_layers == sum(stage.num_layers for stage in fitted.plan.stages)
+    one_more = recomputing(with_layers(plan, kept + 1), kept + 1)
+    held = run_bytes(ranks_run(one_more, GPUS, 8)[0], plan.cluster)
+    assert max(stage.total_bytes for stage in held) > (1 - ROOM_FRACTION) * plan.cluster.hardware.memory_bytes
+
+
+def test_layers_of_each_kind_stay_where_they_were() -> None:
+    plan = planned("deepseek-v3 256")
+    fewer = with_layers(plan, 2)
+    for stage, planned_stage in zip(fewer.stages, plan.stages, strict=True):
+        for (first, last), (begin, _) in zip(stage.chunks, planned_stage.chunks, strict=True):
+            kept = plan.model.spec.layers[begin : begin + last - first]
+            assert fewer.model.spec.layers[first:last] == kept
+
+
+def test_communicators_are_counted_as_they_are_made() -> None:
+    """Of all ranks, tp and dp; two a neighbour: up, and down."""
+    plan = planned("70b 128 B200")
+    run = ranks_run(plan, GPUS, 128)[0]
+    assert num_communicators(run) == [3 + 2 * 2] * 4  # of an interleaved order, whose ends are neighbours
+    straight = run.model_copy(update={"ranks": (("0F0", "0B0"), ("1F0", "1B0")), "stage_to_rank": (0, 1), "dp": 1})
+    assert num_communicators(straight.model_copy(update={"chunks": run.chunks[:2], "num_microbatches": 1})) == [6, 6]
+
+
+def test_a_stage_that_never_fits_is_refused_with_what_it_needs() -> None:
+    from planner.errors import ProbeError
+
+    plan = planned("8b 8")
+    with pytest.raises(ProbeError, match=r"needs \d+\.\d GiB of 4\.0 here, \d+\.\d with one recomputed layer"):
+        made_to_fit(plan, lambda changed: ranks_run(changed, GPUS, 8)[0], 4 * GIB)
