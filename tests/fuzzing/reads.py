@@ -29,7 +29,7 @@ from planner.profile.record import MeasurementRecord
 from planner.report.trace import plan_trace
 from planner.serve.app import _asked_for
 from planner.serve.controls import Catalogue, asked, options_of
-from planner.specs.documents import read_lengths
+from planner.specs.phases import read_lengths
 from planner.specs.reading import load_yaml
 
 MAX_LINES = 8
