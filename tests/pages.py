@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from planner.report.html.pieces import Html
+from planner.report.html import Html
 from planner.report.page import Drawing, Drawings
 
 BLANK = Html('<svg xmlns="http://www.w3.org/2000/svg"></svg>')

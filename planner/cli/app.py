@@ -122,7 +122,7 @@ COMMANDS = {
         "look",
         "planner.cli.mcp_command",
         "mcp_command",
-        "Offer the planner to agents as tools of the Model Context Protocol.",
+        "Offer the planner to agents as tools of the Model Context Protocol, over stdin and stdout.",
     ),
     "serve": CommandRow(
         "look",
@@ -134,7 +134,10 @@ COMMANDS = {
         "look", "planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."
     ),
     "models": CommandRow(
-        "set up", "planner.cli.catalogue", "models_command", "List the models, or show one with its sources."
+        "set up",
+        "planner.cli.catalogue",
+        "models_command",
+        "List the models, show one with its sources, or trace a module of your own into a model file.",
     ),
     "hardware": CommandRow(
         "set up", "planner.cli.catalogue", "hardware_command", "List the hardware, or show one with its sources."

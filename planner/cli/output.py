@@ -75,8 +75,10 @@ def _next(plan: Plan, saved: str | None) -> str:
         return "next  plan explain, with the same options: why, and what would make it fit"
     named = (target.name for target in TRAINERS.values() if plan.runtime_spec.family in target.runtimes)
     file = shlex.quote(saved or "plan.json")
-    before = "" if saved else "add -o plan.json, then "
-    return f"next  {before}plan export {file} --to {next(named, 'torchrun')} · --full shows all"
+    before = "" if saved else "-o plan.json, then "
+    says = f"next  {before}plan export {file} --to {next(named, 'torchrun')}"
+    rest = " (--full for the rest)"
+    return says + rest if len(says) + len(rest) <= MIN_WIDTH else says
 
 
 def warn_of_early_stop(plan: Plan) -> None:

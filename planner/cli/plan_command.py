@@ -197,7 +197,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
     from planner.decide.resume import replan
     from planner.files import refuse_to_overwrite
     from planner.plan_file import read_plan
-    from planner.report.resume import render_resume
+    from planner.report.runs import render_resume
 
     _check_running(asked, path)
     assert asked.gpus is not None
@@ -266,7 +266,7 @@ def plan_phases(asked: PlanOptions, path: str, as_json: bool, output: str | None
     from planner.decide.course import run_of_phases
     from planner.decide.sweep import processes
     from planner.files import STDOUT
-    from planner.report.phases import render_phases
+    from planner.report.runs import render_phases
     from planner.specs.phases import read_phases
 
     if asked.from_ is not None or asked.keep is not None:

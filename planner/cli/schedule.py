@@ -160,7 +160,7 @@ def _check_sizes(pp: int, vpp: int, micro_batches: int, in_flight: float | None)
 
 def _print(timeline: Timeline, synthesis: Synthesis | None, straggler: StragglerCost | None, json: bool) -> None:
     from planner.cli.output import dumps, show
-    from planner.report.timeline.schedule_json import timeline_json
+    from planner.report.schedules import timeline_json
 
     if json:
         sys.stdout.write(dumps(timeline_json(timeline, synthesis, straggler)))
@@ -204,11 +204,11 @@ def _straggler(schedule: Schedule, seconds: RankSeconds) -> StragglerCost | None
 def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: str | None, force: bool) -> None:
     from planner.cli.output import dumps
     from planner.files import write_text
-    from planner.report.timeline.trace import trace_events
+    from planner.report.trace import trace_events
     from planner.schedule.graph import to_torch_csv
 
     if svg is not None:
-        from planner.report.timeline.charts import draw_timeline
+        from planner.report.timeline import draw_timeline
 
         write_text(svg, draw_timeline(timeline).file(), force)
     if trace is not None:
@@ -221,7 +221,7 @@ def _rendered(timeline: Timeline, synthesis: Synthesis | None, straggler: Stragg
     from rich.console import Console
 
     from planner.cli.output import MAX_WIDTH
-    from planner.report.timeline.text import render_straggler, render_synthesis, render_timeline
+    from planner.report.schedules import render_straggler, render_synthesis, render_timeline
 
     parts: list[Any] = [render_timeline(timeline, min(Console().width, MAX_WIDTH))]
     if synthesis is not None:
@@ -236,8 +236,7 @@ def _print_comparison(
 ) -> None:
     from planner.cli.output import dumps, show
     from planner.errors import SpecError
-    from planner.report.timeline.schedule_json import comparison_json
-    from planner.report.timeline.text import render_comparison
+    from planner.report.schedules import comparison_json, render_comparison
     from planner.schedule.compare import compare
 
     if name is not None:

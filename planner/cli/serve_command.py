@@ -15,7 +15,7 @@ from planner.distribution import install_line
 from planner.errors import PlannerError, SpecError
 
 if TYPE_CHECKING:
-    from planner.serve.question import Question
+    from planner.serve.controls import Question
 
 _log = logging.getLogger(__name__)
 EXTRA = ("starlette", "uvicorn")
@@ -75,7 +75,7 @@ def read_question(options: Mapping[str, str], said: set[str] | None = None) -> Q
     """The job that texts of options describe, read as the command line reads them."""
     from planner.cli.inputs import read_job, read_limits
     from planner.search.case import Case
-    from planner.serve.question import Question
+    from planner.serve.controls import Question
 
     hints = get_type_hints(SearchOptions, include_extras=True)
     values: dict[str, Any] = {}

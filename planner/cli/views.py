@@ -114,7 +114,7 @@ def _draw_imported(data: dict[str, Any], where: str, shape: Shape, alternative: 
 def _draw_resume(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.decide.job import Resume
     from planner.plan_file import plan_of
-    from planner.report.resume import render_resume
+    from planner.report.runs import render_resume
     from planner.specs.problems import checked
 
     ways = data["resume"]
@@ -142,7 +142,7 @@ def _draw_comparison(data: dict[str, Any], where: str, shape: Shape, alternative
 def _draw_phases(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.decide.phases import PhasesAnswer
     from planner.plan_file import plan_of
-    from planner.report.phases import render_phases
+    from planner.report.runs import render_phases
     from planner.specs.problems import checked
 
     phases = [{**phase, "plan": plan_of(phase["plan"], where)} for phase in data["phases"]]
@@ -234,7 +234,7 @@ def _write_trace(plan: str, alternative: int | None, micro_batches: int | None, 
     from planner.files import STDOUT, refuse_to_overwrite, write_text
     from planner.layout.price import num_actions, with_microbatches
     from planner.plan_file import read_plan, with_alternative
-    from planner.report.timeline.trace import MAX_ACTIONS, trace_text
+    from planner.report.trace import MAX_ACTIONS, trace_text
 
     refuse_to_overwrite(path, force)
     chosen = with_alternative(read_plan(plan), alternative)
@@ -279,7 +279,7 @@ def memory_command(
     from planner.layout.alive import explore, shown
     from planner.layout.price import reprice
     from planner.plan_file import read_plan, with_alternative
-    from planner.report.memory.text import render_memory
+    from planner.report.memory import render_memory
 
     for path in (output, plot, snapshot):
         if path is not None:
@@ -322,7 +322,7 @@ def _drawing_to(path: str) -> Callable[[MemoryAnswer, MemoryOfStage, str, bool],
     from pathlib import PurePath
 
     from planner.files import STDOUT
-    from planner.report.memory.plot import SUFFIXES, draw_memory
+    from planner.report.plots import SUFFIXES, draw_memory
 
     if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
         stem = PurePath(path).stem or "memory"
@@ -334,7 +334,7 @@ def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candi
     from planner.files import write_bytes
     from planner.layout.alive import step_of
     from planner.layout.memory_curve import memory_curves
-    from planner.report.memory.torch_snapshot import snapshot
+    from planner.report.memory import snapshot
     from planner.schedule.replay import replay
 
     timeline = replay(candidate.order, candidate.durations)

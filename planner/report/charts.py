@@ -14,13 +14,21 @@ from contextlib import contextmanager
 from hashlib import sha256
 from html import escape
 from threading import RLock
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from planner.report.html.pieces import Html
+from planner.answer import PricedLayout, StagePlan
+from planner.layout.memory_curve import MemoryCurve
+from planner.report.format import gibibytes, seconds, unit_for
+from planner.report.html import Html
+from planner.report.labels import MEMORY
+from planner.report.rows import Entry
+from planner.specs.units import GIB
 
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # a first run would note that it looks for fonts
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
@@ -133,3 +141,226 @@ def _packed(text: str) -> str:
     text = re.sub(r"\s*\n\s*", " ", text).replace("> <", "><")
     text = re.sub(r"<g>(<text [^>]*>[^<]*</text>)</g>|<g></g>|<defs></defs>", r"\g<1>", text)
     return _RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", text)
+
+
+PARTS = {name: label for name, label in MEMORY.items() if name != "total_bytes"}
+WIDE_IN, HIGH_IN = 4.5, 3.1
+"""Inches of a chart that stands beside another one, and whose words can be read on a phone."""
+_LEAST_SLOTS = 5
+"""Bars for which there is room at least: a single one is not as wide as the chart."""
+
+
+def stage_axis(axes: Any, num_stages: int) -> None:
+    """An axis of whole numbers, with room on both sides of few stages."""
+    room = max(0, _LEAST_SLOTS - num_stages) / 2
+    axes.set_xlim(-0.6 - room, num_stages - 0.4 + room)
+    axes.set_xlabel("stage")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if num_stages < _LEAST_SLOTS:
+        axes.set_xticks(range(num_stages))
+    axes.grid(axis="y")
+
+
+def draw_stacks(stages: Sequence[StagePlan], capacity_bytes: int) -> Html:
+    """A bar per stage of what fills its GPU, with the interval of the whole and the capacity as a line."""
+    drawn, hints = figure(WIDE_IN, HIGH_IN), list[str]()
+    with drawing():
+        axes = drawn.add_subplot()
+        below = np.zeros(len(stages))
+        for name, label in PARTS.items():
+            sizes = np.array([getattr(stage.memory, name) for stage in stages]) / GIB
+            if not sizes.any():
+                continue
+            bars = axes.bar(
+                range(len(stages)), sizes, 0.84, bottom=below, label=label, color=MEMORY_COLOURS[label],
+                edgecolor=PAPER, linewidth=0.4,
+            )  # fmt: skip
+            for stage, bar in zip(stages, bars, strict=True):
+                bar.set_gid(hint(len(hints)))
+                hints.append(f"stage {stage.stage}, {label}: {gibibytes(getattr(stage.memory, name))} GiB")
+            below += sizes
+        most = max(below.max(), *(_whiskers(axes, stages)))
+        draw_capacity(axes, capacity_bytes, most * GIB)
+        stage_axis(axes, len(stages))
+        drawn.legend(loc="outside lower center", ncols=4, fontsize=8, handlelength=1, columnspacing=1.2)
+    label = f"Memory of each stage by item, in GiB, beside the {gibibytes(capacity_bytes)} GiB of a GPU"
+    return svg(drawn, label, hints)
+
+
+def _whiskers(axes: Any, stages: Sequence[StagePlan]) -> list[float]:
+    """Draw the 80% interval of each stage's total where it is known; gives the upper ends in GiB."""
+    known = [(number, stage.memory) for number, stage in enumerate(stages) if stage.memory.total_bytes_interval]
+    ends = np.array([memory.total_bytes_interval for _, memory in known]).reshape(-1, 2).T / GIB
+    totals = np.array([memory.total_bytes for _, memory in known]) / GIB
+    if not known:
+        return [0.0]
+    errors = np.maximum([totals - ends[0], ends[1] - totals], 0.0)
+    axes.errorbar(
+        [n for n, _ in known], totals, errors, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2, capthick=0.8
+    )
+    return [0.0, *ends[1].tolist()]
+
+
+def draw_capacity(axes: Any, capacity_bytes: int, most_bytes: float) -> None:
+    """The line of the GPU's memory, and an axis of GiB that has room for it."""
+    capacity = capacity_bytes / GIB
+    axes.axhline(capacity, color=ALARM, linestyle="--", linewidth=1.1)
+    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    axes.annotate(f"GPU {capacity:.1f}", (1.0, capacity), xytext=(0, 2), color=ALARM, fontsize=8, **place)
+    axes.set_ylim(0, 1.09 * max(capacity, most_bytes / GIB))
+    axes.yaxis.get_major_locator().set_params(nbins=5)
+    axes.set_ylabel("GiB")
+
+
+def draw_stage_seconds(layout: PricedLayout) -> Html:
+    """A bar per stage: its computing and its exchanges over all micro-batches, and the rest of the step."""
+    step_s, stages, count = layout.step.step_s, layout.stages, layout.parallelism.num_microbatches
+    factor, unit = unit_for(step_s)
+    spent = {
+        "forward": (ACTION_COLOURS["F"], [count * stage.forward_s for stage in stages]),
+        "backward": (ACTION_COLOURS["B"], [count * stage.backward_s for stage in stages]),
+        "exchanges": (PALETTE[1], [count * (stage.forward_comm_s + stage.backward_comm_s) for stage in stages]),
+    }
+    used = np.sum([values for _, values in spent.values()], axis=0)
+    spent["waits and the rest"] = (LINE, np.maximum(step_s - used, 0.0).tolist())
+    drawn, hints, below = figure(WIDE_IN, HIGH_IN), list[str](), np.zeros(len(stages))
+    with drawing():
+        axes = drawn.add_subplot()
+        for name, (colour, values) in spent.items():
+            sizes = np.array(values) * factor
+            bars = axes.bar(
+                range(len(stages)), sizes, 0.84, bottom=below, label=name, color=colour, edgecolor=PAPER, linewidth=0.4
+            )
+            for stage, value, bar in zip(stages, values, bars, strict=True):
+                bar.set_gid(hint(len(hints)))
+                hints.append(f"stage {stage.stage}, {name}: {seconds(value, step_s)}")
+            below += sizes
+        axes.axhline(step_s * factor, color=INK, linewidth=0.8)
+        axes.set_ylim(0, 1.05 * float(below.max()))
+        axes.set_ylabel(f"{unit} of a step")
+        stage_axis(axes, len(stages))
+        drawn.legend(loc="outside lower center", ncols=4, fontsize=8, handlelength=1, columnspacing=1.2)
+    return svg(drawn, f"Seconds of each stage in a step of {seconds(step_s)}", hints)
+
+
+FloatArray = npt.NDArray[np.float64]
+COLUMNS = 240
+"""Columns of a curve; of what happens within one, only the most and the least can be seen."""
+
+
+class Envelope(NamedTuple):
+    """The least and the most of a curve within each of its columns, and the times between columns."""
+
+    edges_s: FloatArray
+    low: FloatArray
+    high: FloatArray
+
+
+def envelope(times_s: FloatArray, values: FloatArray, columns: int = COLUMNS) -> Envelope:
+    """A step function, `values[i]` from `times_s[i]` on, by columns of equal width from its first time to its last."""
+    edges_s = np.linspace(times_s[0], times_s[-1], columns + 1)
+    first = np.maximum(np.searchsorted(times_s, edges_s[:-1], "right") - 1, 0)
+    end = np.maximum(np.searchsorted(times_s, edges_s[1:], "left"), first + 1)
+    end[-1] = len(values)
+    pairs = np.column_stack((first, end)).ravel()
+    padded = np.append(values, values[-1])
+    low, high = (extreme.reduceat(padded, pairs)[::2] for extreme in (np.minimum, np.maximum))
+    return Envelope(edges_s, low, high)
+
+
+def draw_curves(curves: Sequence[MemoryCurve], capacity_bytes: int) -> Html:
+    """Memory over the step of a few stages, with the peak of the fullest of them and the capacity as a line."""
+    totals = [curve.peak_bytes + curve.reserved_bytes for curve in curves]
+    peak, most_bytes = curves[int(np.argmax(totals))], max(totals)
+    factor, unit = unit_for(float(peak.times_s[-1]))
+    drawn = figure(WIDE_IN, HIGH_IN)
+    with drawing():
+        axes = drawn.add_subplot()
+        for colour, curve in zip(PALETTE, curves, strict=False):
+            name = f"stage {curve.rank}" + (", the fullest" if curve is peak else "")
+            edges_s, low, high = envelope(curve.times_s, (curve.allocated_bytes + curve.reserved_bytes) / GIB)
+            axes.stairs(high, edges_s * factor, baseline=low, fill=True, color=colour, alpha=0.25, linewidth=0)
+            axes.stairs(high, edges_s * factor, baseline=None, color=colour, linewidth=1.1, label=name)
+        at, most = peak.peak_s * factor, most_bytes / GIB
+        axes.plot([at], [most], "o", color=INK, markersize=3.5)
+        is_right = peak.peak_s > 0.6 * float(peak.times_s[-1])
+        side = ((-5, 3), "right") if is_right else ((5, 3), "left")
+        axes.annotate(
+            f"peak {most:.1f}", (at, most), xytext=side[0], textcoords="offset points", ha=side[1], fontsize=8
+        )
+        draw_capacity(axes, capacity_bytes, most_bytes)
+        axes.set_xlim(0, float(peak.times_s[-1]) * factor)
+        axes.set_xlabel(f"time in the step, {unit}")
+        axes.grid()
+        drawn.legend(loc="outside lower center", ncols=2, fontsize=8, handlelength=1.2, columnspacing=1.2)
+    label = f"Memory over the step, in GiB; stage {peak.rank} has the highest peak, {gibibytes(most_bytes)} GiB"
+    return svg(drawn, label)
+
+
+BEST, OTHER = PALETTE[1], PALETTE[0]
+
+
+def draw_steps(entries: Sequence[Entry]) -> Html:
+    """The step of each layout with its 80% interval; the first of them is the best, whose interval is a band."""
+    factor, unit = unit_for(entries[0].step_s)
+    drawn, hints = figure(WIDE_IN, HIGH_IN), list[str]()
+    with drawing():
+        axes = drawn.add_subplot()
+        for row, entry in enumerate(entries):
+            colour, ends = OTHER if row else BEST, entry.step_s_interval
+            if ends is not None:
+                axes.plot([end * factor for end in ends], [row, row], color=colour, linewidth=2.2, alpha=0.45)
+                if row == 0:
+                    axes.axvspan(*(end * factor for end in ends), color=LINE, alpha=0.4, linewidth=0)
+            marker = axes.plot([entry.step_s * factor], [row], "o" if row else "D", color=colour, markersize=5)
+            marker[0].set_gid(hint(row))
+            hints.append(f"{entry.name} {entry.sizes}: {entry.step}")
+        axes.set_yticks(range(len(entries)), [entry.name for entry in entries], color=INK)
+        axes.set_ylim(len(entries) - 0.5, -0.5)
+        axes.set_xlabel(f"step, {unit}; bars are 80% intervals" if entries[0].step_s_interval else f"step, {unit}")
+        axes.grid(axis="x")
+    return svg(drawn, f"The step of the best layout and its {len(entries) - 1} alternatives with intervals", hints)
+
+
+def front(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that no other one beats in both step and memory, the fastest first."""
+    kept: list[Entry] = []
+    for entry in sorted(entries, key=lambda entry: (entry.step_s, entry.peak_bytes)):
+        if not kept or entry.peak_bytes < kept[-1].peak_bytes:
+            kept.append(entry)
+    return kept
+
+
+def draw_pareto(entries: Sequence[Entry], capacity_bytes: int) -> Html:
+    """Step against memory of the fullest GPU, with its interval; a line joins those that none beats in both."""
+    factor, unit = unit_for(entries[0].step_s)
+    drawn, hints, best = figure(WIDE_IN, HIGH_IN), list[str](), front(entries)
+    with drawing():
+        axes = drawn.add_subplot()
+        axes.plot(
+            [entry.step_s * factor for entry in best], [entry.peak_bytes / GIB for entry in best], color=SOFT,
+            linewidth=1, linestyle=":", drawstyle="steps-post",
+        )  # fmt: skip
+        for number, entry in enumerate(entries):
+            at, peak, colour = entry.step_s * factor, entry.peak_bytes / GIB, OTHER if number else BEST
+            if entry.peak_bytes_interval is not None:
+                ends = [end / GIB for end in entry.peak_bytes_interval]
+                axes.plot([at, at], ends, color=colour, linewidth=2.2, alpha=0.35)
+            fill = colour if entry in best else "none"
+            (mark,) = axes.plot([at], [peak], "o" if number else "D", color=colour, markersize=5, markerfacecolor=fill)
+            mark.set_gid(hint(number))
+            hints.append(f"{entry.name} {entry.sizes}: {entry.step}, {gibibytes(entry.peak_bytes)} GiB")
+            # neighbours may lie on each other: one is named above and the other below
+            below = (5, -10) if number % 2 == 0 and number else (5, 4)
+            axes.annotate(entry.name.rstrip("."), (at, peak), xytext=below, textcoords="offset points", fontsize=8)
+        capacity = capacity_bytes / GIB
+        axes.axhline(capacity, color=ALARM, linestyle="--", linewidth=1.1)
+        axes.annotate(
+            f"GPU {capacity:.1f}", (0.0, capacity), xycoords=("axes fraction", "data"), xytext=(3, 2),
+            textcoords="offset points", color=ALARM, fontsize=8, va="bottom",
+        )  # fmt: skip
+        axes.margins(x=0.08, y=0.12)
+        axes.set_xlabel(f"step, {unit}")
+        axes.set_ylabel("GiB of the fullest GPU")
+        axes.grid()
+    return svg(drawn, "Step against memory of the fullest GPU, for the best layout and its alternatives", hints)

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from planner.answer import Plan
 from planner.files import write_text
 from planner.layout.memory_curve import memory_curves
-from planner.report.format import gibibytes, large, percent, seconds
-from planner.report.html.charts_of_plans import (
+from planner.report.charts import (
     COLUMNS,
     draw_curves,
     draw_pareto,
@@ -25,7 +24,8 @@ from planner.report.html.charts_of_plans import (
     draw_stage_seconds,
     draw_steps,
 )
-from planner.report.html.pieces import (
+from planner.report.format import gibibytes, large, percent, seconds
+from planner.report.html import (
     Card,
     Html,
     beside,
@@ -44,7 +44,7 @@ from planner.report.html.pieces import (
 )
 from planner.report.labels import LEAST_SHARE, MEMORY
 from planner.report.rows import MFU, STAGE_HEADS, Entry, Figure, Section, StepShare, Table
-from planner.report.timeline.charts import draw_timeline, shown_step
+from planner.report.timeline import draw_timeline, shown_step
 from planner.report.view import SECTIONS, View, view_of
 from planner.schedule.replay import replay
 

@@ -1,4 +1,4 @@
-"""A sweep as a picture: matplotlib draws files, plotille draws in a terminal; axes and ticks are theirs."""
+"""A sweep and a stage's memory as pictures: matplotlib draws files, plotille in terminals; the axes are theirs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import numpy as np
 import plotille
 from matplotlib.figure import Figure
 
 from planner.answer import Interval
+from planner.answer.memory import MemoryAnswer, MemoryOfStage
 from planner.decide.sweep import Point, Sweep
 from planner.files import STDOUT, write_bytes, write_text
-from planner.report.charts import PALETTE, drawing, figure, image, svg
-from planner.report.format import bar, large
-from planner.report.html.pieces import page, section, table, tag
+from planner.report.charts import INK, MEMORY_COLOURS, PALETTE, draw_capacity, drawing, envelope, figure, image, svg
+from planner.report.format import bar, gibibytes, large, unit_for
+from planner.report.html import page, section, table, tag
+from planner.report.memory import grouped
 from planner.report.sweep import as_rows, says, swept_axes
+from planner.specs.units import GIB
 from planner.trainers.switches import written
 
 MARKERS = "osD^vPX"
@@ -53,11 +57,11 @@ def draw_sweep(sweep: Sweep, path: str, force: bool = False) -> None:
     """Draw tokens per second over GPUs, and dollars over days where tokens are given; `-` is the terminal."""
     suffix = PurePath(path).suffix.lower()
     if path == STDOUT:
-        write_text(path, as_text(sweep))
+        write_text(path, sweep_text(sweep))
     elif suffix == ".html":
-        write_text(path, as_page(sweep), force)
+        write_text(path, sweep_page(sweep), force)
     else:
-        write_bytes(path, image(drawn(sweep), "png" if suffix == ".png" else "svg"), force)
+        write_bytes(path, image(drawn_sweep(sweep), "png" if suffix == ".png" else "svg"), force)
 
 
 def series_of(sweep: Sweep) -> list[Series]:
@@ -75,7 +79,7 @@ def _panels(sweep: Sweep) -> list[tuple[Axis, Axis]]:
     return [(GPUS, RATE), *([(DAYS, DOLLARS)] if has_costs else [])]
 
 
-def drawn(sweep: Sweep) -> Figure:
+def drawn_sweep(sweep: Sweep) -> Figure:
     """The panels beside each other."""
     panels = _panels(sweep)
     made = figure(5.4 * len(panels), 4.0)
@@ -152,7 +156,7 @@ def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
     return [[v - i[0] for v, i in pairs if i and v], [i[1] - v for v, i in pairs if i and v]]
 
 
-def as_text(sweep: Sweep) -> str:
+def sweep_text(sweep: Sweep) -> str:
     """The panels for 80 columns."""
     panels = []
     if _has_one_x(sweep):
@@ -184,12 +188,109 @@ def _tick(value: float, chars: int, delta: float, left: bool = False) -> str:
     return text.ljust(chars) if left else text.rjust(chars)
 
 
-def as_page(sweep: Sweep) -> str:
+def sweep_page(sweep: Sweep) -> str:
     """One HTML file that needs nothing else: the picture and the table of all points."""
     heads, rows = as_rows(sweep)
     title = "GPUs, time and money"
     body = section(
         "All points", table(heads, rows, "l" * len(swept_axes(sweep)) + "r" * (len(heads) - len(swept_axes(sweep))))
     )
-    picture = tag("figure", svg(drawn(sweep), title))
+    picture = tag("figure", svg(drawn_sweep(sweep), title))
     return page(title, tag("header", tag("h1", title), tag("p", says(sweep))), picture, body)
+
+
+COLUMNS = 600
+_MOST_ROWS = 40
+
+
+def draw_memory(answer: MemoryAnswer, stage: MemoryOfStage, path: str, force: bool = False) -> None:
+    """Draw a stage's curve to a file; `-` is the terminal."""
+    suffix = PurePath(path).suffix.lower()
+    if path == STDOUT:
+        write_text(path, memory_text(stage))
+    elif suffix == ".html":
+        write_text(path, memory_page(answer, stage), force)
+    else:
+        write_bytes(path, image(drawn_memory(stage), "png" if suffix == ".png" else "svg"), force)
+
+
+def _arrays(stage: MemoryOfStage) -> tuple[Any, Any, Any]:
+    """Times, all bytes, and those of activations."""
+    times_s, allocated = np.array(stage.curve, dtype=np.float64).T
+    return times_s, allocated, np.array(stage.curve_activations_bytes, dtype=np.float64)
+
+
+def drawn_memory(stage: MemoryOfStage) -> Figure:
+    """A stack of what is there all the time, then activations, then what is there for a moment, then the reserve."""
+    times_s, allocated, activations = _arrays(stage)
+    factor, unit = unit_for(float(times_s[-1]))
+    memory = stage.memory
+    # of what happens within a column, the most is drawn
+    edges_s, _, total = envelope(times_s, allocated, COLUMNS)
+    held = envelope(times_s, activations, COLUMNS).high
+    made = figure(8.0, 4.0)
+    with drawing():
+        axes = made.add_subplot()
+        below = np.zeros(len(total))
+        state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        layers: list[tuple[str, Any]] = [
+            ("weights", memory.weights_bytes),
+            ("gradients", memory.gradients_bytes),
+            ("optimizer", memory.optimizer_bytes),
+            ("activations", held),
+            ("logits" if memory.logits_bytes else "workspace", total - held - state),
+            ("reserved", memory.reserved_bytes),
+        ]
+        for name, size in layers:
+            above = below + size / GIB
+            colour = MEMORY_COLOURS[name]
+            axes.stairs(above, edges_s * factor, baseline=below, fill=True, color=colour, label=name)
+            below = above
+        peak = stage.peak_bytes + memory.reserved_bytes
+        axes.plot([stage.peak_s * factor], [peak / GIB], "v", color=INK, markersize=4)
+        draw_capacity(axes, stage.capacity_bytes, peak)
+        axes.set_xlim(0, float(times_s[-1]) * factor)
+        axes.set_xlabel(f"time in the step, {unit}")
+        axes.set_title(title(stage))
+        made.legend(loc="outside lower center", ncols=6, fontsize=8, handlelength=1, columnspacing=1.2)
+    return made
+
+
+def title(stage: MemoryOfStage) -> str:
+    """The stage and its peak."""
+    total = gibibytes(stage.memory.total_bytes)
+    return f"Stage {stage.stage}: {gibibytes(stage.peak_bytes)} GiB of tensors at the peak, {total} GiB in all"
+
+
+def memory_text(stage: MemoryOfStage) -> str:
+    """The curve for 80 columns."""
+    times_s, allocated, _ = _arrays(stage)
+    factor, unit = unit_for(float(times_s[-1]))
+    edges_s, _, total = envelope(times_s, allocated + stage.memory.reserved_bytes, 56)
+    plot = plotille.Figure()
+    plot.width, plot.height, plot.with_colors = 56, 16, False
+    plot.x_label, plot.y_label = unit, "GiB"
+    plot.set_y_limits(0, 1.05 * max(stage.capacity_bytes, stage.memory.total_bytes) / GIB)
+    plot.set_x_limits(0, float(times_s[-1]) * factor)
+    plot.register_label_formatter(float, _gib_tick)
+    plot.plot((np.repeat(edges_s, 2)[1:-1] * factor).tolist(), (np.repeat(total, 2) / GIB).tolist())
+    plot.plot([0.0, float(times_s[-1]) * factor], 2 * [stage.capacity_bytes / GIB])
+    capacity = f"The line is the GPU's memory, {gibibytes(stage.capacity_bytes)} GiB."
+    return f"{title(stage)}\n\n{plot.show()}\n{capacity}\n"
+
+
+def _gib_tick(value: float, chars: int, delta: float, left: bool = False) -> str:
+    text = f"{value:.1f}"
+    return text.ljust(chars) if left else text.rjust(chars)
+
+
+def memory_page(answer: MemoryAnswer, stage: MemoryOfStage) -> str:
+    """One HTML file that needs nothing else: the picture, and the largest tensors at the peak."""
+    rows = [
+        (gibibytes(group.num_bytes), group.first.item, group.name, group.holders, group.first.freed_by or "stays")
+        for group in grouped(stage.tensors)[:_MOST_ROWS]
+    ]
+    heads = ("GiB", "item", "tensor", "of", "the first is freed by")
+    head = tag("header", tag("h1", f"Memory of stage {stage.stage}"), tag("p", f"{answer.model}, {answer.layout}"))
+    picture = tag("figure", svg(drawn_memory(stage), title(stage)))
+    return page(title(stage), head, picture, section("At the peak", table(heads, rows, "rllll")))

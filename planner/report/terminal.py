@@ -68,8 +68,8 @@ def panel_text(plan: Plan) -> str:
 
 def _timeline(plan: Plan) -> RenderableType:
     """The pipeline's timeline, of as many micro-batches as are drawn."""
-    from planner.report.timeline.charts import shown_step
-    from planner.report.timeline.text import drawing
+    from planner.report.schedules import drawing
+    from planner.report.timeline import shown_step
     from planner.schedule.replay import replay
 
     step = shown_step(plan)
@@ -195,7 +195,7 @@ def screen(plan: Plan, own: PricedLayout | None = None, after: str = "") -> Grou
         more = min(max(spare, -block.least), block.most - block.least)
         spare -= more
         parts += [*([""] if number < num_blanks else []), block.draw(block.least + more)]
-    return Group(*parts, *(Text(line, style="dim") for line in footnote), *([Text(after)] if after else []))
+    return Group(*parts, *(Text(line, style="dim") for line in footnote), *([_cut(after)] if after else []))
 
 
 def _num_lines(shown: RenderableType) -> int:
@@ -240,23 +240,20 @@ def _blocks(plan: Plan, view: View) -> Iterator[_Block]:
     if recipe := recipe_lines(plan.best, {}, is_brief=True):
         on, *more = recipe
         num_lines = len(wrap(on[1], LINE))
-        yield _Block(num_lines, num_lines + len(more), lambda n: pairs(recipe[: n - num_lines + 1]), num_heads=0)
+        yield _Block(
+            num_lines, num_lines + len(more), lambda n: _one_line(recipe[: n - num_lines + 1], wrapped=1), num_heads=0
+        )
 
 
 def _title(text: str) -> Text:
     return _cut(text, "bold")
 
 
-def pairs(rows: Iterable[tuple[str, str]]) -> Padding:
-    """Subjects and sentences, which wrap."""
-    return Padding(table(Table(tuple(rows))), (0, 0, 0, 1))
-
-
-def _one_line(pairs: Iterable[tuple[str, str]]) -> Padding:
-    """Subjects and sentences, a line each whatever is in them."""
+def _one_line(pairs: Iterable[tuple[str, str]], wrapped: int = 0) -> Padding:
+    """Subjects and sentences, a line each whatever is in them but for the first `wrapped` ones."""
     drawn = columns("l", None)
-    for name, text in pairs:
-        drawn.add_row(name, _cut(text))
+    for number, (name, text) in enumerate(pairs):
+        drawn.add_row(name, text if number < wrapped else _cut(text))
     return Padding(drawn, (0, 0, 0, 1))
 
 

@@ -18,16 +18,24 @@ from starlette.routing import Route
 
 from planner.answer import Plan
 from planner.errors import PlannerError, SpecError, defect
-from planner.report.html.pieces import Html
-from planner.serve.again import same_layout
-from planner.serve.controls import Catalogue, Form, form_of, options_of
-from planner.serve.desk import Desk
-from planner.serve.downloads import NAMES, OWN_FIELDS, download
-from planner.serve.guard import TooLarge
-from planner.serve.page import ICON, placeholders, script, style, switch_fields, whole_page
-from planner.serve.panel import Panel, State, error_panel, plan_panel, waiting_panel
-from planner.serve.question import Options, Question, Reader, asked
-from planner.serve.searching import Found
+from planner.report.html import Html
+from planner.serve.controls import Catalogue, Form, Options, Question, Reader, asked, form_of, options_of
+from planner.serve.desk import Desk, Found
+from planner.serve.downloads import NAMES, OWN_FIELDS, download, same_layout
+from planner.serve.panel import (
+    ICON,
+    Panel,
+    State,
+    error_panel,
+    placeholders,
+    plan_panel,
+    script,
+    style,
+    switch_fields,
+    waiting_panel,
+    whole_page,
+)
+from planner.serve.server import TooLarge
 from planner.specs.reading import parse_json
 
 BODY_S = 10.0

@@ -8,13 +8,20 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from planner.answer import Plan
-from planner.errors import SpecError
+from planner.errors import PlannerError, SpecError
 from planner.export.export import bundle_of
 from planner.export.trainer_files import ExportFile, slug
+from planner.layout.evaluate import assemble, priced_as_given
 from planner.layout.price import with_microbatches
 from planner.plan_file import with_alternative
+from planner.search.case import Case
+from planner.search.recipes import pinned, pinned_by
 from planner.serve.controls import Form
 from planner.specs.units import is_count
+from planner.trainers.load import switches_of
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules
+from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import switched
 
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 """The date of all files of an archive, so that the same plan makes the same bytes."""
@@ -61,8 +68,8 @@ def _number(text: str) -> int | None:
 
 def _trace(plan: Plan) -> str:
     """The whole step, or a shorter one of the same pipeline where it is too long for a trace."""
-    from planner.report.timeline.charts import shown_step
-    from planner.report.timeline.trace import MAX_ACTIONS, trace_text
+    from planner.report.timeline import shown_step
+    from planner.report.trace import MAX_ACTIONS, trace_text
 
     layout, sizes = plan.best, plan.parallelism
     if 2 * sizes.pp * sizes.vpp * sizes.num_microbatches > MAX_ACTIONS:
@@ -79,3 +86,34 @@ def _zip(files: Iterable[ExportFile]) -> bytes:
             info.external_attr = (0o755 if file.executable else 0o644) << 16
             archive.writestr(info, file.text)
     return packed.getvalue()
+
+
+def same_layout(shown: Plan, case: Case) -> Plan | None:
+    """The plan's best layout priced for another case, whether it fits or not.
+
+    None where it cannot be run there, is not within the case's pins, or has an order that was made to measure.
+    """
+    layout = shown.best
+    if layout.actions or shown.model.spec.num_hidden_layers != case.model.num_hidden_layers:
+        return None
+    if any(getattr(layout.parallelism, axis) not in values for axis, values in case.pins.items() if axis != "dp"):
+        return None
+    try:
+        runtime = _runtime(shown, pinned(case))
+        candidate, priced = priced_as_given(case.model, case.cluster, case.training, layout.stated, runtime)
+    except PlannerError:
+        return None
+    plan = assemble(candidate.pricing, candidate.pricing.totals, [priced], ())
+    return plan if "dp" not in case.pins or plan.parallelism.dp in case.pins["dp"] else None
+
+
+def _runtime(shown: Plan, case: Case) -> RuntimeSpec:
+    """The case's trainer with the switches on the screen, but for those that the case pins or the trainer refuses."""
+    own = case.runtime
+    if case.limits.switches == "default":
+        return own
+    kept, has = pinned_by(case), switches_of(own)
+    recipe = {name: v for name, v in shown.best.recipe.items() if name not in kept and v in has.get(name, ())}
+    runtime = switched(own, recipe)
+    legal = not any(broken_recipe_rules(Setting(case.model, case.cluster, case.training, runtime)))
+    return runtime if legal else own

@@ -73,7 +73,7 @@ def test_of_long_steps_windows_are_drawn(plan_file: Path, target: Path) -> None:
 def test_a_step_too_long_to_be_replayed_is_shown_by_a_shorter_one_and_says_so(
     plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("planner.report.timeline.charts.LONG", 400)
+    monkeypatch.setattr("planner.report.timeline.LONG", 400)
     best = json.loads(plan_file.read_text())["best"]
     assert main(["report", str(plan_file), "-o", "-"]) == 0
     page = capsys.readouterr().out

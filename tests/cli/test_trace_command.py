@@ -13,7 +13,7 @@ from trace_judge import judge, named
 from planner.answer import Plan
 from planner.cli import main
 from planner.layout.evaluate import evaluate
-from planner.report.timeline import trace as trace_module
+from planner.report import trace as trace_module
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec

@@ -16,7 +16,7 @@ from planner.decide.course import Course, answer_of, course_of, held, key_of, ru
 from planner.decide.phases import Batch, Phase, PhaseRun, PhasesAnswer, found
 from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate, runtime_of
-from planner.report.phases import says
+from planner.report.runs import says_run
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
@@ -113,7 +113,7 @@ def test_sums_are_those_of_phases_and_stops(answer: PhasesAnswer) -> None:
     assert total.usd == pytest.approx(sum((one.usd or 0) * (1 + one.stop_s / DAY / one.days) for one in phases))
     lows = sum((one.days_interval or (0, 0))[0] for one in phases)
     assert lows < total.days_interval[0] < total.days < total.days_interval[1]
-    assert says(answer).startswith("211B tokens in 4 phases")
+    assert says_run(answer).startswith("211B tokens in 4 phases")
 
 
 def test_stops_are_where_a_running_job_cannot_change(answer: PhasesAnswer) -> None:

@@ -15,7 +15,7 @@ from planner.errors import Infeasible, SpecError
 from planner.layout.evaluate import evaluate
 from planner.layout.price import reprice
 from planner.months.closed_form import going_on_s, waiting_s
-from planner.report.resume import render_resume
+from planner.report.runs import render_resume
 from planner.search.rebalance import rebalance
 from planner.shape import NEAR_FRACTION
 from planner.specs.cluster import ClusterSpec

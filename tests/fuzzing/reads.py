@@ -26,10 +26,9 @@ from planner.observe.log_reader import observe
 from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
 from planner.profile.record import MeasurementRecord
-from planner.report.timeline.trace import plan_trace
+from planner.report.trace import plan_trace
 from planner.serve.app import _asked_for
-from planner.serve.controls import Catalogue, options_of
-from planner.serve.question import asked
+from planner.serve.controls import Catalogue, asked, options_of
 from planner.specs.phases import read_lengths
 from planner.specs.reading import load_yaml
 

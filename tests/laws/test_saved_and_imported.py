@@ -15,7 +15,7 @@ from laws.jobs import Job, jobs
 from planner.answer import Plan
 from planner.layout.evaluate import evaluate
 from planner.plan_file import read_plan
-from planner.serve.again import _as_stated
+from planner.serve.downloads import _as_stated
 
 sys.path.append(str(Path(__file__).parents[1] / "export"))
 

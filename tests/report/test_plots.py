@@ -9,7 +9,7 @@ import pytest
 
 from planner.decide.sweep import Goal, Point, Sweep
 from planner.report.charts import image
-from planner.report.plots import as_page, as_text, draw_sweep, drawn, series_of
+from planner.report.plots import draw_sweep, drawn_sweep, series_of, sweep_page, sweep_text
 
 
 def point(gpus: int, hardware: str, days: float | None) -> Point:
@@ -44,20 +44,20 @@ def test_a_file_of_each_kind_is_the_same_every_time(name: str, start: bytes, tmp
 
 
 def test_the_picture_has_its_axes_and_a_name_for_each_line() -> None:
-    svg = image(drawn(sweep()), "svg").decode()
+    svg = image(drawn_sweep(sweep()), "svg").decode()
     for text in ("GPUs", "tokens per second", "days", "dollars", "h100", "h&lt;200", "ideal", "What time costs"):
         assert f">{text}<" in svg
-    assert ">dollars<" not in image(drawn(sweep(None)), "svg").decode(), "there is no money without tokens"
+    assert ">dollars<" not in image(drawn_sweep(sweep(None)), "svg").decode(), "there is no money without tokens"
 
 
 def test_the_page_has_every_point_and_escapes_what_files_say() -> None:
-    page = as_page(sweep())
+    page = sweep_page(sweep())
     assert "h<200" not in page
     assert len(re.findall("<tr", page)) == 1 + 7
 
 
 def test_the_terminal_has_80_columns() -> None:
-    text = as_text(sweep())
+    text = sweep_text(sweep())
     assert max(map(len, text.splitlines())) <= 80
     assert "(GPUs)" in text
     assert "h<200" in text
@@ -65,7 +65,7 @@ def test_the_terminal_has_80_columns() -> None:
 
 def test_points_of_one_number_of_gpus_are_bars() -> None:
     one = Sweep(points=tuple(point(8, kind, None) for kind in ("h100", "h200")))
-    svg = image(drawn(one), "svg").decode()
+    svg = image(drawn_sweep(one), "svg").decode()
     assert ">8 GPUs<" in svg
     assert ">ideal<" not in svg
-    assert as_text(one).count("█" * 32) == 2
+    assert sweep_text(one).count("█" * 32) == 2

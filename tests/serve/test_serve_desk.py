@@ -13,9 +13,8 @@ from planner.answer import Plan
 from planner.cli.serve_command import read_question
 from planner.errors import Infeasible, PlannerError, SolverError
 from planner.serve import desk as desk_module
-from planner.serve.desk import KEPT, MAX_WAITING, Desk
-from planner.serve.question import Question
-from planner.serve.searching import Found, first, start, whole
+from planner.serve.controls import Question
+from planner.serve.desk import KEPT, MAX_WAITING, Desk, Found, first, start, whole
 
 NOTHING = Infeasible("nothing fits", "add GPUs")
 

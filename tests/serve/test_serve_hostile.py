@@ -13,7 +13,7 @@ from hostile import CLOSED, JSON, hostile, posted, request, status_of
 from served import SMALL, Running
 
 from planner.cli.serve_command import read_question
-from planner.serve import patience
+from planner.serve import server
 from planner.serve.server import HOST
 
 LONG = {"model": "deepseek-v3", "gpus": "2048"}
@@ -62,7 +62,7 @@ def test_a_hostile_request_is_answered_in_kind_and_the_next_one_as_ever(name: st
 def test_a_request_that_does_not_end_is_hung_up_on(
     kind: str, running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "REQUEST_S", 0.2)
+    monkeypatch.setattr(server, "REQUEST_S", 0.2)
     port = running.port
     whole = request("GET", "/icon.svg", port)
     data = {
@@ -79,12 +79,12 @@ def test_a_request_that_does_not_end_is_hung_up_on(
 def test_a_whole_request_outlasts_the_time_that_its_sending_may_take(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "REQUEST_S", 0.05)
+    monkeypatch.setattr(server, "REQUEST_S", 0.05)
     assert running.answer(SMALL)[-1]["state"] == "final"
 
 
 def test_who_does_not_read_is_hung_up_on(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "READING_S", 0.2)
+    monkeypatch.setattr(server, "READING_S", 0.2)
     until(lambda: running.num_open == 0)
     with connected(running, request("GET", "/page.js", running.port) * 900, receive_bytes=4096) as link:
         until(lambda: running.num_open == 1)
@@ -95,7 +95,7 @@ def test_who_does_not_read_is_hung_up_on(running: Running, monkeypatch: pytest.M
 
 def test_connections_beyond_the_most_are_hung_up_on(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: running.num_open == 0)
-    monkeypatch.setattr(patience, "MAX_OPEN", 3)
+    monkeypatch.setattr(server, "MAX_OPEN", 3)
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(connected(running, b""))

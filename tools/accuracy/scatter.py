@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from planner.report.charts import INK, LINE, PALETTE, SOFT, drawing, figure, hint, svg
 from planner.report.format import percent, seconds
-from planner.report.html.pieces import Html, folded, page, picture, table, tag
+from planner.report.html import Html, folded, page, picture, table, tag
 from planner.validate.score import Scored
 
 BAND_FRACTION = 0.1

@@ -25,7 +25,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.price import reprice, with_microbatches
 from planner.report.charts import ACTION_COLOURS, INK, LINE, NUMBER, PAPER, SOFT, drawing, figure, svg, svg_file
 from planner.report.format import percent, seconds, unit_for
-from planner.report.html.pieces import Html
+from planner.report.html import Html
 from planner.report.labels import ACTIONS
 from planner.schedule.actions import KINDS, F
 from planner.schedule.timeline import FloatArray, Timeline

@@ -11,8 +11,7 @@ from matplotlib.patches import PathPatch
 
 from planner.layout.evaluate import evaluate
 from planner.report.charts import ACTION_COLOURS, SOFT
-from planner.report.timeline import charts
-from planner.report.timeline.charts import MOST, WHOLE, DrawnStep, draw_timeline, shown_step
+from planner.report.timeline import MOST, WHOLE, DrawnStep, draw_timeline, shown_step
 from planner.schedule.compare import RankSeconds
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import replay
@@ -132,7 +131,7 @@ def test_of_a_step_of_too_many_actions_a_shorter_one_is_replayed(monkeypatch: py
     cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
     plan = evaluate("8b", cluster, TrainingSpec(seq_length=2048, global_batch_size=256), Parallelism(pp=4))
     assert shown_step(plan).num_microbatches == plan.parallelism.num_microbatches == 64
-    monkeypatch.setattr(charts, "LONG", 500)
+    monkeypatch.setattr("planner.report.timeline.LONG", 500)
     short = shown_step(plan)
     assert short.num_microbatches == 40
     caption = draw_timeline(replay(short.order, short.durations), 0.01, 64).caption

@@ -13,7 +13,7 @@ from planner.layout.alive import step_of
 from planner.layout.evaluate import evaluate
 from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.layout.price import reprice
-from planner.report.memory.torch_snapshot import snapshot
+from planner.report.memory import snapshot
 from planner.schedule.replay import replay
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware

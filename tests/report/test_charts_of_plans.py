@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.answer import Plan
-from planner.report.html.charts_of_plans import draw_stacks, draw_stage_seconds, envelope, front
+from planner.report.charts import draw_stacks, draw_stage_seconds, envelope, front
 from planner.report.rows import Entry, entry_of
 from planner.specs.units import GIB
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from planner.report.timeline.text import (
+from planner.report.schedules import (
     drawing,
     render_comparison,
     render_straggler,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from trace_judge import judge, named
 
-from planner.report.timeline.trace import COMPUTE, InnerSlice, TraceCounter, TraceSlice, trace_events
+from planner.report.trace import COMPUTE, InnerSlice, TraceCounter, TraceSlice, trace_events
 from planner.schedule.orders import build_schedule
 from planner.schedule.replay import Durations, replay
 
