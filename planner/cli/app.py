@@ -331,6 +331,8 @@ def _start_lightly(words: list[str]) -> None:
 
 def _run(words: list[str]) -> Any:
     """A command that is named first needs nothing of the main job, whose options take as long to build as its own."""
+    if words[0] == "help":  # as git and others have it
+        words = [*words[1:2], "-h", *words[2:]]
     name, *rest = words
     if name in _SETTINGS["help_option_names"] and len(rest) == 1 and rest[0] not in COMMANDS:
         return _help(rest[0])
@@ -442,4 +444,12 @@ def _usage_error(error: Any) -> SpecError:
     """The error for words that the parser did not understand."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "plan"
-    return SpecError(error.format_message().rstrip("."), f"`{command} -h` lists the options, with an example")
+    hint = f"`{command} -h` lists the options, with an example"
+    missing = getattr(getattr(error, "param", None), "metavar", None) or ""
+    if missing.startswith("PLAN.json"):
+        hint = f"plan --model 405b --gpus 2048 -o plan.json makes one, for {command} plan.json"
+    elif getattr(getattr(error, "param", None), "name", None) == "to":
+        from planner.export.targets import TARGETS
+
+        hint = f"--to {'|'.join(TARGETS)}"
+    return SpecError(error.format_message().rstrip("."), hint)

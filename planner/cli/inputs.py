@@ -16,17 +16,25 @@ from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
 from planner.errors import SpecError
 from planner.shape import liked_batch
 from planner.specs.base import Spec
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.efficiency import Efficiency
-from planner.specs.finetuning import OBJECTIVES, AdapterSpec, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec, LinkTier
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, nearest
 from planner.specs.reading import load_yaml
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.tiers import parse_tiers
-from planner.specs.training import PINS, DocumentLength, OperationsSpec, Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import (
+    OBJECTIVES,
+    PINS,
+    AdapterSpec,
+    DocumentLength,
+    ObjectiveSpec,
+    OperationsSpec,
+    Parallelism,
+    SearchLimits,
+    TrainingSpec,
+)
 from planner.specs.units import SIZE, is_count, parse_count, parse_number, parse_whole, unit_of
 from planner.trainers.generations import described, objection_to_silicon, todays
 from planner.trainers.load import load_runtime, switches_of
@@ -52,6 +60,8 @@ _ASSUMED = ("cuda_graphs", "masks_documents")
 """Fields of a runtime that can be assumed otherwise beside those of overlaps."""
 _TRUTH = {"true": True, "false": False}
 _MAX_ENTRIES = 10_000
+_MOST = 1e12
+"""Days, and dollars, that no run takes."""
 S = TypeVar("S", bound=Spec)
 
 
@@ -232,7 +242,7 @@ def _assumed(text: str, runtime: RuntimeSpec) -> tuple[dict[str, float | bool], 
             raise SpecError(f"--assume: {field[:60]!r} is unknown", f"one of {', '.join(known)}{nearest(field, known)}")
         try:
             assumed[field] = _TRUTH[value] if value in _TRUTH else float(parse_number(value, unit_of(field)))
-        except ValueError:
+        except (ValueError, OverflowError):
             raise SpecError(
                 f"--assume: {field}: {value[:60]!r} is no number",
                 f"write {field}={50 if field in (*_NETWORK, *_HOST) else 0}",
@@ -329,6 +339,9 @@ def _operations(asked: JobOptions) -> OperationsSpec:
     ends = {"days": asked.days, "usd": asked.usd} if isinstance(asked, PlanOptions) else {}
     dated = next((name for name, value in ends.items() if value is not None), None)
     is_counted = asked.tokens is not None or asked.examples is not None
+    for name, value in ends.items():
+        if value is not None and not 0 < value < _MOST:
+            raise SpecError(f"--{name}: {value:g} is none that a run takes", f"write --{name} 30")
     if dated is not None and is_counted:
         raise SpecError(f"--{dated}: asks how many tokens, which are given", f"leave --{dated} out")
     if given and not is_counted and dated is None:
@@ -472,7 +485,7 @@ def read_batches(asked: JobOptions, seq_length: int, objective: ObjectiveSpec) -
 
 def _lengths(text: str) -> tuple[DocumentLength, ...]:
     """The lengths of a file, of `400`, or of `400:2048`."""
-    from planner.specs.documents import LogNormal, read_lengths
+    from planner.specs.phases import LogNormal, read_lengths
 
     if os.path.sep in text or text.lower().endswith((".yaml", ".yml", ".json")):
         data = load_yaml(text)

@@ -11,8 +11,7 @@ from planner.saved import as_saved
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.problems import checked
-from planner.specs.reading import label, load_yaml, printable
-from planner.specs.reading.limits import SAVED
+from planner.specs.reading import SAVED, label, load_yaml, printable
 
 if TYPE_CHECKING:
     from pathlib import Path

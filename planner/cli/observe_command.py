@@ -161,8 +161,7 @@ def _planned(path: str, asked: LayoutOptions) -> Plan | Observed:
     from planner.cli.inputs import option
     from planner.observe.judge import is_observed, observed_of
     from planner.plan_file import plan_of
-    from planner.specs.reading import label, load_yaml
-    from planner.specs.reading.limits import SAVED
+    from planner.specs.reading import SAVED, label, load_yaml
 
     if given := _given(asked):
         raise SpecError(f"--plan and {option(given[0])}: both given", "the plan says the job: leave the options out")

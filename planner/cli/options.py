@@ -14,8 +14,7 @@ import typer
 from planner.errors import SpecError
 from planner.rank_orders import RANK_ORDERS
 from planner.specs.shipped import hardware_names, model_names
-from planner.specs.tiers import EXAMPLE
-from planner.specs.units import UNITS, parse_number, parse_whole, unit_of
+from planner.specs.units import EXAMPLE, UNITS, parse_number, parse_whole, unit_of
 from planner.trainers.shipped import RUNTIMES
 
 DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"

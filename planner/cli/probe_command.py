@@ -232,7 +232,6 @@ def _read_order(path: str | None) -> Schedule | None:
     if path is None:
         return None
     from planner.schedule.graph import from_torch_csv
-    from planner.specs.reading import read_text
-    from planner.specs.reading.limits import CSV
+    from planner.specs.reading import CSV, read_text
 
     return from_torch_csv(read_text(path, CSV.num_bytes))

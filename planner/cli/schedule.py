@@ -186,8 +186,7 @@ def _order(
 def _read_csv(path: str) -> Schedule:
     from planner.errors import SpecError
     from planner.schedule.graph import from_torch_csv
-    from planner.specs.reading import read_text
-    from planner.specs.reading.limits import CSV
+    from planner.specs.reading import CSV, read_text
 
     schedule = from_torch_csv(read_text(path, CSV.num_bytes), path)
     if len(schedule.stage_to_rank) % schedule.pp:

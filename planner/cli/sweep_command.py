@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from planner.cli import options as o
 from planner.cli.job_options import SearchOptions, job_options
 from planner.errors import SpecError
-from planner.specs.units import is_count
+from planner.specs.units import parse_whole
 
 if TYPE_CHECKING:
     from planner.decide.sweep import Goal, Sweep, Trial
@@ -45,8 +46,12 @@ class SweepOptions(SearchOptions):
     global_batch_size: GlobalBatchSizes = None  # type: ignore[assignment]
 
 
-Deadline = Annotated[str | None, o.text(o.RUN, "--deadline", "30d|6w|12h", "The run has to end by then.")]
-Budget = Annotated[str | None, o.text(o.RUN, "--budget", "USD", "The run may cost so much, such as 5M.")]
+Deadline = Annotated[
+    float | None, o.number(o.RUN, "--deadline", "The run has to end by then.", "30d|6w|12h", float, "days")
+]
+Usd = Annotated[
+    float | None, o.number(o.RUN, "--usd --budget", "The run may cost so much, such as 5M.", "X", float, "usd")
+]
 Csv = Annotated[str | None, o.text(o.OUTPUT, "--csv", "FILE", "Write all points; - is stdout.")]
 Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw them: .png, .svg or .html; - is the terminal.")]
 Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --csv and --plot replace a file.")]
@@ -56,7 +61,7 @@ Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --csv and --plot 
 def sweep_command(
     asked: SweepOptions,
     deadline: Deadline = None,
-    budget: Budget = None,
+    usd: Usd = None,
     json: o.Json = False,
     csv: Csv = None,
     plot: Plot = None,
@@ -65,7 +70,7 @@ def sweep_command(
     """Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.
 
     Every option of the job and the layout takes a list (8,16) or a range (256..4096, by doubling, or a..b:step). With
-    --deadline or --budget, --gpus auto finds the fewest GPUs that meet it.
+    --deadline or --usd, --gpus auto finds the fewest GPUs that meet it.
 
     \b
     Example:
@@ -81,7 +86,7 @@ def sweep_command(
         if path is not None:
             refuse_to_overwrite(path, force)
     draw = None if plot is None else _drawing_to(plot)
-    goal = _goal(asked, deadline, budget)
+    goal = _goal(asked, deadline, usd)
     answer = _swept(asked, goal)
     if draw is not None and plot is not None:
         draw(answer, plot, force)
@@ -95,20 +100,17 @@ def sweep_command(
         show(render_sweep(answer))
 
 
-def _goal(asked: SweepOptions, deadline: str | None, budget: str | None) -> Goal:
+def _goal(asked: SweepOptions, deadline: float | None, usd: float | None) -> Goal:
     from planner.decide.sweep import Goal
-    from planner.specs.units import parse_count
 
-    for name, given in (("--deadline", deadline), ("--budget", budget)):
+    for name, given in (("--deadline", deadline), ("--usd", usd)):
+        if given is not None and not 0 < given < math.inf:
+            raise SpecError(
+                f"{name}: {given:g} is not more than 0", f"write {name} {5_000_000 if name == '--usd' else 30}"
+            )
         if given is not None and asked.tokens is None:
-            raise SpecError(f"{name}: a run without tokens has no end", f"add --tokens 15T to {name} {given}")
-    budget_usd = None
-    if budget is not None:
-        try:
-            budget_usd = float(parse_count(budget.removeprefix("$")))
-        except ValueError:
-            raise SpecError(f"--budget: {budget[:60]!r} is no sum of dollars", "write --budget 5M") from None
-    return Goal(deadline_days=None if deadline is None else days("--deadline", deadline), budget_usd=budget_usd)
+            raise SpecError(f"{name}: a run without tokens has no end", f"add --tokens 15T to {name} {given:g}")
+    return Goal(deadline_days=deadline, budget_usd=usd)
 
 
 def _swept(asked: SweepOptions, goal: Goal) -> Sweep:
@@ -213,7 +215,7 @@ def _drawing_to(path: str) -> Callable[[Sweep, str, bool], None]:
 
 MOST_STEPS = 1024
 """The most points of a range that gives its step."""
-_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})(?::([0-9]{1,18}))?")
+_RANGE = re.compile(r"([0-9]{1,18}[kKmM]?)\.\.([0-9]{1,18}[kKmM]?)(?::([0-9]{1,18}))?")
 
 
 def numbers(option: str, text: str, between: Callable[[int, int], list[int]]) -> list[int]:
@@ -228,13 +230,17 @@ def numbers(option: str, text: str, between: Callable[[int, int], list[int]]) ->
 
 def _numbers_of(option: str, part: str, between: Callable[[int, int], list[int]]) -> list[int]:
     match = _RANGE.fullmatch(part)
+    try:
+        whole = [parse_whole(word, "size") for word in ((part,) if match is None else match.groups("1"))]
+    except ValueError:
+        whole = [0]
     if match is None:
-        if not is_count(part) or int(part) < 1:
+        if whole[0] < 1:
             raise SpecError(
                 f"{option}: {part[:60]!r} is no whole number and no range", f"write {option} 256,512 or 256..4096"
             )
-        return [int(part)]
-    first, last, step = int(match[1]), int(match[2]), match[3]
+        return whole
+    first, last, step = whole[0], whole[1], match[3]
     if not 0 < first <= last or (step is not None and int(step) < 1):
         raise SpecError(
             f"{option}: {part[:60]!r} is an empty range", f"write the smaller number first: {option} 256..4096"
@@ -270,11 +276,3 @@ def _doubles(first: int, last: int) -> Iterator[int]:
     while first <= last:
         yield first
         first *= 2
-
-
-def days(option: str, text: str) -> float:
-    """`30d`, `6w`, `12h` as days; a number by itself is days."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw]?)", text.strip().lower())
-    if match is None or not float(match[1]) > 0:
-        raise SpecError(f"{option}: {text[:60]!r} is no time", f"write {option} 30d, 6w or 12h")
-    return float(match[1]) * {"h": 1 / 24, "d": 1.0, "": 1.0, "w": 7.0}[match[2]]

@@ -78,8 +78,7 @@ def show_command(
     """
     from planner.cli.output import Shape, dumps
     from planner.cli.output import show as print_out
-    from planner.specs.reading import label, load_yaml
-    from planner.specs.reading.limits import SAVED
+    from planner.specs.reading import SAVED, label, load_yaml
 
     if page is not None or trace is not None:
         if page is not None:
@@ -363,7 +362,9 @@ def compare_command(files: Files, json: o.Json = False) -> None:
     from planner.report.comparison import render_comparison
 
     if not 2 <= len(files) <= MOST_FILES:
-        raise SpecError(f"plan compare: {len(files)} files", f"name two to {MOST_FILES} of them")
+        raise SpecError(
+            f"plan compare: {len(files)} file{'' if len(files) == 1 else 's'}", f"name two to {MOST_FILES} of them"
+        )
     if files.count("-") > 1:
         raise SpecError("plan compare: two files are standard input", "name a file for one of them")
     comparison = compare([_side(path) for path in files])
@@ -379,8 +380,7 @@ def _side(path: str) -> Compared:
     from planner.decide.compare import of_observation, of_plan, of_probe
     from planner.observe.judge import is_observed, observed_of
     from planner.plan_file import plan_of
-    from planner.specs.reading import label, load_yaml
-    from planner.specs.reading.limits import SAVED
+    from planner.specs.reading import SAVED, label, load_yaml
 
     data, where = load_yaml(path, SAVED), label(path)
     if is_probe(data):

@@ -10,8 +10,7 @@ from pathlib import Path
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.targets import READERS, SOURCES, UNMARKED
-from planner.specs.reading import STDIN, label
-from planner.specs.reading.text import read_configuration_text, text_beside
+from planner.specs.reading import STDIN, label, read_configuration_text, text_beside
 
 _NAMED = (
     "training_arguments.yaml", "training_arguments.json", "training_args.yaml", "training_args.json", "recipe.yaml",

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from planner.errors import SpecError
 from planner.specs.model import ModelSpec
-from planner.specs.reading import parse_json, parse_yaml, printable
-from planner.specs.reading.text import text_beside
+from planner.specs.reading import parse_json, parse_yaml, printable, text_beside
 from planner.specs.registry import load_model, model_names
 
 

@@ -20,7 +20,7 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, json_of, yaml_of
 from planner.export.megatron.option_rows import Options, options_of
-from planner.specs.reading.python_text import literal, parse_python
+from planner.specs.reading import literal, parse_python
 from planner.specs.units import is_count
 
 

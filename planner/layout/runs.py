@@ -17,14 +17,13 @@ from planner.errors import PlannerError, SpecError, defect
 from planner.layout.evaluate import price_given
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.machines import with_host, with_network
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked, spec_error
 from planner.specs.reading import NotJsonError, json_value, kind_of
 from planner.specs.registry import load_hardware, load_model, model_names
-from planner.specs.training import Dtype, Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, Dtype, ObjectiveSpec, Parallelism, TrainingSpec
 from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
 from planner.trainers.spec import RuntimeSpec
 

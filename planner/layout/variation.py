@@ -30,9 +30,8 @@ from planner.months.losses import with_sustained
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.specs.base import LEAST_RATE
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, tiers_text
 from planner.specs.model import ModelSpec
-from planner.specs.tiers import tiers_text
 from planner.specs.training import Recompute
 from planner.trainers.generations import imbalance_of, with_likely
 from planner.trainers.load import Likely, likely_of, switches_of

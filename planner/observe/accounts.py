@@ -496,7 +496,7 @@ def _of_wall(observation: Observation, wall: Wall, step_s: float) -> list[tuple[
         ("start_up", wall.startup_s, "from the first line to the first step"),
         ("interruptions", wall.down_s, f"{count} interruption{'s' if count != 1 else ''}"),
     ]
-    if idle_s and overlap_s and max(idle_s, overlap_s) < _CLOCK_NOISE * step_s * observation.num_steps:
+    if overlap_s and max(idle_s, overlap_s) < _CLOCK_NOISE * step_s * observation.num_steps:
         says = f"{in_seconds(idle_s)} between lines and {in_seconds(overlap_s)} claimed twice, as lines come late"
         return [*found, ("log_clock", idle_s - overlap_s, says)]
     found.append(("idle", idle_s, "no line says what happened there"))

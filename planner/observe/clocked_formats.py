@@ -181,6 +181,13 @@ def _bar(record: RunRecord, match: re.Match[str]) -> None:
     record.means.append((float(match[1]), _clock_s(match[3]), float(match[2]), step_s))
 
 
+def _counted(record: RunRecord, match: re.Match[str]) -> None:
+    """modded-nanogpt's `step:10/1390 train_time:1425ms step_avg:142.50ms`, whose time leaves evaluations out."""
+    if len(record.means) < _MOST_BARS:
+        record.facts["trainer"] = "nanogpt"
+        record.means.append((float(match[1]), number(match[3]) / 1e3, float(match[2]), math.inf))  # of milliseconds
+
+
 def _swift(record: RunRecord, match: re.Match[str]) -> None:
     """`{'loss': 0.48, …, 'global_step/max_steps': '12/94', 'elapsed_time': '18m 26s', …}`, several on a line."""
     pattern = r"'global_step/max_steps': '(\d{1,12})/(\d{1,12})'.{0,80}?'elapsed_time': '([\ddhms ]{2,20})'"
@@ -284,6 +291,9 @@ CLOCKED_GRAMMARS = (
             line_row(
                 "%|", r"\d{1,3}%\|[^|]{0,200}\| *(\d{1,12})/(\d{1,12}) \[([\d:]{4,12})<[^,\]]{1,20}, *"
                 r"([\d.]{1,12})(s/it|it/s)", _bar,
+            ),
+            line_row(
+                "train_time:", r"step:(\d{1,12})/(\d{1,12}) .{0,80}?train_time:(\d{1,15})ms step_avg", _counted
             ),
             line_row("global_step/max_steps", r"'global_step/max_steps'", _swift),
             line_row("total_peak_memory", rf"total_peak_memory_(allocated|reserved)_MB': {N}", _liger),

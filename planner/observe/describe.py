@@ -130,7 +130,7 @@ def wall_of(record: RunRecord) -> Wall | None:
     cursor = rows[0][0]
     startup_s = cursor - first_s
     for begin, length, row, kind in sorted([*rows, *timed]):
-        if row == 0:
+        if row == 0 and not items["steps"]:
             cursor = begin
         items[kind] += length
         gap = begin - cursor
@@ -232,7 +232,8 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     precision = record.middle("precision_fraction") or 0.0
     found = _statistics(record, precision)
     tokens_per_s, asks = _tokens_per_s(record, facts, found.step_s)
-    refused = _only_first(record) or _in_a_hole(record, found.step_s) or _contradicted(record, facts, found.step_s)
+    refused = _only_first(record) or _only_grows(record) or _in_a_hole(record, found.step_s)
+    refused = refused or _contradicted(record, facts, found.step_s)
     if refused:
         return Observation(**common, num_steps=sum(record.covers), series=_series(record), notes=(refused, *notes))
     if record.numbers[0] - record.covers[0] > 1 and not record.backs:
@@ -266,6 +267,7 @@ def _last_run(record: RunRecord) -> None:
     for before, later, start in reversed(list(zip(parts, parts[1:], bounds[1:], strict=False))):
         low, high = sorted(median(part[len(part) // 2 :]) for part in (before, later))
         if min(len(before), len(later)) >= LEAST_OF_RUN and high > (1 + MOST_APART) * low:
+            record.first_s = record.ends[start - 1] if math.isfinite(record.ends[start - 1]) else record.first_s
             record.only_from(start)
             record.note(f"{start:,} lines of steps before the last start are of a run with another step: left out")
             return
@@ -289,6 +291,14 @@ def _only_first(record: RunRecord) -> str:
     if len(record.numbers) > 1 or "first is alike" in record.state or record.covers[0] > 1 or record.numbers[0] > 1:
         return ""
     return f"only the first iteration is there, of {record.seconds[0]:.4g} s: no steady step can be said of it"
+
+
+def _only_grows(record: RunRecord) -> str:
+    """A sentence where the seconds of a table grow from row to row, as those since the begin of a run do."""
+    seconds = record.seconds
+    if record.grammar != "table" or len(seconds) < LEAST_OF_RUN or any(b <= a for a, b in pairwise(seconds)):
+        return ""
+    return f"no step is said: its seconds grow from {seconds[0]:.4g} to {seconds[-1]:.4g}: they count from a begin"
 
 
 def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:

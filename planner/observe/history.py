@@ -37,8 +37,7 @@ from planner.saved import KEY, as_saved, with_digest
 from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import checked
-from planner.specs.reading import label, load_yaml, printable
-from planner.specs.reading.limits import SAVED
+from planner.specs.reading import SAVED, label, load_yaml, printable
 from planner.specs.registry import hardware_names, load_hardware
 from planner.trainers.calibration import Calibration, Factor
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of

@@ -14,8 +14,7 @@ from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.plan_file import refuse_contradiction
 from planner.saved import as_saved
 from planner.specs.problems import checked
-from planner.specs.reading import label, load_yaml
-from planner.specs.reading.limits import SAVED
+from planner.specs.reading import SAVED, label, load_yaml
 from planner.specs.units import GIB
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.observe.line_formats import Grammar, line_row, moment, number, text_of, whole
 from planner.observe.record import MAX_NAMES, RunRecord
-from planner.specs.reading import parse_json
-from planner.specs.reading.csv_text import row_of
+from planner.specs.reading import parse_json, row_of
 from planner.specs.units import GB, GIB, KIB, MIB, is_count
 
 _TIMES = ("train_step_time", "train_step_timing in s", "train_step_timing")
@@ -184,7 +183,7 @@ _COLUMNS = {
     "seconds": r"(?:(?:train|training|global|optimizer)[_ .-]?)?(?:step|iter|iteration|batch)s?[_ .-]?"
     rf"(?:time|timing|duration|seconds|secs){_UNIT.format('unit')}"
     r"|(?:elapsed|time|duration|seconds|secs|latency)(?:[_ .-]?per[_ .-]?(?:step|iter|iteration))?"
-    rf"{_UNIT.format('other')}|(?:time_metrics/)?end_to_end\((?P<titan>s)\)|timing_s/step|perf/time_per_step",
+    rf"{_UNIT.format('other')}|(?:time_metrics/)?end_to_end\((?P<titan>s)\)|timing_s/step|perf/(?:time_per_step|step_time)",
     "step": r"(?:global[_ .-]?|train(?:er)?[/_ .-])?(?:step|iter|iteration)s?|_step|consumed[_ ]steps",
     "moment": r"_?timestamp|datetime|date|wall[_ ]?time|time[_ ]?stamp",
     "tokens_per_s": r"tokens[_ /.-]?(?:per[_ .-]?)?(?:s|sec|second)|tps",

@@ -39,8 +39,7 @@ from planner.observe.line_formats import (
 )
 from planner.observe.observation import JobFacts
 from planner.observe.record import RunRecord
-from planner.specs.reading import parse_yaml
-from planner.specs.reading.limits import Limits
+from planner.specs.reading import Limits, parse_yaml
 from planner.specs.units import GB, GIB, MIB, is_count
 
 _MS = 1e-3
@@ -107,7 +106,7 @@ def _iteration(record: RunRecord, match: re.Match[str]) -> None:
         values["device_bytes"] = number(used[1]) * GIB  # a GB of Primus is a GiB: an MI300X has 191.98
     if (ranks := _RANKS.search(begin)) is not None:
         values["num_gpus"] = int(ranks[1])
-    take_beside(record, {**values, "num_steps_asked": int(match[2])})
+    take_beside(record, {**values, "num_steps_asked": number(match[2])})  # a Megatron-RL job has `infinity`
 
 
 def _memory(record: RunRecord, match: re.Match[str]) -> None:
@@ -187,7 +186,7 @@ def _straggler(record: RunRecord, match: re.Match[str]) -> None:
 
 _NAME = r"([A-Za-z][\w/-]{0,80})"
 _ROWS = (
-    line_row("iteration", r"iteration\s+(\d{1,15})\s*/\s*(\d{1,15})\s*\|(.*)", _iteration),
+    line_row("iteration", r"iteration\s+(\d{1,15})\s*/\s*(\d{1,15}|infinity)\s*\|(.*)", _iteration),
     line_row("memory (MB)", r"\[Rank \d", _memory),
     line_row("time (ms) |", r"^\s*(?:\[.{0,40}\] )?time \(ms\) \|(.*)", _timers_on_a_line),
     line_row("across ranks (ms)", r"\((min), max\) time|(max) time|times across",

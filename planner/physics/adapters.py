@@ -13,7 +13,7 @@ from itertools import chain
 
 from planner.physics.operators import BF16, FP32, Collective, Item, Operator, Saved
 from planner.shape import Number, Shape
-from planner.specs.finetuning import EXPERTS, AdapterSpec
+from planner.specs.training import EXPERTS, AdapterSpec
 from planner.trainers.spec import RuntimeSpec
 
 ROW_PARALLEL = frozenset({"attention output", "mlp down", "shared_experts down", "mamba out", "convolution out"})

@@ -33,9 +33,9 @@ from planner.physics.operators import (
     within_documents,
 )
 from planner.shape import Number, Shape, ceil, minimum
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import AttentionKind
+from planner.specs.training import AdapterSpec
 from planner.trainers.documents import Documents
 from planner.trainers.spec import RuntimeSpec
 

@@ -21,9 +21,7 @@ from planner.probe.result import RankFailure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import default_device, require_gpu
 from planner.specs.problems import checked
-from planner.specs.reading import label, load_yaml, read_text
-from planner.specs.reading.csv_text import parse_rows
-from planner.specs.reading.limits import CSV
+from planner.specs.reading import CSV, label, load_yaml, parse_rows, read_text
 from planner.specs.training import tokens_split
 
 _CSV = "schedule_csv"

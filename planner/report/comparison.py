@@ -72,9 +72,24 @@ def says(first: Compared, other: Compared, first_name: str, other_name: str, row
     rate = other.tokens_per_s / first.tokens_per_s
     if abs(rate - 1) < LEAST_SHARE:
         return f"{other_name} is as fast: {steps}."
-    how = f"{percent(rate - 1)} more" if rate > 1 else f"{percent(1 - rate)} fewer"
-    batch = "" if first.tokens_per_step == other.tokens_per_step else ", with another batch"
-    return f"{other_name} trains {how} tokens a second{batch}: {steps}{_causes(rows, like_s)}."
+    many = f"{rate:.3g} × as many" if rate >= 2 else f"{percent(rate - 1)} more"
+    how = many if rate > 1 else f"{percent(1 - rate)} fewer"
+    jobs = list(_other_jobs(first, other))
+    another = f", with {', '.join(jobs)}" if jobs else ""
+    # terms of two models do not explain each other
+    causes = "" if "another model" in jobs else _causes(rows, like_s)
+    return f"{other_name} trains {how} tokens a second{another}: {steps}{causes}."
+
+
+def _other_jobs(first: Compared, other: Compared) -> Iterator[str]:
+    """The ways in which two sides are not one job."""
+    if first.facts.get("model") != other.facts.get("model"):
+        yield "another model"
+    gpus = first.facts.get("gpus"), other.facts.get("gpus")
+    if isinstance(gpus[0], int) and isinstance(gpus[1], int) and gpus[0] != gpus[1]:
+        yield f"{gpus[1] / gpus[0]:.3g} × the GPUs"
+    if first.tokens_per_step != other.tokens_per_step:
+        yield "another batch"
 
 
 def _causes(rows: Sequence[WaterfallTerm], like_s: float) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from planner.errors import SpecError
 from planner.schedule.actions import Action, ActionList, B, F, I, IntArray, Schedule, W, keeps_latest
-from planner.specs.reading.csv_text import parse_rows
+from planner.specs.reading import parse_rows
 
 WIDE = 64
 """Least ranks whose actions are ordered and timed level by level, in arrays."""

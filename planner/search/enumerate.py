@@ -23,8 +23,9 @@ from planner.search.chunks import chunk_lengths
 from planner.shape import RANK_ORDERS, FloatArray, Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.problems import nearest
+from planner.specs.problems import closest, nearest
 from planner.specs.training import SearchLimits, TrainingSpec
+from planner.trainers.load import RUNTIMES, load_runtime
 from planner.trainers.rules.common import ETP, HEADS, Rule
 from planner.trainers.rules.recipe import rules_for
 from planner.trainers.spec import RuntimeSpec
@@ -110,8 +111,16 @@ def check_expressible(limits: SearchLimits, runtime: RuntimeSpec) -> None:
         known = name in SCHEDULES or name == "auto"
         raise SpecError(
             f"schedule: {runtime.name} cannot run {name!r}" if known else f"schedule: unknown {name!r}",
-            f"one of {', '.join(runtime.schedules)}{'' if known else nearest(name, SCHEDULES)}",
+            f"one of {', '.join(runtime.schedules)}{'' if known else _nearest(name, runtime)}",
         )
+
+
+def _nearest(name: str, runtime: RuntimeSpec) -> str:
+    """The trainer's schedules that are spelt most like it, else a trainer that has one that is."""
+    others = ((other, kind) for other in map(load_runtime, RUNTIMES) for kind in closest(name, other.schedules))
+    trainer, kind = next(others, (None, ""))
+    elsewhere = "" if trainer is None else f"; --runtime {trainer.name} has {kind}"
+    return nearest(name, runtime.schedules) or elsewhere
 
 
 def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:

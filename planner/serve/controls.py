@@ -9,9 +9,9 @@ from typing import Literal, get_args
 from planner.errors import SpecError
 from planner.serve.question import Options
 from planner.shape import RANK_ORDERS
-from planner.specs.finetuning import OBJECTIVES, Reference
 from planner.specs.problems import nearest
 from planner.specs.registry import hardware_names, model_names
+from planner.specs.training import OBJECTIVES, Reference
 from planner.trainers.load import RUNTIMES
 from planner.trainers.optimizers import OPTIMIZERS
 

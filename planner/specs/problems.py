@@ -18,11 +18,16 @@ from planner.specs.reading import kind_of, printable
 from planner.specs.units import parse_number, parse_whole, unit_of
 
 
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three known names: those that end in the word, such as sizes, else those spelt most like it."""
+    word, names = name.lower(), sorted(known)
+    ending = [other for other in names if word and word in other.split("-")[1:]][:3]
+    return ending or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?` with the closest known names, or nothing."""
-    word, names = name.lower(), sorted(known)
-    close = [other for other in names if word and word in other.split("-")[1:]][:3]
-    close = close or difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    close = closest(name, known)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -93,7 +98,10 @@ def _in_words(error: ErrorDetails, model: type[BaseModel]) -> tuple[str, str]:
         return error["msg"].removeprefix("Value error, "), "change one of them"
     if kind in _LIMITS:
         word, key = _LIMITS[kind]
-        return f"{shown} must be {word} {context[key]:,}", "mend the number"
+        # 5 where a share is asked for was meant as 5%
+        is_share = context[key] == 1 and isinstance(value, int | float) and 1 < value < 100
+        hint = f"write {value / 100:g}" if is_share else f"give one that is {word} {context[key]:,}"
+        return f"{shown} must be {word} {context[key]:,}", hint
     if kind == "literal_error":
         return f"{shown} is none of {context['expected']}", "use one of them"
     if kind == "finite_number":

@@ -161,7 +161,8 @@ def _locate(kind: Kind, name: str) -> tuple[Path, bool]:
         return Path(name), False
     shipped_names = {**names(kind), **(instance_names() if kind == "hardware" else {})}
     known = [*shipped_names, *(alias for aliases in shipped_names.values() for alias in aliases)]
-    close = nearest(PurePath(name).name if looks_like_path else name, known)
+    word = PurePath(name).name if looks_like_path else name
+    close = nearest(word, shipped_names) or nearest(word, known)
     if kind == "model" and _REPOSITORY.fullmatch(name) and not is_file:
         hint = f"add the config.json of https://huggingface.co/{name}: plan --model config.json{close}"
         raise SpecError(f"{label(name)}: no such file, and no model that ships with the planner", hint)

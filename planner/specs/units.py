@@ -47,6 +47,8 @@ UNITS: dict[str, tuple[dict[str, float], str]] = {
 _NUMBER = re.compile(
     r"\s*(-?(?:[0-9]{1,3}(?:[,_][0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?)(e[+-]?[0-9]+)?\s*([^\d\s.]*)\s*", re.IGNORECASE
 )
+MOST_DIGITS = 24
+"""Digits of the largest number that is read."""
 _COUNTED = re.compile(r"(?:^|_)(?:tokens|tokens_per_step|samples|examples|num_parameters)$")
 
 
@@ -66,9 +68,11 @@ def parse_number(text: str, unit: str) -> float:
     if match is None or factor is None or not any(map(str.isdigit, match[1])):
         raise ValueError(f"{text!r} is not a number such as {examples}")
     digits = re.sub("[,_]", "", match[1])
-    if "." not in digits and not match[2] and factor == int(factor):
-        return int(digits) * int(factor)
-    return float(digits + (match[2] or "")) * factor
+    is_whole = "." not in digits and not match[2] and factor == int(factor) and len(digits) <= MOST_DIGITS
+    number = int(digits) * int(factor) if is_whole else float(digits[: 2 * MOST_DIGITS] + (match[2] or "")) * factor
+    if len(digits) > 2 * MOST_DIGITS or not abs(number) < 10.0**MOST_DIGITS:
+        raise ValueError(f"{text[:60]!r} is larger than anything that is counted here")
+    return number
 
 
 def parse_whole(text: str, unit: str) -> int:
@@ -95,3 +99,7 @@ def is_count(text: str) -> bool:
 def gib(num_bytes: float) -> float:
     """Bytes to GiB."""
     return num_bytes / GIB
+
+
+EXAMPLE = "pod:3072:50,spine:*:50:7x"
+"""A network as the command line writes it: from the inside to the outside, `*` for all GPUs, `7x` oversubscribed."""

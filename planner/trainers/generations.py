@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
-from planner.specs.training import Parallelism
+from planner.specs.training import AdapterSpec, Parallelism
 from planner.trainers.load import RUNTIMES, Likely, load_runtime, switches_of
 from planner.trainers.shipped import architectures_of
 from planner.trainers.spec import RuntimeSpec

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ConfigDict, model_validator
 
 from planner.specs.base import without
-from planner.specs.finetuning import AdapterSpec, ObjectiveSpec
 from planner.specs.hardware import HardwareSpec
+from planner.specs.training import AdapterSpec, ObjectiveSpec
 from planner.trainers.groups import FineTuning, Generation, Host, Kernels, Limits, Memory, Overlaps
 from planner.trainers.switches import SHARDED_STAGES, changes
 

@@ -30,10 +30,9 @@ from planner.profile.findings import Findings
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
 from planner.specs.base import descriptions
-from planner.specs.documents import LogNormal
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import MLASpec, ModelSpec, MoESpec
-from planner.specs.phases import PhasesFile, PhaseSpec, Rampup
+from planner.specs.phases import LogNormal, PhasesFile, PhaseSpec, Rampup
 from planner.specs.training import DocumentLength
 from planner.trainers.spec import RuntimeSpec
 

@@ -60,7 +60,7 @@ def test_what_cannot_be_compared_is_said(folder: Path, capsys: pytest.CaptureFix
     (folder / "other.json").write_text('{"name": 1}')
     plan = str(folder / "a.json")
     for files, message in (
-        ([plan], "1 files"),
+        ([plan], "1 file"),
         ([plan] * 7, "7 files"),
         (["-", "-"], "standard input"),
         ([plan, str(folder / "other.json")], "other.json: is not a plan"),

@@ -106,7 +106,7 @@ def test_an_order_is_found_written_and_read_back(capsys: pytest.CaptureFixture[s
         (["1f1b", "--svg", "-", "--trace", "-"], "--svg, --trace: both name -"),
         (["1f1b", "--svg", "a.txt", "--csv", "./a.txt"], "--svg, --csv: both name ./a.txt"),
         (["auto", "--in-flight", "0.5"], "rank 0 may hold 0.5"),
-        (["auto", "--in-flight", "nan"], "--in-flight nan"),
+        (["auto", "--in-flight", "nan"], "--in-flight: 'nan'"),
         (["auto", "--in-flight", "0"], "--in-flight 0"),
         (["1f1b", "--compare"], "all schedules are compared"),
         (["no-such.csv"], "no-such.csv"),

@@ -17,9 +17,8 @@ from planner.layout.evaluate import evaluate
 from planner.probe.result import ProbedMemory, ProbeResult
 from planner.report.comparison import render_comparison, short_names
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
 from planner.specs.units import GIB
 
 

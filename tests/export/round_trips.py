@@ -22,9 +22,8 @@ from planner.export.trainer_files import ExportFile
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec, ObjectiveSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, ObjectiveSpec, Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec

@@ -30,7 +30,7 @@ from planner.report.timeline.trace import plan_trace
 from planner.serve.app import _asked_for
 from planner.serve.controls import Catalogue, options_of
 from planner.serve.question import asked
-from planner.specs.documents import read_lengths
+from planner.specs.phases import read_lengths
 from planner.specs.reading import load_yaml
 
 MAX_LINES = 8

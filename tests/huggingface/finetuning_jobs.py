@@ -7,10 +7,9 @@ from typing import Any
 
 from planner.layout.evaluate import priced_as_given
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.huggingface import from_config
 from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
 LLAMA = {

@@ -30,10 +30,9 @@ from planner.export.huggingface.trl_files import _LAYER_CLASSES, deepspeed_confi
 from planner.export.huggingface.tuning_settings import OPTIMIZERS
 from planner.layout.evaluate import evaluate, pricing_of
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
 # their own, about what they deprecate and about machines without a GPU

@@ -1,6 +1,6 @@
 """Peaks of whole models, counted once with transformers 5.23, peft 0.21, bitsandbytes 0.50 and torch 2.13.
 
-`tools/count_finetuning` prints them (docs/FINETUNING_MEMORY.md); here the planner is held against them without it.
+`tools/count_finetuning` prints them (docs/FINETUNE.md); here the planner is held against them without it.
 """
 
 from __future__ import annotations

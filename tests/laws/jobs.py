@@ -15,10 +15,9 @@ from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate, priced_as_given
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model, model_names
-from planner.specs.training import DocumentLength, Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, DocumentLength, Parallelism, TrainingSpec
 from planner.trainers.load import RUNTIMES, has_dtype, load_runtime, switches_of
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import switched

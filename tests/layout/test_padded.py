@@ -10,9 +10,8 @@ from planner.answer import Plan, RunCost
 from planner.layout.evaluate import evaluate
 from planner.layout.step import mean_step_s
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import DocumentLength, Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, DocumentLength, Parallelism, TrainingSpec
 from planner.trainers.documents import Lengths
 
 SHORT_AND_LONG: Lengths = ((512, 0.5), (1024, 0.5))

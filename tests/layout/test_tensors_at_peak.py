@@ -17,9 +17,8 @@ from planner.layout.price import reprice
 from planner.physics.operators import DTYPE_BYTES
 from planner.schedule.replay import replay
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
+from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
 
 COPIES = "fp32 copies of gradients, beyond what is free"
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from planner.months.closed_form import ALIKE, cheapest_spares, spares
 from planner.months.losses import Losses, failure_kinds, losses_of
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware
-from planner.specs.tiers import parse_tiers
 from planner.specs.training import OperationsSpec
 
 

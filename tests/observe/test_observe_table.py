@@ -60,3 +60,9 @@ def test_numbers_alone_are_seconds(tmp_path: Path) -> None:
 def test_tables_without_times(tmp_path: Path, text: str) -> None:
     with pytest.raises(SpecError, match="no lines of steps that are known"):
         read(tmp_path, text)
+
+
+def test_seconds_since_the_begin_are_no_steps(tmp_path: Path) -> None:
+    seen = read(tmp_path, "step,elapsed\n" + "".join(f"{step},{2 * step}\n" for step in range(1, 40)))
+    assert seen.step_s is None
+    assert "count from a begin" in seen.notes[0]

@@ -277,3 +277,10 @@ def test_errors_are_read_without_a_step(tmp_path: Path, line: str, names: set[st
         assert failed.total_bytes is not None
     for hung in seen.hung_collectives:
         assert (hung.rank, hung.sequence, hung.num_elements, hung.seconds) == (4, 1580, 466119168, 600.067)
+
+
+def test_rows_of_kin_that_count_otherwise(tmp_path: Path) -> None:
+    endless = "\n".join(iteration(number, 2.5).replace("     500 |", "infinity |") for number in range(1, 9))
+    counted = "\n".join(f"step:{n}/900 train_time:{150 * n + 9000}ms step_avg:1.00ms" for n in range(1, 400))
+    assert read(tmp_path, endless).step_s == 2.5
+    assert read(tmp_path, counted).step_s == pytest.approx(0.15, rel=1e-3)

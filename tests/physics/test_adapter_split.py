@@ -19,9 +19,8 @@ from planner.physics.operators import (
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Dtype, TrainingSpec
+from planner.specs.training import AdapterSpec, Dtype, TrainingSpec
 from planner.trainers.load import load_runtime
 from planner.trainers.spec import RuntimeSpec
 

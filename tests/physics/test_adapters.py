@@ -10,8 +10,8 @@ from planner.physics.adapters import adapted
 from planner.physics.layers import decoder_layer, model_totals
 from planner.physics.operators import Item, num_parameters, operators_of, saved_bytes
 from planner.shape import Shape
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_model
+from planner.specs.training import AdapterSpec
 from planner.trainers.load import load_runtime
 
 HF, MEGATRON = load_runtime("hf"), load_runtime("megatron")

@@ -11,9 +11,16 @@ from planner.physics.pricing import Pricing
 from planner.search.search import plan
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec, ObjectiveName, ObjectiveSpec, Reference
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.specs.training import (
+    AdapterSpec,
+    ObjectiveName,
+    ObjectiveSpec,
+    Parallelism,
+    Reference,
+    SearchLimits,
+    TrainingSpec,
+)
 from planner.trainers.load import load_runtime
 
 CLUSTER = ClusterSpec(hardware=load_hardware("h200"), num_gpus=1)

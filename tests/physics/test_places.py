@@ -11,9 +11,8 @@ from planner.layout.evaluate import pricing_of
 from planner.layout.price import placements
 from planner.physics.communication import Blocks, data_parallel_places, members_by_tier, p2p_s
 from planner.shape import RANK_ORDERS, Shape
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.tiers import parse_tiers
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.physics.communication import Kind, collective_s, collective_tiers_s, dispatch_tiers_s
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.registry import load_hardware
-from planner.specs.tiers import parse_tiers
 
 MIB, GIB = 2**20, 2**30
 

@@ -108,3 +108,27 @@ def test_a_stage_that_never_fits_is_refused_with_what_it_needs() -> None:
     plan = planned("8b 8")
     with pytest.raises(ProbeError, match=r"needs \d+\.\d GiB of 4\.0 here, \d+\.\d with one recomputed layer"):
         made_to_fit(plan, lambda changed: ranks_run(changed, GPUS, 8)[0], 4 * GIB)
+
+
+def test_the_documented_command_starts_a_run_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan --model 8b --gpus 16`, probed on the eight GPUs of a node."""
+    torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
+    from planner.probe import probe as probing
+
+    started = []
+
+    def launch(run: Any, *_: Any, **__: Any) -> Any:
+        started.append(run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(probing, "require_startable", lambda plan, options: None)
+    monkeypatch.setattr(probing, "launch", launch)
+    plan = planned("8b 16")
+    for options in (GPUS, GPUS._replace(stages="all")):
+        with pytest.raises(KeyboardInterrupt):
+            probing.probe(plan, options)
+    held = [run_bytes(started[0], plan.cluster), run_bytes(started[1], plan.cluster, alone=True)]
+    assert [run.world_size for run in started] == [8, 16]
+    assert max(stage.total_bytes for stages in held for stage in stages) < plan.cluster.hardware.memory_bytes
+    assert all(chunk.num_recomputed for run in started for chunk in run.chunks if chunk.num_layers)

@@ -15,9 +15,8 @@ from planner.report.terminal import render
 from planner.report.view import view_of
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec
 from planner.specs.registry import load_hardware
-from planner.specs.training import OperationsSpec, SearchLimits, TrainingSpec
+from planner.specs.training import AdapterSpec, OperationsSpec, SearchLimits, TrainingSpec
 
 
 @cache

@@ -25,10 +25,9 @@ from planner.search.ilp.node import RecomputeChoice, node_of
 from planner.search.ilp.program import solve
 from planner.search.priced_shapes import fits, priced_shapes, room_layers
 from planner.shape import RANK_ORDERS, Shape
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.tiers import parse_tiers
 from planner.trainers.load import RUNTIMES, has_dtype, load_runtime
 
 MODELS: dict[str, dict[str, Any]] = {

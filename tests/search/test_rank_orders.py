@@ -15,9 +15,8 @@ from planner.layout.evaluate import evaluate
 from planner.search.enumerate import enumerate_shapes
 from planner.search.search import plan
 from planner.shape import RANK_ORDERS
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.registry import load_hardware
-from planner.specs.tiers import parse_tiers
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import SpecError
-from planner.specs.documents import LogNormal, of_percentiles
-from planner.specs.phases import read_phases
+from planner.specs.phases import LogNormal, of_percentiles, read_phases
 from planner.specs.training import DocumentLength
 
 RECIPES = Path(__file__).parents[2] / "docs" / "phases"

@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 
 from planner.errors import SpecError
-from planner.specs.reading import parse_json, parse_yaml
-from planner.specs.reading.csv_text import parse_rows, row_of
-from planner.specs.reading.limits import MAX_DIGITS, YAML, Limits
-from planner.specs.reading.python_text import literal, parse_expression, parse_python
-from planner.specs.reading.toml_text import parse_toml
+from planner.specs.reading import (
+    MAX_DIGITS,
+    YAML,
+    Limits,
+    literal,
+    parse_expression,
+    parse_json,
+    parse_python,
+    parse_rows,
+    parse_toml,
+    parse_yaml,
+    row_of,
+)
 
 Parse = Callable[[str], Any]
 

@@ -8,9 +8,8 @@ import pytest
 
 from planner.cli import main
 from planner.errors import SpecError
-from planner.specs.cluster import ClusterSpec
+from planner.specs.cluster import ClusterSpec, parse_tiers, tiers_text
 from planner.specs.registry import load_hardware
-from planner.specs.tiers import parse_tiers, tiers_text
 
 H100 = load_hardware("h100")
 JOB = ["--model", "405b", "--gpus", "16384"]

@@ -1,7 +1,7 @@
 """Published fine-tuning runs of one to a thousand GPUs: their steps, peaks, and whether they ran out of memory.
 
 `data/finetunes.jsonl` holds one run a line, in the form of `plan evaluate --runs`, with its address and date,
-`data/finetunes_megatron.jsonl` those of Megatron's trainers (docs/FINETUNE_MLPERF.md), and `data/finetune_models.jsonl`
+`data/finetunes_megatron.jsonl` those of Megatron's trainers (docs/FINETUNE.md), and `data/finetune_models.jsonl`
 the models that several share. Such reports leave much unsaid: a row's `unsaid` names other likely values of it with
 their share, over which its intervals are widened. No number is fitted to a row but the widths of `hf`
 (`planner/trainers/data/hf.yaml`), which come from half of the sources.

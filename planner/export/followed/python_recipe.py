@@ -29,8 +29,7 @@ from planner.export.followed.python_values import (
 )
 from planner.export.imported_run import ConfigFile
 from planner.specs.problems import nearest
-from planner.specs.reading.limits import PYTHON
-from planner.specs.reading.python_text import num_signs, parse_python
+from planner.specs.reading import PYTHON, num_signs, parse_python
 
 MAX_STEPS, MAX_DEPTH, MAX_ITEMS = 200_000, 60, 4_096
 MAX_NUMBER, MAX_EXPONENT, MAX_BITS = 10**12, 64, 256

@@ -21,7 +21,7 @@ from planner.export.followed.shell_syntax import (
 )
 from planner.export.followed.shell_words import EACH, Environment, Words, holds
 from planner.export.imported_run import json_of, yaml_of
-from planner.specs.reading.limits import SHELL
+from planner.specs.reading import SHELL
 
 Files = Callable[[str], str | None]
 """The text of a file that a script names; None where there is none beside it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.errors import SpecError
-from planner.specs.reading.limits import SHELL
+from planner.specs.reading import SHELL
 
 _OPERATORS = (
     "&&",

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from planner.errors import SpecError
 from planner.export.followed.shell_syntax import closing, double_end
-from planner.specs.reading.limits import SHELL, Limits
-from planner.specs.reading.python_text import parse_expression
+from planner.specs.reading import SHELL, Limits, parse_expression
 
 Environment = dict[str, list[str]]
 """Variables; an array has several words."""

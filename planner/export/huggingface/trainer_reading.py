@@ -36,7 +36,7 @@ from planner.export.keyed_settings import (
 )
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
-from planner.specs.finetuning import MLP
+from planner.specs.training import MLP
 
 _SEQUENCE = (
     "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",

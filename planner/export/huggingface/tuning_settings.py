@@ -12,8 +12,8 @@ from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSp
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
 from planner.export.keyed_settings import is_on, mapping_of, number
 from planner.export.named_models import has_towers, model_called, num_layers_of
-from planner.specs.finetuning import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.specs.model import ModelSpec
+from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.switches import SWITCHES
 

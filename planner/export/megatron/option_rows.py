@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from planner.errors import SpecError
 from planner.export.trainer_files import Arguments, ShellText
-from planner.specs.reading.python_text import parse_expression
+from planner.specs.reading import parse_expression
 from planner.trainers.rules.common import release
 
 Options = Mapping[str, list[str]]

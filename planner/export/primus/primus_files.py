@@ -33,7 +33,7 @@ from planner.export.trainer_files import (
     slug,
 )
 from planner.specs.model import ModelSpec
-from planner.specs.reading.python_text import literal, parse_expression
+from planner.specs.reading import literal, parse_expression
 from planner.specs.registry import load_model
 from planner.specs.units import is_count
 from planner.trainers.rules.common import BF16_ONLY

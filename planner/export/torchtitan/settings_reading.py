@@ -14,9 +14,7 @@ from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import dialect
 from planner.export.named_models import Model, exported_model, model_called, num_layers_of
-from planner.specs.reading import printable
-from planner.specs.reading.python_text import literal, parse_python
-from planner.specs.reading.toml_text import parse_toml
+from planner.specs.reading import literal, parse_python, parse_toml, printable
 from planner.specs.units import is_count
 from planner.trainers.rules.torch import TORCH_CLASSES
 

@@ -20,8 +20,7 @@ from planner.errors import SpecError
 from planner.observe.traces.events import ranks_of
 from planner.observe.traces.source import Progress, TraceFile, load_plain
 from planner.specs.base import Spec
-from planner.specs.reading import label, parse_json, printable
-from planner.specs.reading.limits import DUMP
+from planner.specs.reading import DUMP, label, parse_json, printable
 
 UNATTRIBUTED = "unattributed"
 """Allocations without frames, such as those made before recording began."""

@@ -304,6 +304,11 @@ def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple
     """
     layout = in_eager_torch(plan, seen_kernels(result.ranks), alone=result.mode == "stages").best
     require_speed(result, plan.cluster.hardware, where)
+    if result.made_to_fit:
+        raise SpecError(
+            f"{where}: ran other stages than the plan's, to fit into eager torch: {'; '.join(result.made_to_fit)}",
+            "plan … --calibration takes what it measured; a plan of --runtime torch-eager is probed as it is",
+        )
     if result.inputs_sha256 != plan.inputs_sha256:
         raise SpecError(
             f"{where}: is of a plan with other inputs", "probe this plan: plan probe plan.json -o probe.json"

@@ -31,9 +31,9 @@ from planner.search.why.misses import (
 )
 from planner.search.why.room import is_small, most_within
 from planner.specs.cluster import ClusterSpec
-from planner.specs.finetuning import AdapterSpec, Bits
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
+from planner.specs.training import AdapterSpec, Bits
 from planner.specs.units import gib
 from planner.trainers.load import RUNTIMES, load_runtime
 

@@ -25,10 +25,9 @@ from planner.layout.variation import setting_of
 from planner.physics.layers import model_totals
 from planner.search.case import Case
 from planner.shape import Shape
-from planner.specs.finetuning import AdapterSpec, Bits
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
-from planner.specs.training import Parallelism, Recompute, TrainingSpec
+from planner.specs.training import AdapterSpec, Bits, Parallelism, Recompute, TrainingSpec
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect, rules_for
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec

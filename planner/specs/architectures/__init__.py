@@ -1,67 +1,111 @@
 """Hugging Face architectures: a row per `model_type` that says how its `config.json` spells a ModelSpec.
 
-A row holds the config key of each field, the values that transformers 5.23 assumes for absent keys, the fields that are
-the same for every model of the architecture, and the functions that work out the others (`derivations`, `layer_lists`,
-`sections`). `planner.specs.huggingface` reads what all configs say alike.
+A row of `rows.yaml` holds the config key of each field, the values that transformers 5.23 assumes for absent keys, the
+fields that are the same for every model of the architecture, and the names of the functions that work out the others
+(`derivations`, `layer_lists`, `sections`). `planner.specs.huggingface` reads what all configs say alike.
 """
 
 from __future__ import annotations
 
-from planner.specs.architectures.dense import DENSE_ARCHITECTURES
-from planner.specs.architectures.hybrids import HYBRID_ARCHITECTURES
-from planner.specs.architectures.mixtures import MIXTURE_ARCHITECTURES
-from planner.specs.architectures.rows import Architecture as Architecture
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-ARCHITECTURES: dict[str, Architecture] = DENSE_ARCHITECTURES | MIXTURE_ARCHITECTURES | HYBRID_ARCHITECTURES
+from planner.specs.architectures import derivations, layer_lists, sections
+from planner.specs.architectures.derivations import Config, Derived
+from planner.specs.reading import load_yaml
 
-SAME_AS = {
-    "kimi_k2": "deepseek_v3", "bailing_moe_v2": "bailing_moe", "hunyuan": "hunyuan_v1_moe", "grok_1": "grok-1",
-    "hunyuan_moe": "hunyuan_v1_moe", "hunyuan_dense": "hunyuan_v1_dense", "minimax_text_01": "minimax",
-    "minimax_m1": "minimax", "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
-    "llama4": "llama4_text", "yi": "llama", "aquila": "llama", "skywork": "llama", "xverse": "llama",
-    "telechat3": "llama", "iquestcoder": "llama", "apertus1p5_text": "apertus",
-    "rwforcausallm": "falcon", "refinedweb": "falcon",
-    "refinedwebmodel": "falcon", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "qwen2_vl": "qwen2",
-    "qwen2_5_vl": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen2_5_omni_text": "qwen2", "mimo": "qwen2",
-    "mimo_v2": "mimo_v2_flash", "step3p7": "step3p5", "longcat": "longcat_flash", "stablelm_epoch": "stablelm",
-    "phi3_v": "phi3", "phi4mm": "phi3", "phi4_multimodal": "phi3",
+Keys = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The spelling of a ModelSpec under one `model_type`."""
+
+    keys: Keys
+    """The config keys that may hold each of our fields, first choice first."""
+    defaults: dict[str, Any]
+    """The values that transformers assumes, by config key."""
+    derive: tuple[Callable[[Config], Derived], ...]
+    fixed: dict[str, Any]
+    sections: tuple[str, ...]
+    """Keys under which a mapping holds further keys of the config."""
+
+
+def _alike(*names: str) -> Keys:
+    return {name: (name,) for name in names}
+
+
+_BLOCK = _alike(
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "tie_word_embeddings", "rope_theta", "partial_rotary_factor",
+)  # fmt: skip
+_DENSE = _BLOCK | _alike("intermediate_size")
+_MOE = _alike("num_experts_per_tok", "moe_intermediate_size") | {"num_experts": ("num_experts", "num_local_experts")}
+_MLA = _alike("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_DEEPSEEK = {name: keys for name, keys in _DENSE.items() if name != "head_dim"} | _MLA | _MOE
+_DEEPSEEK |= _alike("num_nextn_predict_layers")
+_DEEPSEEK["num_experts"] = ("n_routed_experts", "num_local_experts", "num_experts")
+_GPT = _alike("vocab_size", "tie_word_embeddings")
+_GPT |= {"num_hidden_layers": ("n_layer", "num_hidden_layers"), "hidden_size": ("n_embd", "hidden_size", "n_embed"),
+         "num_attention_heads": ("n_head", "num_attention_heads")}  # fmt: skip
+GROUPS = {
+    "BLOCK": _BLOCK, "DENSE": _DENSE, "MOE": _MOE, "MLA": _MLA, "DEEPSEEK": _DEEPSEEK, "GPT": _GPT,
+    "MULTIPLIERS": _alike("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier"),
 }  # fmt: skip
-"""Models that call a known architecture by a name of their own, in lower case with underscores."""
-
-INNER = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
-"""Keys under which a multimodal config holds that of its language model, whose `model_type` decides."""
-
-WRAPPERS = {
-    "mistral3": "mistral", "llama4": "llama4_text", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
-    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "kimi_k25": "deepseek_v3", "kimi_k3": "kimi_linear",
-    "qwen2_vl": "qwen2",
-    "qwen2_5_vl": "qwen2", "aria": "aria_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
-    "llava": "llama", "llava_next": "llama", "step3_vl": "step3_text", "step3p7": "step3p5",
-    "glm4v": "glm4", "glm4v_moe": "glm4_moe", "minimax_m3_vl": "minimax_m3_vl_text",
-}  # fmt: skip
-"""Language models of multimodal configs whose inner config names none."""
-
-REFUSED = {
-    "bailing_hybrid": "latent attention with gates of heads beside Kimi delta attention",
-    "bailing_moe_linear": "linear attention of Ring-linear",
-    "bitnet": "weights of three values, with norms inside attention and MLP",
-    "blt": "bytes that are gathered into patches before the layers",
-    "diffllama": "attention as the difference of two softmaxes",
-    "ernie4_5_vl_moe": "experts of their own for text and for images",
-    "gemma3n": "layers with embeddings of their own, and alternating streams",
-    "gemma3n_text": "layers with embeddings of their own, and alternating streams",
-    "jetmoe": "a mixture of attention heads",
-    "mllama": "layers that attend to images",
-    "nemotron-nas": "sizes of its own for every layer",
-    "deci": "sizes of its own for every layer",
-    "openelm": "sizes of its own for every layer",
-    "persimmon": "LayerNorms with biases over queries and keys",
-    "recurrent_gemma": "gated linear recurrences of Griffin",
-    "rwkv": "time mixing of RWKV",
-    "xlstm": "cells of xLSTM",
-    "zamba": "one block of attention that several layers share",
-    "zamba2": "one block of attention that several layers share",
+"""Keys that most rows share, by the name that a row calls them."""
+_FUNCTIONS: dict[str, Any] = {
+    name: value for module in (derivations, layer_lists, sections) for name, value in vars(module).items()
 }
+
+
+def _architectures(rows: Mapping[str, dict[str, Any]]) -> dict[str, Architecture]:
+    """The rows of the table; one goes on from another that stands before it."""
+    built: dict[str, Architecture] = {}
+    for name, row in rows.items():
+        like = built.get(row.get("like", ""), Architecture({}, {}, (), {}, ()))
+        built[name] = Architecture(
+            keys=_keys(like.keys, row.get("keys", ())),
+            defaults=like.defaults | row.get("defaults", {}),
+            derive=(*like.derive, *map(_function, row.get("derive", ()))),
+            fixed=like.fixed | row.get("fixed", {}),
+            sections=tuple(row.get("inside", like.sections)),
+        )
+    return {name: row for name, row in built.items() if not name.startswith("_")}
+
+
+def _keys(own: Keys, items: list[Any]) -> Keys:
+    """The keys of a row: groups, fields that are spelled alike, `-field` to leave one out, other spellings."""
+    keys = dict(own)
+    for item in items:
+        if isinstance(item, dict):
+            keys |= {name: (spelt,) if isinstance(spelt, str) else tuple(spelt) for name, spelt in item.items()}
+        elif item.startswith("-"):
+            keys.pop(item[1:])
+        else:
+            keys |= GROUPS.get(item) or _alike(item)
+    return keys
+
+
+def _function(entry: Any) -> Any:
+    """A function by its name, or the one that `{name: arguments}` makes; without arguments the function itself."""
+    if not isinstance(entry, dict):
+        return _FUNCTIONS[entry]
+    ((name, arguments),) = entry.items()
+    if arguments is None:
+        return _FUNCTIONS[name]
+    return _FUNCTIONS[name](*(_function(each) if isinstance(each, dict) else each for each in arguments))
+
+
+_HERE = Path(__file__).parent
+ARCHITECTURES = _architectures(load_yaml(_HERE / "rows.yaml"))
+_NAMES = load_yaml(_HERE / "names.yaml")
+SAME_AS: dict[str, str] = _NAMES["same_as"]
+"""Models that call a known architecture by a name of their own, in lower case with underscores."""
+INNER: tuple[str, ...] = tuple(_NAMES["inner"])
+"""Keys under which a multimodal config holds that of its language model, whose `model_type` decides."""
+WRAPPERS: dict[str, str] = _NAMES["wrappers"]
+"""Language models of multimodal configs whose inner config names none."""
+REFUSED: dict[str, str] = _NAMES["refused"]
 """Decoder-only architectures that the planner has no operators for, and what it lacks; names in lower case."""

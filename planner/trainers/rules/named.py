@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from planner.specs.finetuning import ATTENTION, GROUPS, MLP
-from planner.specs.training import TrainingSpec
+from planner.specs.training import ATTENTION, GROUPS, MLP, TrainingSpec
 from planner.trainers.rules.common import BF16_ONLY, HEADS, UNWRITTEN_RULES, WHOLE_MODEL_RULES, Rule, model_rule
 from planner.trainers.rules.megatron import BRIDGE_MODEL_RULES, MEGATRON_MODEL_RULES, megatron_rules
 from planner.trainers.rules.torch import (

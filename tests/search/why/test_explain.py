@@ -55,7 +55,7 @@ def test_the_nearest_miss_is_the_one_that_plan_names(capsys: pytest.CaptureFixtu
 
 def test_a_job_that_fits_nowhere_has_a_miss_and_a_remedy() -> None:
     with pytest.raises(Infeasible) as caught:
-        explained("70b", 8, tp=(8,))
+        explained("70b", 4, tp=(4,))
     assert caught.value.nearest is not None
     assert caught.value.nearest["shortfall_gib"] > 0
     assert caught.value.remedy is not None

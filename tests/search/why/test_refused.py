@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -71,13 +70,5 @@ def test_the_hint_is_of_the_rule_and_following_it_helps(changes: Any, hint: str,
 )
 def test_one_reason_alone_is_the_only_one_counted(changes: dict[str, Any], reason: str) -> None:
     error = refusal(**({"cp": (1,)} | changes))
-    # sizes that no head count has are left out of the grid whatever else is asked
-    assert set(error.rejections) | {"heads_not_divisible_by_tp"} == {reason, "heads_not_divisible_by_tp"}
-    assert f"× {reason}" in error.message
-
-
-def test_counts_are_listed_largest_first() -> None:
-    error = refusal(model=toy_model(12), cluster=toy_cluster(4, memory_gib=0.3))
-    listed = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) × [a-z]+_", error.message)]
-    assert listed == sorted(listed, reverse=True)
-    assert sorted(listed) == sorted(error.rejections.values())
+    assert set(error.rejections) == {reason}
+    assert " × " not in error.message.replace(" × toy-gpu", "")

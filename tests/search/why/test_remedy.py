@@ -218,7 +218,7 @@ def test_a_headroom_in_the_way_is_named_and_giving_it_up_helps() -> None:
 @pytest.mark.parametrize(
     "typed",
     [
-        "--model 405b --gpus 8 -s 4096 -b 8",
+        "--model 70b --gpus 4 -s 4096 -b 8",
         "--model 8b --gpus 1 -s 4096 -b 8",
         "--model 70b --gpus 64 -s 4096 -b 64 --tp 1 --pp 1 --recompute none --zero-stage 1",
         "--model 8b --gpus 16 -s 4096 -b 64 --tp 16",

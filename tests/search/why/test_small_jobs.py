@@ -30,9 +30,8 @@ from planner.search.why.room import (
     sequence_excess_bytes,
     with_room,
 )
-from planner.specs.finetuning import AdapterSpec, Bits
 from planner.specs.registry import load_model
-from planner.specs.training import Recompute
+from planner.specs.training import AdapterSpec, Bits, Recompute
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.stated import switched
 
@@ -210,7 +209,9 @@ def test_the_error_names_them_and_the_first_is_the_remedy() -> None:
     assert caught.value.remedy is not None
     assert caught.value.remedy["options"] == ["--lora"]
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("train adapters: --lora; or take another card: --hardware ")
+    assert caught.value.hint.startswith(
+        "train adapters beside frozen weights: --lora; or take another card: --hardware "
+    )
 
 
 @pytest.mark.thorough(0)

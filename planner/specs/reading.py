@@ -1,17 +1,26 @@
-"""Text, JSON and YAML that a user gave: bytes as text, plain data and nothing else, within limits.
+"""The one home of reading what users' files hold: bytes, nesting, values and digits have limits, and nothing is run.
 
-In YAML every alias is counted as often as it is repeated.
+Text, JSON, YAML, TOML, CSV and Python give plain data and nothing else. Every parse ends because what it is given ends:
+no clock and no signal is needed. The limits are such that the worst file that we know within them takes less than two
+seconds and 300 MB on one core, those that the planner wrote itself less than five and 500 MB (`tools/worst_files`,
+docs/reliability.md). In YAML every alias is counted as often as it is repeated.
 """
 
 from __future__ import annotations
 
+import ast
 import codecs
+import csv
+import io
 import json
 import os
 import re
 import sys
+import tomllib
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +28,41 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from planner.errors import SpecError, shortened
-from planner.specs.reading.limits import CONFIGURATION, JSON, MAX_DIGITS, YAML, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that is read of one text."""
+
+    num_bytes: int
+    """Bytes of a file, characters of a text that was read before."""
+    num_items: int
+    """Keys and values, those that an alias repeats counted each time; of Python: words and signs."""
+    depth: int
+    """Mappings and lists inside each other."""
+
+
+MAX_DIGITS = 308
+"""Digits of a whole number: one of more digits is no float either."""
+
+YAML = Limits(2**20, 50_000, 100)
+"""A spec is a page of text; the longest that ships has 6 kB and 250 values."""
+JSON = Limits(2**20, 2**20, 100)
+SAVED = Limits(2**28, 2**23, 100)
+"""JSON that the planner wrote itself: probes and observations, with a number for each of a million steps."""
+DUMP = Limits(300 * 10**6, 2**24, 100)
+"""A flight recorder's dump as JSON; torch's pickles of it have the limits of `planner/observe/traces/source.py`."""
+TOML = Limits(2**20, 20_000, 100)
+PYTHON = Limits(2**20, 100_000, 100)
+"""A recipe and the files that it imports, all together."""
+SHELL = Limits(2**18, 4_000_000, 40)
+"""A launch script; its values are the characters that its words and variables make, its depth that of blocks."""
+EXPRESSION = Limits(40_000, 40_000, 100)
+"""One expression in Python's spelling: a list of layers, a value of an option."""
+CSV = Limits(2**24, 2**20, 1)
+CONFIGURATION = Limits(2**20, 100_000, 100)
+"""A file of any language that is imported; that of its language holds too."""
+
 
 STDIN = "-"
 MAX_BYTES = YAML.num_bytes
@@ -325,3 +368,127 @@ def _refuse_duplicates(root: Node, where: str) -> None:
                 problem = f"line {line}: {name}: given twice, first on line {first}"
                 raise SpecError(f"{where}: {problem}".removeprefix(": "), "keep one of them")
             lines[key.value] = line
+
+
+def load_yaml(path: str | Path, limits: Limits = JSON) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; `-` is stdin. Raises SpecError for whatever is not one."""
+    return parse_mapping(read_text(path, limits.num_bytes), label(path), limits)
+
+
+def parse_mapping(text: str, where: str, limits: Limits = JSON) -> dict[str, Any]:
+    """The mapping that `text` holds, as JSON where it looks like it and else as YAML; the limits are those of JSON."""
+    if where.endswith(".json"):
+        data = parse_json(text, where, limits=limits)
+    elif text.lstrip().startswith("{"):
+        try:
+            data = json_value(text, where, "", limits)
+        except NotJsonError:  # a YAML flow mapping also starts with a brace
+            data = parse_yaml(text, where)
+    else:
+        data = parse_yaml(text, where)
+    if data is None:
+        raise SpecError(f"{where}: is empty", "write `key: value` lines")
+    if not isinstance(data, dict):
+        raise SpecError(f"{where}: holds {kind_of(data)}, not a mapping", "write `key: value` lines")
+    return data
+
+
+def parse_rows(text: str, problem: str, hint: str, limits: Limits = CSV) -> Iterator[list[str]]:
+    """Rows of cells. Raises SpecError, which begins with `problem`, for what is no CSV and beyond the limits."""
+
+    def refused(reason: str) -> SpecError:
+        return SpecError(f"{problem}: {reason}", hint)
+
+    refuse_longer(text, limits.num_bytes, refused)
+    refuse_signs(text, ",\n", limits.num_items, refused)
+    try:
+        yield from csv.reader(io.StringIO(text))
+    except csv.Error as error:
+        raise refused(printable(str(error))) from None
+
+
+def row_of(line: str, delimiter: str) -> list[str]:
+    """The cells of one line; none where it is no row."""
+    try:
+        return next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:
+        return []
+
+
+_MAX_DOTS = 50
+_DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{_MAX_DOTS}}}")
+"""A key of so many parts: tomllib keeps every beginning of it, and thousands of parts fill gigabytes."""
+
+
+def parse_toml(text: str, where: str, hint: str, limits: Limits = TOML) -> dict[str, Any]:
+    """The tables of a text. Raises SpecError, which names `where`, for anything else and beyond the limits."""
+
+    def refused(problem: str) -> SpecError:
+        return SpecError(f"{where}: not TOML: {problem}".removeprefix(": "), hint)
+
+    refuse_longer(text, limits.num_bytes, refused)
+    refuse_signs(text, ",=[{.", limits.num_items, refused)
+    if _DOTTED.search(text):
+        raise refused(f"a key of more than {_MAX_DOTS} parts")
+    try:
+        data = tomllib.loads(text)
+    except RecursionError:
+        raise refused(f"nested more than {limits.depth:,} deep") from None
+    except ValueError as error:  # a TOMLDecodeError is one, and an integer of thousands of digits is another
+        raise refused(printable(str(error))) from None
+    refuse_depth(data, limits.depth, refused)
+    return data
+
+
+_SIGN = re.compile(r"\w+|[^\w\s]")
+_FAILURES = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+"""Failures of `ast`: a NUL, nesting, an integer of thousands of digits, a key that cannot be hashed."""
+
+
+def num_signs(text: str) -> int:
+    """Words and signs of a text: there are no more nodes in its tree than about twice as many."""
+    return sum(1 for _ in _SIGN.finditer(text))
+
+
+def parse_python(text: str, where: str, hint: str, limits: Limits = PYTHON) -> ast.Module:
+    """The tree of a file. Raises SpecError, which names `where`, for anything else and beyond the limits."""
+
+    def refused(problem: str) -> SpecError:
+        return SpecError(f"{where}: not Python: {problem}".removeprefix(": "), hint)
+
+    refuse_longer(text, limits.num_bytes, refused)
+    if num_signs(text) > limits.num_items:
+        raise refused(f"more than {limits.num_items:,} words and signs")
+    try:
+        tree: ast.Module = _quiet(text, "exec")
+        return tree
+    except SyntaxError as error:
+        raise refused(f"line {error.lineno}: {printable(error.msg)}") from None
+    except _FAILURES:
+        raise refused("nested too deeply, or with characters that no text has") from None
+
+
+def parse_expression(text: str, limits: Limits = EXPRESSION) -> ast.expr:
+    """The tree of one expression. Raises ValueError for anything else and beyond the limits."""
+    if len(text) > limits.num_bytes:
+        raise ValueError(f"{len(text):,} characters")
+    try:
+        tree: ast.expr = _quiet(text.strip(), "eval").body
+    except _FAILURES as error:
+        raise ValueError(f"no expression: {error}") from None
+    return tree
+
+
+def literal(text: str | ast.expr, limits: Limits = EXPRESSION) -> Any:
+    """The value of a literal such as `[1, None]`, as text or as a tree. Raises ValueError for anything else."""
+    tree = parse_expression(text, limits) if isinstance(text, str) else text
+    try:
+        return ast.literal_eval(tree)
+    except _FAILURES as error:
+        raise ValueError(f"no literal: {error}") from None
+
+
+def _quiet(text: str, mode: str) -> Any:
+    with warnings.catch_warnings():  # of `"\d"` and `1if x`, which are the file's own affair
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode=mode)
