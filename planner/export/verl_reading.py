@@ -173,7 +173,8 @@ def _offload(imported: ImportedRun, settings: Settings, prefix: str) -> None:
 def _list_unread(imported: ImportedRun, settings: Settings, read: tuple[str, ...]) -> None:
     exact = (
         *(f"{_ACTOR}{name}" for name in ("ppo_mini_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")),
-        "data.train_batch_size", "data.micro_batch_size_per_gpu", "data.use_dynamic_bsz", "data.max_token_len_per_gpu",
+        "data.train_batch_size", "data.micro_batch_size_per_gpu", "data.micro_batch_size",
+        f"{_ACTOR}ppo_micro_batch_size", "data.use_dynamic_bsz", "data.max_token_len_per_gpu",
         "data.max_length", "data.max_prompt_length", "data.max_response_length", "trainer.nnodes", "engine",
         "trainer.n_gpus_per_node", f"{_MODEL}path", "model.path", "model.partial_pretrain", "engine.strategy",
     )  # fmt: skip
@@ -186,7 +187,12 @@ def _list_unread(imported: ImportedRun, settings: Settings, read: tuple[str, ...
 
 def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
     """Sequences of an update and their length; of dynamic micro-batches those that hold so many tokens."""
-    run = imported.run
+    run, layout = imported.run, imported.run["parallelism"]
+    whole = number(settings, f"{_ACTOR}ppo_micro_batch_size" if is_rl else "data.micro_batch_size")
+    if whole and run["num_gpus"]:
+        # the older name counts the sequences of all replicas
+        ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
+        layout["micro_batch_size"] = max(1, whole * ranks // run["num_gpus"])
     prompt, response = number(settings, "data.max_prompt_length"), number(settings, "data.max_response_length")
     if is_rl:
         run["seq_length"] = (prompt or 512) + (response or 512)

@@ -247,10 +247,11 @@ def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict
     """
     assumed = [dict(_assumptions(candidate, trainer)) for candidate in candidates]
     shared = [name for name in assumed[0] if all(name in others for others in assumed)]
-    return {AS_PLANNED: [candidate.step_s for candidate in candidates]} | {
-        name: [_step_s(candidate, others[name]) for candidate, others in zip(candidates, assumed, strict=True)]
-        for name in shared
-    }
+    steps_s = {AS_PLANNED: [candidate.step_s for candidate in candidates]} | {name: list[float]() for name in shared}
+    for candidate, others in zip(candidates, assumed, strict=True):  # one after the other: orders are kept for a while
+        for name in shared:
+            steps_s[name].append(_step_s(candidate, others[name]))
+    return steps_s
 
 
 def robust_steps(layouts: Sequence[PricedLayout], assumed_s: Mapping[str, Sequence[float]]) -> tuple[RobustStep, ...]:

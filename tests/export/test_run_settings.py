@@ -198,7 +198,7 @@ def exported(planned: Planned) -> Callable[[str], str]:
 
 
 FROM_THE_LAUNCHER = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MOCK", "PREFLIGHT", "NUMA_BINDING", "PLAN_DIR", "GPUS"}
-FROM_ELSEWHERE = re.compile(r"SLURM_\w+|BASH\w*|PWD|PATH|PYTHONPATH")
+FROM_ELSEWHERE = re.compile(r"SLURM_\w+|BASH\w*|PWD|PATH|PYTHONPATH|TMPDIR")
 """Variables of Slurm and of the shell itself."""
 
 

@@ -25,7 +25,7 @@ from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
 
 MOST = {
-    ("llama-3.1-405b", 2048, 8192, 2048): {"tables": 47, "bounds": 39, "programs": 0, "replays": 34},
+    ("llama-3.1-405b", 2048, 8192, 2048): {"tables": 47, "bounds": 39, "programs": 0, "replays": 37},
     ("deepseek-v3", 2048, 4096, 15360): {"tables": 120, "bounds": 130, "programs": 0, "replays": 66},
     ("llama-3.1-8b", 8, 8192, 512): {"tables": 34, "bounds": 24, "programs": 0, "replays": 66},
 }

@@ -249,7 +249,7 @@ SECONDS: tuple[tuple[Pattern[str], Callable[[str, Trial], float]], ...] = (
     (re.compile(r"elapsed time per iteration \(ms\): *([\d.]+)"), lambda found, trial: float(found) / 1000),
     # Megatron-Bridge: Step Time : 3.21s
     (re.compile(r"[Ss]tep [Tt]ime *:? *([\d.]+) ?s"), lambda found, trial: float(found)),
-    # torchtitan: tps: 5,678 (tokens per second and GPU)
+    # tps: 5,678 (tokens per second and GPU)
     (re.compile(r"\btps: *(?:\x1b\[[\d;]*m)?([\d,]+)"), per_gpu),
     # DeepSpeed: CurrSamplesPerSec=12.3
     (re.compile(r"CurrSamplesPerSec=([\d.]+)"), lambda found, trial: trial["global_batch_size"] / float(found)),
