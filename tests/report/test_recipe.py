@@ -79,8 +79,8 @@ def test_the_heading_says_how_gains_were_priced(make_plan: MakePlan, replanned: 
         (offer("dtype", "fp8", 7.5, "fp8"), "--allow fp8: at least 25.0% faster, changes numerics"),
         (
             offer("cuda_graph", "full_iteration", 8.0, "nan_checks", "fused_experts", changes="checks and numerics"),
-            "--allow nan_checks,fused_experts: cuda_graph full_iteration, at least 20.0% faster, changes checks and "
-            "numerics",
+            "--allow nan_checks,fused_experts: cuda_graph full_iteration, at least 20.0% faster, "
+            "changes checks and numerics",
         ),
     ],
 )
