@@ -106,7 +106,8 @@ ROUTING_WIDTH = 0.20
 SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
 from the data sheet and the algorithm, and five published runs of one model have been held against it."""
-HOST_WIDTH, SAID_HOST_WIDTH = 0.20, 0.15
+HOST_WIDTH = 0.20
+SAID_HOST_WIDTH = 0.15
 """Half-widths per share of a layer's time that its host needs: hosts differ, unless someone says which one it is, and
 one host differs among layouts that keep it equally busy (vTrain's small models)."""
 OVERLAP_WIDTH, DRIVEN_WIDTH = 0.20, 0.30

@@ -190,11 +190,13 @@ def checked(model: type[S], values: Mapping[str, Any], where: str = "", spelling
         raise SpecError(error.message.removeprefix(": "), error.hint) from None
 
 
-def with_numbers(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+def with_numbers(model: type[BaseModel], values: Any) -> Any:
     """The values with texts such as `8k` or `400Gb/s` as the numbers that they are, in the unit that the field ends in.
 
-    A text that is no number stays, and is refused by the field.
+    A text that is no number stays, and is refused by the field; so does what is no mapping.
     """
+    if not isinstance(values, Mapping):
+        return values
     numeric, nested = _kinds(model)
     read = dict(values)
     for name, value in values.items():

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
 from planner.answer import Layout, Plan, PricedLayout
 from planner.answer.memory import MemoryAnswer
+from planner.decide.check import CheckedFile
 from planner.decide.compare import Compared
 from planner.decide.job import Resume, SpareNodes
 from planner.decide.phases import PhaseAnswer, PhasesAnswer
@@ -80,6 +81,11 @@ Sides = _type(
     "Comparison", "Plans, probes and runs beside each other.", files=list[str], differences=dict[str, list[Any]],
     waterfall=list[Term], waterfalls=list[list[Term]], sides=list[Compared],
 )  # fmt: skip
+CheckOfFile = _type(
+    "CheckOfFile", "A launch file, the one that it replaces, and what differs.", new=CheckedFile,
+    old=CheckedFile | None, slower_fraction=float | None, exit_code=int, comparison=Sides | None,
+)  # fmt: skip
+Checked = _type("Checked", "Every file that was checked.", checks=list[CheckOfFile])
 Swept = _type(
     "Sweep", "Every point that was planned, and which of them answer the question.", points=list[Point],
     pareto=list[int], answers=dict[str, int | None], goal=Goal,
@@ -195,6 +201,8 @@ SCHEMAS: Mapping[str, Schema] = {
     "program": Schema("`plan explain --program --json`", ProgramText),
     "sweep": Schema("`plan sweep --json`", Swept),
     "compare": Schema("`plan compare --json`", Sides),
+    "check": Schema("`plan check --json`", Checked),
+    "show": Schema("`plan show --json`: what the file holds", dict[str, Any]),
     "model": Schema("`plan models NAME --json`; without a name, a list of these", Counted | list[Counted]),
     "hardware": Schema(
         "`plan hardware NAME --json`, `plan profile --json`; without a name, a list", HardwareSpec | list[HardwareSpec]

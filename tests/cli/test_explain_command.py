@@ -136,7 +136,7 @@ def test_why_this_layout_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_job_that_cannot_be_done_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--model", "70b", "--gpus", "8", "-s", "4096", "-b", "8", "--tp", "8"]) == 3
+    assert main(["explain", "--model", "405b", "--gpus", "8", "-s", "4096", "-b", "8", "--tp", "8"]) == 3
     assert "nothing fits" in capsys.readouterr().err
 
 

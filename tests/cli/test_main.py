@@ -152,7 +152,7 @@ def test_mistakes_are_one_error_line_one_hint_line_and_a_code(
         (["evalute"], 2, "SpecError"),
         (["evaluate", "--runs", "nowhere.jsonl"], 2, "SpecError"),
         (["evaluate", "--model", "405b", "--gpus", "8", "--tp", "3"], 2, "SpecError"),
-        (["explain", "--model", "70b", "--gpus", "8", "-s", "4096", "-b", "8", "--tp", "8"], 3, "Infeasible"),
+        (["explain", "--model", "405b", "--gpus", "8", "-s", "4096", "-b", "8", "--tp", "8"], 3, "Infeasible"),
         (["schedule", "nonesuch"], 2, "SpecError"),
         (["schedule", "auto", "--in-flight", "0.5"], 3, "Infeasible"),
         (["export", "nowhere.json", "--to", "megatron"], 2, "SpecError"),

@@ -15,7 +15,6 @@ from laws.jobs import Job, jobs
 from planner.answer import Plan
 from planner.layout.evaluate import evaluate
 from planner.plan_file import read_plan
-from planner.serve.downloads import _as_stated
 
 sys.path.append(str(Path(__file__).parents[1] / "export"))
 
@@ -34,7 +33,7 @@ def saved_and_read(plan: Plan) -> Plan:
 
 def evaluated_again(plan: Plan) -> Plan:
     """The layout of a plan, stated as a user would state it, priced anew."""
-    layout = _as_stated(plan.best).model_copy(update={"dp": plan.parallelism.dp})
+    layout = plan.best.stated.model_copy(update={"dp": plan.parallelism.dp})
     runtime = plan.best.runtime_spec or plan.runtime_spec
     return evaluate(plan.model.spec, plan.cluster, plan.training, layout, runtime=runtime)
 

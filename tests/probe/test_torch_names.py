@@ -19,7 +19,7 @@ from torch_names import FILES, PACKAGE, attributes, keywords, torch_names  # noq
 OLDEST = Path(__file__).with_name("torch_names.txt")
 NEWER = {
     "probe/torch_build.py": {"all_gather_single", "reduce_scatter_single"},
-    "probe/model/linear.py": {"_grouped_mm"},
+    "probe/model/layers.py": {"_grouped_mm"},
     "probe/rank/gradients.py": {"set_gradient_divide_factor", "set_custom_all_gather", "ignored_params"},
     "probe/rank/rank_alone.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
 }
