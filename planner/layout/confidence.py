@@ -110,7 +110,8 @@ HOST_WIDTH = 0.20
 SAID_HOST_WIDTH = 0.15
 """Half-widths per share of a layer's time that its host needs: hosts differ, unless someone says which one it is, and
 one host differs among layouts that keep it equally busy (vTrain's small models)."""
-OVERLAP_WIDTH, DRIVEN_WIDTH = 0.20, 0.30
+OVERLAP_WIDTH = 0.20
+DRIVEN_WIDTH = 0.30
 """Half-widths per share of the step that exchanges take: versions of a trainer hide different shares of them, and on a
 network that the host drives two jobs were published."""
 NARROW_WIDTH = {"nvfp4": 0.06}
