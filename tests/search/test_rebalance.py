@@ -54,7 +54,7 @@ def test_no_split_of_a_small_model_is_faster(seed: int) -> None:
         for split in splits
         if Candidate(case.pricing, case.table, split, "1f1b").fits
     )
-    assert found.after.step.step_s == pytest.approx(best_s, rel=2e-3)
+    assert found.after.step.step_s == pytest.approx(best_s, rel=4e-3)  # within the gap of a search
     solution = solve(node_of(case.pricing, case.table, choice, "1f1b", rank_factors=factors), NO_LIMIT_S)
     assert solution is not None
     assert solution.bound_s <= best_s * (1 + 1e-6)
