@@ -305,7 +305,7 @@ class Robust:
         """How the fastest stands if one of the assumptions fails, in a few words."""
         most, best = percent(self.losses[self.least]), percent(self.losses[0])
         if self.least:
-            return f"best up to {best} behind if one fails, {self.least}. {most}"
+            return f"up to {best} behind if one fails, alternative {self.least} {most}"
         tried = len(self.assumptions) - 1
         return (
             f"if one fails, up to {best} behind" if self.losses[0] > 0 else f"the fastest under each of {tried} others"
