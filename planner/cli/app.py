@@ -259,11 +259,40 @@ def shared_options() -> set[str]:
     return {field.name for field in fields(PlanOptions)} | {"quiet", "no_color", "debug"}
 
 
-class Subcommand(_Sections, TyperCommand):
+class _Once:
+    """Options that are given twice: those whose values are lists are joined, any other is refused; none is dropped."""
+
+    def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
+        for param in self.get_params(ctx):
+            names = {name for name in param.opts if name.startswith("--")}
+            if not names or getattr(param, "multiple", False) or getattr(param, "is_flag", False):
+                continue
+            at = [i for i, word in enumerate(args) if word.partition("=")[0] in names]
+            if len(at) > 1:
+                args = _joined(args, at, sorted(names)[0])
+        parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        return parsed
+
+
+JOINED = ("--switch", "--assume", "--allow", "--show", "--keep")
+"""Options whose values are lists, so that two of them are one longer list."""
+
+
+def _joined(words: list[str], at: list[int], name: str) -> list[str]:
+    """The words with one option for several of a name. SpecError where its value is no list."""
+    values = [words[i].partition("=")[2] if "=" in words[i] else " ".join(words[i + 1 : i + 2]) for i in at]
+    if name not in JOINED:
+        both = " and ".join(values)[:80]
+        raise SpecError(f"{name}: given {len(at)} times, {both}", f"keep one, such as {name} {values[-1]}")
+    dropped = {j for i in at for j in ((i,) if "=" in words[i] else (i, i + 1))}
+    return [*(word for i, word in enumerate(words) if i not in dropped), name, ",".join(values)]
+
+
+class Subcommand(_Once, _Sections, TyperCommand):
     """A command beside the main job."""
 
 
-class Commands(_Sections, TyperGroup):
+class Commands(_Once, _Sections, TyperGroup):
     """Loads a command's module when the command is named."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:

@@ -48,3 +48,15 @@ def test_a_time_or_a_sum_says_how_many_tokens(
 
 def test_tokens_that_are_given_are_not_asked_for() -> None:
     assert main(shlex.split("-m 1b -g 8 --tokens 1T --days 3")) == 2
+
+
+def test_options_of_lists_are_joined_and_any_other_is_refused_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", "-m", "8b", "-g", "16", "--tp", "2", "-s", "2048", "-b", "64", "--json"]
+    switches = ("cross_entropy_fusion=false", "p2p_overlap=true")
+    told = []
+    for given in (["--switch", ",".join(switches)], [f"--switch={switches[0]}", "--switch", switches[1]]):
+        assert main([*words, *given]) == 0
+        told.append(json.loads(capsys.readouterr().out)["best"]["step"]["step_s"])
+    assert told[0] == told[1]
+    assert main([*words, "--switch", switches[1], "--tp", "4"]) == 2
+    assert "--tp: given 2 times, 2 and 4" in capsys.readouterr().err
