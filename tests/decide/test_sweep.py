@@ -7,7 +7,7 @@ import io
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from planner.decide.sweep import (
@@ -145,6 +145,8 @@ def test_the_fewest_are_those_of_a_linear_scan(
     goal = Goal(deadline_days=deadline)
     assert nodes.first_that(lambda p: p.fits) == fits_from
     scan = next((n for n in range(1, 25) if goal.is_met(point(n))), None)
+    # halving needs that all the nodes meet what fewer do: nodes that bring less than their waits cost may not
+    assume(scan is None or goal.is_met(point(24)))
     assert nodes.first_that(goal.is_met, fits_from) == scan
 
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -234,11 +235,20 @@ def test_a_process_server_that_is_stopped_is_named(make_run: Any, monkeypatch: p
     assert str(server) in error.value.hint
 
 
+def started(target: Any, *args: Any) -> Any:
+    """A process that runs; a server of processes that an earlier test has ended is started anew."""
+    for _ in range(2):
+        process = process_context().Process(target=target, args=args)
+        with suppress(EOFError):
+            process.start()
+            return process
+    raise AssertionError("no process server")
+
+
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(sent: signal.Signals, make_run: Any, own_tmp: Path) -> None:
-    launcher = process_context().Process(target=launch_and_wait.main, args=(small(make_run), own_tmp))
-    launcher.start()
+    launcher = started(launch_and_wait.main, small(make_run), own_tmp)
     pids = [own_tmp / f"pid{rank}" for rank in range(2)]
     until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
     until(lambda: all("step 0" in status.read_text() for status in own_tmp.glob("plan-probe-*/*.status")))
