@@ -92,6 +92,7 @@ def import_command(
       plan import ds_config.json --model llama-2-13b --gpus 64 --seq-length 4096
     """
     from planner.cli.output import dumps, show, waiting
+    from planner.decide.check import judged
     from planner.export.import_run import read
     from planner.files import write_text
     from planner.layout.runs import parse_run
@@ -103,7 +104,7 @@ def import_command(
         write_text(output, dumps({"id": None, "run": run_data}, indent=None), force)
     for name, value in imported.unknown.items():
         _log.warning("not understood: %s", f"{name} {value}".strip())
-    evaluated, refused = _judged(run)
+    evaluated, refused = judged(run)
     refused = [*imported.refused, *refused]
     others = _otherwise(imported, run_data, file)
     for reason in refused:
@@ -171,42 +172,22 @@ def _otherwise(imported: ImportedRun, run: dict[str, Any], file: str) -> list[di
     return found
 
 
-def _judged(run: Run) -> tuple[Plan, list[str]]:
-    """The run's price, and the rules of its trainer that it breaks: a switch that breaks one is priced as off."""
-    from planner.export.spelling import broken_rules_of_recipe
-    from planner.layout.evaluate import evaluate
-    from planner.trainers.stated import switched
-    from planner.trainers.switches import SWITCHES
-
-    plan = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
-    broken = broken_rules_of_recipe(plan)
-    refused = [f"{reason.name} {reason.message}: priced without it" for reason in broken]
-    refused += [text for warning in plan.best.warnings if (text := warning.partition("refuses this layout: ")[2])]
-    if broken:
-        plainest = {reason.name: next(iter(SWITCHES[reason.name].values)) for reason in broken}
-        runtime = switched(run.runtime, plainest)
-        plan = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=runtime)
-    return plan, refused
-
-
 def _own(run: Run, evaluated: Plan) -> tuple[Plan | None, str]:
     """The best plan for the same job and trainer, and why it is better; None and the reason where nothing fits."""
+    from planner.decide.check import own_choice
     from planner.errors import Infeasible
     from planner.report.causes import largest_cause, says_slower
-    from planner.search.search import plan
     from planner.specs.training import SearchLimits
-    from planner.trainers.stated import consented, freed
 
-    limits = SearchLimits(top=1, allow=consented(run.runtime))
     try:
-        best = plan(run.model, run.cluster, run.training, limits=limits, runtime=freed(run.runtime))
+        best = own_choice(run)
     except Infeasible as error:
         return None, error.message
     if not evaluated.fits:
         return best, "The configuration does not fit in memory; the planner's choice does."
     same = best.parallelism == evaluated.parallelism
     cause = None if same else largest_cause(best.best, evaluated.best, run.cluster)
-    return best, says_slower(best, evaluated, cause, limits.gap_fraction)
+    return best, says_slower(best, evaluated, cause, SearchLimits().gap_fraction)
 
 
 def _report(

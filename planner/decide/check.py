@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,10 @@ def _checked(
     plan, refused = judged(run)
     fullest = plan.best.worst_stage
     price = plan.cluster.hardware.usd_per_gpu_hour
-    own = own_choice(run) if searches else None
+    own = None
+    if searches:
+        with suppress(Infeasible, SpecError):
+            own = own_choice(run)
     moves = own is not None and own.parallelism != plan.parallelism and own.step.step_s < plan.step.step_s
     return CheckedFile(
         file=str(file), source=imported.source, model=plan.model.name, hardware=plan.cluster.hardware.name,
@@ -180,12 +184,9 @@ def judged(run: Run) -> tuple[Plan, list[str]]:
     return plan, refused
 
 
-def own_choice(run: Run) -> Plan | None:
-    """The planner's choice for the same job and trainer; None where nothing fits."""
+def own_choice(run: Run) -> Plan:
+    """The planner's choice for the same job and trainer. Raises Infeasible where nothing fits."""
     from planner.search.search import plan
 
     limits = SearchLimits(top=1, allow=consented(run.runtime))
-    try:
-        return plan(run.model, run.cluster, run.training, limits=limits, runtime=freed(run.runtime))
-    except (Infeasible, SpecError):
-        return None
+    return plan(run.model, run.cluster, run.training, limits=limits, runtime=freed(run.runtime))
