@@ -20,6 +20,8 @@ from planner.distribution import DISTRIBUTION
 from planner.errors import SpecError, one_line
 from planner.trainers.shipped import calibration_date
 
+_log = logging.getLogger(__name__)
+
 
 class CommandRow(NamedTuple):
     """A command: where it stands in the help, the module that has it, and its line in lists."""
@@ -260,11 +262,11 @@ def shared_options() -> set[str]:
 
 
 class _Once:
-    """Options that are given twice: those whose values are lists are joined, any other is refused; none is dropped."""
+    """Options that are given twice: lists are joined; of others the last counts, and stderr names what was dropped."""
 
     def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
         for param in self.get_params(ctx):
-            names = {name for name in param.opts if name.startswith("--")}
+            names = {name for name in param.opts if name.startswith("-")}
             if not names or getattr(param, "multiple", False) or getattr(param, "is_flag", False):
                 continue
             at = [i for i, word in enumerate(args) if word.partition("=")[0] in names]
@@ -279,11 +281,12 @@ JOINED = ("--switch", "--assume", "--allow", "--show", "--keep")
 
 
 def _joined(words: list[str], at: list[int], name: str) -> list[str]:
-    """The words with one option for several of a name. SpecError where its value is no list."""
+    """The words with one option for several of a name: a longer list, or the last value."""
     values = [words[i].partition("=")[2] if "=" in words[i] else " ".join(words[i + 1 : i + 2]) for i in at]
     if name not in JOINED:
-        both = " and ".join(values)[:80]
-        raise SpecError(f"{name}: given {len(at)} times, {both}", f"keep one, such as {name} {values[-1]}")
+        if len({*values}) > 1:
+            _log.warning("%s: given %d times, the last counts: %s", name, len(at), ", ".join(values)[:80])
+        return words
     dropped = {j for i in at for j in ((i,) if "=" in words[i] else (i, i + 1))}
     return [*(word for i, word in enumerate(words) if i not in dropped), name, ",".join(values)]
 

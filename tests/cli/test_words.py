@@ -50,7 +50,7 @@ def test_tokens_that_are_given_are_not_asked_for() -> None:
     assert main(shlex.split("-m 1b -g 8 --tokens 1T --days 3")) == 2
 
 
-def test_options_of_lists_are_joined_and_any_other_is_refused_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_lists_are_joined_and_of_any_other_the_last_counts(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["evaluate", "-m", "8b", "-g", "16", "--tp", "2", "-s", "2048", "-b", "64", "--json"]
     switches = ("cross_entropy_fusion=false", "p2p_overlap=true")
     told = []
@@ -58,5 +58,7 @@ def test_options_of_lists_are_joined_and_any_other_is_refused_twice(capsys: pyte
         assert main([*words, *given]) == 0
         told.append(json.loads(capsys.readouterr().out)["best"]["step"]["step_s"])
     assert told[0] == told[1]
-    assert main([*words, "--switch", switches[1], "--tp", "4"]) == 2
-    assert "--tp: given 2 times, 2 and 4" in capsys.readouterr().err
+    assert main([*words, "--tp", "4"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["best"]["parallelism"]["tp"] == 4
+    assert "--tp: given 2 times, the last counts: 2, 4" in shown.err
