@@ -77,8 +77,9 @@ def model(**changes: Any) -> str:
 )
 def test_an_error_about_a_spec(shown: Any, suffix: str, text: str) -> None:
     for option in ("--model", "--hardware", "--runtime"):
-        job = ["evaluate", "--tp", "1", *JOB] + ([] if option == "--model" else ["--model", "1b"])
-        said = shown(*job, option, f"spec.{suffix}", **{f"spec__{suffix}": text})
+        given = {"--model": "1b", "--hardware": "h100", option: f"spec.{suffix}"}
+        job = [word for pair in given.items() for word in pair]
+        said = shown("evaluate", "--tp", "1", *job, *JOB[2:], **{f"spec__{suffix}": text})
         assert said.startswith("error: ")
         assert "\nhint: " in said
 
