@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from planner.cli import options as o
-from planner.cli.import_command import From, NoSearch, Recipe, VocabSize
+from planner.cli.import_command import ReadOptions
+from planner.cli.job_options import with_options
 
 _WHAT = "What is checked"
 Files = Annotated[
@@ -22,19 +23,12 @@ Format = Annotated[str, o.text(o.OUTPUT, "--format", "NAME", "text, markdown, js
 FORMATS = ("text", "markdown", "json", "sarif")
 
 
+@with_options
 def check_command(
     files: Files,
     against: Against = None,
-    from_: From = None,
-    recipe: Recipe = None,
-    model: o.Model = None,
-    gpus: o.Gpus = None,
-    hardware: o.Hardware = None,
-    gpus_per_node: o.GpusPerNode = None,
-    seq_length: o.SeqLength = None,
-    global_batch_size: o.GlobalBatchSize = None,
-    vocab_size: VocabSize = None,
-    no_search: NoSearch = False,
+    *,
+    asked: ReadOptions,
     format: Format = "text",
     json: o.Json = False,
 ) -> None:
@@ -56,15 +50,13 @@ def check_command(
     chosen = "json" if json else format
     if chosen not in FORMATS:
         raise SpecError(f"--format: {format!r} is unknown", f"one of {', '.join(FORMATS)}{nearest(format, FORMATS)}")
-    given = {
-        "model": model, "num_gpus": gpus, "hardware": hardware, "gpus_per_node": gpus_per_node,
-        "seq_length": seq_length, "global_batch_size": global_batch_size, "vocab_size": vocab_size,
-    }  # fmt: skip
     checks = []
     with waiting("checking"):
         for file in files:
             old = None if against is None else _beside(against, file)
-            checks.append(check(file, old, source=from_, recipe=recipe, searches=not no_search, **given))
+            checks.append(
+                check(file, old, source=asked.from_, recipe=asked.recipe, searches=not asked.no_search, **asked.given())
+            )
     if chosen == "json":
         sys.stdout.write(dumps({"checks": [one.to_json() for one in checks]}))
     elif chosen == "sarif":

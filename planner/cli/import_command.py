@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.cli import options as o
+from planner.cli.job_options import with_options
 from planner.export.targets import SOURCES
 
 if TYPE_CHECKING:
@@ -60,22 +62,37 @@ Output = Annotated[str | None, o.text("Output", "--output -o", "FILE", "Save the
 NoSearch = Annotated[bool, typer.Option("--no-search", help="Price it, and search nothing.", rich_help_panel=_READ)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How a configuration is read, and what it leaves open."""
+
+    from_: From = None
+    recipe: Recipe = None
+    model: o.Model = None
+    gpus: o.Gpus = None
+    hardware: o.Hardware = None
+    gpus_per_node: o.GpusPerNode = None
+    seq_length: o.SeqLength = None
+    global_batch_size: o.GlobalBatchSize = None
+    vocab_size: VocabSize = None
+    no_search: NoSearch = False
+
+    def given(self) -> dict[str, Any]:
+        """Fields of the run that the user gives; null where he does not."""
+        return {
+            "model": self.model, "num_gpus": self.gpus, "hardware": self.hardware,
+            "gpus_per_node": self.gpus_per_node, "seq_length": self.seq_length,
+            "global_batch_size": self.global_batch_size, "vocab_size": self.vocab_size,
+        }  # fmt: skip
+
+
+@with_options
 def import_command(
-    ctx: typer.Context,
     file: Configuration,
-    from_: From = None,
-    recipe: Recipe = None,
+    asked: ReadOptions,
     set_: Variables = None,
-    model: o.Model = None,
-    gpus: o.Gpus = None,
-    hardware: o.Hardware = None,
-    gpus_per_node: o.GpusPerNode = None,
-    seq_length: o.SeqLength = None,
-    global_batch_size: o.GlobalBatchSize = None,
-    vocab_size: VocabSize = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
-    no_search: NoSearch = False,
     json: o.Json = False,
     output: Output = None,
     force: o.Force = False,
@@ -92,13 +109,13 @@ def import_command(
       plan import ds_config.json --model llama-2-13b --gpus 64 --seq-length 4096
     """
     from planner.cli.output import dumps, show, waiting
-    from planner.decide.check import judged
+    from planner.decide.check import completed, judged
     from planner.export.import_run import read
     from planner.files import write_text
     from planner.layout.runs import parse_run
 
-    imported = read(file, from_, recipe, _variables(set_ or []))
-    run_data = _completed(imported, ctx.params)
+    imported = read(file, asked.from_, asked.recipe, _variables(set_ or []))
+    run_data = completed(imported, {**asked.given(), "tp": tp, "pp": pp})
     run = parse_run({"run": run_data}, file)
     if output is not None:
         write_text(output, dumps({"id": None, "run": run_data}, indent=None), force)
@@ -110,7 +127,7 @@ def import_command(
     for reason in refused:
         _log.warning("%s refuses this: %s", run.runtime.family, reason)
     with waiting("searching for the planner's own choice"):
-        own, why = (None, "") if no_search else _own(run, evaluated)
+        own, why = (None, "") if asked.no_search else _own(run, evaluated)
     if json:
         answer = {
             "source": imported.source,
@@ -141,19 +158,6 @@ def _variables(given: list[str]) -> dict[str, str]:
             raise SpecError(f"--set: {text[:60]!r} is no NAME=VALUE", "write --set SEQ_LEN=4096")
         found[name] = value
     return found
-
-
-def _completed(imported: ImportedRun, given: dict[str, Any]) -> dict[str, Any]:
-    """The run with the options of the command line added."""
-    same_name = {name: given[name] for name in ("model", "gpus_per_node", "seq_length", "global_batch_size")}
-    return imported.complete(
-        vocab_size=given["vocab_size"],
-        tp=given["tp"],
-        pp=given["pp"],
-        hardware=given["hardware"] or imported.run.get("hardware") or o.DEFAULT_HARDWARE,
-        num_gpus=given["gpus"],
-        **same_name,
-    )
 
 
 def _otherwise(imported: ImportedRun, run: dict[str, Any], file: str) -> list[dict[str, Any]]:

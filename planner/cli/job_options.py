@@ -129,7 +129,7 @@ class LayoutOptions(JobOptions):
     switch: o.Described = None
 
 
-def job_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer reads it: its parameter of a class of options stands for the fields of that class."""
     own = inspect.signature(command, eval_str=True).parameters
     (name,) = (parameter.name for parameter in own.values() if is_dataclass(parameter.annotation))
@@ -139,18 +139,31 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(field.name, _KEYWORD, default=field.default, annotation=hints[field.name])
         for field in options
     ]
-    rest = [parameter.replace(kind=_KEYWORD) for parameter in own.values() if parameter.name != name]
-    parameters = sorted([*shared, *rest], key=_panel)
+    rest = [parameter.replace(kind=_KEYWORD) for parameter in own.values()]
+    at = [*own].index(name)
 
     @wraps(command)
     def run(**values: Any) -> None:
         asked = options_class(**{field.name: values.pop(field.name) for field in options})
         command(**values, **{name: asked})
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    _declare(run, [*rest[:at], *shared, *rest[at + 1 :]])
+    return run
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command of a job, with the headings of its help in one order, under each first the options that jobs share."""
+    own, run = inspect.signature(command).parameters, with_options(command)
+    parameters = inspect.signature(run).parameters.values()
+    _declare(run, sorted(parameters, key=lambda parameter: (_panel(parameter), parameter.name in own)))
     run.is_of_a_job = True  # type: ignore[attr-defined]
     return run
+
+
+def _declare(run: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    """Give a function the parameters that typer shall see."""
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def command_line(asked: JobOptions, command: str = "plan") -> str:

@@ -13,11 +13,12 @@ import typer
 
 from planner.errors import SpecError
 from planner.rank_orders import RANK_ORDERS
+from planner.specs.shipped import DEFAULT_HARDWARE as DEFAULT_HARDWARE
 from planner.specs.shipped import hardware_names, model_names
 from planner.specs.units import EXAMPLE, UNITS, parse_number, parse_whole, unit_of
 from planner.trainers.shipped import RUNTIMES
 
-DEFAULT_HARDWARE, DEFAULT_RUNTIME = "h100-sxm-80gb", "megatron"
+DEFAULT_RUNTIME = "megatron"
 JOB, LAYOUT, SEARCH, ASSUMED, OUTPUT = "What to train, on what", "Layout", "Search", "Assumptions", "Output"
 FINETUNE = "Fine-tuning"
 RUN = "The whole run, with --tokens"

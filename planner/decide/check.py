@@ -12,11 +12,12 @@ from pydantic import Field
 from planner.answer import Interval, Plan
 from planner.decide.compare import Comparison, compare, of_plan
 from planner.errors import Infeasible, SpecError
-from planner.export.import_run import read
+from planner.export.import_run import ImportedRun, read
 from planner.export.spelling import broken_rules_of_recipe
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import Run, parse_run
 from planner.specs.base import Spec
+from planner.specs.shipped import DEFAULT_HARDWARE
 from planner.specs.training import SearchLimits
 from planner.trainers.stated import consented, freed, switched
 from planner.trainers.switches import SWITCHES
@@ -25,8 +26,6 @@ STARTS_AND_FITS, DOES_NOT_FIT, REFUSED, WORSE, UNKNOWN = 0, 3, 8, 9, 10
 """Exit codes of `plan check`, of which the worst of several files counts (`ORDER`)."""
 ORDER = (STARTS_AND_FITS, WORSE, UNKNOWN, DOES_NOT_FIT, REFUSED)
 """Exit codes from the best to the worst."""
-DEFAULT_HARDWARE = "h100"
-"""The GPU of a file that names none, where the user does not either."""
 DAY_S = 86_400.0
 FULLER_BYTES = 2**28
 """Bytes of the fullest stage by which a file is fuller than the old one: below, allocators differ from run to run."""
@@ -147,8 +146,7 @@ def _checked(
 ) -> tuple[CheckedFile, Plan]:
     """A file as it is priced, with its price."""
     imported = read(file, source, recipe)
-    hardware = given.get("hardware") or imported.run.get("hardware") or DEFAULT_HARDWARE
-    run = parse_run({"run": imported.complete(**{**given, "hardware": hardware})}, str(file))
+    run = parse_run({"run": completed(imported, given)}, str(file))
     plan, refused = judged(run)
     fullest = plan.best.worst_stage
     price = plan.cluster.hardware.usd_per_gpu_hour
@@ -169,6 +167,12 @@ def _checked(
         better=str(own.parallelism) if own is not None and moves else "",
         better_step_s=own.step.step_s if own is not None and moves else None,
     ), plan  # fmt: skip
+
+
+def completed(imported: ImportedRun, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The run with what the user gives beside the file; on the default GPU where neither names one."""
+    hardware = given.get("hardware") or imported.run.get("hardware") or DEFAULT_HARDWARE
+    return imported.complete(**{**given, "hardware": hardware})
 
 
 def judged(run: Run) -> tuple[Plan, list[str]]:

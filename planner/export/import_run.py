@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from planner.errors import SpecError
-from planner.export.imported_run import ConfigFile, ImportedRun
+from planner.export.imported_run import ConfigFile
+from planner.export.imported_run import ImportedRun as ImportedRun
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.specs.reading import STDIN, label, read_configuration_text, text_beside
 

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+DEFAULT_HARDWARE = "h100-sxm-80gb"
+"""The GPU where nobody names one."""
 Kind = Literal["model", "hardware"]
 _FOLDERS: dict[Kind, str] = {"model": "model_specs", "hardware": "hardware_profiles"}
 _ALIASES = re.compile(r"^aliases: *\[(.*)\]", re.MULTILINE)
