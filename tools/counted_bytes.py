@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,15 @@ from planner.layout.price import order_of
 from planner.probe.eager import fuses_norms, in_eager_torch, knows_peak, repriced, static_bytes
 from planner.probe.model.chunk import DecoderLayer
 from planner.probe.model.peers import apply
-from planner.probe.plan_runs import describe_slice, real_run, stage_asked_for, stand_in_stages
+from planner.probe.plan_runs import real_run, stage_asked_for, stand_in_stages
 from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharing_dp, slice_schedule
 from planner.probe.rank.rank_alone import trainer_alone
 from planner.probe.rank.training import RankTrainer
-from planner.probe.result import ComparedQuantity, PlanSlice
+from planner.probe.result import ComparedQuantity
 from planner.probe.run import Place, ProbeRun
 from planner.probe.torch_build import rehearsed_build
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, violation
-from planner.specs.base import Spec
 from planner.specs.model import LayerKind
 
 ALIGNMENT = 512
@@ -258,7 +257,6 @@ def gpu_kernels(fuses_norms: bool) -> Iterator[None]:
 
 KEPT, MOMENT = "kept by forwards", "made by the backward"
 """Labels of what a step allocates; before it, the label is empty."""
-_LABELS = {"F": KEPT}
 
 
 @dataclass
@@ -294,7 +292,7 @@ def count_stage(run: ProbeRun, stage: int, architecture: str) -> CountedStage:
             def on_action(text: str) -> None:
                 # an update of sharded parameters is first tried on whole ones, by their shapes
                 account.counts = not (run.fully_sharded and text.startswith("optimizer"))
-                account.label = _LABELS.get(text.lstrip("0123456789")[:1], MOMENT)
+                account.label = KEPT if text.lstrip("0123456789").startswith("F") else MOMENT
 
             with _kept_by_layers(trainer, account, counted):
                 trainer.step(0, on_action)
@@ -341,27 +339,14 @@ BYTES_TOLERANCE = 0.01
 """Fraction of a plan's bytes by which a count may differ: stages measured on an H200 are planned within 1%."""
 
 
-class RehearsalResult(Spec):
+class RehearsalResult(NamedTuple):
     """Bytes that the probe's own stages allocate, beside the planner's price of eager torch."""
 
-    schema_version: Literal[1] = 1
-    architecture: str
-    """The silicon whose kernels the rehearsal stands for."""
-    torch_version: str
-    inputs_sha256: str
-    """Hash of the plan's inputs."""
-    slice: PlanSlice
-    tolerance_fraction: float
     comparisons: tuple[ComparedQuantity, ...]
     """Planned and counted; of stages those before a step and at its peak are judged, all else is shown."""
 
-    @property
-    def agrees(self) -> bool:
-        """True if every judged quantity is within the tolerance."""
-        return all(comparison.agrees is not False for comparison in self.comparisons)
 
-
-def rehearse(plan: Plan, stages: Literal["all"] | int, tolerance_fraction: float = BYTES_TOLERANCE) -> RehearsalResult:
+def rehearse(plan: Plan, stages: Literal["all"] | int) -> RehearsalResult:
     """Run the distinct stages of the plan (or the one named) one after another on fake tensors, and compare."""
     eager = in_eager_torch(plan)
     layout, architecture = eager.best, plan.cluster.hardware.architecture
@@ -371,17 +356,10 @@ def rehearse(plan: Plan, stages: Literal["all"] | int, tolerance_fraction: float
     layers: dict[tuple[LayerKind, str], int] = {}
     for stage in names:
         counted = count_stage(stage_run(plan, eager, stage), stage, architecture)
-        comparisons += compare_stage_bytes(eager, stage, counted, tolerance_fraction)
+        comparisons += compare_stage_bytes(eager, stage, counted, BYTES_TOLERANCE)
         layers |= counted.layers
     comparisons += compare_layers(repriced(eager), layers)
-    return RehearsalResult(
-        architecture=architecture,
-        torch_version=torch.__version__,
-        inputs_sha256=plan.inputs_sha256,
-        slice=in_words(plan, eager),
-        tolerance_fraction=tolerance_fraction,
-        comparisons=tuple(comparisons),
-    )
+    return RehearsalResult(tuple(comparisons))
 
 
 def stage_run(plan: Plan, eager: Plan, stage: int) -> ProbeRun:
@@ -395,20 +373,6 @@ def whole_grid(layout: PricedLayout) -> RankGrid:
     """All ranks of the layout that share something."""
     asked = layout.parallelism
     return RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
-
-
-def in_words(plan: Plan, eager: Plan) -> PlanSlice:
-    """The part of the plan that is counted."""
-    asked = eager.best.parallelism
-    reduced = ["to as many micro-batches as fill a stage", f"one of {asked.num_gpus_used:,} ranks at a time"]
-    order = shortest_order(eager.best, 0)
-    part = describe_slice(plan, whole_grid(eager.best), order, OPTIONS, reduced)
-    return part.model_copy(
-        update={
-            "verified": ("bytes that tensors of each stage take",),
-            "extrapolated": ("seconds", "bytes of the driver, of communicators and of cuBLAS"),
-        }
-    )
 
 
 def shortest_order(layout: PricedLayout, stage: int) -> Schedule:

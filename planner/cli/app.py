@@ -383,10 +383,10 @@ def _run(words: list[str]) -> Any:
 
 def _help(topic: str) -> Any:
     """The help of one topic, or of all options."""
-    if topic not in (ALL, LISTED, *TOPICS):
+    words = (ALL, LISTED, *TOPICS)
+    if topic not in words:
         from planner.specs.problems import nearest
 
-        words = (ALL, LISTED, *TOPICS)
         raise SpecError(f"-h: {topic[:60]!r} is no topic", f"one of {', '.join(words)}{nearest(topic, words)}")
     root = _root()
     root.topic = topic

@@ -202,14 +202,9 @@ def _gpus(asked: SweepOptions, point: SearchOptions) -> list[int]:
 
 def _drawing_to(path: str) -> Callable[[Sweep, str, bool], None]:
     """The function that draws a sweep, once it is known that it can draw to `path`."""
-    from pathlib import PurePath
+    from planner.report.plots import check_picture, draw_sweep
 
-    from planner.files import STDOUT
-    from planner.report.plots import SUFFIXES, draw_sweep
-
-    if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
-        stem = PurePath(path).stem or "sweep"
-        raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")
+    check_picture(path, "sweep")
     return draw_sweep
 
 

@@ -165,6 +165,10 @@ def _draw_observed(data: dict[str, Any], where: str, shape: Shape, alternative: 
     return render_observed(observed_of(data, where))
 
 
+_IMPORTED = {"source", "evaluated", "run"}
+"""Keys of what `plan import --json` prints."""
+
+
 class _Kind(NamedTuple):
     """Something that a command saves: the keys that it has, and what draws it."""
 
@@ -178,7 +182,7 @@ _KINDS = (
     _Kind({"points", "pareto", "answers"}, _draw_sweep),
     _Kind({"sides", "differences", "waterfall"}, _draw_comparison),
     _Kind({"phases", "changes", "total"}, _draw_phases),
-    _Kind({"source", "evaluated", "run"}, _draw_imported),
+    _Kind(_IMPORTED, _draw_imported),
     _Kind({"schema_version", "best", "resume"}, _draw_resume),
     _Kind({"schema_version", "best"}, _draw_plan),
 )
@@ -319,14 +323,9 @@ def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:
 
 def _drawing_to(path: str) -> Callable[[MemoryAnswer, MemoryOfStage, str, bool], None]:
     """The function that draws a stage, once it is known that it can draw to `path`."""
-    from pathlib import PurePath
+    from planner.report.plots import check_picture, draw_memory
 
-    from planner.files import STDOUT
-    from planner.report.plots import SUFFIXES, draw_memory
-
-    if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
-        stem = PurePath(path).stem or "memory"
-        raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")
+    check_picture(path, "memory")
     return draw_memory
 
 
@@ -387,7 +386,7 @@ def _side(path: str) -> Compared:
         return of_probe(probe_of(data, where), where)
     if is_observed(data):
         return of_observation(observed_of(data, where).observation, where)
-    if {"source", "evaluated", "run"} <= data.keys():  # plan import --json
+    if data.keys() >= _IMPORTED:
         return of_plan(plan_of(data["evaluated"], where), where, "run")
     if "run" in data:
         return of_plan(_priced(data, where), where, "run")

@@ -16,6 +16,7 @@ from planner.export.import_run import ImportedRun, read
 from planner.export.spelling import broken_rules_of_recipe
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import Run, parse_run
+from planner.months.losses import SECONDS_PER_DAY
 from planner.specs.base import Spec
 from planner.specs.shipped import DEFAULT_HARDWARE
 from planner.specs.training import SearchLimits
@@ -26,7 +27,6 @@ STARTS_AND_FITS, DOES_NOT_FIT, REFUSED, WORSE, UNKNOWN = 0, 3, 8, 9, 10
 """Exit codes of `plan check`, of which the worst of several files counts (`ORDER`)."""
 ORDER = (STARTS_AND_FITS, WORSE, UNKNOWN, DOES_NOT_FIT, REFUSED)
 """Exit codes from the best to the worst."""
-DAY_S = 86_400.0
 FULLER_BYTES = 2**28
 """Bytes of the fullest stage by which a file is fuller than the old one: below, allocators differ from run to run."""
 
@@ -161,7 +161,7 @@ def _checked(
         oom_probability=plan.best.oom_probability, fullest_stage=plan.stages.index(fullest),
         needed_bytes=fullest.memory.total_bytes, capacity_bytes=plan.cluster.hardware.memory_bytes,
         step_s=plan.step.step_s, step_s_interval=plan.step.step_s_interval,
-        tokens_per_day=plan.training.tokens_per_step / plan.step.step_s * DAY_S,
+        tokens_per_day=plan.training.tokens_per_step / plan.step.step_s * SECONDS_PER_DAY,
         usd_per_day=None if price is None else price * 24 * plan.cluster.num_gpus,
         unknown=dict(imported.unknown), notes=tuple(imported.notes),
         better=str(own.parallelism) if own is not None and moves else "",

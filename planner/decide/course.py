@@ -35,7 +35,7 @@ from planner.decide.phases import (
 from planner.decide.sweep import Each
 from planner.errors import PlannerError, SpecError
 from planner.months.closed_form import Standstill
-from planner.months.losses import losses_of
+from planner.months.losses import SECONDS_PER_DAY, losses_of
 from planner.trainers.documents import attended_fraction, masked_documents
 from planner.trainers.load import AXES, Checkpoint, checkpoint_of
 from planner.trainers.spec import RuntimeSpec
@@ -275,7 +275,6 @@ def _no_layout(phase: Phase, plan: PhaseLayouts, reason: str) -> SpecError:
     )
 
 
-SECONDS_PER_DAY = 86_400
 COSTS = ("days", "days_interval", "gpu_hours", "usd", "usd_interval", "mwh")
 
 

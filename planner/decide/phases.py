@@ -20,6 +20,7 @@ from planner.layout.confidence import headroom_bytes
 from planner.layout.evaluate import assemble, export_warnings, whole_run_of
 from planner.layout.price import price_layout, reprice, with_microbatches
 from planner.layout.variation import setting_of, told_assumptions
+from planner.months.losses import SECONDS_PER_DAY
 from planner.schedule.orders import violation
 from planner.search.case import Case
 from planner.search.safest import exceeds_risk
@@ -275,7 +276,7 @@ class PhaseRun:
 
     @property
     def wall_s(self) -> float:
-        return self.cost.days * 86_400
+        return self.cost.days * SECONDS_PER_DAY
 
 
 Pins = tuple[tuple[str, tuple[object, ...]], ...]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.resources import files
 from typing import Any, NamedTuple
-
-import yaml
 
 from planner.answer import Plan
 from planner.export.megatron.plan_options import is_fsdp, switch_arguments
 from planner.export.spelling import runtime_of
+from planner.specs.reading import shipped_table
 
 LARGE = 1024
 """Ranks from which NCCL waits longer for a link: "very large networks", as its documentation says."""
@@ -24,8 +22,7 @@ _BY_THREADS = ("efa", "slingshot", "tcp")
 @cache
 def networks() -> dict[str, dict[str, Any]]:
     """The needs of each kind of network: the rows of networks.yaml."""
-    text = files("planner.export").joinpath("networks.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found: dict[str, dict[str, Any]] = shipped_table("export/networks.yaml")
     return found
 
 

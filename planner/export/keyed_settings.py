@@ -11,16 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, json_of, yaml_of
 from planner.export.megatron.option_rows import Options, options_of
-from planner.specs.reading import literal, parse_python
+from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
 
 
@@ -53,8 +50,7 @@ def beginnings(words: str, before: str = "") -> re.Pattern[str]:
 @cache
 def table() -> dict[str, dict[str, Any]]:
     """dialects.yaml as it stands."""
-    text = files("planner.export").joinpath("dialects.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found: dict[str, dict[str, Any]] = shipped_table("export/dialects.yaml")
     return found
 
 

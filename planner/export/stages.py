@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
 from planner.export.refusal import Objections
-from planner.schedule.actions import Schedule
-from planner.schedule.graph import made_order, to_torch_csv
-from planner.schedule.orders import build_schedule
+from planner.layout.price import order_of
+from planner.schedule.graph import to_torch_csv
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +169,6 @@ def check_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objectio
 
 
 ORDER_FILE = "schedule.csv"
-
-
-def order_of(layout: PricedLayout) -> Schedule:
-    """The plan's own order where it was made to measure, else that of its schedule; SpecError where there is none."""
-    chosen = layout.parallelism
-    if not layout.actions:
-        return build_schedule(chosen.schedule, chosen.pp, chosen.vpp, chosen.num_microbatches)
-    return made_order(layout.actions, chosen.schedule)
 
 
 def check_order(plan: Plan, stages: tuple[VirtualStage, ...], objections: Objections) -> None:

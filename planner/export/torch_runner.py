@@ -15,9 +15,10 @@ from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, positive_number, yaml_of
 from planner.export.named_models import exported_model
 from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.stages import ORDER_FILE, VirtualStage, check_order, order_of, recomputed_layers, virtual_stages
+from planner.export.stages import ORDER_FILE, VirtualStage, check_order, recomputed_layers, virtual_stages
 from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles, header
+from planner.layout.price import order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec

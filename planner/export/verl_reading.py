@@ -12,6 +12,7 @@ from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_o
 from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_on, number
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
+from planner.export.torchtitan.settings_reading import flat
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _ROW = dialect("verl")
@@ -27,7 +28,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
         raise SpecError("the text overrides none of verl's settings", "give the script that calls verl.trainer")
     is_megatron = any(".megatron." in name for name in settings) or "megatron" in words
     is_megatron |= settings.get("engine.strategy") == "megatron" or settings.get("engine") == "megatron"
-    imported = (_of_megatron if is_megatron else _of_fsdp)(settings, config, str(model or ""), is_rl)
+    imported = (_of_megatron if is_megatron else _of_fsdp)(settings, str(model or ""), is_rl)
     if imported.run["model"] is None and model:
         imported.model_name = str(model)
     _set_batch(imported, settings, is_rl)
@@ -43,7 +44,7 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     """The overrides by their paths, and the words of the launch."""
     if re.search(r"^\w+:\s*$", config.text, re.MULTILINE) and not re.search(r"^\S+ .*\\$", config.text, re.MULTILINE):
         data = yaml_of(config.text, "give the configuration's file")
-        return (_flat(data) if isinstance(data, dict) else {}), ""
+        return (flat(data) if isinstance(data, dict) else {}), ""
     script = read_script(config.text, config.beside)
     found: Settings = {}
     words = max(script.commands, key=lambda words: sum("=" in word for word in words), default=[])
@@ -56,13 +57,6 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     if launched or gpus:
         found.setdefault("trainer.n_gpus_per_node", _value(launched[1] if launched else gpus[0]))
     return found, " ".join(word for word in words if word.endswith((".yaml", "megatron_trainer", "megatron")))
-
-
-def _flat(data: dict[str, Any], prefix: str = "") -> Settings:
-    rows: Settings = {}
-    for name, value in data.items():
-        rows |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return rows
 
 
 def _value(text: str) -> Any:
@@ -82,7 +76,7 @@ def _num_gpus(settings: Settings) -> int | None:
     return nodes * each if each else None
 
 
-def _of_megatron(settings: Settings, config: ConfigFile, model: str, is_rl: bool) -> ImportedRun:
+def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     starts = (f"{_ACTOR}megatron.", "engine.", f"{_ACTOR}optim.override_optimizer_config.",
               "optim.override_optimizer_config.")  # fmt: skip
     keys, names = Settings(), dict[str, str]()
@@ -120,7 +114,7 @@ def _of_megatron(settings: Settings, config: ConfigFile, model: str, is_rl: bool
     return imported
 
 
-def _of_fsdp(settings: Settings, config: ConfigFile, model: str, is_rl: bool) -> ImportedRun:
+def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     """FSDP around a model of transformers."""
     actor, own = (_ACTOR, _MODEL) if is_rl else ("", "model.")
     get = settings.get

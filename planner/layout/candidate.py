@@ -84,6 +84,11 @@ class Split:
         return (*modes, FULL) if self.recomputed else modes
 
     @property
+    def recompute(self) -> Recompute:
+        """Full if any layer is recomputed whole, else the mode of the others."""
+        return FULL if any(map(any, self.recomputed)) else self.base
+
+    @property
     def mtp_mode(self) -> Recompute:
         """Recompute mode of the multi-token-prediction layers: full only if all decoder layers are."""
         all_layers = bool(self.recomputed) and tuple(map(sum, self.recomputed)) == self.counts

@@ -89,7 +89,7 @@ def evidence_of(pricing: Pricing) -> Evidence:
 def parallelism_of(candidate: Candidate) -> Layout:
     """The sizes of a candidate as a plan shows them."""
     shape, split = candidate.shape, candidate.split
-    recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
+    recompute = split.recompute
     used = int(shape.num_ranks)
     axes = (
         "tp",
@@ -306,9 +306,9 @@ def shape_of(layout: Layout, seq_length: int) -> Shape:
     )
 
 
-def layout_again(plan: Plan, candidate: Candidate, exact: bool = True) -> PricedLayout:
+def layout_again(plan: Plan, candidate: Candidate) -> PricedLayout:
     """The plan's best layout, priced as `candidate`, with the warnings that it had."""
-    layout = price_layout(candidate, exact=exact)
+    layout = price_layout(candidate)
     return layout.model_copy(update={"warnings": plan.best.warnings, "id": plan.best.id})
 
 

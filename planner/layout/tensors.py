@@ -345,7 +345,7 @@ def backward_tensors(pricing: Pricing, shape: Shape, parts: Sequence[Part]) -> t
     worst = max(parts, key=lambda part: float(part.cost.transient_bytes))
     if worst.name == "head" and pricing.runtime.fused_cross_entropy:
         return worst, loss_tensors(pricing, shape, parts)
-    return worst, [*_recomputed(pricing, shape, worst), *_own(pricing, shape, worst.items)]
+    return worst, [*_recomputed(pricing, shape, worst), *_own(pricing, worst.items)]
 
 
 def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
@@ -355,7 +355,7 @@ def _recomputed(pricing: Pricing, shape: Shape, part: Part) -> Iterator[Held]:
         yield from without(plain, kept_tensors(pricing, shape, part.layer_items, part.mode))
 
 
-def _own(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator[Held]:
+def _own(pricing: Pricing, items: Sequence[Item]) -> Iterator[Held]:
     """The working set of the operator whose backward needs most, gradients that stay empty, what was in host memory."""
     runtime = pricing.runtime
     moment = max(memory.moments(items, runtime), key=lambda one: float(one.num_bytes), default=None)

@@ -32,7 +32,6 @@ from planner.schedule.orders import SCHEDULES
 from planner.specs.base import LEAST_RATE
 from planner.specs.cluster import ClusterSpec, tiers_text
 from planner.specs.model import ModelSpec
-from planner.specs.training import Recompute
 from planner.trainers.generations import imbalance_of, with_likely
 from planner.trainers.load import Likely, likely_of, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
@@ -58,10 +57,9 @@ def under(candidate: Candidate, runtime: RuntimeSpec) -> Candidate:
 def setting_of(candidate: Candidate) -> Setting:
     """The things that a recipe's rules look at, of one candidate."""
     pricing, split = candidate.pricing, candidate.split
-    recompute: Recompute = "full" if any(map(any, split.recomputed)) else split.base
     modules = pricing.selective_modules if split.base == "selective" else ()
     return Setting(
-        pricing.model, pricing.cluster, pricing.training, pricing.runtime, candidate.shape, recompute, modules
+        pricing.model, pricing.cluster, pricing.training, pricing.runtime, candidate.shape, split.recompute, modules
     )
 
 

@@ -17,17 +17,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 from pydantic import model_validator
 
 from planner.answer import SIGMAS_TO_END, PricedLayout, Sustained, half_width
 from planner.shape import FloatArray
 from planner.specs.base import NonNegativeFloat, Spec
 from planner.specs.cluster import ClusterSpec
+from planner.specs.reading import shipped_table
 from planner.specs.training import OperationsSpec
 from planner.specs.units import GB
 
@@ -108,8 +107,7 @@ class Facts(Spec):
 @cache
 def load_facts() -> Facts:
     """The figures that come with the planner."""
-    text = (resources.files(__package__) / "data" / "facts.yaml").read_text(encoding="utf-8")
-    return Facts.model_validate(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    return Facts.model_validate(shipped_table("months/data/facts.yaml"))
 
 
 SECONDS_PER_DAY = 86_400

@@ -167,13 +167,9 @@ def _inside(candidate: Candidate, rank: int, alone_s: float) -> dict[str, GroupE
         for one in ones
         if candidate.placement[stage] == rank and kind in "FB"
     ]
-    inside_s = {
-        "tp": cost.tp_forward_s + cost.tp_backward_s, "cp": cost.cp_forward_s + cost.cp_backward_s,
-        "ep": cost.ep_forward_s + cost.ep_backward_s,
-    }  # fmt: skip
     found = {}
-    for group, seconds in inside_s.items():
-        shown_s = times * float(seconds)
+    for group, ways_s in cost.exchanges_s.items():
+        shown_s = times * float(sum(ways_s))
         hidden_s = times * sum(one.hidden_s for one in own if one.group == group)
         late_s = times * sum(one.exposed_s for one in own if one.group == group and one.name == LATE[group])
         if group == "ep":
@@ -460,12 +456,12 @@ def beside_steps(observation: Observation) -> tuple[Term, ...]:
     for name, total_s, says in (*_of_steps(observation, step_s, wall), *_of_wall(observation, wall, step_s)):
         found[name] = (found.get(name, (0.0, ""))[0] + total_s, says)
     if made_again:
-        says = f"{_steps(made_again)} were made twice, at {in_seconds(step_s)} each"
+        says = f"{in_steps(made_again)} were made twice, at {in_seconds(step_s)} each"
         found["steps_made_again"] = (made_again * step_s, says)
     return tuple(
         Term(
             term=name, seconds=found[name][0] / num_steps,
-            evidence=f"{found[name][1]}: {in_seconds(abs(found[name][0]))} of {_steps(num_steps)}",
+            evidence=f"{found[name][1]}: {in_seconds(abs(found[name][0]))} of {in_steps(num_steps)}",
             recoverable_s=None if name in _NEEDED else max(0.0, found[name][0] / num_steps),
         )
         for name in WALL_TERMS
@@ -478,9 +474,9 @@ def _of_steps(observation: Observation, step_s: float, wall: Wall) -> list[tuple
     found = []
     for outlier in observation.outliers:
         likely = f" ({outlier.likely})" if outlier.likely else ""
-        found.append((_SLOW[outlier.kind], outlier.extra_s, f"{_steps(outlier.num_steps)} took longer{likely}"))
+        found.append((_SLOW[outlier.kind], outlier.extra_s, f"{in_steps(outlier.num_steps)} took longer{likely}"))
     if warm := observation.num_warmup_steps:
-        found.append(("warm_up", observation.warmup_extra_s, f"{_steps(warm)} at the begin took longer"))
+        found.append(("warm_up", observation.warmup_extra_s, f"{in_steps(warm)} at the begin took longer"))
     jitter_s = wall.steps_s - observation.num_steps * step_s - sum(total_s for _, total_s, _ in found)
     low_s, high_s = observation.step_s_spread or (step_s, step_s)
     says = f"the mean of steady steps less their median; 8 of 10 took {in_seconds(low_s)} to {in_seconds(high_s)}"
@@ -503,5 +499,6 @@ def _of_wall(observation: Observation, wall: Wall, step_s: float) -> list[tuple[
     return [*found, ("counted_twice", -overlap_s, "two lines claim the same time")]
 
 
-def _steps(count: int) -> str:
+def in_steps(count: int) -> str:
+    """A number of steps, with its noun."""
     return f"{count:,} step{'' if count == 1 else 's'}"

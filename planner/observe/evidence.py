@@ -28,7 +28,7 @@ from planner.observe.accounts import (
 )
 from planner.observe.case import ObservedCase, grid_of
 from planner.observe.observation import MemorySeries
-from planner.observe.steady import slope_of
+from planner.observe.steady import SIGMA_OF_MAD, slope_of
 from planner.observe.traces.events import DATA_RANGES, HOST, TraceStep
 from planner.specs.units import GIB, MIB
 
@@ -157,7 +157,7 @@ def _longer_traced(files: RunFiles) -> Iterable[tuple[float, Finding]]:
         ratios = [mine[number] / median(own[number] for own in theirs) for number in shared]
         if ratios:
             ratio = median(ratios)
-            spread = 1.25 * 1.4826 * median(abs(each - ratio) for each in ratios) / len(ratios) ** 0.5
+            spread = 1.25 * SIGMA_OF_MAD * median(abs(each - ratio) for each in ratios) / len(ratios) ** 0.5
             noise = max(NOISE_ON_HOST / 2 if files.on_host else NOISE, spread)
             more_s = rank.middle(compute_s) - median(other.middle(compute_s) for other in others)
             yield from _longer(ratio, noise, files.on_host, rank_name(rank), "its peers", more_s)
@@ -378,7 +378,7 @@ def _growth(row: MemorySeries) -> Finding | None:
         slope_of(steps[part], sizes[part]) for part in (slice(None), slice(0, half + 1), slice(half, None))
     )
     straight = sizes - slope * (steps - steps[0])
-    noise = 1.4826 * float(np.median(np.abs(straight - np.median(straight))))
+    noise = SIGMA_OF_MAD * float(np.median(np.abs(straight - np.median(straight))))
     # what warms up grows in the first half alone
     steady = min(slope * length, 2 * min(halves) * length)
     if steady < 1.25 * max(0.03 * float(np.median(sizes)), 3 * noise, MIB):

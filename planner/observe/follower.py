@@ -328,7 +328,8 @@ class Follower:
         known["allowed_steps"] = watch.allowed_steps
         if not record.numbers:
             return FollowedRun(**known, says="no line of a step yet")
-        seen = self.window() if self.plan is None else with_mfu(self.window(), self.plan)
+        window = self.window()
+        seen = window if self.plan is None else with_mfu(window, self.plan)
         last, band = self.last_step(total_tokens), watch.band
         verdict = None if prediction is None or self._is_own else verdict_of(seen, prediction)[0]
         is_odd = watch.side != 0 or verdict not in (None, "expected")
@@ -343,7 +344,7 @@ class Follower:
             predicted_memory_bytes=prediction.peak_memory_bytes or None if prediction else None,
             num_restarts=self.num_restarts, verdict=verdict, notes=seen.notes,
             eta_s=None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
-            causes=self.judged(self.window()).causes if final and is_odd else (),
+            causes=self.judged(window).causes if final and is_odd else (),
         )  # fmt: skip
         silent = f"no step for {silent_s / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
         return found.model_copy(update={"says": silent if is_silent else sentence(found)})

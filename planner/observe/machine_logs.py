@@ -313,13 +313,14 @@ class StepTable:
             self.record.note("numbers without a head are taken as seconds of one step after the other")
             self._names = ["seconds"]
             return False
-        self._columns = columns = TableColumns(_names(first))
+        names = _names(first)
+        self._columns = columns = TableColumns(names)
         if not columns.tells_time:
             raise SpecError(f"{self._where}: no column has step times", "name one step_time_s or step_time_ms")
         self.record.notes |= dict.fromkeys(columns.notes())
         self._delimiter = _delimiter(first)
         is_head = not first.startswith("{")
-        self._names = _names(first) if is_head else []
+        self._names = names if is_head else []
         return is_head
 
     def _take(self, row: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from planner.observe.observation import Outlier, OutlierKind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_SIGMA_OF_MAD = 1.4826
+SIGMA_OF_MAD = 1.4826
 _OUTLIER_SIGMAS, _OUTLIER_FRACTION = 6.0, 0.05
 """A row is an outlier from both on: a step 5% longer is worth a word, and noise of 6σ is none."""
 _MOST_WARMUP_FRACTION = 0.25
@@ -36,7 +36,6 @@ class Steady:
     low_s: float
     high_s: float
     """The 10th and the 90th percentile after the warm-up."""
-    noise_s: float
     warmup: NDArray[np.bool_]
     outlier: NDArray[np.bool_]
     warmup_extra_s: float
@@ -92,7 +91,6 @@ def steady(
         middle,
         quantile(seconds[kept], covers[kept], 0.1),
         quantile(seconds[kept], covers[kept], 0.9),
-        noise,
         warmup,
         slow,
         float(extra[warmup].sum()),
@@ -104,7 +102,7 @@ def steady(
 def _level(seconds: Floats, covers: Floats) -> tuple[float, float]:
     """The median, and the noise around it."""
     middle = quantile(seconds, covers, 0.5)
-    return middle, _SIGMA_OF_MAD * quantile(np.abs(seconds - middle), covers, 0.5)
+    return middle, SIGMA_OF_MAD * quantile(np.abs(seconds - middle), covers, 0.5)
 
 
 def _limit(middle: float, noise: float, precision_fraction: float) -> float:

@@ -119,16 +119,17 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
     Raises ProbeError where one recomputed layer a stage does not fit.
     """
 
-    def needed(changed: Plan) -> list[float]:
-        return [stage.total_bytes for stage in run_bytes(run_of(changed), plan.cluster, alone)]
+    most_bytes = (1 - ROOM_FRACTION) * capacity_bytes
+
+    def needed(changed: Plan) -> float:
+        return max(stage.total_bytes for stage in run_bytes(run_of(changed), plan.cluster, alone))
 
     def fits(changed: Plan) -> bool:
-        return max(needed(changed)) <= (1 - ROOM_FRACTION) * capacity_bytes
+        return needed(changed) <= most_bytes
 
     plan, changes = _with_known_zero(plan)
-    if fits(plan):
+    if (before := needed(plan)) <= most_bytes:
         return Fitted(plan, tuple(changes))
-    before = max(needed(plan))
     if plan.parallelism.zero_stage == 0 and plan.parallelism.dp > 1:
         plan = _with_zero(plan, 1)
         changes.append("ZeRO-0 → 1: optimizer states are sharded")
@@ -137,7 +138,7 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
     if fewest is None:
         most = _first(range(largest - 1, 0, -1), lambda count: fits(recomputing(with_layers(plan, count), count)))
         if most is None:
-            least = max(needed(recomputing(with_layers(plan, 1), 1)))
+            least = needed(recomputing(with_layers(plan, 1), 1))
             raise ProbeError(
                 f"eager torch, which the probe runs, needs {gib(before):.1f} GiB of {gib(capacity_bytes):.1f} here, "
                 f"{gib(least):.1f} with one recomputed layer a stage",
@@ -198,12 +199,11 @@ def recomputing(plan: Plan, count: int) -> Plan:
 
 def with_layers(plan: Plan, most: int) -> Plan:
     """The plan with the first `most` layers of each chunk, and a model that has no others."""
-    chunks = sorted((first, last, stage.stage) for stage in plan.stages for first, last in stage.chunks)
-    kept, moved, end = list[int](), dict[tuple[int, int], tuple[int, int]](), 0
-    for first, last, _ in chunks:
-        layers = range(first, min(last, first + most))
-        moved[first, last] = end, end + len(layers)
-        kept, end = [*kept, *layers], end + len(layers)
+    kept, moved = list[int](), dict[tuple[int, int], tuple[int, int]]()
+    for first, last in sorted(chunk for stage in plan.stages for chunk in stage.chunks):
+        begin = len(kept)
+        kept += range(first, min(last, first + most))
+        moved[first, last] = begin, len(kept)
     stages = []
     for stage in plan.stages:
         own = tuple(moved[first, last] for first, last in stage.chunks)

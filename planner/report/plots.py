@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from planner.answer import Interval
 from planner.answer.memory import MemoryAnswer, MemoryOfStage
 from planner.decide.sweep import Point, Sweep
+from planner.errors import SpecError
 from planner.files import STDOUT, write_bytes, write_text
 from planner.report.charts import INK, MEMORY_COLOURS, PALETTE, draw_capacity, drawing, envelope, figure, image, svg
 from planner.report.format import bar, gibibytes, large, unit_for
@@ -26,6 +28,13 @@ MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".html")
 MOST_TICKS = 8
 """Numbers of GPUs that are all marked on the axis."""
+
+
+def check_picture(path: str, name: str) -> None:
+    """Raise SpecError unless a picture can be drawn to `path`; `name` is for one that has none."""
+    if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
+        stem = PurePath(path).stem or name
+        raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")
 
 
 class Series(NamedTuple):
@@ -183,9 +192,8 @@ def _bars_of(sweep: Sweep) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _tick(value: float, chars: int, delta: float, left: bool = False) -> str:
-    text = large(value)
-    return text.ljust(chars) if left else text.rjust(chars)
+def _tick(value: float, chars: int, delta: float, left: bool = False, write: Callable[[float], str] = large) -> str:
+    return write(value).ljust(chars) if left else write(value).rjust(chars)
 
 
 def sweep_page(sweep: Sweep) -> str:
@@ -272,16 +280,11 @@ def memory_text(stage: MemoryOfStage) -> str:
     plot.x_label, plot.y_label = unit, "GiB"
     plot.set_y_limits(0, 1.05 * max(stage.capacity_bytes, stage.memory.total_bytes) / GIB)
     plot.set_x_limits(0, float(times_s[-1]) * factor)
-    plot.register_label_formatter(float, _gib_tick)
+    plot.register_label_formatter(float, partial(_tick, write="{:.1f}".format))
     plot.plot((np.repeat(edges_s, 2)[1:-1] * factor).tolist(), (np.repeat(total, 2) / GIB).tolist())
     plot.plot([0.0, float(times_s[-1]) * factor], 2 * [stage.capacity_bytes / GIB])
     capacity = f"The line is the GPU's memory, {gibibytes(stage.capacity_bytes)} GiB."
     return f"{title(stage)}\n\n{plot.show()}\n{capacity}\n"
-
-
-def _gib_tick(value: float, chars: int, delta: float, left: bool = False) -> str:
-    text = f"{value:.1f}"
-    return text.ljust(chars) if left else text.rjust(chars)
 
 
 def memory_page(answer: MemoryAnswer, stage: MemoryOfStage) -> str:

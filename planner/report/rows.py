@@ -185,19 +185,6 @@ class Entry:
         return "; ".join(part for part in (self.how, self.unsure) if part)
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Shapes that one reason excludes: how many, and one of them with its numbers."""
-
-    count: int
-    reason: str
-    example: str
-
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        return f"{self.count:,}", self.reason, self.example
-
-
 def entry_of(name: str, layout: PricedLayout, beside: PricedLayout | None = None) -> Entry:
     """A layout in one line, by itself or beside another."""
     memory, known = layout.worst_stage.memory, manner(beside.parallelism) if beside else ()

@@ -264,7 +264,7 @@ def _cut(text: str, style: str = "") -> Text:
 def _beside(view: View, memory: Table) -> RichTable:
     """Seconds and bytes of a small job beside each other."""
     grid = RichTable.grid(padding=(0, 2))
-    texts = seconds_table(view.breakdown), Table(memory.rows, memory.align)
+    texts = seconds_table(view.breakdown), memory
     titles = f"Where the {seconds(view.step_s)} of a step go", f"Memory, of {view.capacity}"
     grid.add_row(
         *(

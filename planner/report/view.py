@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -144,12 +144,7 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     )  # fmt: skip
     found = {section.name: section for section in (*_answers(plan, view, own), *_reasons(plan, view))}
     sections = tuple(found[name] for name in SECTIONS if name in found and any(found[name].parts))
-    return _with(view, sections)
-
-
-def _with(view: View, sections: tuple[Section, ...]) -> View:
-    values = {name: getattr(view, name) for name in View.__slots__}
-    return View(**{**values, "sections": sections})
+    return replace(view, sections=sections)
 
 
 def _answers(plan: Plan, view: View, own: PricedLayout | None) -> Iterator[Section]:

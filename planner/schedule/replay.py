@@ -71,29 +71,6 @@ def makespan_s(schedule: Schedule, durations: Durations) -> float:
     return max(ends) if isinstance(ends, list) else float(ends.max())
 
 
-def makespans_s(schedule: Schedule, many: Sequence[Durations]) -> FloatArray:
-    """`makespan_s` of one schedule with each of many durations, all timed in one pass over the actions.
-
-    Raises SpecError where they differ in whether transfers block, or pairs overlap.
-    """
-    if len({(durations.blocking_p2p, _overlaps(schedule, durations)) for durations in many}) > 1:
-        raise SpecError("makespans_s: the durations differ in how transfers or pairs overlap", "replay each alone")
-    if not many:
-        return np.zeros(0)
-    graph = compile_schedule(schedule, _overlaps(schedule, many[0]))
-    each = [_costs(schedule, graph, durations) for durations in many]
-    compute_s = np.stack([costs.compute_s for costs in each], axis=1)
-    hop_s = np.stack([costs.hop_s for costs in each], axis=1)
-    exchanges = [costs.exchange_s for costs in each if costs.exchange_s is not None]
-    exchange_s = np.stack(exchanges, axis=1) if exchanges else None
-    ends = np.zeros((len(graph.kind) + 1, len(many)))
-    for place, (before, origin) in enumerate(zip(graph.previous.tolist(), graph.source.tolist(), strict=True)):
-        free = ends[before] if exchange_s is None else ends[before] + exchange_s[place]
-        ends[place + 1] = np.maximum(free, ends[origin] + hop_s[place]) + compute_s[place]
-    latest: FloatArray = ends.max(axis=0)
-    return latest
-
-
 def replay(schedule: Schedule, durations: Durations) -> Timeline:
     """Times of every action, which starts when its rank is free and its input has arrived.
 

@@ -232,7 +232,7 @@ class _Rows:
     @classmethod
     def of(cls, node: Node, rank: IntArray, first: IntArray, last: IntArray, number: int) -> _Rows:
         """The rows of ranks that hold the layers first … last − 1, of which `number` are recomputed whole."""
-        free, recomputed = _memory(node, rank, first, last, number)
+        free, recomputed = _memory(node, first, last, number)
         chain = Chain.of(node, first, last, recomputed)
         forward_s, backward_s = (_with_ends(chain, name, rank) for name in PASSES)
         # the trips before each first layer, less what is recomputed on other ranks, and that with `number` on each
@@ -463,7 +463,7 @@ def _with_ends(chain: Chain, quantity: str, rank: IntArray) -> FloatArray:
     return np.asarray(chain.total(quantity) + (rank == 0) * embedding + (rank == node.pp - 1) * head)
 
 
-def _memory(node: Node, rank: IntArray, first: IntArray, last: IntArray, number: int) -> tuple[FloatArray, IntArray]:
+def _memory(node: Node, first: IntArray, last: IntArray, number: int) -> tuple[FloatArray, IntArray]:
     """Bytes that row 6 of the program leaves free in each cell, and the layers that are recomputed whole there."""
     beside = [_beside_layers(node, each) for each in range(node.pp)]
     static, live, transient = (

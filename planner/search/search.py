@@ -106,10 +106,8 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
     rounds = [find_layouts(case, starts, deadline, known=known, news=news)]
     best = recipes.refined(rounds[0].best, deadline)
     # the layout that was best for a bundle may not be so for a moved recipe, or for one that frees memory
-    moved = abs(best.step_s / rounds[0].best.step_s - 1) > REPLAN_GAIN
-    again = [best.pricing.runtime] if moved else []
-    if again and not deadline.passed:
-        rounds.append(find_layouts(case, again, deadline, known=best))
+    if abs(best.step_s / rounds[0].best.step_s - 1) > REPLAN_GAIN and not deadline.passed:
+        rounds.append(find_layouts(case, [best.pricing.runtime], deadline, known=best))
         best = recipes.refined(rounds[1].best, deadline)
     branch = rounds[-1].branch
     branch.keep(best)

@@ -13,7 +13,7 @@ from planner.search.case import Case
 from planner.shape import RANK_ORDERS
 from planner.specs.problems import nearest
 from planner.specs.registry import hardware_names, model_names
-from planner.specs.training import OBJECTIVES, Reference
+from planner.specs.training import OBJECTIVES, Dtype, Reference
 from planner.trainers.load import RUNTIMES
 from planner.trainers.optimizers import OPTIMIZERS
 
@@ -111,7 +111,7 @@ GROUPS = (
                 Control("hardware", "GPU", kind="select"),
                 Control("seq_length", "Sequence", "tokens", "number"),
                 Control("global_batch_size", "Batch", "sequences", "number"),
-                Control("dtype", "Products in", kind="select", choices=(_ANY, "bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
+                Control("dtype", "Products in", kind="select", choices=(_ANY, *get_args(Dtype))),
                 Control("batch_tokens", "Batch tokens", "such as 16M"),
                 Control("runtime", "Trainer", kind="select"),
             )

@@ -46,12 +46,7 @@ class Job(BaseModel):
 
     def words(self) -> list[str]:
         """The job as options of a command."""
-        given = {
-            "--model": self.model, "--gpus": self.gpus, "--hardware": self.hardware, "--seq-length": self.seq_length,
-            "--global-batch-size": self.global_batch_size, "--dtype": self.dtype, "--runtime": self.runtime,
-        }  # fmt: skip
-        words = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        return [*words, "--lora"] if self.lora else words
+        return [*_words(**self.model_dump(exclude={"lora"})), *["--lora"] * self.lora]
 
 
 class Sizes(BaseModel):
@@ -70,10 +65,7 @@ class Sizes(BaseModel):
     def words(self, gpus: int) -> list[str]:
         """The layout as options of a command."""
         dp = self.dp or max(gpus // (self.tp * self.pp * self.cp), 1)
-        sizes = {**self.model_dump(exclude={"dp", "zero_stage"}), "dp": dp}
-        if self.zero_stage is not None:
-            sizes["zero_stage"] = self.zero_stage
-        return [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        return _words(**self.model_dump(exclude={"dp"}), dp=dp)
 
 
 class PlanAnswer(BaseModel):
@@ -158,8 +150,7 @@ class Tools:
         self, job: Job, ctx: Context[Any, Any], pinned: dict[str, int | str] | None = None
     ) -> dict[str, Any]:
         """Why the best layout is the best or, with axes pinned (tp, pp, …), why those are not chosen."""
-        pins = [word for name, value in (pinned or {}).items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        return await _run(["explain", *job.words(), *pins], ctx, accepts=(0, 3))
+        return await _run(["explain", *job.words(), *_words(**(pinned or {}))], ctx, accepts=(0, 3))
 
     async def sweep(self, job: Job, gpus: str, ctx: Context[Any, Any]) -> dict[str, Any]:
         """The job on several numbers of GPUs, such as `64..1024` or `64,128`: steps, cost, the fewest that fit."""
@@ -176,7 +167,7 @@ class Tools:
         self, file: str, ctx: Context[Any, Any], gpus: int | None = None, hardware: str | None = None
     ) -> dict[str, Any]:
         """A launch script, recipe or YAML of the folder as the run that it describes, with its price."""
-        data = await _run(["import", str(self.path(file)), "--no-search", *_asked(gpus, hardware)], ctx)
+        data = await _run(["import", str(self.path(file)), "--no-search", *_words(gpus=gpus, hardware=hardware)], ctx)
         return {name: data[name] for name in ("source", "run", "unknown", "notes", "refused")} | {
             "answer": _answer(data["evaluated"]).model_dump(mode="json")
         }
@@ -187,7 +178,12 @@ class Tools:
     ) -> CheckAnswer:  # fmt: skip
         """Say whether launch files start, fit, and are no worse than the file that they replace."""
         old = [] if against is None else ["--against", str(self.path(against))]
-        words = ["check", *(str(self.path(file)) for file in files), *old, *_asked(gpus, hardware)]
+        words = [
+            "check",
+            *(str(self.path(file)) for file in files),
+            *old,
+            *_words(gpus=gpus, hardware=hardware),
+        ]
         data = await _run(words, ctx, accepts=(0, 3, 8, 9, 10))
         return CheckAnswer(
             checks=[CheckedFile.model_validate(one["new"]) for one in data["checks"]],
@@ -211,9 +207,10 @@ def server(folder: Path) -> MCPServer[Any]:
     return made
 
 
-def _asked(gpus: int | None, hardware: str | None) -> list[str]:
-    given = {"--gpus": gpus, "--hardware": hardware}
-    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
+def _words(**given: Any) -> list[str]:
+    """Values as options of a command, those that are not given left out."""
+    known = ((f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None)
+    return [word for pair in known for word in pair]
 
 
 async def _plan_json(words: list[str], ctx: Context[Any, Any]) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def _sections(
     plan: Plan, view: View, drawn_of: Mapping[str, Html], form: Form, alternative: int, state: State
 ) -> Iterator[Html]:
     """The sections of the report, in its order, with links that apply what they say; those that explain are folded."""
-    best = view_of(plan)
+    best = view_of(plan) if alternative else view
     for name in SECTIONS:
         shown = (best if name == "alternatives" else view).section(name)
         if name == "timeline":

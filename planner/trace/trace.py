@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import groupby
 from typing import Any
@@ -112,7 +112,7 @@ def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[
     if one["kind"] == "attention":
         sizes |= {name: fitted([row[name] for row in same]) for name in ("q_len", "kv_len")}
         sizes |= {name: one[name] for name in ("heads", "kv_heads", "qk_dim", "v_dim")}
-    kept = [fitted([sum(size for size, _ in row["kept"]) for row in same])] if any(row["kept"] for row in same) else []
+    kept = [fitted([sum(row["kept"]) for row in same])] if any(row["kept"] for row in same) else []
     split = next((style for pattern, style in styles.items() if fnmatch(one["module"], pattern)), "")
     operator = TracedOperator(
         name=f"{_local(one['module'])} {one['name']}".strip(), kind=one["kind"], weight=one.get("weight", False),
@@ -155,28 +155,21 @@ def _joined(kind: tuple[str, str, int], group: list[TracedOperator]) -> TracedOp
 
 
 def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> tuple[TracedOperator, ...]:
-    """Operators between a product split by columns and the next split by rows is split too, and keeps a share."""
-
-    def settle() -> Iterator[TracedOperator]:
-        is_inside = False
-        for one in operators:
-            if one.split == "columns":
-                is_inside = True
-                yield one.model_copy(update={"kept": _shared(one, is_inside)})
-            elif one.split == "rows":
-                is_inside = False
-                yield one
-            elif is_inside:
-                # weights between them, of norms say, are whole on every rank only where nothing is split
-                yield one.model_copy(update={"split": "inside", "kept": _shared(one, is_inside)})
-            else:
-                yield one
-
-    return tuple(settle()) if styles else tuple(operators)
+    """Operations between a product split by columns and the next split by rows are split too, and keep a share."""
+    if not styles:
+        return tuple(operators)
+    settled, is_inside = list[TracedOperator](), False
+    for one in operators:
+        is_inside = one.split == "columns" or (is_inside and one.split != "rows")
+        # weights between them, of norms say, are whole on every rank only where nothing is split
+        settled.append(_shared(one) if is_inside else one)
+    return tuple(settled)
 
 
-def _shared(operator: TracedOperator, is_inside: bool) -> tuple[TracedTensor, ...]:
-    return tuple(tensor.model_copy(update={"is_sharded": is_inside}) for tensor in operator.kept)
+def _shared(operator: TracedOperator) -> TracedOperator:
+    """The operator between two that are split: each rank has its share."""
+    kept = tuple(tensor.model_copy(update={"is_sharded": True}) for tensor in operator.kept)
+    return operator.model_copy(update={"split": operator.split or "inside", "kept": kept})
 
 
 def _alike(lists: Sequence[tuple[TracedOperator, ...]]) -> list[tuple[TracedOperator, ...]]:

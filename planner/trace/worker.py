@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = tensor.untyped_storage().nbytes()
         if tensor.dtype in (torch.int64, torch.int32) and tensor.numel() == 1:
             return tensor
-        self.rows[-1]["kept"].append([size, str(tensor.dtype).removeprefix("torch.")])
+        self.rows[-1]["kept"].append(size)
         return tensor
 
 
@@ -263,11 +263,9 @@ def traced(source: str, length: int) -> dict[str, Any]:
     return {
         "rows": record.rows,
         "num_layers": len(layers),
-        "layer_parameters": [sum(weight.numel() for weight in one.parameters()) for one in layers],
         "num_parameters": sum(weight.numel() for weight in module.parameters()),
         "vocab_size": None if table is None else table.num_embeddings,
         "hidden_size": None if table is None else table.embedding_dim,
-        "has_head": head is not None,
         "is_tied": head is not None and table is not None and head.weight is table.weight,
         "norm_bias": any(isinstance(one, nn.LayerNorm) and one.bias is not None for one in module.modules()),
     }

@@ -134,10 +134,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     said, settings = settings, {**unasked, **settings}
     run, layout = imported.run, imported.run["parallelism"]
     run["seq_length"] = number(settings, *_SEQUENCE)
-    if any(is_on(settings.get(name)) or settings.get(name) in ("offload", "unsloth") for name in _CHECKPOINTING):
+    is_asked = any(is_on(settings.get(n)) or settings.get(n) in ("offload", "unsloth") for n in _CHECKPOINTING)
+    if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
-    elif "disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked:
-        layout["recompute"] = "none" if is_on(settings["disable_gradient_checkpointing"]) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
     accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
     if accelerate is not None:

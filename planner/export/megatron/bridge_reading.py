@@ -370,12 +370,9 @@ _SECTIONS = {
 
 def _in_sections(fields: Fields) -> dict[str, Any]:
     """Keywords that a helper's call gives for the whole recipe, under the section that has them."""
-    known = {path.rpartition(".")[2]: path for path in sorted(READ_FIELDS) if path.startswith("model.")}
-    return {
-        path if "." in path or (path not in known and path not in _SECTIONS)
-        else f"{_SECTIONS[path]}.{path}" if path in _SECTIONS else known[path]: value
-        for path, value in fields.items()
-    }  # fmt: skip
+    places = {path.rpartition(".")[2]: path for path in sorted(READ_FIELDS) if path.startswith("model.")}
+    places |= {name: f"{section}.{name}" for name, section in _SECTIONS.items()}
+    return {places.get(path, path): value for path, value in fields.items()}
 
 
 def read_peft(imported: ImportedRun, peft: Any) -> None:

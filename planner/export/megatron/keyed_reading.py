@@ -337,9 +337,7 @@ def _list_unread(imported: ImportedRun, settings: Settings) -> None:
         imported.unknown["optimizer.type"] = kind
     if settings.get("train_impl", "normal") != "normal":
         imported.unknown["train_impl"] = f"{settings['train_impl']}, priced as learning the next token"
-    if "sparse" in json.dumps(settings.get("attention_config") or []) or "local" in json.dumps(
-        settings.get("attention_config") or []
-    ):
+    if re.search("sparse|local", json.dumps(settings.get("attention_config") or [])):
         imported.unknown["attention_config"] = "sparse or local attention, priced as full"
     for key, value in settings.items():
         if key not in _READ:

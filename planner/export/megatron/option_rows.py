@@ -12,16 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from planner.errors import SpecError
 from planner.export.trainer_files import Arguments, ShellText
-from planner.specs.reading import parse_expression
+from planner.specs.reading import parse_expression, shipped_table
 from planner.trainers.rules.common import release
 
 Options = Mapping[str, list[str]]
@@ -217,8 +215,7 @@ class OptionRow(BaseModel):
 @cache
 def table() -> dict[str, Any]:
     """options.yaml as it stands."""
-    text = files("planner.export.megatron").joinpath("options.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found: dict[str, Any] = shipped_table("export/megatron/options.yaml")
     return found
 
 

@@ -33,6 +33,11 @@ class StatedOptions:
         value = number(self.options, name, default)
         return default if value is None else value
 
+    @property
+    def has_ends(self) -> bool:
+        """Layers of the first or the last stage are given."""
+        return self.first is not None or self.last is not None
+
     def has(self, *names: str) -> bool:
         return all(name in self.options for name in names)
 
@@ -46,7 +51,7 @@ class StatedOptions:
     @property
     def is_given(self) -> bool:
         """True where the split is given otherwise than by equal stages."""
-        return self.has(_LAYOUT) or self.first is not None or self.last is not None
+        return self.has(_LAYOUT) or self.has_ends
 
     @property
     def middle(self) -> tuple[int, int]:
@@ -75,7 +80,7 @@ def _text(words: str) -> Callable[[StatedOptions], str]:
 
 def _uneven_middle(o: StatedOptions) -> bool:
     layers, stages = o.middle
-    return (o.first is not None or o.last is not None) and bool(stages) and layers % stages != 0
+    return o.has_ends and bool(stages) and layers % stages != 0
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -99,7 +104,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "ends_without_pipeline",
-        lambda o: (o.first is not None or o.last is not None) and o.pp == 1,
+        lambda o: o.has_ends and o.pp == 1,
         lambda o: (
             f"{FIRST if o.first is not None else LAST} without a pipeline builds {o.first or o.last} of "
             f"{o.layers or 'all'} layers"
@@ -113,7 +118,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "no_middle",
-        lambda o: o.layers and o.pp > 1 and (o.first is not None or o.last is not None)
+        lambda o: o.layers and o.pp > 1 and o.has_ends
         and (o.middle[0] < 0 or bool(o.middle[0]) != bool(o.middle[1])),
         lambda o: f"{o.middle[0]} layers are left for {o.middle[1]} middle stages",
         loses_layers=True,
@@ -130,18 +135,18 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "virtual_stages_of_middle",
-        lambda o: o.layers and o.vpp > 1 and o.pp > 2 and (o.first is not None or o.last is not None)
+        lambda o: o.layers and o.vpp > 1 and o.pp > 2 and o.has_ends
         and o.middle[1] > 0 and not o.middle[0] % o.middle[1] and (o.middle[0] // o.middle[1]) % o.vpp,
         lambda o: f"{o.middle[0] // o.middle[1]} layers of a middle stage are no multiple of {o.vpp} virtual stages",
     ),
     Refusal(
         "ends_given_twice",
-        lambda o: (o.first is not None or o.last is not None) and any(o.has(name) for name in _ENDS),
+        lambda o: o.has_ends and any(o.has(name) for name in _ENDS),
         _text("layers of the first or last stage are given, and embedding or loss count as layers, too"),
     ),
     Refusal(
         "layout_given_twice",
-        lambda o: o.has(_LAYOUT) and (o.first is not None or o.last is not None or any(o.has(n) for n in _ENDS)),
+        lambda o: o.has(_LAYOUT) and (o.has_ends or any(o.has(n) for n in _ENDS)),
         _text(f"{_LAYOUT} stands beside other options of the split"),
     ),
     Refusal(
@@ -151,7 +156,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "per_stage_beside_ends",
-        lambda o: o.has(_PER_STAGE) and (o.first is not None or o.last is not None),
+        lambda o: o.has(_PER_STAGE) and o.has_ends,
         _text(f"{_PER_STAGE} beside layers of the first or last stage: {_VPP} says it"),
     ),
     Refusal(

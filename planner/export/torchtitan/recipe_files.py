@@ -17,7 +17,6 @@ from planner.export.stages import (
     check_mixture,
     check_order,
     is_looped,
-    order_of,
     recomputed_layers,
     virtual_stages,
 )
@@ -33,6 +32,7 @@ from planner.export.trainer_files import (
     promise,
     rendered,
 )
+from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY, rotary_method

@@ -55,6 +55,7 @@ _PATTERNS = tuple(re.compile(pattern, re.IGNORECASE) for _, pattern, _ in FRAME_
 _IS_FORWARD = re.compile(_FORWARD)
 _FORWARD_BIT = 1 << len(FRAME_PATTERNS)
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+_ACTIONS = {*_RESERVES, "alloc", "free_requested", "free_completed", "oom"}
 BLOCK_BYTES = 512
 """torch's CUDACachingAllocator rounds every request up to a multiple of this (kMinBlockSize)."""
 _NEVER = 2**62
@@ -168,16 +169,10 @@ class MemoryReplay:
 
     def _play(self, number: int, event: Any) -> None:
         place = f"device_traces[…][{number - 1}]"
-        action = event.get("action") if isinstance(event, dict) else None
         if not isinstance(event, dict):
             raise _error(self._where, f"{place}: is no mapping")
-        if not isinstance(action, str) or action not in {
-            *_RESERVES,
-            "alloc",
-            "free_requested",
-            "free_completed",
-            "oom",
-        }:
+        action = event.get("action")
+        if not isinstance(action, str) or action not in _ACTIONS:
             return
         size = whole(event, "size", self._where, place) if action != "free_completed" else 0
         if action == "oom":

@@ -229,8 +229,7 @@ class _Reader:
 
     def _events(self, name: str) -> Events:
         """The events of a table by start, those that hold others first."""
-        events = np.frombuffer(self.tables[name], EVENT)
-        return events[np.lexsort((-events["end"], events["start"]))]
+        return _by_start(np.frombuffer(self.tables[name], EVENT))
 
     def traces(self, where: str) -> Iterator[RankTrace]:
         """The tables that were read, one trace a GPU."""
@@ -272,8 +271,12 @@ class _Reader:
         for lane in np.unique(operators["lane"]):
             mine = np.flatnonzero(operators["lane"] == lane)
             innermost[mine[:-1]] = operators["start"][mine[1:]] >= operators["end"][mine[:-1]]
-        both = np.concatenate([operators[innermost], marks[communicates[marks["name"]]]])
-        return both[np.lexsort((-both["end"], both["start"]))]
+        return _by_start(np.concatenate([operators[innermost], marks[communicates[marks["name"]]]]))
+
+
+def _by_start(events: Events) -> Events:
+    """Events by start, those that hold others first."""
+    return events[np.lexsort((-events["end"], events["start"]))]
 
 
 def _with_calls(gpu: Events, launches: Events, comms: Events) -> Events:

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.observe.accounts import STEP_TERMS, WALL_TERMS
+from planner.observe.accounts import STEP_TERMS, WALL_TERMS, in_steps
 from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Outlier, Prediction, Term, Wall
 from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
@@ -125,13 +125,13 @@ def _remarks(observed: Observed) -> Iterator[str]:
     observation = observed.observation
     if observation.num_warmup_steps and not observed.beside:
         extra = seconds(observation.warmup_extra_s)
-        yield f"warm-up: {_steps(observation.num_warmup_steps)}, {extra} longer than as many steady ones"
+        yield f"warm-up: {in_steps(observation.num_warmup_steps)}, {extra} longer than as many steady ones"
     for outlier in observation.outliers:
         yield _says(outlier)
     for restart in observation.restarts:
         down = "" if restart.down_s is None else f", {seconds(restart.down_s)} without steps"
         yield (
-            f"restart: after step {restart.from_step:,} again from {restart.to_step:,}; {_steps(restart.lost_steps)} "
+            f"restart: after step {restart.from_step:,} again from {restart.to_step:,}; {in_steps(restart.lost_steps)} "
             f"({seconds(restart.lost_s)}) were made again{down}"
         )
 
@@ -143,12 +143,8 @@ def _says(outlier: Outlier) -> str:
     likely = f": {outlier.likely}" if outlier.likely else ""
     kind = _KINDS[outlier.kind]
     return (
-        f"{kind}{period}{likely}: {_steps(outlier.num_steps)}, {seconds(outlier.extra_s)} in all (step {steps}{more})"
+        f"{kind}{period}{likely}: {in_steps(outlier.num_steps)}, {seconds(outlier.extra_s)} in all (step {steps}{more})"
     )
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'' if count == 1 else 's'}"
 
 
 def _wall(wall: Wall) -> Table:

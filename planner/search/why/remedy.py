@@ -18,6 +18,7 @@ from typing import Any
 from planner.answer import Plan
 from planner.answer.small import MOST_GPUS
 from planner.errors import Infeasible, SolverError, SpecError
+from planner.layout.price import parallelism_of
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import DEFAULT_SCHEDULES
@@ -92,13 +93,12 @@ class Trials:
         try:
             candidate = fitting_candidate(case)
             if candidate is not None:
-                split, shape = candidate.split, candidate.shape
-                recompute = "full" if any(map(any, split.recomputed)) else split.base
-                sizes = {axis: int(getattr(shape, axis)) for axis in _SIZES}
-                return {**sizes, "recompute": recompute, "schedule": candidate.schedule}
-            time_limit_s = LONGEST_TRY_FRACTION * self.deadline.left_s
-            best = self.search(_lightest(case).limited(top=1, time_limit_s=time_limit_s, gap_fraction=1.0)).best
-            return {axis: getattr(best.parallelism, axis) for axis in (*_SIZES, "recompute", "schedule")}
+                chosen = parallelism_of(candidate)
+            else:
+                time_limit_s = LONGEST_TRY_FRACTION * self.deadline.left_s
+                lightest = _lightest(case).limited(top=1, time_limit_s=time_limit_s, gap_fraction=1.0)
+                chosen = self.search(lightest).best.parallelism
+            return {axis: getattr(chosen, axis) for axis in (*_SIZES, "recompute", "schedule")}
         except SolverError:
             self.cut_short = True
         except (Infeasible, SpecError):

@@ -27,7 +27,7 @@ from planner.search.case import Case
 from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
-from planner.specs.training import AdapterSpec, Bits, Parallelism, Recompute, TrainingSpec
+from planner.specs.training import AdapterSpec, Bits, Parallelism, Recompute
 from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect, rules_for
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec
@@ -363,7 +363,7 @@ def _change(candidate: Candidate, kind: str, varied: Varied) -> Change | None:
     other = priced(candidate, varied)
     if other is None:
         return None
-    tokens = _tokens(candidate.pricing.training) / _tokens(other.pricing.training)
+    tokens = candidate.pricing.training.tokens_per_step / other.pricing.training.tokens_per_step
     total_bytes = peak_bytes(other)
     return Change(
         kind=kind,
@@ -376,10 +376,6 @@ def _change(candidate: Candidate, kind: str, varied: Varied) -> Change | None:
         fits=other.fits,
         changes=varied.changes,
     )
-
-
-def _tokens(training: TrainingSpec) -> int:
-    return training.seq_length * training.global_batch_size
 
 
 def peak_bytes(candidate: Candidate) -> int:
