@@ -19,9 +19,10 @@ from tiny import TINY
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 import faulty_joined
+import torch.distributed as dist
 
 from planner.cli.measurements import probe_of
-from planner.errors import SpecError
+from planner.errors import ProbeError, SpecError
 from planner.layout.evaluate import evaluate
 from planner.probe.launch import joined as launch_joined
 from planner.probe.launch.joined import first_host, joins_others
@@ -208,14 +209,19 @@ def test_ranks_that_disagree_say_so_at_once(name: str, plan_file: str, tmp_path:
         assert said.format(host=os.uname().nodename) in told or ("error: --stage runs" in told and name == "stage")
 
 
-def test_a_rank_that_is_missing_and_one_that_is_there_twice(plan_file: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    hosted = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    dist.PrefixStore("attempt 0", hosted).set("world size", "2")
+    launch_joined.meet(1, 2, PATIENCE_S)
+    with pytest.raises(ProbeError, match="rank 1 was started twice"):
+        launch_joined.meet(1, 2, PATIENCE_S)
+
+
+def test_a_rank_that_is_missing(plan_file: str, tmp_path: Path) -> None:
     arguments = ("probe", plan_file, "--device", "cpu", "--steps", "1", "--timeout", "4")
-    port, folders = free_port(), [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        folder.mkdir()
-    ranks = [Joined(folder, 1, 2, port, *arguments, fault=faulty_joined.hasty) for folder in folders]
-    ranks.append(Joined(tmp_path, 0, 2, port, *arguments, fault=faulty_joined.hasty))
-    assert any("rank 1 was started twice" in rank.end()[2] for rank in ranks)
     alone = Joined(tmp_path, 0, 2, free_port(), *arguments, fault=faulty_joined.hasty)
     assert "rank 1 of 2 has not come in" in alone.end()[2]
 

@@ -39,12 +39,8 @@ LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflatio
 
 EXCEPTIONS = {
     "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
-    "planner/export/megatron/option_rows.py": OWN,
     "planner/export/launch/node_check.py": JOB,
-    "planner/export/environment.py": OWN,
-    "planner/export/keyed_settings.py": OWN,
     "planner/layout/runs.py": OWN,
-    "planner/months/losses.py": OWN,
     "planner/profile/measure_links.py": WIRE,
     "planner/report/small.py": OWN,
     "planner/serve/mcp_server.py": "requests of a client, a line each, with a limit",
