@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from statistics import NormalDist
 
 from planner.answer import SIGMAS_TO_END, Interval, PricedLayout, StagePlan
+from planner.physics.operators import NARROW_BYTES
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.hardware import HardwareSpec
@@ -40,6 +41,8 @@ probe found other bytes than those counted (`ReservedMemory.width`)."""
 MOE_MEMORY_WIDTH = 0.06
 """Half-width that mixtures of experts add to memory: the busiest expert rank's tokens are not known before the run.
 Published peaks of mixtures need no more than 0.04, but nearly all of them force balanced routing."""
+NARROW_MEMORY_WIDTH = 0.06
+"""Half-width that products in 8 or 4 bits add to memory: what they keep beside and instead of 16 bits differs."""
 SCAN_MEMORY_WIDTH = 0.08
 """Half-width that layers which scan add to memory: kernels differ in the states and gates that they keep."""
 
@@ -52,6 +55,7 @@ def memory_width(pricing: Pricing) -> float:
         hardware.reserved.width,
         pricing.runtime.memory_width,
         MOE_MEMORY_WIDTH if pricing.model.moe is not None else 0.0,
+        NARROW_MEMORY_WIDTH if pricing.training.dtype in NARROW_BYTES else 0.0,
         SCAN_MEMORY_WIDTH if pricing.model.state_kinds or pricing.model.indexer is not None else 0.0,
     )
 
