@@ -35,6 +35,7 @@ from planner.trainers.generations import described
 from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.rules.recipe import export_rules_for
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import as_consented
 
 
 def assemble(
@@ -189,7 +190,7 @@ def evaluate(
     model = model_of(model)
     says_switches = not isinstance(runtime, str) if says_switches is None else says_switches
     if isinstance(runtime, str):
-        runtime, _ = described(load_runtime(runtime), cluster.hardware, model, {})
+        runtime, _ = described(as_consented(load_runtime(runtime), ()), cluster.hardware, model, {})
     if isinstance(parallelism, Layout):
         parallelism = parallelism.replace()
     elif isinstance(parallelism, PricedLayout):
