@@ -187,7 +187,8 @@ def completed(imported: ImportedRun, given: Mapping[str, Any]) -> dict[str, Any]
 def judged(run: Run) -> tuple[Plan, list[str]]:
     """A run's price, and the rules of its trainer that it breaks: a switch that breaks one is priced as off."""
     plan = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
-    broken = broken_rules_of_recipe(plan)
+    # FSDP and DeepSpeed run on one GPU, too, which is no use to a search
+    broken = [reason for reason in broken_rules_of_recipe(plan) if reason.name != "sharding"]
     refused = [f"{reason.name} {reason.message}: priced without it" for reason in broken]
     refused += [text for warning in plan.best.warnings if (text := warning.partition("refuses this layout: ")[2])]
     if broken:
