@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from statistics import median
-from typing import TypeVar
 
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
@@ -24,8 +23,6 @@ from planner.observe.traces.events import (
     DATA_RANGES,
     PLANNED,
     POINT_TO_POINT,
-    CollectiveTime,
-    GroupTime,
     RankReport,
     TraceStep,
 )
@@ -221,7 +218,6 @@ def priced(breakdown: Mapping[str, float], tail_s: float, observed: Mapping[str,
     return Account(where, parts)
 
 
-Timed = TypeVar("Timed", GroupTime, CollectiveTime)
 KINDS = {
     "gemm": PRODUCTS, "attention": ATTENTION, "softmax": ATTENTION, "optimizer": OPTIMIZER, OTHER_FAMILY: OTHER,
     "dispatch on the host": OTHER,
@@ -301,11 +297,16 @@ def traced_of(case: ObservedCase) -> list[Traced]:
 def _named(report: RankReport, only: str) -> RankReport:
     """The report with the one group of a job for all that its trace does not name."""
 
-    def named(rows: Iterable[Timed]) -> tuple[Timed, ...]:
-        return tuple(row.model_copy(update={"group": only}) if _is_strange(row.group) else row for row in rows)
-
-    steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
-    return report.model_copy(update={"steps": steps, "collectives": named(report.collectives)})
+    steps = tuple(
+        step.model_copy(update={"groups": tuple(
+            row.model_copy(update={"group": only}) if _is_strange(row.group) else row for row in step.groups
+        )})
+        for step in report.steps
+    )  # fmt: skip
+    late: dict[str, float] = defaultdict(float)
+    for group, late_s in report.late_s.items():
+        late[only if _is_strange(group) else group] += late_s
+    return report.model_copy(update={"steps": steps, "late_s": dict(late)})
 
 
 def _is_strange(group: str) -> bool:
@@ -338,9 +339,8 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
         COPIES: rank.mean(lambda step: step.copies_s), WAITS: rank.mean(lambda step: step.dependencies_s + step.idle_s),
     }  # fmt: skip
     late: dict[str, float] = defaultdict(float)
-    for row in rank.report.collectives:
-        if row.wait_s is not None:
-            late[_axis_of(row.group, has_pipeline)] += row.wait_s * row.count / max(len(rank.report.steps), 1)
+    for group, waited_s in rank.report.late_s.items():
+        late[_axis_of(group, has_pipeline)] += waited_s
     exchanges: dict[str, GroupExchanges] = {}
     for label in rank.groups:
         axis, busy_s, shown_s = _axis_of(label, has_pipeline), rank.busy_s(label), rank.shown_s(label)

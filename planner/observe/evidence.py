@@ -350,11 +350,7 @@ def standing_stages(files: RunFiles) -> Finding | None:
 
 def fragments(files: RunFiles) -> Finding | None:
     """Allocations that found no block until the cache was freed, or that failed although enough bytes lay free."""
-    observation, recorded = files.case.observation, files.case.recorded
-    for oom in (snapshot.out_of_memory for snapshot in (recorded.snapshots if recorded else ())):
-        if oom is not None and oom.fragmented:
-            says = f"{oom.requested_bytes / GIB:.1f} GiB were refused while {oom.inactive_bytes / GIB:.1f} GiB lay"
-            return Finding(f"{says} reserved and free, {oom.largest_free_block_bytes / GIB:.1f} GiB in one block")
+    observation = files.case.observation
     for one in observation.failed_allocations:
         if one.unused_bytes is not None and one.unused_bytes >= one.requested_bytes:
             says = f"{one.requested_bytes / GIB:.2f} GiB were refused while {one.unused_bytes / GIB:.1f} GiB lay"
@@ -390,11 +386,8 @@ def _growth(row: MemorySeries) -> Finding | None:
 
 
 def out_of_memory(files: RunFiles) -> Finding | None:
-    """Errors of allocations that failed, as the log or a snapshot has them, beside what was planned of the stage."""
-    observation, recorded = files.case.observation, files.case.recorded
-    broken = [s.out_of_memory for s in (recorded.snapshots if recorded else ()) if s.out_of_memory]
-    if broken:
-        return Finding(f"an allocation of {broken[-1].requested_bytes / GIB:.2f} GiB failed")
+    """Errors of allocations that failed, as the log has them, beside what was planned of the stage."""
+    observation = files.case.observation
     if not observation.failed_allocations:
         return Finding(f"{observation.num_ooms:,} allocations failed") if observation.num_ooms else None
     one = max(observation.failed_allocations, key=lambda each: each.requested_bytes)
@@ -413,10 +406,7 @@ def out_of_memory(files: RunFiles) -> Finding | None:
 
 
 def hung_collective(files: RunFiles) -> Finding | None:
-    """A collective that began and never ended, by a flight recorder's dumps or the watchdog's lines in the log."""
-    flight = files.case.recorded.flight_recorder if files.case.recorded else None
-    if flight is not None and any(group.outstanding or group.mismatches for group in flight.groups):
-        return Finding(flight.verdict)
+    """A collective that began and never ended, by the watchdog's lines in the log."""
     hung = files.case.observation.hung_collectives
     if not hung:
         return None

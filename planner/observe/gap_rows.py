@@ -49,9 +49,9 @@ PIPELINE_TRACES = f"traces of a rank of every stage: {_PROFILE} on each, then pl
 BATCH_TIMER = "a timer of batches: --timing-log-level 2, or a record_function around the loader in a trace"
 LONG_LOG = "a log of a hundred steps with a line for each (--log-interval 1)"
 MEMORY_LOG = "lines of memory: --log-memory-interval 10, or torch.cuda.memory_stats() every few steps"
-SNAPSHOT = "a memory snapshot: torch.cuda.memory._record_memory_history(), then _dump_snapshot(), then plan observe it"
+SNAPSHOT = "a memory snapshot (torch.cuda.memory._record_memory_history(), _dump_snapshot()) for pytorch.org/memory_viz"
 ARGUMENTS = "the arguments that the trainer prints at its start, in the same log"
-DUMPS = "flight-recorder dumps of all ranks: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1"
+DUMPS = "flight-recorder dumps of all ranks (TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1) for torchfrtrace"
 OF_MEMORY = ("fragmentation", "leak", "out_of_memory")
 """Rows that answer for memory and for no seconds."""
 
@@ -149,12 +149,12 @@ GAP_ROWS: Mapping[str, GapRow] = {
         GapRow("fragmentation", "the allocator's memory is in fragments", (), (fragments,), SNAPSHOT,
                "segments grow in place of new ones", options=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)),
         GapRow("leak", "memory is kept that is not needed any more", (), (growing_memory,), MEMORY_LOG,
-               "record torch.cuda.memory._record_memory_history() for a few steps and plan observe the snapshot; "
+               "a memory snapshot of a few steps names them (pytorch.org/memory_viz); "
                "tensors kept from step to step (losses without .item()) are the rule"),
         GapRow("out_of_memory", "memory ran out", (), (out_of_memory,), SNAPSHOT,
                "plan memory plan.json shows what fills the fullest stage; recompute more, or shard more"),
         GapRow("hang", "a collective never ended", (), (hung_collective,), DUMPS,
-               "give the flight-recorder dumps of all ranks: they name the rank that never came"),
+               "torchfrtrace reads the flight-recorder dumps of all ranks, which name the rank that never came"),
     )
 }  # fmt: skip
 """Every row by the name that `causes` has; another is a row here and a function in `evidence`."""
@@ -234,7 +234,7 @@ def _lacking(case: ObservedCase, recordings: Iterable[str]) -> str:
     has = {
         ONE_TRACE: ranks, STAGE_TRACES: ranks[1:], PIPELINE_TRACES: len({rank.stage for rank in ranks}) > 1,
         BATCH_TIMER: observation.data_s is not None, LONG_LOG: observation.series.steps,
-        MEMORY_LOG: observation.memory_series, SNAPSHOT: case.recorded and case.recorded.snapshots,
+        MEMORY_LOG: observation.memory_series, SNAPSHOT: False,
         ARGUMENTS: observation.facts.stated_switches,
     }  # fmt: skip
     return next((one for one in recordings if not has.get(one)), "")

@@ -213,6 +213,8 @@ def observed_of(data: dict[str, Any], where: str) -> Observed:
     """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
     edited."""
     data = _without_retired(as_saved(data, where, _HINT))
+    if not (data.get("recorded") or {}).get("traces"):  # 0.2 saved dumps and snapshots there alone
+        data.pop("recorded", None)
     observed = checked(ObservedFiles if "recorded" in data else Observed, data, where)
     if observed.plan is not None:
         refuse_contradiction(observed.plan, f"{where}: plan")
@@ -232,7 +234,8 @@ _RETIRED = (
     "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline", "links",
     "per_rank_s", "reserved_at_peak_bytes", "num_events", "expandable_segments", "stragglers", "phases", "slowest",
     "num_collectives", "age_s", "during", "peak_time_us", "awaiting_free_bytes", "allocator_settings", "per_rank",
-    "largest",
+    "largest", "snapshots", "flight_recorder", "collectives", "clock_error_s", "share_fraction", "num_kernels",
+    "longest",
 )  # fmt: skip
 """Fields of observations that 0.2 saved and that nothing reads any more."""
 _OTHERS = ("plan", "facts")
