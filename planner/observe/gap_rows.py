@@ -28,7 +28,7 @@ from planner.observe.accounts import (
     traced_of,
     wall_s,
 )
-from planner.observe.case import Layouts, ObservedCase, chunked, fewer_recomputed, grid_of, running
+from planner.observe.case import Layouts, ObservedCase, chunked, fewer_recomputed, grid_of, moves, running, stage_of
 from planner.observe.observation import MemorySeries
 from planner.observe.steady import SIGMA_OF_MAD, slope_of
 from planner.observe.traces.events import DATA_RANGES, HOST, TraceStep
@@ -126,10 +126,11 @@ class RunFiles:
         """Seconds of a step in the traces, which a profiler makes longer; infinity without traces."""
         return median(rank.mean(wall_s) for rank in self.ranks) if self.ranks else float("inf")
 
-    def size(self, axis: str) -> int | None:
-        """The size of an axis by the plan, else by the run's own arguments; None where neither says it."""
+    @cached_property
+    def num_stages(self) -> int | None:
+        """Pipeline stages by the plan, else by the run's own arguments; None where neither says it."""
         grid = grid_of(self.case)
-        return None if grid is None else {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp}[axis]
+        return None if grid is None else int(grid.pp)
 
     def exchanges(self, group: str) -> list[tuple[GroupExchanges, GroupExchanges]]:
         """A group's exchanges on each rank, found and expected."""
@@ -188,7 +189,7 @@ def _longer_printed(files: RunFiles) -> Iterable[tuple[float, Finding]]:
             continue
         if spread.name == "tflops" and spread.low_share > 0.5:
             rank, more_s = spread.low_rank, (1 - spread.low / spread.high) * files.step_s
-        elif spread.name == "round_trip_s" and spread.high_share > 0.5 and files.size("pp") == 1:
+        elif spread.name == "round_trip_s" and spread.high_share > 0.5 and files.num_stages == 1:
             rank, more_s = spread.high_rank, spread.high - spread.low
         else:
             continue
@@ -351,7 +352,7 @@ def standing_stages(files: RunFiles) -> Finding | None:
     """Stages that stand still longer than the order of the passes says."""
     found_s, due_s = _apart(files, PIPELINE)
     least_s = 0.05 * files.step_s + 0.2 * due_s
-    if files.size("pp") in (None, 1) or not all(due for _, due in files.accounts) or found_s - due_s < least_s:
+    if files.num_stages in (None, 1) or not all(due for _, due in files.accounts) or found_s - due_s < least_s:
         return None
     says = f"stages stand still for {in_seconds(found_s)} of a step, {in_seconds(due_s)} by their order"
     return Finding(says, found_s - due_s)
@@ -407,7 +408,7 @@ def out_of_memory(files: RunFiles) -> Finding | None:
     if one.unused_bytes is not None:
         parts.append(f"{one.unused_bytes / GIB:.1f} GiB reserved beside them")
     if plan is not None:
-        stage = None if one.rank is None or grid is None else grid.stage(one.rank)
+        stage = None if one.rank is None or grid is None else stage_of(grid, one.rank)
         planned_stage = plan.best.worst_stage if stage is None else plan.best.stages[stage]
         whose = "on the fullest stage" if stage is None else f"on its stage {stage}"
         parts.append(f"{planned_stage.memory.peak_allocated_bytes / GIB:.1f} GiB were planned {whose}")
@@ -456,7 +457,7 @@ def _recomputed_with_room(files: RunFiles) -> Finding | None:
     now, peak = running(files.case), files.case.observation.peak_memory_bytes
     if now is None or peak is None:
         return None
-    best = min(fewer_recomputed(now), key=lambda one: one.step_s, default=now)
+    best = min((one for _, one in moves(now, fewer_recomputed)), key=lambda one: one.step_s, default=now)
     gain_s = now.step_s - best.step_s
     free_gib = (now.pricing.cluster.hardware.memory_bytes - peak) / GIB
     if gain_s < 0.05 * now.step_s:
