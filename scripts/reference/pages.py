@@ -118,8 +118,10 @@ def trainers() -> str:
     runtimes = [load_runtime(name) for name in RUNTIMES]
     for runtime in runtimes:
         lines += _trainer(runtime)
-    lines += ["## Switches", "", "| switch | effect |", "|---|---|"]
-    lines += [f"| `{name}` | {row.says} |" for name, row in SWITCHES.items() if not row.is_described]
+    lines += ["## Switches", "", "| switch | effect | evidence |", "|---|---|---|"]
+    lines += [
+        f"| `{name}` | {row.says} | {row.source or ''} |" for name, row in SWITCHES.items() if not row.is_described
+    ]
     lines += _refusals("Layouts that are refused", {runtime.name: rules_for(runtime) for runtime in runtimes})
     lines += _refusals("Models that an export refuses", {it.name: export_rules_for(it) for it in runtimes})
     lines += ["", "## Rules of switches", "", "A recipe that breaks one of these is refused, whatever the trainer.", ""]
