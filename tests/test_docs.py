@@ -59,13 +59,6 @@ def test_every_command_is_in_the_first_pages(command: str) -> None:
     assert any(line.split()[:2] == ["plan", command] for line in SHELL.splitlines())
 
 
-def test_every_exit_code_is_in_the_page_of_commands() -> None:
-    from planner import errors
-
-    codes = {error.exit_code for error in vars(errors).values() if isinstance(error, type)}
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", GUIDE, re.MULTILINE)} == codes | {0, 130}
-
-
 def test_the_first_screen_is_a_sentence_and_the_line_that_plans() -> None:
     lines = README.splitlines()
     assert lines[0] == "# planner"
