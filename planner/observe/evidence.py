@@ -246,6 +246,7 @@ def unhidden(group: str) -> Callable[[RunFiles], Finding | None]:
     """Looks for exchanges of a group that were to hide behind computing, and do not: longer ones alone are no sign."""
 
     def see(files: RunFiles) -> Finding | None:
+        """Collectives in a trace that were to hide behind computing by the plan, and do not."""
         known = files.exchanges(group)
         if not known:
             return None
