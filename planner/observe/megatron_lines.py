@@ -39,7 +39,7 @@ from planner.observe.line_formats import (
 )
 from planner.observe.observation import JobFacts
 from planner.observe.record import RunRecord
-from planner.specs.reading import Limits, parse_yaml
+from planner.specs.reading import InputLimits, parse_yaml
 from planner.specs.units import GB, GIB, MIB, is_count
 
 _MS = 1e-3
@@ -246,7 +246,7 @@ _NEGATED = {
 """Arguments that are true unless an option switches them off."""
 _RENAMED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "multi_latent_attention": "--multi-latent-attention"}
 _COUNTS = ("num_gpus", "seq_length", "global_batch_size")
-_MOST_CHARACTERS, _ARGUMENT_LIMITS = 2**18, Limits(2**16, 1_000, 20)
+_MOST_CHARACTERS, _ARGUMENT_LIMITS = 2**18, InputLimits(2**16, 1_000, 20)
 _UNSET = ("None", "False", "[]", "")
 
 
