@@ -174,9 +174,8 @@ def gap() -> str:
         seen = [_sentence(see.__doc__) for see in row.sees]
         seen += ["The log's own arguments."] if row.switches or not seen else []
         priced = ", ".join(f"`{switch}`" for switch in row.switches)
-        lines.append(
-            f"| `{name}` | {row.says} | {' '.join(seen)} | {row.record} | {'; '.join(filter(None, (row.helps, priced)))} |"
-        )
+        helps = "; ".join(filter(None, (row.helps, priced)))
+        lines.append(f"| `{name}` | {row.says} | {' '.join(seen)} | {row.record} | {helps} |")
     return "\n".join([*lines, ""])
 
 
