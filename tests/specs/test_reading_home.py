@@ -32,12 +32,10 @@ SUSPECT = re.compile(
 """A line that a module needs which calls a parser."""
 OWN = "a text that the planner wrote, or that ships with it"
 WIRE = "wire between the planner's own processes"
-JOB = "it runs in the user's job, without the planner, on files that the export wrote"
 LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflation and values"
 
 EXCEPTIONS = {
     "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
-    "planner/export/launch/node_check.py": JOB,
     "planner/layout/runs.py": OWN,
     "planner/profile/measure_links.py": WIRE,
     "planner/report/small.py": OWN,
