@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.errors import SpecError
@@ -84,7 +85,8 @@ _GRID = {
 """Settings of a grid, and Accelerate's names for them (parallelism_config)."""
 _READ = {
     *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_ADAPTERS, *_PACKING, *_COMPILING, *_CHECKPOINTING, *_GRID,
-    "gradient_accumulation_steps", "bf16", "fp16", "use_liger_kernel", "liger_kernel", "enable_liger_kernel",
+    "gradient_accumulation_steps", "global_batch_size", "bf16", "fp16", "use_liger_kernel", "liger_kernel",
+    "enable_liger_kernel",
     "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage", "rlhf_type",
     "tf32", "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "zero_stage", "optim", "optimizer", "config_file",
     "num_processes", "num_machines", "attn_implementation", "attn_impl", "flash_attn", "flash_attention",
@@ -118,6 +120,35 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
     return run_of_arguments(keyed, config)
 
 
+def read_openrlhf(config: ConfigFile) -> ImportedRun:
+    """The run of OpenRLHF's trainers: a fine-tuning, or an update of the actor."""
+    row, keyed = dialect("openrlhf"), settings_of(config)
+    given = keyed.settings
+    names = {row.renamed[key]: key for key in {**row.unasked, **given} if row.renamed.get(key)}
+    keyed.settings = {row.renamed.get(key) or key: value for key, value in given.items()}
+    is_rl, tokens = "train_ppo" in config.text, number(given, "train.max_tokens_per_gpu") or 16192
+    answers = number(given, "generate_max_len", "rollout.max_new_tokens")
+    if "prompt_max_len" in given and answers:
+        keyed.settings["max_length"] = (number(given, "prompt_max_len") or 0) + answers
+    if is_rl:
+        length = number(keyed.settings, "max_length") or 2048
+        packed = max(1, tokens // length) if is_on(given.get("train.dynamic_batch_enable")) else 1
+        keyed.settings.setdefault("per_device_train_batch_size", packed)
+    gpus = [number(given, f"actor{sign}{name}") or 1 for sign in "_." for name in ("num_nodes", "num_gpus_per_node")]
+    keyed.num_gpus = keyed.num_gpus or (gpus[0] * gpus[1] * gpus[2] * gpus[3] if max(gpus) > 1 else None)
+    if (other := re.search(r"train_(dpo|rm|kto|kd|prm)\b", config.text)) is not None:
+        keyed.settings["stage"] = other[1]
+    tool = replace(row, unasked={row.renamed.get(key, key): value for key, value in row.unasked.items()})
+    imported = run_of_arguments(keyed, config, tool)
+    imported.rename(names)
+    imported.source = "openrlhf"
+    if is_rl:
+        imported.notes.append(
+            "one update of the actor is priced; rollouts, the critic, the reference and rewards are not"
+        )
+    return imported
+
+
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
     """The run of a trainer's settings, over the defaults of the tool that reads them."""
     keyed.settings = _in_one(keyed.settings)
@@ -136,7 +167,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.assumed, imported.documented = {name: str(v) for name, v in unasked.items()}, tool.documented
     said, settings = settings, {**unasked, **settings}
     run, layout = imported.run, imported.run["parallelism"]
-    run["seq_length"] = number(settings, *_SEQUENCE)
+    run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
     is_asked = any(is_on(settings.get(n)) or settings.get(n) in ("offload", "unsloth") for n in _CHECKPOINTING)
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
@@ -168,7 +199,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     _list_unread(imported, settings)
     for name, value in said.items():
         if name not in _READ:
-            is_harmless = is_off(value) or _ROW.is_harmless(str(name)) or value in ([], {}, 0)
+            is_known = any(row.is_harmless(str(name)) for row in (_ROW, tool))
+            is_harmless = is_off(value) or is_known or value in ([], {}, 0)
             (imported.ignored if is_harmless else imported.unknown)[str(name)] = str(value)[:200]
     imported.unknown |= {name: value for name, value in keyed.unread.items() if not _ROW.is_harmless(str(name))}
     layout.setdefault("micro_batch_size", 1)
