@@ -8,10 +8,10 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun
-from planner.export.keyed_settings import Settings, dialect, is_on, mapping_of, number
+from planner.export.keyed_settings import Dialect, Settings, dialect, flat, is_on, mapping_of, number
 from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
 from planner.export.named_models import model_called, moe_of
-from planner.export.torchtitan.settings_reading import flat, run_of_settings
+from planner.export.torchtitan.settings_reading import run_of_settings
 from planner.export.verl_reading import value_of
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
@@ -34,10 +34,16 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
     """The run of settings by their paths; dialects.yaml has their names in torchtitan's words."""
     row = dialect(name)
     unasked = row.left_out(settings)
+    if any(path.startswith("peft.") for path in settings) and "peft.dim" not in settings:
+        unasked["peft.dim"] = 8
     found: Settings = {}
     for path, value in {**unasked, **settings}.items():
         if path in row.renamed and str(value).lower() not in ("none", "null", "", "0"):
             found.setdefault(row.renamed[path], value)
+    for key in ("training.local_batch_size", "training.global_batch_size"):
+        if key not in found:
+            path = next(path for path, name in row.renamed.items() if name == key)
+            raise SpecError(f"{path} is not in the file", "it has no default: write it")
     mode = str(found.get("activation_checkpoint.mode"))
     named, dp = str(found.get("model") or ""), number(found, "dp")
     model = model_called(named) if named else None
@@ -64,7 +70,7 @@ def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> Import
     if moe_of(model) is not None:
         run["features"]["dispatcher"] = dispatcher if dispatcher in ("deepep", "hybridep") else "alltoall"
     _add_adapters(imported, found)
-    _list_unread(imported, settings, found)
+    _list_unread(imported, row, settings, found)
     return imported
 
 
@@ -86,8 +92,7 @@ def _add_adapters(imported: ImportedRun, found: Settings) -> None:
     imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
 
 
-def _list_unread(imported: ImportedRun, settings: Settings, found: Settings) -> None:
-    row = dialect(imported.source)
+def _list_unread(imported: ImportedRun, row: Dialect, settings: Settings, found: Settings) -> None:
     said = {row.renamed[path]: path for path in settings if path in row.renamed}
     expected = {"dtype": "bf16|bfloat16|auto", "compile.enable": "False", "optimizer": r".*\b(Fused)?Adam(W|w)?",
                 "loss": ".*(MaskedCrossEntropy|TEParallelCrossEntropy)", "dispatcher": "deepep|hybridep|torch",
@@ -110,7 +115,9 @@ def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     is_megatron = is_on(settings.get("policy.megatron_cfg.enabled"))
     imported = _of_megatron(settings, gpus) if is_megatron else _of_automodel("nemo-rl", settings, gpus)
     imported.source, run = "nemo-rl", imported.run
-    run["global_batch_size"] = number(settings, "policy.train_global_batch_size")
+    if (batch := number(settings, "policy.train_global_batch_size")) is None:
+        raise SpecError("policy.train_global_batch_size is not in the file", "it has no default: write it")
+    run["global_batch_size"] = batch
     run["seq_length"] = number(settings, "policy.max_total_sequence_length")
     if not any(path.startswith(("sft.", "dpo.")) for path in settings):
         imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
@@ -157,9 +164,15 @@ def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
             keys |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     else:
         keys = {k: v for k, v in keys.items() if not k.startswith("recompute_")}
-    keys["micro_batch_size"] = settings.get("policy.train_micro_batch_size", 1)
+    if (micro := settings.get("policy.train_micro_batch_size")) is not None:
+        keys["micro_batch_size"] = micro
+    names |= {"micro_batch_size": "policy.train_micro_batch_size"}
+    if start + "activation_checkpointing" not in settings:
+        names["--recompute-granularity"] = start + "activation_checkpointing"
     name = str(settings.get("policy.model_name") or "")
     imported = read_keys("nemo-rl-megatron", keys, gpus, named=model_called(name) if name else None)
     imported.model_name = "" if imported.run["model"] else name
     imported.rename(names)
+    outside = {path: value for path, value in settings.items() if not path.startswith(start)}
+    _list_unread(imported, dialect("nemo-rl"), outside, {})
     return imported

@@ -9,10 +9,9 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_on, number
+from planner.export.keyed_settings import KeyedSettings, Settings, dialect, flat, is_on, number
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
-from planner.export.torchtitan.settings_reading import flat
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _ROW = dialect("verl")
@@ -134,6 +133,13 @@ def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     )
     imported = run_of_arguments(keyed, ConfigFile("", None), _ROW)
     imported.source = "verl"
+    micro = f"{actor}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"
+    unsaid = {
+        f"{own}enable_gradient_checkpointing": True,
+        micro: None if is_rl else 4,
+        f"{actor}fsdp_config.fsdp_size": -1,
+    }
+    imported.assumed = {path: str(value) for path, value in unsaid.items() if path not in settings}
     size = number(settings, f"{actor}fsdp_config.fsdp_size", "engine.fsdp_size", "model.fsdp_config.fsdp_size") or -1
     if size > 0:
         imported.run["parallelism"]["fsdp"] = size

@@ -29,6 +29,7 @@ from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
+    flat,
     is_off,
     is_on,
     mapping_of,
@@ -107,9 +108,9 @@ _SAME = {"per_device_train_batch_size": _BATCH, "micro_batch_size": _BATCH, "max
 
 def tool_of(settings: Settings, text: str = "") -> Dialect:
     """The trainer whose settings these are."""
-    is_trl = "trl" in text and "import" in text
-    found = (tool for tool in _TOOLS if not tool.marks or any(name in settings for name in tool.marks))
-    return dialect("trl") if is_trl else next(found)
+    launched = (tool for tool in _TOOLS if tool.launched and re.search(tool.launched, text))
+    marked = (tool for tool in _TOOLS if not tool.marks or any(name in settings for name in tool.marks))
+    return next(launched, None) or next(marked)
 
 
 def read_trainer(config: ConfigFile) -> ImportedRun:
@@ -320,6 +321,10 @@ _IGNORED = {
     "batch_size_val", "low_cpu_ram", "custom_sharded_layers", "enable_async_checkpointing", "optimizer_ckpt_freq",
     "collate_fn", "cudnn_deterministic_mode", "package", "name",
 }  # fmt: skip
+_READ_OF_MODEL = {
+    "_component_", "lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output", "lora_rank", "lora_dropout",
+    "quantize_base",
+}  # fmt: skip
 _RANKS = re.compile(r"--nproc[-_]per[-_]node[ =](\d{1,4})")
 
 
@@ -356,6 +361,11 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     if not re.search(r"CrossEntropy|CEWith", loss):
         imported.unknown["loss._component_"] = f"{loss}, priced as cross-entropy of one model"
     imported.note_unread(data, _READ_OF_TUNE, _IGNORED)
+    row = dialect("torchtune")
+    imported.assumed = {path: str(value) for path, value in row.left_out(flat(data)).items()}
+    imported.documented = row.documented
+    unread = {f"model.{name}": value for name, value in data["model"].items() if name not in _READ_OF_MODEL}
+    imported.note_unread(unread, (), {"model.lora_alpha"})
     return imported
 
 
