@@ -20,6 +20,7 @@ from planner.export.huggingface.tuning_settings import (
     dtype_of,
     fsdp_layout,
     new_run,
+    note_sections,
     read_fine_tuning,
     set_model,
 )
@@ -88,7 +89,7 @@ _READ = {
     *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_ADAPTERS, *_PACKING, *_COMPILING, *_CHECKPOINTING, *_GRID,
     "gradient_accumulation_steps", "global_batch_size", "bf16", "fp16", "use_liger_kernel", "liger_kernel",
     "enable_liger_kernel",
-    "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage", "rlhf_type",
+    "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage", "rlhf_type", "loss_type",
     "tf32", "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "zero_stage", "optim", "optimizer", "config_file",
     "num_processes", "num_machines", "attn_implementation", "attn_impl", "flash_attn", "flash_attention",
     "use_flash_attention", "use_flash_attn", "dtype", "torch_dtype", "mixed_precision", "offload", "nproc_per_node",
@@ -174,8 +175,11 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
     accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
+    sections = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
     if accelerate is not None:
-        apply_accelerate(imported, mapping_of(accelerate), config)
+        apply_accelerate(imported, file := mapping_of(accelerate), config)
+        sections |= file
+    note_sections(imported, flat(sections))
     dtype = dtype_of(settings)
     run["dtype"] = dtype or run["dtype"]
     if dtype is not None and IN_FP32 in imported.notes:
@@ -209,17 +213,36 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
 
 
 def _in_one(settings: Settings) -> Settings:
-    """LLaMA-Factory's settings since its version 1, whose sections of adapters and of sharding are put in."""
-    adapters, sharding = settings.get("peft_config"), settings.get("dist_config")
-    if "model_class" not in settings:
-        return settings
-    found = {name: value for name, value in settings.items() if name not in ("peft_config", "dist_config")}
-    found |= adapters if isinstance(adapters, dict) else {}
-    kind = found.pop("name", None)
-    found["finetuning_type"] = "full" if kind is None else kind
-    if isinstance(sharding, dict):
-        is_deepspeed = sharding.get("name") == "deepspeed"
-        found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
+    """Settings of LLaMA-Factory's version 1 out of their sections, and those of `accelerate launch` in its file's."""
+    if "model_class" in settings:
+        adapters, sharding = settings.get("peft_config"), settings.get("dist_config")
+        found = {name: value for name, value in settings.items() if name not in ("peft_config", "dist_config")}
+        found |= adapters if isinstance(adapters, dict) else {}
+        kind = found.pop("name", None)
+        found["finetuning_type"] = "full" if kind is None else kind
+        if isinstance(sharding, dict):
+            is_deepspeed = sharding.get("name") == "deepspeed"
+            found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
+        return found
+    found = dict(settings)
+    for section in ("fsdp_config", "parallelism_config"):
+        start = "fsdp_" if section == "fsdp_config" else f"{section}_"
+        names = [
+            name for name in settings if str(name).startswith(start) and name not in ("fsdp_config", "fsdp_version")
+        ]
+        inner = settings.get(section)
+        if names and not isinstance(inner, str):
+            found[section] = {**(inner or {}), **{name: found.pop(name) for name in names}}
+    if is_on(found.pop("use_fsdp", False)):
+        found.setdefault("fsdp_version", 1)
+    if (name := found.pop("deepspeed_config_file", None)) is not None:
+        found["deepspeed"] = name
+    if is_on(found.pop("use_deepspeed", False)) and "deepspeed" not in found:
+        found.setdefault("zero_stage", 2)
+    if (device := found.pop("offload_optimizer_device", "none")) != "none":
+        found |= {"offload": True} if device == "cpu" else {"offload_optimizer_device": device}
+    if found.get("offload_param_device") == "none":
+        del found["offload_param_device"]
     return found
 
 
