@@ -175,7 +175,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
     accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
-    sections = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
+    sections: Settings = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
     if accelerate is not None:
         apply_accelerate(imported, file := mapping_of(accelerate), config)
         sections |= file
