@@ -377,12 +377,13 @@ _ROWS = (
     ),
     Switch(
         "liger",
-        "Liger kernels fuse norms, rotations and activations, and compute the loss in chunks without logits",
+        "Liger kernels fuse norms, rotations and activations, and compute the loss in chunks; loss: the last alone",
         {
             False: dict.fromkeys(_LIGER, False),
             True: dict.fromkeys(_LIGER, True),
+            "loss": {**dict.fromkeys(_LIGER, False), "chunks_loss": True},
         },
-        shown_by=("chunks_loss",),
+        shown_by=("chunks_loss", "fused_norm"),
         source="Hsu et al. 2024 (arxiv.org/abs/2410.10989): 20% more throughput and 60% less memory on average",
     ),
     Switch(
