@@ -107,9 +107,9 @@ SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
 from the data sheet and the algorithm, and five published runs of one model have been held against it."""
 TRACED_WIDTH = 0.15
-"""What layers that were traced in eager torch add under a trainer that runs other kernels than torch's."""
+"""Half-width that layers traced in eager torch add under a trainer that runs other kernels than torch's."""
 VISION_WIDTH = 0.10
-"""What a tower adds: no run of one was held against its price."""
+"""Half-width that a tower adds: no run of one was held against its price."""
 HOST_WIDTH = 0.20
 SAID_HOST_WIDTH = 0.15
 """Half-widths per share of a layer's time that its host needs: hosts differ, unless someone says which one it is, and
