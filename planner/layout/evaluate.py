@@ -57,6 +57,7 @@ def assemble(
             num_active_parameters=totals.num_active_parameters,
             model_flops_per_token=totals.model_flops_per_token,
             num_trained_parameters=totals.num_trained_parameters,
+            num_vision_parameters=totals.num_vision_parameters,
             spec=model,
         ),
         cluster=pricing.cluster,

@@ -29,7 +29,7 @@ from planner.physics.adapters import adapted, without_adapters
 from planner.physics.communication import Exchanges
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layer.moe import with_fullest_kept
-from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block
+from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block, vision_tower
 from planner.physics.memory import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
@@ -109,10 +109,11 @@ class Pricing:
                 for key, part in layers.items()
             }
         beside = self._head(shape, True) if model.tie_word_embeddings else own_head
-        copy = self._plain(self.embedding_items(shape), shape)
+        copy = self._plain(self.lookup_items(shape), shape)
+        first = copy if model.vision is None else self._plain(self.embedding_items(shape), shape)
         mtp = (self._plain(self.mtp_block(shape), shape), copy) if model.num_nextn_predict_layers else ()
         hidden_s = self._hidden_s(shape)
-        return self._assembled(shape, layers, copy, own_head, beside, mtp, hidden_s)
+        return self._assembled(shape, layers, first, own_head, beside, mtp, hidden_s)
 
     def of_shapes(self, kernels: CostTable, shape: Shape) -> CostTable:
         """`table` of shapes whose kernels are priced, row by row: sharding, replicas and the pipeline alone are new."""
@@ -207,9 +208,13 @@ class Pricing:
         mean, peak = self.training.moe_imbalance, self.training.moe_peak_imbalance
         return items if peak is None or peak <= mean else with_fullest_kept(items, peak / mean, shape)
 
-    def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
-        """The operators and exchanges of the embedding."""
+    def lookup_items(self, shape: Shape) -> tuple[Item, ...]:
+        """The operators and exchanges of the embedding of text."""
         return self.as_trained(embedding(self.model, shape, self.runtime), shape)
+
+    def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
+        """Those of the embedding and, where a model sees, of the tower that makes tokens of images."""
+        return (*vision_tower(self.model, shape, self.runtime), *self.lookup_items(shape))
 
     def head_items(self, shape: Shape, shares_embedding: bool) -> tuple[Item, ...]:
         """The operators and exchanges of final norm, head and loss."""
