@@ -177,10 +177,38 @@ def best_split(node: Node) -> Solution | None:
         return None
     if node.whole == "per_stage" and len(node.kinds) > 1:
         return None
+    if not _has_room(node):
+        return Solution((), (), np.inf, np.inf, ())
     if node.whole != "one_count":
         rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
         return None if rows is None else rows.best()
     return _best_count(node)
+
+
+def _has_room(node: Node) -> bool:
+    """False if no split leaves every rank memory: ranks that take as many layers as theirs has room for miss the last.
+
+    A rank that begins later ends no earlier, so none of them gains by taking fewer.
+    """
+    before = layers_before(tuple(node.runs))
+    static, live, transient = (
+        np.min([[float(getattr(node.layers[kind, m], name)) for kind in node.kinds] for m in node.modes], axis=0)
+        for name in ("static_bytes", "live_bytes", "transient_bytes")
+    )
+    first, usable = 0, float(node.usable_bytes) * (1 + TINY)
+    fewest = _fewest(node, np.arange(node.pp), 0)
+    for rank in range(node.pp):
+        held, beside = before[first:] - before[first], _beside_layers(node, rank)
+        largest = np.maximum((transient * (held > 0)).max(axis=1), float(beside.transient_bytes))
+        needed = relaxed_peak_bytes(held @ static, node.in_flight[rank] * (held @ live), largest)
+        needed = needed + float(beside.static_bytes + beside.live_bytes)
+        most = int(np.searchsorted(needed, usable, "right")) - 1
+        if most < fewest[rank]:
+            return False
+        first += most
+        if first >= node.num_layers:
+            return True
+    return False
 
 
 def is_deep(node: Node) -> bool:
