@@ -407,7 +407,7 @@ class _Line:
         works, counts = self._within(0, np.array([min(node.cutoff_s, FAR_S)]), self.room)
         if not works[0]:
             return Solution((), (), np.inf, node.cutoff_s, ())
-        best, bound_s = self._solution(counts[:, 0]), 0.0
+        best, bound_s = self._solution(self._shared(counts[:, 0])), 0.0
         for table, (none_s, before_s, held_s) in enumerate(self.parts):
             given = np.array(best.counts)
             low_s, high_s = 0.0, float((none_s + before_s * (given.cumsum() - given) + held_s * given).max())
@@ -418,7 +418,8 @@ class _Line:
                 low_s, high_s = float(limits_s[max(at - 1, 0)]), float(limits_s[at])
             bound_s += low_s
             if table == 0 and works.any():
-                best = min(best, self._solution(counts[:, at]), key=lambda solution: solution.objective_s)
+                splits = [self._shared(counts[:, at]), self._filled(counts[:, at])]
+                best = min([best, *map(self._solution, splits)], key=lambda solution: solution.objective_s)
         if bound_s >= node.cutoff_s:
             return Solution((), (), np.inf, bound_s, ())
         return replace(best, bound_s=bound_s)
@@ -439,11 +440,19 @@ class _Line:
             first = np.minimum(reached, node.num_layers - after[rank])
         return reached >= node.num_layers, counts
 
-    def _solution(self, most: FloatArray) -> Solution:
-        """A split whose ranks hold about the same share of the most that they may hold."""
-        node = self.node
-        ends = np.floor(most.cumsum() * (node.num_layers / most.sum()) + 0.5).astype(np.int64)
-        counts = np.diff(ends, prepend=0)
+    def _shared(self, most: FloatArray) -> IntArray:
+        """The last layer of ranks that hold about the same share of the most that they may hold."""
+        ends = np.floor(most.cumsum() * (self.node.num_layers / most.sum()) + 0.5).astype(np.int64)
+        return np.maximum(ends, self.fewest.cumsum())
+
+    def _filled(self, most: FloatArray) -> IntArray:
+        """The last layer of ranks that hold the most that they may hold, as long as layers are left."""
+        after = self.fewest[::-1].cumsum()[::-1] - self.fewest
+        return np.minimum(most.cumsum(), self.node.num_layers - after).astype(np.int64)
+
+    def _solution(self, ends: IntArray) -> Solution:
+        """The split whose ranks end at these layers."""
+        node, counts = self.node, np.diff(ends, prepend=0)
         rank, first, last = (each[:, None, None] for each in (np.arange(node.pp), ends - counts, ends))
         rows, shape = _Rows.of(node, rank, first, last, self.number), (node.pp, 1, 1)
         again, free = np.broadcast_to(rows.recomputed, shape), np.broadcast_to(rows.free_bytes, shape)
