@@ -432,13 +432,15 @@ class _Line:
         none_s, before_s = np.where(rises, none_s, -FAR_S) * inverse, np.where(rises, before_s, 0.0) * inverse
         after = self.fewest[::-1].cumsum()[::-1] - self.fewest
         first, counts = np.zeros(len(limits_s)), np.zeros((node.pp, len(limits_s)))
+        works: npt.NDArray[np.bool_] = np.ones(len(limits_s), dtype=bool)
         for rank in range(node.pp):
             most = limits_s * inverse[:, rank, None] - none_s[:, rank, None] - before_s[:, rank, None] * first
             counts[rank] = np.minimum(np.floor(most.min(axis=0) + TINY * node.num_layers), room[rank])
+            works &= counts[rank] >= self.fewest[rank]
             counts[rank] = np.maximum(counts[rank], self.fewest[rank])
             reached = first + counts[rank]
             first = np.minimum(reached, node.num_layers - after[rank])
-        return reached >= node.num_layers, counts
+        return works & (reached >= node.num_layers), counts
 
     def _shared(self, most: FloatArray) -> IntArray:
         """The last layer of ranks that hold about the same share of the most that they may hold."""
