@@ -78,7 +78,7 @@ def test_the_closed_form_of_one_kind_has_the_optimum_of_the_integer_program(has_
         assert line.bound_s <= best_s * (1 + 1e-6)
         assert line.objective_s >= best_s * (1 - 1e-6)
         if not has_ends:
-            assert cells.objective_s == pytest.approx(best_s, rel=1e-9)
+            assert cells.objective_s == pytest.approx(best_s, rel=1e-7)
         # with few micro-batches a row may fall with what a rank holds, and then limits nothing
         if not has_ends and node.num_microbatches > node.pp:
             assert line.objective_s == pytest.approx(best_s, rel=1e-4)
