@@ -45,12 +45,12 @@ from planner.physics.operators import (
 )
 from planner.physics.optimizers import state_bytes, state_update_s, workspace_bytes
 from planner.physics.passes import COMM_GROUPS, Passes, lateness
-from planner.shape import Number, Shape, minimum, where
+from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
 from planner.specs.units import GIB
-from planner.trainers.documents import Documents, excess_microbatches, masked_documents
+from planner.trainers.documents import Documents, excess_microbatches, largest_normal, masked_documents
 from planner.trainers.spec import RuntimeSpec
 
 SHARDED = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "reduce_s", "gather_s", "optimizer_s")
@@ -175,7 +175,7 @@ class Pricing:
         """The operators and exchanges of a decoder layer of `kind`, as this training runs it."""
         known = self._known_of(shape)
         if kind not in known:
-            items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+            items = decoder_layer(self.model, kind, shape, self.runtime, self.imbalance(shape.ep))
             known[kind] = self.as_trained(self._in_fullest_step(items, shape), shape)
         layer: tuple[Item, ...] = known[kind]
         return layer
@@ -200,9 +200,17 @@ class Pricing:
             known[key] = self.passes.seconds(items, shape)
         return dict(known[key])
 
+    def imbalance(self, ep: Number) -> Number:
+        """Tokens of the fullest of `ep` ranks of experts over the mean: as given, or the expected largest of theirs."""
+        training, moe = self.training, self.model.moe
+        if moe is None or not training.moe_spread:
+            return training.moe_imbalance
+        excess = training.moe_spread * largest_normal(ep) * (ep / moe.num_experts) ** 0.5
+        return maximum(training.moe_imbalance, 1 + excess)
+
     def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
-        items = mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance)
+        items = mtp_block(self.model, shape, self.runtime, self.imbalance(shape.ep))
         return self.as_trained(self._in_fullest_step(items, shape), shape)
 
     def _in_fullest_step(self, items: Sequence[Item], shape: Shape) -> Sequence[Item]:
