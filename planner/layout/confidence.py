@@ -110,6 +110,10 @@ ROUTING_WIDTH = 0.30
 SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
 from the data sheet and the algorithm, and five published runs of one model have been held against it."""
+TRACED_WIDTH = 0.15
+"""Half-width that layers traced in eager torch add under a trainer that runs other kernels than torch's."""
+VISION_WIDTH = 0.10
+"""Half-width that a tower adds: no run of one was held against its price."""
 HOST_WIDTH = 0.20
 SAID_HOST_WIDTH = 0.15
 TEXTS_WIDTH = 0.20
@@ -153,6 +157,8 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
         NARROW_WIDTH.get(training.dtype, 0.0),
         SCAN_STEP_WIDTH if pricing.model.state_kinds else 0.0,
         SPARSE_STEP_WIDTH if pricing.model.indexer is not None else 0.0,
+        TRACED_WIDTH if pricing.model.traced is not None and pricing.runtime.family != "torch-eager" else 0.0,
+        VISION_WIDTH if pricing.model.vision is not None else 0.0,
         (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,
         TEXTS_WIDTH * host_fraction * bool(pricing.runtime.packs_documents),
         (DRIVEN_WIDTH if driven else OVERLAP_WIDTH) * exchanges_s / step_s,
@@ -178,7 +184,9 @@ def hardware_width(hardware: HardwareSpec) -> float:
     it.
     """
     evidence, by_probe = hardware.efficiency.evidence, hardware.efficiency.step_width
-    known = AMD_STEP_WIDTH if hardware.is_amd and evidence != "probed" else STEP_WIDTH[evidence]
+    known = STEP_WIDTH[evidence]
+    if hardware.is_amd and evidence != "probed":
+        known = max(AMD_STEP_WIDTH, known)
     if by_probe is None:
         return known
     return by_probe if evidence == "probed" else max(known, by_probe)

@@ -27,6 +27,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import (
     NARROW_DTYPES,
     Recipe,
+    as_consented,
     check_has,
     check_together,
     consent_of,
@@ -115,6 +116,13 @@ class Recipes:
         runtimes = [switched(self.base, consented | dict(bundle)) for bundle in bundles]
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
+
+    def dividing(self) -> list[RuntimeSpec]:
+        """Those of the starts that divide the states in another way than the trainer's own, or hold less of them."""
+        saving = [n for n in self.free if SWITCHES[n].divides_layouts or SWITCHES[n].only_saves_memory]
+        own = [SWITCHES[name].value_of(self.base) for name in saving]
+        starts = self.starts() if saving else []
+        return [runtime for runtime in starts if [SWITCHES[name].value_of(runtime) for name in saving] != own]
 
     def offloading(self, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:
         """The runtimes with activations on the host, if the host's link is fast enough to hide that."""
@@ -212,9 +220,7 @@ def pinned(case: Case) -> Case:
     """
     recipe = case.limits.switches
     held = recipe if isinstance(recipe, dict) else {}
-    if case.runtime.narrow_gradient_bytes is not None and not {"bf16_gradients"} & {*held, *case.limits.allow}:
-        # a dtype that is asked for is no consent to gradients in 16 bits, which its recipes have
-        case = replace(case, runtime=case.runtime.model_copy(update={"narrow_gradient_bytes": None}))
+    case = replace(case, runtime=as_consented(case.runtime, (*held, *case.limits.allow)))
     if not isinstance(recipe, dict) or not recipe:
         return case
     for name, value in recipe.items():

@@ -223,7 +223,7 @@ class Memory(Group):
     """`gradient_bytes` under an 8- or 4-bit recipe, where that differs: Megatron-Bridge's performance recipes sum and
     reduce gradients in bf16."""
     master_remainders: bool = False
-    """Of fp32 masters only the 16 bits are kept that 16-bit weights lack; `optimizer_bytes` counts them whole."""
+    """Masters are kept without the 16 bits that 16-bit weights have; `optimizer_bytes` counts them whole."""
     narrow_parameters: bool = False
     """Under an 8- or 4-bit recipe the weights are of its dtype (Megatron's --fp8-param-gather, as in all recipes of
     Megatron-Bridge); without: 16-bit weights are cast, and both are kept."""
