@@ -136,7 +136,7 @@ def _probe_stages(plan: Plan, options: ProbeOptions, run: ProbeRun, grid: RankGr
 
 
 def probe_laptop(plan: Plan, options: ProbeOptions) -> ProbeResult:
-    """Prove order, exchanges, in-flight counts and gradients; or measure the bubble (options.sleep)."""
+    """Prove order, exchanges, in-flight counts and gradients."""
     run, grid = laptop_run(plan, options)
     require_fully_shard(run)
     return judge_laptop(plan, options, launch(run), grid)

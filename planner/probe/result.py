@@ -108,7 +108,7 @@ class StepSeconds(Spec):
     gradient_norm: Finite
 
 
-class Check(Spec):
+class ProbeCheck(Spec):
     """One statement that the run proved or contradicted."""
 
     name: str
@@ -134,7 +134,7 @@ class RankResult(Spec):
     exchanges: tuple[ProbedExchange, ...] = ()
     peak_in_flight_chunks: int
     memory: ProbedMemory | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[ProbeCheck, ...] = ()
     attention_kernels: tuple[str, ...] = ()
     """The kernels of attention that ran, as profiles name them; none where no attention ran on a GPU."""
     experts_one_by_one: bool = False
@@ -189,25 +189,6 @@ class ComparedQuantity(Spec):
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
-class StageActivity(Spec):
-    """The last step of a stage's busiest rank: how long it computed, waited and was idle."""
-
-    stage: int
-    rank: int | None = None
-    utilisation_fraction: float
-    """Share of the time from the first rank's start to the last rank's end in which the rank computed."""
-    wait_s: float
-    """Seconds in which the rank waited for messages of other ranks."""
-    idle_s: dict[str, float]
-    """Idle time by cause, as the replay names them, and the host's between actions."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier(cls, data: Any) -> Any:
-        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
-        return {k: v for k, v in data.items() if k not in ("queue", "max_queue")} if isinstance(data, dict) else data
-
-
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:
     """The distance in global ranks between neighbours of an exchange; None for ranks that are not evenly spaced: those
     of experts' gradients, and replicas with pipelines between them."""
@@ -249,12 +230,9 @@ class ProbeResult(Spec):
     inputs_sha256: str
     """Hash of the plan's inputs."""
     slice: PlanSlice
-    sleeps: bool = False
-    """True where ranks slept instead of computing: then times say something about the schedule only."""
     tolerance_fraction: float
     comparisons: tuple[ComparedQuantity, ...]
-    checks: tuple[Check, ...]
-    activity: tuple[StageActivity, ...] = ()
+    checks: tuple[ProbeCheck, ...]
     step_s: float | None = None
     """Median of the measured steps. Where stages ran one by one, the replay of the whole pipeline with measured
     durations."""
@@ -278,6 +256,12 @@ class ProbeResult(Spec):
     predicted_bytes: int | None = None
     """Memory that the plan predicts for the stage that ran out of it."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier(cls, data: Any) -> Any:
+        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
+        return {k: v for k, v in data.items() if k not in ("sleeps", "activity")} if isinstance(data, dict) else data
+
     @property
     def agrees(self) -> bool:
         """True if every check passed and every judged quantity is within the tolerance."""
@@ -294,9 +278,8 @@ class ProbeResult(Spec):
 
     @property
     def uses_tolerance(self) -> bool:
-        """True if any quantity is judged by the tolerance; equality of results and the bubble of sleeping ranks are
-        not."""
-        return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
+        """True if any quantity is judged by the tolerance; equality of results is not."""
+        return any(comparison.agrees is not None for comparison in self.comparisons)
 
 
 FailureKind = Literal[

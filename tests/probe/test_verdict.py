@@ -107,10 +107,9 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     assert ("(median of 1); loss 2.5000" if loss == 2.5 else "FAILED finite loss not finite") in printed
 
 
-def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_says_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     from planner.cli.output import show
     from planner.cli.probe_report import render
-    from planner.probe.verdict.judge import trace_events
 
     plan = small_plan()
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
@@ -123,8 +122,7 @@ def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.Captu
         result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, [0, 1])
         show(render(result))
         printed = " ".join(capsys.readouterr().out.split())
-        process = next(event for event in trace_events(plan, result)["traceEvents"] if event["ph"] == "M")
-        assert ("clocks" in printed, "clocks" in process["args"]["name"]) == (words is not None,) * 2
+        assert ("clocks" in printed) == (words is not None)
         assert words is None or words in printed
 
 

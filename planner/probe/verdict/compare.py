@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -16,19 +16,17 @@ from planner.physics.operators import BF16
 from planner.probe.eager import knows_peak, repriced, static_bytes, without_exchanges
 from planner.probe.plan_slice import planned_seconds, replay_durations
 from planner.probe.result import (
-    Check,
     ChunkSeconds,
     ComparedQuantity,
+    ProbeCheck,
     ProbedExchange,
     ProbedMemory,
     RankResult,
-    StageActivity,
     shown,
     slowest_exchanges,
     stride_of,
 )
-from planner.probe.run import Message, Place, ProbeRun, SleepSeconds, message_of, needed_by
-from planner.schedule.actions import Action, Schedule
+from planner.probe.run import PassSeconds, Place, ProbeRun, message_of
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.specs.cluster import ClusterSpec
 
@@ -57,73 +55,30 @@ def bubble_fraction(ranks: Sequence[RankResult]) -> float:
     return 1 - sum(map(busy_s, ranks)) / len(ranks) / span_s(ranks)
 
 
-def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
-    """Utilisation, waits, idle time by cause and queue of each stage's busiest rank, for which its peers wait."""
-    total_s, activities = span_s(ranks), []
-    for stage in range(run.pp):
-        rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
-        sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
-        activities.append(
-            StageActivity(
-                stage=stage,
-                rank=rank.rank,
-                utilisation_fraction=busy_s(rank) / total_s,
-                wait_s=waited_s(rank),
-                idle_s=idle_of(run.order, sent, rank, total_s),
-            )
-        )
-    return tuple(activities)
-
-
-def sent_to(order: Schedule, pipeline: Sequence[RankResult]) -> dict[Message, float]:
-    """The time at which each message of one pipeline's ranks was ready to be sent."""
-    actions = [actions for rank in pipeline for actions in rank.actions]
-    messages = [message_of(order, Action.parse(action.action)) for action in actions]
-    return {message: action.end_s for message, action in zip(messages, actions, strict=True) if message is not None}
-
-
-def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, total_s: float) -> dict[str, float]:
-    """A rank's idle seconds by cause, with the replay's names for causes. With its busy seconds they add up to
-    `total_s`.
-
-    A wait counts as one for an activation or a gradient until the sender has computed it, and then as transfer. Time
-    between two actions without a wait belongs to the host. Waits that unequal stages cause are among the waits.
-    """
-    idle = dict.fromkeys(("fill", "activation", "gradient", "transfer", "host", "drain"), 0.0)
-    idle["fill"], free_s = rank.actions[0].start_s, rank.actions[0].end_s
-    for timed in rank.actions[1:]:
-        needed = needed_by(order, Action.parse(timed.action))
-        ready_s = timed.start_s if needed is None else timed.ready_s
-        idle["host"] += ready_s - free_s
-        if needed is not None:
-            sent_s = min(max(sent[needed], ready_s), timed.start_s)
-            idle["activation" if needed.kind == "F" else "gradient"] += sent_s - ready_s
-            idle["transfer"] += timed.start_s - sent_s
-        free_s = timed.end_s
-    idle["drain"] = total_s - free_s
-    return idle
-
-
 def in_flight(run: ProbeRun) -> list[int]:
     """The largest number of activations that each pipeline rank holds at once, according to its order."""
-    equal_seconds = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
+    equal_seconds = [PassSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
     return [int(count) for count in replay(run.order, replay_durations(equal_seconds)).peak_in_flight_chunks]
 
 
-def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
+def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
     """Checks of what a finished run proves. A message of the wrong shape or a deadlock would have ended the run."""
     as_listed = [tuple(timed.action for timed in rank.actions) == run.ranks[rank.stage] for rank in ranks]
     num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
     planned = in_flight(run)
     measured = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
     checks = [
-        Check(name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"),
-        Check(name="in flight", passed=measured == planned, detail=f"{measured} chunks at most, planned {planned}"),
+        ProbeCheck(
+            name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"
+        ),
+        ProbeCheck(
+            name="in flight", passed=measured == planned, detail=f"{measured} chunks at most, planned {planned}"
+        ),
     ]
     if num_messages:
         detail = f"{num_messages} messages, each of the planned shape"
-        checks.insert(1, Check(name="exchanges", passed=True, detail=detail))
-    if run.sleep is None and not run.check:
+        checks.insert(1, ProbeCheck(name="exchanges", passed=True, detail=detail))
+    if not run.check:
         checks.append(check_finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
         same = [check for rank in ranks for check in rank.checks if check.name == name]
@@ -132,12 +87,12 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
     return checks
 
 
-def check_finite(ranks: Sequence[RankResult]) -> Check:
+def check_finite(ranks: Sequence[RankResult]) -> ProbeCheck:
     """A check that losses and gradient norms are numbers, for runs whose losses are compared with nothing."""
     passed = all(None not in (step.loss, step.gradient_norm) for rank in ranks for step in rank.steps)
     last = ranks[-1].steps[-1]
     detail = f"loss {shown(last.loss, 4)}, gradient norm {shown(last.gradient_norm, 4)}"
-    return Check(name="finite", passed=passed, detail=detail)
+    return ProbeCheck(name="finite", passed=passed, detail=detail)
 
 
 def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
@@ -156,14 +111,14 @@ def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Duration
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
         forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
         beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)
-        seconds.append(SleepSeconds(forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
+        seconds.append(PassSeconds(forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
     return replace(replay_durations(seconds), p2p_s=planned.p2p_s, blocking_p2p=planned.blocking_p2p)
 
 
 def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
     """Seconds by which the pipeline is longer because messages take a part of the GPUs that compute beside them: its
     replay with the chunks' seconds within the step, less that with their own seconds."""
-    among, alone = list[SleepSeconds](), list[SleepSeconds]()
+    among, alone = list[PassSeconds](), list[PassSeconds]()
     for stage in range(run.order.num_model_stages):
         chunks = [c for rank in ranks for c in rank.chunks if c.stage % run.order.num_model_stages == stage]
         if not any(chunk.quiet_forward_s is not None for chunk in chunks):
@@ -173,17 +128,15 @@ def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
     return makespan_s(run.order, replay_durations(among)) - makespan_s(run.order, replay_durations(alone))
 
 
-def _typical(run: ProbeRun, chunks: Sequence[ChunkSeconds], seconds: Sequence[tuple[float, float]]) -> SleepSeconds:
+def _typical(run: ProbeRun, chunks: Sequence[ChunkSeconds], seconds: Sequence[tuple[float, float]]) -> PassSeconds:
     """Medians over the replicas of a chunk, of which `seconds` has forward and backward."""
     weight_share = median((chunk.weight_grad_s or 0.0) / (chunk.backward_s or 1.0) for chunk in chunks)
     forward_s, backward_s = (median(values) for values in zip(*seconds, strict=True))
     weight_grad_s = weight_share * backward_s if run.order.splits_backward else 0.0
-    return SleepSeconds(forward_s, backward_s - weight_grad_s, weight_grad_s)
+    return PassSeconds(forward_s, backward_s - weight_grad_s, weight_grad_s)
 
 
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
-BUBBLE_TOLERANCE = 0.03
-"""Largest difference between the bubble fractions of sleeping ranks and of the replay."""
 OPTIMIZER_KERNELS = 9
 """Kernels of an optimizer step on parameters of one kind: norm, scale, update, cast, zeros, and four of one number."""
 Unit = Literal["s", "bytes", "fraction", "count"]
@@ -231,23 +184,6 @@ def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: ProbedExchange) -> 
     if stride is None:
         return None
     return float(collective_s(KINDS[exchange.name.split()[-1]], exchange.num_bytes, exchange.size, stride, cluster))
-
-
-def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
-    """The bubble and the length of a step of sleeping ranks, beside the replay of the same seconds."""
-    assert run.sleep is not None
-    timeline, stages = replay(run.order, replay_durations(run.sleep)), by_stage(run, ranks)
-    measured = bubble_fraction(stages)
-    return [
-        ComparedQuantity(
-            name="bubble",
-            unit="fraction",
-            predicted=timeline.bubble_fraction,
-            measured=measured,
-            agrees=abs(measured - timeline.bubble_fraction) <= BUBBLE_TOLERANCE,
-        ),
-        compared("pipeline", "s", timeline.makespan_s, span_s(stages), None),
-    ]
 
 
 def compare_pipeline(

@@ -1,33 +1,26 @@
-"""The verdict of a finished run on the plan, on GPUs or on a CPU; and its measured step as a Chrome trace."""
+"""The verdict of a finished run on the plan, on GPUs or on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
-from planner.probe.eager import in_eager_torch, repriced, without_waits
-from planner.probe.plan_runs import describe_slice, stand_in_stages
-from planner.probe.plan_slice import ProbeOptions, RankGrid, planned_seconds, replay_durations, sampled_stages
+from planner.probe.eager import in_eager_torch, without_waits
+from planner.probe.plan_runs import describe_slice
+from planner.probe.plan_slice import ProbeOptions, RankGrid, sampled_stages
 from planner.probe.result import ComparedQuantity, MeasuredRun, PlanSlice, ProbeResult
 from planner.probe.verdict.compare import (
-    activity,
-    by_stage,
     check_finite,
-    compare_bubble,
     compare_exchanges,
     compare_pipeline,
     compare_stage,
-    durations_alone,
     in_flight,
     run_checks,
-    span_s,
 )
 from planner.probe.verdict.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
 from planner.schedule.orders import in_flight_chunks
-from planner.schedule.replay import Durations, replay
 from planner.specs.units import gib
 
 
@@ -59,14 +52,12 @@ def probe_result(
         torch_version=ranks[0].torch_version if ranks else "",
         inputs_sha256=plan.inputs_sha256,
         slice=plan_slice,
-        sleeps=run.sleep is not None,
         tolerance_fraction=options.tolerance_fraction,
         comparisons=tuple(comparisons),
         checks=tuple(run_checks(run, ranks) if complete else [check_finite(ranks)] if ranks else []),
-        activity=activity(run, ranks) if complete else (),
         step_s=median(steps) if steps else step_s,
         step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
-        loss=ranks[0].steps[-1].loss if complete and run.sleep is None else None,
+        loss=ranks[0].steps[-1].loss if complete else None,
         conditions=conditions_of(ranks),
         run=run,
         ranks=ranks,
@@ -141,86 +132,9 @@ def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
 
 
 def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid) -> ProbeResult:
-    """The result of processes on a CPU: what they proved, and the bubble where they slept."""
+    """The result of processes on a CPU: what they proved."""
     run, model = measured.run, plan.model.spec
-    comparisons = compare_bubble(run, measured.ranks) if options.sleep and measured.ranks else []
     reduced = [
         f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
     ]
-    return probe_result(plan, options, describe_slice(plan, grid, run.order, options, reduced), measured, comparisons)
-
-
-MEASURED, PREDICTED = 0, 1
-_MICROSECONDS = 1e6
-
-TraceEvent = dict[str, Any]
-
-
-def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
-    """Trace events in µs: a process of measured ranks and one of predicted ranks, with a thread per pipeline rank.
-
-    Stages that ran alone are replayed with the seconds that each of them took. If one is missing, there are no events.
-    """
-    events: list[TraceEvent] = []
-    if result.mode == "ranks" and result.ranks:
-        events = [*_measured(result), *_predicted(plan, result)]
-    elif result.mode == "stages":
-        rank_of_stage = {rank.stage: rank for rank in result.ranks}
-        eager = in_eager_torch(plan, seen_kernels(result.ranks), alone=True)
-        stands_for, priced = stand_in_stages(eager.best), repriced(eager)
-        if rank_of_stage.keys() >= set(stands_for):
-            alone = durations_alone(priced, [rank_of_stage[stage] for stage in stands_for])
-            events = [
-                *_replayed(MEASURED, f"replayed from stages measured alone on {result.device}", result, alone),
-                *_replayed(PREDICTED, "predicted", result, priced.durations),
-            ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _measured(result: ProbeResult) -> Iterator[TraceEvent]:
-    error_s = result.clock_error_s
-    clocks = "" if error_s is None else f", clocks within {_MICROSECONDS * error_s:.0f} µs"
-    yield _process(MEASURED, f"measured on {result.device}{clocks}")
-    for rank in by_stage(result.run, result.ranks):
-        for timed in rank.actions:
-            if timed.start_s > timed.ready_s:
-                yield _span(MEASURED, rank.stage, "wait", timed.ready_s, timed.start_s)
-            yield _span(MEASURED, rank.stage, timed.action, timed.start_s, timed.end_s)
-
-
-def _predicted(plan: Plan, result: ProbeResult) -> Iterator[TraceEvent]:
-    run, seconds = result.run, result.run.sleep
-    if seconds is None:
-        stages = sampled_stages(plan.parallelism.pp, run.pp)
-        seconds = planned_seconds(in_eager_torch(plan, seen_kernels(result.ranks)).best, run.order, stages)
-    predicted = replay_durations(seconds)
-    if run.dtype == "bfloat16" or run.sleep is not None:
-        yield from _replayed(PREDICTED, "predicted", result, predicted)
-        return
-    times = span_s(result.ranks) / replay(run.order, predicted).makespan_s
-    name = f"predicted of the plan's own stages, × {times:.3g} to be as long as measured"
-    yield from _replayed(PREDICTED, name, result, predicted, times)
-
-
-def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations, times: float = 1.0) -> Iterator[TraceEvent]:
-    timeline = replay(result.run.order, seconds)
-    yield _process(pid, name)
-    for rank, actions in enumerate(result.run.ranks):
-        starts, ends = (times * timeline.start_s[rank]).tolist(), (times * timeline.end_s[rank]).tolist()
-        for action, start_s, end_s in zip(actions, starts, ends, strict=True):
-            yield _span(pid, rank, action, start_s, end_s)
-
-
-def _process(pid: int, name: str) -> TraceEvent:
-    return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-
-
-def _span(pid: int, rank: int, name: str, start_s: float, end_s: float) -> TraceEvent:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": rank,
-        "name": name,
-        "ts": start_s * _MICROSECONDS,
-        "dur": (end_s - start_s) * _MICROSECONDS,
-    }
+    return probe_result(plan, options, describe_slice(plan, grid, run.order, options, reduced), measured, [])
