@@ -66,7 +66,6 @@ def _step(record: RunRecord, match: re.Match[str]) -> None:
     # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
     record.state.setdefault("tokens", str(seconds * tokens_per_s))
     if record.step(step, seconds, end_s=at_s, covers=covers, rank=rank):
-        record.counts["num_nan_steps"] += re.search(r"loss: *nan\b", match.string) is not None
         take_beside(record, found)
 
 

@@ -390,9 +390,9 @@ def _growth(row: MemorySeries) -> Finding | None:
     if steady < 1.25 * max(0.03 * float(np.median(sizes)), 3 * noise, MIB):
         return None
     size = f"{slope * length / GIB:.2f} GiB" if slope * length > 0.1 * GIB else f"{slope * length / MIB:.1f} MiB"
-    where = "" if row.rank is None else f"rank {row.rank}"
-    says = f"{row.kind} memory{f' of {where}' if where else ''} grows by {size} over {int(length):,} steps"
-    return Finding(f"{says}, in both halves", None, where)
+    where, kind = "" if row.rank is None else f"rank {row.rank}", row.kind.replace("_", " ")
+    whose = f"{kind} memory{f' of {where}' if where else ''}"
+    return Finding(f"{whose} grows by {size} over {int(length):,} steps, in both halves", None, where)
 
 
 def out_of_memory(files: RunFiles) -> Finding | None:

@@ -332,10 +332,10 @@ _RETIRED = (
     "per_rank_s", "reserved_at_peak_bytes", "num_events", "expandable_segments", "stragglers", "phases", "slowest",
     "num_collectives", "age_s", "during", "peak_time_us", "awaiting_free_bytes", "allocator_settings", "per_rank",
     "largest", "snapshots", "flight_recorder", "collectives", "clock_error_s", "share_fraction", "num_kernels",
-    "longest",
+    "longest", "trainer_version", "mean_s", "is_peak", "num_skipped_steps", "num_nan_steps",
 )  # fmt: skip
 """Fields of observations that 0.2 saved and that nothing reads any more."""
-_OTHERS = ("plan", "facts")
+_OTHERS = ("plan", "run")
 """Entries whose fields are of other types, or of a trainer."""
 
 

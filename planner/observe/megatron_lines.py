@@ -58,7 +58,6 @@ LINE_FIELDS = {
     "mem-max-reserved-gigabytes": ("max_reserved_bytes", GB, ""),
 }
 """Fields of the line by the trainers' own names: the quantity, its unit, and the trainer that alone prints it."""
-_COUNTED = {"number of skipped iterations": "num_skipped_steps", "number of nan iterations": "num_nan_steps"}
 _MEMORY_KINDS = {
     "allocated": "allocated_bytes", "max allocated": "max_allocated_bytes", "max reserved": "max_reserved_bytes",
     "total device memory used": "device_bytes",
@@ -96,8 +95,6 @@ def _iteration(record: RunRecord, match: re.Match[str]) -> None:
     batch = values.get("global_batch_size", 0)
     if record.facts.get("global_batch_size", batch) != batch and batch and len(record.numbers) > 1:
         record.state["batch"] = "grows"
-    for name, counted in _COUNTED.items():
-        record.counts[counted] += whole(found.get(name)) or 0
     if (used := _DEVICE_MEMORY.search(match[3])) is not None:
         values["device_bytes"] = number(used[1]) * GIB  # a GB of Primus is a GiB: an MI300X has 191.98
     if (ranks := _RANKS.search(begin)) is not None:

@@ -144,11 +144,6 @@ class RankResult(Spec):
     clock_error_s: float | None = None
     """The most by which this rank's clock may differ from rank 0's; null where both are the same clock."""
 
-    @property
-    def replica(self) -> tuple[int, int, int]:
-        """The pipeline that the rank belongs to, as its dp, cp and tp coordinates."""
-        return self.dp, self.cp, self.tp
-
 
 class RankOutOfMemory(Spec):
     """A rank that ran out of device memory. This is a result, not a failure."""
