@@ -120,10 +120,9 @@ def _as_stated(candidate: Candidate, others: Changes) -> Parallelism:
 
 def recompute_of(candidate: Candidate) -> dict[str, Any]:
     """The fields of a layout that say what is recomputed."""
-    split, sums = candidate.split, tuple(map(sum, candidate.split.recomputed))
-    if any(sums):
-        every = sums == split.counts
-        return {"recompute": "full", **({} if every else {"recompute_num_layers": max(sums)})}
+    split = candidate.split
+    if split.recompute == "full":
+        return {"recompute": "full", "recompute_num_layers": split.recompute_num_layers}
     if split.base == "selective":
         return {"recompute": "selective", "recompute_modules": candidate.pricing.selective_modules}
     return {"recompute": "none"}

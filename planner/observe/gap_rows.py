@@ -109,7 +109,7 @@ class RunFiles:
         if candidate is not None and self.ranks and self.case.prediction and self.case.prediction.kind == "plan":
             pipeline = candidate.run()
             known = {n: planned(candidate, pipeline, n, "in the plan") for n in range(int(candidate.shape.pp))}
-        piped = grid is None or grid.pp > 1
+        piped = grid is None or bool(grid.pp > 1)
         return tuple(
             (account_of(rank, piped), known.get(-1 if rank.stage is None else rank.stage))
             for rank in self.ranks
