@@ -149,8 +149,9 @@ def _finish_titan(record: RunRecord) -> None:
         _take_excerpt(record)
 
 
-LEAST_S, SURE_S = 10.0, 50.0
-"""Seconds of a stretch of a bar; and of one whose step the clock says to 2%, where the bar's own rate says it else."""
+LEAST_S, SHORT_S, SURE_S = 10.0, 5.0, 50.0
+"""Seconds of a stretch of a bar, of one whose rate its clock confirms to the second, and of one whose step the clock
+says to 2%, where the bar's own rate says it else."""
 _MOST_BARS = 200_000
 _NAMED = re.compile(r"[A-Za-z][\w -]{2,60}:?\s*$")
 """A description before a bar, of files that are loaded or sequences that are mapped."""
@@ -187,14 +188,15 @@ def _counted(record: RunRecord, match: re.Match[str]) -> None:
         record.means.append((float(match[1]), number(match[3]) / 1e3, float(match[2]), math.inf))  # of milliseconds
 
 
-def _swift(record: RunRecord, match: re.Match[str]) -> None:
-    """`{'loss': 0.48, …, 'global_step/max_steps': '12/94', 'elapsed_time': '18m 26s', …}`, several on a line."""
-    pattern = r"'global_step/max_steps': '(\d{1,12})/(\d{1,12})'.{0,80}?'elapsed_time': '([\ddhms ]{2,20})'"
-    for step, total, elapsed in re.findall(pattern, match.string):
+def _elapsed(record: RunRecord, match: re.Match[str]) -> None:
+    """A step, the last one, and the time since the begin, several on a line: ms-swift's lines, LLaMA-Factory's file."""
+    for step, total, elapsed in match.re.findall(match.string):
         if len(record.means) < _MOST_BARS:
             record.means.append((float(step), _clock_s(elapsed), float(total) + 0.5, math.nan))
-    if (memory := re.search(r"'memory\(GiB\)': ([\d.]{1,12})", match.string)) is not None:
-        record.bytes_of(None, max_reserved_bytes=number(memory[1]) * GIB)
+
+
+def _gibibytes(record: RunRecord, match: re.Match[str]) -> None:
+    record.bytes_of(None, max_reserved_bytes=number(match[1]) * GIB)
 
 
 def _tune(record: RunRecord, match: re.Match[str]) -> None:
@@ -237,21 +239,24 @@ def _finish_bars(record: RunRecord) -> None:
 def _stretches(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
     """Last step, seconds of a step, number of steps and end of each stretch; a bar that falls back begins anew."""
     (first, first_s, _), rates = bars[0], list[float]()
-    least_s = SURE_S if math.isnan(bars[-1][2]) else LEAST_S
     if len(bars) == 1 and first > 1 and first_s >= SURE_S and abs(first_s / first / bars[0][2] - 1) < 0.1:
         yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
     for step, at_s, rate in bars[1:]:
         rates.append(rate)
         if step < first or at_s < first_s:
             (first, first_s), rates = (step, at_s), []
-        elif step > first and at_s - first_s >= least_s:
-            known = [each for each in rates if math.isfinite(each)]
-            by_rate = known and at_s - first_s < SURE_S
-            step_s = median(known) if by_rate else (at_s - first_s) / (step - first)
-            yield int(step), step_s, int(step - first), at_s
+        elif step > first and at_s - first_s >= SHORT_S:
+            count, took_s = int(step - first), at_s - first_s
+            by_rate_s = median([each for each in rates if math.isfinite(each)] or [math.nan])
+            least_s = LEAST_S if abs(took_s - count * by_rate_s) > 1 else SHORT_S
+            if took_s < (SURE_S if math.isnan(by_rate_s) else least_s):
+                continue
+            yield int(step), by_rate_s if took_s < SURE_S and by_rate_s > 0 else took_s / count, count, at_s
             (first, first_s), rates = (step, at_s), []
 
 
+LEAST_STEPS = 5
+"""Fewest steps of a run whose mean is that of a step: of fewer, the start is a large part."""
 _RUNTIME = re.compile(r"train_runtime\W{1,20}?(\d[\d.:]{0,20})")
 _PER_S = re.compile(r"train_steps_per_second\W{1,20}?([\d.]{1,20})")
 
@@ -271,7 +276,11 @@ def _take_summary(record: RunRecord) -> None:
     half_unit = 0.5 * 10.0 ** -len(text.partition(".")[2])
     if not steps and per_s > 0 and half_unit < 0.01 * per_s and runtime_s > 0:
         steps = round(runtime_s * per_s)
-    if runtime_s > 0 and steps > 1 and not (per_s > 0 and abs(steps / runtime_s - per_s) > 0.1 * per_s + half_unit):
+    if (
+        runtime_s > 0
+        and steps >= LEAST_STEPS
+        and not (per_s > 0 and abs(steps / runtime_s - per_s) > 0.1 * per_s + half_unit)
+    ):
         record.step(steps, runtime_s / steps, covers=steps)
         record.note("the step is the mean of the whole run, its start and its evaluations among it")
 
@@ -289,7 +298,17 @@ CLOCKED_GRAMMARS = (
             line_row(
                 "train_time:", r"step:(\d{1,12})/(\d{1,12}) .{0,80}?train_time:(\d{1,15})ms step_avg", _counted
             ),
-            line_row("global_step/max_steps", r"'global_step/max_steps'", _swift),
+            line_row(
+                "global_step/max_steps",
+                r"'global_step/max_steps': '(\d{1,12})/(\d{1,12})'.{0,80}?'elapsed_time': '([\ddhms ]{2,20})'",
+                _elapsed,
+            ),
+            line_row("memory(GiB)", r"'memory\(GiB\)': ([\d.]{1,12})", _gibibytes),
+            line_row(
+                "current_steps",
+                r"\"current_steps\": (\d{1,12}), \"total_steps\": (\d{1,12}).{0,400}?"
+                r"\"elapsed_time\": \"([\d:]{4,12})\"", _elapsed,
+            ),
             line_row(
                 "| tps ", rf"\| step (\d{{1,12}}) \| .{{0,200}}\| mem {N} GiB \| tps {N}\({N}/gpu\)", _automodel
             ),
