@@ -30,9 +30,17 @@ from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, Ran
 from planner.probe.run import Place, ProbeRun
 from planner.probe.run_price import Fitted, made_to_fit
 from planner.probe.torch_build import require_gpu
-from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up, replayed_step_s
+from planner.probe.verdict.compare import (
+    compare_stage,
+    compared,
+    host_keeps_up,
+    judge_laptop,
+    judge_ranks,
+    judges_seconds,
+    probe_result,
+    replayed_step_s,
+)
 from planner.probe.verdict.evidence import seen_kernels, unpriced
-from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds, probe_result
 
 __all__ = ["ProbeOptions", "probe"]
 

@@ -76,7 +76,7 @@ class Gpu(Spec):
 
 
 class Findings(Spec):
-    """What was found."""
+    """The findings of this machine."""
 
     schema_version: Literal[1] = 1
     version: str
@@ -87,7 +87,7 @@ class Findings(Spec):
     packages: tuple[Package, ...]
     extras: tuple[Extra, ...]
     solvers: dict[str, str]
-    """What is wrong with each solver; nothing with one that works."""
+    """The trouble of each solver; empty for one that works."""
     gpus: tuple[Gpu, ...]
     gpu_trouble: str = ""
     """The reason why a tool of a driver lists none."""

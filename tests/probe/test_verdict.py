@@ -18,8 +18,7 @@ from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions
 from planner.probe.result import MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory, StepSeconds
-from planner.probe.verdict.compare import compare_exchanges
-from planner.probe.verdict.judge import judge_ranks
+from planner.probe.verdict.compare import compare_exchanges, judge_ranks
 
 
 def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> None:

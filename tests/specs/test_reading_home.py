@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
     "planner/export/launch/node_check.py": JOB,
     "planner/layout/runs.py": OWN,
-    "planner/profile/measure_links.py": WIRE,
+    "planner/profile/measure.py": WIRE,
     "planner/report/small.py": OWN,
     "planner/serve/mcp_server.py": "requests of a client, a line each, with a limit",
     "planner/report/view.py": OWN,

@@ -1,4 +1,4 @@
-"""Predicted beside measured: seconds and bytes of stages, exchanges and the pipeline; and checks of a finished run."""
+"""Predicted beside measured: seconds and bytes of stages, exchanges and the pipeline; checks and verdict of a run."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from statistics import median
 from typing import Literal
 
 from planner.answer import Plan, StagePlan
+from planner.errors import ProbeError
 from planner.layout.candidate import Candidate
 from planner.physics import compute, kernels
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
-from planner.probe.eager import knows_peak, repriced, static_bytes, without_exchanges
-from planner.probe.plan_slice import planned_seconds, replay_durations
+from planner.probe.eager import in_eager_torch, knows_peak, repriced, static_bytes, without_exchanges, without_waits
+from planner.probe.plan_runs import describe_slice
+from planner.probe.plan_slice import ProbeOptions, RankGrid, planned_seconds, replay_durations, sampled_stages
 from planner.probe.result import (
     ChunkSeconds,
     ComparedQuantity,
+    MeasuredRun,
+    PlanSlice,
     ProbeCheck,
     ProbedExchange,
     ProbedMemory,
+    ProbeResult,
     RankResult,
     shown,
     slowest_exchanges,
     stride_of,
 )
 from planner.probe.run import PassSeconds, Place, ProbeRun, message_of
+from planner.probe.verdict.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
+from planner.schedule.orders import in_flight_chunks
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.specs.cluster import ClusterSpec
+from planner.specs.units import gib
 
 
 def by_stage(run: ProbeRun, ranks: Sequence[RankResult]) -> list[RankResult]:
@@ -329,3 +337,119 @@ def _compare_memory(
         ("device memory", planned.total_bytes, max(memory.device_used_bytes for memory in memories), None),
     )
     return [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]
+
+
+def probe_result(
+    plan: Plan,
+    options: ProbeOptions,
+    plan_slice: PlanSlice,
+    measured: MeasuredRun,
+    comparisons: Sequence[ComparedQuantity],
+    step_s: float | None = None,
+    eager: Plan | None = None,
+) -> ProbeResult:
+    """The result of a probe. `step_s` is given where no rank ran a whole step, `eager` where the plan's own stages
+    ran."""
+    ranks, run, alone = measured.ranks, measured.run, options.stages is not None
+    complete = bool(ranks) and not alone
+    same_steps = zip(*(rank.steps for rank in ranks), strict=True) if complete else ()
+    steps = [max(step.step_s for step in same) for same in same_steps]
+    steps_by_rank = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
+    out_of_memory, pp = measured.out_of_memory, plan.parallelism.pp
+    stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
+    plan_slice = plan_slice if ranks else plan_slice.model_copy(update={"verified": ()})
+    predicted = None if out_of_memory is None else (eager or plan).stages[stage_of[out_of_memory.stage]]
+    if predicted is not None and eager is not None:
+        _refuse_expected(predicted, plan)
+    return ProbeResult(
+        mode="stages" if alone else "ranks",
+        device=ranks[0].device_name if ranks else options.device,
+        torch_version=ranks[0].torch_version if ranks else "",
+        inputs_sha256=plan.inputs_sha256,
+        slice=plan_slice,
+        tolerance_fraction=options.tolerance_fraction,
+        comparisons=tuple(comparisons),
+        checks=tuple(run_checks(run, ranks) if complete else [check_finite(ranks)] if ranks else []),
+        step_s=median(steps) if steps else step_s,
+        step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
+        loss=ranks[0].steps[-1].loss if complete else None,
+        conditions=conditions_of(ranks),
+        run=run,
+        ranks=ranks,
+        out_of_memory=out_of_memory,
+        predicted_bytes=None if predicted is None else predicted.memory.total_bytes,
+        plan_runtime=plan.runtime,
+        plan_step_s=None if eager is None else plan.step.step_s,
+        notes=() if eager is None else kernel_notes(run, ranks, plan.cluster.hardware),
+    )
+
+
+def _refuse_expected(stage: StagePlan, plan: Plan) -> None:
+    """Raise ProbeError if the plan predicts that the stage runs out of memory in eager torch: then nothing contradicts
+    it."""
+    needed_bytes, capacity_bytes = stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
+    if needed_bytes > capacity_bytes:
+        raise ProbeError(
+            f"stage {stage.stage} ran out of memory as predicted: eager torch, which the probe runs, needs "
+            f"{gib(needed_bytes):.1f} GiB there of {gib(capacity_bytes):.1f}",
+            f"this says nothing of the plan under {plan.runtime}; what fits in eager torch can be probed: "
+            "plan with --runtime torch-eager",
+        )
+
+
+def judge_ranks(
+    plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid, stages: Sequence[int]
+) -> ProbeResult:
+    """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
+
+    Nothing is judged where ranks hold other experts than planned, where passes gather weights (ZeRO-3), which the
+    planner prices separately. Peaks of memory are not judged where a rank of the slice has
+    another number of micro-batches in flight.
+    """
+    eager = in_eager_torch(plan, seen_kernels(measured.ranks))
+    least, order, comparisons = without_waits(eager), measured.run.order, list[ComparedQuantity]()
+    layout = plan.parallelism
+    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
+    tolerance = options.tolerance_fraction if is_faithful else None
+    attends_as_priced = not unpriced(measured.ranks, plan.cluster.hardware)
+    planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
+    in_flight_as_planned = [
+        planned_in_flight[stage] == num_in_flight
+        for stage, num_in_flight in zip(stages, in_flight(measured.run), strict=True)
+    ]
+    if measured.ranks:
+        for rank, stage in enumerate(stages):
+            ranks = [measured_rank for measured_rank in measured.ranks if measured_rank.stage == rank]
+            comparisons += compare_stage(
+                eager,
+                least,
+                stage,
+                ranks,
+                tolerance,
+                alone=False,
+                holds_as_planned=in_flight_as_planned[rank],
+                steps_as_planned=measured.run.dp_stands_for == 1,
+                attends_as_priced=attends_as_priced,
+            )
+        pipeline_tolerance = tolerance if attends_as_priced else None
+        comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
+        comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
+    plan_slice = describe_slice(plan, grid, order, options)
+    extrapolated = [] if grid.ep == layout.ep else [f"seconds and memory at EP {layout.ep}"]
+    extrapolated += [] if all(in_flight_as_planned) else ["peak memory with as many micro-batches in flight as planned"]
+    plan_slice = plan_slice.model_copy(update={"extrapolated": (*plan_slice.extrapolated, *extrapolated)})
+    return probe_result(plan, options, plan_slice, measured, comparisons, eager=eager)
+
+
+def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
+    """True if the plan is for the kind of device that runs. The seconds of a GPU say nothing about a CPU."""
+    return options.device == "cuda" or plan.cluster.hardware.architecture == "cpu"
+
+
+def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid) -> ProbeResult:
+    """The result of processes on a CPU: what they proved."""
+    run, model = measured.run, plan.model.spec
+    reduced = [
+        f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
+    ]
+    return probe_result(plan, options, describe_slice(plan, grid, run.order, options, reduced), measured, [])

@@ -12,10 +12,9 @@ from made_traces import ALL_REDUCE, GEMM, SEND_RECV, MadeTrace, training_trace
 
 from planner.cli import main
 from planner.errors import SpecError
-from planner.observe.traces.breakdown import Sorted
 from planner.observe.traces.events import TraceReport
 from planner.observe.traces.kineto import read_kineto
-from planner.observe.traces.recorded import UNATTRIBUTED, is_trace, observation_of, read_recorded
+from planner.observe.traces.recorded import UNATTRIBUTED, Sorted, is_trace, observation_of, read_recorded
 
 DATA = Path(__file__).parents[1] / "data"
 US = 1e-6

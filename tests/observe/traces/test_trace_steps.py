@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from made_traces import ALL_REDUCE, ATTENTION, GEMM, SEND_RECV, MadeTrace, training_trace
 
-from planner.observe.traces.breakdown import Sorted
 from planner.observe.traces.events import RankReport, TraceStep
 from planner.observe.traces.kineto import read_kineto
-from planner.observe.traces.recorded import read_recorded
+from planner.observe.traces.recorded import Sorted, read_recorded
 
 US = 1e-6
 
