@@ -10,7 +10,7 @@ import yaml
 
 from planner.cli import main
 from planner.decide.check import Check, check
-from planner.report.check import markdown, sarif
+from planner.report.comparison import markdown, sarif
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """#!/bin/bash
