@@ -104,7 +104,7 @@ class Switch:
         return self.also(value) if known is None else self.values[known]
 
     def value_of(self, runtime: Any) -> Value:
-        """The value whose fields a runtime has; if none has just these, numbers are alike where both are not zero."""
+        """The value whose fields a runtime has; a share of its own, and other numbers are alike where none is zero."""
 
         def matches(fields: Fields) -> bool:
             names = self.shown_by or tuple(fields)
@@ -115,7 +115,9 @@ class Switch:
 
         exact = (value for value, fields in self.values.items() if is_exact(fields))
         alike = (value for value, fields in self.values.items() if matches(fields))
-        return next(exact, next(alike, next(iter(self.values))))
+        if (value := next(exact, None)) is None and self.also is _offloaded:
+            return float(runtime.optimizer_offload_fraction)
+        return next(alike, next(iter(self.values))) if value is None else value
 
     @property
     def touched(self) -> frozenset[str]:

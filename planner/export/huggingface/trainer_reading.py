@@ -98,7 +98,8 @@ _TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "trl", "tran
 _SAME = {"per_device_train_batch_size": _BATCH, "micro_batch_size": _BATCH, "max_length": _SEQUENCE, "bf16": ("fp16",),
          "cutoff_len": _SEQUENCE, "sequence_len": _SEQUENCE, "lora_target": ("lora_target_modules", "target_modules"),
          "gradient_checkpointing": (*_CHECKPOINTING, "disable_gradient_checkpointing"), "tuner_type": ("train_type",
-         "sft_type"), "lora_rank": ("lora_r", "lora_dim")}  # fmt: skip
+         "sft_type"), "lora_rank": ("lora_r", "lora_dim"),
+         "torch_dtype": ("dtype", "fp16", "float16", "float32")}  # fmt: skip
 """Settings under any of whose names a default is overridden."""
 
 
@@ -128,7 +129,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     unasked = {
         name: value
         for name, value in tool.unasked.items()
-        if not any(other in settings or other in keyed.unread for other in (name, *_SAME.get(name, ())))
+        if not any(other in keyed.unread or not is_off(settings.get(other)) for other in _SAME.get(name, ()))
+        and name not in settings
+        and name not in keyed.unread
     }
     imported.assumed, imported.documented = {name: str(v) for name, v in unasked.items()}, tool.documented
     said, settings = settings, {**unasked, **settings}

@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
-from planner.export.keyed_settings import is_on, mapping_of, number
+from planner.export.keyed_settings import is_on, mapping_of, number, refuse_unset
 from planner.export.named_models import has_towers, model_called, num_layers_of
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
@@ -94,6 +94,7 @@ def set_model(imported: ImportedRun, name: Any) -> None:
     """The model that a setting names; a note where the planner does not know it."""
     if not isinstance(name, str) or not name:
         return
+    refuse_unset("the model", name)
     imported.run["model"] = model_called(name)
     if imported.run["model"] is None:
         imported.model_name = name
