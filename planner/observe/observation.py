@@ -152,8 +152,8 @@ class ObservedMemory(Spec):
 class MemorySeries(Spec):
     """Memory of one rank in the order of the log, of one kind; of very many lines, every n-th."""
 
-    kind: Literal["allocated", "max_allocated", "max_reserved", "device"]
-    """Bytes in use at the line, or the highest since the begin or the line before."""
+    kind: Literal["allocated", "max_allocated", "max_reserved", "device", "reserved"]
+    """Bytes in use at the line, or the highest since the begin or the line before; 0.2 said `reserved` of these."""
     rank: int | None = None
     steps: tuple[int, ...]
     """The step before each line."""

@@ -50,6 +50,8 @@ YAML = InputLimits(2**20, 50_000, 100)
 JSON = InputLimits(2**20, 2**20, 100)
 SAVED = InputLimits(2**28, 2**23, 100)
 """JSON that the planner wrote itself: probes and observations, with a number for each of a million steps."""
+DUMP = InputLimits(300 * 10**6, 2**24, 100)
+"""A flight recorder's dump as JSON; torch's pickles of it have the limits of `planner/observe/traces/source.py`."""
 TOML = InputLimits(2**20, 20_000, 100)
 PYTHON = InputLimits(2**20, 100_000, 100)
 """A recipe and the files that it imports, all together."""

@@ -1,0 +1,318 @@
+"""Steps of one rank's trace, cut so that the parts add up to the wall time.
+
+A step is from its first GPU operation to the next step's first one. Every nanosecond is computing, else exposed
+communication, else a copy, else idle. Inside computing it belongs to the first family of the table that runs, inside
+communication to the first group. Idle time is told by the launch of what ends it: a host gap if that came after the GPU
+ran dry, a dependency if it came before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.observe.traces.events import (
+    COMMUNICATION,
+    FAMILIES,
+    NAMES,
+    NO_EVENTS,
+    NONE,
+    OTHER,
+    POINT_TO_POINT,
+    UNKNOWN,
+    Events,
+    FamilyTime,
+    GroupTime,
+    RankTrace,
+    Spans,
+    Times,
+    TraceStep,
+    axis_of,
+    families_of,
+    intersect,
+    length_ns,
+    merge,
+    subtract,
+    union,
+    window,
+)
+
+_STEP = re.compile(r"^(?:ProfilerStep#|(?:train_)?step[ _#:]*|iteration[ _#:]*)(\d{1,12})$", re.IGNORECASE)
+_CAPTURE = re.compile(r"(cuda|hip)StreamBeginCapture|(cu|hip|cuda)Graph(Exec)?Instantiate", re.IGNORECASE)
+_SLOW_START = 1.2
+"""A first step longer than the others' median by this factor holds the profiler's start."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """One step of a rank, in nanoseconds of its trace."""
+
+    number: int | None
+    start_ns: int
+    end_ns: int
+    warm_up: bool = False
+
+
+def step_windows(trace: RankTrace) -> tuple[StepWindow, ...]:
+    """The steps that the trace marks, without gaps between neighbours; one of all of it where it marks none."""
+    numbers, starts, ends = _marked(trace)
+    if not numbers:
+        start, end = trace.span_ns
+        return (StepWindow(None, start, end),) if end > start else ()
+    bounds = _on_gpu(trace, starts, ends)
+    windows = list(zip(numbers, bounds[:-1], bounds[1:], strict=True))
+    capturing = _captures(trace, starts, ends)
+    lengths = [end - start for _, start, end in windows]
+    slow_start = len(windows) > 2 and lengths[0] > _SLOW_START * float(np.median(lengths[1:]))
+    warm_ups = [bool(captures) for captures in capturing]
+    warm_ups[0] = warm_ups[0] or slow_start
+    if all(warm_ups):
+        warm_ups = [False] * len(windows)
+    return tuple(
+        StepWindow(number, int(start), int(end), warm_up)
+        for (number, start, end), warm_up in zip(windows, warm_ups, strict=True)
+        if end > start
+    )
+
+
+def _marked(trace: RankTrace) -> tuple[list[int], list[int], list[int]]:
+    """Number, start and end of every step's annotation; of several with one number the longest."""
+    steps: dict[int, tuple[int, int]] = {}
+    number_of = {index: int(match[1]) for index, name in enumerate(trace.names) if (match := _STEP.match(name))}
+    chosen = np.flatnonzero(np.isin(trace.marks["name"], list(number_of)))
+    for start, end, name in zip(
+        trace.marks["start"][chosen].tolist(), trace.marks["end"][chosen].tolist(),
+        trace.marks["name"][chosen].tolist(), strict=True,
+    ):  # fmt: skip
+        number = number_of[name]
+        old = steps.get(number)
+        if old is None or end - start > old[1] - old[0]:
+            steps[number] = (start, end)
+    ordered = sorted((start, end, number) for number, (start, end) in steps.items())
+    return [n for _, _, n in ordered], [s for s, _, _ in ordered], [e for _, e, _ in ordered]
+
+
+def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
+    """Boundaries of steps: where the GPU starts what each launched, if all launched something, else the host's."""
+    on_host = [*starts, ends[-1]]
+    launch = trace.launch()
+    known = launch >= 0
+    if trace.on_host or not known.any():
+        return on_host
+    launched_ns = trace.launches["start"][launch[known]]
+    began, ended = trace.gpu["start"][known], trace.gpu["end"][known]
+    step: NDArray[np.int64] = np.searchsorted(np.array(starts), launched_ns, side="right") - 1
+    inside = (step >= 0) & (launched_ns < np.array(ends)[np.maximum(step, 0)])
+    bounds = []
+    for index in range(len(starts)):
+        mine = inside & (step == index)
+        if not mine.any():
+            return on_host
+        bounds.append(int(began[mine].min()))
+    if len(bounds) > 1:  # the next step's first operation is not in the trace: the GPU is as late as before this one
+        bounds.append(ends[-1] + bounds[-1] - starts[-1])
+    else:
+        bounds.append(max(int(ended[mine].max()), ends[-1]))
+    return bounds if bounds == sorted(set(bounds)) else on_host
+
+
+def _captures(trace: RankTrace, starts: list[int], ends: list[int]) -> list[bool]:
+    """True for each step in which the host captures or instantiates a graph."""
+    names = [index for index, name in enumerate(trace.names) if _CAPTURE.search(name)]
+    at = trace.launches["start"][np.isin(trace.launches["name"], names)]
+    return [bool(((at >= start) & (at < end)).any()) for start, end in zip(starts, ends, strict=True)]
+
+
+NS = 1e-9
+MAX_NAMES = 3
+LONG = 0.01
+"""A gap of this share of a step is no launch: of those there are hundreds in a step."""
+_SYNCHRONISES = re.compile(r"Synchronize$")
+_BUSY = re.compile(r"[Dd]ata_?[Ll]oad|batch.generator|(get|next)_batch|[Cc]heckpoint|\b(gc|garbage)\b")
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """A rank's GPU events with the family and the group of each."""
+
+    trace: RankTrace
+    family: NDArray[np.int64]
+    group: NDArray[np.int64]
+    """An index in `labels`, −1 for what does not communicate."""
+    labels: tuple[str, ...]
+    launch: NDArray[np.int64]
+    waits: tuple[tuple[str, Spans], ...]
+    """Times at which the host waits or is busy with something else, by name."""
+    reach_ns: Times
+    """The latest end of an event and all before it."""
+
+    @classmethod
+    def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
+        """Sort a trace's events; `grid` names the axes of groups that the trace leaves undescribed."""
+        family = families_of(trace.names)[trace.gpu["name"]] if len(trace.gpu) else np.zeros(0, np.int64)
+        label_of_call = [
+            axis_of(trace.groups[call.group], grid) if call.group in trace.groups else UNKNOWN for call in trace.calls
+        ]
+        of_name = [_label_of_name(name) for name in trace.names]
+        labels = tuple(sorted({*label_of_call, *of_name}))
+        by_call = np.array([labels.index(label) for label in label_of_call] or [0], np.int64)
+        by_name = np.array([labels.index(label) for label in of_name] or [0], np.int64)
+        said = trace.gpu["call"] >= 0
+        group = np.where(said, by_call[np.where(said, trace.gpu["call"], 0)], by_name[trace.gpu["name"]])
+        communicates = ((family == COMMUNICATION) | said) & (trace.gpu["copy"] == 0)
+        family = np.where(communicates, COMMUNICATION, family)
+        launch = trace.launch()
+        reach = np.maximum.accumulate(trace.gpu["end"]) if len(trace.gpu) else trace.gpu["end"]
+        group = np.where(communicates, group, -1)
+        return cls(trace, family, group, labels, launch, _waits_of(trace), reach)
+
+    def exchanges(self) -> Sorted:
+        """The communication alone: what is kept of a rank while the next one's file is read."""
+        chosen = self.group >= 0
+        trace = replace(
+            self.trace, gpu=self.trace.gpu[chosen], launches=NO_EVENTS,
+            operators=NO_EVENTS, marks=NO_EVENTS,
+        )  # fmt: skip
+        cut = (self.family[chosen], self.group[chosen], self.labels, self.launch[chosen])
+        return Sorted(trace, *cut, (), self.reach_ns[chosen])
+
+    def near(self, step: StepWindow) -> Sorted:
+        """The events that may run in a step, and the one behind it: a step costs what is in it, not in the trace."""
+        first = int(np.searchsorted(self.reach_ns, step.start_ns, side="right"))
+        part = slice(first, int(np.searchsorted(self.trace.gpu["start"], step.end_ns)) + 1)
+        trace = replace(self.trace, gpu=self.trace.gpu[part])
+        cut = (self.family[part], self.group[part], self.labels, self.launch[part])
+        return Sorted(trace, *cut, self.waits, self.reach_ns[part])
+
+
+def _label_of_name(name: str) -> str:
+    """The group of a communication kernel that says nothing but its name."""
+    lowered = name.lower()
+    if any(word in lowered for word in ("deepep", "deep_ep", "hybridep", "hybrid_ep", "internode::", "intranode::")):
+        return "ep"
+    return POINT_TO_POINT if any(word in lowered for word in ("sendrecv", ":send", ":recv")) else UNKNOWN
+
+
+def break_down(events: Sorted, step: StepWindow) -> TraceStep:
+    """The parts of one step."""
+    origin_ns = events.trace.span_ns[0]
+    events = events.near(step)
+    inside = window(step.start_ns, step.end_ns)
+    gpu, kernels = events.trace.gpu, events.trace.gpu["copy"] == 0
+    near = (gpu["start"] < step.end_ns) & (gpu["end"] > step.start_ns)
+    computing = near & kernels & (events.group < 0)
+    compute = intersect(_union(gpu, computing), inside)
+    groups, communicating = _groups(events, near, inside, compute)
+    busy = merge(compute, communicating)
+    copies = subtract(intersect(_union(gpu, near & ~kernels), inside), busy)
+    idle = subtract(inside, merge(busy, copies))
+    gaps, dependencies, unknown = _idle(events, idle)
+    return TraceStep(
+        number=step.number,
+        start_s=(step.start_ns - origin_ns) * NS,
+        wall_s=(step.end_ns - step.start_ns) * NS,
+        warm_up=step.warm_up,
+        compute_s=length_ns(compute) * NS,
+        exposed_communication_s=length_ns(subtract(communicating, compute)) * NS,
+        copies_s=length_ns(copies) * NS,
+        host_gaps_s=length_ns(gaps) * NS,
+        dependencies_s=length_ns(dependencies) * NS,
+        idle_s=length_ns(unknown) * NS,
+        long_gaps_s=length_ns(gaps[gaps[:, 1] - gaps[:, 0] > LONG * (step.end_ns - step.start_ns)]) * NS,
+        families=_families(events, computing, inside),
+        groups=groups,
+        waits=_waits(events, merge(gaps, unknown)),
+    )
+
+
+def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
+    return union(gpu["start"][chosen], gpu["end"][chosen])
+
+
+def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
+    taken, times = NONE, []
+    for index, family in enumerate(FAMILIES):
+        chosen = computing & (events.family == index)
+        if not chosen.any():
+            continue
+        spans = intersect(_union(events.trace.gpu, chosen), inside)
+        times.append(
+            (family.name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index))
+        )
+        taken = merge(taken, spans)
+    total = sum(nanoseconds for _, nanoseconds, _, _ in times) or 1
+    rows = [
+        FamilyTime(family=name, seconds=ns * NS, share_fraction=ns / total, num_kernels=count, longest=longest)
+        for name, ns, count, longest in times
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> tuple[str, ...]:
+    """The names that take most time, for kernels that no pattern knows."""
+    if NAMES[family] != OTHER:
+        return ()
+    gpu = events.trace.gpu
+    total: Counter[int] = Counter()
+    for name, length in zip(gpu["name"][chosen].tolist(), (gpu["end"] - gpu["start"])[chosen].tolist(), strict=True):
+        total[name] += length
+    return tuple(events.trace.names[name][:80] for name, _ in total.most_common(MAX_NAMES))
+
+
+def _groups(
+    events: Sorted, near: NDArray[np.bool_], inside: Spans, compute: Spans
+) -> tuple[tuple[GroupTime, ...], Spans]:
+    """Communication by group, and all of it."""
+    times, all_of_it = [], NONE
+    for index, label in enumerate(events.labels):
+        chosen = near & (events.group == index)
+        if not chosen.any():
+            continue
+        spans = intersect(_union(events.trace.gpu, chosen), inside)
+        exposed = subtract(subtract(spans, compute), all_of_it)
+        times.append(
+            GroupTime(
+                group=label,
+                busy_s=length_ns(spans) * NS,
+                hidden_s=length_ns(intersect(spans, compute)) * NS,
+                exposed_s=length_ns(exposed) * NS,
+            )
+        )
+        all_of_it = merge(all_of_it, spans)
+    return tuple(times), all_of_it
+
+
+def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
+    """Idle time as host gaps, dependencies and what cannot be told."""
+    gpu, launches = events.trace.gpu, events.trace.launches
+    if events.trace.on_host:  # between operators the host itself is what works
+        return idle, NONE, NONE
+    if not len(idle) or not len(gpu):
+        return NONE, NONE, idle
+    following = np.minimum(np.searchsorted(gpu["start"], idle[:, 1], side="left"), len(gpu) - 1)
+    launch = events.launch[following]
+    known = (launch >= 0) & (gpu["start"][following] >= idle[:, 1])
+    late = known & (launches["start"][launch] > idle[:, 0]) if len(launches) else known
+    return idle[late], idle[known & ~late], idle[~known]
+
+
+def _waits_of(trace: RankTrace) -> tuple[tuple[str, Spans], ...]:
+    """Calls and annotations whose name says that the host waits or does something else than launch."""
+    spans = []
+    for events, wanted in ((trace.launches, _SYNCHRONISES), (trace.marks, _BUSY)):
+        for index in np.unique(events["name"]):
+            if wanted.search(trace.names[index]):
+                chosen = events[events["name"] == index]
+                spans.append((trace.names[index][:80], union(chosen["start"], chosen["end"])))
+    return tuple(spans)
+
+
+def _waits(events: Sorted, gaps: Spans) -> tuple[tuple[str, float], ...]:
+    """Seconds of idle time that each of the waits covers, the longest first."""
+    covered = ((name, length_ns(intersect(gaps, spans)) * NS) for name, spans in events.waits)
+    return tuple(sorted((item for item in covered if item[1] > 0), key=lambda item: -item[1])[:MAX_NAMES])
