@@ -18,7 +18,8 @@ from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions
 from planner.probe.result import MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory, StepSeconds
-from planner.probe.verdict.compare import compare_exchanges, judge_ranks
+from planner.probe.verdict.compare import compare_exchanges
+from planner.probe.verdict.judge import judge_ranks
 
 
 def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> None:
@@ -106,9 +107,10 @@ def test_ranks_on_gpus_are_compared_in_time_memory_and_loss(loss: float, capsys:
     assert ("(median of 1); loss 2.5000" if loss == 2.5 else "FAILED finite loss not finite") in printed
 
 
-def test_a_report_says_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_and_a_trace_say_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[str]) -> None:
     from planner.cli.output import show
     from planner.cli.probe_report import render
+    from planner.probe.verdict.judge import trace_events
 
     plan = small_plan()
     ran = probe_result(plan, lambda stage: (1e-3, 2e-3), mode="ranks", run=probe_run(plan, num_steps=1))
@@ -121,7 +123,8 @@ def test_a_report_says_how_far_clocks_may_differ(capsys: pytest.CaptureFixture[s
         result = judge_ranks(plan, ProbeOptions(device="cuda"), measured, grid, [0, 1])
         show(render(result))
         printed = " ".join(capsys.readouterr().out.split())
-        assert ("clocks" in printed) == (words is not None)
+        process = next(event for event in trace_events(plan, result)["traceEvents"] if event["ph"] == "M")
+        assert ("clocks" in printed, "clocks" in process["args"]["name"]) == (words is not None,) * 2
         assert words is None or words in printed
 
 
