@@ -38,7 +38,7 @@ class TrainerTarget:
 
     def write(self, plan: Plan) -> TrainerFiles:
         assert self.writer is not None
-        from planner.export.target_price import unstretched, with_note
+        from planner.export.refusal import unstretched, with_note
 
         plan, note = unstretched(plan, self.runtime_for(plan))
         files: TrainerFiles = _load(self.writer)(plan)

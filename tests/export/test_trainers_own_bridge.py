@@ -10,7 +10,7 @@ import pytest
 
 from planner.export.megatron.bridge_files import BRIDGE, UNASKED, flag_fields, model_overrides
 from planner.export.megatron.model_options import model_arguments
-from planner.export.stated_model import listed
+from planner.export.run_settings import listed
 from planner.specs.registry import load_model
 from planner.trainers.rules.megatron import family_of
 

@@ -13,10 +13,9 @@ from planner.errors import SpecError
 from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
 from planner.export.named_models import exported_model
-from planner.export.refusal import Objections, broken_rules, hint_for
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
 from planner.export.run_settings import FIRST_RUN_STEPS, RunSettings, run_settings
 from planner.export.stages import VirtualStage, all_full, check_recompute, virtual_stages
-from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,

@@ -18,10 +18,9 @@ from planner.export.huggingface.tuning_settings import (
     quantization_config,
 )
 from planner.export.launchers import nodes_of
-from planner.export.refusal import Objections, broken_rules, hint_for
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.stages import all_full
-from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,

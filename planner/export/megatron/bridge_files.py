@@ -22,8 +22,7 @@ from planner.export.megatron.megatron_files import (
 from planner.export.megatron.option_rows import all_rows
 from planner.export.megatron.plan_options import SWITCHING
 from planner.export.refusal import Objections
-from planner.export.run_settings import run_settings
-from planner.export.stated_model import ROTARY_BASE, stated
+from planner.export.run_settings import ROTARY_BASE, run_settings, stated
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,

@@ -12,11 +12,9 @@ from planner.answer import Plan
 from planner.export.environment import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
 from planner.export.megatron.option_rows import all_rows
-from planner.export.refusal import Objections, Reason, broken_rules, hint_for
-from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
+from planner.export.refusal import Objections, Reason, broken_rules, hint_for, notes_on_price, unstretched
+from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
 from planner.export.stages import VirtualStage, all_full, check_mixture, is_even, is_looped, virtual_stages
-from planner.export.stated_model import notes_on_model
-from planner.export.target_price import notes_on_price, unstretched
 from planner.export.torchtitan.settings_reading import FLAVORS
 from planner.export.trainer_files import (
     Arguments,

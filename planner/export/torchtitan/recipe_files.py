@@ -8,8 +8,8 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.environment import EnvironmentVariable, node_environment, variables_of
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.run_settings import BIAS_UPDATE_RATE, FIRST_RUN_STEPS, notes_on_model, run_settings, stated
 from planner.export.stages import (
     ORDER_FILE,
     VirtualStage,
@@ -20,8 +20,6 @@ from planner.export.stages import (
     recomputed_layers,
     virtual_stages,
 )
-from planner.export.stated_model import BIAS_UPDATE_RATE, notes_on_model, stated
-from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
