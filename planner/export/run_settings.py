@@ -1,4 +1,4 @@
-"""What a file says that the plan leaves open: a run's length, optimizer and saves, and usual numbers of a model."""
+"""Settings that a plan leaves open: length, optimizer and saves of a run, and usual numbers of a model."""
 
 from __future__ import annotations
 
@@ -60,6 +60,10 @@ class RunSettings:
     def last_decay_step(self) -> int:
         """The step at which the rate is lowest, which comes after the warm-up."""
         return max(self.num_steps, self.warmup_steps + 1)
+
+    @property
+    def init_timeout_s(self) -> int:
+        return 60 * self.init_timeout_minutes
 
     @property
     def timeout_s(self) -> int:
