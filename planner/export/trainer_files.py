@@ -262,6 +262,8 @@ def _filled(row: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(row, dict):
         if "if" in row and not _filled(row["if"], values):
             return None
+        if "value" in row:
+            return row["value"]
         filled = {key: _filled(part, values) for key, part in row.items() if key != "if"}
         kept = {
             key: part
@@ -273,7 +275,12 @@ def _filled(row: Any, values: Mapping[str, Any]) -> Any:
         return [_filled(part, values) for part in row]
     if not isinstance(row, str) or not row.startswith("="):
         return row
-    name, _, path = row[1:].partition(".")
+    path, _, default = row[1:].partition(" or ")
+    if path.startswith("has "):
+        return path[4:] in values["arguments"]
+    if path.startswith("-"):
+        return values["arguments"].get(path, int(default) if default.isdigit() else default or None)
+    name, _, path = path.partition(".")
     return attrgetter(path)(values[name]) if path else values[name]
 
 
