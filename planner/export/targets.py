@@ -100,6 +100,16 @@ _TRAINERS = (
         runtimes=("bridge",),
     ),
     TrainerTarget(
+        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
+    ),
+    TrainerTarget(
+        "nemo-rl", None, "automodel_reading:read_nemo_rl",
+        mark=r"^policy:\s*$|\bpolicy\.(megatron_cfg|dtensor_cfg|train_(global|micro)|max_total)|nemo_rl",
+    ),
+    TrainerTarget(
+        "openrlhf", None, "huggingface.trainer_reading:read_openrlhf", mark=r"openrlhf\.cli\.train_",
+    ),
+    TrainerTarget(
         "nemo", None, "megatron.nemo_reading:read_nemo",
         mark=r"nemo_run|MegatronStrategy|trainer\.(strategy|num_nodes|devices)|^trainer:\s*$(?s:.*)^model:\s*$"
         r"|^model:\s*$(?s:.*)^trainer:\s*$",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ def case_of(problem: Problem) -> Case:
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """All layouts with their default splits."""
     case = case_of(problem)
-    yield from (candidate for _, candidate in candidates_of(case, shapes_of(case)[0]))
+    for _, candidate in candidates_of(case, shapes_of(case)[0]):
+        yield candidate.priced_as(replace(candidate.pricing, counts_seconds=True))
 
 
 def risk_of(candidate: Candidate) -> float:
