@@ -14,7 +14,7 @@ import yaml
 from planner.answer import Plan
 from planner.export.export import bundle_of
 from planner.export.megatron.megatron_files import megatron_arguments, training_arguments
-from planner.export.primus.primus_files import export_primus, key_of, keys_of, with_core
+from planner.export.primus_files import export_primus, key_of, keys_of, with_core
 from planner.export.refusal import Inexpressible
 from planner.export.trainer_files import settings
 

@@ -13,7 +13,7 @@ from planner.export.megatron.option_rows import all_rows
 from planner.export.refusal import Objections, Reason, broken_rules, hint_for, notes_on_price, unstretched
 from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
 from planner.export.stages import VirtualStage, all_full, check_mixture, is_even, is_looped, virtual_stages
-from planner.export.torchtitan.settings_reading import FLAVORS
+from planner.export.torchtitan_reading import FLAVORS
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,
