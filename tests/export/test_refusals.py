@@ -46,6 +46,22 @@ CASES: dict[str, str] = {
     "overlap_without_sequence_parallel": "--tp-comm-overlap --tensor-model-parallel-size 2",
     "flex_without_backend": "--moe-enable-deepep --moe-token-dispatcher-type alltoall",
     "shared_overlap_with_allgather": "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 1024",
+    "top_1_after_softmax": "--num-experts 8 --moe-router-topk 1",
+    "bias_of_split_experts": f"{_MODEL} --num-experts 8 --tensor-model-parallel-size 2",
+    "experts_of_none": f"{_MODEL} --expert-model-parallel-size 8",
+    "capacity_with_balancing": "--moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn",
+    "padded_capacity_with_flex": "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0 "
+    "--moe-token-dispatcher-type flex",
+    "shared_experts_recomputed": "--recompute-granularity selective --recompute-modules shared_experts "
+    "--moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
+    "latent_projection_of_none": f"{_MODEL} --recompute-granularity selective --recompute-modules mla_up_proj",
+    "delayed_scales_recomputed": "--fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm",
+    "moe_recomputed_twice": "--moe-layer-recompute --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "narrow_weights_alone": "--fp8-param-gather --use-distributed-optimizer",
+    "narrow_weights_without_shards": "--fp8-param-gather --fp8-format hybrid",
+    "fsdp_connections": "--use-megatron-fsdp",
+    "graph_with_checks": "--cuda-graph-impl full_iteration",
     "padded_capacity": "--moe-pad-expert-input-to-capacity",
     "positions_below_sequence": "--max-position-embeddings 2048 --seq-length 4096",
     "graph_given_twice": "--enable-cuda-graph --external-cuda-graph",
@@ -55,7 +71,7 @@ CASES: dict[str, str] = {
 
 
 def broken(text: str) -> set[str]:
-    stated = StatedOptions(options_of(text.split()))
+    stated = StatedOptions(options_of(text.split()), {"CUDA_DEVICE_MAX_CONNECTIONS": ["1"]})
     return {row.name for row in REFUSALS if row.is_broken(stated)}
 
 

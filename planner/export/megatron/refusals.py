@@ -1,12 +1,13 @@
 """Options that Megatron-LM refuses before its first step, beside the rules of shapes and recipes: a row for each.
 
-The rows are those of megatron/training/arguments.py (validate_args) and core/transformer/transformer_config.py as of
-August 2026, which Megatron-Bridge runs too. Options that build fewer layers than the model has are no price at all.
+The rows are those of core/transformer/transformer_config.py and core/optimizer as of August 2026, which every trainer
+on Megatron core runs, and of megatron/training/arguments.py (validate_args), which those alone run that are started by
+its options. Options that build fewer layers than the model has are no price at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from planner.errors import SpecError
@@ -22,8 +23,8 @@ _FSDP = "--use-megatron-fsdp"
 class StatedOptions:
     """Options as the rows ask for them."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, environment: Mapping[str, Sequence[str]] = {}) -> None:
+        self.options, self.environment = options, environment
         self.layers, self.pp = self.number("--num-layers", 0), max(1, self.number("--pipeline-model-parallel-size", 1))
         self.first, self.last = number(options, FIRST), number(options, LAST)
         self.counted = self.layers + sum(name in options for name in _ENDS)
@@ -70,6 +71,8 @@ class Refusal(NamedTuple):
     name: str
     is_broken: Callable[[StatedOptions], object]
     says: Callable[[StatedOptions], str]
+    of_parser: bool = False
+    """True where arguments.py alone refuses it, which Megatron-Bridge and others do not run."""
     loses_layers: bool = False
     """True where an older version went on with fewer layers than the model has."""
 
@@ -101,6 +104,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda o: (
             f"{o.counted} layers on {o.pp} stages are no multiple of {o.number(_PER_STAGE, 1)} a virtual stage"
         ),
+        of_parser=True,
     ),
     Refusal(
         "ends_without_pipeline",
@@ -153,11 +157,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "virtual_stages_given_twice",
         lambda o: sum(o.has(name) for name in (_VPP, _PER_STAGE, _LAYOUT)) > 1,
         _text(f"no more than one of {_VPP}, {_PER_STAGE} and {_LAYOUT} can be given"),
+        of_parser=True,
     ),
     Refusal(
         "per_stage_beside_ends",
         lambda o: o.has(_PER_STAGE) and o.has_ends,
         _text(f"{_PER_STAGE} beside layers of the first or last stage: {_VPP} says it"),
+        of_parser=True,
     ),
     Refusal(
         "full_without_method",
@@ -185,12 +191,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "gather_without_reduce",
         lambda o: o.has("--overlap-param-gather") and not o.has("--overlap-grad-reduce"),
         _text("--overlap-param-gather needs --overlap-grad-reduce"),
+        of_parser=True,
     ),
     Refusal(
         "gather_without_shards",
         lambda o: o.has("--overlap-param-gather") and not o.has("--use-distributed-optimizer") and not o.has(_FSDP)
         and not o.says("--optimizer", "dist_muon"),
         _text("--overlap-param-gather needs --use-distributed-optimizer or Megatron-FSDP"),
+        of_parser=True,
     ),
     Refusal(
         "torch_fsdp",
@@ -198,11 +206,13 @@ REFUSALS: tuple[Refusal, ...] = (
         and (o.pp > 1 or o.number("--expert-model-parallel-size", 1) > 1 or o.has("--use-distributed-optimizer")
              or o.has("--fp16")),
         _text("--use-torch-fsdp2 takes no pipeline, no expert parallelism, no distributed optimizer and no fp16"),
+        of_parser=True,
     ),
     Refusal(
         "fsdp_optimizer",
         lambda o: o.has(_FSDP) and o.has("--optimizer") and not o.says("--optimizer", "adam", "sgd"),
         _text("Megatron-FSDP takes adam or sgd"),
+        of_parser=True,
     ),
     Refusal(
         "fsdp_format",
@@ -224,6 +234,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "offload_without_shards",
         lambda o: o.has("--optimizer-cpu-offload") and not o.has("--use-precision-aware-optimizer"),
         _text("--optimizer-cpu-offload needs --use-precision-aware-optimizer"),
+        of_parser=True,
     ),
     Refusal(
         "offload_with_pipeline",
@@ -234,6 +245,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "overlap_without_sequence_parallel",
         lambda o: o.has("--tp-comm-overlap") and not o.has("--sequence-parallel"),
         _text("--tp-comm-overlap needs --sequence-parallel"),
+        of_parser=True,
     ),
     Refusal(
         "flex_without_backend",
@@ -245,6 +257,83 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda o: o.has("--moe-shared-expert-overlap", "--moe-shared-expert-intermediate-size")
         and not o.says("--moe-token-dispatcher-type", "alltoall", "flex"),
         _text("--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex"),
+    ),
+    Refusal(
+        "top_1_after_softmax",
+        lambda o: o.says("--moe-router-topk", "1") and not o.has("--moe-router-pre-softmax")
+        and not o.says("--moe-router-score-function", "sigmoid", "sqrtsoftplus")
+        and not o.says("--moe-router-load-balancing-type", "sinkhorn"),
+        _text("--moe-router-topk 1 needs --moe-router-pre-softmax"),
+    ),
+    Refusal(
+        "bias_of_split_experts",
+        lambda o: o.number("--num-experts", 1) > 1 and o.has("--hidden-size") and not o.has("--disable-bias-linear")
+        and o.number("--expert-tensor-parallel-size", o.number("--tensor-model-parallel-size", 1)) > 1,
+        _text("experts with biases need --expert-tensor-parallel-size 1, or --disable-bias-linear"),
+    ),
+    Refusal(
+        "experts_of_none",
+        lambda o: o.number("--expert-model-parallel-size", 1) > 1 and o.has("--hidden-size")
+        and not o.has("--num-experts"),
+        _text("--expert-model-parallel-size needs --num-experts"),
+    ),
+    Refusal(
+        "capacity_with_balancing",
+        lambda o: o.number("--moe-expert-capacity-factor", -1) >= 0 and o.has("--moe-router-load-balancing-type")
+        and not o.says("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        _text("--moe-expert-capacity-factor takes a load balancing by an auxiliary loss, or none"),
+    ),
+    Refusal(
+        "padded_capacity_with_flex",
+        lambda o: o.has("--moe-pad-expert-input-to-capacity") and o.says("--moe-token-dispatcher-type", "flex")
+        and not o.says("--moe-flex-dispatcher-backend", "hybridep", "ncclep"),
+        _text("--moe-token-dispatcher-type flex takes no --moe-pad-expert-input-to-capacity"),
+    ),
+    Refusal(
+        "shared_experts_recomputed",
+        lambda o: "shared_experts" in o.modules and o.has("--moe-shared-expert-overlap"),
+        _text("shared_experts in --recompute-modules does not go with --moe-shared-expert-overlap"),
+    ),
+    Refusal(
+        "latent_projection_of_none",
+        lambda o: "mla_up_proj" in o.modules and o.has("--hidden-size") and not o.has("--multi-latent-attention"),
+        _text("mla_up_proj in --recompute-modules needs --multi-latent-attention"),
+    ),
+    Refusal(
+        "delayed_scales_recomputed",
+        lambda o: o.has("--fp8-format") and o.says("--fp8-recipe", "delayed", "")
+        and any(module in o.modules for module in ("moe_act", "layernorm")),
+        _text("--fp8-recipe delayed takes no moe_act and no layernorm in --recompute-modules"),
+    ),
+    Refusal(
+        "moe_recomputed_twice",
+        lambda o: o.has("--moe-layer-recompute") and o.says("--recompute-granularity", "full"),
+        _text("--moe-layer-recompute does not go with --recompute-granularity full"),
+    ),
+    Refusal(
+        "narrow_weights_alone",
+        lambda o: o.has("--fp8-param-gather") and not o.has("--fp8-format"),
+        _text("--fp8-param-gather needs --fp8-format"),
+    ),
+    Refusal(
+        "narrow_weights_without_shards",
+        lambda o: o.has("--fp8-param-gather")
+        and not any(o.has(name) for name in ("--use-distributed-optimizer", "--use-torch-fsdp2", _FSDP)),
+        _text("--fp8-param-gather needs --use-distributed-optimizer or FSDP"),
+        of_parser=True,
+    ),
+    Refusal(
+        "fsdp_connections",
+        lambda o: (o.has(_FSDP) or o.has("--use-torch-fsdp2"))
+        and "1" in o.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", ()),
+        _text("FSDP takes no CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        of_parser=True,
+    ),
+    Refusal(
+        "graph_with_checks",
+        lambda o: o.says("--cuda-graph-impl", "full_iteration") and not o.has("--no-check-for-nan-in-loss-and-grad"),
+        _text("--cuda-graph-impl full_iteration needs --no-check-for-nan-in-loss-and-grad"),
+        of_parser=True,
     ),
     Refusal(
         "padded_capacity",
@@ -259,6 +348,7 @@ REFUSALS: tuple[Refusal, ...] = (
             f"--max-position-embeddings {o.number('--max-position-embeddings', 0)} is below --seq-length "
             f"{o.number('--seq-length', 0)}"
         ),
+        of_parser=True,
     ),
     Refusal(
         "graph_given_twice",
@@ -282,14 +372,18 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda o: (
             f"hidden size {o.number('--hidden-size', 0)} is no multiple of {o.number('--num-attention-heads', 1)} heads"
         ),
+        of_parser=True,
     ),
 )  # fmt: skip
 
 
-def refusals(options: Options) -> list[str]:
-    """Why Megatron-LM ends before its first step. Raises SpecError where it would build fewer layers than there are."""
-    stated = StatedOptions(options)
-    found = [row for row in REFUSALS if row.is_broken(stated)]
+def refusals(options: Options, is_parsed: bool = True, environment: Mapping[str, Sequence[str]] = {}) -> list[str]:
+    """Why the trainer ends before its first step; `is_parsed` where Megatron-LM's own parser takes the options.
+
+    Raises SpecError where it would build fewer layers than there are.
+    """
+    stated = StatedOptions(options, environment)
+    found = [row for row in REFUSALS if (is_parsed or not row.of_parser) and row.is_broken(stated)]
     lost = next((row for row in found if row.loses_layers), None)
     if lost is not None:
         raise SpecError(lost.says(stated), "give the pipeline that these layers are for, or leave them out")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import AROUND, Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
 from planner.export.keyed_settings import beginnings, count, num_gpus, table
 from planner.export.megatron.deepspeed_options import (
@@ -189,6 +189,8 @@ def run_of(
             f"{option}: ${script.unset[option]} is not set in the script", f"add --set {script.unset[option]}=WORD"
         )
     for option, variable in script.unset.items():
+        if AROUND.search(variable):
+            continue
         if options.get(option, []) == [] and (option in READ_OPTIONS or option.startswith("$")):
             imported.unknown[f"${variable}"] = (
                 f"behind {option}: not set in the script" if option[0] != "$" else "not set"
@@ -203,6 +205,10 @@ _TAKES_WORDS = (
     "--moe-layer-freq",
 )  # fmt: skip
 """Options that are read and take words; of the others some take none."""
+
+
+_PARSED = ("megatron", "slime", "primus")
+"""Trainers that Megatron-LM's own parser starts."""
 
 
 def _run_of(
@@ -236,7 +242,9 @@ def _run_of(
     imported.assumed = unsaid_options(described)
     imported.documented = _ROW["documented"]
     # DeepSpeed's pipelines take other splits and other words
-    imported.refused = [] if source in ("megatron-deepspeed", "neox") else refusals(described)
+    imported.refused = []
+    if source not in ("megatron-deepspeed", "neox"):
+        imported.refused = refusals(described, source in _PARSED, script.variables)
     unsaid = unexplained(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
     sort_unread(options, {*READ_OPTIONS, *also_read} - unsaid, imported)
     return imported
