@@ -31,7 +31,7 @@ Files = Annotated[
     list[str],
     typer.Argument(
         metavar="FILE",
-        help="Logs, CSV of step times, profiler traces; - is stdin.",
+        help="Logs, CSV of step times, profiler traces, memory snapshots, flight-recorder dumps; - is stdin.",
         show_default=False,
         rich_help_panel=o.JOB,
     ),
@@ -96,14 +96,13 @@ def _observed(
     from planner.observe.judge import judged, judged_alone, judged_beside
     from planner.observe.log_reader import observe
     from planner.observe.observation import Observed
-    from planner.observe.traces.recorded import ObservedFiles, observation_of, read_recorded, traces_of
-    from planner.report.observe.answer import render_observed
-    from planner.report.observe.recorded import recorded_sections
+    from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
+    from planner.report.observe import recorded_sections, render_observed
 
-    traces = traces_of(files)
-    logs = [path for path in files if path not in traces]
+    kinds = kinds_of(files)
+    logs = [path for path in files if path not in kinds]
     with progress("reading", _mebibytes(files)) as advance:
-        recorded = read_recorded(traces, advance) if traces else None
+        recorded = read_recorded(kinds, _grid(asked), advance) if kinds else None
         observation = observe(logs, advance) if recorded is None or logs else observation_of(recorded)
     source, doubt = plan or "the options", ""
     if expected is None:
@@ -136,6 +135,12 @@ def _expected(path: str | None, asked: LayoutOptions) -> Callable[[Observation],
         return _priced(observation, asked)
 
     return priced
+
+
+def _grid(asked: LayoutOptions) -> dict[str, int] | None:
+    """The sizes that name process groups which traces leave undescribed."""
+    sizes = {axis: getattr(asked, axis) for axis in ("tp", "cp", "dp", "pp")}
+    return {axis: size or 1 for axis, size in sizes.items()} if any(sizes.values()) else None
 
 
 def _mebibytes(files: list[str]) -> int | None:
@@ -308,7 +313,7 @@ def _show_standing(options: FollowOptions, found: FollowedRun) -> None:
     """One line on where the run stands; nothing where stdout is another's."""
     from planner.cli.output import dumps
     from planner.files import STDOUT
-    from planner.report.observe.answer import line_of
+    from planner.report.observe import line_of
 
     if options.json:
         sys.stdout.write(dumps(found.model_dump(mode="json"), None))
@@ -321,7 +326,7 @@ def _conclude(options: FollowOptions, follower: Follower, found: FollowedRun) ->
     """The final answer, and the alarm if there is one."""
     from planner.cli.output import dumps, show
     from planner.files import STDOUT, write_text
-    from planner.report.observe.answer import render_observed
+    from planner.report.observe import render_observed
     from planner.saved import with_digest
 
     rings = follower.ended in ("alarm", "silent")

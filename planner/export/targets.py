@@ -162,10 +162,10 @@ _TRAINERS = (
     ),
 )  # fmt: skip
 _LAUNCHERS = (
-    LauncherTarget("torchrun", "launch.launchers:torchrun_script"),
-    LauncherTarget("slurm", "launch.launchers:slurm_script"),
-    LauncherTarget("kubernetes", "launch.kubernetes:kubernetes_manifest"),
-    LauncherTarget("kubernetes-jobset", "launch.kubernetes:jobset_manifest"),
+    LauncherTarget("torchrun", "launchers:torchrun_script"),
+    LauncherTarget("slurm", "launchers:slurm_script"),
+    LauncherTarget("kubernetes", "launchers:kubernetes_manifest"),
+    LauncherTarget("kubernetes-jobset", "launchers:jobset_manifest"),
 )
 
 TRAINERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.writer is not None}

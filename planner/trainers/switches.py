@@ -458,6 +458,7 @@ _ROWS = (
     ),
     _flag("lora_dropout_recompute", "adapters keep no masks", "recomputes_adapter_masks", described=True),
     _flag("lora_a2a", "split adapters exchange columns for tokens", "adapters_all_to_all", described=True),
+    _flag("packed_documents", "texts are packed into a sequence", "packs_documents", described=True),
     _flag("fp8_params", "weights are kept in the recipe's dtype", "narrow_parameters", described=True),
     _described("reentrant_checkpoint", lambda value: {"stops_recompute_early": not value}),
     # what published rows describe and changes nothing

@@ -6,18 +6,15 @@ import pytest
 
 from planner.errors import SpecError
 from planner.export.import_run import read_configuration
-from planner.export.megatron.option_rows import options_of
-from planner.export.megatron.refusals import REFUSALS, StatedOptions, refusals
+from planner.export.megatron.option_rows import options_of, table
+from planner.export.megatron.script_reading import named_refusals, refusals
 
 _MODEL = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16"
 CASES: dict[str, str] = {
     "layers_per_stage": "--num-layers 46 --pipeline-model-parallel-size 4",
     "layers_per_virtual_stage": f"{_MODEL} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 4",
     "layers_of_virtual_stage": f"{_MODEL} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4",
-    "ends_without_pipeline": "--num-layers 20 --decoder-first-pipeline-num-layers 1",
     "empty_end": f"{_MODEL} --pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 0",
-    "no_middle": f"{_MODEL} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
-    "--decoder-last-pipeline-num-layers 3",
     "middle_layers": f"{_MODEL} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 4",
     "virtual_stages_of_ends": f"{_MODEL} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3 "
     "--num-virtual-stages-per-pipeline-rank 2",
@@ -47,7 +44,8 @@ CASES: dict[str, str] = {
     "flex_without_backend": "--moe-enable-deepep --moe-token-dispatcher-type alltoall",
     "shared_overlap_with_allgather": "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 1024",
     "top_1_after_softmax": "--num-experts 8 --moe-router-topk 1",
-    "bias_of_split_experts": f"{_MODEL} --num-experts 8 --tensor-model-parallel-size 2",
+    "bias_of_split_experts": f"{_MODEL} --num-experts 8 --expert-tensor-parallel-size 2",
+    "bias_of_experts_split_unasked": f"{_MODEL} --num-experts 8 --tensor-model-parallel-size 2",
     "experts_of_none": f"{_MODEL} --expert-model-parallel-size 8",
     "capacity_with_balancing": "--moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn",
     "padded_capacity_with_flex": "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0 "
@@ -61,22 +59,30 @@ CASES: dict[str, str] = {
     "narrow_weights_alone": "--fp8-param-gather --use-distributed-optimizer",
     "narrow_weights_without_shards": "--fp8-param-gather --fp8-format hybrid",
     "fsdp_connections": "--use-megatron-fsdp",
-    "graph_with_checks": "--cuda-graph-impl full_iteration",
     "padded_capacity": "--moe-pad-expert-input-to-capacity",
     "positions_below_sequence": "--max-position-embeddings 2048 --seq-length 4096",
-    "graph_given_twice": "--enable-cuda-graph --external-cuda-graph",
+    "graph_given_twice": "--cuda-graph-scope attn --cuda-graph-modules attn",
+    "graphs_of_two_kinds": "--enable-cuda-graph --external-cuda-graph",
     "group_sizes": f"{_MODEL} --group-query-attention --num-query-groups 3",
     "heads_without_channels": "--hidden-size 2048 --num-attention-heads 24",
 }  # fmt: skip
 
 
+LOST = {
+    "ends_without_pipeline": "--num-layers 20 --decoder-first-pipeline-num-layers 1",
+    "no_middle": f"{_MODEL} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+    "--decoder-last-pipeline-num-layers 3",
+}
+"""Options that build fewer layers than the model has."""
+
+
 def broken(text: str) -> set[str]:
-    stated = StatedOptions(options_of(text.split()), {"CUDA_DEVICE_MAX_CONNECTIONS": ["1"]})
-    return {row.name for row in REFUSALS if row.is_broken(stated)}
+    around = {"CUDA_DEVICE_MAX_CONNECTIONS": ["1"]}
+    return {name for name, _ in named_refusals({**options_of(text.split()), **around})}
 
 
 def test_every_refusal_has_a_case() -> None:
-    assert {row.name for row in REFUSALS} == CASES.keys()
+    assert table()["refused"].keys() - CASES.keys() == set()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,9 +104,10 @@ def test_what_starts_is_not_refused(text: str) -> None:
     assert broken(text) == set()
 
 
-def test_fewer_layers_than_the_model_has_are_no_price() -> None:
-    with pytest.raises(SpecError, match="builds 1 of 20 layers"):
-        refusals(options_of(CASES["ends_without_pipeline"].split()))
+@pytest.mark.parametrize("name", LOST)
+def test_fewer_layers_than_the_model_has_are_no_price(name: str) -> None:
+    with pytest.raises(SpecError, match=r"builds 1 of 20 layers|18 layers are left for 0 middle stages"):
+        refusals(options_of(LOST[name].split()))
 
 
 def test_a_model_of_the_users_is_held_against_the_stages() -> None:
@@ -108,3 +115,9 @@ def test_a_model_of_the_users_is_held_against_the_stages() -> None:
     imported = read_configuration(text)
     imported.complete(hardware="h100", num_gpus=64, model="glm-4.5-air")
     assert imported.refused == ["46 layers are no multiple of the 4 pipeline stages"]
+
+
+def test_what_the_parser_alone_refuses_is_none_of_bridges() -> None:
+    options = options_of(["--tp-comm-overlap", "--tensor-model-parallel-size", "1"])
+    assert [*named_refusals(options, is_parsed=False)] == []
+    assert [name for name, _ in named_refusals(options)] == ["overlap_without_sequence_parallel"]
