@@ -37,7 +37,7 @@ from planner.specs.training import (
     TrainingSpec,
 )
 from planner.specs.units import SIZE, is_count, parse_count, parse_number, parse_whole, unit_of
-from planner.trainers.generations import described, objection_to_silicon, todays
+from planner.trainers.generations import described, imbalance_of, objection_to_silicon, todays
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting
 from planner.trainers.spec import RuntimeSpec
@@ -126,7 +126,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
-    training = _training(asked, model, adapters)
+    training = _routed(asked, _training(asked, model, adapters), model, runtime, switches)
     model = _seeing(model, asked.images, training)
     _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
@@ -211,7 +211,10 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
         return replace(job, says_switches=True)
     runtime, _ = described(job.runtime_spec, job.cluster.hardware, job.model, switches or {})
     check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
-    return replace(job, runtime_spec=runtime, says_switches=job.says_switches or switches is not None)
+    training = _routed(asked, job.training, job.model, runtime, switches or {})
+    return replace(
+        job, training=training, runtime_spec=runtime, says_switches=job.says_switches or switches is not None
+    )
 
 
 def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = False) -> Any:
@@ -347,6 +350,16 @@ def _seeing(model: ModelSpec, asked: str | None, training: TrainingSpec) -> Mode
         )
     changed = {"images_per_sequence": number, "image_tokens": tokens, "is_trained": bool(match[3])}
     return model.model_copy(update={"vision": vision.model_copy(update=changed)})
+
+
+def _routed(
+    asked: JobOptions, training: TrainingSpec, model: ModelSpec, runtime: RuntimeSpec, features: Recipe
+) -> TrainingSpec:
+    """`training` with experts as uneven as such runs have them, unless an option says it."""
+    if asked.moe_imbalance is not None:
+        return training
+    tunes = training.adapters is not None or asked.finetune
+    return training.model_copy(update=imbalance_of(model, features, runtime, tunes).fields)
 
 
 def _refuse_unstated(asked: JobOptions, model: ModelSpec) -> None:

@@ -81,7 +81,7 @@ def mixer_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
 
 
 def mlp_block(
-    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
+    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0
 ) -> Iterator[Item]:
     """Norm, dense MLP or experts, residual; nothing for a layer that has a mixer alone."""
     if kind.mlp == "none":
@@ -103,7 +103,7 @@ def mlp_block(
 
 
 def decoder_layer(
-    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
+    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0
 ) -> tuple[Item, ...]:
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
@@ -265,7 +265,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
     )
 
 
-def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0) -> tuple[Item, ...]:
+def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
     before, behind = around_mtp_layer(model, shape, runtime)
     return (*before, *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance), *behind)
