@@ -14,8 +14,7 @@ import pytest
 
 from planner.errors import SpecError
 from planner.physics.layers import model_totals
-from planner.specs.architectures import ARCHITECTURES, REFUSED, SAME_AS, WRAPPERS
-from planner.specs.huggingface import from_config
+from planner.specs.architectures import ARCHITECTURES, REFUSED, SAME_AS, WRAPPERS, from_config
 from planner.specs.model import ModelSpec
 from planner.trainers.load import load_runtime
 
