@@ -218,16 +218,26 @@ def _switches(candidate: Candidate) -> Iterator[tuple[float, str, str]]:
 
     A switch at its plainest value is left out if that is also its fastest.
     """
+    now, others = recipe_of(candidate), defaultdict[str, list[tuple[float, Value]]](list)
+    for name, value, other in switch_variants(candidate):
+        others[name].append((other.step_s, value))
+    for name, legal in others.items():
+        step_s, value = min(legal, key=lambda pair: pair[0])
+        effect, said = step_s / candidate.step_s - 1, f"{name}={written(value)}"
+        if effect < 0 or now[name] != next(iter(SWITCHES[name].values)):
+            yield effect, f"the recipe has {said}", f"--switch {said}"
+
+
+def switch_variants(candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
+    """The same layout with each other value of each switch that acts on it, as far as no consent is needed and no rule
+    of recipes is broken."""
     runtime = candidate.pricing.runtime
     for name, now in recipe_of(candidate).items():
-        others = [value for value in switches_of(runtime)[name] if value not in (now, *SWITCHES[name].consent)]
-        moved = [(value, under(candidate, switched(runtime, {name: value}))) for value in others]
-        legal = [(other.step_s, value) for value, other in moved if not any(broken_recipe_rules(setting_of(other)))]
-        if legal:
-            step_s, value = min(legal, key=lambda pair: pair[0])
-            effect, said = step_s / candidate.step_s - 1, f"{name}={written(value)}"
-            if effect < 0 or now != next(iter(SWITCHES[name].values)):
-                yield effect, f"the recipe has {said}", f"--switch {said}"
+        for value in switches_of(runtime)[name]:
+            if value not in (now, *SWITCHES[name].consent):
+                other = under(candidate, switched(runtime, {name: value}))
+                if not any(broken_recipe_rules(setting_of(other))):
+                    yield name, value, other
 
 
 NUM_LAYOUTS = 4
