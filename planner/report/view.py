@@ -327,7 +327,7 @@ def _seen(plan: Plan) -> str:
         return ""
     number, state = vision.images_per_sequence, "trained" if vision.is_trained else "frozen"
     images = f"{number} image{'s' * (number > 1)} of {vision.image_tokens:,} tokens in each"
-    return f"{images}, by a {state} tower of {large(plan.model.num_vision_parameters)} on the first stage"
+    return f"{images}; a {state} tower of {large(plan.model.num_vision_parameters)} on stage 0"
 
 
 def _batch(training: TrainingSpec) -> str:
