@@ -1,4 +1,4 @@
-"""The guide says what the commands print: its blocks are run again, and those that take long are parsed."""
+"""Pages say what the commands print: their blocks are run again, and those that take long are parsed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from planner.cli import main
 from planner.cli.app import COMMANDS, _root
 
 ROOT = Path(__file__).parents[1]
+SHOWING = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("FINETUNE", "ACCURACY", "OBSERVE"))]
 PAGES = [*sorted((ROOT / "docs" / "guide").glob("*.md")), ROOT / "docs" / "physics" / "program.md"]
 TYPED = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOTHING_FITS = 3
@@ -38,7 +39,8 @@ def without_seconds(text: str) -> str:
     return re.sub(r"solved as ILP in\s+[0-9.]+\s+m?s", "solved as ILP in …", text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.usefixtures("priced_once")
+@pytest.mark.parametrize("page", [*PAGES, *SHOWING], ids=lambda page: page.stem)
 def test_a_page_shows_what_its_commands_print(
     page: Path,
     outputs: ModuleType,

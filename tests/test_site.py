@@ -131,6 +131,8 @@ def test_every_field_of_a_plan_is_in_the_index() -> None:
         for name, kind in vars(module).items():
             if isinstance(kind, type) and issubclass(kind, BaseModel) and kind.__module__ == module.__name__:
                 rows = re.findall(r"^\| `(\w+)` \|.*\| `planner/", sections[name], re.MULTILINE)
+                if sections[name].lstrip().startswith("All from `planner/"):
+                    rows = re.findall(r"(?:^|;\s)`(\w+)` ", sections[name].strip().split("\n\n")[-1])
                 assert set(rows) == set(kind.model_fields), name
 
 
@@ -154,6 +156,7 @@ EXAMPLES: dict[str, str] = {
     "export": "export plan.json --to megatron --dry-run --json",
     "observe": "observe train.log --plan plan.json --json",
     "compare": "compare plan.json plan.json --json",
+    "next": "next plan.json --days 30 --json",
     "sweep": "sweep --model llama-3.2-1b --gpus 8 --json",
     "runs": "evaluate --runs runs.jsonl --json",
     "doctor": "doctor --json",

@@ -48,6 +48,8 @@ class Layout(Spec):
     sequence_parallel: bool
     recompute: Literal["none", "selective", "full"]
     """`full` if any layer is recomputed whole; the stages say how many."""
+    recompute_num_layers: PositiveInt | None = None
+    """The most layers of a model chunk that full recompute covers; null where it covers all, or none."""
     recompute_modules: tuple[str, ...] = ()
     rank_order: RankOrder = "tp-cp-ep-dp-pp"
     """The order in which ranks are numbered, the innermost group first."""
@@ -78,6 +80,8 @@ class Layout(Spec):
         """
         stated = {name: getattr(self, name) for name in _STATED}
         stated |= {"recompute_modules": self.recompute_modules if self.recompute == "selective" else ()}
+        if not changes.keys() & {"recompute", "recompute_layers"}:
+            stated["recompute_num_layers"] = self.recompute_num_layers
         stated |= {"fsdp": self.shard_size} if self.shard_size < self.dp * self.cp else {}
         if changes.keys() & {"pp", "vpp"} and "schedule" not in changes:
             del stated["schedule"]

@@ -41,36 +41,36 @@ def check_command(
     Example:
       plan check pretrain.sh --hardware h100
       plan check pretrain.sh --against main/pretrain.sh --format markdown
+      plan check launch.sh --set SEQ_LEN=4096 --gpus 64
     """
     from planner.cli.output import dumps, waiting
-    from planner.decide.check import ORDER, check
+    from planner.decide.check import ORDER, check, priced
     from planner.errors import SpecError
     from planner.specs.problems import nearest
 
     chosen = "json" if json else format
     if chosen not in FORMATS:
         raise SpecError(f"--format: {format!r} is unknown", f"one of {', '.join(FORMATS)}{nearest(format, FORMATS)}")
-    checks = []
+    how = {"source": asked.from_, "recipe": asked.recipe, "variables": asked.variables(), **asked.given()}
+    searches = not asked.no_search
     with waiting("checking"):
-        for file in files:
-            old = None if against is None else _beside(against, file)
-            checks.append(
-                check(file, old, source=asked.from_, recipe=asked.recipe, searches=not asked.no_search, **asked.given())
-            )
+        olds = {} if against is None else {file: _beside(against, file) for file in files}
+        before = {old: priced(old, searches=False, **how) for old in dict.fromkeys(olds.values())}
+        checks = [check(file, before.get(olds.get(file, "")), searches=searches, **how) for file in files]
     if chosen == "json":
         sys.stdout.write(dumps({"checks": [one.to_json() for one in checks]}))
     elif chosen == "sarif":
         from planner import __version__
-        from planner.report.check import sarif
+        from planner.report.comparison import sarif
 
         sys.stdout.write(dumps(sarif(checks, __version__)))
     elif chosen == "markdown":
-        from planner.report.check import markdown
+        from planner.report.comparison import markdown
 
         sys.stdout.write(markdown(checks))
     else:
         from planner.cli.output import show
-        from planner.report.check import render_check
+        from planner.report.comparison import render_check
 
         for one in checks:
             show(*render_check(one))

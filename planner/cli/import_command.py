@@ -75,7 +75,20 @@ class ReadOptions:
     seq_length: o.SeqLength = None
     global_batch_size: o.GlobalBatchSize = None
     vocab_size: VocabSize = None
+    set_: Variables = None
     no_search: NoSearch = False
+
+    def variables(self) -> dict[str, str]:
+        """The variables of `--set NAME=VALUE`. Raises SpecError for what is none."""
+        from planner.errors import SpecError
+
+        found = {}
+        for text in self.set_ or []:
+            name, equals, value = text.partition("=")
+            if not equals or not name.isidentifier():
+                raise SpecError(f"--set: {text[:60]!r} is no NAME=VALUE", "write --set SEQ_LEN=4096")
+            found[name] = value
+        return found
 
     def given(self) -> dict[str, Any]:
         """Fields of the run that the user gives; null where he does not."""
@@ -90,7 +103,6 @@ class ReadOptions:
 def import_command(
     file: Configuration,
     asked: ReadOptions,
-    set_: Variables = None,
     tp: o.Tp = None,
     pp: o.Pp = None,
     json: o.Json = False,
@@ -114,7 +126,7 @@ def import_command(
     from planner.files import write_text
     from planner.layout.runs import parse_run
 
-    imported = read(file, asked.from_, asked.recipe, _variables(set_ or []))
+    imported = read(file, asked.from_, asked.recipe, asked.variables())
     run_data = completed(imported, {**asked.given(), "tp": tp, "pp": pp})
     run = parse_run({"run": run_data}, file)
     if output is not None:
@@ -145,19 +157,6 @@ def import_command(
         sys.stdout.write(dumps(answer))
         return
     show(*_report(imported, evaluated, refused, others, own, why))
-
-
-def _variables(given: list[str]) -> dict[str, str]:
-    """The variables of `--set NAME=VALUE`. Raises SpecError for what is none."""
-    from planner.errors import SpecError
-
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise SpecError(f"--set: {text[:60]!r} is no NAME=VALUE", "write --set SEQ_LEN=4096")
-        found[name] = value
-    return found
 
 
 def _otherwise(imported: ImportedRun, run: dict[str, Any], file: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
-    from planner.observe.follower import Expected, FollowedRun, FollowLoop
+    from planner.observe.follower import Expected, FollowedRun, Follower
     from planner.observe.observation import Observation, Observed
 
 _log = logging.getLogger(__name__)
@@ -97,8 +97,7 @@ def _observed(
     from planner.observe.log_reader import observe
     from planner.observe.observation import Observed
     from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
-    from planner.report.observe.answer import render_observed
-    from planner.report.observe.recorded import recorded_sections
+    from planner.report.observe import recorded_sections, render_observed
 
     kinds = kinds_of(files)
     logs = [path for path in files if path not in kinds]
@@ -290,31 +289,31 @@ class FollowOptions:
 def follow_run(options: FollowOptions, expected: Callable[[Observation], Expected]) -> None:
     """Follow a run until it ends, is interrupted, or leaves its band, which raises OutOfBand."""
     from planner.cli.inputs import count_of
-    from planner.observe.follower import BandWatch, Follower, FollowLoop
+    from planner.observe.follower import BandWatch, Follower
     from planner.observe.lines import source_of
     from planner.specs.reading import STDIN, label
 
     path = options.files[0]
     tokens = None if options.tokens is None else count_of("tokens", options.tokens)
-    follower = Follower(label(path), BandWatch(only_slow=options.only_slow), expected)
-    loop = FollowLoop(
-        follower, source_of(path, _log.info), time.monotonic, lambda: time.sleep(POLL_S), path == STDIN, tokens
-    )
+    follower = Follower(
+        label(path), source_of(path, _log.info), expected, time.monotonic, lambda: time.sleep(POLL_S),
+        BandWatch(only_slow=options.only_slow), path == STDIN, tokens,
+    )  # fmt: skip
     try:
-        for found in loop.standings():
+        for found in follower.standings():
             _show_standing(options, found)
     except KeyboardInterrupt:
-        loop.ended = "interrupted"
-    found = loop.standing(final=True)
+        follower.ended = "interrupted"
+    found = follower.standing(final=True)
     _show_standing(options, found)
-    _conclude(options, loop, found)
+    _conclude(options, follower, found)
 
 
 def _show_standing(options: FollowOptions, found: FollowedRun) -> None:
     """One line on where the run stands; nothing where stdout is another's."""
     from planner.cli.output import dumps
     from planner.files import STDOUT
-    from planner.report.observe.answer import line_of
+    from planner.report.observe import line_of
 
     if options.json:
         sys.stdout.write(dumps(found.model_dump(mode="json"), None))
@@ -323,23 +322,23 @@ def _show_standing(options: FollowOptions, found: FollowedRun) -> None:
     sys.stdout.flush()
 
 
-def _conclude(options: FollowOptions, loop: FollowLoop, found: FollowedRun) -> None:
+def _conclude(options: FollowOptions, follower: Follower, found: FollowedRun) -> None:
     """The final answer, and the alarm if there is one."""
     from planner.cli.output import dumps, show
     from planner.files import STDOUT, write_text
-    from planner.report.observe.answer import render_observed
+    from planner.report.observe import render_observed
     from planner.saved import with_digest
 
-    rings = loop.ended in ("alarm", "silent")
-    answer = loop.answer(last_steps=rings)
+    rings = follower.ended in ("alarm", "silent")
+    answer = follower.answer(last_steps=rings)
     if answer is None:
-        if loop.ended == "end of input":
+        if follower.ended == "end of input":
             raise SpecError(f"{found.source}: has no lines of steps that are known", "pipe the output of a trainer")
         return
     if not options.json and options.output != STDOUT:
         show("", render_observed(answer))
     if options.output is not None:
-        whole = loop.answer(last_steps=False) if rings else answer
+        whole = follower.answer(last_steps=False) if rings else answer
         assert whole is not None
         write_text(options.output, dumps(with_digest(whole.model_dump(mode="json"))), options.force)
     if rings:

@@ -121,9 +121,10 @@ def evaluate_command(
     from planner.cli.output import Shape, answer
     from planner.files import STDOUT, refuse_to_overwrite
     from planner.layout.evaluate import evaluate
-    from planner.trainers.stated import consented
+    from planner.trainers.stated import as_consented, consented
 
     job = read_job(asked)
+    job = replace(job, runtime_spec=as_consented(job.runtime_spec, ()))
     run, parallelism = read_described(asked, job), read_parallelism(asked)
     shape = Shape(json, full, show)
     if output is not None:

@@ -15,6 +15,7 @@ from planner.errors import SpecError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from planner.answer import Plan
     from planner.answer.memory import MemoryAnswer, MemoryOfStage
     from planner.cli.output import Shape
     from planner.decide.compare import Compared
@@ -81,10 +82,11 @@ def show_command(
     from planner.specs.reading import SAVED, label, load_yaml
 
     if page is not None or trace is not None:
+        plan = _saved_plan(file, alternative, [path for path in (page, trace) if path is not None], force)
         if page is not None:
-            _write_page(file, alternative, page, force)
+            _write_page(plan, page, force)
         if trace is not None:
-            _write_trace(file, alternative, micro_batches, trace, force)
+            _write_trace(plan, file, micro_batches, trace, force)
         return
     shape = Shape(json, full, show)
     data, where = load_yaml(file, SAVED), label(file)
@@ -151,6 +153,14 @@ def _draw_phases(data: dict[str, Any], where: str, shape: Shape, alternative: in
     )
 
 
+def _draw_next(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.decide.next import NextAnswer
+    from planner.report.runs import render_next
+    from planner.specs.problems import checked
+
+    return render_next(checked(NextAnswer, data, where))
+
+
 def _draw_probe(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.cli.measurements import probe_of
     from planner.cli.probe_report import render
@@ -160,7 +170,7 @@ def _draw_probe(data: dict[str, Any], where: str, shape: Shape, alternative: int
 
 def _draw_observed(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.observe.judge import observed_of
-    from planner.report.observe.answer import render_observed
+    from planner.report.observe import render_observed
 
     return render_observed(observed_of(data, where))
 
@@ -182,6 +192,7 @@ _KINDS = (
     _Kind({"points", "pareto", "answers"}, _draw_sweep),
     _Kind({"sides", "differences", "waterfall"}, _draw_comparison),
     _Kind({"phases", "changes", "total"}, _draw_phases),
+    _Kind({"proposed", "outcomes", "layouts"}, _draw_next),
     _Kind(_IMPORTED, _draw_imported),
     _Kind({"schema_version", "best", "resume"}, _draw_resume),
     _Kind({"schema_version", "best"}, _draw_plan),
@@ -197,7 +208,7 @@ def report_command(plan: o.PlanFile, output: Page = "report.html", force: Force 
       plan report plan.json -o report.html
       plan --model 8b --gpus 16 -o - | plan report - -o report.html
     """
-    _write_page(plan, None, output, force)
+    _write_page(_saved_plan(plan, None, [output], force), output, force)
 
 
 def trace_command(
@@ -214,40 +225,44 @@ def trace_command(
       plan trace plan.json -o trace.json
       plan trace plan.json -m 32 -o - | gzip > trace.json.gz
     """
-    _write_trace(plan, alternative, micro_batches, output, force)
+    _write_trace(_saved_plan(plan, alternative, [output], force), plan, micro_batches, output, force)
 
 
-def _write_page(plan: str, alternative: int | None, path: str, force: bool) -> None:
+def _saved_plan(file: str, alternative: int | None, written: list[str], force: bool) -> Plan:
+    """A saved plan, or one of its alternatives. SpecError before it is read where a file to write exists."""
+    from planner.files import refuse_to_overwrite
+    from planner.plan_file import read_plan, with_alternative
+
+    for path in written:
+        refuse_to_overwrite(path, force)
+    return with_alternative(read_plan(file), alternative)
+
+
+def _write_page(plan: Plan, path: str, force: bool) -> None:
     """Write the report of a plan as HTML."""
     from planner.cli.output import waiting
-    from planner.files import STDOUT, refuse_to_overwrite
-    from planner.plan_file import read_plan, with_alternative
+    from planner.files import STDOUT
     from planner.report.page import write_report
 
-    refuse_to_overwrite(path, force)
-    read = with_alternative(read_plan(plan), alternative)
     with waiting("drawing"):
-        write_report(read, path, force=force)
+        write_report(plan, path, force=force)
     if path != STDOUT:
         _log.info("wrote %s", path)
 
 
-def _write_trace(plan: str, alternative: int | None, micro_batches: int | None, path: str, force: bool) -> None:
+def _write_trace(chosen: Plan, file: str, micro_batches: int | None, path: str, force: bool) -> None:
     """Write a step of a plan as Chrome trace events, which Perfetto opens."""
     from planner.cli.output import waiting
-    from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.files import STDOUT, write_text
     from planner.layout.price import num_actions, with_microbatches
-    from planner.plan_file import read_plan, with_alternative
     from planner.report.trace import MAX_ACTIONS, trace_text
 
-    refuse_to_overwrite(path, force)
-    chosen = with_alternative(read_plan(plan), alternative)
     layout = with_microbatches(chosen.best, micro_batches)
     actions, sizes = num_actions(layout), layout.parallelism
     if actions > MAX_ACTIONS:
         few = MAX_ACTIONS * sizes.num_microbatches // actions
         raise SpecError(
-            f"{plan}: a step has {actions:,} actions, too many for a trace",
+            f"{file}: a step has {actions:,} actions, too many for a trace",
             f"trace a shorter step with --micro-batches {max(few // sizes.pp, 1) * sizes.pp}",
         )
     with waiting("tracing"):

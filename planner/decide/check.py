@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
@@ -113,15 +113,14 @@ class Check(Spec):
         }
 
 
-def check(
-    file: str | Path,
-    against: str | Path | None = None,
-    *,
-    source: str | None = None,
-    recipe: str | None = None,
-    searches: bool = True,
-    **given: Any,
-) -> Check:
+class Priced(NamedTuple):
+    """A launch file as it was checked, and its price."""
+
+    file: CheckedFile
+    plan: Plan
+
+
+def check(file: str | Path, against: str | Path | Priced | None = None, *, searches: bool = True, **how: Any) -> Check:
     """Check a launch file, a recipe or a configuration, and hold it against an older one.
 
         from planner import check
@@ -129,23 +128,32 @@ def check(
         answer = check("pretrain.sh", against="main/pretrain.sh", hardware="h100")
         print(answer.exit_code, answer.new.step_s, answer.slower_fraction)
 
-    `given` are fields of the run that the file leaves open, as `plan import` takes them: model, hardware, num_gpus,
-    seq_length, global_batch_size, vocab_size. With `searches`, the planner's own choice for the job is named. Raises
-    SpecError for a file that cannot be read or priced.
+    `how` is as `priced` has it. With `searches`, the planner's own choice for the job is named. An old file of
+    several new ones may be priced once. Raises SpecError for a file that cannot be read or priced.
     """
-    new, plan = _checked(file, source, recipe, given, searches)
+    new = priced(file, searches=searches, **how)
     if against is None:
-        return Check(new=new)
-    old, before = _checked(against, source, recipe, given, searches=False)
-    comparison = compare([of_plan(before, old.file, "run"), of_plan(plan, new.file, "run")])
-    return Check(new=new, old=old, comparison=comparison)
+        return Check(new=new.file)
+    old = against if isinstance(against, Priced) else priced(against, searches=False, **how)
+    comparison = compare([of_plan(old.plan, old.file.file, "run"), of_plan(new.plan, new.file.file, "run")])
+    return Check(new=new.file, old=old.file, comparison=comparison)
 
 
-def _checked(
-    file: str | Path, source: str | None, recipe: str | None, given: Mapping[str, Any], searches: bool
-) -> tuple[CheckedFile, Plan]:
-    """A file as it is priced, with its price."""
-    imported = read(file, source, recipe)
+def priced(
+    file: str | Path,
+    *,
+    source: str | None = None,
+    recipe: str | None = None,
+    variables: Mapping[str, str] | None = None,
+    searches: bool = True,
+    **given: Any,
+) -> Priced:
+    """A file as it is priced, with its price.
+
+    `variables` are those that surround a script, `given` the fields of the run that the file leaves open, as
+    `plan import` takes them: model, hardware, num_gpus, seq_length, global_batch_size, vocab_size.
+    """
+    imported = read(file, source, recipe, variables)
     run = parse_run({"run": completed(imported, given)}, str(file))
     plan, refused = judged(run)
     fullest = plan.best.worst_stage
@@ -155,7 +163,7 @@ def _checked(
         with suppress(Infeasible, SpecError):
             own = own_choice(run)
     moves = own is not None and own.parallelism != plan.parallelism and own.step.step_s < plan.step.step_s
-    return CheckedFile(
+    checked = CheckedFile(
         file=str(file), source=imported.source, model=plan.model.name, hardware=plan.cluster.hardware.name,
         num_gpus=plan.cluster.num_gpus, refused=(*imported.refused, *refused), fits=plan.fits,
         oom_probability=plan.best.oom_probability, fullest_stage=plan.stages.index(fullest),
@@ -166,7 +174,8 @@ def _checked(
         unknown=dict(imported.unknown), notes=tuple(imported.notes),
         better=str(own.parallelism) if own is not None and moves else "",
         better_step_s=own.step.step_s if own is not None and moves else None,
-    ), plan  # fmt: skip
+    )  # fmt: skip
+    return Priced(checked, plan)
 
 
 def completed(imported: ImportedRun, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +187,8 @@ def completed(imported: ImportedRun, given: Mapping[str, Any]) -> dict[str, Any]
 def judged(run: Run) -> tuple[Plan, list[str]]:
     """A run's price, and the rules of its trainer that it breaks: a switch that breaks one is priced as off."""
     plan = evaluate(run.model, run.cluster, run.training, run.parallelism, runtime=run.runtime)
-    broken = broken_rules_of_recipe(plan)
+    # FSDP and DeepSpeed run on one GPU, too, which is no use to a search
+    broken = [reason for reason in broken_rules_of_recipe(plan) if reason.name != "sharding"]
     refused = [f"{reason.name} {reason.message}: priced without it" for reason in broken]
     refused += [text for warning in plan.best.warnings if (text := warning.partition("refuses this layout: ")[2])]
     if broken:

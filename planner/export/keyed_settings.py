@@ -31,6 +31,7 @@ class Dialect:
     unasked: Mapping[str, Any] = field(default_factory=dict)
     harmless: str = ""
     marks: tuple[str, ...] = ()
+    launched: str = ""
 
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
@@ -65,6 +66,7 @@ def dialect(name: str) -> Dialect:
         row.get("unasked", {}),
         row.get("harmless", ""),
         tuple(row.get("marks", ())),
+        row.get("launched", ""),
     )
 
 
@@ -123,6 +125,14 @@ def mapping_of(text: str) -> Settings:
     return data
 
 
+def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
+    """Nested tables as `section.name`."""
+    settings: Settings = {}
+    for key, value in data.items():
+        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return settings
+
+
 def _of_script(config: ConfigFile) -> KeyedSettings:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
@@ -133,7 +143,10 @@ def _of_script(config: ConfigFile) -> KeyedSettings:
     for name, words in options.items():
         values = [word for word in words if not word.endswith(".py")]
         key = name.lstrip("-").replace("-", "_")
-        settings[key] = True if not values else values[0] if len(values) == 1 else values
+        unset = script.unset.get(name)
+        settings[key] = (
+            (f"${{{unset}}}" if unset else True) if not values else values[0] if len(values) == 1 else values
+        )
     overrides = dict(word.split("=", 1) for word in script.words if re.match(r"[a-z_]\w*=", word))
     settings |= {name: value for name, value in overrides.items() if name not in settings}
     return KeyedSettings(settings, script, num_gpus({n.replace("_", "-"): w for n, w in options.items()}, script))
@@ -175,12 +188,19 @@ def _literal(node: ast.expr, names: dict[str, ast.expr]) -> Any:
         return ...
 
 
+def refuse_unset(name: str, value: Any) -> None:
+    """Raise SpecError for a variable that the script leaves to its surroundings."""
+    if isinstance(value, str) and (variable := re.fullmatch(r"\$\{(\w+)\}", value)) is not None:
+        raise SpecError(f"{name}: ${variable[1]} is not set in the script", f"add --set {variable[1]}=VALUE")
+
+
 def number(settings: Mapping[str, Any], *names: str) -> int | None:
     """The first of the settings that is given, as a whole number. SpecError where it is none."""
     for name in names:
         value = settings.get(name)
         if value in (None, "", "auto", "null"):
             continue
+        refuse_unset(name, value)
         try:
             return int(float(value))
         except (TypeError, ValueError, OverflowError):

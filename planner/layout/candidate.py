@@ -89,10 +89,15 @@ class Split:
         return FULL if any(map(any, self.recomputed)) else self.base
 
     @property
+    def recompute_num_layers(self) -> int | None:
+        """The most layers of a chunk that full recompute covers; None where it covers all layers, or none."""
+        whole = tuple(map(sum, self.recomputed))
+        return None if whole == self.counts else max(whole, default=0) or None
+
+    @property
     def mtp_mode(self) -> Recompute:
         """Recompute mode of the multi-token-prediction layers: full only if all decoder layers are."""
-        all_layers = bool(self.recomputed) and tuple(map(sum, self.recomputed)) == self.counts
-        return FULL if all_layers else self.base
+        return FULL if self.recompute == FULL and self.recompute_num_layers is None else self.base
 
     def modes(self, model: ModelSpec) -> list[Modes]:
         """Number of layers of each kind and recompute mode on every virtual stage."""

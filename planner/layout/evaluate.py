@@ -35,6 +35,7 @@ from planner.trainers.generations import described
 from planner.trainers.load import has_dtype, load_runtime, since_of
 from planner.trainers.rules.recipe import export_rules_for
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.stated import as_consented
 
 
 def assemble(
@@ -56,6 +57,7 @@ def assemble(
             num_active_parameters=totals.num_active_parameters,
             model_flops_per_token=totals.model_flops_per_token,
             num_trained_parameters=totals.num_trained_parameters,
+            num_vision_parameters=totals.num_vision_parameters,
             spec=model,
         ),
         cluster=pricing.cluster,
@@ -183,13 +185,18 @@ def evaluate(
     """Price one given layout, whether it fits or not: a stated one, that of a plan, or `plan.best` with its layers.
 
     A runtime by name stands for a run that says no switches, as in `plan evaluate`: it has the likely ones, and the
-    step's interval covers their other likely values. The switches of a RuntimeSpec are what runs, unless
-    `says_switches` is false. Raises SpecError when the layout contradicts the model, the batch or the number of GPUs.
+    step's interval covers their other likely values; `plan.best` says its own. The switches of a RuntimeSpec are what
+    runs, unless `says_switches` is false. Raises SpecError when the layout contradicts the model, the batch or the
+    number of GPUs.
     """
     model = model_of(model)
     says_switches = not isinstance(runtime, str) if says_switches is None else says_switches
     if isinstance(runtime, str):
-        runtime, _ = described(load_runtime(runtime), cluster.hardware, model, {})
+        runtime = as_consented(load_runtime(runtime), ())
+        if isinstance(parallelism, PricedLayout) and parallelism.recipe:
+            says_switches, (runtime, _) = True, runtime.with_features(parallelism.recipe)
+        else:
+            runtime, _ = described(runtime, cluster.hardware, model, {})
     if isinstance(parallelism, Layout):
         parallelism = parallelism.replace()
     elif isinstance(parallelism, PricedLayout):
@@ -229,7 +236,7 @@ def priced_as_given(
     table = pricing.table(given.shape, given.split.priced_modes)
     candidate = Candidate(pricing, table, given.split, given.schedule)
     priced = price_layout(candidate)
-    priced = priced if says_switches else with_unsaid(candidate, priced)
+    priced = with_unsaid(candidate, priced, says_switches)
     warnings = given.warnings + export_warnings(pricing) + host_warnings(pricing, given.shape)
     return candidate, priced.model_copy(update={"warnings": warnings})
 

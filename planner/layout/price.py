@@ -110,6 +110,7 @@ def parallelism_of(candidate: Candidate) -> Layout:
         sequence_parallel=bool(shape.sequence_parallel),
         rank_order=shape.rank_order,
         recompute=recompute,
+        recompute_num_layers=split.recompute_num_layers,
         recompute_modules=candidate.pricing.selective_modules if recompute == "selective" else (),
         num_gpus_used=used,
         num_gpus_spare=candidate.pricing.cluster.num_gpus - used,

@@ -17,7 +17,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
 from planner.layout.seconds import Pipeline, exchanged_dp_s
 from planner.layout.step import LATE, compute_by_kernels, exchanges_of_passes
-from planner.observe.case import ObservedCase, grid_of, stated_otherwise
+from planner.observe.case import ObservedCase, grid_of, stage_of, stated_otherwise
 from planner.observe.describe import DATA_TIMERS
 from planner.observe.observation import Observation, Term, Wall
 from planner.observe.traces.events import (
@@ -227,8 +227,6 @@ KINDS = {
     "dispatch on the host": OTHER,
 }  # fmt: skip
 """The part that each family of kernels counts to; all others are bound by memory."""
-_OTHERS = ("embedding", "model", "world")
-"""Groups that a plan has at the end of a step, or not at all."""
 SLOW = 1.05
 """A traced step longer than the median of its rank's by this factor is left out, as a log's slow steps are."""
 
@@ -283,8 +281,7 @@ def wall_s(step: TraceStep) -> float:
 def traced_of(case: ObservedCase) -> list[Traced]:
     """The ranks whose traces mark steps; the layout says the stage and the group of those whose traces do not."""
     traces, grid = case.recorded.traces if case.recorded else None, grid_of(case)
-    sizes = {} if grid is None else {"tp": grid.tp, "cp": grid.cp, "dp": grid.dp, "pp": grid.pp, "ep": case.ep}
-    groups = [group for group, size in sizes.items() if size > 1]
+    groups = [] if grid is None else [axis for axis in ("tp", "cp", "dp", "pp", "ep") if getattr(grid, axis) > 1]
     found = []
     for report in traces.ranks if traces else ():
         named = _named(report, groups[0]) if len(groups) == 1 else report
@@ -292,7 +289,7 @@ def traced_of(case: ObservedCase) -> list[Traced]:
         limit_s = SLOW * median(map(wall_s, steady)) if steady else 0.0
         stage = named.stage
         if stage is None and named.rank is not None and grid is not None:
-            stage = grid.stage(named.rank)
+            stage = stage_of(grid, named.rank)
         if steps := tuple(step for step in steady if step.wall_s <= limit_s):
             found.append(Traced(named, stage, steps))
     return sorted(found, key=lambda rank: rank.report.rank or 0)
@@ -306,6 +303,10 @@ def _named(report: RankReport, only: str) -> RankReport:
 
     steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
     return report.model_copy(update={"steps": steps, "collectives": named(report.collectives)})
+
+
+_OTHERS = ("embedding", "model", "world")
+"""Groups that a plan has at the end of a step, or not at all."""
 
 
 def _is_strange(group: str) -> bool:
@@ -362,14 +363,6 @@ def _axis_of(label: str, has_pipeline: bool) -> str:
     return "cp" if label == POINT_TO_POINT and not has_pipeline else PLANNED.get(label, "")
 
 
-def _merged(account: Account, missing: Iterable[str]) -> Account:
-    """The account with the exchanges of groups that the trace does not name, and waits, as one number."""
-    shown_s = sum(account.exchanges[name].busy_s - account.exchanges[name].hidden_s for name in missing)
-    parts = {name: value for name, value in account.parts.items() if name != PIPELINE}
-    parts[EXCHANGES] = parts.get(EXCHANGES, 0.0) + shown_s + account.parts.get(PIPELINE, 0.0)
-    return replace(account, parts=parts, exchanges={n: o for n, o in account.exchanges.items() if n not in missing})
-
-
 _SMALL, _NOTHING = 1e-6, 1e-9
 """Shares of a step: a smaller term is the rounding of clocks and counts to the rest, a smaller rest is nothing."""
 
@@ -418,10 +411,10 @@ def _of_traces(case: ObservedCase, candidate: Candidate | None, where: str) -> l
     if stage is None or stage >= pp:
         return []
     measured, expected = account_of(rank, pp > 1), planned(candidate, candidate.run(), stage, where)
-    strange_s = sum(rank.shown_s(group) for group in rank.groups if _is_strange(group))
-    if strange_s > 0.01 * rank.mean(wall_s):
-        missing = expected.exchanges.keys() - measured.exchanges.keys()
-        measured, expected = _merged(measured, ()), _merged(expected, missing)
+    named = {name: one for name, one in expected.exchanges.items() if name in measured.exchanges}
+    unnamed_s = sum(one.busy_s - one.hidden_s for name, one in expected.exchanges.items() if name not in named)
+    parts = {**expected.parts, EXCHANGES: expected.parts[EXCHANGES] + unnamed_s}
+    expected = replace(expected, parts=parts, exchanges=named)  # groups that a trace does not name are one number
     terms, traced_s = list(differences(measured, expected)), rank.mean(wall_s)
     if step_s < traced_s and case.has_log:
         says = (

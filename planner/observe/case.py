@@ -13,7 +13,7 @@ from planner.errors import PlannerError
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import headroom_bytes
 from planner.layout.given import given_layout
-from planner.layout.price import price_layout, reprice
+from planner.layout.price import parallelism_of, price_layout, reprice
 from planner.layout.variation import setting_of, settled, under
 from planner.observe.observation import GapRemedy, Observation, Observed, Prediction, Term
 from planner.observe.traces.recorded import Recorded
@@ -26,7 +26,7 @@ from planner.trainers.load import switches_of
 from planner.trainers.rules.recipe import broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import own_runtime, switched
-from planner.trainers.switches import SWITCHES, Value, written
+from planner.trainers.switches import SWITCHES, written
 
 
 @dataclass(frozen=True)
@@ -48,55 +48,40 @@ class ObservedCase:
         kinds = self.recorded.kinds if self.recorded else {}
         return any(source.path not in kinds for source in self.observation.sources)
 
-    @property
-    def ep(self) -> int:
-        """The size of expert parallelism, as far as the plan says it."""
-        return 1 if self.plan is None else int(self.plan.parallelism.ep)
-
     @cached_property
     def candidate(self) -> Candidate | None:
         """The plan's best layout, which can be replayed and changed."""
         return None if self.plan is None else reprice(self.plan, self.plan.best)
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedGrid:
-    """Sizes of a run's grid."""
-
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-    dp_outermost: bool = False
-
-    def stage(self, rank: int) -> int:
-        """The pipeline stage of a rank."""
-        shape = Shape.of(tp=self.tp, cp=self.cp, pp=self.pp, dp=self.dp, dp_outermost=int(self.dp_outermost))
-        return rank // int(shape.stage_stride) % self.pp
-
-
-def grid_of(case: ObservedCase) -> ObservedGrid | None:
+def grid_of(case: ObservedCase) -> Shape | None:
     """The plan's grid, or else that which the log's arguments state; None where neither says it."""
-    if case.plan is not None:
-        layout = case.plan.parallelism
-        return ObservedGrid(layout.tp, layout.cp, layout.pp, layout.dp, layout.dp_outermost)
+    if case.candidate is not None:
+        return case.candidate.shape
     facts = case.observation.facts
     stated = facts.run.get("parallelism") or {}
     tp, cp, pp = (stated.get(axis, 1) for axis in ("tp", "cp", "pp"))
     if not (stated and facts.num_gpus and all(isinstance(size, int) and size > 0 for size in (tp, cp, pp))):
         return None
     dp, left = divmod(facts.num_gpus, tp * cp * pp)
-    return None if left else ObservedGrid(tp, cp, pp, dp, stated.get("rank_order", RANK_ORDERS[0]) != RANK_ORDERS[0])
+    outermost = int(stated.get("rank_order", RANK_ORDERS[0]) != RANK_ORDERS[0])
+    return None if left else Shape.of(tp=tp, cp=cp, pp=pp, dp=dp, dp_outermost=outermost)
 
 
-Layouts = Callable[[Candidate], Iterable[Candidate]]
+def stage_of(grid: Shape, rank: int) -> int:
+    """The pipeline stage of a rank."""
+    return rank // int(grid.stage_stride) % int(grid.pp)
+
+
+Changes = Mapping[str, Any]
+"""Fields of a layout with other values."""
+Layouts = Callable[[Candidate], Iterable[Changes]]
 LEAST_WORD = 0.02
 """Least share of a step that a switch has to cost before a run is told of it."""
 _OF_LAYOUT = ("recompute", "zero_stage")
 """Settings that are no switches: what is recomputed is a row of its own."""
 FUSIONS = ("flash_attention", "attention_kernel", "activation_fusion", "gradient_accumulation_fusion")
 """Features of runs that no search chooses: a trainer has them unless someone switches them off."""
-_SIZES = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch_size", "zero_stage")
 _CHUNKS = frozenset(("pp", "vpp", "schedule"))
 """Changes under which layers are cut anew."""
 
@@ -120,27 +105,24 @@ def near(candidate: Candidate, **others: Any) -> Candidate | None:
     return None
 
 
-def _as_stated(candidate: Candidate, others: Mapping[str, Any]) -> Parallelism:
+def _as_stated(candidate: Candidate, others: Changes) -> Parallelism:
     """The layout as someone would state it, with `others` in place of its own sizes."""
-    shape = candidate.shape
-    values: dict[str, Any] = {axis: int(getattr(shape, axis)) for axis in _SIZES}
-    values |= {"schedule": candidate.schedule, "sequence_parallel": bool(shape.sequence_parallel)}
-    values |= {"rank_order": shape.rank_order}
-    if int(shape.shard_size) != int(shape.dp * shape.cp):
-        values["fsdp"] = int(shape.shard_size)
+    layout = parallelism_of(candidate)
+    own: dict[str, Any] = {"dp": layout.dp}
     if not _CHUNKS & others.keys():
-        values["layers_per_stage"] = candidate.split.counts
+        own["layers_per_stage"] = candidate.split.counts
     if "recompute" not in others:
-        values |= recompute_of(candidate)
-    return Parallelism(**{**values, **others})
+        own |= {"recompute_modules": (), **recompute_of(candidate)}
+    elif "recompute_modules" not in others:
+        own["recompute_modules"] = ()
+    return layout.replace(**{**own, **others})
 
 
 def recompute_of(candidate: Candidate) -> dict[str, Any]:
     """The fields of a layout that say what is recomputed."""
-    split, sums = candidate.split, tuple(map(sum, candidate.split.recomputed))
-    if any(sums):
-        every = sums == split.counts
-        return {"recompute": "full", **({} if every else {"recompute_num_layers": max(sums)})}
+    split = candidate.split
+    if split.recompute == "full":
+        return {"recompute": "full", "recompute_num_layers": split.recompute_num_layers}
     if split.base == "selective":
         return {"recompute": "selective", "recompute_modules": candidate.pricing.selective_modules}
     return {"recompute": "none"}
@@ -159,27 +141,13 @@ def runtime_of(candidate: Candidate) -> RuntimeSpec:
     return settled(candidate.pricing.runtime, candidate.pricing.cluster, candidate.pricing.model)
 
 
-def options_between(before: Candidate, after: Candidate) -> tuple[str, ...]:
-    """The words of `plan evaluate` that make `after` of `before`."""
-    words: list[str] = []
-    for axis in _SIZES:
-        if int(getattr(before.shape, axis)) != int(getattr(after.shape, axis)):
-            words += [f"--{axis.replace('_', '-')}", str(int(getattr(after.shape, axis)))]
-    if before.order_name != after.order_name and after.order_name != "none":
-        words += ["--schedule", after.order_name]
-    if (now := recompute_of(after)) != recompute_of(before):
-        for name, value in now.items():
-            words += [f"--{name.replace('_', '-')}", ",".join(value) if isinstance(value, tuple) else str(value)]
-    if switches := switches_between(before, after):
-        words += ["--switch", ",".join(f"{name}={written(value)}" for name, value in switches.items())]
-    return tuple(words)
-
-
-def switches_between(before: Candidate, after: Candidate) -> dict[str, Value]:
-    """The switches that have another value in `after`."""
-    old, new = runtime_of(before), runtime_of(after)
-    pairs = {name: (SWITCHES[name].value_of(old), SWITCHES[name].value_of(new)) for name in spoken(after)}
-    return {name: value for name, (had, value) in pairs.items() if had != value}
+def moves(now: Candidate, layouts: Layouts) -> Iterator[tuple[tuple[str, ...], Candidate]]:
+    """Layouts that the trainer takes and that fit, with the words of `plan evaluate` that make them of this one."""
+    for others in layouts(now):
+        moved = near(now, **others)
+        if moved is not None and takes(moved, now):
+            words = ((f"--{name.replace('_', '-')}", _text(value)) for name, value in others.items())
+            yield tuple(word for pair in words for word in pair), moved
 
 
 def spoken(candidate: Candidate) -> tuple[str, ...]:
@@ -207,12 +175,6 @@ def expected_step_s(case: ObservedCase, now: Candidate, changed: Candidate) -> f
     interval = price_layout(changed, exact=False).step.step_s_interval
     least_s = interval[0] if interval else changed.step_s
     return max(measured_s - (now.step_s - changed.step_s) * share, least_s * share)
-
-
-def best_of(now: Candidate, others: Iterable[Candidate]) -> Candidate | None:
-    """The fastest of some changes; None where none wins `LEAST_GAIN` of the step."""
-    best = min(others, key=lambda other: other.step_s, default=now)
-    return None if best.step_s > now.step_s * (1 - LEAST_GAIN) else best
 
 
 _RECOMPUTE = ("recompute", "recompute_modules", "recompute_num_layers")
@@ -316,8 +278,7 @@ def _of_layout(case: ObservedCase, candidate: Candidate) -> Iterator[StatedDiffe
     zero = {} if stated.zero_stage is None else {"zero_stage": stated.zero_stage}
     for name, others in (("recompute", fields), ("zero_stage", zero)):
         other = near(candidate, **others) if others else None
-        words = None if other is None else options_between(candidate, other)
-        if other is not None and words:
+        if other is not None and (other.split, other.shape) != (candidate.split, candidate.shape):
             before = recompute_of(candidate) if name == "recompute" else {name: int(candidate.shape.zero_stage)}
             yield StatedDifference(name, _said(before), _said(others), other)
             candidate = other
@@ -325,10 +286,14 @@ def _of_layout(case: ObservedCase, candidate: Candidate) -> Iterator[StatedDiffe
 
 def _said(fields: Mapping[str, Any]) -> str:
     """The values of fields, in words."""
-    return " ".join("+".join(value) if isinstance(value, tuple) else str(value) for value in fields.values())
+    return " ".join(_text(value) for value in fields.values())
 
 
-def other_values(now: Candidate, name: str) -> Iterator[Candidate]:
+def _text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def other_values(now: Candidate, name: str) -> Iterator[tuple[tuple[str, ...], Candidate]]:
     """The layout with a switch at each other value that changes no numerics, that its rules allow, and that fits."""
     if name not in spoken(now) or not has_effect(name, setting_of(now)):
         return
@@ -339,35 +304,28 @@ def other_values(now: Candidate, name: str) -> Iterator[Candidate]:
         if value != had and (name in FUSIONS or value not in row.consent):
             moved = under(now, switched(now.pricing.runtime, {name: value}))
             if takes(moved, now):
-                yield moved
+                yield ("--switch", f"{name}={written(value)}"), moved
 
 
-def fewer_recomputed(now: Candidate) -> Iterator[Candidate]:
+def fewer_recomputed(now: Candidate) -> Iterator[Changes]:
     """Nothing recomputed, or modules in place of layers, or fewer layers; nothing where nothing is recomputed."""
     if recompute_of(now) == {"recompute": "none"}:
         return
-    yield from _fitting(now, recompute="none")
+    yield {"recompute": "none"}
     has = now.pricing.runtime.recomputable_modules
     if has and any(map(any, now.split.recomputed)):
         own = tuple(name for name in now.pricing.selective_modules if name in has)
-        yield from _fitting(now, recompute="selective", recompute_modules=own or has[:1])
+        yield {"recompute": "selective", "recompute_modules": own or has[:1]}
     for count in range(1, max(map(sum, now.split.recomputed), default=0)):
-        yield from _fitting(now, recompute="full", recompute_num_layers=count)
+        yield {"recompute": "full", "recompute_num_layers": count}
 
 
-def chunked(now: Candidate) -> Iterator[Candidate]:
+def chunked(now: Candidate) -> Iterator[Changes]:
     """Two chunks on a rank in place of one, and micro-batches of half as many sequences."""
     if int(now.shape.pp) > 1 and int(now.shape.vpp) == 1:
-        yield from _fitting(now, vpp=2, schedule="interleaved-1f1b")
+        yield {"vpp": 2, "schedule": "interleaved-1f1b"}
     if int(now.shape.micro_batch_size) % 2 == 0:
-        yield from _fitting(now, micro_batch_size=int(now.shape.micro_batch_size) // 2)
-
-
-def _fitting(now: Candidate, **others: Any) -> Iterator[Candidate]:
-    """The layout with other sizes, if its trainer takes it and it fits."""
-    moved = near(now, **others)
-    if moved is not None and takes(moved, now) and options_between(now, moved):
-        yield moved
+        yield {"micro_batch_size": int(now.shape.micro_batch_size) // 2}
 
 
 def remedy_of_change(case: ObservedCase, switches: Collection[str], layouts: Layouts | None = None) -> GapRemedy | None:
@@ -375,11 +333,12 @@ def remedy_of_change(case: ObservedCase, switches: Collection[str], layouts: Lay
     now = running(case)
     if now is None or not (switches or layouts):
         return None
-    moved = (other for name in switches for other in other_values(now, name))
-    best = best_of(now, (*moved, *(layouts(now) if layouts else ())))
-    if best is None:
+    changed = [other for name in switches for other in other_values(now, name)]
+    changed += moves(now, layouts) if layouts else ()
+    options, best = min(changed, key=lambda change: change[1].step_s, default=((), now))
+    if best.step_s > now.step_s * (1 - LEAST_GAIN):
         return None
-    return GapRemedy(options=options_between(now, best), step_s=expected_step_s(case, now, best))
+    return GapRemedy(options=options, step_s=expected_step_s(case, now, best))
 
 
 def recipe_terms(case: ObservedCase) -> tuple[Term, ...]:

@@ -27,7 +27,7 @@ from planner.observe.line_formats import (
     text_of,
 )
 from planner.observe.record import RunRecord
-from planner.specs.units import GIB, MIB
+from planner.specs.units import GIB
 
 _TITAN_BESIDE = {
     "tokens_per_s_per_gpu": re.compile(r"(?:tps|wps): *([\d,.]{1,20})"),
@@ -198,11 +198,6 @@ def _swift(record: RunRecord, match: re.Match[str]) -> None:
         record.bytes_of(None, max_reserved_bytes=number(memory[1]) * GIB)
 
 
-def _liger(record: RunRecord, match: re.Match[str]) -> None:
-    """Peaks of memory that callbacks add to a Trainer's line."""
-    record.bytes_of(None, **{f"max_{match[1]}_bytes": number(match[2]) * MIB})
-
-
 def _tune(record: RunRecord, match: re.Match[str]) -> None:
     """torchtune's `Step 10 | loss:1.2 lr:2e-05 tokens_per_second_per_gpu:512.3 peak_memory_reserved:20.1`, in GiB."""
     found = {name: number(value) for name, value in re.findall(r"(\w{1,40}): ?([\d.e+-]{1,20})", match.string)}
@@ -296,7 +291,6 @@ CLOCKED_GRAMMARS = (
                 "train_time:", r"step:(\d{1,12})/(\d{1,12}) .{0,80}?train_time:(\d{1,15})ms step_avg", _counted
             ),
             line_row("global_step/max_steps", r"'global_step/max_steps'", _swift),
-            line_row("total_peak_memory", rf"total_peak_memory_(allocated|reserved)_MB': {N}", _liger),
             line_row(
                 "| tps ", rf"\| step (\d{{1,12}}) \| .{{0,200}}\| mem {N} GiB \| tps {N}\({N}/gpu\)", _automodel
             ),

@@ -26,12 +26,11 @@ from planner.observe.judge import (
     judged_beside,
     of_run,
     predicted,
-    verdict_of,
     with_mfu,
 )
 from planner.observe.lines import LineSource
 from planner.observe.log_reader import LogReader, trainer_of
-from planner.observe.observation import GapCause, Observation, Observed, Prediction, SourceFile, Verdict
+from planner.observe.observation import GapCause, Observation, Observed, SourceFile
 from planner.specs.base import Spec
 
 Place = Literal["learning", "warm-up", "in band", "above", "below"]
@@ -160,8 +159,6 @@ class FollowedRun(Spec):
     total_steps: int | None = None
     num_steps: int = 0
     """Steps that were read, those made again included."""
-    step_s: float | None = None
-    """Seconds of the last step, or the mean of as many as the log's last line covers."""
     window_steps: int = 0
     window_step_s: float | None = None
     """The median of that many last steps."""
@@ -169,7 +166,6 @@ class FollowedRun(Spec):
     """The seconds of a step that are as they should be."""
     band_source: str = ""
     """A plan, an earlier run, or the run's own first steps."""
-    predicted_step_s: float | None = None
     place: Place = "learning"
     out_steps: int = 0
     """Steps in a row outside of the band, until now."""
@@ -181,42 +177,81 @@ class FollowedRun(Spec):
     """By the planner's definition."""
     peak_memory_bytes: int | None = None
     """The highest so far."""
-    predicted_memory_bytes: int | None = None
-    num_restarts: int = 0
     eta_s: float | None = None
     """Seconds until the last step, at the median of the last ones."""
-    silent_s: float = 0.0
-    """Seconds since the log last showed a step."""
-    verdict: Verdict | None = None
-    """By the last steps: as `plan observe` judges them."""
     causes: tuple[GapCause, ...] = ()
-    """Rows of the gap that the last steps show, in the last line of a command."""
+    """Rows of the gap that the last steps show, in the last line of a command that rings."""
     says: str = ""
     """The place of the run in one sentence."""
-    notes: tuple[str, ...] = ()
 
 
 @dataclass
 class Follower:
-    """A run that is followed."""
+    """New lines in, the run as it stands out, until it ends or has left its band."""
 
     where: str
     """The log as messages name it."""
-    watch: BandWatch
+    source: LineSource
     expected: Callable[[Observation], Expected]
     """Asked once, when the first steps are known: the price of what the log or the options say."""
+    now: Callable[[], float]
+    """Seconds of a clock that never goes back."""
+    wait: Callable[[], None]
+    """Called where nothing is new, before the log is asked again."""
+    watch: BandWatch = field(default_factory=BandWatch)
+    is_live: bool = False
+    """False until all that the file held at the begin is read: a run that was out and is not now rings no alarm."""
+    total_tokens: float | None = None
+    """Tokens of the whole run, which say its last step where the log does not."""
     num_steps: int = 0
-    num_restarts: int = 0
-    plan: Plan | None = None
-    earlier: Observed | None = None
-    """The earlier run that it is held against, its own first steps where nothing else is known."""
-    prediction: Prediction | None = None
-    source: str = ""
-    """The file or the words that the prediction is from."""
+    ended: Ended = ""
 
     def __post_init__(self) -> None:
-        self._reader = LogReader(self.where)
-        self._grammar, self._seen, self._try_at, self._is_own = "", 0, LEARNED_STEPS, False
+        self._reader, self._grammar, self._seen = LogReader(self.where), "", 0
+        self._held: Plan | Observed | None = None
+        """The origin of the band: a plan, an earlier run, or the run's own first steps."""
+        self._held_source = ""
+        self._step_at_s, self._shown, self._in_burst = self.now(), 0, 0
+
+    def standings(self) -> Iterator[FollowedRun]:
+        """The run as it stands, once in as many steps as ring the alarm, until it ends."""
+        while not self.ended:
+            lines = self.source.read()
+            for line in lines or ():
+                if self.feed(line) and self.is_live:
+                    if self.watch.rings:
+                        self.ended = "alarm"
+                        return
+                    if self._is_due(2 ** (self._in_burst // BURST)):
+                        self._in_burst += 1
+                        yield self.standing()
+            if lines is None:
+                self.is_live, self.ended = True, "alarm" if self.watch.rings else "end of input"
+            elif not lines:
+                self.is_live, self._in_burst, self.ended = True, 0, self._ends()
+                if not self.ended:
+                    if self._is_due(1):
+                        yield self.standing()
+                    self.wait()
+
+    def _is_due(self, rarer: int) -> bool:
+        """True once in so many steps; rarer while a log is read faster than it was written."""
+        if self.num_steps - self._shown < self.watch.allowed_steps * rarer:
+            return False
+        self._shown = self.num_steps
+        return True
+
+    def _ends(self) -> Ended:
+        record, band, last = self._reader.leading(), self.watch.band, self.last_step()
+        if self.watch.rings:
+            return "alarm"
+        if last is not None and last[0] >= last[1]:
+            return "last step"
+        if band is None:
+            return ""
+        line_s = record.seconds[-1] * record.covers[-1] if record.numbers else 0.0
+        patience_s = max(SILENT_S, self.watch.allowed_steps * band.high_s, 3 * line_s)
+        return "silent" if self.now() - self._step_at_s >= patience_s else ""
 
     def feed(self, line: bytes) -> bool:
         """Take a line; true where it showed a step. Raises SpecError for a log of another job than the plan's."""
@@ -233,13 +268,12 @@ class Follower:
             self._ask()
         for row in range(self._seen, len(record.numbers)):
             if record.backs and record.backs[-1].row == row:
-                self.num_restarts += 1
                 self.watch.start()
             self.num_steps += record.covers[row]
             explained = bool(record.marks.get(row, {}).keys() & EXPLAINED)
             self.watch.take(record.seconds[row], record.covers[row], explained)
-        self._seen = len(record.numbers)
-        if self.prediction is None and self.num_steps >= self._try_at:
+        self._seen, self._step_at_s = len(record.numbers), self.now()
+        if self._held is None:
             self._learn()
         return True
 
@@ -262,48 +296,39 @@ class Follower:
                     f"{self.where}: is of another job than {source}: {'; '.join(differing)}",
                     "name the plan that the run was launched from, or leave --plan out",
                 )
-            self.plan = expected.model_copy(update={"alternatives": (), "search": None})
-            self._hold_against(predicted(expected, source))
+            prediction = predicted(expected, source)
+            step_s = prediction.step_s
+            ends_s = prediction.step_s_interval or (step_s * (1 - RUN_FRACTION), step_s * (1 + RUN_FRACTION))
+            self._hold(expected, source, ends_s)
         elif expected is not None:
-            self.earlier = expected
-            self._hold_against(of_run(expected, source))
-
-    def _hold_against(self, prediction: Prediction) -> None:
-        step_s = prediction.step_s
-        low_s, high_s = prediction.step_s_interval or (step_s * (1 - RUN_FRACTION), step_s * (1 + RUN_FRACTION))
-        self.prediction, self.source = prediction, prediction.source
-        self.watch.settle(Band(low_s, high_s, prediction.source))
+            self._hold(expected, source, of_run(expected, source).step_s_interval)
 
     def _learn(self) -> None:
         """Take the run's own first steady steps as its band."""
-        self._try_at = self.num_steps + 1
-        if len(self._reader.leading().numbers) < LEARNED_ROWS:
+        if self.num_steps < LEARNED_STEPS or len(self._reader.leading().numbers) < LEARNED_ROWS:
             return
         steady = self.observation()
-        if steady.step_s is None or steady.num_steps - steady.num_warmup_steps < LEARNED_STEPS:
-            return
-        self._is_own, self.earlier = True, Observed(observation=steady)
-        known = of_run(self.earlier, f"the run's own first {steady.num_steps:,} steps")
-        _, high_s = known.step_s_interval or (known.step_s, known.step_s)
-        own = (0.0, max(high_s, known.step_s * (1 + OWN_FRACTION)))
-        self._hold_against(known.model_copy(update={"step_s_interval": own}))
+        if steady.step_s is not None and steady.num_steps - steady.num_warmup_steps >= LEARNED_STEPS:
+            source = f"the run's own first {steady.num_steps:,} steps"
+            _, high_s = of_run(Observed(observation=steady), source).step_s_interval or (0.0, 0.0)
+            own_s = (0.0, max(high_s, steady.step_s * (1 + OWN_FRACTION)))
+            self._hold(Observed(observation=steady), source, own_s)
 
-    def last_step(self, total_tokens: float | None) -> tuple[int, int] | None:
+    def _hold(self, held: Plan | Observed, source: str, ends_s: Interval | None) -> None:
+        assert ends_s is not None, "plans and runs have intervals"
+        self._held, self._held_source = held, source
+        self.watch.settle(Band(*ends_s, source))
+
+    def last_step(self) -> tuple[int, int] | None:
         """The number of the last step made, and of the run's last one, by its log or by its tokens."""
-        record, plan = self._reader.leading(), self.plan
+        record, plan = self._reader.leading(), self._held if isinstance(self._held, Plan) else None
         facts = record.job_facts()
-        tokens = total_tokens or (plan.training.tokens if plan else None)
+        tokens = self.total_tokens or (plan.training.tokens if plan else None)
         batch = facts.global_batch_size or (plan.training.global_batch_size if plan else None)
         length, asked = facts.seq_length or (plan.training.seq_length if plan else None), facts.num_steps_asked
         if not asked and tokens and batch and length:
             asked = math.ceil(tokens / (batch * length))
         return (record.numbers[-1], asked) if record.numbers and asked else None
-
-    @property
-    def line_s(self) -> float:
-        """Seconds of the steps that the last line of steps covers."""
-        record = self._reader.leading()
-        return record.seconds[-1] * record.covers[-1] if record.numbers else 0.0
 
     def window(self) -> Observation:
         """The observation of the last steps: those out of the band, else `WINDOW_STEPS`."""
@@ -315,119 +340,43 @@ class Follower:
 
     def judged(self, observation: Observation) -> Observed:
         """The last steps, or all, beside what the run is held against, with what they show."""
-        if self.plan is not None:
-            return judged(observation, self.plan, self.source)
-        if self.earlier is not None:
-            return judged_beside(observation, self.earlier, self.source)
-        return judged_alone(observation)
-
-    def standing(self, total_tokens: float | None, silent_s: float, final: bool, is_silent: bool) -> FollowedRun:
-        """The run as it stands. `total_tokens` of the whole run say its last step where the log does not."""
-        watch, prediction, record = self.watch, self.prediction, self._reader.leading()
-        known: dict[str, Any] = {"source": self.where, "final": final, "silent_s": silent_s}
-        known["allowed_steps"] = watch.allowed_steps
-        if not record.numbers:
-            return FollowedRun(**known, says="no line of a step yet")
-        window = self.window()
-        seen = window if self.plan is None else with_mfu(window, self.plan)
-        last, band = self.last_step(total_tokens), watch.band
-        verdict = None if prediction is None or self._is_own else verdict_of(seen, prediction)[0]
-        is_odd = watch.side != 0 or verdict not in (None, "expected")
-        found = FollowedRun(
-            **known, step=record.numbers[-1], total_steps=None if last is None else last[1],
-            num_steps=self.num_steps, step_s=record.seconds[-1], window_steps=seen.num_steps,
-            window_step_s=seen.step_s, band_s=None if band is None else (band.low_s, band.high_s),
-            band_source="" if band is None else band.source,
-            predicted_step_s=None if prediction is None else prediction.step_s, place=watch.place,
-            out_steps=watch.out_steps, rings=watch.rings or is_silent, tokens_per_s=seen.tokens_per_s, mfu=seen.mfu,
-            peak_memory_bytes=seen.peak_memory_bytes,
-            predicted_memory_bytes=prediction.peak_memory_bytes or None if prediction else None,
-            num_restarts=self.num_restarts, verdict=verdict, notes=seen.notes,
-            eta_s=None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
-            causes=self.judged(window).causes if final and is_odd else (),
-        )  # fmt: skip
-        silent = f"no step for {silent_s / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
-        return found.model_copy(update={"says": silent if is_silent else sentence(found)})
-
-
-def sentence(found: FollowedRun) -> str:
-    """The place of a run to its band, in words."""
-    if found.band_s is None:
-        return "learning the run's own band from its first steady steps: nothing was predicted"
-    low_s, high_s = found.band_s
-    band = f"the band {f'of {low_s:.4g} to' if low_s else 'up to'} {high_s:.4g} s ({found.band_source})"
-    says = {"in band": f"in {band}", "warm-up": f"warm-up, held against {band}"}
-    return says.get(found.place, f"{found.place} {band} for {found.out_steps:,} steps")
-
-
-@dataclass
-class FollowLoop:
-    """New lines in, standings out, until the run ends or has left its band."""
-
-    follower: Follower
-    source: LineSource
-    now: Callable[[], float]
-    """Seconds of a clock that never goes back."""
-    wait: Callable[[], None]
-    """Called where nothing is new, before the log is asked again."""
-    is_live: bool = False
-    """False until all that the file held at the begin is read: a run that was out and is not now rings no alarm."""
-    total_tokens: float | None = None
-    ended: Ended = ""
-    _step_at_s: float = 0.0
-    _shown: int = 0
-    _in_burst: int = 0
-
-    def standings(self) -> Iterator[FollowedRun]:
-        """The run as it stands, once in as many steps as ring the alarm, until it ends."""
-        self._step_at_s = self.now()
-        while not self.ended:
-            lines = self.source.read()
-            for line in lines or ():
-                if self.follower.feed(line):
-                    self._step_at_s = self.now()
-                    if self.is_live and self.follower.watch.rings:
-                        self.ended = "alarm"
-                        return
-                    if self.is_live and self._is_due(is_idle=False):
-                        yield self.standing()
-            if lines is None:
-                self.is_live, self.ended = True, "alarm" if self.follower.watch.rings else "end of input"
-            elif not lines:
-                self.is_live, self._in_burst, self.ended = True, 0, self._ends()
-                if not self.ended:
-                    if self._is_due(is_idle=True):
-                        yield self.standing()
-                    self.wait()
-
-    def _is_due(self, is_idle: bool) -> bool:
-        """True once in so many steps; rarer while a log is read faster than it was written."""
-        rarer = 1 if is_idle else 2 ** (self._in_burst // BURST)
-        if self.follower.num_steps - self._shown < self.follower.watch.allowed_steps * rarer:
-            return False
-        self._shown, self._in_burst = self.follower.num_steps, self._in_burst + (not is_idle)
-        return True
-
-    def _ends(self) -> Ended:
-        if self.follower.watch.rings:
-            return "alarm"
-        found = self.follower.last_step(self.total_tokens)
-        if found is not None and found[0] >= found[1]:
-            return "last step"
-        watch = self.follower.watch
-        if watch.band is None:
-            return ""
-        patience_s = max(SILENT_S, watch.allowed_steps * watch.band.high_s, 3 * self.follower.line_s)
-        return "silent" if self.now() - self._step_at_s >= patience_s else ""
+        if isinstance(self._held, Plan):
+            return judged(observation, self._held, self._held_source)
+        return judged_beside(observation, self._held, self._held_source) if self._held else judged_alone(observation)
 
     def standing(self, final: bool = False) -> FollowedRun:
         """The run as it stands now."""
-        silent_s = self.now() - self._step_at_s
-        return self.follower.standing(self.total_tokens, silent_s, final, self.ended == "silent")
+        watch, record = self.watch, self._reader.leading()
+        found = FollowedRun(source=self.where, final=final, allowed_steps=watch.allowed_steps)
+        if not record.numbers:
+            return found.model_copy(update={"says": "no line of a step yet"})
+        window, last, is_silent = self.window(), self.last_step(), self.ended == "silent"
+        seen = with_mfu(window, self._held) if isinstance(self._held, Plan) else window
+        rings = watch.rings or is_silent
+        values: dict[str, Any] = {
+            "step": record.numbers[-1], "total_steps": None if last is None else last[1], "num_steps": self.num_steps,
+            "window_steps": seen.num_steps, "window_step_s": seen.step_s, "place": watch.place, "rings": rings,
+            "band_s": None if watch.band is None else (watch.band.low_s, watch.band.high_s),
+            "band_source": self._held_source, "out_steps": watch.out_steps, "tokens_per_s": seen.tokens_per_s,
+            "mfu": seen.mfu, "peak_memory_bytes": seen.peak_memory_bytes,
+            "eta_s": None if last is None or seen.step_s is None else max(0, last[1] - last[0]) * seen.step_s,
+            "causes": self.judged(window).causes if final and rings else (),
+        }  # fmt: skip
+        silent = (
+            f"no step for {(self.now() - self._step_at_s) / 60:.0f} minutes, where one takes {seen.step_s or 0:.4g} s"
+        )
+        return found.model_copy(update={**values, "says": silent if is_silent else sentence(watch)})
 
     def answer(self, last_steps: bool) -> Observed | None:
         """The answer of `plan observe` by the last steps, or by all that are kept; None without a step."""
-        follower = self.follower
-        if not follower.num_steps:
-            return None
-        return follower.judged(follower.window() if last_steps else follower.observation())
+        return self.judged(self.window() if last_steps else self.observation()) if self.num_steps else None
+
+
+def sentence(watch: BandWatch) -> str:
+    """The place of a run to its band, in words."""
+    if watch.band is None:
+        return "learning the run's own band from its first steady steps: nothing was predicted"
+    low_s, high_s = watch.band.low_s, watch.band.high_s
+    band = f"the band {f'of {low_s:.4g} to' if low_s else 'up to'} {high_s:.4g} s ({watch.band.source})"
+    says = {"in band": f"in {band}", "warm-up": f"warm-up, held against {band}"}
+    return says.get(watch.place, f"{watch.place} {band} for {watch.out_steps:,} steps")

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.accounts import beside_steps, waterfall
-from planner.observe.case import ObservedCase, recipe_terms
-from planner.observe.gap_rows import next_recording, shown_rows
-from planner.observe.observation import Observation, Observed, Prediction, Verdict
+from planner.observe.case import ObservedCase, recipe_terms, remedy_of_change, slower_settings
+from planner.observe.gap_rows import (
+    ARGUMENTS,
+    BATCH_TIMER,
+    GAP_ROWS,
+    LONG_LOG,
+    MEMORY_LOG,
+    OF_MEMORY,
+    ONE_TRACE,
+    PIPELINE_TRACES,
+    SNAPSHOT,
+    STAGE_TRACES,
+    Finding,
+    GapRow,
+    RunFiles,
+)
+from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Prediction, Term, Verdict
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.plan_file import refuse_contradiction
 from planner.saved import as_saved
@@ -65,6 +80,88 @@ def _told(case: ObservedCase) -> Observed:
         next_test=next_recording(case, gap, verdict, causes),
         plan=case.plan,
     )
+
+
+LEAST_PART, LEAST_GAP = 0.25, 0.04
+"""Part of the gap that a row has to explain where its evidence is a number beside a price, twice as much inside of the
+predicted interval; and the share of a step that a gap has to have there."""
+_MAKE_STAGES_WAIT = ("straggler_rank", "data_stall", "no_ep_overlap", "expert_imbalance", "slow_link")
+"""Rows for which stages wait: their pipeline's bubble is no other thing."""
+_SHOWN_BY_PRICE = ("recompute_unneeded", "recipe")
+"""Rows that are a choice of the job, so that the plan's own step may have them, too."""
+
+
+def shown_rows(case: ObservedCase, verdict: Verdict | None = None) -> tuple[GapCause, ...]:
+    """The rows whose mechanism the files show, the one that takes most first, each with its remedy."""
+    files, settings = RunFiles(case), slower_settings(case, _ROW_OF_SWITCH)
+    causes = []
+    for row in GAP_ROWS.values():
+        found = next((one for see in row.sees if (one := see(files)) is not None), None)
+        if found is not None and row.beside and not _explains(case, found, verdict):
+            found = None
+        stated = [Finding(term.evidence, term.seconds, name) for name, term in settings.get(row.name, ())]
+        if row.name == "recipe":
+            causes += [_cause(case, row, one, (one.where,)) for one in stated]
+        elif found is not None or stated:
+            one = found or Finding("; ".join(each.says for each in stated), sum(each.seconds or 0.0 for each in stated))
+            causes.append(_cause(case, row, one, row.switches))
+    if any(cause.name in _MAKE_STAGES_WAIT for cause in causes):
+        causes = [cause for cause in causes if cause.name != "bubble"]
+    return tuple(sorted(causes, key=lambda cause: -(cause.seconds or 0.0)))
+
+
+def _explains(case: ObservedCase, found: Finding, verdict: Verdict | None) -> bool:
+    """True where the step is longer than predicted, and the finding takes a fair part of that; alone, of anything."""
+    step_s, prediction = case.observation.step_s, case.prediction
+    if prediction is None or step_s is None:
+        return True
+    gap_s = step_s - prediction.step_s
+    if found.seconds is None or verdict == "slow":
+        return verdict == "slow" and (found.seconds is None or found.seconds >= LEAST_PART * gap_s)
+    return gap_s > LEAST_GAP * step_s and found.seconds >= 2 * LEAST_PART * gap_s
+
+
+_ROW_OF_SWITCH = {name: row.name for row in GAP_ROWS.values() for name in row.switches}
+
+
+def _cause(case: ObservedCase, row: GapRow, found: Finding, switches: Sequence[str]) -> GapCause:
+    """The row as an answer has it; its seconds are no more than the step is above what was predicted at least.
+
+    Where no change of the job is priced there is the advice, and the step without the row, never below the prediction.
+    """
+    prediction, step_s, seconds = case.prediction, case.observation.step_s, found.seconds
+    if prediction is not None and step_s is not None and seconds is not None and row.name not in _SHOWN_BY_PRICE:
+        low_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
+        seconds = min(seconds, max(0.0, step_s - low_s))
+    remedy = remedy_of_change(case, switches, row.layouts)
+    if remedy is None and row.helps:
+        least_s = min(prediction.step_s, step_s or 0.0) if prediction is not None else 0.0
+        without_s = max(step_s - seconds, least_s) if step_s is not None and seconds else None
+        remedy = GapRemedy(options=row.options, step_s=without_s, is_priced=False, says=row.helps)
+    return GapCause(name=row.name, seconds=seconds, evidence=found.says, where=found.where, remedy=remedy)
+
+
+def next_recording(case: ObservedCase, gap: Sequence[Term], verdict: Verdict | None, causes: Sequence[GapCause]) -> str:
+    """The recording to make of a run that is slow, or takes more memory, and of which no file shows why."""
+    if verdict == "memory":
+        return "" if any(cause.name in OF_MEMORY for cause in causes) else _lacking(case, (MEMORY_LOG, SNAPSHOT))
+    if verdict != "slow" or any(cause.seconds for cause in causes):
+        return ""
+    largest = max(gap, key=lambda term: term.seconds, default=None)
+    wanted = [row.record for row in GAP_ROWS.values() if largest is not None and largest.term in row.terms]
+    return _lacking(case, (*dict.fromkeys(wanted), ONE_TRACE, STAGE_TRACES, ARGUMENTS))
+
+
+def _lacking(case: ObservedCase, recordings: Iterable[str]) -> str:
+    """The first of some recordings that the files do not have yet."""
+    ranks, observation = RunFiles(case).ranks, case.observation
+    has = {
+        ONE_TRACE: ranks, STAGE_TRACES: ranks[1:], PIPELINE_TRACES: len({rank.stage for rank in ranks}) > 1,
+        BATCH_TIMER: observation.data_s is not None, LONG_LOG: observation.series.steps,
+        MEMORY_LOG: observation.memory_series, SNAPSHOT: case.recorded and case.recorded.snapshots,
+        ARGUMENTS: observation.facts.stated_switches,
+    }  # fmt: skip
+    return next((one for one in recordings if not has.get(one)), "")
 
 
 def predicted(plan: Plan, source: str) -> Prediction:

@@ -11,13 +11,13 @@ from planner.observe.clocked_formats import CLOCKED_GRAMMARS
 from planner.observe.describe import described
 from planner.observe.line_formats import COMMON_ROWS, ONE_LINE_GRAMMARS
 from planner.observe.lines import Tally, cleaned, lines
-from planner.observe.machine_logs import MACHINE_GRAMMARS, StepTable, recognises
+from planner.observe.machine_logs import MLPERF, StepTable, recognises
 from planner.observe.megatron_lines import BRIDGE, MEGATRON
 from planner.observe.observation import Observation, SourceFile
 from planner.observe.record import RunRecord, joined
 from planner.specs.reading import label
 
-GRAMMARS = (MEGATRON, BRIDGE, *ONE_LINE_GRAMMARS, *CLOCKED_GRAMMARS, *MACHINE_GRAMMARS)
+GRAMMARS = (MEGATRON, BRIDGE, *ONE_LINE_GRAMMARS, *CLOCKED_GRAMMARS, MLPERF)
 """Every format of lines."""
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS})))
@@ -26,7 +26,7 @@ _BAR = "progress bar"
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
 _LEAST_MIXED, _LEAST_MIXED_FRACTION = 10, 0.2
 """Steps of two trainers, each at least so many, make a file a mixture."""
-_KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron"})
+_KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo"}, {"deepspeed", "megatron"})
 """Formats that one program prints side by side."""
 
 

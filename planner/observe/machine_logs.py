@@ -6,7 +6,6 @@ ends of those.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -146,36 +145,7 @@ def _in_steps(record: RunRecord, counts: list[float]) -> list[int]:
     return []
 
 
-def _dllogger(record: RunRecord, match: re.Match[str]) -> None:
-    line = _object(match[1])
-    data, step, at_s = line.get("data"), line.get("step"), _value(line.get("timestamp"))
-    if not isinstance(data, dict):
-        return
-    if step == "PARAMETER":
-        for name, value in list(data.items())[:MAX_NAMES]:
-            if name.startswith("cfg/"):
-                record.argument(name.removeprefix("cfg/"), json.dumps(value)[:4000])
-        record.time(at_s)
-        record.restart()
-    elif isinstance(step, int) and _TIMES[1] in data:
-        # the printed value is the mean of up to five last steps; the clock of the lines says each one
-        seconds, last = _value(data[_TIMES[1]]), record.ends[-1] if record.ends else math.nan
-        if record.numbers and step == record.numbers[-1] + 1 and at_s > last:
-            seconds = at_s - last
-            record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
-        record.step(step, seconds, end_s=at_s, covers=1)
-
-
-def _finish_dllogger(record: RunRecord) -> None:
-    for name, fact in (("global_batch_size", "global_batch_size"), ("encoder_seq_length", "seq_length")):
-        if value := whole(record.arguments.get(name)):
-            record.facts[fact] = value
-
-
-MACHINE_GRAMMARS = (
-    Grammar("mlperf", "nemo", (line_row(":::MLLOG", r":::MLLOG (\{.*)", _mllog),), rank=-1, finish=_finish_mlperf),
-    Grammar("dllogger", "nemo", (line_row("DLLL {", r"DLLL (\{.*)", _dllogger),), rank=-1, finish=_finish_dllogger),
-)
+MLPERF = Grammar("mlperf", "nemo", (line_row(":::MLLOG", r":::MLLOG (\{.*)", _mllog),), rank=-1, finish=_finish_mlperf)
 
 TABLE = "table"
 _UNIT = r"(?:[_ .-]?(?:in)?[_ .(\[-]*(?P<{}>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)?"

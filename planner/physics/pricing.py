@@ -29,7 +29,7 @@ from planner.physics.adapters import adapted, without_adapters
 from planner.physics.communication import Exchanges
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layer.moe import with_fullest_kept
-from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block
+from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block, vision_tower
 from planner.physics.memory import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
@@ -45,12 +45,12 @@ from planner.physics.operators import (
 )
 from planner.physics.optimizers import state_bytes, state_update_s, workspace_bytes
 from planner.physics.passes import COMM_GROUPS, Passes, lateness
-from planner.shape import Number, Shape, minimum, where
+from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
 from planner.specs.units import GIB
-from planner.trainers.documents import Documents, excess_microbatches, masked_documents
+from planner.trainers.documents import Documents, excess_microbatches, largest_normal, masked_documents
 from planner.trainers.spec import RuntimeSpec
 
 SHARDED = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "reduce_s", "gather_s", "optimizer_s")
@@ -117,10 +117,11 @@ class Pricing:
                 for key, part in layers.items()
             }
         beside = self._head(shape, True) if model.tie_word_embeddings else own_head
-        copy = self._plain(self.embedding_items(shape), shape)
+        copy = self._plain(self.lookup_items(shape), shape)
+        first = copy if model.vision is None else self._plain(self.embedding_items(shape), shape)
         mtp = (self._plain(self.mtp_block(shape), shape), copy) if model.num_nextn_predict_layers else ()
         hidden_s = self._hidden_s(shape)
-        return self._assembled(shape, layers, copy, own_head, beside, mtp, hidden_s)
+        return self._assembled(shape, layers, first, own_head, beside, mtp, hidden_s)
 
     def of_shapes(self, kernels: CostTable, shape: Shape) -> CostTable:
         """`table` of shapes whose kernels are priced, row by row: sharding, replicas and the pipeline alone are new."""
@@ -180,7 +181,7 @@ class Pricing:
         """The operators and exchanges of a decoder layer of `kind`, as this training runs it."""
         known = self._known_of(shape)
         if kind not in known:
-            items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+            items = decoder_layer(self.model, kind, shape, self.runtime, self.imbalance(shape.ep))
             known[kind] = self.as_trained(self._in_fullest_step(items, shape), shape)
         layer: tuple[Item, ...] = known[kind]
         return layer
@@ -203,9 +204,17 @@ class Pricing:
             known[key] = self.passes.seconds(items, shape)
         return dict(known[key])
 
+    def imbalance(self, ep: Number) -> Number:
+        """Tokens of the fullest of `ep` ranks of experts over the mean: as given, or the expected largest of theirs."""
+        training, moe = self.training, self.model.moe
+        if moe is None or not training.moe_spread:
+            return training.moe_imbalance
+        excess = training.moe_spread * largest_normal(ep) * (ep / moe.num_experts) ** 0.5
+        return maximum(training.moe_imbalance, 1 + excess)
+
     def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
-        items = mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance)
+        items = mtp_block(self.model, shape, self.runtime, self.imbalance(shape.ep))
         return self.as_trained(self._in_fullest_step(items, shape), shape)
 
     def _in_fullest_step(self, items: Sequence[Item], shape: Shape) -> Sequence[Item]:
@@ -213,9 +222,13 @@ class Pricing:
         mean, peak = self.training.moe_imbalance, self.training.moe_peak_imbalance
         return items if peak is None or peak <= mean else with_fullest_kept(items, peak / mean, shape)
 
-    def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
-        """The operators and exchanges of the embedding."""
+    def lookup_items(self, shape: Shape) -> tuple[Item, ...]:
+        """The operators and exchanges of the embedding of text."""
         return self.as_trained(embedding(self.model, shape, self.runtime), shape)
+
+    def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
+        """Those of the embedding and, where a model sees, of the tower that makes tokens of images."""
+        return (*vision_tower(self.model, shape, self.runtime), *self.lookup_items(shape))
 
     def head_items(self, shape: Shape, shares_embedding: bool) -> tuple[Item, ...]:
         """The operators and exchanges of final norm, head and loss."""

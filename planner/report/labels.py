@@ -95,6 +95,9 @@ def manner(layout: Layout, is_brief: bool = False) -> tuple[str, ...]:
     if layout.zero_stage and layout.shard_size < layout.dp * layout.cp:
         zero += f" over {layout.shard_size:,}"
     recompute = "no recompute" if layout.recompute == "none" else f"{layout.recompute} recompute"
+    if count := layout.recompute_num_layers:
+        part = "chunk" if layout.vpp > 1 else "stage"
+        recompute += f" of up to {count} layers a {part}" if layout.pp > 1 else f" of {count} of the layers"
     if modules := recomputed_modules(layout):
         recompute += f" of {len(modules)} modules" if is_brief and len(modules) > 2 else f" ({', '.join(modules)})"
     parts = [layout.schedule if layout.pp > 1 else "no pipeline", zero, recompute]

@@ -27,6 +27,7 @@ from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import (
     NARROW_DTYPES,
     Recipe,
+    as_consented,
     check_has,
     check_together,
     consent_of,
@@ -219,9 +220,7 @@ def pinned(case: Case) -> Case:
     """
     recipe = case.limits.switches
     held = recipe if isinstance(recipe, dict) else {}
-    if case.runtime.narrow_gradient_bytes is not None and not {"bf16_gradients"} & {*held, *case.limits.allow}:
-        # a dtype that is asked for is no consent to gradients in 16 bits, which its recipes have
-        case = replace(case, runtime=case.runtime.model_copy(update={"narrow_gradient_bytes": None}))
+    case = replace(case, runtime=as_consented(case.runtime, (*held, *case.limits.allow)))
     if not isinstance(recipe, dict) or not recipe:
         return case
     for name, value in recipe.items():

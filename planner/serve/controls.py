@@ -83,7 +83,7 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """Controls that open together: parts with a heading each."""
 
     title: str
@@ -101,7 +101,7 @@ _ANY = ""
 SWITCHES_PART = "Switches"
 """The heading below which a control stands for each switch of the trainer."""
 GROUPS = (
-    Group(
+    ControlGroup(
         "Job",
         {
             "": (
@@ -114,11 +114,12 @@ GROUPS = (
                 Control("dtype", "Products in", kind="select", choices=(_ANY, *get_args(Dtype))),
                 Control("batch_tokens", "Batch tokens", "such as 16M"),
                 Control("runtime", "Trainer", kind="select"),
+                Control("images", "Images of a sequence", "4x256, 0: text alone"),
             )
         },
         is_open=True,
     ),
-    Group(
+    ControlGroup(
         "Hardware, fine-tuning, run",
         {
             "Hardware": (
@@ -155,7 +156,7 @@ GROUPS = (
             ),
         },
     ),
-    Group(
+    ControlGroup(
         "Layout, switches, search",
         {
             "Pin the layout": (

@@ -31,7 +31,7 @@ from planner.errors import SpecError, shortened
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class InputLimits:
     """The most that is read of one text."""
 
     num_bytes: int
@@ -45,22 +45,22 @@ class Limits:
 MAX_DIGITS = 308
 """Digits of a whole number: one of more digits is no float either."""
 
-YAML = Limits(2**20, 50_000, 100)
+YAML = InputLimits(2**20, 50_000, 100)
 """A spec is a page of text; the longest that ships has 6 kB and 250 values."""
-JSON = Limits(2**20, 2**20, 100)
-SAVED = Limits(2**28, 2**23, 100)
+JSON = InputLimits(2**20, 2**20, 100)
+SAVED = InputLimits(2**28, 2**23, 100)
 """JSON that the planner wrote itself: probes and observations, with a number for each of a million steps."""
-DUMP = Limits(300 * 10**6, 2**24, 100)
+DUMP = InputLimits(300 * 10**6, 2**24, 100)
 """A flight recorder's dump as JSON; torch's pickles of it have the limits of `planner/observe/traces/source.py`."""
-TOML = Limits(2**20, 20_000, 100)
-PYTHON = Limits(2**20, 100_000, 100)
+TOML = InputLimits(2**20, 20_000, 100)
+PYTHON = InputLimits(2**20, 100_000, 100)
 """A recipe and the files that it imports, all together."""
-SHELL = Limits(2**18, 4_000_000, 40)
+SHELL = InputLimits(2**18, 4_000_000, 40)
 """A launch script; its values are the characters that its words and variables make, its depth that of blocks."""
-EXPRESSION = Limits(40_000, 40_000, 100)
+EXPRESSION = InputLimits(40_000, 40_000, 100)
 """One expression in Python's spelling: a list of layers, a value of an option."""
-CSV = Limits(2**24, 2**20, 1)
-CONFIGURATION = Limits(2**20, 100_000, 100)
+CSV = InputLimits(2**24, 2**20, 1)
+CONFIGURATION = InputLimits(2**20, 100_000, 100)
 """A file of any language that is imported; that of its language holds too."""
 
 
@@ -184,7 +184,7 @@ class NotJsonError(Exception):
 
 
 def parse_json(
-    text: str | bytes, where: str, hint: str = "", limits: Limits = JSON, *, keeps_last: bool = False
+    text: str | bytes, where: str, hint: str = "", limits: InputLimits = JSON, *, keeps_last: bool = False
 ) -> Any:
     """The value that a text holds. Raises SpecError, which names `where`, for anything else and beyond the limits.
 
@@ -197,7 +197,7 @@ def parse_json(
         raise SpecError(message, hint or f"mend line {error.line}, column {error.column}") from None
 
 
-def json_value(text: str | bytes, where: str, hint: str, limits: Limits = JSON, keeps_last: bool = False) -> Any:
+def json_value(text: str | bytes, where: str, hint: str, limits: InputLimits = JSON, keeps_last: bool = False) -> Any:
     """The value that a text holds, as `parse_json`; raises NotJsonError where the text is none of JSON's."""
 
     def refused(problem: str) -> SpecError:
@@ -265,7 +265,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def parse_yaml(text: str, where: str, hint: str = "", limits: Limits = YAML, *, keeps_last: bool = False) -> Any:
+def parse_yaml(text: str, where: str, hint: str = "", limits: InputLimits = YAML, *, keeps_last: bool = False) -> Any:
     """The value that a text holds. Raises SpecError, which names `where`, for anything else and beyond the limits.
 
     Two equal keys in one mapping are refused with their lines, unless `keeps_last` says that the last one counts.
@@ -304,13 +304,13 @@ def parse_yaml(text: str, where: str, hint: str = "", limits: Limits = YAML, *, 
         loader.dispose()
 
 
-def _may_exceed(text: str, limits: Limits) -> bool:
+def _may_exceed(text: str, limits: InputLimits) -> bool:
     """False for a text of too few characters and brackets, dashes and blanks to go beyond the limits."""
     openings = sum(map(text.count, ("[", "{", "- ", "-\n", "-\t", "-\r", "? ", "?\n", "?\t", "?\r")))
     return len(text) > limits.num_items or openings > limits.depth or "\n" + " " * limits.depth in text
 
 
-def _refuse_events(text: str, limits: Limits, refused: Callable[[str], SpecError]) -> None:
+def _refuse_events(text: str, limits: InputLimits, refused: Callable[[str], SpecError]) -> None:
     """Raise for more values, or values nested deeper, than the limits say, as soon as they show."""
     depth = num_items = 0
     for event in yaml.parse(text, Loader=_Loader):
@@ -322,7 +322,7 @@ def _refuse_events(text: str, limits: Limits, refused: Callable[[str], SpecError
             raise refused(f"more than {limits.num_items:,} values")
 
 
-def _refuse_nodes(root: Node, text: str, limits: Limits, refused: Callable[..., SpecError]) -> None:
+def _refuse_nodes(root: Node, text: str, limits: InputLimits, refused: Callable[..., SpecError]) -> None:
     """Raise for aliases that make too many values, or a value inside itself, and for numbers of too many digits."""
     if not _TELLING.search(text):
         return
@@ -376,12 +376,12 @@ def shipped_table(name: str) -> Any:
     return yaml.load(text, Loader=SafeLoader)
 
 
-def load_yaml(path: str | Path, limits: Limits = JSON) -> dict[str, Any]:
+def load_yaml(path: str | Path, limits: InputLimits = JSON) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; `-` is stdin. Raises SpecError for whatever is not one."""
     return parse_mapping(read_text(path, limits.num_bytes), label(path), limits)
 
 
-def parse_mapping(text: str, where: str, limits: Limits = JSON) -> dict[str, Any]:
+def parse_mapping(text: str, where: str, limits: InputLimits = JSON) -> dict[str, Any]:
     """The mapping that `text` holds, as JSON where it looks like it and else as YAML; the limits are those of JSON."""
     if where.endswith(".json"):
         data = parse_json(text, where, limits=limits)
@@ -399,7 +399,7 @@ def parse_mapping(text: str, where: str, limits: Limits = JSON) -> dict[str, Any
     return data
 
 
-def parse_rows(text: str, problem: str, hint: str, limits: Limits = CSV) -> Iterator[list[str]]:
+def parse_rows(text: str, problem: str, hint: str, limits: InputLimits = CSV) -> Iterator[list[str]]:
     """Rows of cells. Raises SpecError, which begins with `problem`, for what is no CSV and beyond the limits."""
 
     def refused(reason: str) -> SpecError:
@@ -426,7 +426,7 @@ _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{_MAX_DOTS}
 """A key of so many parts: tomllib keeps every beginning of it, and thousands of parts fill gigabytes."""
 
 
-def parse_toml(text: str, where: str, hint: str, limits: Limits = TOML) -> dict[str, Any]:
+def parse_toml(text: str, where: str, hint: str, limits: InputLimits = TOML) -> dict[str, Any]:
     """The tables of a text. Raises SpecError, which names `where`, for anything else and beyond the limits."""
 
     def refused(problem: str) -> SpecError:
@@ -456,7 +456,7 @@ def num_signs(text: str) -> int:
     return sum(1 for _ in _SIGN.finditer(text))
 
 
-def parse_python(text: str, where: str, hint: str, limits: Limits = PYTHON) -> ast.Module:
+def parse_python(text: str, where: str, hint: str, limits: InputLimits = PYTHON) -> ast.Module:
     """The tree of a file. Raises SpecError, which names `where`, for anything else and beyond the limits."""
 
     def refused(problem: str) -> SpecError:
@@ -474,7 +474,7 @@ def parse_python(text: str, where: str, hint: str, limits: Limits = PYTHON) -> a
         raise refused("nested too deeply, or with characters that no text has") from None
 
 
-def parse_expression(text: str, limits: Limits = EXPRESSION) -> ast.expr:
+def parse_expression(text: str, limits: InputLimits = EXPRESSION) -> ast.expr:
     """The tree of one expression. Raises ValueError for anything else and beyond the limits."""
     if len(text) > limits.num_bytes:
         raise ValueError(f"{len(text):,} characters")
@@ -485,7 +485,7 @@ def parse_expression(text: str, limits: Limits = EXPRESSION) -> ast.expr:
     return tree
 
 
-def literal(text: str | ast.expr, limits: Limits = EXPRESSION) -> Any:
+def literal(text: str | ast.expr, limits: InputLimits = EXPRESSION) -> Any:
     """The value of a literal such as `[1, None]`, as text or as a tree. Raises ValueError for anything else."""
     tree = parse_expression(text, limits) if isinstance(text, str) else text
     try:

@@ -50,7 +50,7 @@ def find(kind: Kind, name: str) -> Path | None:
 
 
 _SAYS_NO_SIZE = re.compile(
-    r"config|provider|model(?!opt)|instruct|base|chat|thinking|\bhf\b|meta(?=-?llama)|bf16|fp8|-\d{4}$|v0\.\d|-(it|pt)\b"
+    r"config|provider|model(?!opt)|instruct|base|chat|thinking|\bhf\b|meta(?=-?llama)|bf16|fp8|-\d{4}(?=$|-)|v0\.\d|-(it|pt)\b"
     r"|preview|pretrain|coder(?!-480)|math|hermes-?\d*|openr1|unsloth|bnb|[48]bit|int[48]|awq|gptq|gguf|\bsft\b|\bdpo\b"
     r"|\brl\b|mcore|torch_dist|tulu-?\d*|distill|nvidia-|reranker|embedding|safeguard|captioner|-1m\b|_iter_\d+|dynamic|nvfp4"
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal
 
 from planner.errors import SpecError
@@ -107,6 +107,16 @@ def _trainer(runtime: RuntimeSpec) -> str:
     return f"{runtime.name} {runtime.version}".strip()
 
 
+def as_consented(runtime: RuntimeSpec, said: Iterable[str]) -> RuntimeSpec:
+    """A runtime without what its recipes of narrow dtypes have and `said` does not name: gradients in 16 bits.
+
+    A dtype that is asked for is no consent to them.
+    """
+    if runtime.narrow_gradient_bytes is None or "bf16_gradients" in said:
+        return runtime
+    return runtime.model_copy(update={"narrow_gradient_bytes": None})
+
+
 def switched(runtime: RuntimeSpec, recipe: Recipe) -> RuntimeSpec:
     """A runtime with some switches at other values.
 
@@ -139,7 +149,7 @@ def on_trainer(runtime: RuntimeSpec, name: str) -> RuntimeSpec:
         kept = runtime.model_copy(update={"name": own.name, "trainer": own.trainer})
         return switched(kept, {switch: SWITCHES[switch].value_of(own) for switch in lost})
     fields = {field for switch in had if switch not in lost for field in SWITCHES[switch].touched}
-    return own.model_copy(update={field: getattr(runtime, field) for field in fields})
+    return as_consented(own, ()).model_copy(update={field: getattr(runtime, field) for field in fields})
 
 
 CARRIERS: Final = {"deepep": "ibgda", "hybridep": "hybridep"}

@@ -1,9 +1,9 @@
-"""The blocks of the guide that show what a command prints: what they say, and how they are written anew.
+"""The blocks of pages that show what a command prints: what they say, and how they are written anew.
 
 A block is `<!-- $ plan … -->` or `<!-- $ cat FILE -->`, then a fenced block. Behind the command may stand `| head -N`,
-`| tail -N`, and `| section TEXT` for the paragraphs that begin so; `# long` says that CI only parses it. What comes
-behind `<!-- file NAME -->` becomes a file, which later commands of the page read. All commands of a page run in one
-folder, which has a link to docs/.
+`| tail -N`, `| section TEXT` for the paragraphs that begin so, `| from TEXT` and `| until TEXT` for the lines from one
+that begins so up to another; `# long` says that CI only parses it. What comes behind `<!-- file NAME -->` becomes a
+file, which later commands of the page read. All commands of a page run in one folder, with links to docs/ and tests/.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = (*sorted((ROOT / "docs" / "guide").glob("*.md")), ROOT / "docs" / "physics" / "program.md")
+GUIDE = (*sorted((ROOT / "docs" / "guide").glob("*.md")), ROOT / "docs" / "physics" / "program.md")
+PAGES = (*GUIDE, ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("FINETUNE", "ACCURACY", "OBSERVE")))
+"""The pages that show outputs. Those of the guide show one below each command that they have one type."""
 BLOCK = re.compile(r"^<!-- (\$|file) (.+?) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_CUT = re.compile(r" \| (?:(head|tail) -(\d+)|(section) ([^|#]+?))(?= \||$)")
+_CUT = re.compile(r" \| (?:(head|tail) -(\d+)|(section|from|until) ([^|#]+?))(?= \||$)")
 Run = Callable[[list[str]], str]
 """Runs `plan` with these words in the page's folder, and gives its stdout; stderr where nothing fits."""
 
@@ -44,9 +46,12 @@ class Block(NamedTuple):
             assert len(paragraphs) >= len(titles), f"{self.command}: no paragraph begins with one of {titles}"
             text = "\n\n".join(paragraphs) + "\n"
         lines = text.splitlines(keepends=True)
-        for kind, number in self.cuts:
-            if kind != "section":
-                lines = lines[: int(number)] if kind == "head" else lines[-int(number) :]
+        for kind, what in self.cuts:
+            if kind in ("head", "tail"):
+                lines = lines[: int(what)] if kind == "head" else lines[-int(what) :]
+            elif kind in ("from", "until"):
+                number = next(number for number, line in enumerate(lines) if line.startswith(what))
+                lines = lines[number:] if kind == "from" else lines[:number]
         return "".join(lines)
 
 
@@ -101,8 +106,9 @@ def plan_in(folder: Path) -> Run:
 
 
 def link_docs(folder: Path) -> None:
-    """Make docs/ readable from a page's folder."""
-    (folder / "docs").symlink_to(ROOT / "docs")
+    """Make docs/ and tests/ readable from a page's folder."""
+    for name in ("docs", "tests"):
+        (folder / name).symlink_to(ROOT / name)
 
 
 def rewrite(pages: Iterable[Path] = PAGES) -> None:

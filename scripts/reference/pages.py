@@ -13,8 +13,9 @@ from reference import schemas
 import planner
 from planner import errors
 from planner.cli.app import COMMANDS, _root
+from planner.observe.gap_rows import GAP_ROWS
 from planner.schedule.orders import SCHEDULES
-from planner.trainers.load import RUNTIMES, load_runtime, since_of, switches_of, versions_of
+from planner.trainers.load import RUNTIMES, checkpoint_of, load_runtime, since_of, switches_of, versions_of
 from planner.trainers.rules.recipe import RECIPE_RULES, export_rules_for, rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, written
@@ -118,8 +119,10 @@ def trainers() -> str:
     runtimes = [load_runtime(name) for name in RUNTIMES]
     for runtime in runtimes:
         lines += _trainer(runtime)
-    lines += ["## Switches", "", "| switch | effect |", "|---|---|"]
-    lines += [f"| `{name}` | {row.says} |" for name, row in SWITCHES.items() if not row.is_described]
+    lines += ["## Switches", "", "| switch | effect | evidence |", "|---|---|---|"]
+    lines += [
+        f"| `{name}` | {row.says} | {row.source or ''} |" for name, row in SWITCHES.items() if not row.is_described
+    ]
     lines += _refusals("Layouts that are refused", {runtime.name: rules_for(runtime) for runtime in runtimes})
     lines += _refusals("Models that an export refuses", {it.name: export_rules_for(it) for it in runtimes})
     lines += ["", "## Rules of switches", "", "A recipe that breaks one of these is refused, whatever the trainer.", ""]
@@ -137,6 +140,7 @@ def _trainer(runtime: RuntimeSpec) -> Iterator[str]:
         "schedules": ", ".join(f"`{name}`" for name in runtime.schedules),
         "ZeRO stages": ", ".join(map(str, runtime.zero_stages)),
         "recomputes by itself": ", ".join(f"`{name}`" for name in runtime.selective_recompute_modules),
+        "checkpoints": "; ".join(dict.fromkeys(_checkpoint(runtime, stage) for stage in runtime.zero_stages)),
         "switches": "; ".join(
             f"`{name}`: " + ", ".join(_value(runtime, name, value) for value in values)
             for name, values in having.items()
@@ -144,6 +148,35 @@ def _trainer(runtime: RuntimeSpec) -> Iterator[str]:
     }
     yield from (f"- {title}: {text}" for title, text in facts.items() if text)
     yield ""
+
+
+def _checkpoint(runtime: RuntimeSpec, zero_stage: int) -> str:
+    """What has to stay for a checkpoint to be loaded as it is, and what helps otherwise."""
+    row = checkpoint_of(runtime, zero_stage)
+    stages = [stage for stage in runtime.zero_stages if checkpoint_of(runtime, stage) == row]
+    stay = f"{', '.join(row.keeps)} must stay" if row.keeps else "any layout loads it"
+    way = f", or {row.rewritten.says}" if row.rewritten else ""
+    return f"of ZeRO {', '.join(map(str, stages))} {stay}{way}"
+
+
+def gap() -> str:
+    """The rows of the gap between a run and its plan."""
+    lines = [
+        "# Rows of the gap",
+        "",
+        "What `plan observe` may find that makes a run slow or takes its memory, from `planner/observe/gap_rows.py`;",
+        "[Observe](../OBSERVE.md#the-gap) says when one is shown. Switches are changed and priced.",
+        "",
+        "| row | is | evidence | what would show it | what to do |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in GAP_ROWS.items():
+        seen = [_sentence(see.__doc__) for see in row.sees]
+        seen += ["The log's own arguments."] if row.switches or not seen else []
+        priced = ", ".join(f"`{switch}`" for switch in row.switches)
+        helps = "; ".join(filter(None, (row.helps, priced)))
+        lines.append(f"| `{name}` | {row.says} | {' '.join(seen)} | {row.record} | {helps} |")
+    return "\n".join([*lines, ""])
 
 
 def _refusals(title: str, of_trainer: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
@@ -201,6 +234,7 @@ def python() -> str:
 PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands,
     "exit-codes.md": exit_codes,
+    "gap.md": gap,
     "glossary.md": glossary,
     "python.md": python,
     "schedules.md": schedules,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -50,12 +51,13 @@ def test_other_answers_are_shown_as_they_were_answered(
     assert noun in capsys.readouterr().out
 
 
-def test_pictures_are_written_of_a_plan_and_nothing_else_is_shown(
-    saved: Path, capsys: pytest.CaptureFixture[str]
+def test_pictures_are_written_of_a_plan_on_stdin_and_nothing_else_is_shown(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, trace = saved / "page.html", saved / "trace.json"
     capsys.readouterr()
-    assert main(["show", str(saved / "plan.json"), "--page", str(page), "--trace", str(trace)]) == 0
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((saved / "plan.json").read_bytes())))
+    assert main(["show", "-", "--page", str(page), "--trace", str(trace)]) == 0
     assert capsys.readouterr().out == ""
     assert "<svg" in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]

@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from planner.cli import main
+from planner.decide import check as checking
 from planner.decide.check import Check, check
-from planner.report.check import markdown, sarif
+from planner.export.import_run import read
+from planner.report.comparison import markdown, sarif
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """#!/bin/bash
@@ -82,6 +84,22 @@ def test_the_planners_own_choice_is_named_where_it_is_faster(tmp_path: Path) -> 
     assert new.better_step_s is not None
     assert new.better_step_s < new.step_s
     assert "TP" in new.better
+
+
+def test_a_variable_is_given_and_an_old_file_is_read_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+    monkeypatch.setattr(checking, "read", lambda name, *rest: reads.append(str(name)) or read(name, *rest))
+    files = [str(tmp_path / name) for name in ("old.sh", "new.sh", "newer.sh")]
+    for file in files:
+        Path(file).write_text(SCRIPT.replace("--micro-batch-size 1", "--micro-batch-size ${MBS}"))
+    command = ["check", *files[1:], "--against", files[0], "--no-search", "--json"]
+    assert main(command) == 2
+    assert "--set MBS=" in capsys.readouterr().err
+    reads.clear()
+    assert main([*command, "--set", "MBS=2"]) == 0
+    assert reads == files
 
 
 @pytest.mark.parametrize("name", ["action.yml", ".pre-commit-hooks.yaml"])

@@ -15,14 +15,16 @@ from planner.export.megatron.bridge_files import bridge_overrides
 from planner.export.megatron.megatron_files import export_megatron, megatron_arguments
 from planner.export.megatron.plan_options import precision
 from planner.export.refusal import Inexpressible
+from planner.export.target_price import priced_for
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ShellText, argv
 from planner.layout.candidate import parse_layout
+from planner.layout.evaluate import evaluate
 from planner.search.search import plan as search
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import TrainingSpec
+from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.rules.megatron import MEGATRON_MODEL_RULES
 
 Planned = Callable[..., Plan]
@@ -379,10 +381,15 @@ def test_scales_are_those_that_a_model_was_published_with(
     assert precision(plan)["--fp8-recipe"] == recipe
 
 
-def test_a_narrow_dtype_is_no_consent_to_narrow_gradients() -> None:
+@pytest.mark.parametrize("trainer", ["megatron", "bridge", "torchtitan", "primus-megatron"])
+def test_a_narrow_dtype_is_no_consent_to_narrow_gradients(trainer: str) -> None:
+    """Of a searched plan, of a given layout, and of either under another trainer."""
     training = TrainingSpec(seq_length=4096, global_batch_size=64, dtype="fp8")
-    found = search(load_model("llama-3.1-8b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=8), training)
-    assert "--grad-reduce-in-bf16" not in megatron_arguments(found)
+    cluster = ClusterSpec(hardware=load_hardware("mi300x" if trainer.startswith("primus") else "h100"), num_gpus=8)
+    given = evaluate("llama-3.1-8b", cluster, training, Parallelism(dp=8, zero_stage=2), runtime=trainer)
+    plans = [given] if trainer == "torchtitan" else [given, search(load_model("llama-3.1-8b"), cluster, training)]
+    for plan in (priced_for(plan, "megatron") for plan in plans):
+        assert "--grad-reduce-in-bf16" not in megatron_arguments(plan)
 
 
 @pytest.mark.parametrize("hardware", ["a100", "h100", "b200", "rtx-4090"])

@@ -10,6 +10,7 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
 from planner.errors import SpecError
+from planner.layout.evaluate import evaluate
 from planner.layout.price import order_of, reprice, with_microbatches
 from planner.plan_file import with_alternative
 from planner.schedule.replay import makespan_s
@@ -120,3 +121,16 @@ def test_a_shorter_step_has_the_micro_batches_asked_for() -> None:
         with_microbatches(saved.best.model_copy(update={"actions": ("0F0",)}), 4)
     with pytest.raises(SpecError, match="0 is below 1"):
         with_microbatches(saved.best, 0)
+
+
+def test_what_a_plan_chose_is_evaluated_to_its_step() -> None:
+    """With its recipe, and with the one layer of 32 that is recomputed whole."""
+    model, cluster = load_model("8b"), ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    training = TrainingSpec(seq_length=8192, global_batch_size=512)
+    found = plan(model, cluster, training)
+    layout = found.best.parallelism
+    assert layout.recompute_num_layers == found.best.stages[0].recompute["full"] < 32
+    assert evaluate(model, cluster, training, found.best).step.step_s == pytest.approx(found.step.step_s, rel=1e-9)
+    again = evaluate(model, cluster, training, layout.replace(), runtime=found.runtime_spec)
+    assert again.step.step_s == pytest.approx(found.step.step_s, rel=1e-9)
+    assert layout.replace(recompute="none").recompute_num_layers is None

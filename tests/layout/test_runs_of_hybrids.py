@@ -8,6 +8,7 @@ from planner.layout.evaluate import evaluate
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
+from planner.trainers.load import load_runtime
 
 RUNS = [
     # Megatron-Bridge's performance summaries, 26.06 and 26.07: Nemotron 3 Nano, sequences of 8,192, ep 8
@@ -29,6 +30,9 @@ def test_a_published_run_lies_in_its_interval(
         ClusterSpec(hardware=load_hardware(gpu), num_gpus=count),
         TrainingSpec(seq_length=8192, global_batch_size=batch, dtype=dtype),
         Parallelism(tp=1, pp=1, dp=count, ep=8, micro_batch_size=micro_batch),
+        # as the summaries' recipes have it
+        runtime=load_runtime("megatron").with_features({"bf16_gradients": True})[0],
+        says_switches=False,
     )
     assert plan.fits
     low_s, high_s = plan.best.step.step_s_interval or (0.0, 0.0)

@@ -10,7 +10,7 @@ from written import BEGIN_S, LLAMA_8B, arguments, clock, iteration, iterations, 
 
 from planner.errors import SpecError
 from planner.observe.case import ObservedCase
-from planner.observe.gap_rows import shown_rows
+from planner.observe.judge import shown_rows
 from planner.specs.units import GIB
 
 

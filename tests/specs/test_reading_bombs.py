@@ -11,7 +11,7 @@ from planner.errors import SpecError
 from planner.specs.reading import (
     MAX_DIGITS,
     YAML,
-    Limits,
+    InputLimits,
     literal,
     parse_expression,
     parse_json,
@@ -99,7 +99,7 @@ def test_what_is_no_literal_is_a_value_error(text: str) -> None:
 
 
 def test_a_file_may_be_as_large_as_the_limits_say() -> None:
-    small = Limits(20, 8, 3)
+    small = InputLimits(20, 8, 3)
     for text in ("[1,2,3,4,5,6,7]", "[[[1]]]", "[" + "1" * 18 + "]"):
         assert parse_yaml(text, "", limits=small) == parse_json(text, "", limits=small)
     for text in ("[1,2,3,4,5,6,7,8,9]", "[[[[]]]]", "[" + "1" * 20 + "]"):

@@ -76,7 +76,7 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
         script.words = max(script.commands, key=_num_options, default=[])
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
     for option, name in _BEHIND_OPTION.findall(text):
-        if name not in script.variables and not _AROUND.search(name):
+        if name not in script.variables and (option.startswith("--model") or not _AROUND.search(name)):
             script.unset.setdefault(option or f"${name}", name)
     return script
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from planner.errors import SpecError
 from planner.export.followed.shell_syntax import closing, double_end
-from planner.specs.reading import SHELL, Limits, parse_expression
+from planner.specs.reading import SHELL, InputLimits, parse_expression
 
 Environment = dict[str, list[str]]
 """Variables; an array has several words."""
@@ -33,7 +33,7 @@ _MAX_CHARACTERS = SHELL.num_items
 EACH = 32
 """A word or a statement costs as much as so many characters, even if it makes none."""
 _MAX_DEPTH = 20
-_ARITHMETIC = Limits(4_000, 4_000, 100)
+_ARITHMETIC = InputLimits(4_000, 4_000, 100)
 _MAX_INTEGER = 10**30
 
 

@@ -64,7 +64,7 @@ def options_of_keys(values: Settings, renamed: Mapping[str, str] = {}) -> Option
     return options
 
 
-_MODEL_KEYS = ("model", "model_name_or_path", "model_id_or_path", "hf_checkpoint")
+_MODEL_KEYS = ("model", "model_name_or_path", "model_id_or_path", "hf_checkpoint", "load")
 _ADAPTER_KEYS = (
     "tuner_type", "train_type", "sft_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules",
     "finetuning_type", "lora_bias", "use_rslora", "adapters",
@@ -253,7 +253,7 @@ def read_neox(config: ConfigFile) -> ImportedRun:
     run, layout = imported.run, imported.run["parallelism"]
     run["runtime"] = "megatron-deepspeed"
     imported.unknown, imported.ignored, imported.notes = {}, {}, []
-    read_zero(options, {**settings, **({"bf16": {"enabled": True}} if _precision(given) == "bf16" else {})}, imported)
+    read_zero(options, {**settings, "fp16": None, "bf16": None, _precision(given): {"enabled": True}}, imported)
     imported.microbatches_per_rank = int(given["gradient_accumulation_steps"] or 1)
     imported.assumed = {key: str(value) for key, value in _ROW.left_out(settings).items()}
     imported.documented = _ROW.documented
@@ -276,7 +276,7 @@ def _precision(given: Settings) -> str:
     for dtype in ("fp16", "bf16"):
         section = given.get(dtype)
         if isinstance(section, dict) and section.get("enabled"):
-            return dtype
+            return "bf16" if section.get("type") == "bfloat16" else dtype
     return {"bfloat16": "bf16", "fp32": "fp32"}.get(str(given["precision"]), "fp16")
 
 
