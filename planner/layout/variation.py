@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.answer import AS_PLANNED, Interval, PricedLayout, RobustStep, UnsaidSwitch
-from planner.layout.candidate import Candidate
+from planner.layout.candidate import Candidate, price_together
 from planner.months.losses import with_sustained
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
@@ -256,6 +256,11 @@ def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict
     assumed = [dict(_assumptions(candidate, trainer)) for candidate in candidates]
     shared = [name for name in assumed[0] if all(name in others for others in assumed)]
     steps_s = {AS_PLANNED: [candidate.step_s for candidate in candidates]} | {name: list[float]() for name in shared}
+    for name in shared:
+        changed = [
+            (c, others[name]) for c, others in zip(candidates, assumed, strict=True) if others[name] != c.pricing
+        ]
+        price_together([c for c, _ in changed], [pricing for _, pricing in changed])
     for candidate, others in zip(candidates, assumed, strict=True):  # one after the other: orders are kept for a while
         for name in shared:
             steps_s[name].append(_step_s(candidate, others[name]))
