@@ -265,6 +265,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
             backward_bytes=passes[1] * logits,
             forward_kernels=3,
             backward_kernels=2,
+            working_bytes=(FP32 + BF16) * logits * (shape.tp > 1) if runtime.loss_parallel else None,
             saved=(
                 Saved("softmax", (rows, columns), dtype="fp32" if runtime.keeps_softmax else "bf16"),
                 Saved("labels", (shape.tokens,), dtype="int64"),

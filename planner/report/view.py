@@ -25,6 +25,7 @@ from planner.report.labels import (
     manner,
     recomputed_modules,
     says_bound,
+    says_deciding,
     says_outcome,
     says_unsaid,
 )
@@ -393,6 +394,8 @@ def _sure(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "evidence", EVIDENCE[plan.evidence]
     if plan.best.unsaid:
         yield "not said", says_unsaid(plan.best)
+    if plan.best.deciding_fact is not None:
+        yield "wide", says_deciding(plan.best)
     if plan.best.oom_probability is not None:
         yield "memory", _memory(plan)
     hardware = plan.cluster.hardware
