@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,46 @@ def training_trace(rank: int, slow: float = 1.0, late_us: float = 0.0) -> MadeTr
         trace.kernel("multi_tensor_apply_kernel<AdamFunctor>", at + 900, 50, at + 880)
         trace.add("user_annotation", "Optimizer.step#AdamW.step", at + 870, 60)
     return trace
+
+
+def frames(*lines: str) -> list[dict[str, Any]]:
+    """A stack, the innermost first, from `file.py:function`."""
+    pairs = [line.rsplit(":", 1) for line in lines]
+    return [{"filename": file, "line": 10, "name": name} for file, name in pairs]
+
+
+def made_snapshot(events: list[dict[str, Any]], segments: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """A memory snapshot by the schema of torch 2.13's `torch.cuda.memory`."""
+    return {
+        "segments": segments, "device_traces": [events],
+        "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": "False"}, **more,
+    }  # fmt: skip
+
+
+def segment(address: int, blocks: list[tuple[int, str, list[dict[str, Any]]]]) -> dict[str, Any]:
+    """A segment of blocks (size, state, frames) that lie one behind the other."""
+    listed, at = [], address
+    for size, state, stack in blocks:
+        listed.append({"address": at, "size": size, "requested_size": size, "state": state, "frames": stack})
+        at += size
+    in_use = sum(size for size, state, _ in blocks if state == "active_allocated")
+    return {
+        "address": address, "total_size": at - address, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0),
+        "allocated_size": in_use, "active_size": in_use, "requested_size": in_use, "device": 0, "is_expandable": False,
+        "frames": [], "blocks": listed,
+    }  # fmt: skip
+
+
+def event(
+    action: str, address: int, size: int, time_us: int, stack: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """One entry of a device's trace."""
+    return {
+        "action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us, "frames": stack or [],
+        "pool_id": (0, 0),
+    }  # fmt: skip
+
+
+def write_pickle(path: Path, data: Any, protocol: int = 4) -> Path:
+    path.write_bytes(pickle.dumps(data, protocol))
+    return path

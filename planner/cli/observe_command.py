@@ -31,7 +31,7 @@ Files = Annotated[
     list[str],
     typer.Argument(
         metavar="FILE",
-        help="Logs, CSV of step times, profiler traces; - is stdin.",
+        help="Logs, CSV of step times, profiler traces, memory snapshots, flight-recorder dumps; - is stdin.",
         show_default=False,
         rich_help_panel=o.JOB,
     ),
@@ -96,13 +96,13 @@ def _observed(
     from planner.observe.judge import judged, judged_alone, judged_beside
     from planner.observe.log_reader import observe
     from planner.observe.observation import Observed
-    from planner.observe.traces.recorded import ObservedFiles, observation_of, read_recorded, traces_of
+    from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
     from planner.report.observe import recorded_sections, render_observed
 
-    traces = traces_of(files)
-    logs = [path for path in files if path not in traces]
+    kinds = kinds_of(files)
+    logs = [path for path in files if path not in kinds]
     with progress("reading", _mebibytes(files)) as advance:
-        recorded = read_recorded(traces, advance) if traces else None
+        recorded = read_recorded(kinds, _grid(asked), advance) if kinds else None
         observation = observe(logs, advance) if recorded is None or logs else observation_of(recorded)
     source, doubt = plan or "the options", ""
     if expected is None:
@@ -135,6 +135,12 @@ def _expected(path: str | None, asked: LayoutOptions) -> Callable[[Observation],
         return _priced(observation, asked)
 
     return priced
+
+
+def _grid(asked: LayoutOptions) -> dict[str, int] | None:
+    """The sizes that name process groups which traces leave undescribed."""
+    sizes = {axis: getattr(asked, axis) for axis in ("tp", "cp", "dp", "pp")}
+    return {axis: size or 1 for axis, size in sizes.items()} if any(sizes.values()) else None
 
 
 def _mebibytes(files: list[str]) -> int | None:

@@ -7,10 +7,11 @@ Beside the steps stand the terms of the wall time per step less the steady step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from statistics import median
+from typing import TypeVar
 
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
@@ -23,6 +24,8 @@ from planner.observe.traces.events import (
     DATA_RANGES,
     PLANNED,
     POINT_TO_POINT,
+    CollectiveTime,
+    GroupTime,
     RankReport,
     TraceStep,
 )
@@ -218,6 +221,7 @@ def priced(breakdown: Mapping[str, float], tail_s: float, observed: Mapping[str,
     return Account(where, parts)
 
 
+Timed = TypeVar("Timed", GroupTime, CollectiveTime)
 KINDS = {
     "gemm": PRODUCTS, "attention": ATTENTION, "softmax": ATTENTION, "optimizer": OPTIMIZER, OTHER_FAMILY: OTHER,
     "dispatch on the host": OTHER,
@@ -277,16 +281,36 @@ def wall_s(step: TraceStep) -> float:
 def traced_of(case: ObservedCase) -> list[Traced]:
     """The ranks whose traces mark steps; the layout says the stage and the group of those whose traces do not."""
     traces, grid = case.recorded.traces if case.recorded else None, grid_of(case)
+    groups = [] if grid is None else [axis for axis in ("tp", "cp", "dp", "pp", "ep") if getattr(grid, axis) > 1]
     found = []
     for report in traces.ranks if traces else ():
-        steady = [step for step in report.steps if not step.warm_up and step.number is not None]
+        named = _named(report, groups[0]) if len(groups) == 1 else report
+        steady = [step for step in named.steps if not step.warm_up and step.number is not None]
         limit_s = SLOW * median(map(wall_s, steady)) if steady else 0.0
-        stage = report.stage
-        if stage is None and report.rank is not None and grid is not None:
-            stage = stage_of(grid, report.rank)
+        stage = named.stage
+        if stage is None and named.rank is not None and grid is not None:
+            stage = stage_of(grid, named.rank)
         if steps := tuple(step for step in steady if step.wall_s <= limit_s):
-            found.append(Traced(report, stage, steps))
+            found.append(Traced(named, stage, steps))
     return sorted(found, key=lambda rank: rank.report.rank or 0)
+
+
+def _named(report: RankReport, only: str) -> RankReport:
+    """The report with the one group of a job for all that its trace does not name."""
+
+    def named(rows: Iterable[Timed]) -> tuple[Timed, ...]:
+        return tuple(row.model_copy(update={"group": only}) if _is_strange(row.group) else row for row in rows)
+
+    steps = tuple(step.model_copy(update={"groups": named(step.groups)}) for step in report.steps)
+    return report.model_copy(update={"steps": steps, "collectives": named(report.collectives)})
+
+
+_OTHERS = ("embedding", "model", "world")
+"""Groups that a plan has at the end of a step, or not at all."""
+
+
+def _is_strange(group: str) -> bool:
+    return group not in PLANNED and group not in _OTHERS
 
 
 def typical(ranks: Sequence[Traced]) -> Traced:
@@ -315,8 +339,9 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
         COPIES: rank.mean(lambda step: step.copies_s), WAITS: rank.mean(lambda step: step.dependencies_s + step.idle_s),
     }  # fmt: skip
     late: dict[str, float] = defaultdict(float)
-    for group, waited_s in rank.report.late_s.items():
-        late[_axis_of(group, has_pipeline)] += waited_s
+    for row in rank.report.collectives:
+        if row.wait_s is not None:
+            late[_axis_of(row.group, has_pipeline)] += row.wait_s * row.count / max(len(rank.report.steps), 1)
     exchanges: dict[str, GroupExchanges] = {}
     for label in rank.groups:
         axis, busy_s, shown_s = _axis_of(label, has_pipeline), rank.busy_s(label), rank.shown_s(label)

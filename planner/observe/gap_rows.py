@@ -42,9 +42,9 @@ PIPELINE_TRACES = f"traces of a rank of every stage: {_PROFILE} on each, then pl
 BATCH_TIMER = "a timer of batches: --timing-log-level 2, or a record_function around the loader in a trace"
 LONG_LOG = "a log of a hundred steps with a line for each (--log-interval 1)"
 MEMORY_LOG = "lines of memory: --log-memory-interval 10, or torch.cuda.memory_stats() every few steps"
-SNAPSHOT = "a memory snapshot (torch.cuda.memory._record_memory_history(), _dump_snapshot()) for pytorch.org/memory_viz"
+SNAPSHOT = "a memory snapshot: torch.cuda.memory._record_memory_history(), then _dump_snapshot(), then plan observe it"
 ARGUMENTS = "the arguments that the trainer prints at its start, in the same log"
-DUMPS = "flight-recorder dumps of all ranks (TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1) for torchfrtrace"
+DUMPS = "flight-recorder dumps of all ranks: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1"
 OF_MEMORY = ("fragmentation", "leak", "out_of_memory")
 """Rows that answer for memory and for no seconds."""
 
@@ -360,7 +360,11 @@ def standing_stages(files: RunFiles) -> Finding | None:
 
 def fragments(files: RunFiles) -> Finding | None:
     """Allocations that found no block until the cache was freed, or that failed although enough bytes lay free."""
-    observation = files.case.observation
+    observation, recorded = files.case.observation, files.case.recorded
+    for oom in (snapshot.out_of_memory for snapshot in (recorded.snapshots if recorded else ())):
+        if oom is not None and oom.fragmented:
+            says = f"{oom.requested_bytes / GIB:.1f} GiB were refused while {oom.inactive_bytes / GIB:.1f} GiB lay"
+            return Finding(f"{says} reserved and free, {oom.largest_free_block_bytes / GIB:.1f} GiB in one block")
     for one in observation.failed_allocations:
         if one.unused_bytes is not None and one.unused_bytes >= one.requested_bytes:
             says = f"{one.requested_bytes / GIB:.2f} GiB were refused while {one.unused_bytes / GIB:.1f} GiB lay"
@@ -396,8 +400,11 @@ def _growth(row: MemorySeries) -> Finding | None:
 
 
 def out_of_memory(files: RunFiles) -> Finding | None:
-    """Errors of allocations that failed, as the log has them, beside what was planned of the stage."""
-    observation = files.case.observation
+    """Errors of allocations that failed, as the log or a snapshot has them, beside what was planned of the stage."""
+    observation, recorded = files.case.observation, files.case.recorded
+    broken = [s.out_of_memory for s in (recorded.snapshots if recorded else ()) if s.out_of_memory]
+    if broken:
+        return Finding(f"an allocation of {broken[-1].requested_bytes / GIB:.2f} GiB failed")
     if not observation.failed_allocations:
         return Finding(f"{observation.num_ooms:,} allocations failed") if observation.num_ooms else None
     one = max(observation.failed_allocations, key=lambda each: each.requested_bytes)
@@ -416,7 +423,10 @@ def out_of_memory(files: RunFiles) -> Finding | None:
 
 
 def hung_collective(files: RunFiles) -> Finding | None:
-    """A collective that began and never ended, by the watchdog's lines in the log."""
+    """A collective that began and never ended, by a flight recorder's dumps or the watchdog's lines in the log."""
+    flight = files.case.recorded.flight_recorder if files.case.recorded else None
+    if flight is not None and any(group.outstanding or group.mismatches for group in flight.groups):
+        return Finding(flight.verdict)
     hung = files.case.observation.hung_collectives
     if not hung:
         return None
@@ -545,12 +555,12 @@ GAP_ROWS: Mapping[str, GapRow] = {
         GapRow("fragmentation", "the allocator's memory is in fragments", (), (fragments,), SNAPSHOT,
                "segments grow in place of new ones", options=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)),
         GapRow("leak", "memory is kept that is not needed any more", (), (growing_memory,), MEMORY_LOG,
-               "a memory snapshot of a few steps names them (pytorch.org/memory_viz); "
+               "record torch.cuda.memory._record_memory_history() for a few steps and plan observe the snapshot; "
                "tensors kept from step to step (losses without .item()) are the rule"),
         GapRow("out_of_memory", "memory ran out", (), (out_of_memory,), SNAPSHOT,
                "plan memory plan.json shows what fills the fullest stage; recompute more, or shard more"),
         GapRow("hang", "a collective never ended", (), (hung_collective,), DUMPS,
-               "torchfrtrace reads the flight-recorder dumps of all ranks, which name the rank that never came"),
+               "give the flight-recorder dumps of all ranks: they name the rank that never came"),
     )
 }  # fmt: skip
 """Every row by the name that `causes` has; another is a row here and a function in `evidence`."""

@@ -158,7 +158,7 @@ def _lacking(case: ObservedCase, recordings: Iterable[str]) -> str:
     has = {
         ONE_TRACE: ranks, STAGE_TRACES: ranks[1:], PIPELINE_TRACES: len({rank.stage for rank in ranks}) > 1,
         BATCH_TIMER: observation.data_s is not None, LONG_LOG: observation.series.steps,
-        MEMORY_LOG: observation.memory_series, SNAPSHOT: False,
+        MEMORY_LOG: observation.memory_series, SNAPSHOT: case.recorded and case.recorded.snapshots,
         ARGUMENTS: observation.facts.stated_switches,
     }  # fmt: skip
     return next((one for one in recordings if not has.get(one)), "")
@@ -310,8 +310,6 @@ def observed_of(data: dict[str, Any], where: str) -> Observed:
     """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
     edited."""
     data = _without_retired(as_saved(data, where, _HINT))
-    if not (data.get("recorded") or {}).get("traces"):  # 0.2 saved dumps and snapshots there alone
-        data.pop("recorded", None)
     observed = checked(ObservedFiles if "recorded" in data else Observed, data, where)
     if observed.plan is not None:
         refuse_contradiction(observed.plan, f"{where}: plan")
@@ -331,8 +329,7 @@ _RETIRED = (
     "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline", "links",
     "per_rank_s", "reserved_at_peak_bytes", "num_events", "expandable_segments", "stragglers", "phases", "slowest",
     "num_collectives", "age_s", "during", "peak_time_us", "awaiting_free_bytes", "allocator_settings", "per_rank",
-    "largest", "snapshots", "flight_recorder", "collectives", "clock_error_s", "share_fraction", "num_kernels",
-    "longest",
+    "largest",
 )  # fmt: skip
 """Fields of observations that 0.2 saved and that nothing reads any more."""
 _OTHERS = ("plan", "facts")

@@ -80,17 +80,18 @@ def lines(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -
     `advance` is called for each MiB. A file that is cut off, or damaged further on, gives the lines before that, and
     `tally` the reason. Raises SpecError for a file that is missing, empty or binary.
     """
-    rest = b""
-    for block in blocks(path, tally, advance):
-        if not tally.num_lines and not rest and is_binary(block[:4096]):
-            raise SpecError(f"{label(path)}: is a binary file", "name a text log or a trace")
-        first, *others = split(block)
-        rest = (rest + first)[: MAX_LINE_BYTES + 1]
-        for part in others:
-            yield _counted(rest, tally)
-            rest = part[: MAX_LINE_BYTES + 1]
+    where, rest = label(path), b""
+    with opened(path) as file:
+        for block in _blocks(file, tally, where, advance):
+            first, *others = split(block)
+            rest = (rest + first)[: MAX_LINE_BYTES + 1]
+            for part in others:
+                yield _counted(rest, tally)
+                rest = part[: MAX_LINE_BYTES + 1]
     if rest:
         yield _counted(rest, tally)
+    if not tally.num_bytes:
+        raise SpecError(f"{where}: is empty", "name a log with steps in it")
 
 
 def split(block: bytes) -> list[bytes]:
@@ -104,25 +105,23 @@ def _counted(line: bytes, tally: Tally) -> bytes:
     return line[:MAX_LINE_BYTES]
 
 
-def blocks(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -> Iterator[bytes]:
-    """The bytes of a file in pieces, as `lines` reads them."""
-    with opened(path) as file:
-        while tally.num_bytes < MAX_BYTES:
-            try:
-                block = file.read1(BLOCK_BYTES)
-            except (OSError, EOFError, zlib.error) as error:
-                tally.partial = f"cut off or damaged after {tally.num_bytes:,} bytes ({error})"
-                if not tally.num_bytes:
-                    raise SpecError(f"{label(path)}: cannot be read: {error}", "is it a whole .gz file?") from None
-                return
-            if not block:
-                if not tally.num_bytes:
-                    raise SpecError(f"{label(path)}: is empty", "name a log with steps in it")
-                return
-            for _ in range(tally.num_bytes // 2**20, (tally.num_bytes + len(block)) // 2**20):
-                advance()
-            tally.num_bytes += len(block)
-            yield block
+def _blocks(file: BufferedReader, tally: Tally, where: str, advance: Callable[[], None]) -> Iterator[bytes]:
+    while tally.num_bytes < MAX_BYTES:
+        try:
+            block = file.read1(BLOCK_BYTES)
+        except (OSError, EOFError, zlib.error) as error:
+            tally.partial = f"cut off or damaged after {tally.num_bytes:,} bytes ({error})"
+            if not tally.num_bytes:
+                raise SpecError(f"{where}: cannot be read: {error}", "is it a whole .gz file?") from None
+            return
+        if not block:
+            return
+        if not tally.num_bytes and is_binary(block[:4096]):
+            raise SpecError(f"{where}: is a binary file", "name a text log, a trace or a snapshot")
+        for _ in range(tally.num_bytes // 2**20, (tally.num_bytes + len(block)) // 2**20):
+            advance()
+        tally.num_bytes += len(block)
+        yield block
     tally.partial = f"longer than {MAX_BYTES:,} bytes: the rest was not read"
 
 

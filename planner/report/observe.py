@@ -1,4 +1,4 @@
-"""The answer of `plan observe`: steps, memory and wall time beside the prediction, and what traces show."""
+"""The answer of `plan observe`: steps, memory and wall time beside the prediction, and what traces and dumps show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rich.text import Text
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS, in_steps
 from planner.observe.gap_rows import GAP_ROWS, OF_MEMORY
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Outlier, Prediction, Term, Wall
-from planner.observe.traces.events import HOST, TraceStep
+from planner.observe.traces.dumps import FlightReport, SnapshotReport
+from planner.observe.traces.events import HOST, CollectiveTime, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded, steady
 from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN, LEAST_SHARE
@@ -391,6 +392,7 @@ def _place(found: FollowedRun) -> str:
     return f"{found.place} {around}"
 
 
+_MOST_ROWS, _NAME_WIDTH = 10, 34
 _PARTS = {
     "compute_s": "computing",
     "exposed_communication_s": "communication, exposed",
@@ -403,7 +405,16 @@ _PARTS = {
 
 def recorded_sections(recorded: Recorded) -> Iterator[RenderableType]:
     """The parts of the answer that files beside logs give, made for 80 columns."""
-    report = recorded.traces
+    if recorded.flight_recorder:
+        yield section("Collectives, by the flight recorder", _flight(recorded.flight_recorder))
+    if recorded.traces:
+        yield from _traces(recorded.traces)
+    for snapshot in recorded.snapshots:
+        title = f"Memory of {snapshot.file}, device {snapshot.device}, at its peak"
+        yield section(title, _snapshot(snapshot))
+
+
+def _traces(report: TraceReport) -> Iterator[RenderableType]:
     steps = steady(report.ranks)
     if not steps:
         return
@@ -416,6 +427,8 @@ def recorded_sections(recorded: Recorded) -> Iterator[RenderableType]:
         yield section("Computing, by family of kernels", _families(steps))
     if any(step.groups for step in steps):
         yield section("Communication, by group", _groups(steps))
+    if exchanges := [row for rank in report.ranks for row in rank.collectives]:
+        yield section("Exchanges that take longest", _exchanges(exchanges))
 
 
 def _parts(steps: Sequence[TraceStep], on_host: bool) -> Table:
@@ -430,7 +443,7 @@ def _parts(steps: Sequence[TraceStep], on_host: bool) -> Table:
     return table
 
 
-def _families(steps: Sequence[TraceStep]) -> Table:
+def _families(steps: Sequence[TraceStep]) -> RenderableType:
     total: dict[str, float] = defaultdict(float)
     for step in steps:
         for family in step.families:
@@ -439,7 +452,10 @@ def _families(steps: Sequence[TraceStep]) -> Table:
     table = columns("l", "r", "r", None)
     for name, value in sorted(total.items(), key=lambda item: -item[1]):
         table.add_row(name, seconds(value), percent(value / whole), TextBar(value / whole, _WIDEST_BAR))
-    return table
+    unknown = dict.fromkeys(name for step in steps for family in step.families for name in family.longest)
+    if not unknown:
+        return table
+    return Group(table, Text(f"other: {', '.join(name[:_NAME_WIDTH] for name in list(unknown)[:3])}"))
 
 
 def _groups(steps: Sequence[TraceStep]) -> Table:
@@ -452,3 +468,53 @@ def _groups(steps: Sequence[TraceStep]) -> Table:
     for name, values in sorted(total.items(), key=lambda item: -item[1][2]):
         table.add_row(name, *map(seconds, values))
     return table
+
+
+def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
+    table = headed(("exchange", "group", "MB", "times", "transfer", "wait", "GB/s"), "l", "l", "r", "r", "r", "r", "r")
+    for row in sorted(rows, key=lambda row: -row.median_s * row.count)[:_MOST_ROWS]:
+        rate = "" if row.bus_gb_per_s is None else f"{'≥ ' if row.at_least else ''}{row.bus_gb_per_s:.1f}"
+        transfer, wait = (
+            (f"{seconds(row.median_s)} both", "")
+            if row.transfer_s is None
+            else (seconds(row.transfer_s), seconds(row.wait_s or 0.0))
+        )
+        size = "" if row.num_bytes is None else f"{row.num_bytes / 1e6:.2f}"
+        table.add_row(row.collective, row.group[:20], size, f"{row.count:,}", transfer, wait, rate)
+    return table
+
+
+def _snapshot(report: SnapshotReport) -> RenderableType:
+    table = columns("l", "r", "r", None)
+    for part in report.parts:
+        share = part.num_bytes / (report.peak_bytes or 1)
+        table.add_row(part.category, f"{gibibytes(part.num_bytes)} GiB", percent(share), TextBar(share, _WIDEST_BAR))
+    table.add_row("peak, allocated", f"{gibibytes(report.peak_bytes)} GiB", "", "")
+    table.add_row("most reserved", f"{gibibytes(report.peak_reserved_bytes)} GiB", "", "")
+    table.add_row("free in blocks, at the end", f"{gibibytes(report.inactive_bytes)} GiB", "", "")
+    table.add_row("largest of them", f"{gibibytes(report.largest_free_block_bytes)} GiB", "", "")
+    lines = list(_oom(report))
+    return Group(table, *(Text(line) for line in lines))
+
+
+def _oom(report: SnapshotReport) -> Iterator[str]:
+    oom = report.out_of_memory
+    if oom is not None:
+        why = ""
+        if oom.fragmented:
+            why = f": {gibibytes(oom.inactive_bytes)} GiB were free, in blocks of at most "
+            why += f"{gibibytes(oom.largest_free_block_bytes)} GiB; fragmentation"
+        yield f"Out of memory on a request of {gibibytes(oom.requested_bytes)} GiB{why}."
+
+
+def _flight(report: FlightReport) -> RenderableType:
+    table = headed(("group", "ranks", "called", "ended", "outstanding", "differ"), "l", "r", "r", "r", "r", "r")
+    for group in report.groups[:_MOST_ROWS]:
+        called = f"{max(group.last_enqueued.values(), default=0):,}"
+        ended = f"{min(group.last_completed.values(), default=0):,}"
+        name = group.description or group.name
+        table.add_row(
+            name[:_NAME_WIDTH], f"{len(group.ranks):,}", called, ended, f"{len(group.outstanding):,}",
+            f"{len(group.mismatches):,}",
+        )  # fmt: skip
+    return Group(Text(f"{report.verdict[0].upper()}{report.verdict[1:]}.", style="bold"), table)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import shlex
+import tempfile
 from functools import cache
 from pathlib import Path
 
-from made_traces import training_trace
+from made_traces import event, frames, made_snapshot, segment, training_trace, write_pickle
 from measured_runs import observed, priced
 from probes import probe_result
 
@@ -110,6 +111,25 @@ def measurements() -> Seeds:
 def traces() -> Seeds:
     text = training_trace(0).text().encode()
     return {"rank0.json": text, "rank1.json.gz": gzip.compress(training_trace(1).text().encode(), mtime=0)}
+
+
+def snapshots() -> Seeds:
+    stack = frames("model/attention.py:forward", "train.py:step")
+    events = [
+        event("segment_alloc", 4096, 8192, 1),
+        event("alloc", 4096, 500, 2, stack),
+        event("alloc", 5000, 700, 3, stack),
+        event("free_requested", 4096, 500, 4),
+        event("free_completed", 4096, 500, 5),
+        event("oom", 0, 10**9, 6, stack),
+    ]
+    data = made_snapshot(events, [segment(4096, [(4000, "active_allocated", stack), (4192, "inactive", [])])])
+    with tempfile.TemporaryDirectory() as folder:
+        return {"s.pickle": write_pickle(Path(folder) / "s", data).read_bytes()}
+
+
+def flight_dumps() -> Seeds:
+    return {path.name: path.read_bytes() for path in sorted((TESTS / "observe" / "data").glob("*_[01]"))}
 
 
 def exported(target: str, runtime: str | None = None, **sizes: int) -> Seeds:

@@ -83,6 +83,8 @@ _RUNS = {
     "log": Reader(reads.observed, _corpus("log"), "lines"),
     "trace": Reader(reads.recorded, made.traces),
     "timeline": Reader(reads.recorded, made.timelines, cases=200),
+    "snapshot": Reader(reads.recorded, made.snapshots, "pickle"),
+    "flight recorder": Reader(reads.recorded, made.flight_dumps, "pickle"),
 }
 _IMPORTS = {
     "import shell": Reader(reads.imported, _corpus("shell", "*.s*"), "words"),

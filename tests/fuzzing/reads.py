@@ -23,7 +23,7 @@ from planner.layout.runs import evaluate_lines, parse_run
 from planner.observe.history import KeptPrice, prices_of, read_kept
 from planner.observe.judge import judged_alone
 from planner.observe.log_reader import observe
-from planner.observe.traces.recorded import is_trace, observation_of, read_recorded
+from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
 from planner.profile.record import MeasurementRecord
 from planner.report.trace import plan_trace
@@ -95,10 +95,11 @@ def observed(path: Path) -> object:
 
 
 def recorded(path: Path) -> object:
-    """Traces as `plan observe` reads them; a log where the file's first bytes say nothing."""
-    if not is_trace(str(path)):
+    """Traces, snapshots and dumps as `plan observe` reads them; a log where the file's first bytes say nothing."""
+    kinds = kinds_of([str(path)])
+    if not kinds:
         return observed(path)
-    read = read_recorded([str(path)])
+    read = read_recorded(kinds)
     with suppress(PlannerError):
         return judged_alone(observation_of(read), read).model_dump_json()
     return read.model_dump_json()

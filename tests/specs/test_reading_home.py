@@ -52,6 +52,7 @@ EXCEPTIONS = {
     "planner/probe/rank/groups.py": WIRE,
     "planner/observe/lines.py": "logs, inflated a MiB at a time, up to a limit; no line is longer than 64 KiB",
     "planner/observe/traces/kineto.py": LARGE,
+    "planner/observe/traces/source.py": "inflated up to a limit; an unpickler that knows no class, in bounded memory",
 }
 """Modules that call a parser themselves, and why they may."""
 

@@ -1,1 +1,1 @@
-"""Readers of the traces that torch's profiler leaves."""
+"""Readers of everything that is no text log: profiler traces, memory snapshots, flight-recorder dumps, nsys exports."""

@@ -9,8 +9,8 @@ ran dry, a dependency if it came before.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from planner.observe.traces.events import (
     COMMUNICATION,
     FAMILIES,
+    NAMES,
     NO_EVENTS,
     NONE,
+    OTHER,
     POINT_TO_POINT,
     UNKNOWN,
     Events,
@@ -31,7 +33,6 @@ from planner.observe.traces.events import (
     Times,
     TraceStep,
     axis_of,
-    axis_of_description,
     families_of,
     intersect,
     length_ns,
@@ -151,11 +152,11 @@ class Sorted:
     """The latest end of an event and all before it."""
 
     @classmethod
-    def of(cls, trace: RankTrace) -> Sorted:
-        """Sort a trace's events."""
+    def of(cls, trace: RankTrace, grid: Mapping[str, int] | None = None) -> Sorted:
+        """Sort a trace's events; `grid` names the axes of groups that the trace leaves undescribed."""
         family = families_of(trace.names)[trace.gpu["name"]] if len(trace.gpu) else np.zeros(0, np.int64)
         label_of_call = [
-            axis_of(trace.groups[call.group]) if call.group in trace.groups else UNKNOWN for call in trace.calls
+            axis_of(trace.groups[call.group], grid) if call.group in trace.groups else UNKNOWN for call in trace.calls
         ]
         of_name = [_label_of_name(name) for name in trace.names]
         labels = tuple(sorted({*label_of_call, *of_name}))
@@ -234,12 +235,33 @@ def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
 
 
 def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
-    taken, rows = NONE, []
-    for index in np.unique(events.family[computing]).tolist():
-        spans = intersect(_union(events.trace.gpu, computing & (events.family == index)), inside)
-        rows.append(FamilyTime(family=FAMILIES[index].name, seconds=length_ns(subtract(spans, taken)) * NS))
+    taken, times = NONE, []
+    for index, family in enumerate(FAMILIES):
+        chosen = computing & (events.family == index)
+        if not chosen.any():
+            continue
+        spans = intersect(_union(events.trace.gpu, chosen), inside)
+        times.append(
+            (family.name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index))
+        )
         taken = merge(taken, spans)
+    total = sum(nanoseconds for _, nanoseconds, _, _ in times) or 1
+    rows = [
+        FamilyTime(family=name, seconds=ns * NS, share_fraction=ns / total, num_kernels=count, longest=longest)
+        for name, ns, count, longest in times
+    ]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> tuple[str, ...]:
+    """The names that take most time, for kernels that no pattern knows."""
+    if NAMES[family] != OTHER:
+        return ()
+    gpu = events.trace.gpu
+    total: Counter[int] = Counter()
+    for name, length in zip(gpu["name"][chosen].tolist(), (gpu["end"] - gpu["start"])[chosen].tolist(), strict=True):
+        total[name] += length
+    return tuple(events.trace.names[name][:80] for name, _ in total.most_common(MAX_NAMES))
 
 
 def _groups(
@@ -253,8 +275,14 @@ def _groups(
             continue
         spans = intersect(_union(events.trace.gpu, chosen), inside)
         exposed = subtract(subtract(spans, compute), all_of_it)
-        busy, hidden, shown = (length_ns(part) * NS for part in (spans, intersect(spans, compute), exposed))
-        times.append(GroupTime(group=label, busy_s=busy, hidden_s=hidden, exposed_s=shown))
+        times.append(
+            GroupTime(
+                group=label,
+                busy_s=length_ns(spans) * NS,
+                hidden_s=length_ns(intersect(spans, compute)) * NS,
+                exposed_s=length_ns(exposed) * NS,
+            )
+        )
         all_of_it = merge(all_of_it, spans)
     return tuple(times), all_of_it
 
@@ -288,103 +316,3 @@ def _waits(events: Sorted, gaps: Spans) -> tuple[tuple[str, float], ...]:
     """Seconds of idle time that each of the waits covers, the longest first."""
     covered = ((name, length_ns(intersect(gaps, spans)) * NS) for name, spans in events.waits)
     return tuple(sorted((item for item in covered if item[1] > 0), key=lambda item: -item[1])[:MAX_NAMES])
-
-
-_TOGETHER = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier", re.IGNORECASE)
-"""Collectives that end on all ranks at once."""
-_TRANSFER = re.compile("send|recv", re.IGNORECASE)
-Shared = list[tuple[int, int]]
-"""The rank's place and the event's index of one exchange on each of its ranks."""
-
-
-def late_by_peers(ranks: Sequence[Sorted]) -> list[dict[str, int]]:
-    """Nanoseconds for which each rank waited in exchanges of each group, as far as its peers' traces tell.
-
-    The n-th collective of a group is the same one on all of its ranks, and moves no data before its last rank has come.
-    """
-    shared = [entries for entries in _matched(ranks) if len(entries) > 1]
-    offsets, late = _clocks(ranks, shared), [defaultdict[str, int](int) for _ in ranks]
-    for entries in shared:
-        starts = [int(ranks[rank].trace.gpu["start"][index]) + offsets[rank] for rank, index in entries]
-        for (rank, index), start in zip(entries, starts, strict=True):
-            gpu = ranks[rank].trace.gpu
-            label = ranks[rank].labels[ranks[rank].group[index]]
-            late[rank][label] += min(max(starts) - start, int(gpu["end"][index] - gpu["start"][index]))
-    return [dict(of_rank) for of_rank in late]
-
-
-def _matched(ranks: Sequence[Sorted]) -> Iterable[Shared]:
-    """Exchanges that several traces have, of groups whose ranks did equally many."""
-    found: dict[object, list[Shared]] = defaultdict(list)
-    for place, events in enumerate(ranks):
-        mine: dict[object, Shared] = defaultdict(list)
-        for index in np.flatnonzero(events.group >= 0).tolist():
-            if (key := _shared_key(events.trace, index)) is not None:
-                mine[key].append((place, index))
-        for key, entries in mine.items():
-            found[key].append(entries)
-    for lists in found.values():
-        if len(set(map(len, lists))) == 1:
-            yield from map(list, zip(*lists, strict=True))
-
-
-def _shared_key(trace: RankTrace, index: int) -> object:
-    """The key that ranks share of one exchange; None where the trace does not say its ranks."""
-    if trace.gpu["call"][index] < 0:  # of all ranks where every group holds all of them
-        size = trace.world_size or 0
-        groups = [group.ranks for group in trace.groups.values() if group.size != 1]
-        all_in_one = size == 2 or (bool(groups) and all(ranks == tuple(range(size)) for ranks in groups))
-        return trace.names[trace.gpu["name"][index]] if all_in_one else None
-    call = trace.calls[trace.gpu["call"][index]]
-    group = trace.groups.get(call.group)
-    if group is None or len(group.ranks) < 2:
-        return None
-    if _TRANSFER.search(call.collective):  # whose peer is whose is said, or plain
-        return (group.ranks, group.description, call.peers) if call.peers or len(group.ranks) == 2 else None
-    return group.ranks, group.description, call.collective, call.num_elements
-
-
-def _clocks(ranks: Sequence[Sorted], shared: Sequence[Shared]) -> list[int]:
-    """Nanoseconds to add to each rank's times so that shared collectives end together.
-
-    Clocks that are no further apart than ends scatter are taken as one: ranks of one host have one, and the scatter
-    would be added to every wait.
-    """
-    offsets = [events.trace.origin_ns - ranks[0].trace.origin_ns for events in ranks]
-    ends: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for (first, index), *others in shared:
-        if _TOGETHER.search(_name(ranks[first].trace, index)):
-            end = int(ranks[first].trace.gpu["end"][index])
-            for place, other in others:
-                ends[first, place].append(end - int(ranks[place].trace.gpu["end"][other]))
-    known: set[int] = set()
-    for root in range(len(ranks)):  # one of each part of the ranks that no collective joins to those before
-        known.add(root)
-        for _ in ranks:  # every round reaches the ranks that share a group with those known
-            for (a, b), apart in ends.items():
-                if (a in known) != (b in known):
-                    middle = int(np.median(apart))
-                    other, clock = (b, offsets[a] + middle) if a in known else (a, offsets[b] - middle)
-                    if abs(clock - offsets[other]) > float(np.median(np.abs(np.array(apart) - middle))):
-                        offsets[other] = clock
-                    known |= {a, b}
-    return offsets
-
-
-def _name(trace: RankTrace, index: int) -> str:
-    call = int(trace.gpu["call"][index])
-    return trace.calls[call].collective if call >= 0 else trace.names[trace.gpu["name"][index]]
-
-
-def stage_of(trace: RankTrace) -> int | None:
-    """The pipeline stage of a rank: its place in its pipeline group; None where that is not known.
-
-    A trace that describes its groups, and none of a pipeline, is of a job with one stage.
-    """
-    if trace.rank is None:
-        return None
-    for group in trace.groups.values():
-        if group.label == "pp" and trace.rank in group.ranks:
-            return group.ranks.index(trace.rank)
-    described = any(axis_of_description(group.description) for group in trace.groups.values())
-    return 0 if described or trace.world_size == 1 else None

@@ -7,7 +7,7 @@ AITER, cuDNN, PyTorch's `at::native`, Inductor's `triton_…`, Transformer Engin
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from planner.specs.base import Spec
 
@@ -99,6 +98,7 @@ FAMILIES = (
     KernelFamily(OTHER, ""),
 )
 
+NAMES = tuple(family.name for family in FAMILIES)
 _PATTERNS = tuple(re.compile(family.pattern, re.IGNORECASE) for family in FAMILIES)
 COMMUNICATION = 0
 """The index of the one family that communicates."""
@@ -131,6 +131,8 @@ AXES = (
 """(axis, pattern) of a group's description, in lower case; the first that matches wins."""
 
 _AXIS_PATTERNS = tuple((axis, re.compile(pattern)) for axis, pattern in AXES)
+GRID_ORDER = ("tp", "cp", "dp", "pp")
+"""From ranks beside each other to ranks far apart, as Megatron and torchtitan lay them out."""
 UNKNOWN = "unknown"
 POINT_TO_POINT = "point to point"
 PLANNED = {
@@ -170,10 +172,18 @@ def axis_of_description(description: str) -> str | None:
     return next((axis for axis, pattern in _AXIS_PATTERNS if pattern.search(lowered)), None)
 
 
-def axis_of(group: ProcessGroup) -> str:
-    """The axis of a group as described, else its size and stride."""
+def axis_of(group: ProcessGroup, grid: Mapping[str, int] | None = None) -> str:
+    """The axis of a group: as described, else as its size and stride are in `grid` (sizes of tp, cp, dp and pp)."""
     described = axis_of_description(group.description)
-    return described if described and described != "world" else group.label
+    if described and described != "world":
+        return described
+    stride = 1
+    for axis in GRID_ORDER if grid else ():
+        size = (grid or {}).get(axis, 1)
+        if size > 1 and group.size == size and group.stride == stride:
+            return axis
+        stride *= size
+    return group.label
 
 
 def ranks_of(text: object) -> tuple[int, ...]:
@@ -279,6 +289,7 @@ class Call:
     """The process group's name, or nothing."""
     num_elements: int
     """The larger of what goes in and what comes out."""
+    dtype: str
     peers: tuple[int, int] | None = None
     """Source and destination of a transfer, where they are said."""
 
@@ -343,6 +354,11 @@ class FamilyTime(Spec):
 
     family: str
     seconds: float
+    share_fraction: float
+    """Share of the step's computing time."""
+    num_kernels: int
+    longest: tuple[str, ...] = ()
+    """Names of the longest kernels, for the family `other`."""
 
 
 class GroupTime(Spec):
@@ -388,8 +404,28 @@ class TraceStep(Spec):
     """(what the host did while nothing ran, seconds), the longest first."""
 
 
+class CollectiveTime(Spec):
+    """One kind of exchange in one group on one rank."""
+
+    group: str
+    collective: str
+    num_bytes: int | None
+    """Bytes of the larger side; None where the trace does not say it."""
+    group_size: int | None
+    count: int
+    median_s: float
+    """Median duration: transfer and wait."""
+    transfer_s: float | None = None
+    """Median from the latest rank's start to the end; None without peers' traces."""
+    wait_s: float | None = None
+    """Mean wait for the latest rank; None without peers' traces."""
+    bus_gb_per_s: float | None = None
+    """Bytes × the ring's factor ÷ transfer_s, or ÷ median_s, and then the link is at least as fast."""
+    at_least: bool = True
+
+
 class RankReport(Spec):
-    """Steps of one rank's trace."""
+    """Steps and exchanges of one rank's trace."""
 
     file: str
     rank: int | None
@@ -397,8 +433,7 @@ class RankReport(Spec):
     world_size: int | None = None
     device: str
     steps: tuple[TraceStep, ...]
-    late_s: dict[str, float] = Field(default_factory=dict)
-    """Seconds of a mean step in which exchanges of a group wait for their latest rank; none without peers' traces."""
+    collectives: tuple[CollectiveTime, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -406,4 +441,6 @@ class TraceReport(Spec):
     """Traces of one run, one entry a rank, and what they cannot show."""
 
     ranks: tuple[RankReport, ...]
+    clock_error_s: float | None = None
+    """How far apart ends of shared collectives are after clocks were aligned (median); None without peers."""
     not_shown: tuple[str, ...] = ()

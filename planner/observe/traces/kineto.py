@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError
-from planner.observe.lines import BLOCK_BYTES, Tally, blocks
 from planner.observe.traces.events import (
     EVENT,
     HOST,
@@ -30,43 +28,15 @@ from planner.observe.traces.events import (
     ranks_by_stride,
     ranks_of,
 )
-from planner.specs.reading import label, printable
+from planner.observe.traces.source import CHUNK_BYTES, Progress, TraceFile
+from planner.specs.reading import printable
 
 EVENTS_KEY = "traceEvents"
 MAX_VALUE_CHARS = 2**25
 """The longest value beside or inside `traceEvents`; the longest seen in real traces is a call stack of 100 kB."""
 
-MAX_INFLATION, INFLATION_SLACK_BYTES = 200, 2**24
-"""The most bytes that a byte of gzip may become (traces reach 30, a bomb 1,000), and those that small files may."""
-Progress = Callable[[], None]
-"""Called once for each MiB that has been read and inflated."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _LIST = re.compile(rf'"{EVENTS_KEY}"\s*:\s*\[')
-
-
-class TraceFile:
-    """The bytes of one file, inflated where they are gzipped."""
-
-    def __init__(self, path: str | Path, progress: Progress = lambda: None) -> None:
-        self.where, self._tally = label(path), Tally()
-        self._blocks = blocks(str(path), self._tally, progress)
-        self._most = max(MAX_INFLATION * os.path.getsize(path), INFLATION_SLACK_BYTES) if os.path.exists(path) else 0
-
-    def read(self, num_bytes: int = BLOCK_BYTES) -> bytes:
-        """At least so many more bytes, as far as there are as many. SpecError where they cannot be inflated."""
-        parts, size = list[bytes](), 0
-        while size < num_bytes and (block := next(self._blocks, b"")):
-            parts.append(block)
-            size += len(block)
-        if self._tally.partial:
-            raise self.broken(self._tally.partial, "copy the file again")
-        if self._tally.num_bytes > self._most:
-            raise self.broken(f"inflates to more than {self._most:,} bytes, as no trace does")
-        return b"".join(parts)
-
-    def broken(self, problem: str, hint: str = "name another file, or write this one again") -> SpecError:
-        """The error that this file causes."""
-        return SpecError(f"{self.where}: {printable(problem)}", hint)
 
 
 class EventScanner:
@@ -150,7 +120,7 @@ class EventScanner:
         """Read at least as much again as is left, so that a long value is not decoded often; false at the end."""
         if len(self._text) > most:
             raise self.broken(f"a value of more than {most:,} characters")
-        data = self._source.read(max(BLOCK_BYTES, len(self._text)))
+        data = self._source.read(max(CHUNK_BYTES, len(self._text)))
         self._text += self._bytes.decode(data, final=not data)
         return bool(data)
 
@@ -175,14 +145,14 @@ _LATEST_US = 2.2e15
 _MAX_CALLS = 10**6
 
 
-def read_kineto(path: str | Path, progress: Progress = lambda: None) -> tuple[RankTrace, ...]:
+def read_kineto(path: str | Path, progress: Progress | None = None) -> tuple[RankTrace, ...]:
     """The trace of each GPU in one file, mostly one. SpecError for whatever is none."""
-    source = TraceFile(path, progress)
-    scanner = EventScanner(source)
-    reader = _Reader(scanner)
-    for event in scanner.events():
-        if event.get("ph") == "X":
-            reader.add(event)
+    with TraceFile(path, progress) as source:
+        scanner = EventScanner(source)
+        reader = _Reader(scanner)
+        for event in scanner.events():
+            if event.get("ph") == "X":
+                reader.add(event)
     if not any(map(len, reader.tables.values())):
         raise source.broken("holds no event that torch.profiler records", "name a trace that it exported")
     return tuple(reader.traces(source.where))
@@ -252,6 +222,7 @@ class _Reader:
         call = Call(
             _text(arguments["Collective name"]).lower(), group,
             max(size if isinstance(size, int) and 0 <= size < 2**62 else 0 for size in sizes),
+            _text(arguments.get("dtype", "")),
             (source, destination) if isinstance(source, int) and isinstance(destination, int) else None,
         )  # fmt: skip
         return self.calls.setdefault(call, len(self.calls)) if len(self.calls) < _MAX_CALLS else -1

@@ -22,12 +22,13 @@ from planner.observe.observation import (
     SourceFile,
     StepSeries,
 )
-from planner.observe.traces.events import FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
+from planner.observe.traces.events import CollectiveTime, FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded
 from planner.specs.units import GIB
 from planner.trainers.switches import SWITCHES
 
 WALL_S = 1.0
+COLLECTIVE = {"group": "dp", "collective": "all_reduce", "num_bytes": 10**9, "group_size": 4}
 
 
 def step(number: int, compute_s: float = 0.76, shown_s: float = 0.2, gaps_s: float = 0.04, **more: Any) -> TraceStep:
@@ -40,7 +41,8 @@ def step(number: int, compute_s: float = 0.76, shown_s: float = 0.2, gaps_s: flo
             "compute_s": compute_s, "exposed_communication_s": shown_s, "copies_s": 0.0, "host_gaps_s": gaps_s,
             "dependencies_s": 0.0, "idle_s": 0.0,
             "families": tuple(
-                FamilyTime(family=name, seconds=share * compute_s) for name, share in families
+                FamilyTime(family=name, seconds=share * compute_s, share_fraction=share, num_kernels=3000)
+                for name, share in families
             ),
             "groups": (GroupTime(group="dp", busy_s=shown_s, hidden_s=0.0, exposed_s=shown_s),),
             **more,
@@ -53,7 +55,7 @@ def report(rank: int, wait_s: float = 0.01, **more: Any) -> RankReport:
     return RankReport(
         file=f"rank{rank}.json", rank=rank, stage=0, world_size=4, device="NVIDIA H100 80GB HBM3",
         steps=tuple(step(number, **more) for number in range(4)),
-        late_s={"dp": wait_s},
+        collectives=(CollectiveTime(**COLLECTIVE, count=4, median_s=0.2, transfer_s=0.19, wait_s=wait_s),),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from planner.observe.judge import judged_alone, judged_beside, observed_of, read_observed
 from planner.observe.log_reader import observe
-from planner.observe.traces.recorded import ObservedFiles, read_recorded, traces_of
+from planner.observe.traces.recorded import ObservedFiles, kinds_of, read_recorded
 
 DATA = Path(__file__).parents[1] / "data" / "faults"
 
@@ -19,9 +19,9 @@ DATA = Path(__file__).parents[1] / "data" / "faults"
 def answer(name: str, beside: str = "") -> ObservedFiles:
     """What `plan observe FILES [--plan observed.json]` answers, the earlier run through its file."""
     paths = [str(path) for path in sorted((DATA / name).iterdir())]
-    traces = traces_of(paths)
-    recorded = read_recorded(traces)
-    observation = observe([path for path in paths if path not in traces])
+    kinds = kinds_of(paths)
+    recorded = read_recorded(kinds)
+    observation = observe([path for path in paths if path not in kinds])
     if not beside:
         return ObservedFiles(**dict(judged_alone(observation, recorded)), recorded=recorded)
     earlier = observed_of(json.loads(answer(beside).model_dump_json()), "observed.json")

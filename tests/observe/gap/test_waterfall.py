@@ -20,7 +20,7 @@ from planner.observe.accounts import STEP_TERMS, Account, GroupExchanges, planne
 from planner.observe.case import ObservedCase, recipe_terms, stated_otherwise
 from planner.observe.judge import of_run, predicted
 from planner.observe.observation import JobFacts, Observation, Observed, SourceFile, Term, Timer
-from planner.observe.traces.recorded import ObservedFiles, Recorded, observation_of, read_recorded
+from planner.observe.traces.recorded import ObservedFiles, Recorded, kinds_of, observation_of, read_recorded
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
@@ -75,7 +75,7 @@ def recorded(
         }
         trace = trace_of(account, rank, NUM_GPUS, groups, (late or {}).get(rank))
         paths.append(str(trace.write(folder / f"rank{rank}.json")))
-    return read_recorded(paths)
+    return read_recorded(kinds_of(paths))
 
 
 def held(job: str, files: Recorded, step_s: float | None = None) -> Observed:

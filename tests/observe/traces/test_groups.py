@@ -46,9 +46,13 @@ def test_a_description_names_its_axis(description: str, axis: str | None) -> Non
     assert axis_of_description(description) == axis
 
 
-@pytest.mark.parametrize(("ranks", "label"), [((0, 3), "stride 3"), ((0, 1, 5), "3 ranks")])
-def test_a_group_without_a_description_is_its_size_and_stride(ranks: tuple[int, ...], label: str) -> None:
-    assert label in axis_of(ProcessGroup("7", "undefined", ranks, len(ranks)))
+@pytest.mark.parametrize(
+    ("ranks", "axis"),
+    [((0, 1), "tp"), ((1, 3), "cp"), ((0, 4, 8, 12), "dp"), ((3, 19), "pp"), ((0, 3), "group 7 (2 ranks, stride 3)")],
+)
+def test_size_and_stride_name_an_axis_of_the_grid(ranks: tuple[int, ...], axis: str) -> None:
+    grid = {"tp": 2, "cp": 2, "dp": 4, "pp": 2}
+    assert axis_of(ProcessGroup("7", "undefined", ranks, len(ranks)), grid) == axis
 
 
 @pytest.mark.parametrize("text", ["[0, 1, ...]", "0, 1", "[a]", "[" + "1," * 10**6 + "]", [0, "1"], [True], [-1], None])

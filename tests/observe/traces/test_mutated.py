@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_traces import training_trace
+from made_traces import event, frames, made_snapshot, segment, training_trace, write_pickle
 
 from planner.errors import SpecError
-from planner.observe.traces.recorded import is_trace, read_recorded
+from planner.observe.traces.dumps import read_flight_recorder, read_snapshot
+from planner.observe.traces.recorded import FileKind, file_kind_of, read_traces
 
+DATA = Path(__file__).parents[1] / "data"
 NUM_MUTANTS = 150
 
 
@@ -22,6 +24,24 @@ def trace(folder: Path) -> bytes:
 
 def zipped(folder: Path) -> bytes:
     return gzip.compress(trace(folder), mtime=0)
+
+
+def snapshot(folder: Path) -> bytes:
+    stack = frames("model/attention.py:forward")
+    events = [
+        event("segment_alloc", 4096, 8192, 1),
+        event("alloc", 4096, 500, 2, stack),
+        event("free_requested", 4096, 500, 3),
+    ]
+    return write_pickle(folder / "s", made_snapshot(events, [segment(4096, [(8192, "inactive", [])])])).read_bytes()
+
+
+def dump(folder: Path) -> bytes:
+    return (DATA / "hang_0").read_bytes()
+
+
+def json_dump(folder: Path) -> bytes:
+    return (DATA / "flight_0.json").read_bytes()
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
@@ -44,11 +64,16 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 
 
 def read(path: Path) -> None:
-    if is_trace(str(path)):
-        read_recorded([str(path)]).model_dump_json()
+    match file_kind_of(path):
+        case FileKind.SNAPSHOT:
+            [report.model_dump_json() for report in read_snapshot(path)]
+        case FileKind.FLIGHT_RECORDER:
+            read_flight_recorder([path]).model_dump_json()
+        case FileKind.KINETO:
+            read_traces([path]).model_dump_json()
 
 
-@pytest.mark.parametrize("make", [trace, zipped])
+@pytest.mark.parametrize("make", [trace, zipped, snapshot, dump, json_dump])
 def test_a_mutant_is_read_or_is_one_error(tmp_path: Path, make: Callable[[Path], bytes]) -> None:
     chance, whole = random.Random(27), make(tmp_path)
     path, refused = tmp_path / "mutant_0", []

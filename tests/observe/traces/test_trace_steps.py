@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 from made_traces import ALL_REDUCE, ATTENTION, GEMM, SEND_RECV, MadeTrace, training_trace
 
-from planner.observe.traces.breakdown import Sorted
 from planner.observe.traces.events import RankReport, TraceStep
 from planner.observe.traces.kineto import read_kineto
-from planner.observe.traces.recorded import read_recorded
+from planner.observe.traces.recorded import read_traces
 
 US = 1e-6
 
 
 def reported(trace: MadeTrace, folder: Path) -> RankReport:
-    return read_recorded([str(trace.write(folder / "made.json"))]).traces.ranks[0]
+    return read_traces([trace.write(folder / "made.json")]).ranks[0]
 
 
 def parts_us(step: TraceStep) -> dict[str, float]:
@@ -57,6 +56,14 @@ def test_time_that_two_families_share_counts_once(tmp_path: Path) -> None:
     assert {family.family: round(family.seconds / US) for family in step.families} == {"attention": 100, "gemm": 50}
 
 
+def test_kernels_that_no_row_knows_are_named_with_their_share(tmp_path: Path) -> None:
+    trace = MadeTrace()
+    trace.kernel("somebody_s_kernel", 0, 30, 0)
+    trace.kernel(GEMM, 30, 70, 0)
+    other = reported(trace, tmp_path).steps[0].families[-1]
+    assert (other.family, other.share_fraction, other.longest) == ("other", pytest.approx(0.3), ("somebody_s_kernel",))
+
+
 def test_steps_that_capture_graphs_are_warm_ups(tmp_path: Path) -> None:
     trace = training_trace(0)
     trace.add("cuda_runtime", "cudaStreamBeginCapture", 20, 5)
@@ -74,7 +81,7 @@ def test_a_first_step_that_is_slow_is_a_warm_up(tmp_path: Path) -> None:
 def test_a_trace_without_marks_is_one_step_and_says_so(tmp_path: Path) -> None:
     trace = MadeTrace()
     trace.kernel(GEMM, 10, 100, 5)
-    report = read_recorded([str(trace.write(tmp_path / "made.json"))]).traces
+    report = read_traces([trace.write(tmp_path / "made.json")])
     assert [step.number for step in report.ranks[0].steps] == [None]
     assert any("nothing marks them" in told for told in report.not_shown)
 
@@ -99,8 +106,16 @@ def test_kernels_without_words_get_their_collective_from_the_host(tmp_path: Path
     trace.kernel(SEND_RECV, 150, 10, 60)
     (trace_read,) = read_kineto(trace.write(tmp_path / "made.json"))
     assert trace_read.groups["5"].ranks == (1, 3, 5, 7)
-    events = Sorted.of(trace_read)
-    assert [events.labels[index] for index in events.group] == ["dp", "point to point"]
+    gathered, transfer = reported(trace, tmp_path).collectives
+    assert (gathered.group, gathered.collective, gathered.num_bytes, gathered.count) == (
+        "dp",
+        "reduce_scatter",
+        32000,
+        1,
+    )
+    # 32,000 bytes × 3/4 in 100 µs, waiting included: the links are at least as fast
+    assert (gathered.bus_gb_per_s, gathered.at_least) == (pytest.approx(0.24), True)
+    assert (transfer.group, transfer.num_bytes, transfer.bus_gb_per_s) == ("point to point", None, None)
 
 
 def test_copies_are_apart_from_computing(tmp_path: Path) -> None:
