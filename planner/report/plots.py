@@ -27,7 +27,7 @@ from planner.trainers.switches import written
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".html")
 MOST_TICKS = 8
-"""Numbers of GPUs that are all marked on the axis."""
+"""The most numbers of GPUs that are each marked on the axis."""
 
 
 def check_picture(path: str, name: str) -> None:
@@ -45,7 +45,7 @@ class Series(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A number of every point, with its interval."""
+    """One quantity of every point, with its interval."""
 
     label: str
     value: Callable[[Point], float | None]
@@ -59,7 +59,7 @@ DOLLARS = Axis("dollars", lambda point: point.usd, lambda point: point.usd_inter
 
 
 TITLES = {GPUS.label: "How it scales; dotted: as the fewest GPUs do", DAYS.label: "What time costs"}
-"""The titles of the panels by what lies along their axes."""
+"""Titles of the panels, by the quantities of their axes."""
 
 
 def draw_sweep(sweep: Sweep, path: str, force: bool = False) -> None:
