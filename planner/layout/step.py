@@ -130,7 +130,7 @@ class PassPart(NamedTuple):
 
 
 class Beats:
-    """Computing and the collective behind it, in all parts of a candidate's stages; layers of one kind and mode share it."""
+    """Computing, and the collective behind it, of all parts of a candidate's stages; like layers share them."""
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate, self._pricing, self._shape = candidate, candidate.pricing, candidate.shape

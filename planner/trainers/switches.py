@@ -104,7 +104,7 @@ class Switch:
         return self.also(value) if known is None else self.values[known]
 
     def value_of(self, runtime: Any) -> Value:
-        """The value whose fields a runtime has; numbers match if both or neither are zero, and a share stands for itself."""
+        """The value whose fields a runtime has; numbers match if both or neither are zero, a share is as it is."""
 
         def matches(fields: Fields) -> bool:
             names = self.shown_by or tuple(fields)
