@@ -20,7 +20,7 @@ from planner.errors import PlannerError, SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import assemble
 from planner.layout.price import price_layout, reprice
-from planner.layout.variation import told_assumptions, with_unsaid
+from planner.layout.variation import SELDOM_SAID, told_assumptions, with_unsaid
 from planner.saved import KEY, changed_entry, said
 from planner.schedule.actions import Action
 from planner.schedule.graph import made_order
@@ -263,7 +263,8 @@ def priced_again(plan: Plan) -> Plan:
 
 def _again(candidate: Candidate, layout: PricedLayout, exact: bool) -> PricedLayout:
     priced = price_layout(candidate, exact=exact)
-    priced = with_unsaid(candidate, priced) if layout.unsaid else priced
+    if layout.unsaid:
+        priced = with_unsaid(candidate, priced, all(one.switch in SELDOM_SAID for one in layout.unsaid))
     kept = {"warnings": layout.warnings, "id": layout.id, "runtime_spec": layout.runtime_spec}
     return priced.model_copy(update=kept)
 

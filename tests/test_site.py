@@ -156,6 +156,7 @@ EXAMPLES: dict[str, str] = {
     "export": "export plan.json --to megatron --dry-run --json",
     "observe": "observe train.log --plan plan.json --json",
     "compare": "compare plan.json plan.json --json",
+    "next": "next plan.json --days 30 --json",
     "sweep": "sweep --model llama-3.2-1b --gpus 8 --json",
     "runs": "evaluate --runs runs.jsonl --json",
     "doctor": "doctor --json",

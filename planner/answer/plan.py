@@ -36,6 +36,8 @@ class ModelSummary(Spec):
     num_trained_parameters: Count | None = None
     """Parameters that are trained: all of them, or those of adapters alone, which `num_parameters` leaves out; null in
     files that do not say."""
+    num_vision_parameters: Count = 0
+    """Parameters of the tower that makes tokens of images; `num_parameters` includes them."""
     spec: ModelSpec
 
 

@@ -94,7 +94,7 @@ def _write_trials(plan: Plan, count: int, to: str, image: str | None, output: st
     """The plan and its next best layouts, each in a folder of its own; their paths on stdout."""
     from pathlib import Path
 
-    from planner.export.launch.trials import trials_of, write_trials
+    from planner.export.export import trials_of, write_trials
     from planner.export.trainer_files import slug
     from planner.plan_file import with_alternative
 

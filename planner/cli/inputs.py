@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
@@ -36,7 +37,7 @@ from planner.specs.training import (
     TrainingSpec,
 )
 from planner.specs.units import SIZE, is_count, parse_count, parse_number, parse_whole, unit_of
-from planner.trainers.generations import described, objection_to_silicon, todays
+from planner.trainers.generations import described, imbalance_of, objection_to_silicon, todays
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting
 from planner.trainers.spec import RuntimeSpec
@@ -125,7 +126,8 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         cluster, runtime = calibration.of_cluster(cluster), calibration.of_runtime(runtime)
     elif not asked.no_history:
         cluster = with_history(cluster, runtime, said)
-    training = _training(asked, model, adapters)
+    training = _routed(asked, _training(asked, model, adapters), model, runtime, switches)
+    model = _seeing(model, asked.images, training)
     _note_doubts(asked, cluster, tunes)
     if training.operations.num_spare_nodes is not None:
         from planner.months.whole_run import check_spares
@@ -209,7 +211,10 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
         return replace(job, says_switches=True)
     runtime, _ = described(job.runtime_spec, job.cluster.hardware, job.model, switches or {})
     check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
-    return replace(job, runtime_spec=runtime, says_switches=job.says_switches or switches is not None)
+    training = _routed(asked, job.training, job.model, runtime, switches or {})
+    return replace(
+        job, training=training, runtime_spec=runtime, says_switches=job.says_switches or switches is not None
+    )
 
 
 def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = False) -> Any:
@@ -317,6 +322,44 @@ def _training(asked: JobOptions, model: ModelSpec, adapters: AdapterSpec | None)
             f"--tokens {asked.tokens.strip()}T" if is_count(asked.tokens.strip()) else f"--tokens {batch * seq_length}",
         )
     return _checked(TrainingSpec, {**values, "global_batch_size": batch})
+
+
+_IMAGES = re.compile(r"(\d{1,6})(?:x([1-9]\d{0,8}))?(:trained)?")
+
+
+def _seeing(model: ModelSpec, asked: str | None, training: TrainingSpec) -> ModelSpec:
+    """The model with the images that --images gives a sequence: `4`, `4x256` tokens each, `4:trained`, `0` for none."""
+    vision, match = model.vision, _IMAGES.fullmatch(asked or "1")
+    if match is None:
+        raise SpecError(f"--images: {asked!s:.60} is no number of images", "write 4, 4x256, 4x256:trained or 0")
+    number = int(match[1])
+    if vision is None or not number:
+        if number and asked is not None:
+            raise SpecError(
+                f"--images {asked}: {model.name} has no vision tower", "--model DIR/config.json of one that has"
+            )
+        return model.model_copy(update={"vision": None})
+    if match[3] and training.adapters is not None:
+        raise SpecError(f"--images {asked}: adapters leave the tower frozen", f"--images {number}")
+    most = training.seq_length // number
+    tokens = int(match[2]) if match[2] else max(min(vision.image_tokens, most), 1)
+    if tokens > most:
+        raise SpecError(
+            f"--images {asked}: {number * tokens:,} tokens are more than the {training.seq_length:,} of a sequence",
+            f"--images {number}x{most}" if most else f"--images {training.seq_length}x1",
+        )
+    changed = {"images_per_sequence": number, "image_tokens": tokens, "is_trained": bool(match[3])}
+    return model.model_copy(update={"vision": vision.model_copy(update=changed)})
+
+
+def _routed(
+    asked: JobOptions, training: TrainingSpec, model: ModelSpec, runtime: RuntimeSpec, features: Recipe
+) -> TrainingSpec:
+    """`training` with experts as uneven as such runs have them, unless an option says it."""
+    if asked.moe_imbalance is not None:
+        return training
+    tunes = training.adapters is not None or asked.finetune
+    return training.model_copy(update=imbalance_of(model, features, runtime, tunes).fields)
 
 
 def _refuse_unstated(asked: JobOptions, model: ModelSpec) -> None:

@@ -38,6 +38,7 @@ class JobOptions:
     seq_length: o.SeqLength = None
     global_batch_size: o.GlobalBatchSize = None
     batch_tokens: o.BatchTokens = None
+    images: o.Images = None
     dtype: o.Dtype = None
     runtime: o.Runtime = None
     finetune: o.Finetune = False

@@ -212,6 +212,10 @@ Reference = Annotated[
     text(FINETUNE, "--reference", "KIND", "Reference of dpo and kto: model, adapters (without them), precomputed."),
 ]
 
+Images = Annotated[
+    str | None,
+    text(JOB, "--images", "N[xTOKENS][:trained]", "Images of a sequence, for a model that sees; 0: text alone. [1]"),
+]
 ExampleLengths = Annotated[
     str | None,
     text(FINETUNE, "--example-lengths", "LENGTHS", "Tokens of an example: FILE, MEAN or MEAN:MAX. [a sequence]"),

@@ -153,6 +153,14 @@ def _draw_phases(data: dict[str, Any], where: str, shape: Shape, alternative: in
     )
 
 
+def _draw_next(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+    from planner.decide.next import NextAnswer
+    from planner.report.runs import render_next
+    from planner.specs.problems import checked
+
+    return render_next(checked(NextAnswer, data, where))
+
+
 def _draw_probe(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.cli.measurements import probe_of
     from planner.cli.probe_report import render
@@ -184,6 +192,7 @@ _KINDS = (
     _Kind({"points", "pareto", "answers"}, _draw_sweep),
     _Kind({"sides", "differences", "waterfall"}, _draw_comparison),
     _Kind({"phases", "changes", "total"}, _draw_phases),
+    _Kind({"proposed", "outcomes", "layouts"}, _draw_next),
     _Kind(_IMPORTED, _draw_imported),
     _Kind({"schema_version", "best", "resume"}, _draw_resume),
     _Kind({"schema_version", "best"}, _draw_plan),

@@ -22,7 +22,7 @@ from planner.layout.price import reprice
 from planner.layout.variation import setting_of
 from planner.schedule.orders import violation
 from planner.search.case import Case
-from planner.search.layouts import find_layouts, some_layout
+from planner.search.layouts import find_layouts
 from planner.search.search import search
 from planner.search.why.remedy import with_remedy
 from planner.shape import NEAR_FRACTION, divisors
@@ -424,7 +424,7 @@ class Ways:
         if self.nothing is None or isinstance(case, NoReshard):
             why = "; ".join(f"{closed.kind}: {closed.reason}" for closed in self.closed)
             return Infeasible(f"{says}: {why}", self._enough())
-        told = with_remedy(self.nothing, case, some_layout, job.deadline)
+        told = with_remedy(self.nothing, case, job.deadline)
         option = (told.remedy or {}).get("options", ["", ""])
         axis = option[0].removeprefix("--").replace("-", "_")
         hint = f"leave {axis} out of --keep: a layout fits with {' '.join(option)}" if axis in job.keep else told.hint

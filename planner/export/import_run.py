@@ -10,6 +10,7 @@ from pathlib import Path
 from planner.errors import SpecError
 from planner.export.imported_run import ConfigFile
 from planner.export.imported_run import ImportedRun as ImportedRun
+from planner.export.keyed_settings import table
 from planner.export.targets import READERS, SOURCES, UNMARKED
 from planner.specs.reading import STDIN, label, read_configuration_text, text_beside
 
@@ -91,9 +92,23 @@ def read_configuration(text: str, source: str | None = None, recipe: str | None 
     return read_file(ConfigFile(text, None, recipe), source)
 
 
+def _refuse_unread(text: str) -> None:
+    """Raise SpecError for the configuration of a trainer that has no reader."""
+    for name, mark in table()["unread"].items():
+        if re.search(mark, text, re.MULTILINE) and "--tensor-model-parallel-size" not in text:
+            raise SpecError(
+                f"this is a configuration of {name}, which is not read",
+                "price its layout with plan evaluate --model NAME --gpus N --tp N --pp N --micro-batch-size N, "
+                "or name the trainer that it resembles with --from",
+            )
+
+
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it."""
-    source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), UNMARKED)
+    source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), None)
+    if source is None:
+        _refuse_unread(config.text)
+        source = UNMARKED
     if source not in SOURCES:
         raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
     if config.recipe is not None and not re.search(r"^\s*(def|from|import) ", config.text, re.MULTILINE):

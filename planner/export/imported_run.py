@@ -203,6 +203,8 @@ class ImportedRun:
 
     optimizer_instances: int = 1
     """Copies of the sharded optimizer; the number of GPUs says over how many ranks each is sharded."""
+    accumulates_whole: bool = False
+    """True where sharded weights stay gathered from the first micro-batch of a step to the last."""
     microbatches_per_rank: int | None = None
     """Micro-batches of a data-parallel rank in a step, for configurations that count the batch so."""
 
@@ -247,6 +249,9 @@ class ImportedRun:
                 least = least_gpus(layout)
                 multiple = f", a multiple of {least}" if name == "num_gpus" and least > 1 else ""
                 raise SpecError(f"{self.source}: {name} is not in the configuration", hint + multiple)
+        if self.accumulates_whole:
+            each = layout.get("micro_batch_size", 1) * (layout.get("dp") or run["num_gpus"] // ranks)
+            layout["zero_stage"] = 1 if run["global_batch_size"] > each else layout["zero_stage"]
         if self.optimizer_instances > 1:
             shards = run["num_gpus"] // (layout["tp"] * layout["pp"] * self.optimizer_instances)
             layout["fsdp"] = max(1, shards)
@@ -277,6 +282,11 @@ class ImportedRun:
         for name, value in settings.items():
             if name not in read:
                 (self.ignored if name in harmless else self.unknown)[str(name)] = str(value)[:200]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call settings as the configuration does, where a reader knows them by other names."""
+        for told in ("assumed", "unknown", "ignored"):
+            setattr(self, told, {names.get(name, name): value for name, value in getattr(self, told).items()})
 
     def _model(self, sizes: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         """The model's fields with the user's vocabulary, and the name of the published model that has them."""

@@ -31,6 +31,7 @@ class Dialect:
     unasked: Mapping[str, Any] = field(default_factory=dict)
     harmless: str = ""
     marks: tuple[str, ...] = ()
+    launched: str = ""
 
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
@@ -65,6 +66,7 @@ def dialect(name: str) -> Dialect:
         row.get("unasked", {}),
         row.get("harmless", ""),
         tuple(row.get("marks", ())),
+        row.get("launched", ""),
     )
 
 
@@ -121,6 +123,14 @@ def mapping_of(text: str) -> Settings:
     if not isinstance(data, dict):
         raise SpecError("the file holds no settings", "give the configuration's file")
     return data
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
+    """Nested tables as `section.name`."""
+    settings: Settings = {}
+    for key, value in data.items():
+        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return settings
 
 
 def _of_script(config: ConfigFile) -> KeyedSettings:

@@ -100,6 +100,16 @@ _TRAINERS = (
         runtimes=("bridge",),
     ),
     TrainerTarget(
+        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
+    ),
+    TrainerTarget(
+        "nemo-rl", None, "automodel_reading:read_nemo_rl",
+        mark=r"^policy:\s*$|\bpolicy\.(megatron_cfg|dtensor_cfg|train_(global|micro)|max_total)|nemo_rl",
+    ),
+    TrainerTarget(
+        "openrlhf", None, "huggingface.trainer_reading:read_openrlhf", mark=r"openrlhf\.cli\.train_",
+    ),
+    TrainerTarget(
         "nemo", None, "megatron.nemo_reading:read_nemo",
         mark=r"nemo_run|MegatronStrategy|trainer\.(strategy|num_nodes|devices)|^trainer:\s*$(?s:.*)^model:\s*$"
         r"|^model:\s*$(?s:.*)^trainer:\s*$",
@@ -152,10 +162,10 @@ _TRAINERS = (
     ),
 )  # fmt: skip
 _LAUNCHERS = (
-    LauncherTarget("torchrun", "launch.launchers:torchrun_script"),
-    LauncherTarget("slurm", "launch.launchers:slurm_script"),
-    LauncherTarget("kubernetes", "launch.kubernetes:kubernetes_manifest"),
-    LauncherTarget("kubernetes-jobset", "launch.kubernetes:jobset_manifest"),
+    LauncherTarget("torchrun", "launchers:torchrun_script"),
+    LauncherTarget("slurm", "launchers:slurm_script"),
+    LauncherTarget("kubernetes", "launchers:kubernetes_manifest"),
+    LauncherTarget("kubernetes-jobset", "launchers:jobset_manifest"),
 )
 
 TRAINERS = {trainer.name: trainer for trainer in _TRAINERS if trainer.writer is not None}

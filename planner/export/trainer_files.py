@@ -232,11 +232,11 @@ def promise(plan: Plan, shown_as: str) -> tuple[str, ...]:
     )
 
 
-def rendered(name: str, **values: Any) -> str:
+def rendered(name: str, /, **values: Any) -> str:
     """The text of a template; whatever it needs and is not given is an error.
 
     Filters: `python` writes a value as Python's literal, `g` a number in up to six digits, `quote` and `words` text and
-    words as the shell reads them back.
+    words as the shell reads them back, `json` a value as JSON, which YAML is too.
     """
     return _environment().get_template(f"{name}.j2").render(values)
 
@@ -254,7 +254,7 @@ def _environment() -> Environment:
         loader=PackageLoader("planner.export", "templates"), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters.update(python=repr, g=_short, quote=shlex.quote, words=shell_words)
+    environment.filters.update(python=repr, g=_short, quote=shlex.quote, words=shell_words, json=json.dumps)
     return environment
 
 

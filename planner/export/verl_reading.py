@@ -9,10 +9,9 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, is_on, number
+from planner.export.keyed_settings import KeyedSettings, Settings, dialect, flat, is_on, number
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
-from planner.export.torchtitan.settings_reading import flat
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _ROW = dialect("verl")
@@ -51,15 +50,16 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     for word in words:
         path, equals, value = word.partition("=")
         if equals and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.@/-]*", path):
-            found[path.lstrip("+")] = _value(value)
+            found[path.lstrip("+")] = value_of(value)
     gpus = script.variables.get("nproc_per_node") or []
     launched = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", " ".join(words))
     if launched or gpus:
-        found.setdefault("trainer.n_gpus_per_node", _value(launched[1] if launched else gpus[0]))
+        found.setdefault("trainer.n_gpus_per_node", value_of(launched[1] if launched else gpus[0]))
     return found, " ".join(word for word in words if word.endswith((".yaml", "megatron_trainer", "megatron")))
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """The value that a word of an override says."""
     words = {"True": True, "False": False, "None": None, "null": None, "true": True, "false": False, "": None}
     if text in words:
         return words[text]
@@ -91,10 +91,7 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     if settings.get(micro):
         keys["micro_batch_size"] = settings[micro]
     imported = read_keys("verl-megatron", keys, _num_gpus(settings), named=model_called(model) if model else None)
-    imported.unknown = {names.get(key, key): value for key, value in imported.unknown.items()}
-    imported.ignored = {names.get(key, key): value for key, value in imported.ignored.items()}
-    if (value := imported.assumed.pop("micro_batch_size", None)) is not None:
-        imported.assumed[micro] = value
+    imported.rename({**names, "micro_batch_size": micro})
     rank = settings.get(f"{_MODEL}lora.rank") or settings.get(f"{_MODEL}lora_rank") or settings.get("model.lora.rank")
     if rank:
         targets = settings.get(f"{_MODEL}lora.target_modules") or settings.get("model.lora.target_modules")
@@ -136,6 +133,13 @@ def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     )
     imported = run_of_arguments(keyed, ConfigFile("", None), _ROW)
     imported.source = "verl"
+    micro = f"{actor}ppo_micro_batch_size_per_gpu" if is_rl else "data.micro_batch_size_per_gpu"
+    unsaid = {
+        f"{own}enable_gradient_checkpointing": True,
+        micro: None if is_rl else 4,
+        f"{actor}fsdp_config.fsdp_size": -1,
+    }
+    imported.assumed = {path: str(value) for path, value in unsaid.items() if path not in settings}
     size = number(settings, f"{actor}fsdp_config.fsdp_size", "engine.fsdp_size", "model.fsdp_config.fsdp_size") or -1
     if size > 0:
         imported.run["parallelism"]["fsdp"] = size

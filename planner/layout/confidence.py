@@ -101,15 +101,21 @@ FITTED_TO_MIXTURES = ("megatron", "primus-megatron")
 """Trainers of whose mixtures many runs were published."""
 MOE_UNFITTED_WIDTH = 0.16
 """The same under a trainer to whose mixtures nothing was fitted: all but Megatron and Primus' kind of it."""
-ROUTING_WIDTH = 0.20
+ROUTING_WIDTH = 0.30
 """Half-width per unit by which the fullest expert rank is taken to have more than the mean: it is seldom measured."""
 SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
 from the data sheet and the algorithm, and five published runs of one model have been held against it."""
+TRACED_WIDTH = 0.15
+"""Half-width that layers traced in eager torch add under a trainer that runs other kernels than torch's."""
+VISION_WIDTH = 0.10
+"""Half-width that a tower adds: no run of one was held against its price."""
 HOST_WIDTH = 0.20
 SAID_HOST_WIDTH = 0.15
-"""Half-widths per share of a layer's time that its host needs: hosts differ, unless someone says which one it is, and
-one host differs among layouts that keep it equally busy (vTrain's small models)."""
+TEXTS_WIDTH = 0.20
+"""Half-widths per share of a layer's time that its host needs: hosts differ, unless someone says which one it is, one
+host differs among layouts that keep it equally busy (vTrain's small models), and versions of Megatron rotate packed
+texts in unlike ways (Moonlight's 22 texts a sequence take no longer than others' five)."""
 OVERLAP_WIDTH = 0.20
 DRIVEN_WIDTH = 0.30
 """Half-widths per share of the step that exchanges take: versions of a trainer hide different shares of them, and on a
@@ -139,20 +145,27 @@ def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> 
     terms = [
         hardware_width(hardware),
         pricing.runtime.step_width,
-        *(_of_mixture(pricing, ranks) if is_mixture else (SCALE_WIDTH * _doublings(ranks, SCALE_KNOWN_RANKS),)),
+        *(
+            _of_mixture(pricing, ranks, layout.parallelism.ep)
+            if is_mixture
+            else (SCALE_WIDTH * _doublings(ranks, SCALE_KNOWN_RANKS),)
+        ),
         NARROW_WIDTH.get(training.dtype, 0.0),
         SCAN_STEP_WIDTH if pricing.model.state_kinds else 0.0,
         SPARSE_STEP_WIDTH if pricing.model.indexer is not None else 0.0,
+        TRACED_WIDTH if pricing.model.traced is not None and pricing.runtime.family != "torch-eager" else 0.0,
+        VISION_WIDTH if pricing.model.vision is not None else 0.0,
         (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,
+        TEXTS_WIDTH * host_fraction * bool(pricing.runtime.packs_documents),
         (DRIVEN_WIDTH if driven else OVERLAP_WIDTH) * exchanges_s / step_s,
     ]
     return math.hypot(*terms)
 
 
-def _of_mixture(pricing: Pricing, num_ranks: int) -> Iterator[float]:
+def _of_mixture(pricing: Pricing, num_ranks: int, ep: int) -> Iterator[float]:
     """The half-widths that experts add."""
     yield MOE_STEP_WIDTH if pricing.runtime.family in FITTED_TO_MIXTURES else MOE_UNFITTED_WIDTH
-    yield ROUTING_WIDTH * (pricing.training.moe_imbalance - 1)
+    yield ROUTING_WIDTH * (float(pricing.imbalance(ep)) - 1) * (ep > 1)
     yield MOE_SCALE_WIDTH * _doublings(num_ranks, MOE_KNOWN_RANKS)
 
 
@@ -167,7 +180,9 @@ def hardware_width(hardware: HardwareSpec) -> float:
     it.
     """
     evidence, by_probe = hardware.efficiency.evidence, hardware.efficiency.step_width
-    known = AMD_STEP_WIDTH if hardware.is_amd and evidence != "probed" else STEP_WIDTH[evidence]
+    known = STEP_WIDTH[evidence]
+    if hardware.is_amd and evidence != "probed":
+        known = max(AMD_STEP_WIDTH, known)
     if by_probe is None:
         return known
     return by_probe if evidence == "probed" else max(known, by_probe)

@@ -57,6 +57,7 @@ def assemble(
             num_active_parameters=totals.num_active_parameters,
             model_flops_per_token=totals.model_flops_per_token,
             num_trained_parameters=totals.num_trained_parameters,
+            num_vision_parameters=totals.num_vision_parameters,
             spec=model,
         ),
         cluster=pricing.cluster,
@@ -235,7 +236,7 @@ def priced_as_given(
     table = pricing.table(given.shape, given.split.priced_modes)
     candidate = Candidate(pricing, table, given.split, given.schedule)
     priced = price_layout(candidate)
-    priced = priced if says_switches else with_unsaid(candidate, priced)
+    priced = with_unsaid(candidate, priced, says_switches)
     warnings = given.warnings + export_warnings(pricing) + host_warnings(pricing, given.shape)
     return candidate, priced.model_copy(update={"warnings": warnings})
 

@@ -166,7 +166,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
     used = {"precision_recipe": spec.precision_recipe, **features}
     dated = runtime_of_its_day(spec.runtime, hardware.architecture, model, spec.parallelism, used)
     runtime, unknown = described(dated, hardware, model, used)
-    training |= imbalance_of(model, features, runtime, spec.adapters).fields
+    training |= imbalance_of(model, features, runtime, spec.adapters is not None).fields
     return Run(
         id=run_id,
         model=model,

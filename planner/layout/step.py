@@ -192,7 +192,7 @@ class Beats:
         if part.layer is not None:
             return layer, replayed
         blocks = model.num_nextn_predict_layers
-        own = pricing.embedding_items(shape) if int(shape.pp) > 1 else ()
+        own = pricing.lookup_items(shape) if int(shape.pp) > 1 else ()
         return (*own, *pricing.mtp_block(shape) * blocks), [*replayed] * blocks
 
     def _pass(

@@ -190,7 +190,7 @@ def _parts(candidate: Candidate, stage: int, layers: dict[LayerKind, tuple[Item,
         block = Part("mtp", stage, others["mtp"], before, layers[model.layers[-1]], behind, mode=mode)
         yield from [block] * model.num_nextn_predict_layers
         if int(candidate.shape.pp) > 1:
-            yield Part("mtp embedding", stage, PartCost(), pricing.embedding_items(shape))
+            yield Part("mtp embedding", stage, PartCost(), pricing.lookup_items(shape))
     if "head" in others:
         yield Part("head", stage, others["head"], pricing.head_items(shape, is_folded and model.tie_word_embeddings))
 

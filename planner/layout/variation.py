@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.answer import AS_PLANNED, Interval, PricedLayout, RobustStep, UnsaidSwitch
@@ -218,16 +218,26 @@ def _switches(candidate: Candidate) -> Iterator[tuple[float, str, str]]:
 
     A switch at its plainest value is left out if that is also its fastest.
     """
+    now, others = recipe_of(candidate), defaultdict[str, list[tuple[float, Value]]](list)
+    for name, value, other in switch_variants(candidate):
+        others[name].append((other.step_s, value))
+    for name, legal in others.items():
+        step_s, value = min(legal, key=lambda pair: pair[0])
+        effect, said = step_s / candidate.step_s - 1, f"{name}={written(value)}"
+        if effect < 0 or now[name] != next(iter(SWITCHES[name].values)):
+            yield effect, f"the recipe has {said}", f"--switch {said}"
+
+
+def switch_variants(candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
+    """The same layout with each other value of each switch that acts on it, as far as no consent is needed and no rule
+    of recipes is broken."""
     runtime = candidate.pricing.runtime
     for name, now in recipe_of(candidate).items():
-        others = [value for value in switches_of(runtime)[name] if value not in (now, *SWITCHES[name].consent)]
-        moved = [(value, under(candidate, switched(runtime, {name: value}))) for value in others]
-        legal = [(other.step_s, value) for value, other in moved if not any(broken_recipe_rules(setting_of(other)))]
-        if legal:
-            step_s, value = min(legal, key=lambda pair: pair[0])
-            effect, said = step_s / candidate.step_s - 1, f"{name}={written(value)}"
-            if effect < 0 or now != next(iter(SWITCHES[name].values)):
-                yield effect, f"the recipe has {said}", f"--switch {said}"
+        for value in switches_of(runtime)[name]:
+            if value not in (now, *SWITCHES[name].consent):
+                other = under(candidate, switched(runtime, {name: value}))
+                if not any(broken_recipe_rules(setting_of(other))):
+                    yield name, value, other
 
 
 NUM_LAYOUTS = 4
@@ -307,9 +317,9 @@ _STEPS = 30
 """Halvings of the bracket in which a quantile is looked for: 1e-9 of it are left."""
 
 
-def with_unsaid(candidate: Candidate, layout: PricedLayout) -> PricedLayout:
-    """The priced layout of a run that says no switch: its interval covers their likely values, which it names."""
-    unsaid, interval_s = unsaid_switches(candidate), layout.step.step_s_interval
+def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool) -> PricedLayout:
+    """The priced layout of a run: its interval covers the likely values of what it does not say, which it names."""
+    unsaid, interval_s = unsaid_switches(candidate, says_switches), layout.step.step_s_interval
     if not unsaid or interval_s is None:
         return layout
     step_s, choices = layout.step.step_s, defaultdict[str, list[tuple[float, float]]](list)
@@ -322,10 +332,14 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout) -> PricedLayout:
     return with_sustained(layout, candidate.pricing.training.straggler_fraction)
 
 
-def unsaid_switches(candidate: Candidate) -> tuple[UnsaidSwitch, ...]:
+SELDOM_SAID = ("packed_documents",)
+"""Features that a run which says others may still leave unsaid."""
+
+
+def unsaid_switches(candidate: Candidate, says_switches: bool = False) -> tuple[UnsaidSwitch, ...]:
     """The likely values that move this layout's step by over 2%, the one that moves it most first."""
     unsaid = []
-    for entry, pricing in _likely(candidate):
+    for entry, pricing in _likely(candidate, SELDOM_SAID if says_switches else tuple(SWITCHES)):
         other = candidate.priced_as(pricing)
         if abs(other.step_s / candidate.step_s - 1) > TOLD_FRACTION:
             unsaid.append(
@@ -340,24 +354,23 @@ def unsaid_switches(candidate: Candidate) -> tuple[UnsaidSwitch, ...]:
     return tuple(sorted(unsaid, key=lambda one: -abs(math.log(one.other_step_s / candidate.step_s))))
 
 
-def _likely(candidate: Candidate) -> Iterator[tuple[Likely, Pricing]]:
-    """The entries of the trainer that act on a layout and break no rule of recipes, each with its pricing."""
+def _likely(candidate: Candidate, about: Collection[str]) -> Iterator[tuple[Likely, Pricing]]:
+    """The entries of the trainer `about` some switches that act on a layout and break no rule of recipes, each with its
+    pricing."""
     pricing, now = candidate.pricing, setting_of(candidate)
     model, training, broken = pricing.model, pricing.training, list(broken_recipe_rules(now))
     for entry in likely_of(pricing.runtime, pricing.cluster.hardware.architecture):
-        if not has_effect(entry.switch, now):
+        if entry.switch not in about or not has_effect(entry.switch, now):
             continue
         runtime = with_likely(pricing.runtime, model, entry)
         # a dispatcher left unsaid is one that goes with the rest
         free = runtime if "dispatcher" in entry.switches else runtime.model_copy(update={"dispatcher": ""})
         if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=free))):
             continue
-        imbalance = imbalance_of(model, entry.switches, pricing.runtime, training.adapters)
-        is_fuller = imbalance.mean > training.moe_imbalance
-        fuller = training.model_copy(update=imbalance.fields) if is_fuller else training
-        other = replace(
-            pricing, training=fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward)
-        )
+        imbalance = imbalance_of(model, entry.switches, pricing.runtime, training.adapters is not None)
+        fuller, ep = replace(pricing, training=training.model_copy(update=imbalance.fields)), candidate.shape.ep
+        fuller = fuller if fuller.imbalance(ep) > pricing.imbalance(ep) else pricing
+        other = replace(fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward))
         if other != pricing:
             yield entry, other
 

@@ -42,7 +42,8 @@ SIZES_OF_KIND = {
         "takes_cast_gradient", "backward_factor", "in_fp32",
     ),
     "attention": (
-        "count", "batch", "heads", "kv_heads", "q_len", "kv_len", "window", "documents", "has_sinks", "calls_flash",
+        "count", "batch", "heads", "kv_heads", "q_len", "kv_len", "window", "causal", "documents",
+        "has_sinks", "calls_flash",
         "imbalance", "qk_dim", "v_dim",
     ),
     "elementwise": ("family", "forward_bytes", "backward_bytes", "forward_kernels", "backward_kernels"),
@@ -74,7 +75,8 @@ def operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: 
     sizes = [content(getattr(op, name)) for name in SIZES_OF_KIND[op.kind]]
     trainer = [getattr(runtime, name) for name in RUNTIME_OF_KIND[op.kind]]
     key = (op.kind, dtype, *sizes, *trainer)
-    return remembered(hardware, key, lambda: _operator_seconds(op, hardware, dtype, runtime))
+    passes = remembered(hardware, key, lambda: _operator_seconds(op, hardware, dtype, runtime))
+    return passes if op.has_backward else PassSeconds(passes[0], 0.0, 0.0)
 
 
 def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec) -> PassSeconds:
@@ -179,6 +181,8 @@ def issue_s(hardware: HardwareSpec, runtime: RuntimeSpec) -> float:
 def host_seconds(op: Operator, hardware: HardwareSpec, runtime: RuntimeSpec) -> PassSeconds:
     """Host seconds to issue the kernels of `op`, which bound small operators unless a CUDA graph replays them."""
     each_s = issue_s(hardware, runtime)
+    if op.kind != "elementwise" and not op.has_backward:
+        return PassSeconds(op.count * each_s, 0.0, 0.0)
     if op.kind == "gemm":
         return PassSeconds(each_s, each_s, each_s if op.trained else 0.0)
     if op.kind == "attention":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from planner.physics.adapters import adapted
@@ -33,7 +35,7 @@ from planner.physics.operators import (
     within_documents,
 )
 from planner.shape import Number, Shape, ceil, minimum
-from planner.specs.model import LayerKind, ModelSpec
+from planner.specs.model import LayerKind, ModelSpec, VisionSpec
 from planner.specs.model_parts import AttentionKind
 from planner.specs.training import AdapterSpec
 from planner.trainers.documents import Documents
@@ -79,7 +81,7 @@ def mixer_block(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Runtim
 
 
 def mlp_block(
-    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
+    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0
 ) -> Iterator[Item]:
     """Norm, dense MLP or experts, residual; nothing for a layer that has a mixer alone."""
     if kind.mlp == "none":
@@ -101,7 +103,7 @@ def mlp_block(
 
 
 def decoder_layer(
-    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0
+    model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0
 ) -> tuple[Item, ...]:
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
@@ -166,6 +168,45 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
     return (*leave_tp(lookup, hidden_bytes, shape), *extra)
 
 
+def vision_tower(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, ...]:
+    """The operators over the images of a micro-batch: patches, the encoder's layers, the projector; none without one.
+
+    Tensor- and context-parallel ranks each run all of it. A frozen tower keeps nothing and has no backward. A trained
+    one keeps all that its layers do.
+    """
+    tower = model.vision
+    if tower is None:
+        return ()
+    encoder, images = tower.encoder, shape.micro_batch_size * tower.images_per_sequence
+    patches = tower.image_tokens * tower.patches_per_token
+    own = Shape(seq_length=patches + tower.num_extra_patches, micro_batch_size=images)
+    first = _plain_product("patches", patches * images, tower.patch_values, encoder.hidden_size)
+    first = replace(first, parameters=first.parameters + tower.other_parameters)
+    layers = {
+        kind: _of_tower((*mixer_block(encoder, kind, own, runtime), *mlp_block(encoder, kind, own, runtime)), tower)
+        for kind in encoder.kinds
+    }
+    behind = [
+        _plain_product("projector", rows * tower.image_tokens * images, inputs, outputs)
+        for inputs, outputs, rows in tower.projector
+    ]
+    between = chain.from_iterable(layers[kind] for kind in encoder.layers)
+    return (*_of_tower([first], tower), *between, *_of_tower(behind, tower))
+
+
+def _plain_product(name: str, rows: Number, inputs: int, outputs: int) -> Operator:
+    """A product by a weight that keeps its input."""
+    kept = Saved("input", (rows, inputs))
+    return Operator(name=name, kind="gemm", m=rows, n=outputs, k=inputs, parameters=inputs * outputs, saved=(kept,))
+
+
+def _of_tower(items: Sequence[Item], tower: VisionSpec) -> tuple[Operator, ...]:
+    """The operators among the items, in 16 bits; without gradients where the tower is frozen."""
+    frozen = {"trained": False, "has_backward": False, "saved": (), "backward_bytes": 0, "backward_kernels": 0}
+    changes = {"modules": ()} if tower.is_trained else {"modules": (), **frozen}
+    return tuple(replace(op, name=f"vision {op.name}", wide=op.kind == "gemm", **changes) for op in operators_of(items))
+
+
 def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding: bool = False) -> tuple[Item, ...]:
     """Final norm, vocabulary-parallel head GEMM and cross-entropy.
 
@@ -224,7 +265,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
     )
 
 
-def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: float = 1.0) -> tuple[Item, ...]:
+def mtp_block(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, moe_imbalance: Number = 1.0) -> tuple[Item, ...]:
     """One multi-token-prediction block (DeepSeek-V3 §2.2): two norms, 2h projected to h, decoder layer, shared head."""
     before, behind = around_mtp_layer(model, shape, runtime)
     return (*before, *decoder_layer(model, model.layers[-1], shape, runtime, moe_imbalance), *behind)
@@ -262,9 +303,11 @@ class ModelTotals(NamedTuple):
     model_flops_per_token: float
     """FLOPs per token, 3 × those of the forward: 6·(matmul parameters that a token meets, with the head but without the
     lookup) + 6·L·s·a·d for causal attention, of which what stays within documents counts. Frozen products count 2 ×,
-    since they have no weight gradient, and adapters are computed too."""
+    since they have no weight gradient, those of a frozen tower 1 ×, and adapters are computed too."""
     num_trained_parameters: int
     """Parameters that are trained: all of them, or those of adapters alone, which `num_parameters` leaves out."""
+    num_vision_parameters: int
+    """Parameters of the tower that makes tokens of images; `num_parameters` includes them."""
 
 
 @lru_cache(64)
@@ -285,11 +328,12 @@ def model_totals(
     parts = [(decoder_layer(model, kind, shape, plain), model.layers.count(kind)) for kind in model.kinds]
     shares = model.tie_word_embeddings
     parts += [(embedding(model, shape, plain), 1), (head(model, shape, plain, shares_embedding=shares), 1)]
-    total = sum(num_parameters(items) * times for items, times in parts)
+    seeing = vision_tower(model, shape, plain)
+    total = num_parameters(seeing) + sum(num_parameters(items) * times for items, times in parts)
     idle = sum(num_parameters(items, expert=True) * times for items, times in parts)
     if model.moe is not None:
         idle *= 1 - model.moe.num_experts_per_tok / (model.moe.num_experts + model.moe.num_zero_experts)
-    trained = float(total)
+    trained = float(total - num_parameters(seeing, trained=False))
     if adapters is not None:
         trained = sum(
             float(num_parameters(adapted(items, adapters, plain), trained=True) * times) for items, times in parts
@@ -298,8 +342,11 @@ def model_totals(
         parts.append((mtp_block(model, shape, plain), model.num_nextn_predict_layers))
     masked = [(adapted(within_documents(items, shape, documents), adapters, plain), times) for items, times in parts]
     flops = sum(
-        (2 if op.kind == "gemm" and not op.trained else 3) * float(op.forward_flops) * times
-        for items, times in masked
+        (1 + op.has_backward + (op.has_backward and (op.kind != "gemm" or op.trained)))
+        * float(op.forward_flops)
+        * times
+        for items, times in (*masked, (seeing, 1))
         for op in operators_of(items)
     )
-    return ModelTotals(round(float(total)), round(float(total - idle)), flops / seq_length, round(trained))
+    sizes = (round(float(total)), round(float(total - idle)), flops / seq_length, round(trained))
+    return ModelTotals(*sizes, round(float(num_parameters(seeing))))

@@ -278,6 +278,8 @@ def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
 
 def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
     """Tensors that the backward of one operator needs beside its saved ones: gradients, copies, and its results."""
+    if not op.has_backward:
+        return ()
     if op.kind == "gemm":
         rows = op.count * op.m
         gradients = (Saved("gradient of the output", (rows, op.n)), Saved("gradient of the input", (rows, op.k)))

@@ -68,8 +68,8 @@ class Operator:
     """One computation of one micro-batch on one rank.
 
     gemm:        `count` products y[m, n] = x[m, k] · w[k, n]; backward is a dgrad and a wgrad of the same FLOPs.
-    attention:   `batch`·`heads` causal attentions of `q_len` queries over `kv_len` keys (a `window` of them), `count`
-                 kernels one after another.
+    attention:   `batch`·`heads` attentions of `q_len` queries over `kv_len` keys (a `window` of them), causal or not,
+                 `count` kernels one after another.
     elementwise: moves `forward_bytes` and `backward_bytes` through memory in so many kernels.
     scan:        an elementwise operator that computes `scan_flops` as well, and takes the longer of both.
     """
@@ -89,6 +89,8 @@ class Operator:
     """True for a GEMM that multiplies by a weight: only such a GEMM has a weight gradient and can be narrow."""
     trained: bool = True
     """False where the parameters are frozen: they have no gradient and no optimizer state."""
+    has_backward: bool = True
+    """False where no gradient is wanted of what stands before: a frozen tower's operators run forward alone."""
     wide: bool = False
     """True for a GEMM that stays in 16 bits under an 8- or 4-bit recipe: the head, routers."""
     input_shards: Number = 1
@@ -112,6 +114,8 @@ class Operator:
     kv_len: Number = 0
     window: Number = 0
     """Keys that a query sees on a sliding layer; 0 for all keys."""
+    causal: bool = True
+    """Queries attend to the keys before them; else to all."""
     documents: Documents = ()
     """Documents that the queries' attention stays within; empty where it spans whole sequences."""
     has_sinks: bool = False
@@ -152,7 +156,9 @@ class Operator:
     @property
     def attended_fraction(self) -> Number:
         """Share of the q_len × kv_len square that is computed: ½ (causal), or window/kv_len less its corner, or what of
-        either stays within documents."""
+        either stays within documents; all of it where attention is not causal."""
+        if not self.causal:
+            return 1.0
         if self.documents:
             return attended_fraction(self.documents, self.kv_len, self.window)
         return self.width / self.kv_len * (1 - self.width / self.kv_len / 2)
@@ -186,6 +192,8 @@ class Operator:
         Attention computes QKᵀ again, dQ and dK (d_qk each), dP and dV (d_v each): 2.5 times the forward where the
         dimensions are equal.
         """
+        if not self.has_backward:
+            return 0.0
         if self.kind == "gemm":
             return (2 if self.has_weight_gradient else 1 + (not self.weight)) * self.gemm_flops
         if self.kind == "attention":

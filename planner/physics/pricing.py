@@ -29,7 +29,7 @@ from planner.physics.adapters import adapted, without_adapters
 from planner.physics.communication import Exchanges
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.layer.moe import with_fullest_kept
-from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block
+from planner.physics.layers import ModelTotals, decoder_layer, embedding, head, model_totals, mtp_block, vision_tower
 from planner.physics.memory import is_decoder_layer, offloaded_bytes, shown_s
 from planner.physics.operators import (
     BF16,
@@ -45,12 +45,12 @@ from planner.physics.operators import (
 )
 from planner.physics.optimizers import state_bytes, state_update_s, workspace_bytes
 from planner.physics.passes import COMM_GROUPS, Passes, lateness
-from planner.shape import Number, Shape, minimum, where
+from planner.shape import Number, Shape, maximum, minimum, where
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.training import Recompute, TrainingSpec
 from planner.specs.units import GIB
-from planner.trainers.documents import Documents, excess_microbatches, masked_documents
+from planner.trainers.documents import Documents, excess_microbatches, largest_normal, masked_documents
 from planner.trainers.spec import RuntimeSpec
 
 SHARDED = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "reduce_s", "gather_s", "optimizer_s")
@@ -67,6 +67,8 @@ class Pricing:
     runtime: RuntimeSpec
     selective_modules: tuple[str, ...] = ("core_attn",)
     headroom_bytes: float = 0.0
+    counts_seconds: bool = True
+    """False where bytes alone are asked for: all seconds are 0 then, which saves most of the work."""
     _latest: dict[str, tuple[Shape, dict[Any, Any]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -109,10 +111,11 @@ class Pricing:
                 for key, part in layers.items()
             }
         beside = self._head(shape, True) if model.tie_word_embeddings else own_head
-        copy = self._plain(self.embedding_items(shape), shape)
+        copy = self._plain(self.lookup_items(shape), shape)
+        first = copy if model.vision is None else self._plain(self.embedding_items(shape), shape)
         mtp = (self._plain(self.mtp_block(shape), shape), copy) if model.num_nextn_predict_layers else ()
         hidden_s = self._hidden_s(shape)
-        return self._assembled(shape, layers, copy, own_head, beside, mtp, hidden_s)
+        return self._assembled(shape, layers, first, own_head, beside, mtp, hidden_s)
 
     def of_shapes(self, kernels: CostTable, shape: Shape) -> CostTable:
         """`table` of shapes whose kernels are priced, row by row: sharding, replicas and the pipeline alone are new."""
@@ -145,9 +148,9 @@ class Pricing:
             head_beside_embedding=beside,
             mtp=mtp.get("none"),
             mtp_recomputed={mode: part for mode, part in mtp.items() if mode != "none"},
-            p2p_s=self.exchanges.p2p_s(shape),
+            p2p_s=self.exchanges.p2p_s(shape) if self.counts_seconds else 0.0,
             usable_bytes=self.usable_bytes(shape),
-            tail_s=self.tail_s(shape, hidden_s),
+            tail_s=self.tail_s(shape, hidden_s) if self.counts_seconds else 0.0,
             hidden_s=hidden_s,
             mtp_parts=mtp_parts,
         )
@@ -172,7 +175,7 @@ class Pricing:
         """The operators and exchanges of a decoder layer of `kind`, as this training runs it."""
         known = self._known_of(shape)
         if kind not in known:
-            items = decoder_layer(self.model, kind, shape, self.runtime, self.training.moe_imbalance)
+            items = decoder_layer(self.model, kind, shape, self.runtime, self.imbalance(shape.ep))
             known[kind] = self.as_trained(self._in_fullest_step(items, shape), shape)
         layer: tuple[Item, ...] = known[kind]
         return layer
@@ -197,9 +200,17 @@ class Pricing:
             known[key] = self.passes.seconds(items, shape)
         return dict(known[key])
 
+    def imbalance(self, ep: Number) -> Number:
+        """Tokens of the fullest of `ep` ranks of experts over the mean: as given, or the expected largest of theirs."""
+        training, moe = self.training, self.model.moe
+        if moe is None or not training.moe_spread:
+            return training.moe_imbalance
+        excess = training.moe_spread * largest_normal(ep) * (ep / moe.num_experts) ** 0.5
+        return maximum(training.moe_imbalance, 1 + excess)
+
     def mtp_block(self, shape: Shape) -> tuple[Item, ...]:
         """The operators and exchanges of a block of multi-token prediction, as this training runs it."""
-        items = mtp_block(self.model, shape, self.runtime, self.training.moe_imbalance)
+        items = mtp_block(self.model, shape, self.runtime, self.imbalance(shape.ep))
         return self.as_trained(self._in_fullest_step(items, shape), shape)
 
     def _in_fullest_step(self, items: Sequence[Item], shape: Shape) -> Sequence[Item]:
@@ -207,9 +218,13 @@ class Pricing:
         mean, peak = self.training.moe_imbalance, self.training.moe_peak_imbalance
         return items if peak is None or peak <= mean else with_fullest_kept(items, peak / mean, shape)
 
-    def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
-        """The operators and exchanges of the embedding."""
+    def lookup_items(self, shape: Shape) -> tuple[Item, ...]:
+        """The operators and exchanges of the embedding of text."""
         return self.as_trained(embedding(self.model, shape, self.runtime), shape)
+
+    def embedding_items(self, shape: Shape) -> tuple[Item, ...]:
+        """Those of the embedding and, where a model sees, of the tower that makes tokens of images."""
+        return (*vision_tower(self.model, shape, self.runtime), *self.lookup_items(shape))
 
     def head_items(self, shape: Shape, shares_embedding: bool) -> tuple[Item, ...]:
         """The operators and exchanges of final norm, head and loss."""
@@ -236,16 +251,16 @@ class Pricing:
         live: Number = BF16 * shape.shard_tokens * self.model.residual_size * self._pool
         if mode != "full":
             live = self._kept_bytes(items, frozenset(self.selective_modules))
-        again = self.replayed_items(items, mode)
-        repeat = self.passes.seconds(again, shape, replayed=True)
+        seconds: dict[str, Number] = {}
+        if self.counts_seconds:
+            repeat = self.passes.seconds(self.replayed_items(items, mode), shape, replayed=True)
+            seconds = {f"{group}_backward_s": repeat[f"{group}_forward_s"] for group in COMM_GROUPS}
+            seconds["input_grad_s"] = repeat["forward_s"]
         return replace(
             plain,
-            input_grad_s=plain.input_grad_s + repeat["forward_s"],
+            **{name: getattr(plain, name) + again_s for name, again_s in seconds.items()},
             live_bytes=live,
             transient_bytes=plain.transient_bytes + plain.live_bytes - live,
-            tp_backward_s=plain.tp_backward_s + repeat["tp_forward_s"],
-            cp_backward_s=plain.cp_backward_s + repeat["cp_forward_s"],
-            ep_backward_s=plain.ep_backward_s + repeat["ep_forward_s"],
         )
 
     def replayed_items(self, items: Sequence[Item], mode: Recompute) -> Sequence[Item]:
@@ -325,6 +340,21 @@ class Pricing:
             **self._states(items, shape),
             **self._reference(items),
         )
+        left = self.offloaded_bytes_of(items)
+        seconds = self._pass_seconds(items, shape, counted, left) if self.counts_seconds else {}
+        own = memory.transient_bytes(items, self.runtime) + memory.unused_gradient_bytes(items, self.runtime)
+        part = replace(
+            counted,
+            **seconds,
+            live_bytes=self._kept_bytes(items),
+            # what was sent away is back while the part's backward runs
+            transient_bytes=own + left,
+            tensors_s=self._tensors_s(items) if self.counts_seconds else 0.0,
+        )
+        return self.sharded(part, shape)
+
+    def _pass_seconds(self, items: Sequence[Item], shape: Shape, counted: PartCost, left: Number) -> dict[str, Number]:
+        """Seconds of a part's passes, with the copies of its weights and of the `left` bytes that wait on the host."""
         hardware, runtime = self.cluster.hardware, self.runtime
         seconds = self._with_plain_forwards(self._seconds(items, shape), items, shape)
         alone, zero = shape.pp == 1, shape.zero_stage
@@ -344,40 +374,27 @@ class Pricing:
             shards = where((zero >= 2) & alone, shape.shard_size, 1)
             accumulated = kernels.accumulate_s(hardware, trained / shards, runtime.gradient_bytes)
             seconds["weight_grad_s"] = seconds["weight_grad_s"] + accumulated
-        left = self.offloaded_bytes_of(items)
         if runtime.offload_modules or runtime.offloaded_layers:
             part = PartCost(**seconds)
             seconds["forward_s"] = seconds["forward_s"] + shown_s(left, hardware, part.forward_total_s)
             seconds["input_grad_s"] = seconds["input_grad_s"] + shown_s(left, hardware, part.backward_total_s)
-        own = memory.transient_bytes(items, runtime) + memory.unused_gradient_bytes(items, runtime)
-        part = replace(
-            counted,
-            **seconds,
-            live_bytes=self._kept_bytes(items),
-            # what was sent away is back while the part's backward runs
-            transient_bytes=own + left,
-            tensors_s=self._tensors_s(items),
-        )
-        return self.sharded(part, shape)
+        return seconds
 
     def sharded(self, part: PartCost, shape: Shape) -> PartCost:
         """A part whose kernel is priced, with all that the sharding of `shape` decides (`SHARDED`)."""
         weights, gradients, optimizer = memory.static_bytes(part, shape, self.runtime, self.training.dtype)
-        reduce_s, gather_s = self.exchanges.part_s(part, shape)
-        return replace(
-            part,
-            weights_bytes=weights,
-            gradients_bytes=gradients,
-            optimizer_bytes=optimizer,
-            reduce_s=reduce_s,
-            gather_s=gather_s,
-            optimizer_s=self.update_s(part, shape) + part.tensors_s,
-        )
+        seconds: dict[str, Number] = {}
+        if self.counts_seconds:
+            seconds["reduce_s"], seconds["gather_s"] = self.exchanges.part_s(part, shape)
+            seconds["optimizer_s"] = self.update_s(part, shape) + part.tensors_s
+        return replace(part, weights_bytes=weights, gradients_bytes=gradients, optimizer_bytes=optimizer, **seconds)
 
     def _with_table(
         self, part: PartCost, shape: Shape, layers: dict[tuple[LayerKind, Recompute], PartCost]
     ) -> PartCost:
         """The embedding `part`, whose table slows down the optimizer of the first shards of its stage."""
+        if not self.counts_seconds:
+            return part
         trained = part.parameters - part.frozen_parameters
         plain = [(layers[kind, "none"], count) for kind, count in self.kind_counts.items()]
         stage = trained + sum((one.parameters - one.frozen_parameters) * count for one, count in plain) / shape.pp
@@ -520,7 +537,7 @@ class Pricing:
     def _hidden_s(self, shape: Shape) -> Number:
         """Seconds of a micro-batch's expert exchanges, in all layers, that could hide behind another micro-batch."""
         hidden_s: Number = 0.0
-        if self.model.moe is None or not self.runtime.overlaps_experts:
+        if self.model.moe is None or not self.runtime.overlaps_experts or not self.counts_seconds:
             return hidden_s
         for kind, count in self.kind_counts.items():
             if kind.mlp != "dense":

@@ -114,7 +114,7 @@ MINOR_ARCHITECTURES = {(7, 5): "turing", (8, 9): "ada"}
 GROUPED_SINCE = {9: (2, 8), 10: (2, 9)}
 """The first torch whose grouped products run in bf16 as one kernel, by major compute capability. On all other GPUs
 `torch._grouped_mm` goes expert by expert, and waits for the host to read where each begins (GroupedBlas.cpp)."""
-ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4"}
+ROCM_ARCHITECTURES = {"gfx90a": "cdna2", "gfx942": "cdna3", "gfx950": "cdna4", "gfx1250": "cdna5"}
 """Architecture by compiler target. Compute capability says 9.4 of MI300X, which has nothing to do with Hopper's 9.0."""
 
 

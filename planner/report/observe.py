@@ -1,4 +1,4 @@
-"""The answer of `plan observe`: steps, memory and wall time beside the prediction, and what traces and dumps show."""
+"""The answer of `plan observe`: steps, memory and wall time beside the prediction, and what traces show."""
 
 from __future__ import annotations
 
@@ -493,11 +493,11 @@ def _snapshot(report: SnapshotReport) -> RenderableType:
     table.add_row("most reserved", f"{gibibytes(report.peak_reserved_bytes)} GiB", "", "")
     table.add_row("free in blocks, at the end", f"{gibibytes(report.inactive_bytes)} GiB", "", "")
     table.add_row("largest of them", f"{gibibytes(report.largest_free_block_bytes)} GiB", "", "")
-    lines = list(_oom(report))
+    lines = list(_snapshot_says(report))
     return Group(table, *(Text(line) for line in lines))
 
 
-def _oom(report: SnapshotReport) -> Iterator[str]:
+def _snapshot_says(report: SnapshotReport) -> Iterator[str]:
     oom = report.out_of_memory
     if oom is not None:
         why = ""

@@ -54,6 +54,8 @@ def is_small(plan: Plan) -> bool:
 def trained(plan: Plan) -> tuple[str, ...]:
     """The parameters that are trained, and what the frozen ones are kept in."""
     adapters, total = plan.training.adapters, plan.model.num_parameters
+    if adapters is None and plan.model.spec.vision is not None and not plan.model.spec.vision.is_trained:
+        return (f"{large(plan.model.num_trained_parameters or 0)} of {large(total)} parameters are trained",)
     if adapters is None:
         return (f"all {large(total)} parameters are trained",)
     count = plan.model.num_trained_parameters or 0

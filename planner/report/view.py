@@ -240,14 +240,14 @@ def _kept(lines: Iterable[Line]) -> Iterator[Line]:
 def _lines(plan: Plan) -> Iterator[Line]:
     """Lines of what is trained and how, whether it fits, and what the search proved."""
     best, hardware, search = plan.best, plan.cluster.hardware, plan.search
-    offer = Line((_batch_offer(plan),), "offer")
+    offer, seen = Line((_batch_offer(plan),), "offer"), Line((_seen(plan),))
     outcome = () if search is None else (_outcome(search),)
     measured = Line(corrected(hardware.corrections), "soft")
     if small.is_small(plan):
         yield Line(small.trained(plan))
         yield Line((small.fit(plan),), "lead" if best.fits else "alarm")
         yield Line(small.manner(best.parallelism, best.worst_stage, plan.runtime_spec.sharding))
-        yield from (Line((_batch(plan.training), *outcome)), offer, measured)
+        yield from (Line((_batch(plan.training), *outcome)), offer, seen, measured)
     else:
         yield Line((str(best.parallelism),), "lead")
         yield Line(manner(best.parallelism, is_brief=True))
@@ -256,7 +256,7 @@ def _lines(plan: Plan) -> Iterator[Line]:
             is_brief=False,
         )
         yield Line(tuple(map(str, best.placement)), "soft", is_brief=False)
-        yield from (Line((f"{_batch(plan.training)}{_scaling(best)}",)), offer)
+        yield from (Line((f"{_batch(plan.training)}{_scaling(best)}",)), offer, seen)
         yield Line((*outcome, _fit(best)) if best.fits else ())
         yield Line(_recommended(best))
         yield Line(("" if best.fits else _misfit(best, hardware.memory_bytes),), "alarm")
@@ -318,6 +318,16 @@ def _below(plan: Plan) -> Iterator[Line]:
     if goodput:
         effective, *rest = goodput
         yield Line((f"{effective.name} {effective.text}", *(figure.text for figure in rest)))
+
+
+def _seen(plan: Plan) -> str:
+    """The images of a sequence and the tower that sees them; empty for a model of text alone."""
+    vision = plan.model.spec.vision
+    if vision is None:
+        return ""
+    number, state = vision.images_per_sequence, "trained" if vision.is_trained else "frozen"
+    images = f"{number} image{'s' * (number > 1)} of {vision.image_tokens:,} tokens in each"
+    return f"{images}, by a {state} tower of {large(plan.model.num_vision_parameters)} on the first stage"
 
 
 def _batch(training: TrainingSpec) -> str:

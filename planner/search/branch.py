@@ -44,7 +44,7 @@ from planner.search.frontier import (
     nodes_of,
 )
 from planner.search.ilp.node import Node, RecomputeChoice, node_of, split_of, with_shorter_chunks
-from planner.search.ilp.program import SolverFailed, shorter, solve
+from planner.search.ilp.program import MAX_TRIES, SolverFailed, shorter, solve
 from planner.search.priced_shapes import PricedShapes
 from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
 from planner.shape import FloatArray, Shape
@@ -61,8 +61,6 @@ NOISE = 1e-4
 """Part of a bound by which a replay may be below it, since the solver stops at such a gap."""
 MAX_FAILURES = 20
 """Most nodes at which the solver may fail before the search gives up."""
-MAX_TRIES = 4
-"""Most programs solved for a node; each leaves more bytes free on the ranks that the replay showed to be too full."""
 RUNNERS_UP = 48
 """Most nodes that are solved for alternatives once the best is proven."""
 NEARLY = 0.99

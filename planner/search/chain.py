@@ -177,10 +177,38 @@ def best_split(node: Node) -> Solution | None:
         return None
     if node.whole == "per_stage" and len(node.kinds) > 1:
         return None
+    if not _has_room(node):
+        return Solution((), (), np.inf, np.inf, ())
     if node.whole != "one_count":
         rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
         return None if rows is None else rows.best()
     return _best_count(node)
+
+
+def _has_room(node: Node) -> bool:
+    """False if no split leaves every rank memory: ranks that take as many layers as theirs has room for miss the last.
+
+    A rank that begins later ends no earlier, so none of them gains by taking fewer.
+    """
+    before = layers_before(tuple(node.runs))
+    static, live, transient = (
+        np.min([[float(getattr(node.layers[kind, m], name)) for kind in node.kinds] for m in node.modes], axis=0)
+        for name in ("static_bytes", "live_bytes", "transient_bytes")
+    )
+    first, usable = 0, float(node.usable_bytes) * (1 + TINY)
+    fewest = _fewest(node, np.arange(node.pp), 0)
+    for rank in range(node.pp):
+        held, beside = before[first:] - before[first], _beside_layers(node, rank)
+        largest = np.maximum((transient * (held > 0)).max(axis=1), float(beside.transient_bytes))
+        needed = relaxed_peak_bytes(held @ static, node.in_flight[rank] * (held @ live), largest)
+        needed = needed + float(beside.static_bytes + beside.live_bytes)
+        most = int(np.searchsorted(needed, usable, "right")) - 1
+        if most < fewest[rank]:
+            return False
+        first += most
+        if first >= node.num_layers:
+            return True
+    return False
 
 
 def is_deep(node: Node) -> bool:
@@ -379,7 +407,7 @@ class _Line:
         works, counts = self._within(0, np.array([min(node.cutoff_s, FAR_S)]), self.room)
         if not works[0]:
             return Solution((), (), np.inf, node.cutoff_s, ())
-        best, bound_s = self._solution(counts[:, 0]), 0.0
+        best, bound_s = self._solution(self._shared(counts[:, 0])), 0.0
         for table, (none_s, before_s, held_s) in enumerate(self.parts):
             given = np.array(best.counts)
             low_s, high_s = 0.0, float((none_s + before_s * (given.cumsum() - given) + held_s * given).max())
@@ -390,7 +418,8 @@ class _Line:
                 low_s, high_s = float(limits_s[max(at - 1, 0)]), float(limits_s[at])
             bound_s += low_s
             if table == 0 and works.any():
-                best = min(best, self._solution(counts[:, at]), key=lambda solution: solution.objective_s)
+                splits = [self._shared(counts[:, at]), self._filled(counts[:, at])]
+                best = min([best, *map(self._solution, splits)], key=lambda solution: solution.objective_s)
         if bound_s >= node.cutoff_s:
             return Solution((), (), np.inf, bound_s, ())
         return replace(best, bound_s=bound_s)
@@ -403,19 +432,31 @@ class _Line:
         none_s, before_s = np.where(rises, none_s, -FAR_S) * inverse, np.where(rises, before_s, 0.0) * inverse
         after = self.fewest[::-1].cumsum()[::-1] - self.fewest
         first, counts = np.zeros(len(limits_s)), np.zeros((node.pp, len(limits_s)))
+        works: npt.NDArray[np.bool_] = np.ones(len(limits_s), dtype=bool)
         for rank in range(node.pp):
             most = limits_s * inverse[:, rank, None] - none_s[:, rank, None] - before_s[:, rank, None] * first
             counts[rank] = np.minimum(np.floor(most.min(axis=0) + TINY * node.num_layers), room[rank])
+            works &= counts[rank] >= self.fewest[rank]
             counts[rank] = np.maximum(counts[rank], self.fewest[rank])
             reached = first + counts[rank]
             first = np.minimum(reached, node.num_layers - after[rank])
-        return reached >= node.num_layers, counts
+        return works & (reached >= node.num_layers), counts
 
-    def _solution(self, most: FloatArray) -> Solution:
-        """A split whose ranks hold about the same share of the most that they may hold."""
-        node = self.node
-        ends = np.floor(most.cumsum() * (node.num_layers / most.sum()) + 0.5).astype(np.int64)
-        counts = np.diff(ends, prepend=0)
+    def _shared(self, most: FloatArray) -> IntArray:
+        """The last layer of ranks that hold about the same share of the most that they may hold."""
+        ends = np.floor(most.cumsum() * (self.node.num_layers / most.sum()) + 0.5).astype(np.int64)
+        enough: IntArray = np.maximum(ends, self.fewest.cumsum())
+        return enough
+
+    def _filled(self, most: FloatArray) -> IntArray:
+        """The last layer of ranks that hold the most that they may hold, as long as layers are left."""
+        after = self.fewest[::-1].cumsum()[::-1] - self.fewest
+        ends: IntArray = np.minimum(most.cumsum(), self.node.num_layers - after).astype(np.int64)
+        return ends
+
+    def _solution(self, ends: IntArray) -> Solution:
+        """The split whose ranks end at these layers."""
+        node, counts = self.node, np.diff(ends, prepend=0)
         rank, first, last = (each[:, None, None] for each in (np.arange(node.pp), ends - counts, ends))
         rows, shape = _Rows.of(node, rank, first, last, self.number), (node.pp, 1, 1)
         again, free = np.broadcast_to(rows.recomputed, shape), np.broadcast_to(rows.free_bytes, shape)

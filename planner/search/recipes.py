@@ -117,6 +117,13 @@ class Recipes:
         legal = [runtime for runtime in runtimes if not any(broken_recipe_rules(self._setting(runtime)))]
         return list(dict.fromkeys(legal)) or [self.base]
 
+    def dividing(self) -> list[RuntimeSpec]:
+        """Those of the starts that divide the states in another way than the trainer's own, or hold less of them."""
+        saving = [n for n in self.free if SWITCHES[n].divides_layouts or SWITCHES[n].only_saves_memory]
+        own = [SWITCHES[name].value_of(self.base) for name in saving]
+        starts = self.starts() if saving else []
+        return [runtime for runtime in starts if [SWITCHES[name].value_of(runtime) for name in saving] != own]
+
     def offloading(self, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:
         """The runtimes with activations on the host, if the host's link is fast enough to hide that."""
         if self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S:

@@ -13,7 +13,7 @@ from planner.answer import Plan, Recommendation
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import parallelism_of
-from planner.layout.variation import NUM_LAYOUTS, assumed_steps
+from planner.layout.variation import NUM_LAYOUTS, assumed_steps, setting_of
 from planner.search.case import Case
 from planner.search.enumerate import schedule_options
 from planner.search.recipes import pinned, pinned_by
@@ -21,6 +21,7 @@ from planner.search.uneven import level_split
 from planner.search.why.misses import least_state_bytes, nearest_miss
 from planner.specs.units import gib
 from planner.trainers.load import switches_of
+from planner.trainers.rules.recipe import broken_recipe_rules
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import Recipe
 from planner.trainers.switches import SWITCHES, written
@@ -161,7 +162,7 @@ def _simplest(candidate: Candidate, most_s: float, case: Case) -> Candidate:
     for shape, schedule in fewer[:MOST_CHUNKINGS]:
         start = replace(candidate, table=replace(candidate.table, shape=shape), schedule=schedule)
         simpler = start.with_split(level_split(start))
-        if simpler.fits and simpler.step_s <= most_s:
+        if simpler.fits and simpler.step_s <= most_s and not any(broken_recipe_rules(setting_of(simpler))):
             return simpler
     return candidate
 

@@ -24,12 +24,12 @@ from planner.schedule.replay import makespan_s
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import check_expressible, num_rows, schedules_tried
 from planner.search.frontier import key_of
-from planner.search.layouts import FoundLayouts, News, find_layouts, first_layouts, some_layout
+from planner.search.layouts import FoundLayouts, News, find_layouts, first_layouts
 from planner.search.module_sets import MAX_SETS, Modules
 from planner.search.offers import batch_offer, risk_offer
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned, with_recipe
 from planner.search.safest import exceeds_risk, safer_first, standing, with_warning
-from planner.search.why.misses import NothingFits
+from planner.search.why.misses import NothingFits, refused_by_states
 from planner.search.why.remedy import with_remedy
 from planner.search.why.room import with_room
 from planner.specs.cluster import ClusterSpec
@@ -65,7 +65,7 @@ def plan(
     try:
         found = search(case, news)
     except Infeasible as error:
-        raise with_remedy(error, case, some_layout, deadline) from None
+        raise with_remedy(error, case, deadline) from None
     for narrow in narrower(case):
         with suppress(Infeasible):
             found = min(found, search(narrow), key=lambda other: (exceeds_risk(other, case), other.best.step.step_s))
@@ -78,10 +78,12 @@ def search(case: Case, news: News | None = None) -> Plan:
     Raises NothingLegal or NothingFits if there is none.
     """
     deadline = Deadline(case.limits.time_limit_s)
-    try:
-        return search_within_risk(case, deadline, news)
-    except NothingFits as error:
-        nothing = error
+    nothing = None if Recipes.of(case).dividing() else refused_by_states(case)
+    if nothing is None:
+        try:
+            return search_within_risk(case, deadline, news)
+        except NothingFits as error:
+            nothing = error
     for safer in safer_first(case):
         try:
             return with_warning(search_within_risk(safer, deadline), safer, case)

@@ -114,6 +114,7 @@ GROUPS = (
                 Control("dtype", "Products in", kind="select", choices=(_ANY, *get_args(Dtype))),
                 Control("batch_tokens", "Batch tokens", "such as 16M"),
                 Control("runtime", "Trainer", kind="select"),
+                Control("images", "Images of a sequence", "4x256, 0: text alone"),
             )
         },
         is_open=True,

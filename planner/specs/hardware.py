@@ -205,7 +205,7 @@ class HardwareSpec(Spec):
     source: str
     """The data sheet."""
     architecture: str
-    """Silicon generation (volta, turing, ampere, ada, hopper, blackwell, cdna3, cdna4)."""
+    """Silicon generation (volta, turing, ampere, ada, hopper, blackwell, cdna3, cdna4, cdna5)."""
     memory_gib: Rate
     """Total memory as the driver reports it."""
     hbm_gb_per_s: Rate

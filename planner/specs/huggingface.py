@@ -15,6 +15,7 @@ from planner.errors import SpecError
 from planner.specs.architectures import ARCHITECTURES, INNER, REFUSED, SAME_AS, WRAPPERS, Architecture
 from planner.specs.architectures.derivations import Config, Derived, InexpressibleError, check_switches
 from planner.specs.architectures.layer_lists import without_unused_sections
+from planner.specs.architectures.vision import vision_of
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MLASpec, MoESpec
 from planner.specs.problems import nearest, spec_error
@@ -118,6 +119,16 @@ def router(config: Config) -> Derived:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def _vision(config: Config, text_hidden: Any, where: str) -> Derived:
+    """The tower of a multimodal config; one that the table does not know is named, and left out."""
+    thinker = config.get("thinker_config")
+    config = thinker if isinstance(thinker, Mapping) else config
+    found = vision_of(config, text_hidden) if isinstance(text_hidden, int) else None
+    if found is None and isinstance(config.get("vision_config"), Mapping):
+        _log.warning("%s: vision left out: only the language model is planned", where)
+    return {} if found is None else {"vision": found}
+
+
 def warn_of_towers(config: Config, where: str) -> None:
     """Name the parts of a multimodal model that are not planned."""
     towers = [key.removesuffix("_config") for key in _TOWERS if isinstance(config.get(key), Mapping)]
@@ -126,10 +137,10 @@ def warn_of_towers(config: Config, where: str) -> None:
 
 
 _TOWERS = (
-    "vision_config", "vit_config", "audio_config", "talker_config", "code2wav_config", "vision_tower_config",
+    "vit_config", "audio_config", "talker_config", "code2wav_config", "vision_tower_config",
     "img_processor", "embd_layer", "vision_model",
 )  # fmt: skip
-"""Keys of what a multimodal model has beside its language model."""
+"""Keys of what a multimodal model has beside its language model, and which is not planned."""
 
 
 class _Looked(dict[str, Any]):
@@ -198,7 +209,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
 
     Raises SpecError for an unknown architecture, a missing or wrong field, or a layer pattern ModelSpec has not.
     """
-    config, row = _architecture(config, where)
+    whole, (config, row) = config, _architecture(config, where)
     stated = config
     for section in row.sections:
         inner = config.get(section)
@@ -218,7 +229,7 @@ def from_config(config: Config, where: str) -> ModelSpec:
         fields |= row.fixed
         for function in row.derive:
             fields |= function(given)
-        fields = without_unused_sections(fields)
+        fields = without_unused_sections(fields) | _vision(whole, fields.get("hidden_size"), where)
         known = {*given.looked_at, *row.defaults, *(key for names in row.keys.values() for key in names)}
         _tell_unread(stated, known, where)
         if "moe" in fields or not {"num_experts"} & (keys.keys() | fields.keys()):

@@ -139,6 +139,8 @@ class ModelSpec(Spec):
     """Factor on what attention and the MLP add to the residual stream (Granite)."""
     logits_scaling: PositiveFloat = 1.0
     """Number by which the logits of the vocabulary are divided (Granite)."""
+    causal: bool = True
+    """Tokens attend to those before them alone; false where each attends to all (the layers of a vision tower)."""
     position_embedding: Literal["rope", "learned", "alibi", "none"]
     """Kind of positions. Given none: rope where the MLP is gated, else learned where max_position_embeddings is set."""
     rope_theta: PositiveFloat | None = None
@@ -187,6 +189,8 @@ class ModelSpec(Spec):
     """Multi-token-prediction blocks after the last layer (DeepSeek-V3)."""
     mtp_loss_scaling_factor: NonNegativeFloat | None = None
     """Weight of the multi-token-prediction loss; given none, the trainer's."""
+    vision: VisionSpec | None = None
+    """The tower that makes tokens of images; null where text alone is trained on."""
     training: TrainingDefaults | None = None
     """The training that it was published with."""
 
@@ -372,3 +376,33 @@ class ModelSpec(Spec):
         if moe is None or layer < moe.first_k_dense_replace:
             return "dense"
         return "moe" if (layer - moe.first_k_dense_replace + 1) % moe.moe_layer_freq == 0 else "dense"
+
+
+class VisionSpec(Spec):
+    """A tower that makes tokens of images: layers over patches, and a projector to the language model's width.
+
+    It runs on the first pipeline stage, whole on each tensor- and context-parallel rank, and in 16 bits.
+    """
+
+    encoder: ModelSpec
+    """The layers that patches pass through, as those of a model; each patch attends to all of its image, or of its
+    window (attention_chunk_size)."""
+    patch_values: PositiveInt = Field(le=10**6)
+    """Numbers of a patch, which one product turns into the encoder's width."""
+    patches_per_token: PositiveInt = Field(default=1, le=10**4)
+    """Patches that are merged to one token of the language model."""
+    num_extra_patches: NonNegativeInt = Field(default=0, le=10**4)
+    """Patches of an image that are none of its own: a class token."""
+    projector: tuple[tuple[PositiveInt, PositiveInt, PositiveInt], ...] = ()
+    """Products behind the encoder: features in, features out, rows a token."""
+    other_parameters: NonNegativeInt = 0
+    """Parameters beside the layers and the weights of products: norms, biases, positions."""
+    image_tokens: PositiveInt = Field(default=1024, le=2**27)
+    """Tokens of the language model that an image becomes; they are part of the sequence."""
+    images_per_sequence: PositiveInt = Field(default=1, le=10**6)
+    """Images of a sequence."""
+    is_trained: bool = False
+    """The tower is trained; a frozen one runs forward alone, and keeps nothing."""
+
+
+ModelSpec.model_rebuild()

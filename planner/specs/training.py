@@ -186,6 +186,9 @@ class TrainingSpec(Spec):
     """Tokens on the most loaded expert rank over the mean, as the mean of all layers and steps: 1 is forced balance."""
     moe_peak_imbalance: PositiveFloat | None = Field(default=None, ge=1.0, le=100.0)
     """The same in the layers and steps that decide a rank's memory; given none, no more than in the mean."""
+    moe_spread: NonNegativeFloat = Field(default=0.0, le=100.0)
+    """Standard deviation of the tokens that experts get, over their mean: the fullest rank gets more the more ranks
+    there are and the fewer experts each has. 0: `moe_imbalance` says it."""
     straggler_fraction: NonNegativeFloat = Field(default=0.0, le=10.0)
     """Share by which the slowest rank computes slower than the profile says."""
     document_lengths: tuple[DocumentLength, ...] | None = Field(default=None, min_length=1, max_length=1000)

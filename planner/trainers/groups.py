@@ -490,6 +490,10 @@ class Host(Group):
     autograd of its own. CUDA graphs of some of them take that back (Megatron-LM, pull request 2168)."""
     exchange_kernels: Overhead = 0.0
     """Host time to start an exchange of tensor- or context-parallel ranks, counted in kernels of an eager layer."""
+    packs_documents: bool | None = None
+    """Texts are packed into a sequence; null where nobody says."""
+    document_kernels: Overhead = 0.0
+    """Host time of a layer's pass for each text packed into its micro-batch, counted likewise: it is rotated alone."""
     tensor_kernels: Overhead = 0.0
     """Host time of an optimizer step for each parameter tensor of the rank, counted likewise: hooks, copies to main
     gradients and back, zeroes. None where a CUDA graph replays the whole step."""

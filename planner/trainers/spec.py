@@ -71,6 +71,8 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             update["adapter_weights_cast"] = False
         if packed:
             update["adapter_copies_input"] = False
+        if self.document_kernels and self.packs_documents is None:
+            update["packs_documents"] = True
         return self.model_copy(update=update)
 
     def for_objective(self, objective: ObjectiveSpec) -> RuntimeSpec:

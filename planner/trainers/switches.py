@@ -377,12 +377,13 @@ _ROWS = (
     ),
     Switch(
         "liger",
-        "Liger kernels fuse norms, rotations and activations, and compute the loss in chunks without logits",
+        "Liger kernels fuse norms, rotations and activations, and compute the loss in chunks; loss: the last alone",
         {
             False: dict.fromkeys(_LIGER, False),
             True: dict.fromkeys(_LIGER, True),
+            "loss": {**dict.fromkeys(_LIGER, False), "chunks_loss": True},
         },
-        shown_by=("chunks_loss",),
+        shown_by=("chunks_loss", "fused_norm"),
         source="Hsu et al. 2024 (arxiv.org/abs/2410.10989): 20% more throughput and 60% less memory on average",
     ),
     Switch(
@@ -457,6 +458,7 @@ _ROWS = (
     ),
     _flag("lora_dropout_recompute", "adapters keep no masks", "recomputes_adapter_masks", described=True),
     _flag("lora_a2a", "split adapters exchange columns for tokens", "adapters_all_to_all", described=True),
+    _flag("packed_documents", "texts are packed into a sequence", "packs_documents", described=True),
     _flag("fp8_params", "weights are kept in the recipe's dtype", "narrow_parameters", described=True),
     _described("reentrant_checkpoint", lambda value: {"stops_recompute_early": not value}),
     # what published rows describe and changes nothing

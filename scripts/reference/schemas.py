@@ -20,6 +20,7 @@ from planner.answer.memory import MemoryAnswer
 from planner.decide.check import CheckedFile
 from planner.decide.compare import Compared
 from planner.decide.job import Resume, SpareNodes
+from planner.decide.next import NextAnswer
 from planner.decide.phases import PhaseAnswer, PhasesAnswer
 from planner.decide.sweep import Goal, Point
 from planner.layout.runs import RunSpec
@@ -202,6 +203,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "sweep": Schema("`plan sweep --json`", Swept),
     "compare": Schema("`plan compare --json`", Sides),
     "check": Schema("`plan check --json`", Checked),
+    "next": Schema("`plan next --json`", NextAnswer),
     "show": Schema("`plan show --json`: what the file holds", dict[str, Any]),
     "model": Schema("`plan models NAME --json`; without a name, a list of these", Counted | list[Counted]),
     "hardware": Schema(

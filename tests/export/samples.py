@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.export.imported_run import ImportedRun
+from planner.export.launchers import node_check
 
 SCRIPT = (Path(__file__).parents[1] / "fuzzing" / "corpus" / "shell" / "script.sh").read_text()
 
@@ -26,3 +27,10 @@ def example_of(function: Callable[..., Any]) -> str:
     """The indented lines of a function's docstring."""
     docstring = inspect.getdoc(function) or ""
     return textwrap.dedent("\n".join(re.findall(r"^(?: {4}.*)?$", docstring, re.MULTILINE)))
+
+
+def preflight_names() -> dict[str, Any]:
+    """The names that preflight.py defines, without any plan's checks."""
+    names: dict[str, Any] = {"__name__": "preflight"}
+    exec(compile(node_check({}), "preflight.py", "exec"), names)
+    return names

@@ -104,9 +104,8 @@ def test_targets_are_listed_once() -> None:
     assert len(set(TARGETS)) == len(TARGETS)
     assert {"megatron", "bridge", "torchtitan", "torch", "deepspeed", "primus", "hf"} == set(TRAINERS)
     assert {"torchrun", "slurm", "kubernetes", "kubernetes-jobset"} == set(LAUNCHERS)
-    assert {*TRAINERS, "nemo", "accelerate", "huggingface", "torchtune", "verl", "slime", "neox", "ms-swift"} == set(
-        SOURCES
-    )
+    read = {"nemo", "nemo-rl", "automodel", "accelerate", "huggingface", "openrlhf", "torchtune"}
+    assert {*TRAINERS, *read, "verl", "slime", "neox", "ms-swift"} == set(SOURCES)
 
 
 @pytest.mark.parametrize(

@@ -76,14 +76,14 @@ def test_a_command_line_with_deepspeed(tmp_path: Path) -> None:
         )
     )
     (tmp_path / "run.sh").write_text(
-        f"deepspeed --num_gpus 8 run_clm.py --deepspeed ds.json {ARGUMENTS} --optim adafactor\n"
+        f"deepspeed --num_gpus 8 run_clm.py --deepspeed ds.json {ARGUMENTS} --optim lion_32bit\n"
     )
     imported = read(tmp_path / "run.sh")
     run, layout = imported.run, layout_of(imported)
-    assert (run["model"], run["runtime"], run["num_gpus"]) == ("llama-2-7b", "deepspeed", 8)
+    assert (run["model"], run["runtime"], run["num_gpus"]) == ("llama-2-7b", "hf", 8)
     assert (layout["zero_stage"], layout["micro_batch_size"], layout["recompute"]) == (3, 4, "full")
     assert imported.complete(hardware="a100")["global_batch_size"] == 256
-    assert imported.unknown == {"optim": "adafactor"}
+    assert imported.unknown == {"optim": "lion_32bit"}
 
 
 def test_a_command_line_with_fsdp_and_adapters() -> None:

@@ -16,7 +16,7 @@ import yaml
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.export import bundle_of
-from planner.export.launch.kubernetes import kubernetes_manifest
+from planner.export.launchers import kubernetes_manifest
 from planner.export.trainer_files import ExportFile, LaunchCommand
 
 Planned = Callable[..., Plan]
@@ -57,7 +57,8 @@ def faults(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
 def documents(plan: Plan, target: str, **options: Any) -> dict[str, Any]:
     """The documents of a manifest by their kind."""
     files = {file.name: file for file in bundle_of(plan, [options.pop("trainer", "megatron"), target], **options).files}
-    return {document["kind"]: document for document in yaml.safe_load_all(files[TARGETS[target]].text)}
+    settings, *others = yaml.safe_load_all(files[TARGETS[target]].text)
+    return {document["kind"]: document for document in others} | {"settings": settings}
 
 
 def pod_template(found: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +84,8 @@ def first_pod(found: dict[str, Any]) -> str:
 def test_manifests_keep_to_the_schemas_of_their_kinds(planned: Planned, job: str, target: str) -> None:
     found = documents(planned(**JOBS[job]), target)
     kinds = {"TrainingRuntime", "TrainJob"} if target == "kubernetes" else {"JobSet"}
-    assert set(found) == {"ConfigMap", *kinds, *(["ComputeDomain"] if job == "racks" else [])}
-    for kind in set(found) - {"ConfigMap"}:
+    assert set(found) == {"settings", "ConfigMap", *kinds, *(["ComputeDomain"] if job == "racks" else [])}
+    for kind in set(found) - {"settings", "ConfigMap"}:
         assert list(faults(found[kind], SCHEMAS[kind], kind)) == []
 
 
@@ -179,7 +180,11 @@ def test_a_pod_starts_its_ranks(
     assert container["image"] == "registry/image:1"
     shell, flag, script, name = container["command"]
     assert (shell, flag, name) == ("bash", "-c", "bash")
-    variables = {entry["name"]: entry["value"] for entry in container["env"]} | {"CHECKPOINTS": "/data/run"}
+    pod = pod_template(found) if target == "kubernetes" else jobs_of(found)["template"]
+    assert pod["spec"]["containers"][0]["envFrom"] == [
+        {"configMapRef": {"name": found["settings"]["metadata"]["name"]}}
+    ]
+    variables = found["settings"]["data"] | {"CHECKPOINTS": "/data/run"}
     done = subprocess.run(
         ["bash", "-c", script.replace("/plan/", f"{tmp_path}/"), "bash"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PREFLIGHT": "0", **variables, **addresses},
@@ -194,14 +199,19 @@ def test_a_pod_starts_its_ranks(
     assert not list(tmp_path.glob("pwned"))
 
 
-def test_what_is_filled_in_stands_in_the_heading(planned: Planned) -> None:
-    bundle = bundle_of(planned(**JOBS["nodes"]), ["megatron", "kubernetes"])
-    file = next(file for file in bundle.files if file.name == "kubernetes.yaml")
-    heading = file.text.split("apiVersion:")[0]
-    assert all(f"#   {place.name}: {place.meaning}\n" in heading for place in file.placeholders)
-    job = next(document for document in yaml.safe_load_all(file.text) if document["kind"] == "TrainJob")
-    names = {entry["name"] for entry in job["spec"]["trainer"]["env"]}
-    assert names == {"MEGATRON_PATH", "DATA_PATH", "TOKENIZER", "CHECKPOINTS", "MOCK"}
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_filled_in_stands_at_the_top_or_is_marked(planned: Planned, target: str) -> None:
+    bundle = bundle_of(planned(**JOBS["nodes"]), ["megatron", target])
+    file = next(file for file in bundle.files if file.name == TARGETS[target])
+    assert set(yaml.safe_load(file.text.split("\n---\n")[0])["data"]) == {
+        "MEGATRON_PATH", "DATA_PATH", "TOKENIZER", "CHECKPOINTS", "MOCK",
+    }  # fmt: skip
+    for place in file.placeholders:
+        begins = f"{place.name}: ''  # " if place.name.isupper() else f"{place.default}"
+        lines = [line for line in file.text.splitlines() if begins in line and place.meaning in line]
+        assert lines, place.name
+    below = file.text.split("\n---\n", 1)[1]
+    assert below.count("# fill in: ") == 3, "the claim, and the network's cards as limits and requests"
     assert {"claimName", "rdma/rdma_shared_device_a"} <= {place["name"] for place in bundle.manifest()["placeholders"]}
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
-from planner.export.launch.launchers import nodes_of, shell_array
+from planner.export.launchers import nodes_of, shell_array
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ExportFile, ShellText, argv
 from planner.specs.units import GIB

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import preflight_names
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
-from planner.export.launch.node_check import release
 
 Planned = Callable[..., Plan]
 
@@ -245,4 +245,5 @@ def test_nothing_of_a_plan_leaves_the_checks(planned: Planned, tmp_path: Path, h
 
 
 def test_releases_are_compared_as_numbers() -> None:
+    release = preflight_names()["release"]
     assert release("2.10.0+cu130") > release("2.9") > release("2.8.0rc1") > release("")

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from samples import preflight_names
 
 from planner.answer import Plan
-from planner.export.launch.trials import trials_of, write_trials
+from planner.export.export import trials_of, write_trials
 
 Planned = Callable[..., Plan]
 
@@ -59,9 +60,7 @@ def test_logs_of_other_trainers(line: str, seconds: float, tmp_path: Path) -> No
     (tmp_path / "trial-0").mkdir()
     (tmp_path / "trial-0" / "a.log").write_text(f"{line}\n" * 3)
     (tmp_path / "trials.json").write_text(json.dumps({"trials": [trial]}))
-    import planner.export.launch.node_check as script
-
-    assert script.measured_s(tmp_path / "trial-0", trial) == (pytest.approx(seconds), 3)
+    assert preflight_names()["measured_s"](tmp_path / "trial-0", trial) == (pytest.approx(seconds), 3)
 
 
 def test_a_target_without_a_first_run_of_its_own(planned: Planned) -> None:

@@ -54,7 +54,7 @@ def test_timed_kernels_say_little_of_amds_software_and_a_probe_all() -> None:
         training = TrainingSpec(seq_length=4096, global_batch_size=32)
         return _width(evaluate(load_model("8b"), cluster, training, Parallelism(), runtime="primus-megatron"))
 
-    assert width("measured") == pytest.approx(width("spec_sheet"))
+    assert width("spec_sheet") > 1.2 * width("measured")
     assert width("probed") < width("measured") / 2
 
 

@@ -118,3 +118,33 @@ def test_the_ends_are_quantiles_of_the_mixture(choices: dict[str, list[tuple[flo
     low, high = np.quantile(draws, [TAIL, 1 - TAIL])
     # never narrower than where all is said
     assert mixture_interval(width, choices) == pytest.approx((min(low, -width), max(high, width)), abs=2e-3)
+
+
+PACKED = {
+    "model": "qwen3-8b", "hardware": "h100", "num_gpus": 4, "seq_length": 2048, "global_batch_size": 32,
+    "runtime": "bridge", "parallelism": {"tp": 4, "micro_batch_size": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "widens"),
+    [
+        ({}, True),
+        ({"features": {"tp_comm_overlap": False}}, True),
+        ({"features": {"packed_documents": False}}, False),
+        # as many tokens as pre-training has
+        ({"global_batch_size": 512}, False),
+        # rotated by one kernel
+        ({"runtime": "megatron"}, False),
+        # fine-tuning for certain
+        ({"adapters": {"rank": 8}}, False),
+    ],
+)
+def test_small_steps_of_bridge_may_be_packed_texts(more: dict[str, Any], widens: bool) -> None:
+    priced = _priced(PACKED, **more)
+    found = [one for one in priced.unsaid if one.switch == "packed_documents"]
+    assert bool(found) == widens
+    if widens:
+        # the card of Qwen3-8B measured 7.42 s
+        assert found[0].other_step_s == pytest.approx(7.4, rel=0.12)
+        assert _ends(priced)[1] > math.log(1.5)

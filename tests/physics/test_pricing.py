@@ -600,3 +600,15 @@ def test_a_graph_halves_the_wait_for_the_last_rank() -> None:
     # four exchanges of a layer's forward among four ranks: two doublings
     assert exchanged_s(100.0, False) - exchanged_s(0.0, False) == pytest.approx(4 * 2 * 100e-6)
     assert exchanged_s(100.0, True) - exchanged_s(0.0, True) == pytest.approx(4 * 100e-6)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "llama-3.2-1b"])
+def test_a_pricing_of_bytes_alone_has_the_same_bytes_and_no_seconds(name: str) -> None:
+    pricing = pricing_of(name)
+    for shape in grid(pricing.model)[::7]:
+        light, full = replace(pricing, counts_seconds=False).table(shape), pricing.table(shape)
+        assert float(light.usable_bytes) == float(full.usable_bytes)
+        for (part, own), (_, other) in zip(named_parts(light), named_parts(full), strict=True):
+            for quantity in QUANTITIES:
+                expected = 0.0 if quantity.endswith("_s") else getattr(other, quantity)
+                assert getattr(own, quantity) == expected, (part, quantity)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from solver_nodes import random_node, recurring_node
+from solver_nodes import DENSE, random_node, random_part, recomputed_whole, recurring_node
 from toys import NO_LIMIT_S, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.layout.candidate import Candidate, Split
-from planner.search.chain import best_split
+from planner.search.chain import _Line, best_split
 from planner.search.chunks import promising, splits_of
 from planner.search.enumerate import enumerate_shapes, scalar
 from planner.search.frontier import nodes_of
@@ -19,6 +20,7 @@ from planner.search.ilp.node import Node, RecomputeChoice
 from planner.search.ilp.program import solve
 from planner.search.layouts import recompute_choices
 from planner.search.priced_shapes import priced_shapes
+from planner.specs.units import GIB
 
 
 def nodes() -> list[Node]:
@@ -39,6 +41,49 @@ def test_a_dynamic_program_is_never_above_the_integer_one_and_finds_what_fits() 
         assert found.objective_s >= program.objective_s * (1 - 1e-6), "its split is one of the program's"
         decided += found.objective_s <= found.bound_s * (1 + 1e-4)
     assert decided >= 20
+
+
+def line_node(seed: int, has_ends: bool) -> Node:
+    """A chain of one kind of layers on up to five stages, with or without seconds outside the pipeline."""
+    rng = random.Random(seed)
+    pp, plain = rng.randint(2, 5), random_part(rng)
+    length, steps = rng.randint(max(pp, 4), 14), rng.choice([3, 8, 16])
+    node = random_node(
+        seed, pp=pp, placement=tuple(range(pp)), runs=((DENSE, length),),
+        layers={(DENSE, "none"): plain, (DENSE, "full"): recomputed_whole(plain, rng)},
+        in_flight=[float(min(pp - rank, steps)) for rank in range(pp)], num_microbatches=steps,
+        whole=rng.choice(["none", "all"]), usable_bytes=rng.choice([1e6, rng.uniform(1.5, 7) * length / pp]) * GIB,
+    )  # fmt: skip
+    if has_ends:
+        return node
+    none = {"reduce_s": 0.0, "gather_s": 0.0, "optimizer_s": 0.0}
+    layers = {key: replace(part, **none) for key, part in node.layers.items()}
+    return replace(node, layers=layers, embedding=replace(node.embedding, **none), head=replace(node.head, **none))
+
+
+@pytest.mark.parametrize("has_ends", [False, True])
+def test_the_closed_form_of_one_kind_has_the_optimum_of_the_integer_program(has_ends: bool) -> None:
+    """So has the dynamic program. A few limits are tried: they leave 1e-4 open, and ends more."""
+    held = 0
+    for node in (line_node(seed, has_ends) for seed in range(60)):
+        program, line, cells = solve(node, NO_LIMIT_S), _Line.of(node, 0).best(), best_split(node)
+        assert cells is not None
+        if program is None:
+            assert not line.counts
+            assert not cells.counts
+            continue
+        held, best_s = held + 1, program.objective_s
+        assert sum(line.counts) == node.num_layers
+        assert min(line.free_bytes) >= -1e-6 * node.usable_bytes
+        assert line.bound_s <= best_s * (1 + 1e-6)
+        assert line.objective_s >= best_s * (1 - 1e-6)
+        if not has_ends:
+            assert cells.objective_s == pytest.approx(best_s, rel=1e-7)
+        # with few micro-batches a row may fall with what a rank holds, and then limits nothing
+        if not has_ends and node.num_microbatches >= 8:
+            assert line.objective_s == pytest.approx(best_s, rel=1e-4)
+            assert line.bound_s == pytest.approx(best_s, rel=1e-4)
+    assert 30 < held < 60
 
 
 def test_a_cutoff_leaves_no_split_and_the_same_bound() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +16,18 @@ from planner.answer import Plan
 from planner.errors import Infeasible
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import memory_width, oom_probability
-from planner.layout.evaluate import price_given
+from planner.layout.evaluate import price_given, priced_as_given
+from planner.layout.variation import setting_of
 from planner.search.case import Case
+from planner.search.safest import standing
 from planner.search.search import plan, search
 from planner.search.why.explain import program_text
 from planner.search.why.misses import candidates_of, shapes_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import SearchLimits, TrainingSpec
+from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
+from planner.trainers.load import load_runtime
+from planner.trainers.rules.recipe import broken_recipe_rules
 
 
 def tight(memory_gib: float, **limits: object) -> Problem:
@@ -39,7 +44,8 @@ def case_of(problem: Problem) -> Case:
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """All layouts with their default splits."""
     case = case_of(problem)
-    yield from (candidate for _, candidate in candidates_of(case, shapes_of(case)[0]))
+    for _, candidate in candidates_of(case, shapes_of(case)[0]):
+        yield candidate.priced_as(replace(candidate.pricing, counts_seconds=True))
 
 
 def risk_of(candidate: Candidate) -> float:
@@ -154,3 +160,16 @@ def test_what_is_found_is_priced_again_as_it_was() -> None:
     layout = next(layout for layout, _ in candidates_of(case, shapes_of(case)[0]))
     priced = price_given(case.model, case.cluster, case.training, layout, case.runtime)
     assert priced.oom_probability == pytest.approx(risk_of(candidate))
+
+
+def test_a_simpler_layout_keeps_to_the_rules_of_its_recipe() -> None:
+    """Experts overlap in one chunk a rank in no pipeline, so that several chunks stay several."""
+    runtime, _ = load_runtime("megatron").with_features({"ep_overlap": True, "dispatcher": "hybridep"})
+    model, training = load_model("glm-4.5-air"), TrainingSpec(seq_length=4096, global_batch_size=16384)
+    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=128)
+    layout = Parallelism(tp=2, pp=2, dp=32, ep=16, etp=1, vpp=4, micro_batch_size=1, recompute="selective")
+    candidate, _ = priced_as_given(model, cluster, training, layout, runtime)
+    case = Case(model, cluster, training, runtime, SearchLimits())
+    found = standing(candidate, [], case, runtime).candidates[0]
+    assert int(found.shape.vpp) > 1
+    assert not any(broken_recipe_rules(setting_of(found)))

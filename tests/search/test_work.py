@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from planner.errors import Infeasible
 from planner.layout import candidate
+from planner.physics.passes import Passes
 from planner.physics.pricing import Pricing
 from planner.search import branch
 from planner.search.case import Case
@@ -20,7 +22,7 @@ from planner.search.priced_shapes import priced_shapes
 from planner.search.recipes import Recipes
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_model
+from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
 
@@ -83,3 +85,13 @@ def test_the_bar_of_a_kernel_is_never_above_the_bound_of_its_shapes(name: str) -
             own_s = least_s[np.arange(len(which)), which] * 16 / np.asarray(shapes.num_ranks)
             for pricing, limits in tried:
                 assert (own_s <= bound_of_shapes_s(priced_shapes(pricing, shapes), limits) * (1 + 1e-9)).all()
+
+
+def test_a_refusal_by_bytes_prices_no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the search nor what would help: other GPUs, adapters, shorter sequences, other cards."""
+    monkeypatch.setattr(Passes, "seconds", None)
+    gpus = ClusterSpec(hardware=load_hardware("h100"), num_gpus=8)
+    with pytest.raises(Infeasible) as refused:
+        plan("deepseek-v3", gpus, TrainingSpec(seq_length=4096, global_batch_size=15360))
+    assert "it fits on 192 GPUs" in (refused.value.hint or "")
+    assert "--qlora" in (refused.value.hint or "")

@@ -54,7 +54,10 @@ def model_of(name: str, **changes: Any) -> ModelSpec:
 
 
 def count(model: ModelSpec) -> int:
-    return model_totals(model, load_runtime("torch-eager"), seq_length=2048).num_parameters
+    """Parameters of the language model."""
+    return model_totals(
+        model.model_copy(update={"vision": None}), load_runtime("torch-eager"), seq_length=2048
+    ).num_parameters
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -157,7 +160,9 @@ def test_the_inner_config_of_a_wrapper_decides(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO):
         large = model_of("mistral-large-3")
     assert large.mla is not None
-    assert "mistral-large-3/config.json: vision left out: only the language model is planned" in caplog.text
+    assert large.vision is not None
+    from_config(ENTRIES["mistral-large-3"]["config"] | {"audio_config": {"d_model": 8}}, "x/config.json")
+    assert "x/config.json: audio left out: only the language model is planned" in caplog.text
     dense = {"model_type": "mistral3", "text_config": {"num_hidden_layers": 2}, "vision_config": {}}
     assert from_config(dense, "x").mla is None
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from planner.specs import reading as limits
-
 ROOT = Path(__file__).parents[2]
 HOME = "planner/specs/reading.py"
 
@@ -34,12 +32,10 @@ SUSPECT = re.compile(
 """A line that a module needs which calls a parser."""
 OWN = "a text that the planner wrote, or that ships with it"
 WIRE = "wire between the planner's own processes"
-JOB = "it runs in the user's job, without the planner, on files that the export wrote"
 LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflation and values"
 
 EXCEPTIONS = {
     "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
-    "planner/export/launch/node_check.py": JOB,
     "planner/layout/runs.py": OWN,
     "planner/profile/measure_links.py": WIRE,
     "planner/report/small.py": OWN,
@@ -97,12 +93,3 @@ def test_only_the_home_of_reading_calls_a_parser() -> None:
 )
 def test_the_walk_sees_every_way_to_call_a_parser(source: str) -> None:
     assert parsers_in(source)
-
-
-def test_the_table_of_limits_is_that_of_the_code() -> None:
-    page = (ROOT / "docs" / "reliability.md").read_text()
-    rows = re.findall(r"^\| `([A-Z]+)` \|[^|]*\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
-    stated = {name: tuple(int(number.replace(",", "")) for number in numbers) for name, *numbers in rows}
-    known = {name: value for name, value in vars(limits).items() if isinstance(value, limits.InputLimits)}
-    assert stated == {name: (limit.num_bytes, limit.num_items, limit.depth) for name, limit in known.items()}
-    assert f"{limits.MAX_DIGITS} digits" in page

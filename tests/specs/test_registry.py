@@ -254,5 +254,6 @@ def test_a_cluster_takes_its_hardware_by_name_and_refuses_it_as_load_hardware_do
      Parallelism, ReservedMemory, RuntimeSpec, SearchLimits, TrainingDefaults, TrainingSpec],
 )  # fmt: skip
 def test_the_docstring_below_a_field_is_its_description(spec: type[Spec]) -> None:
-    properties = spec.model_json_schema()["properties"]
+    schema = spec.model_json_schema()
+    properties = schema.get("$defs", {}).get(spec.__name__, schema)["properties"]
     assert [name for name in spec.model_fields if not properties[name].get("description")] == []

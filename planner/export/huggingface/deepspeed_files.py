@@ -12,6 +12,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
+from planner.export.keyed_settings import beginnings, dialect, flat
 from planner.export.named_models import exported_model
 from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.run_settings import FIRST_RUN_STEPS, RunSettings, run_settings
@@ -215,12 +216,15 @@ _IGNORED = {
     "gradient_accumulation_dtype", "disable_allgather", "loss_scale", "amp_",
 }  # fmt: skip
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
-_ZERO_HARMLESS = """
-    allgather_ reduce_ contiguous overlap_comm round_robin sub_group stage3_ load_from elastic ignore_unused
-    cpu_offload grad_hooks memory_efficient use_multi_rank legacy override max_ param_persist zero_hpz stage$
-    offload_ mics_ gather_16bit
-"""
-_ZERO_IGNORED = re.compile("|".join(_ZERO_HARMLESS.split()))
+_ZERO_READ = {
+    "stage", "overlap_comm", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "cpu_offload",
+}  # fmt: skip
+_ZERO_HARMLESS = beginnings(
+    "allgather_ reduce_ contiguous round_robin sub_group stage3_ load_from elastic ignore_unused cpu_offload_ "
+    "grad_hooks memory_efficient use_multi_rank legacy override max_ param_persist mics_ gather_16bit"
+)
+_OFFLOAD = {"device", "ratio", "pin_memory", "nvme_path", "buffer_count", "buffer_size", "fast_init", "max_in_cpu",
+            "pipeline", "pipeline_read", "pipeline_write"}  # fmt: skip
 _AUTO = (None, "auto")
 
 
@@ -320,7 +324,10 @@ def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) 
         if section(zero, key).get("device", "none") not in (*read, None):
             found.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
     for key, value in zero.items():
-        if not _ZERO_IGNORED.match(key):
+        inner = value if isinstance(value, dict) and key.startswith("offload") else {}
+        others = inner.keys() - _OFFLOAD
+        found.unknown |= {f"zero_optimization.{key}.{name}": str(inner[name]) for name in sorted(others)}
+        if key not in _ZERO_READ and not _ZERO_HARMLESS.match(key):
             found.unknown[f"zero_optimization.{key}"] = json.dumps(value)
     kind = section(config, "optimizer").get("type")
     if str(kind or "").lower() not in _ADAMS:
@@ -336,7 +343,8 @@ _PIPELINE = "planned_pipeline.py"
 
 def read_deepspeed(config: ConfigFile) -> ImportedRun:
     """The part of a run that `ds_config.json` holds. Raises SpecError where it is no JSON object."""
-    found = read_config(parse_json(config.text))
+    data = parse_json(config.text)
+    found, row = read_config(data), dialect("deepspeed")
     pipeline = config.beside(_PIPELINE) or ""
     layout = {"micro_batch_size": found.micro_batch_size or 1, **found.layout, **_pipeline(pipeline)}
     imported = ImportedRun(
@@ -353,6 +361,8 @@ def read_deepspeed(config: ConfigFile) -> ImportedRun:
         },
         ignored=found.ignored,
         unknown=found.unknown,
+        assumed={path: str(value) for path, value in row.left_out(flat(data)).items()},
+        documented=row.documented,
     )
     imported.notes.append("a DeepSpeed configuration names no model, sequence length or pipeline: add them as options")
     if found.dtype is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.errors import SpecError
@@ -19,6 +20,7 @@ from planner.export.huggingface.tuning_settings import (
     dtype_of,
     fsdp_layout,
     new_run,
+    note_sections,
     read_fine_tuning,
     set_model,
 )
@@ -28,6 +30,7 @@ from planner.export.keyed_settings import (
     KeyedSettings,
     Settings,
     dialect,
+    flat,
     is_off,
     is_on,
     mapping_of,
@@ -84,8 +87,9 @@ _GRID = {
 """Settings of a grid, and Accelerate's names for them (parallelism_config)."""
 _READ = {
     *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_ADAPTERS, *_PACKING, *_COMPILING, *_CHECKPOINTING, *_GRID,
-    "gradient_accumulation_steps", "bf16", "fp16", "use_liger_kernel", "liger_kernel", "enable_liger_kernel",
-    "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage", "rlhf_type",
+    "gradient_accumulation_steps", "global_batch_size", "bf16", "fp16", "use_liger_kernel", "liger_kernel",
+    "enable_liger_kernel",
+    "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage", "rlhf_type", "loss_type",
     "tf32", "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "zero_stage", "optim", "optimizer", "config_file",
     "num_processes", "num_machines", "attn_implementation", "attn_impl", "flash_attn", "flash_attention",
     "use_flash_attention", "use_flash_attn", "dtype", "torch_dtype", "mixed_precision", "offload", "nproc_per_node",
@@ -105,9 +109,9 @@ _SAME = {"per_device_train_batch_size": _BATCH, "micro_batch_size": _BATCH, "max
 
 def tool_of(settings: Settings, text: str = "") -> Dialect:
     """The trainer whose settings these are."""
-    is_trl = "trl" in text and "import" in text
-    found = (tool for tool in _TOOLS if not tool.marks or any(name in settings for name in tool.marks))
-    return dialect("trl") if is_trl else next(found)
+    launched = (tool for tool in _TOOLS if tool.launched and re.search(tool.launched, text))
+    marked = (tool for tool in _TOOLS if not tool.marks or any(name in settings for name in tool.marks))
+    return next(launched, None) or next(marked)
 
 
 def read_trainer(config: ConfigFile) -> ImportedRun:
@@ -116,6 +120,35 @@ def read_trainer(config: ConfigFile) -> ImportedRun:
     if is_adapter(keyed.settings) and "finetuning_type" in keyed.settings:
         return read_adapter(keyed)
     return run_of_arguments(keyed, config)
+
+
+def read_openrlhf(config: ConfigFile) -> ImportedRun:
+    """The run of OpenRLHF's trainers: a fine-tuning, or an update of the actor."""
+    row, keyed = dialect("openrlhf"), settings_of(config)
+    given = keyed.settings
+    names = {row.renamed[key]: key for key in {**row.unasked, **given} if row.renamed.get(key)}
+    keyed.settings = {row.renamed.get(key) or key: value for key, value in given.items()}
+    is_rl, tokens = "train_ppo" in config.text, number(given, "train.max_tokens_per_gpu") or 16192
+    answers = number(given, "generate_max_len", "rollout.max_new_tokens")
+    if "prompt_max_len" in given and answers:
+        keyed.settings["max_length"] = (number(given, "prompt_max_len") or 0) + answers
+    if is_rl:
+        length = number(keyed.settings, "max_length") or 2048
+        packed = max(1, tokens // length) if is_on(given.get("train.dynamic_batch_enable")) else 1
+        keyed.settings.setdefault("per_device_train_batch_size", packed)
+    gpus = [number(given, f"actor{sign}{name}") or 1 for sign in "_." for name in ("num_nodes", "num_gpus_per_node")]
+    keyed.num_gpus = keyed.num_gpus or (gpus[0] * gpus[1] * gpus[2] * gpus[3] if max(gpus) > 1 else None)
+    if (other := re.search(r"train_(dpo|rm|kto|kd|prm)\b", config.text)) is not None:
+        keyed.settings["stage"] = other[1]
+    tool = replace(row, unasked={row.renamed.get(key, key): value for key, value in row.unasked.items()})
+    imported = run_of_arguments(keyed, config, tool)
+    imported.rename(names)
+    imported.source = "openrlhf"
+    if is_rl:
+        imported.notes.append(
+            "one update of the actor is priced; rollouts, the critic, the reference and rewards are not"
+        )
+    return imported
 
 
 def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | None = None) -> ImportedRun:
@@ -136,14 +169,17 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.assumed, imported.documented = {name: str(v) for name, v in unasked.items()}, tool.documented
     said, settings = settings, {**unasked, **settings}
     run, layout = imported.run, imported.run["parallelism"]
-    run["seq_length"] = number(settings, *_SEQUENCE)
+    run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
     is_asked = any(is_on(settings.get(n)) or settings.get(n) in ("offload", "unsloth") for n in _CHECKPOINTING)
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
         layout["recompute"] = "none" if is_on(settings.get("disable_gradient_checkpointing")) else "full"
     run["num_gpus"] = keyed.num_gpus or number(settings, "num_processes") or exported_gpus(config.text)
     accelerate = config.beside(str(settings.get("config_file") or ACCELERATE_FILE))
+    sections: Settings = {name: settings[name] for name in ("fsdp_config", "parallelism_config") if name in settings}
     if accelerate is not None:
-        apply_accelerate(imported, mapping_of(accelerate), config)
+        apply_accelerate(imported, file := mapping_of(accelerate), config)
+        sections |= file
+    note_sections(imported, flat(sections))
     dtype = dtype_of(settings)
     run["dtype"] = dtype or run["dtype"]
     if dtype is not None and IN_FP32 in imported.notes:
@@ -168,7 +204,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     _list_unread(imported, settings)
     for name, value in said.items():
         if name not in _READ:
-            is_harmless = is_off(value) or _ROW.is_harmless(str(name)) or value in ([], {}, 0)
+            is_known = any(row.is_harmless(str(name)) for row in (_ROW, tool))
+            is_harmless = is_off(value) or is_known or value in ([], {}, 0)
             (imported.ignored if is_harmless else imported.unknown)[str(name)] = str(value)[:200]
     imported.unknown |= {name: value for name, value in keyed.unread.items() if not _ROW.is_harmless(str(name))}
     layout.setdefault("micro_batch_size", 1)
@@ -176,17 +213,36 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
 
 
 def _in_one(settings: Settings) -> Settings:
-    """LLaMA-Factory's settings since its version 1, whose sections of adapters and of sharding are put in."""
-    adapters, sharding = settings.get("peft_config"), settings.get("dist_config")
-    if "model_class" not in settings:
-        return settings
-    found = {name: value for name, value in settings.items() if name not in ("peft_config", "dist_config")}
-    found |= adapters if isinstance(adapters, dict) else {}
-    kind = found.pop("name", None)
-    found["finetuning_type"] = "full" if kind is None else kind
-    if isinstance(sharding, dict):
-        is_deepspeed = sharding.get("name") == "deepspeed"
-        found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
+    """Settings of LLaMA-Factory's version 1 out of their sections, and those of `accelerate launch` in its file's."""
+    if "model_class" in settings:
+        adapters, sharding = settings.get("peft_config"), settings.get("dist_config")
+        found = {name: value for name, value in settings.items() if name not in ("peft_config", "dist_config")}
+        found |= adapters if isinstance(adapters, dict) else {}
+        kind = found.pop("name", None)
+        found["finetuning_type"] = "full" if kind is None else kind
+        if isinstance(sharding, dict):
+            is_deepspeed = sharding.get("name") == "deepspeed"
+            found |= {"deepspeed": sharding.get("config_file")} if is_deepspeed else {"fsdp_version": 2}
+        return found
+    found = dict(settings)
+    for section in ("fsdp_config", "parallelism_config"):
+        start = "fsdp_" if section == "fsdp_config" else f"{section}_"
+        names = [
+            name for name in settings if str(name).startswith(start) and name not in ("fsdp_config", "fsdp_version")
+        ]
+        inner = settings.get(section)
+        if names and not isinstance(inner, str):
+            found[section] = {**(inner or {}), **{name: found.pop(name) for name in names}}
+    if is_on(found.pop("use_fsdp", False)):
+        found.setdefault("fsdp_version", 1)
+    if (name := found.pop("deepspeed_config_file", None)) is not None:
+        found["deepspeed"] = name
+    if is_on(found.pop("use_deepspeed", False)) and "deepspeed" not in found:
+        found.setdefault("zero_stage", 2)
+    if (device := found.pop("offload_optimizer_device", "none")) != "none":
+        found |= {"offload": True} if device == "cpu" else {"offload_optimizer_device": device}
+    if found.get("offload_param_device") == "none":
+        del found["offload_param_device"]
     return found
 
 
@@ -288,6 +344,10 @@ _IGNORED = {
     "batch_size_val", "low_cpu_ram", "custom_sharded_layers", "enable_async_checkpointing", "optimizer_ckpt_freq",
     "collate_fn", "cudnn_deterministic_mode", "package", "name",
 }  # fmt: skip
+_READ_OF_MODEL = {
+    "_component_", "lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output", "lora_rank", "lora_dropout",
+    "quantize_base",
+}  # fmt: skip
 _RANKS = re.compile(r"--nproc[-_]per[-_]node[ =](\d{1,4})")
 
 
@@ -324,6 +384,11 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     if not re.search(r"CrossEntropy|CEWith", loss):
         imported.unknown["loss._component_"] = f"{loss}, priced as cross-entropy of one model"
     imported.note_unread(data, _READ_OF_TUNE, _IGNORED)
+    row = dialect("torchtune")
+    imported.assumed = {path: str(value) for path, value in row.left_out(flat(data)).items()}
+    imported.documented = row.documented
+    unread = {f"model.{name}": value for name, value in data["model"].items() if name not in _READ_OF_MODEL}
+    imported.note_unread(unread, (), {"model.lora_alpha"})
     return imported
 
 

@@ -17,7 +17,7 @@ from planner.export.huggingface.tuning_settings import (
     lora_config,
     quantization_config,
 )
-from planner.export.launch.launchers import nodes_of
+from planner.export.launchers import nodes_of
 from planner.export.refusal import Objections, broken_rules, hint_for
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.stages import all_full

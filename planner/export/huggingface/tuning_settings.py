@@ -10,7 +10,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
-from planner.export.keyed_settings import is_on, mapping_of, number, refuse_unset
+from planner.export.keyed_settings import dialect, flat, is_on, mapping_of, number, refuse_unset
 from planner.export.named_models import has_towers, model_called, num_layers_of
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
@@ -135,6 +135,8 @@ _OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
 _BF16 = ("bf16", "bfloat16")
 _FP32 = ("float32", "fp32")
 _WORDS = ("lora", "qlora")
+_OLDER = {"max_seq_length", "torch_dtype", "evaluation_strategy", "use_liger", "overwrite_output_dir", "rl", "stage"}
+"""Settings that TRL no longer took when its loss came in chunks, and those of other losses."""
 
 
 def beside_adapters(settings: Settings, config: ConfigFile) -> dict[str, Any]:
@@ -243,6 +245,10 @@ def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
             features["liger"] = True
         else:
             imported.unknown["use_liger_kernel"] = "true"
+    elif (
+        settings.get("loss_type") == "chunked_nll" and not settings.keys() & _OLDER and "objective" not in imported.run
+    ):
+        features["liger"] = "loss"
     if is_on(settings.get("activation_offloading")):
         layers = num_layers_of(imported.run["model"])
         if layers is None:
@@ -261,6 +267,13 @@ _IGNORED = {
     "gpu_ids", "enable_cpu_affinity", "command_file", "commands", "tpu_name", "tpu_zone", "deepspeed_hostfile",
     "dynamo_backend", "ipex_config", "mpirun_config", "rdzv_conf", "monitor_interval", "max_restarts",
 }  # fmt: skip
+_READ_OF_SECTIONS = re.compile(
+    r"(fsdp_)?(sharding_strategy|reshard_after_forward|activation_checkpointing|version|offload_params)|zero_stage"
+    r"|gradient_accumulation_steps|offload_(optimizer|param)_device|deepspeed_config_file"
+    r"|parallelism_config_(tp|cp|sp|dp_replicate|dp_shard)_size"
+    r"|megatron_lm_(tp_degree|pp_degree|sequence_parallelism|use_distributed_optimizer|recompute_activations?"
+    r"|num_micro_batches)"
+)
 IN_FP32 = "mixed_precision: no, so that it trains in fp32: priced as bf16"
 _MEGATRON = {"tp_degree": "tp", "pp_degree": "pp"}
 
@@ -273,7 +286,21 @@ def read_accelerate(config: ConfigFile) -> ImportedRun:
     read_fine_tuning(imported, beside_adapters(settings, config))
     imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
     imported.note_unread(settings, _READ, {*_IGNORED, *(name for name, value in settings.items() if not value)})
+    row, given = dialect("accelerate"), flat(settings)
+    imported.assumed = {
+        path: str(value) for path, value in row.left_out(given).items() if path.partition(".")[0] in settings
+    }
+    imported.documented = row.documented
+    note_sections(imported, given)
     return imported
+
+
+def note_sections(imported: ImportedRun, given: Settings) -> None:
+    """List the options in sections of Accelerate's that are not read; `given` are settings by their paths."""
+    row = dialect("accelerate")
+    for path, value in given.items():
+        if "." in path and _READ_OF_SECTIONS.fullmatch(path.partition(".")[2]) is None and not row.is_harmless(path):
+            (imported.ignored if value in (None, False, [], {}) else imported.unknown)[path] = str(value)
 
 
 def apply_accelerate(imported: ImportedRun, settings: Settings, config: ConfigFile) -> None:

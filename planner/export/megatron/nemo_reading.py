@@ -11,7 +11,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
-from planner.export.keyed_settings import dialect
+from planner.export.keyed_settings import dialect, flat
 from planner.export.megatron.bridge_reading import fields_of, options_of_fields, precision_named, read_peft, sort_fields
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import model_called, vocabulary_of
@@ -131,6 +131,8 @@ _HELPERS = {
 }  # fmt: skip
 """Keywords of the functions that NeMo's recipes make a trainer with, where these are in no file beside the recipe."""
 _MAX_DEPTH = 60
+_BESIDE = re.compile(r"trainer\.|model\.optim\.(?!(name|overlap_(grad|param)_sync|grad_sync_dtype)$)")
+"""Settings beside the model's own, but for those that are read."""
 _OTHERS = re.compile(
     r"bert|\bt[05]|_t[05]|retro|mamba|griffin|hyena|bart|ul2|inference|\bexport|quantization|prune", re.IGNORECASE
 )
@@ -287,13 +289,16 @@ def _first_version(text: str) -> ImportedRun:
             "only decoder-only transformers in training are planned",
         )
     tree = resolved(data)
+    given = flat(tree)
     fields, world = as_fields(tree)
     imported = run_of(
         options_of_fields(fields), Script(variables={"WORLD_SIZE": [str(world)]} if world else {}), "nemo"
     )
     imported.run["runtime"] = "bridge"
     imported.unknown.clear()
+    imported.assumed |= {path: str(value) for path, value in _ROW.left_out(given).items()}
     sort_fields(fields, imported.ignored, imported.unknown)
+    imported.unknown |= {path: str(value) for path, value in given.items() if _BESIDE.match(path)}
     for path in [path for path in imported.unknown if _ROW.is_harmless(path)]:
         imported.ignored[path] = imported.unknown.pop(path)
     return imported

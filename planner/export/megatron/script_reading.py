@@ -19,6 +19,7 @@ from planner.export.megatron.deepspeed_options import (
 )
 from planner.export.megatron.model_options import MODEL_OPTIONS, read_model
 from planner.export.megatron.option_rows import Options, number, options_of, read_fields, text
+from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
     KERNELS,
     LAYOUT_OPTIONS,
@@ -29,7 +30,6 @@ from planner.export.megatron.plan_options import (
     read_layout,
     read_scales,
 )
-from planner.export.megatron.refusals import refusals
 from planner.export.named_models import Model, moe_of, num_layers_of
 from planner.export.spelling import canonical, read_switches, unexplained
 from planner.trainers.switches import SWITCHES
@@ -277,3 +277,93 @@ def _assumptions(options: Options) -> Iterator[str]:
         yield "neither --bf16 nor --fp16 is given, so that it trains in fp32: priced as bf16"
     if "--seq-length" not in options and "--max-position-embeddings" in options:
         yield "--seq-length is missing: as long as --max-position-embeddings"
+
+
+def refusals(options: Options) -> list[str]:
+    """Why Megatron-LM ends before its first step. Raises SpecError where it would build fewer layers than there are."""
+    return [says for _, says in named_refusals(options)]
+
+
+def named_refusals(options: Options) -> Iterator[tuple[str, str]]:
+    """Each refusal by its name: those of the table, of stages, and of sizes that do not divide."""
+    for name, row in option_table()["refused"].items():
+        given = next((clause for clause in row["given"] if _holds(clause, options)), None)
+        if given is None or not all(_holds(clause, options) for clause in row.get("beside", ())):
+            continue
+        needs, excludes = row.get("needs", ()), row.get("excludes", ())
+        if needs and not any(_holds(clause, options) for clause in needs):
+            yield name, f"{given} needs {' or '.join(needs)}"
+        if any(_holds(clause, options) for clause in excludes):
+            yield name, f"{given} takes no {' and no '.join(excludes)}"
+    yield from _refused_stages(options)
+    positions, length, heads, groups, hidden = (
+        number(options, f"--{name}", 0) or 0
+        for name in (
+            "max-position-embeddings", "seq-length", "num-attention-heads", "num-query-groups", "hidden-size",
+        )
+    )  # fmt: skip
+    if 0 < positions < length:
+        yield "positions_below_sequence", f"--max-position-embeddings {positions} is below --seq-length {length}"
+    if "--group-query-attention" in options and heads and groups and heads % groups:
+        yield "group_sizes", f"{heads} heads are no multiple of {groups} groups"
+    if "--kv-channels" not in options and hidden and heads and hidden % heads:
+        yield "heads_without_channels", f"hidden size {hidden} is no multiple of {heads} heads"
+
+
+def _holds(clause: str, options: Options) -> bool:
+    """`--option`, `--option word|word` or `--option > 1` holds of options."""
+    name, *words = clause.split()
+    if words[:1] == [">"]:
+        return (number(options, name, 0) or 0) > int(words[1])
+    said = re.findall(r"[^\s,\[\]]+", text(options, name))
+    return name in options and (not words or not {*said}.isdisjoint(words[0].split("|")))
+
+
+def _refused_stages(options: Options) -> Iterator[tuple[str, str]]:
+    """Splits of layers that do not divide, or that lose some."""
+    layers, pp = number(options, "--num-layers", 0) or 0, max(1, number(options, _PP, 1) or 1)
+    vpp = max(1, number(options, "--num-virtual-stages-per-pipeline-rank", 1) or 1)
+    ends = {name: count for name in _ENDS if (count := number(options, name)) is not None}
+    if ends and pp == 1:
+        option, count = next(iter(ends.items()))
+        _lost(f"{option} without a pipeline builds {count} of {layers or 'all'} layers")
+    if any(count < 1 for count in ends.values()):
+        yield "empty_end", "the first and the last stage need a layer, where their layers are given"
+    if any(count % vpp for count in ends.values()):
+        yield (
+            "virtual_stages_of_ends",
+            f"layers of the first and the last stage must be multiples of the {vpp} virtual stages",
+        )
+    if ends and layers:
+        left, stages = layers - sum(ends.values()), pp - len(ends)
+        if left < 0 or bool(left) != bool(stages):
+            _lost(f"{left} layers are left for {stages} middle stages")
+        if stages and left % stages:
+            yield "middle_layers", f"{left} layers are no multiple of the {stages} middle stages"
+        elif stages and pp > 2 and left // stages % vpp:
+            yield (
+                "virtual_stages_of_middle",
+                f"{left // stages} layers of a middle stage are no multiple of {vpp} virtual stages",
+            )
+    counted = layers + sum(name in options for name in _COUNTED)
+    per_stage = number(options, "--num-layers-per-virtual-pipeline-stage")
+    if not layers or ends or "--pipeline-model-parallel-layout" in options:
+        return
+    if per_stage is not None and (counted % pp or counted // pp % max(1, per_stage)):
+        says = f"{counted} layers on {pp} stages are no multiple of {per_stage} a virtual stage"
+        yield "layers_of_virtual_stage", says
+    elif per_stage is None and counted % pp:
+        yield "layers_per_stage", f"{counted} layers are no multiple of the {pp} pipeline stages"
+    elif counted // pp % vpp:
+        says = f"{counted // pp} layers of a stage are no multiple of its {vpp} virtual stages"
+        yield "layers_per_virtual_stage", says
+
+
+def _lost(says: str) -> None:
+    """An older version went on with fewer layers than the model has."""
+    raise SpecError(says, "give the pipeline that these layers are for, or leave them out")
+
+
+_PP = "--pipeline-model-parallel-size"
+_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")

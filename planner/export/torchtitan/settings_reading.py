@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from planner.errors import SpecError
@@ -12,7 +11,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun
-from planner.export.keyed_settings import dialect
+from planner.export.keyed_settings import dialect, flat
 from planner.export.named_models import Model, exported_model, model_called, num_layers_of
 from planner.specs.reading import literal, parse_python, parse_toml, printable
 from planner.specs.units import is_count
@@ -222,14 +221,6 @@ def _is_toml(text: str) -> bool:
 def _toml(text: str) -> Settings:
     """Settings of a TOML file, as torchtitan took them up to 2025."""
     return flat(parse_toml(text, "", "give the file that --job.config_file names"))
-
-
-def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
-    """Nested tables as `section.name`."""
-    settings: Settings = {}
-    for key, value in data.items():
-        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return settings
 
 
 def override_settings(script: Script) -> Settings:

@@ -209,6 +209,7 @@ def core_attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: Run
         q_len=span / shape.cp / num_kernels,
         kv_len=span,
         window=_window(model, kind),
+        causal=model.causal,
         imbalance=1.0 if runtime.balances_context or kind.attention != "full" else 2 - 1 / shape.cp,
         qk_dim=qk_dim,
         v_dim=v_dim,

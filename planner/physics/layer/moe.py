@@ -14,7 +14,7 @@ from planner.specs.model_parts import MoESpec
 from planner.trainers.spec import RuntimeSpec
 
 
-def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: float) -> Iterator[Item]:
+def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, imbalance: Number) -> Iterator[Item]:
     """Router, permute, dispatch over ep (and etp), grouped GEMMs, combine, un-permute; shared expert beside them.
 
     ms tokens enter a rank, and each visits topk experts. Expert parallelism moves tokens between ranks and removes

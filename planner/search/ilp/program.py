@@ -124,6 +124,10 @@ LEAST_SHORT_BYTES = 0.25 * GIB
 """Bytes left free beyond those that the last program saw left, so that few programs are enough."""
 
 
+MAX_TRIES = 4
+"""Most splits of a node that are looked for; each leaves more bytes free on the ranks that were too full."""
+
+
 def shorter(short_bytes: Sequence[float], excess: Sequence[float], free_bytes: Sequence[float]) -> list[float]:
     """Bytes that the program must leave free on each rank.
 

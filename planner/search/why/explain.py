@@ -24,13 +24,13 @@ from planner.report.causes import largest_cause, now, says_best, says_misfit, sa
 from planner.search.case import Case, Deadline
 from planner.search.ilp.node import node_of
 from planner.search.ilp.program import describe
-from planner.search.layouts import find_layouts, first_layouts, some_layout
+from planner.search.layouts import find_layouts, first_layouts
 from planner.search.rebalance import recompute_of
 from planner.search.recipes import Recipes, pinned
 from planner.search.search import plan, search
 from planner.search.why.explanation import Beaten, ChangedAssumption, Constraint, Explanation, Lift
-from planner.search.why.misses import BrokenRule, Miss, hint_for, nearest_miss, refusal
-from planner.search.why.remedy import DOES_NOT_FIT, Trials, first_remedy, remedies
+from planner.search.why.misses import DOES_NOT_FIT, BrokenRule, Miss, hint_for, nearest_miss, refusal
+from planner.search.why.remedy import Trials, first_remedy, remedies
 from planner.search.why.room import is_small, largest_models, nearest_changes, room_of, within_risk
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
@@ -123,8 +123,8 @@ def _why_no_room(case: Case, best: Plan, error: Infeasible) -> Explanation:
 
 
 def _trials(case: Case) -> Trials:
-    """Short searches that together take no longer than one search may."""
-    return Trials(some_layout, Deadline(case.limits.time_limit_s))
+    """Trials that together take no longer than one search may."""
+    return Trials(Deadline(case.limits.time_limit_s))
 
 
 def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Lift, ...]:

@@ -3,14 +3,16 @@
 Layouts that do not fit: the one that lacks least memory, and an example of the shapes that were left out.
 
 Thousands of shapes are sorted by a cheap estimate. For the most promising ones the exact memory of their layouts is
-worked out, as `plan evaluate` prints it, so that the message and `plan evaluate` name the same number.
+worked out, as `plan evaluate` prints it, so that the message and `plan evaluate` name the same number. All of it is
+arithmetic of bytes: no seconds are priced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,12 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of, selective_modules
 from planner.layout.given import given_layout
 from planner.physics.cost import CostTable
+from planner.physics.layers import model_totals
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, violation
-from planner.search.bounds import layer_bytes
+from planner.search.bounds import exceeds_all_ranks, layer_bytes
 from planner.search.case import Case
+from planner.search.chain import best_split
 from planner.search.enumerate import (
     IntArray,
     Rejections,
@@ -33,6 +37,9 @@ from planner.search.enumerate import (
     schedule_options,
     schedules_tried,
 )
+from planner.search.frontier import nodes_of
+from planner.search.ilp.node import RecomputeChoice, node_of, split_of
+from planner.search.ilp.program import MAX_TRIES, shorter
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
 from planner.shape import FloatArray, Shape
 from planner.specs.training import Parallelism, Recompute
@@ -158,8 +165,11 @@ def _no_schedule(case: Case, shape: Shape) -> str:
     return f"no schedule runs pp {pp} with {steps} micro-batches"
 
 
-PROMISING = 12
-"""Number of shapes whose exact memory is worked out."""
+MOST_STATE_BYTES = 24
+"""More bytes than the weight, the gradient and the state of one parameter take in any recipe."""
+DOES_NOT_FIT = "does_not_fit"
+PROMISING, SPLIT = 12, 16
+"""Shapes whose exact memory is worked out, and those whose layers are split by it where none of the former fits."""
 MODES: tuple[Recompute, ...] = ("full", "selective", "none")
 """Ways to recompute; mostly the first needs the least memory."""
 
@@ -231,17 +241,70 @@ def nearest_miss(case: Case) -> Miss | None:
 
     Layers are split as trainers split them by default, since such a layout can be written in one command line.
     """
-    misses = (Miss(layout, candidate) for layout, candidate in _promising(case) if not candidate.fits)
+    shapes = _smallest(case)
+    if shapes is None:
+        return None
+    pairs = _candidates(case, shapes.take(_ranked(case, shapes)[:PROMISING]))
+    misses = (Miss(*pair) for pair in pairs if not pair[1].fits)
     return min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
 
 
 def fitting_candidate(case: Case) -> Candidate | None:
-    """Some layout of the most promising shapes that fits, by the exact memory; None does not mean that nothing fits.
+    """Some layout of the most promising shapes that fits, by the exact memory.
 
-    Raises NothingFits where no shape has room for its layers, which then no smaller number of them has.
+    First layers are split evenly, then as the memory of each rank asks for.
     """
-    candidates = (candidate for _, candidate in _promising(case, may_fit=True))
-    return next((candidate for candidate in candidates if candidate.fits), None)
+    shapes = _smallest(case)
+    shapes = None if shapes is None else _with_room(case, shapes)
+    if shapes is None or not len(shapes.kernel):
+        return None
+    ranked = _ranked(case, shapes)
+    even = (candidate for _, candidate in _candidates(case, shapes.take(ranked[:PROMISING]), lightest_alone=True))
+    piped = ranked[np.asarray(shapes.shape.pp)[ranked] > 1][:SPLIT]
+    return next(filter(attrgetter("fits"), even), None) or next(_split_by_room(case, shapes.take(piped)), None)
+
+
+def least_lack_bytes(case: Case) -> float:
+    """The fewest bytes that a layout of the most promising shapes lacks, split evenly; none, or fewer, if it fits."""
+    shapes, least = _smallest(case), inf
+    if shapes is not None:
+        for _, candidate in _candidates(case, shapes.take(_ranked(case, shapes)[:PROMISING]), lightest_alone=True):
+            least = min(least, max(candidate.excess_bytes))
+            if least <= 0:
+                break
+    return least
+
+
+def _ranked(case: Case, shapes: PricedShapes) -> IntArray:
+    """The shapes, first those that probably need least memory."""
+    return np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable")
+
+
+def _with_room(case: Case, shapes: PricedShapes) -> PricedShapes:
+    """The shapes whose ranks have room for the layers together under some schedule, without chunks if that is open."""
+    left = np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime)))
+    limits = case.limits.model_copy(update={"vpp": case.limits.vpp or (1,)})
+    modes, rows = modes_allowed(case), set[int]()
+    for index, nodes in nodes_of(shapes.take(left), limits):
+        rows.update(index[~exceeds_all_ranks(nodes.shapes, modes, nodes.orders)].tolist())
+    return shapes.take(left[sorted(rows)])
+
+
+def _split_by_room(case: Case, shapes: PricedShapes) -> Iterator[Candidate]:
+    """Layouts of plain 1F1B that fit, with layers split so."""
+    for _, candidate in _candidates(case, shapes, lightest_alone=True):
+        mode, short_bytes = candidate.split.recompute, list[float]()
+        choice = RecomputeChoice("none", "all") if mode == "full" else RecomputeChoice(mode, "none")
+        for _ in range(MAX_TRIES):
+            node = node_of(candidate.pricing, candidate.table, choice, candidate.schedule, short_bytes)
+            solution = best_split(node)
+            if solution is None or not solution.counts:
+                break
+            other = candidate.with_split(split_of(candidate.pricing, node, solution))
+            if other.fits:
+                yield other
+                break
+            short_bytes = shorter(short_bytes, other.excess_bytes, solution.free_bytes)
 
 
 def least_state_bytes(case: Case) -> float:
@@ -257,33 +320,40 @@ def least_state_bytes(case: Case) -> float:
     return float((sum([*ends, *layers]) / np.asarray(shapes.shape.pp)).min())
 
 
+def refused_by_states(case: Case) -> NothingFits | None:
+    """The refusal of a case whose weights, gradients and optimizer alone take more than a GPU has, however spread.
+
+    None where they may fit, or where no shape is legal.
+    """
+    together_bytes = case.cluster.hardware.memory_bytes * case.cluster.num_gpus
+    if model_totals(case.model, case.runtime, 1).num_parameters * MOST_STATE_BYTES <= together_bytes:
+        return None
+    if least_state_bytes(case) <= case.cluster.hardware.memory_bytes:
+        return None
+    legal_shapes, rejections = shapes_of(_of_least_batch(case))
+    return NothingFits(case, rejections.counts | {DOES_NOT_FIT: np.size(legal_shapes.tp)})
+
+
+def _of_least_batch(case: Case) -> Case:
+    """The case with the smallest micro-batch that may be."""
+    return case.limited(micro_batch_size=(min(case.limits.micro_batch_size or (1,)),))
+
+
 def _smallest(case: Case) -> PricedShapes | None:
     """The legal shapes with the smallest micro-batch that may be, priced; None if there is none."""
-    batches = case.limits.micro_batch_size or (1,)
-    legal_shapes, _ = shapes_of(case.limited(micro_batch_size=(min(batches),)))
-    if not np.size(legal_shapes.tp) and len(batches) > 1:
+    legal_shapes, _ = shapes_of(_of_least_batch(case))
+    if not np.size(legal_shapes.tp) and len(case.limits.micro_batch_size or ()) > 1:
         legal_shapes, _ = shapes_of(case)
     if not np.size(legal_shapes.tp) or not modes_allowed(case):
         return None
-    return priced_shapes(pricing_of(case.model, case.cluster, case.training, case.runtime, case.limits), legal_shapes)
+    return priced_shapes(_of_bytes(case, case.runtime), legal_shapes)
 
 
-def _promising(case: Case, may_fit: bool = False) -> Iterator[tuple[Parallelism, Candidate]]:
-    """The layouts of the shapes that probably need least memory.
-
-    With `may_fit` they are only those of shapes that pass the test of `priced_shapes.fits`. Micro-batches
-    are the smallest that may be.
-    """
-    shapes = _smallest(case)
-    if shapes is None:
-        return
-    if may_fit:
-        left = np.flatnonzero(fits(shapes, schedules_tried(case.limits, case.runtime)))
-        if not len(left) and not case.runtime.counts_moments:  # a step's only micro-batch may free its activations
-            raise NothingFits(case, {"does_not_fit": len(shapes.kernel)})
-        shapes = shapes.take(left)
-    rows = np.argsort(_estimate_bytes(shapes, modes_allowed(case)), kind="stable")[:PROMISING]
-    yield from candidates_of(case, shapes.shape.take(rows))
+def _of_bytes(case: Case, runtime: RuntimeSpec) -> Pricing:
+    """The pricing of a case that counts bytes alone."""
+    modules = selective_modules(case.model, case.runtime)
+    pricing = pricing_of(case.model, case.cluster, case.training, runtime, case.limits, modules)
+    return replace(pricing, counts_seconds=False)
 
 
 def count_misfits(case: Case, shapes: PricedShapes, may_fit: Sequence[int] | IntArray, rejections: Rejections) -> None:
@@ -294,9 +364,7 @@ def count_misfits(case: Case, shapes: PricedShapes, may_fit: Sequence[int] | Int
     worst = misfits[[np.argmax(_estimate_bytes(shapes.take(misfits), modes_allowed(case)))]]
     misses = (Miss(layout, candidate) for layout, candidate in candidates_of(case, shapes.shape.take(worst)))
     least = min(misses, key=lambda miss: miss.shortfall_bytes, default=None)
-    rejections.add(
-        "does_not_fit", len(misfits), "the ranks have no room for the layers" if least is None else str(least)
-    )
+    rejections.add(DOES_NOT_FIT, len(misfits), "the ranks have no room for the layers" if least is None else str(least))
 
 
 def modes_allowed(case: Case) -> tuple[Recompute, ...]:
@@ -321,14 +389,24 @@ def _estimate_bytes(shapes: PricedShapes, modes: Sequence[Recompute]) -> FloatAr
 
 def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Candidate]]:
     """The layouts of some shapes: each schedule with its fewest chunks, and each way to recompute."""
-    tables: dict[RuntimeSpec, tuple[Pricing, CostTable]] = {}
-    for row in range(np.size(shapes.tp)):
-        for shape, schedule in _fewest_chunks(case, scalar(shapes, row)):
+    return _candidates(case, priced_shapes(_of_bytes(case, case.runtime), shapes))
+
+
+def _candidates(
+    case: Case, priced: PricedShapes, lightest_alone: bool = False
+) -> Iterator[tuple[Parallelism, Candidate]]:
+    """`candidates_of` shapes whose bytes are known; with `lightest_alone` the lightest legal way to recompute of each.
+
+    The lightest comes first.
+    """
+    every = np.arange(len(priced.kernel))
+    tables: dict[RuntimeSpec, tuple[Pricing, CostTable]] = {case.runtime: (priced.pricing, priced.cost_table(every))}
+    for row in every.tolist():
+        for shape, schedule in _fewest_chunks(case, scalar(priced.shape, row)):
             runtime = case.runtime.for_schedules(SCHEDULES[schedule].splits_backward)
             if runtime not in tables:
-                modules = selective_modules(case.model, case.runtime)
-                pricing = pricing_of(case.model, case.cluster, case.training, runtime, case.limits, modules)
-                tables[runtime] = pricing, pricing.table(shapes)
+                pricing = _of_bytes(case, runtime)
+                tables[runtime] = pricing, pricing.table(priced.shape)
             pricing, table = tables[runtime]
             for mode in modes_allowed(case):
                 layout = layout_of(case, shape, schedule, mode)
@@ -338,6 +416,8 @@ def candidates_of(case: Case, shapes: Shape) -> Iterator[tuple[Parallelism, Cand
                     continue
                 if not given.warnings:
                     yield layout, Candidate(pricing, replace(table.take(row), shape=shape), given.split, schedule)
+                    if lightest_alone:
+                        break
 
 
 def _fewest_chunks(case: Case, shape: Shape) -> Iterator[tuple[Shape, str]]:

@@ -1,6 +1,6 @@
 """The smallest change of the request after which some layout fits.
 
-A change is named only if a layout was found with it: one that fits by its exact memory, or a short search's answer.
+A change is named only if a layout was found with it that fits by its exact memory: bytes alone decide.
 Pinned axes are changed first, beginning with those whose change costs least, then the headroom, then the number of
 GPUs.
 
@@ -10,22 +10,25 @@ Lighter jobs for few GPUs: adapters, fewer bits, shorter sequences, another card
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import log
+from math import inf, log
 from typing import Any
 
-from planner.answer import Plan
 from planner.answer.small import MOST_GPUS
-from planner.errors import Infeasible, SolverError, SpecError
+from planner.errors import Infeasible, SpecError
 from planner.layout.price import parallelism_of
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import DEFAULT_SCHEDULES
+from planner.search.recipes import Recipes
 from planner.search.why.misses import (
+    DOES_NOT_FIT,
     NothingFits,
     NothingLegal,
     fitting_candidate,
+    least_lack_bytes,
     least_state_bytes,
     nearest_miss,
     shapes_of,
@@ -38,13 +41,10 @@ from planner.specs.training import AdapterSpec, Bits
 from planner.specs.units import gib
 from planner.trainers.load import RUNTIMES, load_runtime
 
-LONGEST_TRY_FRACTION = 0.25
-"""The largest fraction of the time left that one search may take."""
 VALUES_TRIED = 6
 """Number of other values that are tried in place of those that an axis is pinned to."""
-DOUBLINGS = 8
-"""Number of times that the number of nodes is doubled to find enough of them."""
-DOES_NOT_FIT = "does_not_fit"
+DOUBLINGS = 10
+"""Number of times that the nodes more than there are, a quarter at first, are doubled to find enough of them."""
 _UNTRIED, _UNTRIED_PINNED = "add GPUs", "add GPUs, or free a pinned axis"
 _NONE = "use GPUs with more memory, a shorter sequence or a smaller model"
 _SIZES = ("micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_stage", "shard_size")
@@ -73,49 +73,35 @@ class Remedy:
 
 @dataclass(slots=True)
 class Trials:
-    """Trials of whether any layout of a case fits, as long as there is time.
+    """Trials of whether any layout of a case fits, as long as there is time."""
 
-    A layout that fits by its exact memory is enough. If none of the most promising ones fits, a short search decides,
-    which ends with the first layout that fits.
-    """
-
-    search: Callable[[Case], Plan]
     deadline: Deadline
     """The time by which all trials end."""
     cut_short: bool = False
-    """True if some trial had no time, or too little time, to find out if anything fits."""
+    """True if there was no time for some trial."""
 
     def fitting(self, case: Case) -> dict[str, Any] | None:
         """The axes of some layout of the case that fits; None if none was found."""
         if self.deadline.passed:
             self.cut_short = True
             return None
-        try:
-            candidate = fitting_candidate(case)
-            if candidate is not None:
-                chosen = parallelism_of(candidate)
-            else:
-                time_limit_s = LONGEST_TRY_FRACTION * self.deadline.left_s
-                lightest = _lightest(case).limited(top=1, time_limit_s=time_limit_s, gap_fraction=1.0)
-                chosen = self.search(lightest).best.parallelism
-            return {axis: getattr(chosen, axis) for axis in (*_SIZES, "recompute", "schedule")}
-        except SolverError:
-            self.cut_short = True
-        except (Infeasible, SpecError):
-            pass
+        for runtime in (case.runtime, *Recipes.of(case).dividing()):
+            with suppress(SpecError):
+                candidate = fitting_candidate(_smallest_batch(replace(case, runtime=runtime)))
+                if candidate is not None:
+                    chosen = parallelism_of(candidate)
+                    return {axis: getattr(chosen, axis) for axis in (*_SIZES, "recompute", "schedule")}
         return None
 
 
-def _lightest(case: Case) -> Case:
-    """The case without layouts that need more memory than others of theirs, as far as the user leaves that open."""
-    recomputes = case.limits.recompute is None and case.runtime.recomputes_layers
-    case = case.limited(recompute=("full",)) if recomputes else case
+def _smallest_batch(case: Case) -> Case:
+    """The case with the smallest micro-batch, as far as the user leaves that open."""
     return case if case.limits.micro_batch_size else case.limited(micro_batch_size=(1,))
 
 
-def with_remedy(error: Infeasible, case: Case, search: Callable[[Case], Plan], deadline: Deadline) -> Infeasible:
-    """The search's error with the nearest miss and a remedy, which is searched until the deadline."""
-    trials = Trials(search, deadline)
+def with_remedy(error: Infeasible, case: Case, deadline: Deadline) -> Infeasible:
+    """The search's error with the nearest miss and a remedy, which is looked for until the deadline."""
+    trials = Trials(deadline)
     if isinstance(error, NothingLegal):
         remedy = first_remedy(case, error.reason, trials)
         works = "" if remedy is None else f"; {' '.join(remedy.options)} works"
@@ -224,8 +210,10 @@ def _values(case: Case, axis: str) -> list[Any]:
 def _more_gpus(case: Case, trials: Trials) -> Iterator[Remedy]:
     """The change to the least number of GPUs that is enough."""
     cluster = case.cluster
+    states_bytes = least_state_bytes(case) * cluster.num_gpus
+    guess = int(states_bytes / max(cluster.hardware.memory_bytes - case.headroom_bytes, 1.0))
     enough = fewest_gpus(
-        cluster.num_gpus, cluster.node_size, lambda num_gpus: trials.fitting(case.on_gpus(num_gpus)) is not None
+        cluster.num_gpus, cluster.node_size, lambda num_gpus: trials.fitting(case.on_gpus(num_gpus)) is not None, guess
     )
     if enough is None:
         return
@@ -237,20 +225,20 @@ def _more_gpus(case: Case, trials: Trials) -> Iterator[Remedy]:
     )
 
 
-def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool]) -> int | None:
+def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool], guess: int = 0) -> int | None:
     """The least number of GPUs above `num_gpus` that is enough: any number within one node, beyond it whole nodes.
 
-    If a number is enough, every larger number is taken to be enough, too. None if even 2**DOUBLINGS times as many nodes
-    are not enough.
+    If a number is enough, every larger number is taken to be enough, too; none below the `guess` is taken to be. None
+    if even nearly 2**(DOUBLINGS - 2) times as many nodes are not enough.
     """
-    if num_gpus < node_size and enough(node_size):
-        return least_that(num_gpus, node_size, enough)
-    low = max(num_gpus // node_size, num_gpus < node_size)
-    high = low + 1
+    if num_gpus < node_size and guess < node_size and enough(node_size):
+        return least_that(max(num_gpus, guess), node_size, enough)
+    low = max(num_gpus // node_size, num_gpus < node_size, guess // node_size)
+    more = max(low // 4, 1)
     for _ in range(DOUBLINGS):
-        if enough(high * node_size):
-            return node_size * least_that(low, high, lambda num_nodes: enough(num_nodes * node_size))
-        low, high = high, 2 * high
+        if enough((low + more) * node_size):
+            return node_size * least_that(low, low + more, lambda num_nodes: enough(num_nodes * node_size))
+        low, more = low + more, 2 * more
     return None
 
 
@@ -267,6 +255,9 @@ TUNER = "hf"
 LEAST_SEQUENCE, SEQUENCE_STEP = 256, 256
 """Tokens below which no sequence is worth training on, and of which it is a multiple."""
 
+SURE = 0.9
+"""Share of the bytes that a card lacks which another one must have more before it is tried: reserves differ."""
+
 Way = tuple[tuple[str, ...], str, Case]
 """Words of the command line, what they do, and the case with them."""
 
@@ -278,16 +269,17 @@ def lighter(case: Case) -> Iterator[Way]:
     """
     if case.cluster.num_gpus > MOST_GPUS:
         return
-    ways = list(_weights(case))
-    held = next((way for way in ways if _fits(way[2])), None)
+    ways = [(way, _lacks_bytes(way[2])) for way in _weights(case)]
+    own: tuple[Way, float] = ((), "", case), _lacks_bytes(case)
+    held = next((way for way, lacks_bytes in ways if lacks_bytes <= 0), None)
     if held is not None:
         yield _worded(held)
-    yield from map(_worded, _shorter(((), "", case)))
+    yield from map(_worded, _shorter(*own))
     if held is not None or not ways:
-        yield from map(_worded, _other_card(((), "", case)))
+        yield from map(_worded, _other_card(*own))
         return
     for kind in (_shorter, _few_more_gpus, _other_card):
-        yield from map(_worded, kind(ways[-1]))
+        yield from map(_worded, kind(*ways[-1]))
 
 
 def _worded(way: Way) -> Way:
@@ -296,12 +288,11 @@ def _worded(way: Way) -> Way:
     return options, f"{says.removeprefix(', ')}: {' '.join(options)}", case
 
 
-def _fits(case: Case) -> bool:
-    """True if some layout of the most promising shapes fits, by its exact memory."""
-    try:
-        return fitting_candidate(case) is not None
-    except (Infeasible, SpecError):
-        return False
+def _lacks_bytes(case: Case) -> float:
+    """Bytes that the lightest of the most promising layouts lacks; none, or fewer, where it fits."""
+    with suppress(SpecError):
+        return least_lack_bytes(case)
+    return inf
 
 
 def _weights(case: Case) -> Iterator[Way]:
@@ -328,7 +319,7 @@ def _in_4_bits(adapters: AdapterSpec) -> AdapterSpec:
     return adapters.model_copy(update={"base_bits": 4})
 
 
-def _shorter(way: Way) -> Iterator[Way]:
+def _shorter(way: Way, lacks_bytes: float) -> Iterator[Way]:
     """The longest sequence that fits, in steps of 256 tokens."""
     beside, says, case = way
     if case.training.document_lengths is not None or case.training.seq_length <= LEAST_SEQUENCE:
@@ -341,27 +332,29 @@ def _shorter(way: Way) -> Iterator[Way]:
         return replace(case, training=training)
 
     most = (case.training.seq_length - 1) // SEQUENCE_STEP
-    steps = most_within(lambda number: -1.0 if _fits(of_length(number)) else 1.0, most)
+    known = {most + 1: lacks_bytes} if 0 < lacks_bytes < inf else {}
+    steps = most_within(lambda number: _lacks_bytes(of_length(number)), most, known)
     if steps:
         options = (*beside, "--seq-length", str(steps * SEQUENCE_STEP))
         yield options, f"{says}, shorten sequences to {steps * SEQUENCE_STEP:,} tokens", of_length(steps)
 
 
-def _few_more_gpus(way: Way) -> Iterator[Way]:
+def _few_more_gpus(way: Way, lacks_bytes: float) -> Iterator[Way]:
     """The fewest GPUs of a small job that are enough."""
     beside, says, case = way
     for num_gpus in range(case.cluster.num_gpus + 1, MOST_GPUS + 1):
         batch = case.training.global_batch_size
         other = case.on_gpus(num_gpus)
-        if batch % num_gpus == 0 and _fits(other):
+        if batch % num_gpus == 0 and _lacks_bytes(other) <= 0:
             yield (*beside, "--gpus", str(num_gpus)), f"{says}, take {num_gpus} GPUs", other
             return
 
 
-def _other_card(way: Way) -> Iterator[Way]:
+def _other_card(way: Way, lacks_bytes: float) -> Iterator[Way]:
     """The same number of the GPU with the least memory that is enough."""
     beside, says, case = way
-    now, least_bytes = case.cluster.hardware, least_state_bytes(case)
+    now = case.cluster.hardware
+    least_bytes = now.memory_bytes + lacks_bytes * SURE if lacks_bytes < inf else least_state_bytes(case)
     larger = [card for card in _cards() if card.memory_gib > now.memory_gib and card.is_amd == now.is_amd]
     for card in sorted(larger, key=lambda card: (card.memory_gib, card.name)):
         if card.peak_flops(case.training.dtype) is None or card.memory_bytes < least_bytes:
@@ -370,7 +363,7 @@ def _other_card(way: Way) -> Iterator[Way]:
             other = replace(case, cluster=ClusterSpec(hardware=card, num_gpus=case.cluster.num_gpus))
         except (SpecError, ValueError):
             continue
-        if _fits(other):
+        if _lacks_bytes(other) <= 0:
             yield (*beside, "--hardware", card.name), f"{says}, take another card", other
             return
 

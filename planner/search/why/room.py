@@ -8,10 +8,11 @@ shards, or any value of any switch that the trainer has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import floor, inf, isfinite
+from types import MappingProxyType
 from typing import Any
 
 from planner.answer import Plan, small
@@ -61,8 +62,9 @@ def candidate_of(found: Plan, case: Case) -> Candidate:
 
 
 def within_risk(candidate: Candidate, case: Case) -> Candidate:
-    """The candidate, which fits only with the risk that the case accepts."""
-    return replace(candidate, pricing=replace(candidate.pricing, headroom_bytes=case.headroom_bytes))
+    """The candidate with its seconds, which fits only with the risk that the case accepts."""
+    pricing = replace(candidate.pricing, headroom_bytes=case.headroom_bytes, counts_seconds=True)
+    return candidate.priced_as(pricing)
 
 
 def nearest_changes(nearest: Candidate, case: Case) -> tuple[Change, ...]:
@@ -88,20 +90,21 @@ def room_of(best: Candidate) -> Room:
     )
 
 
-def most_within(excess: Callable[[int], float], most: int) -> int:
+def most_within(excess: Callable[[int], float], most: int, known: Mapping[int, float] = MappingProxyType({})) -> int:
     """The largest number up to `most` whose excess is no more than 0; 0 where not even 1 has that.
 
     The excess grows with the number, and nearly along a line: each try is where the line through both ends of what is
-    left crosses zero, and every second one is in the middle, so that a bend costs no more than twice a bisection.
+    left crosses zero, and every second one is in the middle, so that a bend costs no more than twice a bisection. That
+    of one beyond the most may be `known`, which has to be above 0.
     """
     low, at_low = 1, excess(1)
     if at_low > 0 or most < 1:
         return 0
     high = most + 1
-    at_high = excess(most) if most > 1 else inf
+    at_high = known.get(high) or (excess(most) if most > 1 else inf)
     if at_high <= 0:
         return most
-    if most > 1:
+    if most > 1 and not known:
         high = most
     number = 0
     while high - low > 1:

@@ -13,7 +13,7 @@ from planner.specs.reading import kind_of
 Config = Mapping[str, Any]
 Derived = dict[str, Any]
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "xielu": "xielu",
     "situ": "situ", "relu_squared": "relu2", "squared_relu": "relu2",
@@ -52,7 +52,7 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
 
 def activation(config: Config) -> Derived:
     given = next((config[key] for key in ("hidden_activation", "hidden_act") if config.get(key) is not None), None)
-    return {"activation": _ACTIVATIONS.get(given, given) if isinstance(given, str) else given}
+    return {"activation": ACTIVATIONS.get(given, given) if isinstance(given, str) else given}
 
 
 def attention_bias(config: Config) -> Derived:

@@ -23,6 +23,7 @@ from planner.trainers.rules.torch import (
 from planner.trainers.spec import RuntimeSpec
 
 HF_MODEL_RULES: tuple[Rule, ...] = (
+    *(rule for rule in UNWRITTEN_RULES if rule.reason == "vision"),
     model_rule(
         "mtp",
         lambda model: bool(model.num_nextn_predict_layers),

@@ -335,8 +335,20 @@ _EFFECTS: dict[str, Callable[[Setting, Shape], Any]] = {
         shape.zero_stage >= 1 and (shape.shard_size > 1 or _has_more_experts(s, shape))
     ),
     "p2p_overlap": lambda s, shape: shape.pp > 1 and shape.vpp > 1,
+    "packed_documents": lambda s, shape: (
+        s.runtime.document_kernels > 0 and s.runtime.packs_documents is None and _tunes(s)
+    ),
 }
 """The layouts on which a switch has an effect, for switches that have none on some."""
+
+
+TUNING_TOKENS = 2**18
+"""Tokens of a step up to which a run is likely fine-tuning: Megatron-Bridge's recipes of it have 65k to 262k, those of
+pre-training 1M and more."""
+
+
+def _tunes(setting: Setting) -> bool:
+    return setting.training.global_batch_size * setting.training.seq_length <= TUNING_TOKENS
 
 
 def _has_more_experts(setting: Setting, shape: Shape) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from planner.answer import Plan
 from planner.cli import main
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.job_options import SearchOptions
-from planner.errors import Infeasible, SolverError
+from planner.errors import Infeasible
+from planner.layout.candidate import Candidate
 from planner.search.case import Case, Deadline
 from planner.search.search import plan
 from planner.search.why import remedy
-from planner.search.why.misses import NothingFits
-from planner.search.why.remedy import DOES_NOT_FIT, Trials, fewest_gpus, first_remedy, with_remedy
+from planner.search.why.misses import DOES_NOT_FIT, NothingFits, fitting_candidate
+from planner.search.why.remedy import Trials, fewest_gpus, first_remedy, with_remedy
 
 PATIENT_S = 600.0
 """More than any search here takes, also on a machine that does much else."""
@@ -116,68 +118,59 @@ def test_within_a_node_any_number_of_gpus_is_named_and_beyond_it_whole_nodes(num
     assert fewer <= num_gpus or refusal(model=toy_model(12), cluster=toy_cluster(fewer, memory_gib=memory_gib))
 
 
-def counted(enough_gpus: int, num_tries: int) -> tuple[Trials, list[Case]]:
-    """Trials that have time for so many searches, of which those on enough GPUs find a layout."""
-    tried: list[Case] = []
-    answer = solved(toy_problem(top=1))
-
-    def stub(case: Case) -> Plan:
-        tried.append(case)
-        if case.cluster.num_gpus < enough_gpus:
-            raise Infeasible("nothing fits")
-        return answer
-
-    return Trials(stub, Deadline(num_tries, lambda: float(len(tried)))), tried
-
-
 def toy_case(**changes: Any) -> Case:
     problem = toy_problem(**changes)
     return Case(problem.model, problem.cluster, problem.training, problem.runtime, problem.limits)
 
 
+Counted = Callable[[int, int], tuple[Trials, list[Case]]]
+
+
 @pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes alone decide nothing: every number of GPUs is searched."""
-    monkeypatch.setattr(remedy, "fitting_candidate", lambda case: None)
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Trials that have time for so many cases, of which a layout fits on enough GPUs."""
+
+    def trials(enough_gpus: int, num_tries: int) -> tuple[Trials, list[Case]]:
+        tried: list[Case] = []
+
+        def stub(case: Case) -> Candidate | None:
+            tried.append(case)
+            return fits if case.cluster.num_gpus >= enough_gpus else None
+
+        monkeypatch.setattr(remedy, "fitting_candidate", stub)
+        return Trials(Deadline(num_tries, lambda: float(len(tried)))), tried
+
+    fits = fitting_candidate(toy_case())
+    assert fits is not None
+    return trials
 
 
-@pytest.mark.usefixtures("searched")
-def test_without_time_nothing_is_tried_and_more_time_brings_the_number_down() -> None:
-    case = toy_case(cluster=toy_cluster(4, memory_gib=0.01))
+def test_without_time_nothing_is_tried_and_more_time_brings_the_number_down(counted: Counted) -> None:
+    case = toy_case(cluster=toy_cluster(4, memory_gib=0.05))
     said = []
-    for num_tries in range(10):
-        trials, tried = counted(36, num_tries)
+    for num_tries in range(14):
+        trials, tried = counted(404, num_tries)
         found = first_remedy(case, DOES_NOT_FIT, trials)
         assert len(tried) <= num_tries
         if found is None:
             assert trials.cut_short
             continue
         said.append(int(found.options[1]))
-        assert said[-1] >= 36
+        assert said[-1] >= 404
         assert ("no time to try" in found.says) == trials.cut_short
     assert said == sorted(said, reverse=True)
     assert len(set(said)) > 2
-    assert said[-1] == 36
+    assert said[-1] == 404
 
 
-def test_a_refusal_without_time_for_a_remedy_says_what_was_not_tried() -> None:
+def test_a_refusal_without_time_for_a_remedy_says_what_was_not_tried(counted: Counted) -> None:
     case = toy_case(cluster=toy_cluster(4, memory_gib=0.01))
     trials, tried = counted(36, 0)
-    error = with_remedy(NothingFits(case, {"does_not_fit": 3}), case, trials.search, trials.deadline)
+    error = with_remedy(NothingFits(case, {"does_not_fit": 3}), case, trials.deadline)
     assert not tried
     assert error.hint == "add GPUs"
     assert error.remedy is None
     assert error.nearest is not None
-
-
-@pytest.mark.usefixtures("searched")
-def test_a_search_that_had_too_little_time_says_nothing_about_fewer_gpus() -> None:
-    def late(case: Case) -> Plan:
-        raise SolverError("found no split in time")
-
-    trials = Trials(late, Deadline(1.0, lambda: 0.0))
-    assert first_remedy(toy_case(cluster=toy_cluster(8, memory_gib=0.01)), DOES_NOT_FIT, trials) is None
-    assert trials.cut_short
 
 
 @pytest.mark.thorough(3)

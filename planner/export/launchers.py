@@ -1,14 +1,14 @@
-"""Launchers for a shell, launch.sh and launch.sbatch, and preflight.py, which looks at a node before ranks start."""
+"""Launchers: launch.sh, launch.sbatch, manifests of Kubernetes, and preflight.py, which looks at a node before."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from planner.answer import Plan
+from planner.errors import SpecError
 from planner.export.environment import network_of
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.trainer_files import (
@@ -28,7 +28,6 @@ from planner.export.trainer_files import (
 PREFLIGHT = "preflight.py"
 SHARED_BYTES = 2**27
 """Memory in /dev/shm that a rank's exchanges and loaders take at least; containers begin with 64 MiB for all."""
-_NO_CHECKS = 'json.loads("{}")'
 
 
 def preflight(plan: Plan, command: LaunchCommand) -> ExportFile:
@@ -44,11 +43,12 @@ def preflight(plan: Plan, command: LaunchCommand) -> ExportFile:
         "promised": promised(plan),
         "shared_bytes": gpus * SHARED_BYTES,
     }
-    source = Path(__file__).with_name("node_check.py").read_text(encoding="utf-8")
-    before, found, after = source.partition(_NO_CHECKS)
-    assert found
-    # JSON in a literal of Python: no text of a plan can leave it
-    return ExportFile(PREFLIGHT, f"{before}json.loads({json.dumps(json.dumps(checks))}){after}")
+    return ExportFile(PREFLIGHT, node_check(checks))
+
+
+def node_check(checks: Mapping[str, Any]) -> str:
+    """The program, which ranks trials where it has no checks. No text of a plan can leave JSON in a literal."""
+    return rendered("preflight.py", checks=json.dumps(json.dumps(checks)))
 
 
 def promised(plan: Plan) -> dict[str, Any]:
@@ -182,3 +182,73 @@ def shell_array(name: str, arguments: Mapping[str, Value], words: Iterable[str] 
     lines = [shell_words(argv({option: value})) for option, value in arguments.items()]
     lines += [shell_words([word]) for word in words]
     return "\n".join([f"{name}=(", *(f"  {line}" for line in lines), ")"])
+
+
+CLAIM = Placeholder("claimName", "volume claim with data and checkpoints, mounted at /data", "training-data")
+_MAX_CONFIG_MAP_BYTES = 1_000_000
+"""etcd takes 1 MiB with everything around it."""
+_RDMA = "rdma/rdma_shared_device_a"
+
+
+def kubernetes_manifest(plan: Plan, command: LaunchCommand) -> ExportFile:
+    """kubernetes.yaml: a TrainJob (Kubeflow Trainer 2, trainer.kubeflow.org/v1alpha1) and the runtime of its pods."""
+    addresses = 'NODE_RANK="$PET_NODE_RANK" MASTER_ADDR="$PET_MASTER_ADDR" MASTER_PORT="$PET_MASTER_PORT"'
+    return _manifest("kubernetes.yaml", plan, command, addresses)
+
+
+def jobset_manifest(plan: Plan, command: LaunchCommand) -> ExportFile:
+    """kubernetes-jobset.yaml: a JobSet (jobset.x-k8s.io/v1alpha2), one indexed job whose pods are the nodes."""
+    # the name that JobSet gives the first pod, below the set's own
+    first = f"{_object_name(plan)}-node-0-0.{_object_name(plan)}"
+    return _manifest(
+        "kubernetes-jobset.yaml", plan, command, f'NODE_RANK="$JOB_COMPLETION_INDEX" MASTER_ADDR="{first}"'
+    )
+
+
+def _object_name(plan: Plan) -> str:
+    """The model's name as that of a Kubernetes object, which begins with a letter."""
+    name = slug(plan.model.name)
+    return name if name[0].isalpha() else f"job-{name}"
+
+
+def _network_cards(plan: Plan) -> list[Placeholder]:
+    """The resource of the network between nodes, by its kind; none on networks that pods have anyway."""
+    kind = plan.cluster.hardware.network
+    resource = network_of(plan).get("resource") if kind else _RDMA
+    if nodes_of(plan)[0] == 1 or resource is None:
+        return []
+    says = "the cluster's RDMA resource"
+    if kind == "efa":
+        says = "EFA interfaces of a node: 32 on p5, 16 on p5e and p5en, 8 on p6-b200, 4 on p4d"
+    return [Placeholder(resource, says, resource)]
+
+
+def _manifest(filename: str, plan: Plan, command: LaunchCommand, addresses: str) -> ExportFile:
+    """A manifest with all that pods read; `addresses` is shell text that says which node this is and where the first
+    one is. SpecError where the files are larger than a ConfigMap may be.
+    """
+    files = (torchrun_script(plan, command), preflight(plan, command), *command.files)
+    size = sum(len(file.text.encode()) for file in files)
+    if size > _MAX_CONFIG_MAP_BYTES:
+        raise SpecError(
+            f"kubernetes: a ConfigMap holds 1 MiB, {', '.join(file.name for file in files)} are {size:,} bytes",
+            "put the files on a shared volume and start launch.sh there",
+        )
+    nodes, gpus, _ = nodes_of(plan)
+    cards = _network_cards(plan)
+    text = rendered(
+        filename,
+        command=command,
+        comments=command.comments.rstrip("\n"),
+        name=_object_name(plan),
+        nodes=nodes,
+        gpus=gpus,
+        vendor="amd.com/gpu" if plan.cluster.hardware.is_amd else "nvidia.com/gpu",
+        cards=cards,
+        claim=CLAIM,
+        below=[CLAIM, *cards],
+        segment=segment_of(plan),
+        files=files,
+        started=f'{addresses} exec bash /plan/{LAUNCH} "$@"',
+    )
+    return ExportFile(filename, text, placeholders=(*command.placeholders, CLAIM, *cards))

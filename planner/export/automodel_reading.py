@@ -1,0 +1,178 @@
+"""Recipes of NeMo AutoModel, and of NeMo RL, whose policies it or Megatron core trains, as runs."""
+
+from __future__ import annotations
+
+import re
+
+from planner.errors import SpecError
+from planner.export.followed.shell_script import read_script
+from planner.export.huggingface.tuning_settings import read_adapters
+from planner.export.imported_run import ConfigFile, ImportedRun
+from planner.export.keyed_settings import Dialect, Settings, dialect, flat, is_on, mapping_of, number
+from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
+from planner.export.named_models import model_called, moe_of
+from planner.export.torchtitan.settings_reading import run_of_settings
+from planner.export.verl_reading import value_of
+
+_MODES = {"True": "full", "False": "none", "None": "none"}
+_EVERY = ("*", "*_proj", "all-linear", "[]")
+"""Patterns of modules that name all linear layers."""
+_NO_EXTRA = {
+    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+}
+"""Embedding and head count as no layers where its stages are cut."""
+_PARENTS = 4
+
+
+def read_automodel(config: ConfigFile) -> ImportedRun:
+    """The run of a recipe's YAML. Raises SpecError for what is none."""
+    return _of_automodel("automodel", flat(mapping_of(config.text)), None)
+
+
+def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> ImportedRun:
+    """The run of settings by their paths; dialects.yaml has their names in torchtitan's words."""
+    row = dialect(name)
+    unasked = row.left_out(settings)
+    if any(path.startswith("peft.") for path in settings) and "peft.dim" not in settings:
+        unasked["peft.dim"] = 8
+    found: Settings = {}
+    for path, value in {**unasked, **settings}.items():
+        if path in row.renamed and str(value).lower() not in ("none", "null", "", "0"):
+            found.setdefault(row.renamed[path], value)
+    for key in ("training.local_batch_size", "training.global_batch_size"):
+        if key not in found:
+            path = next(path for path, name in row.renamed.items() if name == key)
+            raise SpecError(f"{path} is not in the file", "it has no default: write it")
+    mode = str(found.get("activation_checkpoint.mode"))
+    named, dp = str(found.get("model") or ""), number(found, "dp")
+    model = model_called(named) if named else None
+    imported = run_of_settings(
+        {
+            **_NO_EXTRA,
+            **{key: value for key, value in found.items() if "." in key},
+            "activation_checkpoint.mode": _MODES.get(mode, mode),
+            "model.published": model,
+        },
+        num_gpus,
+    )
+    run, layout = imported.run, imported.run["parallelism"]
+    if dp and num_gpus is None:
+        run["num_gpus"] = dp * layout["tp"] * layout["cp"] * layout["pp"]
+    imported.source, imported.model_name = name, named
+    imported.assumed, imported.documented = {path: str(value) for path, value in unasked.items()}, row.documented
+    imported.unknown, imported.ignored = {}, {}
+    run |= {"runtime": "automodel", "features": {}}
+    keeps = (layout["pp"] > 1 and moe_of(model) is not None) or str(found.get("reshards")) == "False"
+    layout["zero_stage"] = 1 if keeps else 3
+    imported.accumulates_whole = is_on(found.get("keeps_weights"))
+    dispatcher = str(found.get("dispatcher", "torch"))
+    if moe_of(model) is not None:
+        run["features"]["dispatcher"] = dispatcher if dispatcher in ("deepep", "hybridep") else "alltoall"
+    _add_adapters(imported, found)
+    _list_unread(imported, row, settings, found)
+    return imported
+
+
+def _add_adapters(imported: ImportedRun, found: Settings) -> None:
+    if not found.get("rank") or str(found.get("trains_adapters", True)) == "False":
+        return
+    targets = found.get("targets", "*")
+    every = any(pattern in _EVERY for pattern in (targets if isinstance(targets, list) else [str(targets)]))
+    adapters, unknown = read_adapters(
+        {
+            "r": found["rank"],
+            "lora_dropout": found.get("lora_dropout", 0.0),
+            "load_in_4bit": found.get("bits", False),
+            "target_modules": "all-linear" if every or not targets else targets,
+        }
+    )
+    if every and moe_of(imported.run["model"]) is not None:
+        adapters["targets"] = [*adapters["targets"], *EXPERT_TARGETS]
+    imported.run["adapters"], imported.unknown = adapters, imported.unknown | unknown
+
+
+def _list_unread(imported: ImportedRun, row: Dialect, settings: Settings, found: Settings) -> None:
+    said = {row.renamed[path]: path for path in settings if path in row.renamed}
+    expected = {"dtype": "bf16|bfloat16|auto", "compile.enable": "False", "optimizer": r".*\b(Fused)?Adam(W|w)?",
+                "loss": ".*(MaskedCrossEntropy|TEParallelCrossEntropy)", "dispatcher": "deepep|hybridep|torch",
+                "strategy": "fsdp2"}  # fmt: skip
+    for key, pattern in expected.items():
+        if key in found and not re.fullmatch(pattern, str(found[key])):
+            imported.unknown[said.get(key, key)] = str(found[key])
+    for path, value in settings.items():
+        if path not in row.renamed:
+            is_harmless = row.is_harmless(path) or value in (None, False, [], {})
+            (imported.ignored if is_harmless else imported.unknown)[path] = str(value)[:200]
+
+
+def read_nemo_rl(config: ConfigFile) -> ImportedRun:
+    """The run of a YAML, or of a script with overrides: one update of the policy, or a fine-tuning."""
+    settings = _merged(config)
+    if not any(path.startswith("policy.") for path in settings):
+        raise SpecError("no settings of a policy", "give the file that --config names, or put it beside the script")
+    gpus = _trainers_gpus(settings)
+    is_megatron = is_on(settings.get("policy.megatron_cfg.enabled"))
+    imported = _of_megatron(settings, gpus) if is_megatron else _of_automodel("nemo-rl", settings, gpus)
+    imported.source, run = "nemo-rl", imported.run
+    if (batch := number(settings, "policy.train_global_batch_size")) is None:
+        raise SpecError("policy.train_global_batch_size is not in the file", "it has no default: write it")
+    run["global_batch_size"] = batch
+    run["seq_length"] = number(settings, "policy.max_total_sequence_length")
+    if not any(path.startswith(("sft.", "dpo.")) for path in settings):
+        imported.notes.append("one update of the policy is priced; rollouts, the reference model and rewards are not")
+    return imported
+
+
+def _merged(config: ConfigFile, depth: int = 0) -> Settings:
+    """The settings of a YAML over those of its `defaults`, or the overrides of a script over the YAML that it names."""
+    overrides: Settings = {}
+    if re.search(r"^\w+:", config.text, re.MULTILINE):
+        own = mapping_of(config.text)
+        parent, overrides = own.get("defaults"), flat(own)
+    else:
+        words = read_script(config.text, config.beside).words
+        pairs = [word.lstrip("+").partition("=") for word in words]
+        overrides = {path: value_of(value) for path, equals, value in pairs if equals and re.match(r"[a-z]", path)}
+        parent = next((path[9:] or value for path, _, value in pairs if path == "--config"), None)
+    text = config.beside(str(parent)) if parent and depth < _PARENTS else None
+    before = _merged(ConfigFile(text, config.path), depth + 1) if text is not None else {}
+    return {**before, **overrides}
+
+
+def _trainers_gpus(settings: Settings) -> int | None:
+    """GPUs of the cluster, less those of generation where it has its own."""
+    nodes, each = number(settings, "cluster.num_nodes") or 1, number(settings, "cluster.gpus_per_node")
+    if each is None:
+        return None
+    start = "policy.generation.colocated."
+    own = number(settings, start + "resources.gpus_per_node") if start + "enabled" in settings else None
+    generates = (own or 0) * (number(settings, start + "resources.num_nodes") or 1)
+    return nodes * each - (0 if is_on(settings.get(start + "enabled", True)) else generates)
+
+
+def _of_megatron(settings: Settings, gpus: int | None) -> ImportedRun:
+    row, start = dialect("nemo-rl-megatron"), "policy.megatron_cfg."
+    keys, names = Settings(), dict[str, str]()
+    for path, value in settings.items():
+        key = path.removeprefix(start).rpartition(".")[2]
+        if path.startswith(start) and not row.is_harmless(path.removeprefix(start)) and key != "enabled":
+            keys[key], names[key] = value, path
+    if is_on(keys.pop("activation_checkpointing", False)):
+        keys = {"recompute_granularity": "full", **{k: v for k, v in keys.items() if v is not None}}
+        if keys["recompute_granularity"] == "full":
+            keys |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    else:
+        keys = {k: v for k, v in keys.items() if not k.startswith("recompute_")}
+    if (micro := settings.get("policy.train_micro_batch_size")) is not None:
+        keys["micro_batch_size"] = micro
+    names |= {"micro_batch_size": "policy.train_micro_batch_size"}
+    if start + "activation_checkpointing" not in settings:
+        names["--recompute-granularity"] = start + "activation_checkpointing"
+    name = str(settings.get("policy.model_name") or "")
+    imported = read_keys("nemo-rl-megatron", keys, gpus, named=model_called(name) if name else None)
+    imported.model_name = "" if imported.run["model"] else name
+    imported.rename(names)
+    outside = {path: value for path, value in settings.items() if not path.startswith(start)}
+    _list_unread(imported, dialect("nemo-rl"), outside, {})
+    return imported
