@@ -246,7 +246,7 @@ NUM_LAYOUTS = 4
 NO_OVERLAP = "no overlap: no collective hides behind compute"
 DEFAULT_SWITCHES = "default switches: the recipe is the trainer's own"
 WORDS = {"network": "half the network", "straggler": "slow rank", "moe_imbalance": "uneven experts"}
-"""Short words for the assumptions of `other_assumptions` that are changed here; the rest is told of the best alone."""
+"""Short names of the assumptions under which layouts are compared; the others are reported of the best alone."""
 
 
 def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict[str, list[float]]:
