@@ -237,7 +237,7 @@ def _extra(name: str, packages: tuple[Package, ...]) -> Extra:
     return Extra(name=name, packages=packages, install=install_line(name) if lacks else "")
 
 
-EXTRAS = {"serve": ("serve",), "probe": ("probe",), "profile": ("probe",)}
+EXTRAS = {"serve": ("serve",), "report": ("plot",), "probe": ("probe",), "profile": ("probe",)}
 """The extras that commands need; all others run without any."""
 SOLVERS: dict[SolverName, bool] = {"HiGHS": True, "CBC": False}
 """Solvers, and if plans need them: CBC only checks what HiGHS proves."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import plotille
-from matplotlib.figure import Figure
 
 from planner.answer import Interval
 from planner.answer.memory import MemoryAnswer, MemoryOfStage
@@ -24,6 +24,9 @@ from planner.report.sweep import as_rows, says, swept_axes
 from planner.specs.units import GIB
 from planner.trainers.switches import written
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg", ".html")
 MOST_TICKS = 8
@@ -31,10 +34,14 @@ MOST_TICKS = 8
 
 
 def check_picture(path: str, name: str) -> None:
-    """Raise SpecError unless a picture can be drawn to `path`; `name` is for one that has none."""
-    if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
+    """Raise SpecError unless a picture can be drawn to `path`, and ModuleNotFoundError without what draws it; `name` is
+    for one that has none."""
+    if path == STDOUT:
+        return
+    if PurePath(path).suffix.lower() not in SUFFIXES:
         stem = PurePath(path).stem or name
         raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")
+    import_module("matplotlib")  # before what is drawn has been worked out
 
 
 class Series(NamedTuple):
