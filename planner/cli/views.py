@@ -170,7 +170,7 @@ def _draw_probe(data: dict[str, Any], where: str, shape: Shape, alternative: int
 
 def _draw_observed(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
     from planner.observe.judge import observed_of
-    from planner.report.observe.answer import render_observed
+    from planner.report.observe import render_observed
 
     return render_observed(observed_of(data, where))
 

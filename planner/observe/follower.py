@@ -209,7 +209,7 @@ class Follower:
     def __post_init__(self) -> None:
         self._reader, self._grammar, self._seen = LogReader(self.where), "", 0
         self._held: Plan | Observed | None = None
-        """Beside which the run is held: a plan, an earlier run, or its own first steps."""
+        """The origin of the band: a plan, an earlier run, or the run's own first steps."""
         self._held_source = ""
         self._step_at_s, self._shown, self._in_burst = self.now(), 0, 0
 

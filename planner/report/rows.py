@@ -57,7 +57,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ReportSection:
     """A part of a report, by the name that `--show` has for it."""
 
     name: str

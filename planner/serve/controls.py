@@ -83,7 +83,7 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """Controls that open together: parts with a heading each."""
 
     title: str
@@ -101,7 +101,7 @@ _ANY = ""
 SWITCHES_PART = "Switches"
 """The heading below which a control stands for each switch of the trainer."""
 GROUPS = (
-    Group(
+    ControlGroup(
         "Job",
         {
             "": (
@@ -119,7 +119,7 @@ GROUPS = (
         },
         is_open=True,
     ),
-    Group(
+    ControlGroup(
         "Hardware, fine-tuning, run",
         {
             "Hardware": (
@@ -156,7 +156,7 @@ GROUPS = (
             ),
         },
     ),
-    Group(
+    ControlGroup(
         "Layout, switches, search",
         {
             "Pin the layout": (

@@ -63,12 +63,15 @@ Find = Callable[[Case, Tell], Plan]
 
 def whole(case: Case, tell: Tell) -> Plan:
     """The answer of the command line; the best so far is told while it is searched."""
-    told_s = -EVERY_S
+    begun_s, told_s = time.monotonic(), -EVERY_S
 
     def news(standing: Standing) -> None:
         nonlocal told_s
         if time.monotonic() - told_s >= EVERY_S:
-            tell(standing.plan())
+            so_far = standing.plan()
+            assert so_far.search is not None
+            search = so_far.search.model_copy(update={"seconds": time.monotonic() - begun_s})
+            tell(so_far.model_copy(update={"search": search}))
             told_s = time.monotonic()
 
     return plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime, news=news)
