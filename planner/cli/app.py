@@ -58,6 +58,12 @@ COMMANDS = {
         "Say what differs between plans, probes and runs (imported, observed), and why one is "
         "faster: terms that add up.",
     ),
+    "next": CommandRow(
+        "decide",
+        "planner.cli.next_command",
+        "next_command",
+        "Say which one short run to do next: that whose step saves most of the long run, and what it would decide.",
+    ),
     "memory": CommandRow(
         "decide",
         "planner.cli.views",
@@ -276,7 +282,7 @@ class _Once:
         return parsed
 
 
-JOINED = ("--switch", "--assume", "--allow", "--show", "--keep")
+JOINED = ("--switch", "--assume", "--allow", "--show", "--keep", "--measured", "--skip")
 """Options whose values are lists, so that two of them are one longer list."""
 
 

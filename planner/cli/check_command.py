@@ -61,16 +61,16 @@ def check_command(
         sys.stdout.write(dumps({"checks": [one.to_json() for one in checks]}))
     elif chosen == "sarif":
         from planner import __version__
-        from planner.report.check import sarif
+        from planner.report.comparison import sarif
 
         sys.stdout.write(dumps(sarif(checks, __version__)))
     elif chosen == "markdown":
-        from planner.report.check import markdown
+        from planner.report.comparison import markdown
 
         sys.stdout.write(markdown(checks))
     else:
         from planner.cli.output import show
-        from planner.report.check import render_check
+        from planner.report.comparison import render_check
 
         for one in checks:
             show(*render_check(one))

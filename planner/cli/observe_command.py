@@ -97,8 +97,7 @@ def _observed(
     from planner.observe.log_reader import observe
     from planner.observe.observation import Observed
     from planner.observe.traces.recorded import ObservedFiles, kinds_of, observation_of, read_recorded
-    from planner.report.observe.answer import render_observed
-    from planner.report.observe.recorded import recorded_sections
+    from planner.report.observe import recorded_sections, render_observed
 
     kinds = kinds_of(files)
     logs = [path for path in files if path not in kinds]
@@ -314,7 +313,7 @@ def _show_standing(options: FollowOptions, found: FollowedRun) -> None:
     """One line on where the run stands; nothing where stdout is another's."""
     from planner.cli.output import dumps
     from planner.files import STDOUT
-    from planner.report.observe.answer import line_of
+    from planner.report.observe import line_of
 
     if options.json:
         sys.stdout.write(dumps(found.model_dump(mode="json"), None))
@@ -327,7 +326,7 @@ def _conclude(options: FollowOptions, follower: Follower, found: FollowedRun) ->
     """The final answer, and the alarm if there is one."""
     from planner.cli.output import dumps, show
     from planner.files import STDOUT, write_text
-    from planner.report.observe.answer import render_observed
+    from planner.report.observe import render_observed
     from planner.saved import with_digest
 
     rings = follower.ended in ("alarm", "silent")

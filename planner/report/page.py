@@ -43,7 +43,7 @@ from planner.report.html import (
     zoomed,
 )
 from planner.report.labels import LEAST_SHARE, MEMORY
-from planner.report.rows import MFU, STAGE_HEADS, Entry, Figure, Section, StepShare, Table
+from planner.report.rows import MFU, STAGE_HEADS, Entry, Figure, ReportSection, StepShare, Table
 from planner.report.timeline import draw_timeline, shown_step
 from planner.report.view import SECTIONS, View, view_of
 from planner.schedule.replay import replay
@@ -103,7 +103,7 @@ def _sections(plan: Plan, view: View, replayed: Drawings) -> Iterator[Html]:
     yield section("Inputs", *inputs(plan))
 
 
-def _in_full(plan: Plan, view: View, shown: Section, replayed: Drawings) -> Iterator[Html]:
+def _in_full(plan: Plan, view: View, shown: ReportSection, replayed: Drawings) -> Iterator[Html]:
     """A section with the pictures that a terminal has no room for."""
     match shown.name:
         case "seconds":
@@ -165,7 +165,7 @@ def _how(entry: Entry) -> str:
 
 
 def header(view: View) -> Html:
-    """All of it, before the first section."""
+    """The page above its first section."""
     classes = {"lead": "layout", "": "", "soft": "soft", "offer": "offer", "alarm": "alarm"}
     lines = (tag("p", " · ".join(line.parts), class_=classes[line.role]) for line in view.lines)
     said = [tag("h1", tag("bdi", view.job)), *lines]

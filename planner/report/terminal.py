@@ -22,7 +22,7 @@ from planner.report.format import gibibytes, seconds
 from planner.report.labels import EVIDENCE_IN_BRIEF, says_deciding, says_scope, says_unsaid
 from planner.report.pieces import TextBar, bullets, columns, section
 from planner.report.recipe import LINE, recipe_lines
-from planner.report.rows import Entry, Figure, Robust, Section, Table, entry_of
+from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
 
 LINES, COLUMNS = 38, 80
@@ -76,7 +76,7 @@ def _timeline(plan: Plan) -> RenderableType:
     return section("The timeline of a step", Group(*drawing(replay(step.order, step.durations), COLUMNS - 2)))
 
 
-def draw(shown: Section) -> Group:
+def draw(shown: ReportSection) -> Group:
     """A section with a blank line before it, and its title."""
     return section(shown.title, Group(*map(_part, shown.parts)))
 

@@ -36,8 +36,8 @@ from planner.report.rows import (
     STAGE_HEADS,
     Entry,
     Figure,
+    ReportSection,
     Robust,
-    Section,
     StageRow,
     StepShare,
     Table,
@@ -56,7 +56,7 @@ SECTIONS = (
 """Names of all sections in the order in which every report shows them: what, how fast and how sure, where the seconds
 go, what else there is, memory, the timeline, and the rest."""
 _FREE_LIMIT_S = 30.0
-"""Seconds of a search that was not given any."""
+"""Seconds of a search without `--time-limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class View:
     """The best few layouts under changed assumptions; None where these move nothing."""
     recipe: tuple[tuple[str, str], ...]
     changes: tuple[ChangeRow, ...]
-    sections: tuple[Section, ...]
-    """Those that have anything, in the order of SECTIONS."""
+    sections: tuple[ReportSection, ...]
+    """The sections that are not empty, in the order of SECTIONS."""
 
     @property
     def capacity(self) -> str:
@@ -119,8 +119,8 @@ class View:
         modes = {mode for row in self.stages for s in row.stages for mode, count in s.recompute.items() if count}
         return len(modes) > 1
 
-    def section(self, name: str) -> Section | None:
-        """One of the sections, if it has anything."""
+    def section(self, name: str) -> ReportSection | None:
+        """A section by its name; None where it is empty."""
         return next((section for section in self.sections if section.name == name), None)
 
 
@@ -148,58 +148,58 @@ def view_of(plan: Plan, own: PricedLayout | None = None) -> View:
     return replace(view, sections=sections)
 
 
-def _answers(plan: Plan, view: View, own: PricedLayout | None) -> Iterator[Section]:
+def _answers(plan: Plan, view: View, own: PricedLayout | None) -> Iterator[ReportSection]:
     """The sections that say what was chosen, where its seconds and bytes go, and what else there is."""
     if own is not None:
         pair = (entry_of("given", plan.best), entry_of("own", own, plan.best))
-        yield Section("given", "Beside the planner's own choice", (pair,))
-    yield Section("seconds", f"Where the {seconds(view.step_s)} of a step go", (seconds_table(view.breakdown),))
+        yield ReportSection("given", "Beside the planner's own choice", (pair,))
+    yield ReportSection("seconds", f"Where the {seconds(view.step_s)} of a step go", (seconds_table(view.breakdown),))
     if view.is_small:
         items = small.memory_items(plan)
         rows = tuple((item.name, f"{gibibytes(item.num_bytes)} GiB") for item in items)
         table = Table(rows, "nr", bars=tuple(item.fraction for item in items))
-        yield Section("stages", f"Memory of the fullest GPU, of {view.capacity}", (table,))
-        yield Section("room", "Room, all else as it is", _table(small.room_lines(plan.room)))
-        yield Section(
+        yield ReportSection("stages", f"Memory of the fullest GPU, of {view.capacity}", (table,))
+        yield ReportSection("room", "Room, all else as it is", _table(small.room_lines(plan.room)))
+        yield ReportSection(
             "changes", "What to change first, one change at a time", (change_table(view.changes),) * bool(view.changes)
         )
     else:
-        yield Section("stages", f"Stages, on GPUs of {view.capacity}", (stage_table(view),))
+        yield ReportSection("stages", f"Stages, on GPUs of {view.capacity}", (stage_table(view),))
     if view.alternatives:
-        yield Section("alternatives", "Alternatives, and what each trades", (view.alternatives,))
+        yield ReportSection("alternatives", "Alternatives, and what each trades", (view.alternatives,))
     if view.robust is not None:
         robust = view.robust
         table = Table(robust.rows, "n" + "r" * (len(robust.heads) - 1), robust.heads, (), True, robust.remarks)
-        yield Section("robust", "If an assumption turns out otherwise: the step", (table,))
+        yield ReportSection("robust", "If an assumption turns out otherwise: the step", (table,))
 
 
-def _reasons(plan: Plan, view: View) -> Iterator[Section]:
+def _reasons(plan: Plan, view: View) -> Iterator[ReportSection]:
     """The sections that say how sure all that is, and what it rests on."""
     search, hardware = plan.search, plan.cluster.hardware
-    yield Section("recipe", recipe_heading(plan.best), _table(view.recipe))
-    yield Section("sure", "How sure", _table(tuple(_sure(plan))))
+    yield ReportSection("recipe", recipe_heading(plan.best), _table(view.recipe))
+    yield ReportSection("sure", "How sure", _table(tuple(_sure(plan))))
     if search is not None:
-        yield Section("proof", "The proof, and what it holds for", _table(tuple(_proof(search))))
+        yield ReportSection("proof", "The proof, and what it holds for", _table(tuple(_proof(search))))
     months = [(figure.name, figure.text) for figure in (*filter(None, [view.sustained]), *view.cost, *view.goodput)]
     sources = () if view.is_small else says_sources(plan)
     title = "The whole run" if view.tokens else "Over months"
     months = [] if view.is_small and not view.tokens else months
-    yield Section("months", title, _table((*months, *((f"source: {name}", source) for name, source in sources))))
+    yield ReportSection("months", title, _table((*months, *((f"source: {name}", source) for name, source in sources))))
     rejections = sorted(plan.rejections.items(), key=lambda item: (-item[1], item[0]))
     rows = tuple(
         (f"{count:,}", reason.replace("_", " "), plan.rejection_examples.get(reason, ""))
         for reason, count in rejections
     )
     if rows:
-        yield Section(
+        yield ReportSection(
             "rejected", "Rejected shapes, by reason", (Table(rows, "rnw", ("shapes", "reason", "for example")),)
         )
     found = hardware.corrections
-    yield Section("corrections", corrections_title(found), _table(tuple((one.name, one.says) for one in found)))
+    yield ReportSection("corrections", corrections_title(found), _table(tuple((one.name, one.says) for one in found)))
     assumed = small.assumed(plan) if view.is_small else ""
     title = "Assumed" if assumed else "Assumptions that move the step of this layout"
-    yield Section("assumptions", title, ((assumed,) if assumed else plan.assumptions,))
-    yield Section("warnings", "Warnings", (plan.warnings,))
+    yield ReportSection("assumptions", title, ((assumed,) if assumed else plan.assumptions,))
+    yield ReportSection("warnings", "Warnings", (plan.warnings,))
 
 
 def _table(pairs: Iterable[tuple[str, str]]) -> tuple[Table, ...]:
@@ -328,7 +328,7 @@ def _seen(plan: Plan) -> str:
         return ""
     number, state = vision.images_per_sequence, "trained" if vision.is_trained else "frozen"
     images = f"{number} image{'s' * (number > 1)} of {vision.image_tokens:,} tokens in each"
-    return f"{images}, by a {state} tower of {large(plan.model.num_vision_parameters)} on the first stage"
+    return f"{images}; a {state} tower of {large(plan.model.num_vision_parameters)} on stage 0"
 
 
 def _batch(training: TrainingSpec) -> str:

@@ -32,7 +32,7 @@ INSTRUCTIONS = (
 )
 
 
-class Job(BaseModel):
+class ToolJob(BaseModel):
     """A training job."""
 
     model: str = Field(description="A name (`plan models` lists them), a Hub name, or a config.json under the folder.")
@@ -122,7 +122,7 @@ class Tools:
         return found
 
     async def plan(
-        self, job: Job, ctx: Context[Any, Any], save_as: str | None = None, time_limit_s: float = 60
+        self, job: ToolJob, ctx: Context[Any, Any], save_as: str | None = None, time_limit_s: float = 60
     ) -> PlanAnswer:
         """The fastest layout that fits, proven within a gap, with its alternatives; saved under a name if asked."""
         words = [*job.words(), "--time-limit", str(time_limit_s)]
@@ -132,11 +132,11 @@ class Tools:
             target.write_text(json.dumps(found), encoding="utf-8")
         return _answer(found, None if target is None else str(target))
 
-    async def evaluate(self, job: Job, layout: Sizes, ctx: Context[Any, Any]) -> PlanAnswer:
+    async def evaluate(self, job: ToolJob, layout: Sizes, ctx: Context[Any, Any]) -> PlanAnswer:
         """The step and the memory of a layout that the caller names, whether it fits or not."""
         return _answer(await _plan_json(["evaluate", *job.words(), *layout.words(job.gpus)], ctx))
 
-    async def fits(self, job: Job, ctx: Context[Any, Any], layout: Sizes | None = None) -> FitsAnswer:
+    async def fits(self, job: ToolJob, ctx: Context[Any, Any], layout: Sizes | None = None) -> FitsAnswer:
         """Say whether the job, or one layout of it, fits in memory, and what would make it fit."""
         words = job.words() if layout is None else ["evaluate", *job.words(), *layout.words(job.gpus)]
         data = await _run(words, ctx, accepts=(0, 3))
@@ -147,12 +147,12 @@ class Tools:
         return FitsAnswer(fits=found.fits, needed_gib=found.needed_gib, oom_probability=found.oom_probability)
 
     async def explain(
-        self, job: Job, ctx: Context[Any, Any], pinned: dict[str, int | str] | None = None
+        self, job: ToolJob, ctx: Context[Any, Any], pinned: dict[str, int | str] | None = None
     ) -> dict[str, Any]:
         """Why the best layout is the best or, with axes pinned (tp, pp, …), why those are not chosen."""
         return await _run(["explain", *job.words(), *_words(**(pinned or {}))], ctx, accepts=(0, 3))
 
-    async def sweep(self, job: Job, gpus: str, ctx: Context[Any, Any]) -> dict[str, Any]:
+    async def sweep(self, job: ToolJob, gpus: str, ctx: Context[Any, Any]) -> dict[str, Any]:
         """The job on several numbers of GPUs, such as `64..1024` or `64,128`: steps, cost, the fewest that fit."""
         words = job.words()
         words[words.index("--gpus") + 1] = gpus

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -32,13 +33,13 @@ def empty(name: str, **attributes: object) -> Html:
 
 
 State = Literal["same", "first", "all", "final"]
-WIDEST_GAP = 0.1
-"""The gap at which the bar of progress is empty."""
+_NARROWEST_GAP = 1e-4
+"""The gap asked for at least, as far as the bar of progress goes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One state of the answer's side."""
+    """One state of the page's side that shows the answer."""
 
     html: Html
     status: str
@@ -48,13 +49,14 @@ class Panel:
 
 
 def plan_panel(plan: Plan, question: Question, form: Form, state: State, alternative: int = 0) -> Panel:
-    """A plan; its `alternative` instead of its best layout if it has so many."""
+    """The panel of a plan's best layout, or of one of its alternatives."""
     alternative = alternative if 0 < alternative <= len(plan.alternatives) else 0
     shown = with_alternative(plan, alternative or None)
-    view = view_of(shown.model_copy(update={"command": ""}))
+    ended = shown.search if state == "final" else None  # what a search has not proved yet is said above its bar alone
+    view = view_of(shown.model_copy(update={"command": question.command, "search": ended}))
     pictured = pictures(shown)
     parts = [
-        header(view),
+        header(replace(view, command="")),
         _progress(plan, question, state),
         _looking_at(plan, form, alternative) if alternative else Html(""),
         _command(question, alternative),
@@ -66,11 +68,11 @@ def plan_panel(plan: Plan, question: Question, form: Form, state: State, alterna
 
 
 def waiting_panel(question: Question) -> Panel:
-    """Nothing is known yet."""
+    """The panel before the first answer."""
     case = question.case
     job = f"{case.model.name} on {case.cluster.num_gpus:,} × {case.cluster.hardware.name}"
     looking = _going("Looking for a layout that fits …")
-    names = ("step", "tokens/s", MFU, "fullest stage")
+    names = ("step", "tokens/s", MFU, "fullest stage", "sustained over months")
     awaited = tag("div", cards(Card(name, "…") for name in names), class_="awaited", aria_hidden="true")
     head = tag("header", tag("h1", job), tag("p", "…", class_="layout"), looking, awaited)
     titles = (
@@ -116,18 +118,21 @@ def _progress(plan: Plan, question: Question, state: State) -> Html:
         )
     near = f"within {percent(search.gap)} of the best"
     if state == "first":
-        return _going(f"A first answer, {near} among the few that are tried first. Looking at all others …", search)
-    return _going(f"The best so far, {near} of all layouts. The search goes on …", search)
+        return _going(f"A first answer, {near} among the few that are tried first. Looking at all others …")
+    share = max(_closed(search), min((search.seconds or 0.0) / question.case.limits.time_limit_s, 1.0))
+    return _going(f"The best so far, {near} of all layouts. The search goes on …", share)
 
 
-def _going(words: str, search: SearchReport | None = None) -> Html:
-    """A line above a bar: as full as the gap is closed, or moving where no gap is known yet."""
-    if search is None:
-        bar = tag("span", "", class_="bar moving")
-    else:
-        wide = 100 * (1 - min(search.gap / WIDEST_GAP, 1.0))
-        bar = tag("span", tag("i", "", style=f"width:{max(wide, 2):.0f}%"), class_="bar")
-    return tag("p", words, bar, class_="progress")
+def _closed(search: SearchReport) -> float:
+    """The share of the way from a gap of one to the gap asked for, in their logarithms."""
+    asked, gap = (max(each or 0.0, _NARROWEST_GAP) for each in (search.asked_gap_fraction, search.gap))
+    return min(max(1 - math.log(gap / asked) / math.log(1 / asked), 0.0), 1.0) if asked < 1 else 1.0
+
+
+def _going(words: str, share: float | None = None) -> Html:
+    """A line above a bar: as full as the search is done, or moving where nothing is known of all layouts yet."""
+    done = () if share is None else (tag("i", "", style=f"width:{max(100 * share, 2):.0f}%"),)
+    return tag("p", words, tag("span", *done, class_=f"bar{'' if done else ' moving'}"), class_="progress")
 
 
 def _lacks(plan: Plan, question: Question) -> str:
@@ -326,7 +331,7 @@ def switch_fields(form: Form, question: Question | None) -> Html:
 
 
 def placeholders(question: Question) -> dict[str, str]:
-    """The texts that stand for controls left empty."""
+    """The defaults that empty controls show."""
     case = question.case
     tier = case.cluster.tiers[-1]
     return {
@@ -370,7 +375,7 @@ def _options(control: Control, chosen: str, catalogue: Catalogue | None) -> Iter
 
 
 WIDE = ("model", "hardware", "runtime", "tier", "allow", "assume", "lora_targets", "rank_order", "switch")
-"""Controls as wide as the form."""
+"""Controls that take the whole width of the form."""
 _UNSET = {"dtype": "bf16", "runtime": "the GPU's own"}
 
 

@@ -24,14 +24,14 @@ from planner.specs.units import GIB
 _BAR = 0.42
 """Half the width of a stage's bar, where stages are one apart."""
 _LEAST_SLOTS = 6
-"""Bars for which there is room at least."""
+"""Number of bars for which a chart has space at least."""
 _LIGHTEST = 0.45
 """The share of white in the colour of a rank's last chunk."""
 _WIDE, _NARROW = 1000.0, 500.0
 _ROW, _HIGHEST = 18.0, 560.0
-"""Units of height of a rank, as long as all of them need no more than the other number."""
+"""Height of a rank's row, and the greatest height of all rows together."""
 _NUMBERED = 13.0
-"""Units of width from which on a bar bears the number of its micro-batch."""
+"""Width from which a bar is labelled with its micro-batch."""
 _DIGIT = 9.0
 """Units of height of a number."""
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
@@ -62,7 +62,7 @@ def stacks(plan: Plan, capacity_bytes: int) -> Html:
         f"{gibibytes(worst.memory.total_bytes)} of {gibibytes(capacity_bytes)} GiB."
     )
     high = 1.08 * max(capacity_bytes, *totals) / GIB
-    plot = Plot(label, (-0.6 - room, number - 0.4 + room), (0.0, high), "stage", "GiB")
+    plot = Plot(label, (-0.6 - room, number - 0.4 + room), (0.0, high), "stage", "GiB", marked=(0.0, number - 1.0))
     at, below = np.arange(number, dtype=np.float64), np.zeros(number)
     used = []
     for name, label in MEMORY.items():
@@ -112,14 +112,15 @@ def pipeline(timeline: Timeline, idle_fraction: float, num_microbatches: int) ->
     says = caption(step, windows, idle_fraction, num_microbatches)
     drawn = [_window(step, window, _WIDE if number == 0 else _NARROW) for number, window in enumerate(windows)]
     middle, ends = drawn[0], tag("div", joined(drawn[1:]), class_="beside") if drawn[1:] else Html("")
-    glance = tag("div", _shape(step) if drawn[1:] else middle, class_="glance")
+    shapes = [tag("div", _shape(step, _WIDE), class_="broad"), tag("div", _shape(step, _NARROW), class_="phone")]
+    glance = tag("div", joined(shapes) if drawn[1:] else middle, class_="glance")
     wide = tag("div", middle, class_="scroll", tabindex="0", role="region", aria_label="timeline, scrolls sideways")
     zoomed = folded("Zoom: single passes, with the numbers of their micro-batches", joined([wide, ends]))
     marks = [*_kinds(step), *([("forwards and backwards in turn", "var(--both)")] if drawn[1:] else [])]
     return tag("figure", glance, tag("figcaption", keys(marks), tag("p", says)), zoomed)
 
 
-def _shape(step: DrawnStep) -> Html:
+def _shape(step: DrawnStep, width: float) -> Html:
     """The whole step at a glance: where each rank runs forwards only, both in turn, and backwards only."""
     (factor, unit), ranks, makespan_s = (
         unit_for(step.timeline.makespan_s),
@@ -129,7 +130,7 @@ def _shape(step: DrawnStep) -> Html:
     label = f"The whole step: {ranks} ranks over {seconds(makespan_s)}"
     high = 50 + min(_ROW * ranks, _HIGHEST)
     plot = Plot(
-        label, (0.0, makespan_s * factor), (ranks - 0.5, -0.5), f"whole step, {unit}", "rank", _WIDE, high, whole=True
+        label, (0.0, makespan_s * factor), (ranks - 0.5, -0.5), f"whole step, {unit}", "rank", width, high, whole=True
     )
     rank, every = np.arange(ranks), np.zeros(ranks)
     begins, ends = step.first_s * factor, step.final_s * factor
@@ -212,7 +213,9 @@ class Plot:
     width: float = 460.0
     height: float = 240.0
     whole: bool = False
-    """True where only whole numbers are marked."""
+    """True where only whole numbers are marked on the left."""
+    marked: tuple[float, float] | None = None
+    """The whole numbers below that are marked; null where any are."""
     inside: list[Html] = field(default_factory=list)
 
     def across(self, value: float) -> float:
@@ -226,7 +229,7 @@ class Plot:
         return self.height - _FOOT - (value - low) / (high - low) * (self.height - _FOOT - _TOP)
 
     def boxes(self, left: FloatArray, right: FloatArray, bottom: FloatArray, top: FloatArray, **style: str) -> None:
-        """Rectangles of one look as one path."""
+        """Rectangles of one style, drawn as one path."""
         x0, x1 = self._all(left, right, self.across)
         y0, y1 = self._all(bottom, top, self.down)
         corners = zip(x0, x1, y0, y1, strict=True)
@@ -259,7 +262,7 @@ class Plot:
             y = f"{self.down(value):.1f}"
             yield tag("path", d=f"M{_LEFT:g} {y}H{right:g}", class_="grid")
             yield tag("text", f"{value:g}", x=f"{_LEFT - 5:g}", y=f"{self.down(value) + 4:.1f}", text_anchor="end")
-        for value in _ticks(*self.x, 8):
+        for value in _ticks(*(self.marked or self.x), 8, self.marked is not None):
             x = f"{self.across(value):.1f}"
             yield tag("path", d=f"M{x} {foot:g}v4", class_="grid")
             yield tag("text", f"{value:g}", x=x, y=f"{foot + 15:g}", text_anchor="middle")

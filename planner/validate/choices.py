@@ -125,11 +125,11 @@ def sweeps(scored: Iterable[Scored]) -> list[PublishedSweep]:
     jobs: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
     for answer in scored:
         if answer.row.counts and answer.layout is not None:
-            jobs[_job(answer.row)][answer.row.run_key].append(answer)
+            jobs[job_key(answer.row)][answer.row.run_key].append(answer)
     return [_sweep([*layouts.values()]) for layouts in jobs.values() if len(layouts) > 1]
 
 
-def _job(row: PublishedRun) -> str:
+def job_key(row: PublishedRun) -> str:
     """A key that is the same for runs of one sweep."""
     job = {name: value for name, value in row.run.items() if name not in ("parallelism", "features")}
     return json.dumps([row.family, _RELEASE.findall(row.source), job], sort_keys=True)
@@ -322,7 +322,7 @@ def run_pairs(scored: Iterable[Scored]) -> list[PricedPair]:
     for answer in scored:
         if answer.layout is not None and _switches_of(answer):
             axes = {k: v for k, v in answer.row.run["parallelism"].items() if k not in ("vpp", "schedule")}
-            jobs[_job(answer.row) + json.dumps(axes, sort_keys=True)].append(answer)
+            jobs[job_key(answer.row) + json.dumps(axes, sort_keys=True)].append(answer)
     return [pair for runs in jobs.values() for off in runs for on in runs if (pair := _run_pair(off, on)) is not None]
 
 

@@ -20,6 +20,7 @@ from planner.answer.memory import MemoryAnswer
 from planner.decide.check import CheckedFile
 from planner.decide.compare import Compared
 from planner.decide.job import Resume, SpareNodes
+from planner.decide.next import NextAnswer
 from planner.decide.phases import PhaseAnswer, PhasesAnswer
 from planner.decide.sweep import Goal, Point
 from planner.layout.runs import RunSpec
@@ -27,7 +28,7 @@ from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
 from planner.probe.result import ProbeResult, ProbeStart
-from planner.profile.findings import Findings
+from planner.profile.doctor import Findings
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
 from planner.specs.base import descriptions
@@ -202,6 +203,7 @@ SCHEMAS: Mapping[str, Schema] = {
     "sweep": Schema("`plan sweep --json`", Swept),
     "compare": Schema("`plan compare --json`", Sides),
     "check": Schema("`plan check --json`", Checked),
+    "next": Schema("`plan next --json`", NextAnswer),
     "show": Schema("`plan show --json`: what the file holds", dict[str, Any]),
     "model": Schema("`plan models NAME --json`; without a name, a list of these", Counted | list[Counted]),
     "hardware": Schema(

@@ -21,7 +21,7 @@ from planner.observe import lines as lines_module
 from planner.observe.lines import MAX_LINE_BYTES, Tally, cleaned, lines
 from planner.observe.log_reader import observe
 from planner.observe.observation import Observed
-from planner.report.observe.answer import render_observed
+from planner.report.observe import render_observed
 
 LOG = "\n".join(iterations([2.0] * 20))
 

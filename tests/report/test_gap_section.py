@@ -9,7 +9,7 @@ from rich.console import Console
 
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS
 from planner.observe.observation import Observation, Observed, Prediction, SourceFile, Term
-from planner.report.observe.answer import SignedBar, gap_section
+from planner.report.observe import SignedBar, gap_section
 
 SOURCE = SourceFile(path="a.log", format="megatron")
 
