@@ -286,6 +286,15 @@ class Section:
         return frozenset(row.name for row in self.rows if row.is_read or row.by in by)
 
 
+def holds(clause: str, options: Options) -> bool:
+    """`--option`, `--option word|word` or `--option > 1` holds of options."""
+    name, *words = clause.split()
+    if words[:1] == [">"]:
+        return (number(options, name, 0) or 0) > int(words[1])
+    said = re.findall(r"[^\s,\[\]]+", text(options, name))
+    return name in options and (not words or not {*said}.isdisjoint(words[0].split("|")))
+
+
 def known(options: Options) -> Fields:
     """The reader of options that say nothing that others do not."""
     return {}
