@@ -398,7 +398,7 @@ def megatron_keys(plan: Plan) -> Keys:
 
 
 def notes_on_megatron(plan: Plan) -> tuple[str, ...]:
-    """Notes on the arguments."""
+    """Notes on the options that differ in the core that Primus pins, or that it cannot state."""
     pinned, note = with_core(plan)
     return (*notes_on_options(pinned), *([note] if note else []))
 
