@@ -12,7 +12,16 @@ from planner.export.megatron.megatron_files import LOG, megatron_arguments, note
 from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
 from planner.export.refusal import Objections, Reason, broken_rules, hint_for, notes_on_price, unstretched
 from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
-from planner.export.stages import VirtualStage, all_full, check_mixture, is_even, is_looped, virtual_stages
+from planner.export.stages import (
+    VirtualStage,
+    all_full,
+    check_fsdp2,
+    check_mixture,
+    check_modules,
+    is_even,
+    is_looped,
+    virtual_stages,
+)
 from planner.export.torchtitan_reading import FLAVORS
 from planner.export.trainer_files import (
     Arguments,
@@ -146,16 +155,11 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     )
     is_placed = is_looped(stages, layout.pp) or layout.schedule in ("zb-v", "dualpipe-v")
     objections.when(not is_placed, "placement", "virtual stage j must be on rank j mod pp")
-    objections.when(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module runs nothing")
+    check_modules(stages, objections)
     objections.when(
         layout.tp > 1 and not layout.sequence_parallel, "sequence_parallel", f"{_RELEASE} has it at every tp above 1"
     )
-    objections.when(
-        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
-    )
-    objections.when(
-        layout.zero_stage == 0 and layout.cp > 1, "zero_stage", f"it shards weights over the ranks of cp {layout.cp}"
-    )
+    check_fsdp2(plan, objections)
     objections.raise_any()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from planner.answer import Plan
 from planner.export.environment import megatron_environment
 from planner.export.megatron.megatron_files import (
-    DATA_PATH,
     LOG,
     NEWEST,
     PLACEHOLDERS,
@@ -39,7 +38,7 @@ from planner.export.trainer_files import (
 )
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
-from planner.trainers.rules.common import every_nth, query_width, release, rotary_method
+from planner.trainers.rules.common import every_nth, query_width, rotary_method
 from planner.trainers.rules.megatron import bridge_model_rules, family_of
 
 _KNOWN = {row.name for row in all_rows()} | SWITCHING
@@ -247,20 +246,18 @@ _LEFT_OUT = ("--padded-vocab-size", "--mock-data", "--save-retain-interval")
 """The model's own vocabulary is a field already, mock data is an option of run_recipe.py, and Bridge deletes old
 checkpoints by their number."""
 _KEPT_CHECKPOINTS = 10
-_FIRST_SECTIONS = "0.17"
-"""The first Megatron core whose Bridge has a section `validation` and reads paths of data as one text."""
 
 
 def first_run(plan: Plan) -> RunPart:
     """A short run on mock data, which saves nothing."""
-    words = [*_words(plan, first_run_arguments(plan)), "checkpoint.save=null", "checkpoint.load=null"]
+    words = [*_words(first_run_arguments(plan)), "checkpoint.save=null", "checkpoint.load=null"]
     return RunPart({"--dataset": "mock"}, tuple(words))
 
 
 def training_run(plan: Plan) -> RunPart:
     """Training, on the user's data."""
     kept = f"checkpoint.most_recent_k={_KEPT_CHECKPOINTS}"
-    return RunPart(words=(*_words(plan, training_arguments(plan)), kept))
+    return RunPart(words=(*_words(training_arguments(plan)), kept))
 
 
 def hydra(value: Any) -> str:
@@ -270,22 +267,15 @@ def hydra(value: Any) -> str:
     return json.dumps(value)
 
 
-def _words(plan: Plan, arguments: Arguments) -> list[str]:
-    version = plan.runtime_spec.version
-    is_old = bool(version) and release(version) < release(_FIRST_SECTIONS)
+def _words(arguments: Arguments) -> list[str]:
     words: list[str] = []
     for option, value in arguments.items():
         if option in _LEFT_OUT:
             continue
-        path = BRIDGE[option]
-        if is_old and path.startswith("validation."):
-            path = path.replace("validation.", "train.")
-        if is_old and option == "--data-path":
-            words.append(ShellText(f'"dataset.blend=[[\\"{DATA_PATH.words}\\"],null]"'))
-        elif isinstance(value, ShellText):
-            words.append(ShellText(f'"{path}=\\"{value.unquoted}\\""'))
+        if isinstance(value, ShellText):
+            words.append(ShellText(f'"{BRIDGE[option]}=\\"{value.unquoted}\\""'))
         else:
-            words.append(f"{path}={hydra(value)}")
+            words.append(f"{BRIDGE[option]}={hydra(value)}")
     return words
 
 
