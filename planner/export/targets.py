@@ -100,11 +100,11 @@ _TRAINERS = (
         runtimes=("bridge",),
     ),
     TrainerTarget(
-        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
-    ),
-    TrainerTarget(
         "nemo-rl", None, "automodel_reading:read_nemo_rl",
         mark=r"^policy:\s*$|\bpolicy\.(megatron_cfg|dtensor_cfg|train_(global|micro)|max_total)|nemo_rl",
+    ),
+    TrainerTarget(
+        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
     ),
     TrainerTarget(
         "openrlhf", None, "huggingface.trainer_reading:read_openrlhf", mark=r"openrlhf\.cli\.train_",
