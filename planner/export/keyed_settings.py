@@ -32,6 +32,7 @@ class Dialect:
     harmless: str = ""
     marks: tuple[str, ...] = ()
     launched: str = ""
+    read: frozenset[str] = frozenset()
 
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
@@ -67,6 +68,7 @@ def dialect(name: str) -> Dialect:
         row.get("harmless", ""),
         tuple(row.get("marks", ())),
         row.get("launched", ""),
+        frozenset(row.get("read", "").split()),
     )
 
 
