@@ -141,6 +141,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     keyed.settings = _in_one(keyed.settings)
     settings = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
     if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
+        missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
+        if missing is not None:
+            raise SpecError(f"{missing[:80]} is not beside the file", "put it there, or import it itself")
         raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
     imported = new_run("huggingface")
     tool = tool or tool_of(settings, config.text)
