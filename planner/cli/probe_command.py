@@ -34,11 +34,13 @@ Timeout = Annotated[float, _option(_WHERE, "--timeout", "S", "Without progress f
 OrderFile = Annotated[str | None, _option(_WHERE, "--order", "FILE.csv", "Run this order (torch's CSV) instead.")]
 Scale = Annotated[int, _option(_SMALL, "--scale", "N", "Hidden size of the model in small. [64]")]
 Processes = Annotated[int, _option(_SMALL, "--processes", "N", "Ranks to start at most. [8]")]
+Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned seconds: measures the bubble.")]
 DryRun = Annotated[bool, _option(_WHERE, "--dry-run", None, "Print commands, environment, bytes; start nothing.")]
 Tolerance = Annotated[
     float | None, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")
 ]
 Output = Annotated[str | None, _option(_OUTPUT, "--output -o", "FILE", "Save what was measured; - is stdout.")]
+Trace = Annotated[str | None, _option(_OUTPUT, "--trace", "FILE", "Measured beside predicted, for ui.perfetto.dev.")]
 
 
 def probe_command(
@@ -51,8 +53,10 @@ def probe_command(
     order: OrderFile = None,
     scale: Scale = 64,
     processes: Processes = 8,
+    sleep: Sleep = False,
     dry_run: DryRun = False,
     tolerance: Tolerance = None,
+    trace: Trace = None,
     json: o.Json = False,
     output: Output = None,
     force: o.Force = False,
@@ -64,34 +68,37 @@ def probe_command(
     \b
     Example:
       plan probe plan.json
+      plan probe plan.json --sleep
       plan probe plan.json --dry-run
       plan probe plan.json --device cuda --stage all
     """
     from planner.cli.output import show_and_save
     from planner.cli.probe_report import render
     from planner.errors import ProbeMismatch, SpecError
-    from planner.files import refuse_to_overwrite
     from planner.plan_file import read_plan
     from planner.saved import with_digest
 
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    _refuse_files(output, trace, stage, force)
     read = read_plan(plan)
     made = _read_order(order)
     if dry_run:
-        if device == "cpu" or stage is not None or output is not None:
-            raise SpecError("--dry-run: tells of all ranks on GPUs", "leave out --device cpu, --stage, -o")
+        if sleep or device == "cpu" or stage is not None or trace is not None or output is not None:
+            raise SpecError(
+                "--dry-run: tells of all ranks on GPUs", "leave out --device cpu, --sleep, --stage, -o, --trace"
+            )
         from planner.probe.plan_slice import ProbeOptions
 
         said = {"--steps": steps, "--budget": budget, "--order": order, "--tolerance": tolerance}
         said |= {"--timeout": None if timeout == 120.0 else timeout}
         _dry_run(read, plan, ProbeOptions(device="cuda", order=made), said, json)
         return
-    result = _probe(read, device, stage, steps, budget, timeout, made, scale, processes, tolerance)
+    result = _probe(read, device, stage, steps, budget, timeout, made, scale, processes, sleep, tolerance)
     if result is None:  # another rank reports
         return
     _warn(read, result, tolerance)
     show_and_save(with_digest(result.model_dump(mode="json")), render(result, read, output), json, output, force)
+    if trace is not None:
+        _write_trace(trace, read, result, force)
     if not result.agrees:
         raise ProbeMismatch("the run contradicts the plan", "the report names what is off, and by how much")
 
@@ -109,6 +116,21 @@ def _dry_run(plan: Plan, path: str, options: ProbeOptions, said: Mapping[str, ob
     show_and_save(start.model_dump(mode="json"), render_start(start), json, None, False)
 
 
+def _refuse_files(output: str | None, trace: str | None, stage: str | None, force: bool) -> None:
+    from os.path import realpath
+
+    from planner.errors import SpecError
+    from planner.files import refuse_to_overwrite
+
+    if trace is not None and stage not in (None, "all"):
+        raise SpecError(f"--trace: of stage {stage} alone there is no pipeline to draw", "--stage all, or no --trace")
+    if None not in (output, trace) and realpath(str(output)) == realpath(str(trace)):
+        raise SpecError(f"-o, --trace: both name {output}", "name two files")
+    for path in (output, trace):
+        if path is not None:
+            refuse_to_overwrite(path, force)
+
+
 def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
     """Warn of a GPU that is not the plan's, and of a tolerance that judges nothing."""
     from planner.cli.measurements import doubt_device
@@ -117,6 +139,18 @@ def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:
         doubt_device(result, plan.cluster.hardware, "the probe")
     if tolerance is not None and not result.uses_tolerance:
         _log.warning("--tolerance %g: nothing that this run measured is judged by it", tolerance)
+
+
+def _write_trace(path: str, plan: Plan, result: ProbeResult, force: bool) -> None:
+    from planner.cli.output import dumps
+    from planner.files import write_text
+    from planner.probe.verdict.judge import trace_events
+
+    traced = trace_events(plan, result)
+    if traced["traceEvents"]:
+        write_text(path, dumps(traced, indent=None), force)
+    else:
+        _log.warning("%s is not written: no step ran to its end", path)
 
 
 def _probe(
@@ -129,6 +163,7 @@ def _probe(
     order: Schedule | None,
     scale: int,
     processes: int,
+    sleep: bool,
     tolerance: float | None,
 ) -> ProbeResult | None:
     from planner.distribution import install_line
@@ -156,6 +191,7 @@ def _probe(
         stages=stages,
         hidden_size=scale,
         num_processes=processes,
+        sleep=sleep,
         num_steps=steps,
         budget_s=BUDGET_S if budget_s is None else budget_s,
         tolerance_fraction=DEFAULT_TOLERANCE if tolerance is None else tolerance,
@@ -164,6 +200,8 @@ def _probe(
     )
     if budget_s is not None and options.device == "cpu":
         raise SpecError("--budget: seconds are measured on GPUs", "on a CPU, say --steps")
+    if sleep and (options.device != "cpu" or stages is not None):
+        raise SpecError("--sleep: ranks sleep on the CPU only", "leave out --device cuda and --stage")
     if order is not None and stages is not None:
         raise SpecError("--order: a stage alone follows the plan's own schedule", "leave out --stage")
     return probe(plan, options)

@@ -91,8 +91,10 @@ def _sections(result: ProbeResult) -> Iterator[RenderableType]:
         yield section("Proved", _checks(result))
     if result.comparisons:
         yield section("Predicted and measured", comparison_table(result.comparisons))
-    if result.clock_error_s is not None:
-        yield Text(f"the clocks of these ranks differ by up to {seconds(result.clock_error_s)}")
+    if result.activity:
+        yield section("What the stages did", _activity(result))
+        if result.clock_error_s is not None:
+            yield Text(f"the clocks of these ranks differ by up to {seconds(result.clock_error_s)}")
     exchanges = list(_exchanges(result))
     if exchanges:
         yield section("Exchanges by themselves", bullets(exchanges))
@@ -136,6 +138,21 @@ def comparison_table(comparisons: Iterable[ComparedQuantity]) -> Table:
             write(comparison.measured),
             "" if error is None else f"{100 * error:+.1f}%",
             {None: "", True: "ok", False: "OFF"}[comparison.agrees],
+        )
+    return table
+
+
+def _activity(result: ProbeResult) -> Table:
+    """A row for each stage; it names the rank that it shows where a stage has several."""
+    has_peers = result.run.world_size > result.run.pp
+    table = headed(("stage", "busy", "waits", "idle by cause"), "r", "r", "r", None)
+    for stage in result.activity:
+        causes = sorted(stage.idle_s.items(), key=lambda item: -item[1])
+        table.add_row(
+            f"{stage.stage} (rank {stage.rank})" if has_peers else str(stage.stage),
+            percent(stage.utilisation_fraction),
+            seconds(stage.wait_s),
+            ", ".join(f"{cause} {seconds(idle_s)}" for cause, idle_s in causes if idle_s > 0) or "none",
         )
     return table
 

@@ -9,6 +9,7 @@ steps the trainer announces, else the one that runs longest. MLPerf training is 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import defaultdict
@@ -32,7 +33,7 @@ from planner.observe.line_formats import (
 )
 from planner.observe.record import MAX_NAMES, RunRecord
 from planner.specs.reading import parse_json
-from planner.specs.units import GIB, is_count
+from planner.specs.units import GIB, MIB, is_count
 
 _TITAN_BESIDE = {
     "tokens_per_s_per_gpu": re.compile(r"(?:tps|wps): *([\d,.]{1,20})"),
@@ -204,6 +205,11 @@ def _gibibytes(record: RunRecord, match: re.Match[str]) -> None:
     record.bytes_of(None, max_reserved_bytes=number(match[1]) * GIB)
 
 
+def _liger(record: RunRecord, match: re.Match[str]) -> None:
+    """Peaks of memory that callbacks add to a Trainer's line."""
+    record.bytes_of(None, **{f"max_{match[1]}_bytes": number(match[2]) * MIB})
+
+
 def _tune(record: RunRecord, match: re.Match[str]) -> None:
     """torchtune's `Step 10 | loss:1.2 lr:2e-05 tokens_per_second_per_gpu:512.3 peak_memory_reserved:20.1`, in GiB."""
     found = {name: number(value) for name, value in re.findall(r"(\w{1,40}): ?([\d.e+-]{1,20})", match.string)}
@@ -303,6 +309,7 @@ CLOCKED_GRAMMARS = (
             line_row(
                 "train_time:", r"step:(\d{1,12})/(\d{1,12}) .{0,80}?train_time:(\d{1,15})ms step_avg", _counted
             ),
+            line_row("total_peak_memory", rf"total_peak_memory_(allocated|reserved)_MB': {N}", _liger),
             line_row(
                 "global_step/max_steps",
                 r"'global_step/max_steps': '(\d{1,12})/(\d{1,12})'.{0,80}?'elapsed_time': '([\ddhms ]{2,20})'",
@@ -461,4 +468,33 @@ def _in_steps(record: RunRecord, counts: list[float]) -> list[int]:
     return []
 
 
+def _dllogger(record: RunRecord, match: re.Match[str]) -> None:
+    line = json_object(match[1])
+    data, step, at_s = line.get("data"), line.get("step"), _value(line.get("timestamp"))
+    if not isinstance(data, dict):
+        return
+    if step == "PARAMETER":
+        for name, value in list(data.items())[:MAX_NAMES]:
+            if name.startswith("cfg/"):
+                record.argument(name.removeprefix("cfg/"), json.dumps(value)[:4000])
+        record.time(at_s)
+        record.restart()
+    elif isinstance(step, int) and _TIMES[1] in data:
+        # the printed value is the mean of up to five last steps; the clock of the lines says each one
+        seconds, last = _value(data[_TIMES[1]]), record.ends[-1] if record.ends else math.nan
+        if record.numbers and step == record.numbers[-1] + 1 and at_s > last:
+            seconds = at_s - last
+            record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
+        record.step(step, seconds, end_s=at_s, covers=1)
+
+
+def _finish_dllogger(record: RunRecord) -> None:
+    for name, field in (("global_batch_size", "global_batch_size"), ("encoder_seq_length", "seq_length")):
+        if value := whole(record.arguments.get(name)):
+            record.facts[field] = value
+
+
 MLPERF = Grammar("mlperf", "nemo", (line_row(":::MLLOG", r":::MLLOG (\{.*)", _mllog),), rank=-1, finish=_finish_mlperf)
+DLLOGGER = Grammar(
+    "dllogger", "nemo", (line_row("DLLL {", r"DLLL (\{.*)", _dllogger),), rank=-1, finish=_finish_dllogger
+)

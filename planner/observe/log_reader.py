@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from planner.errors import SpecError
-from planner.observe.clocked_formats import CLOCKED_GRAMMARS, MLPERF, json_object
+from planner.observe.clocked_formats import CLOCKED_GRAMMARS, DLLOGGER, MLPERF, json_object
 from planner.observe.describe import described
 from planner.observe.line_formats import (
     COMMON_ROWS,
@@ -27,7 +27,7 @@ from planner.observe.record import RunRecord, joined
 from planner.specs.reading import label, row_of
 from planner.specs.units import GB, GIB, KIB, MIB
 
-GRAMMARS = (MEGATRON, BRIDGE, *ONE_LINE_GRAMMARS, *CLOCKED_GRAMMARS, MLPERF)
+GRAMMARS = (MEGATRON, BRIDGE, *ONE_LINE_GRAMMARS, *CLOCKED_GRAMMARS, MLPERF, DLLOGGER)
 """Every format of lines."""
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS})))
@@ -36,7 +36,7 @@ _BAR = "progress bar"
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
 _LEAST_MIXED, _LEAST_MIXED_FRACTION = 10, 0.2
 """Steps of two trainers, each at least so many, make a file a mixture."""
-_KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo"}, {"deepspeed", "megatron"})
+_KIN = ({"megatron", "megatron-bridge"}, {"mlperf", "nemo", "dllogger"}, {"deepspeed", "megatron"})
 """Formats that one program prints side by side."""
 
 

@@ -33,6 +33,7 @@ When = Literal["before", "within", "after"]
 NVIDIA_FIELDS = {
     "clocks.sm": "clock_mhz",
     "clocks.max.sm": "max_clock_mhz",
+    "clocks.mem": "memory_clock_mhz",
     "power.draw": "power_w",
     "enforced.power.limit": "power_limit_w",
     "power.default_limit": "default_power_limit_w",
@@ -62,6 +63,7 @@ class DeviceState(Spec):
     """Before the steps, in the middle of computing, or after them."""
     clock_mhz: float | None = None
     max_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
     default_power_limit_w: float | None = None

@@ -16,16 +16,20 @@ from planner.probe.plan_slice import (
     fit_gpus,
     fit_processes,
     fully_shards,
+    planned_seconds,
     real_chunks,
     recompute_modules,
+    replay_durations,
     sampled_stages,
     scaled_chunks,
+    scaled_seconds,
     sharing_dp,
     slice_schedule,
 )
 from planner.probe.result import PlanSlice
-from planner.probe.run import ChunkSpec, ProbeRun
+from planner.probe.run import ChunkSpec, ProbeRun, SleepSeconds
 from planner.schedule.actions import Schedule
+from planner.schedule.replay import replay
 from planner.specs.base import Spec
 from planner.specs.model import ModelSpec
 from planner.specs.training import tokens_split
@@ -118,7 +122,7 @@ def describe_slice(
         extrapolated.append("seconds of passes that gather weights (shown, not judged)")
     if layout.zero_stage > 1 and not is_sharded:
         extrapolated.append(f"ZeRO-{layout.zero_stage} (this run shards optimizer states only)")
-    if grid.cp > 1 and not gathers_keys(plan):
+    if grid.cp > 1 and not (options.sleep or gathers_keys(plan)):
         exchange = plan.runtime_spec.cp_comm_type
         extrapolated.append(f"context parallelism by {exchange} (this run gathers keys and values)")
     left_out = [name for name in layout.recompute_modules if name not in RECOMPUTABLE]
@@ -156,9 +160,9 @@ def _claims(options: ProbeOptions, grid: RankGrid) -> tuple[list[str], list[str]
         return ["compute seconds and memory of each stage that ran"], not_verified
     if options.device == "cuda":
         return ["seconds and memory of each stage that ran", "exchanges among the ranks that ran"], []
+    results = ["bubble"] if options.sleep else ["loss", "gradients", "gradient norm"]
     exchanges = ["exchanges"] if grid.pp > 1 else []
-    results = ["in flight", "loss", "gradients", "gradient norm"]
-    return ["order", *exchanges, *results], ["GPU seconds", "GPU memory", "network"]
+    return ["order", *exchanges, "in flight", *results], ["GPU seconds", "GPU memory", "network"]
 
 
 MICROBATCHES_PER_STAGE = 3
@@ -317,18 +321,22 @@ def _plain(value: object) -> object:
     return value.model_dump() if isinstance(value, Spec) else value
 
 
+MEAN_SLEEP_S = 0.012
+"""Mean seconds of a sleeping forward: long enough that a message between processes is short in comparison."""
+MAX_STEP_S = 20.0
 SEQ_LENGTH = 16
 
 
 def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
     """The run of processes on a CPU, and its grid of ranks."""
     layout, model = plan.best, plan.model.spec
-    grid = fit_processes(layout, options.num_processes, most_dp=2)
+    grid = fit_processes(layout, options.num_processes, most_dp=1 if options.sleep else 2)
     if options.order is not None:
         grid = grid._replace(pp=options.order.pp)
     order = options.order or slice_schedule(layout, grid.pp)
     stages = sampled_stages(layout.parallelism.pp, grid.pp)
     chunks = scaled_chunks(real_chunks(layout, order, stages), options.most_layers)
+    planned = planned_seconds(layout, order, stages)
     run = ProbeRun.of(
         order,
         model=scaled_model(model, options.hidden_size, chunks[-1].last_layer, SEQ_LENGTH, grid),
@@ -344,9 +352,17 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
         seq_length=SEQ_LENGTH // grid.cp,
         chunks=chunks,
         recompute_modules=recompute_modules(layout),
-        check=True,
-        warm_up_steps=0,
+        sleep=scaled_seconds(planned, mean_sleep_s(order, planned)) if options.sleep else None,
+        check=not options.sleep,
+        warm_up_steps=1 if options.sleep else 0,
         num_steps=options.num_steps or FEWEST_STEPS,
         timeout_s=options.timeout_s,
     )
     return run, grid
+
+
+def mean_sleep_s(order: Schedule, planned: Sequence[SleepSeconds]) -> float:
+    """Seconds of a mean forward, such that a step ends within MAX_STEP_S."""
+    forward_s = sum(seconds.forward_s for seconds in planned) / len(planned)
+    step_in_forwards = float(replay(order, replay_durations(planned)).makespan_s) / forward_s
+    return min(MEAN_SLEEP_S, MAX_STEP_S / step_in_forwards)

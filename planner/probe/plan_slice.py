@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from planner.answer import PricedLayout, StagePlan
 from planner.errors import ProbeError
-from planner.probe.run import STEADY_S, ChunkSpec, Device, PassSeconds
+from planner.probe.run import STEADY_S, ChunkSpec, Device, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, violation
 from planner.schedule.replay import Durations
@@ -32,6 +32,8 @@ class ProbeOptions(NamedTuple):
     """The most processes to start on the CPU."""
     most_layers: int = 2
     """The most layers of a virtual stage on the CPU."""
+    sleep: bool = False
+    """On the CPU, sleep for the plan's seconds, scaled, instead of computing."""
     num_steps: int | None = None
     """Number of steps to measure. None measures a GPU for at least a second and until medians are sure, a CPU for
     FEWEST_STEPS."""
@@ -200,7 +202,7 @@ def scaled_chunks(chunks: Sequence[ChunkSpec], most_layers: int) -> tuple[ChunkS
     return tuple(scaled)
 
 
-def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[PassSeconds, ...]:
+def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[SleepSeconds, ...]:
     """Planned seconds of every virtual stage, exchanges included. A stage's seconds are divided among its chunks by
     layers."""
     num_chunks_seen = [0] * order.pp
@@ -213,14 +215,20 @@ def planned_seconds(layout: PricedLayout, order: Schedule, stages: Sequence[int]
         num_chunks_seen[rank] += 1
         input_grad_s = stage.backward_s - stage.weight_grad_s + stage.backward_comm_s
         seconds.append(
-            PassSeconds(
+            SleepSeconds(
                 share * (stage.forward_s + stage.forward_comm_s), share * input_grad_s, share * stage.weight_grad_s
             )
         )
     return tuple(seconds)
 
 
-def replay_durations(seconds: Sequence[PassSeconds]) -> Durations:
+def scaled_seconds(planned: Sequence[SleepSeconds], mean_forward_s: float) -> tuple[SleepSeconds, ...]:
+    """The seconds in the same proportions, scaled to a mean forward of `mean_forward_s`."""
+    factor = mean_forward_s * len(planned) / sum(seconds.forward_s for seconds in planned)
+    return tuple(SleepSeconds(*(factor * s for s in seconds)) for seconds in planned)
+
+
+def replay_durations(seconds: Sequence[SleepSeconds]) -> Durations:
     """Seconds per virtual stage as the replay takes them."""
     return Durations(
         forward_s=[s.forward_s for s in seconds],

@@ -30,17 +30,9 @@ from planner.probe.result import ComparedQuantity, MeasuredRun, ProbeResult, Ran
 from planner.probe.run import Place, ProbeRun
 from planner.probe.run_price import Fitted, made_to_fit
 from planner.probe.torch_build import require_gpu
-from planner.probe.verdict.compare import (
-    compare_stage,
-    compared,
-    host_keeps_up,
-    judge_laptop,
-    judge_ranks,
-    judges_seconds,
-    probe_result,
-    replayed_step_s,
-)
+from planner.probe.verdict.compare import compare_stage, compared, host_keeps_up, replayed_step_s
 from planner.probe.verdict.evidence import seen_kernels, unpriced
+from planner.probe.verdict.judge import judge_laptop, judge_ranks, judges_seconds, probe_result
 
 __all__ = ["ProbeOptions", "probe"]
 
@@ -144,7 +136,7 @@ def _probe_stages(plan: Plan, options: ProbeOptions, run: ProbeRun, grid: RankGr
 
 
 def probe_laptop(plan: Plan, options: ProbeOptions) -> ProbeResult:
-    """Prove order, exchanges, in-flight counts and gradients."""
+    """Prove order, exchanges, in-flight counts and gradients; or measure the bubble (options.sleep)."""
     run, grid = laptop_run(plan, options)
     require_fully_shard(run)
     return judge_laptop(plan, options, launch(run), grid)

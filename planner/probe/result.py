@@ -144,6 +144,11 @@ class RankResult(Spec):
     clock_error_s: float | None = None
     """The most by which this rank's clock may differ from rank 0's; null where both are the same clock."""
 
+    @property
+    def replica(self) -> tuple[int, int, int]:
+        """The pipeline that the rank belongs to, as its dp, cp and tp coordinates."""
+        return self.dp, self.cp, self.tp
+
 
 class RankOutOfMemory(Spec):
     """A rank that ran out of device memory. This is a result, not a failure."""
@@ -182,6 +187,25 @@ class ComparedQuantity(Spec):
     def error_fraction(self) -> float | None:
         """measured / predicted − 1."""
         return self.measured / self.predicted - 1 if self.predicted else None
+
+
+class StageActivity(Spec):
+    """The last step of a stage's busiest rank: how long it computed, waited and was idle."""
+
+    stage: int
+    rank: int | None = None
+    utilisation_fraction: float
+    """Share of the time from the first rank's start to the last rank's end in which the rank computed."""
+    wait_s: float
+    """Seconds in which the rank waited for messages of other ranks."""
+    idle_s: dict[str, float]
+    """Idle time by cause, as the replay names them, and the host's between actions."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier(cls, data: Any) -> Any:
+        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
+        return {k: v for k, v in data.items() if k not in ("queue", "max_queue")} if isinstance(data, dict) else data
 
 
 def stride_of(exchange: ProbedExchange, run: ProbeRun) -> int | None:
@@ -225,9 +249,12 @@ class ProbeResult(Spec):
     inputs_sha256: str
     """Hash of the plan's inputs."""
     slice: PlanSlice
+    sleeps: bool = False
+    """True where ranks slept instead of computing: then times say something about the schedule only."""
     tolerance_fraction: float
     comparisons: tuple[ComparedQuantity, ...]
     checks: tuple[ProbeCheck, ...]
+    activity: tuple[StageActivity, ...] = ()
     step_s: float | None = None
     """Median of the measured steps. Where stages ran one by one, the replay of the whole pipeline with measured
     durations."""
@@ -251,12 +278,6 @@ class ProbeResult(Spec):
     predicted_bytes: int | None = None
     """Memory that the plan predicts for the stage that ran out of it."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier(cls, data: Any) -> Any:
-        """The fields that probes saved by 0.2 have and nothing reads any more are left out."""
-        return {k: v for k, v in data.items() if k not in ("sleeps", "activity")} if isinstance(data, dict) else data
-
     @property
     def agrees(self) -> bool:
         """True if every check passed and every judged quantity is within the tolerance."""
@@ -273,8 +294,9 @@ class ProbeResult(Spec):
 
     @property
     def uses_tolerance(self) -> bool:
-        """True if any quantity is judged by the tolerance; equality of results is not."""
-        return any(comparison.agrees is not None for comparison in self.comparisons)
+        """True if any quantity is judged by the tolerance; equality of results and the bubble of sleeping ranks are
+        not."""
+        return not self.sleeps and any(comparison.agrees is not None for comparison in self.comparisons)
 
 
 FailureKind = Literal[

@@ -20,7 +20,7 @@ from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, 
 from planner.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
-GONE = ("ranks_per_gpu", "backend", "sleep")
+GONE = ("ranks_per_gpu", "backend")
 """Fields of a run in files that 0.2 wrote."""
 
 
@@ -40,8 +40,8 @@ class ChunkSpec(Spec):
         return self.last_layer - self.first_layer
 
 
-class PassSeconds(NamedTuple):
-    """Seconds of a virtual stage for one micro-batch."""
+class SleepSeconds(NamedTuple):
+    """Seconds that a rank sleeps in place of computing a virtual stage for one micro-batch."""
 
     forward_s: float
     input_grad_s: float
@@ -95,6 +95,8 @@ class ProbeRun(Spec):
     recompute_modules: tuple[str, ...] = ()
     """Modules of every layer that are recomputed (selective)."""
     balanced_routing: bool = False
+    sleep: tuple[SleepSeconds, ...] | None = None
+    """Seconds to sleep in each virtual stage instead of computing; null where the ranks compute."""
     check: bool = False
     """Compare loss, gradients and gradient norm with one process."""
     warm_up_steps: NonNegativeInt = 1

@@ -31,7 +31,7 @@ case "$*" in
 *) echo "No devices were found"; exit 6 ;;
 esac
 """
-LOADED = "1455, 1980, 697.50, 700.00, 700.00, 64, 100, 0x0000000000000024"
+LOADED = "1455, 1980, 3201, 697.50, 700.00, 700.00, 64, 100, 0x0000000000000024"
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_nvidia_smi_is_read_field_by_field(smi: Any) -> None:
     log = smi()
     state = state_of(nvidia_state("7"), "within")
-    assert (state.clock_mhz, state.max_clock_mhz) == (1455, 1980)
+    assert (state.clock_mhz, state.max_clock_mhz, state.memory_clock_mhz) == (1455, 1980, 3201)
     assert (state.power_w, state.power_limit_w, state.default_power_limit_w) == (697.5, 700, 700)
     assert (state.temperature_c, state.busy_fraction) == (64, 1.0)
     assert state.throttle_reasons == ("software power cap", "software thermal slowdown")

@@ -40,8 +40,8 @@ from planner.probe.result import (  # noqa: E402
     TimedAction,
 )
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.probe.verdict.compare import judge_ranks  # noqa: E402
 from planner.probe.verdict.evidence import slowness  # noqa: E402
+from planner.probe.verdict.judge import judge_ranks  # noqa: E402
 from planner.profile.probe_calibration import from_probe  # noqa: E402
 from planner.schedule.replay import Durations, replay  # noqa: E402
 

@@ -21,6 +21,7 @@ from planner.probe.plan_runs import ranks_run, require_split
 from planner.probe.probe import ProbeOptions, probe
 from planner.probe.rank.gradients import FlatParameters, Sharding
 from planner.probe.result import MeasuredRun
+from planner.probe.verdict.judge import trace_events
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -36,6 +37,7 @@ def test_a_slice_of_a_large_plan_runs_and_agrees() -> None:
     assert result.run.model.moe is not None
     assert result.run.model.mla is not None
     assert {kind.mlp for kind in result.run.model.layers} == {"dense", "moe"}
+    assert [stage.stage for stage in result.activity] == [0, 1, 2]
 
 
 def test_what_a_small_slice_does_not_exchange_is_named() -> None:
@@ -85,6 +87,18 @@ def test_another_order_than_the_plans() -> None:
     assert "zb-v" in result.slice.run
 
 
+@pytest.mark.parametrize(("schedule", "layout"), [("1f1b", {"pp": 4}), ("interleaved-1f1b", {"pp": 2, "vpp": 3})])
+def test_the_bubble_of_sleeping_ranks(schedule: str, layout: dict[str, int]) -> None:
+    plan = small_plan(schedule=schedule, **layout)
+    for _ in range(30):  # a busy machine may wake one rank late
+        result = run(plan, sleep=True)
+        bubble = next(comparison for comparison in result.comparisons if comparison.name == "bubble")
+        if result.agrees and abs(bubble.measured - bubble.predicted) <= 0.03:
+            break
+    assert result.agrees
+    assert abs(bubble.measured - bubble.predicted) <= 0.03
+
+
 def test_stages_alone() -> None:
     plan = small_plan(tp=2, pp=3, dp=2)
     result = run(plan, stages="all")
@@ -97,6 +111,15 @@ def test_stages_alone() -> None:
     assert result.step_s is not None
     assert result.slice.verified == ("compute seconds of each stage that ran",)
     assert "memory" in result.slice.extrapolated
+    spans = [event for event in trace_events(plan, result)["traceEvents"] if event["ph"] == "X"]
+    actions = [action for rank in result.run.ranks for action in rank]
+    assert sorted(event["name"] for event in spans if event["pid"] == 0) == sorted(actions)
+    took = {event["name"]: event["dur"] for event in spans if event["pid"] == 0}
+    stage = plan.best.stages[1]
+    assert took["1F0"] == pytest.approx(1e6 * (result.ranks[1].chunks[0].forward_s + stage.forward_comm_s))
+    # of one stage there is no pipeline to draw
+    first_stage = result.model_copy(update={"ranks": result.ranks[:1]})
+    assert trace_events(plan, first_stage)["traceEvents"] == []
 
 
 def test_a_stage_alone_repeats_its_step_and_has_finite_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

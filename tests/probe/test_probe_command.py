@@ -25,17 +25,28 @@ def plan_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_command_prints_json(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["probe", plan_file, "--device", "cpu", "--steps", "1", "--json"]) == 0
-    assert probe_of(json.loads(capsys.readouterr().out), "stdout").agrees
+def test_command_prints_json_and_traces(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["probe", plan_file, "--device", "cpu", "--steps", "1", "--json", "--trace", str(trace)]) == 0
+    result = probe_of(json.loads(capsys.readouterr().out), "stdout")
+    assert result.agrees
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert {(0, "0F0"), (1, "0F0"), (0, "1B3"), (1, "1B3")} <= spans
+    ends = [
+        max(event["ts"] + event["dur"] for event in events if event.get("pid") == pid and "dur" in event)
+        for pid in (0, 1)
+    ]
+    assert ends[0] == pytest.approx(ends[1]), "of the model in small as long as of the plan"
+    assert any("to be as long as measured" in event["args"]["name"] for event in events if event["ph"] == "M")
 
 
-@pytest.mark.parametrize("options", [[], ["--stage", "1"]])
+@pytest.mark.parametrize("options", [[], ["--stage", "1"], ["--sleep"]])
 def test_a_tolerance_that_judges_nothing_is_told(
     options: list[str], plan_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["probe", plan_file, "--device", "cpu", "--steps", "1", "--tolerance", "1e-9", *options])
-    assert code == 0
+    assert code == 0 or options == ["--sleep"]
     assert "--tolerance 1e-09: nothing that this run measured is judged by it" in capsys.readouterr().err
 
 
@@ -75,6 +86,9 @@ def test_a_mismatch_is_exit_code_6(
         (["--steps", "2", "--budget", "3"], "--steps, --budget: one says how many steps, the other how long"),
         (["--device", "cpu", "--budget", "3"], "--budget: seconds are measured on GPUs"),
         (["--order", "ORDER", "--stage", "all"], "--order: a stage alone follows the plan's own schedule"),
+        (["--sleep", "--stage", "all"], "--sleep: ranks sleep on the CPU only"),
+        (["--stage", "0", "--trace", "t.json"], "--trace: of stage 0 alone there is no pipeline to draw"),
+        (["-o", "same.json", "--trace", "./same.json"], "-o, --trace: both name same.json"),
     ],
 )
 def test_wrong_options(
@@ -104,6 +118,17 @@ def test_a_report_is_printed_before_a_file_that_cannot_be_written(
     assert "the run agrees with the plan" in captured.out
     assert "each stage: median of 1" in captured.out
     assert "probe.json: cannot be written: No space left on device" in captured.err
+
+
+def test_a_trace_without_a_step_is_not_written(
+    plan_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed = run(small_plan(), stages=0)
+    monkeypatch.setattr("planner.probe.probe.probe", lambda plan, options: probed)
+    trace = tmp_path / "trace.json"
+    assert main(["probe", plan_file, "--stage", "all", "--trace", str(trace)]) == 0
+    assert "trace.json is not written: no step ran to its end" in capsys.readouterr().err
+    assert not trace.exists()
 
 
 def test_help_says_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.profile.measure import (  # noqa: E402  # noqa: E402
+from planner.profile.measure import (  # noqa: E402
     Ranks,
     Stopwatch,
     exchange_rows,

@@ -288,6 +288,7 @@ def test_without_a_gpu_no_memory_is_measured() -> None:
     [
         ({"run": {"device": "cpu"}}, "ran on a CPU, which proves nothing about the speed of h200-sxm-141gb"),
         ({"run": {"dtype": "float64"}}, "in small to prove its order"),
+        ({"sleeps": True}, "slept instead of computing"),
         (
             {"ranks": (), "out_of_memory": RankOutOfMemory(rank=0, stage=0, phase="build", message="")},
             "ran out of memory",

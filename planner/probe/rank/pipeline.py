@@ -27,7 +27,7 @@ from torch import Tensor
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk
 from planner.probe.model.peers import Surroundings
-from planner.probe.run import Message, message_of, needed_by, traffic
+from planner.probe.run import Message, SleepSeconds, message_of, needed_by, traffic
 from planner.schedule.actions import Action, Schedule
 
 
@@ -331,3 +331,30 @@ class RankPipeline:
             output = output * loss_weight
         self.saved[key] = SavedForward(source, output)
         return output.detach()
+
+
+class SleepingPipeline(RankPipeline):
+    """A pipeline that sleeps instead of computing. Its messages have the right shape and no meaning."""
+
+    def __init__(
+        self, *args: Any, durations: Sequence[SleepSeconds], empty: Callable[[], Tensor], **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.durations, self.empty = durations, empty
+
+    def run(
+        self, action: Action, received: Tensor | None, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float
+    ) -> Tensor | None:
+        forward_s, input_grad_s, weight_grad_s = self.durations[action.stage % len(self.durations)]
+        seconds = {"F": forward_s, "B": input_grad_s + weight_grad_s, "I": input_grad_s, "W": weight_grad_s}
+        time.sleep(seconds[action.kind])
+        key, nothing = (action.stage, action.microbatch), self.empty()
+        if action.kind == "F":
+            self.saved[key] = SavedForward(None, nothing)
+        elif action.kind == "W":
+            self.postponed.pop(key)
+        else:
+            self.saved.pop(key)
+            if action.kind == "I":
+                self.postponed[key] = []
+        return None if message_of(self.schedule, action) is None else nothing

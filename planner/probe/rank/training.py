@@ -1,11 +1,4 @@
-"""One rank's training step: its pipeline, its gradients and its optimizer; the same loop on CPU and GPU.
-
-A rank alone has emulated neighbours and peers: received activations and gradients are random, made on the device, and
-weights stay as they were drawn, since operands that have grown or died take other power than those of training. A
-gather repeats the shard, a reduce-scatter keeps its first part; experts get equal shares. Optimizer state is that of
-one data-parallel shard, and under ZeRO-3, by torch's fully_shard over a group that exists in name only, weights and
-gradients are.
-"""
+"""One rank's training step: its pipeline, its gradients and its optimizer; the same loop on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +22,7 @@ from planner.probe.rank.gradients import (
     clip_scale,
     shard_chunk,
 )
-from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, StepRecord, Wires
+from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, SleepingPipeline, StepRecord, Wires
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun, needed_by
 from planner.schedule.actions import Action
@@ -158,12 +151,16 @@ class RankTrainer:
         dtype, grad_dtype = dtypes(run)
         self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
         stages = run.stages_of(pp_rank)
+        self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
+        if run.sleep is not None:
+            self.pipeline: RankPipeline = SleepingPipeline(
+                run.order, pp_rank, {}, wires, around, None, self.clock, durations=run.sleep, empty=self.empty
+            )
+            return
         fully_sharded = run.fully_sharded and dense.group is not None
         is_meta = fully_sharded and not run.check  # the whole may be more than a device holds
-        self.chunks: dict[int, Chunk] = {
-            stage: build_chunk(run, stage, around, "meta" if is_meta else device) for stage in stages
-        }
+        self.chunks = {stage: build_chunk(run, stage, around, "meta" if is_meta else device) for stage in stages}
         for chunk in self.chunks.values() if fully_sharded else ():
             shard_chunk(chunk, dense, expert, dtype, grad_dtype, gathers_again=run.pp == 1, device=device)
             if is_meta:
@@ -300,6 +297,8 @@ class RankTrainer:
     def reduce(self, on_action: Callable[[str], None]) -> None:
         """Sum gradients over every rank that has a part or a replica of them."""
         on_action("gradients (waiting)")
+        if not self.flat:
+            return
         if isinstance(self.around.tp, GroupPeers):
             all_reduce_flat(self.parameters.partial_over_tp(), self.around.tp.group)
         for holders, names in sorted(self.parameters.replicas().items()):
@@ -309,7 +308,8 @@ class RankTrainer:
 
     def squared_norm(self) -> Tensor:
         """This rank's contribution to the square of the gradients' global norm."""
-        return torch.stack([flat.squared_norm() for flat in self.flat]).sum()
+        parts = [flat.squared_norm() for flat in self.flat]
+        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.device)
 
     @staticmethod
     def _sum_replicas(names: dict[str, list[Tensor]], group: Any) -> None:

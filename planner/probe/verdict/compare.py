@@ -1,42 +1,36 @@
-"""Predicted beside measured: seconds and bytes of stages, exchanges and the pipeline; checks and verdict of a run."""
+"""Predicted beside measured: seconds and bytes of stages, exchanges and the pipeline; and checks of a finished run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Literal
 
 from planner.answer import Plan, StagePlan
-from planner.errors import ProbeError
 from planner.layout.candidate import Candidate
 from planner.physics import compute, kernels
 from planner.physics.communication import Kind, collective_s, p2p_s
 from planner.physics.operators import BF16
-from planner.probe.eager import in_eager_torch, knows_peak, repriced, static_bytes, without_exchanges, without_waits
-from planner.probe.plan_runs import describe_slice
-from planner.probe.plan_slice import ProbeOptions, RankGrid, planned_seconds, replay_durations, sampled_stages
+from planner.probe.eager import knows_peak, repriced, static_bytes, without_exchanges
+from planner.probe.plan_slice import planned_seconds, replay_durations
 from planner.probe.result import (
     ChunkSeconds,
     ComparedQuantity,
-    MeasuredRun,
-    PlanSlice,
     ProbeCheck,
     ProbedExchange,
     ProbedMemory,
-    ProbeResult,
     RankResult,
+    StageActivity,
     shown,
     slowest_exchanges,
     stride_of,
 )
-from planner.probe.run import PassSeconds, Place, ProbeRun, message_of
-from planner.probe.verdict.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
-from planner.schedule.orders import in_flight_chunks
+from planner.probe.run import Message, Place, ProbeRun, SleepSeconds, message_of, needed_by
+from planner.schedule.actions import Action, Schedule
 from planner.schedule.replay import Durations, makespan_s, replay
 from planner.specs.cluster import ClusterSpec
-from planner.specs.units import gib
 
 
 def by_stage(run: ProbeRun, ranks: Sequence[RankResult]) -> list[RankResult]:
@@ -63,9 +57,56 @@ def bubble_fraction(ranks: Sequence[RankResult]) -> float:
     return 1 - sum(map(busy_s, ranks)) / len(ranks) / span_s(ranks)
 
 
+def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
+    """Utilisation, waits, idle time by cause and queue of each stage's busiest rank, for which its peers wait."""
+    total_s, activities = span_s(ranks), []
+    for stage in range(run.pp):
+        rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
+        sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
+        activities.append(
+            StageActivity(
+                stage=stage,
+                rank=rank.rank,
+                utilisation_fraction=busy_s(rank) / total_s,
+                wait_s=waited_s(rank),
+                idle_s=idle_of(run.order, sent, rank, total_s),
+            )
+        )
+    return tuple(activities)
+
+
+def sent_to(order: Schedule, pipeline: Sequence[RankResult]) -> dict[Message, float]:
+    """The time at which each message of one pipeline's ranks was ready to be sent."""
+    actions = [actions for rank in pipeline for actions in rank.actions]
+    messages = [message_of(order, Action.parse(action.action)) for action in actions]
+    return {message: action.end_s for message, action in zip(messages, actions, strict=True) if message is not None}
+
+
+def idle_of(order: Schedule, sent: Mapping[Message, float], rank: RankResult, total_s: float) -> dict[str, float]:
+    """A rank's idle seconds by cause, with the replay's names for causes. With its busy seconds they add up to
+    `total_s`.
+
+    A wait counts as one for an activation or a gradient until the sender has computed it, and then as transfer. Time
+    between two actions without a wait belongs to the host. Waits that unequal stages cause are among the waits.
+    """
+    idle = dict.fromkeys(("fill", "activation", "gradient", "transfer", "host", "drain"), 0.0)
+    idle["fill"], free_s = rank.actions[0].start_s, rank.actions[0].end_s
+    for timed in rank.actions[1:]:
+        needed = needed_by(order, Action.parse(timed.action))
+        ready_s = timed.start_s if needed is None else timed.ready_s
+        idle["host"] += ready_s - free_s
+        if needed is not None:
+            sent_s = min(max(sent[needed], ready_s), timed.start_s)
+            idle["activation" if needed.kind == "F" else "gradient"] += sent_s - ready_s
+            idle["transfer"] += timed.start_s - sent_s
+        free_s = timed.end_s
+    idle["drain"] = total_s - free_s
+    return idle
+
+
 def in_flight(run: ProbeRun) -> list[int]:
     """The largest number of activations that each pipeline rank holds at once, according to its order."""
-    equal_seconds = [PassSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
+    equal_seconds = [SleepSeconds(1.0, 1.0, 1.0)] * len(run.chunks)
     return [int(count) for count in replay(run.order, replay_durations(equal_seconds)).peak_in_flight_chunks]
 
 
@@ -86,7 +127,7 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
     if num_messages:
         detail = f"{num_messages} messages, each of the planned shape"
         checks.insert(1, ProbeCheck(name="exchanges", passed=True, detail=detail))
-    if not run.check:
+    if run.sleep is None and not run.check:
         checks.append(check_finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
         same = [check for rank in ranks for check in rank.checks if check.name == name]
@@ -119,14 +160,14 @@ def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Duration
         weight_grad_s = min(chunk.weight_grad_s or 0.0, chunk.backward_s)
         forward_s = chunk.forward_s + planned.forward_s[stage] - float(cost.forward_s)
         beside_s = planned.input_grad_s[stage] - float(cost.input_grad_s)
-        seconds.append(PassSeconds(forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
+        seconds.append(SleepSeconds(forward_s, chunk.backward_s - weight_grad_s + beside_s, weight_grad_s))
     return replace(replay_durations(seconds), p2p_s=planned.p2p_s, blocking_p2p=planned.blocking_p2p)
 
 
 def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
     """Seconds by which the pipeline is longer because messages take a part of the GPUs that compute beside them: its
     replay with the chunks' seconds within the step, less that with their own seconds."""
-    among, alone = list[PassSeconds](), list[PassSeconds]()
+    among, alone = list[SleepSeconds](), list[SleepSeconds]()
     for stage in range(run.order.num_model_stages):
         chunks = [c for rank in ranks for c in rank.chunks if c.stage % run.order.num_model_stages == stage]
         if not any(chunk.quiet_forward_s is not None for chunk in chunks):
@@ -136,15 +177,17 @@ def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
     return makespan_s(run.order, replay_durations(among)) - makespan_s(run.order, replay_durations(alone))
 
 
-def _typical(run: ProbeRun, chunks: Sequence[ChunkSeconds], seconds: Sequence[tuple[float, float]]) -> PassSeconds:
+def _typical(run: ProbeRun, chunks: Sequence[ChunkSeconds], seconds: Sequence[tuple[float, float]]) -> SleepSeconds:
     """Medians over the replicas of a chunk, of which `seconds` has forward and backward."""
     weight_share = median((chunk.weight_grad_s or 0.0) / (chunk.backward_s or 1.0) for chunk in chunks)
     forward_s, backward_s = (median(values) for values in zip(*seconds, strict=True))
     weight_grad_s = weight_share * backward_s if run.order.splits_backward else 0.0
-    return PassSeconds(forward_s, backward_s - weight_grad_s, weight_grad_s)
+    return SleepSeconds(forward_s, backward_s - weight_grad_s, weight_grad_s)
 
 
 KINDS: dict[str, Kind] = {"all-gather": "all_gather", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter"}
+BUBBLE_TOLERANCE = 0.03
+"""Largest difference between the bubble fractions of sleeping ranks and of the replay."""
 OPTIMIZER_KERNELS = 9
 """Kernels of an optimizer step on parameters of one kind: norm, scale, update, cast, zeros, and four of one number."""
 Unit = Literal["s", "bytes", "fraction", "count"]
@@ -192,6 +235,23 @@ def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: ProbedExchange) -> 
     if stride is None:
         return None
     return float(collective_s(KINDS[exchange.name.split()[-1]], exchange.num_bytes, exchange.size, stride, cluster))
+
+
+def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
+    """The bubble and the length of a step of sleeping ranks, beside the replay of the same seconds."""
+    assert run.sleep is not None
+    timeline, stages = replay(run.order, replay_durations(run.sleep)), by_stage(run, ranks)
+    measured = bubble_fraction(stages)
+    return [
+        ComparedQuantity(
+            name="bubble",
+            unit="fraction",
+            predicted=timeline.bubble_fraction,
+            measured=measured,
+            agrees=abs(measured - timeline.bubble_fraction) <= BUBBLE_TOLERANCE,
+        ),
+        compared("pipeline", "s", timeline.makespan_s, span_s(stages), None),
+    ]
 
 
 def compare_pipeline(
@@ -337,119 +397,3 @@ def _compare_memory(
         ("device memory", planned.total_bytes, max(memory.device_used_bytes for memory in memories), None),
     )
     return [compared(name, "bytes", a, b, judged, plan_stage) for name, a, b, judged in rows]
-
-
-def probe_result(
-    plan: Plan,
-    options: ProbeOptions,
-    plan_slice: PlanSlice,
-    measured: MeasuredRun,
-    comparisons: Sequence[ComparedQuantity],
-    step_s: float | None = None,
-    eager: Plan | None = None,
-) -> ProbeResult:
-    """The result of a probe. `step_s` is given where no rank ran a whole step, `eager` where the plan's own stages
-    ran."""
-    ranks, run, alone = measured.ranks, measured.run, options.stages is not None
-    complete = bool(ranks) and not alone
-    same_steps = zip(*(rank.steps for rank in ranks), strict=True) if complete else ()
-    steps = [max(step.step_s for step in same) for same in same_steps]
-    steps_by_rank = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
-    out_of_memory, pp = measured.out_of_memory, plan.parallelism.pp
-    stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
-    plan_slice = plan_slice if ranks else plan_slice.model_copy(update={"verified": ()})
-    predicted = None if out_of_memory is None else (eager or plan).stages[stage_of[out_of_memory.stage]]
-    if predicted is not None and eager is not None:
-        _refuse_expected(predicted, plan)
-    return ProbeResult(
-        mode="stages" if alone else "ranks",
-        device=ranks[0].device_name if ranks else options.device,
-        torch_version=ranks[0].torch_version if ranks else "",
-        inputs_sha256=plan.inputs_sha256,
-        slice=plan_slice,
-        tolerance_fraction=options.tolerance_fraction,
-        comparisons=tuple(comparisons),
-        checks=tuple(run_checks(run, ranks) if complete else [check_finite(ranks)] if ranks else []),
-        step_s=median(steps) if steps else step_s,
-        step_spread_s=max((max(seconds) - min(seconds) for seconds in steps_by_rank), default=0.0),
-        loss=ranks[0].steps[-1].loss if complete else None,
-        conditions=conditions_of(ranks),
-        run=run,
-        ranks=ranks,
-        out_of_memory=out_of_memory,
-        predicted_bytes=None if predicted is None else predicted.memory.total_bytes,
-        plan_runtime=plan.runtime,
-        plan_step_s=None if eager is None else plan.step.step_s,
-        notes=() if eager is None else kernel_notes(run, ranks, plan.cluster.hardware),
-    )
-
-
-def _refuse_expected(stage: StagePlan, plan: Plan) -> None:
-    """Raise ProbeError if the plan predicts that the stage runs out of memory in eager torch: then nothing contradicts
-    it."""
-    needed_bytes, capacity_bytes = stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
-    if needed_bytes > capacity_bytes:
-        raise ProbeError(
-            f"stage {stage.stage} ran out of memory as predicted: eager torch, which the probe runs, needs "
-            f"{gib(needed_bytes):.1f} GiB there of {gib(capacity_bytes):.1f}",
-            f"this says nothing of the plan under {plan.runtime}; what fits in eager torch can be probed: "
-            "plan with --runtime torch-eager",
-        )
-
-
-def judge_ranks(
-    plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid, stages: Sequence[int]
-) -> ProbeResult:
-    """The measurements of ranks on GPUs beside the layout's price in eager torch, stage by stage and for the pipeline.
-
-    Nothing is judged where ranks hold other experts than planned, where passes gather weights (ZeRO-3), which the
-    planner prices separately. Peaks of memory are not judged where a rank of the slice has
-    another number of micro-batches in flight.
-    """
-    eager = in_eager_torch(plan, seen_kernels(measured.ranks))
-    least, order, comparisons = without_waits(eager), measured.run.order, list[ComparedQuantity]()
-    layout = plan.parallelism
-    is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
-    tolerance = options.tolerance_fraction if is_faithful else None
-    attends_as_priced = not unpriced(measured.ranks, plan.cluster.hardware)
-    planned_in_flight = in_flight_chunks(layout.schedule, layout.pp, layout.vpp, layout.num_microbatches)
-    in_flight_as_planned = [
-        planned_in_flight[stage] == num_in_flight
-        for stage, num_in_flight in zip(stages, in_flight(measured.run), strict=True)
-    ]
-    if measured.ranks:
-        for rank, stage in enumerate(stages):
-            ranks = [measured_rank for measured_rank in measured.ranks if measured_rank.stage == rank]
-            comparisons += compare_stage(
-                eager,
-                least,
-                stage,
-                ranks,
-                tolerance,
-                alone=False,
-                holds_as_planned=in_flight_as_planned[rank],
-                steps_as_planned=measured.run.dp_stands_for == 1,
-                attends_as_priced=attends_as_priced,
-            )
-        pipeline_tolerance = tolerance if attends_as_priced else None
-        comparisons += compare_pipeline(eager, least, measured.run, measured.ranks, stages, pipeline_tolerance)
-        comparisons += compare_exchanges(plan.cluster, measured.run, measured.ranks)
-    plan_slice = describe_slice(plan, grid, order, options)
-    extrapolated = [] if grid.ep == layout.ep else [f"seconds and memory at EP {layout.ep}"]
-    extrapolated += [] if all(in_flight_as_planned) else ["peak memory with as many micro-batches in flight as planned"]
-    plan_slice = plan_slice.model_copy(update={"extrapolated": (*plan_slice.extrapolated, *extrapolated)})
-    return probe_result(plan, options, plan_slice, measured, comparisons, eager=eager)
-
-
-def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
-    """True if the plan is for the kind of device that runs. The seconds of a GPU say nothing about a CPU."""
-    return options.device == "cuda" or plan.cluster.hardware.architecture == "cpu"
-
-
-def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid) -> ProbeResult:
-    """The result of processes on a CPU: what they proved."""
-    run, model = measured.run, plan.model.spec
-    reduced = [
-        f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
-    ]
-    return probe_result(plan, options, describe_slice(plan, grid, run.order, options, reduced), measured, [])

@@ -261,6 +261,8 @@ def require_speed(result: ProbeResult, hardware: HardwareSpec, where: str = "the
     for_cpu = hardware.architecture == "cpu"
     if result.out_of_memory is not None or not result.ranks:
         raise SpecError(f"{where}: ran out of memory and measured no seconds", "probe a plan that fits")
+    if result.sleeps:
+        raise SpecError(f"{where}: slept instead of computing, and says nothing about speed", _REAL)
     if result.run.device == "cpu" and not for_cpu:
         raise SpecError(f"{where}: ran on a CPU, which proves nothing about the speed of {hardware.name}", _REAL)
     if result.run.device == "cuda" and for_cpu:
