@@ -1,4 +1,5 @@
-"""Charts by matplotlib: one palette, one way to a picture file, and SVG that follows a page's light and dark.
+"""Charts by matplotlib, which is loaded where one is drawn (extra `plot`): one palette, one way to a picture file, and
+SVG that follows a page's light and dark.
 
 `figure()` makes an empty figure, `svg()` and `image()` write it. The same figure makes the same bytes, whatever the
 user's own matplotlib settings are.
@@ -14,13 +15,10 @@ from contextlib import contextmanager
 from hashlib import sha256
 from html import escape
 from threading import RLock
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import style
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from planner.answer import PricedLayout, StagePlan
 from planner.layout.memory_curve import MemoryCurve
@@ -29,6 +27,9 @@ from planner.report.html import Html
 from planner.report.labels import MEMORY
 from planner.report.rows import Entry
 from planner.specs.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # a first run would note that it looks for fonts
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
@@ -46,7 +47,7 @@ MEMORY_COLOURS = {
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
 INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
-"""Text, its quieter form, grids, what must be seen, and what is behind: a page has its own, light or dark."""
+"""Colours of text, quiet text, grids, alarms and background; a page has its own, light or dark."""
 _OF_PAGE = {
     INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
 }  # fmt: skip
@@ -61,24 +62,30 @@ _SETTINGS = {
     "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"], "text.parse_math": False,
 }  # fmt: skip
 _LOCK = RLock()
-"""matplotlib's settings are one for all threads."""
+"""A lock, since all threads share matplotlib's settings."""
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Our settings instead of the user's own, for as long as something is made or written."""
+    """A context with our matplotlib settings in place of the user's own."""
+    from matplotlib import style
+
     with _LOCK, style.context(["default", _SETTINGS]):
         yield
 
 
 def figure(width_in: float, height_in: float) -> Figure:
     """An empty figure. Draw on it inside `with drawing():`, which gives new axes our settings."""
+    from matplotlib.figure import Figure
+
     with drawing():
         return Figure(figsize=(width_in, height_in), layout="constrained")
 
 
 def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
     """The figure as a file's bytes."""
+    from matplotlib.text import Text
+
     file = io.BytesIO()
     dates: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     # matplotlib draws twice, for the layout and for the file: hundreds of numbers in bars are no part of the first
@@ -97,7 +104,7 @@ def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
 
 
 def hint(number: int) -> str:
-    """The gid of an artist that has the text of that number among the `hints` of `svg`."""
+    """The gid that gives an artist the hint of that number in `svg`."""
     return f"{_HINT}{number}"
 
 
@@ -147,7 +154,7 @@ PARTS = {name: label for name, label in MEMORY.items() if name != "total_bytes"}
 WIDE_IN, HIGH_IN = 4.5, 3.1
 """Inches of a chart that stands beside another one, and whose words can be read on a phone."""
 _LEAST_SLOTS = 5
-"""Bars for which there is room at least: a single one is not as wide as the chart."""
+"""Number of bars for which a chart has space at least: a single bar is not as wide as the chart."""
 
 
 def stage_axis(axes: Any, num_stages: int) -> None:

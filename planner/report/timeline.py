@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch, PathPatch
-from matplotlib.path import Path
-from matplotlib.ticker import MaxNLocator
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
@@ -30,6 +23,10 @@ from planner.report.labels import ACTIONS
 from planner.schedule.actions import KINDS, F
 from planner.schedule.timeline import FloatArray, Timeline
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 WIDTH_IN = 11.0
 LONG = 400_000
 """Actions of a step beyond which a shorter one is replayed: more take a second."""
@@ -40,7 +37,7 @@ _BAR, _HOP = 0.82, 0.1
 _NUMBER_PT, _DIGIT = (4.5, 6.5), 0.636
 """Smallest and largest numbers in bars, and the width of a digit as a share of its size."""
 _UNSEEN = 900
-"""Part of the strip's width below which a wait is not seen in it."""
+"""Share of the strip's width below which a wait is not visible."""
 _LIGHTEST = 0.72
 """Share of white in the colour of a rank's last chunk."""
 
@@ -155,6 +152,9 @@ def _runs(start_s: FloatArray, end_s: FloatArray, unseen_s: float) -> tuple[Floa
 
 def _boxes(axes: Axes, lefts: FloatArray, rights: FloatArray, tops: FloatArray, height: float, **style: object) -> None:
     """Rectangles of one look as one path, which keeps the file small."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
     if not len(lefts):
         return
     corners = [(lefts, tops), (rights, tops), (rights, tops + height), (lefts, tops + height), (lefts, tops)]
@@ -165,6 +165,8 @@ def _boxes(axes: Axes, lefts: FloatArray, rights: FloatArray, tops: FloatArray, 
 
 
 def _time_axis(axes: Axes, step: DrawnStep, title: str, left: float, right: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     ranks = step.timeline.schedule.pp
     axes.set_xlim(left, right if right > left else left + 1)
     axes.set_ylim(ranks - 0.4, -0.6)
@@ -177,6 +179,9 @@ def _time_axis(axes: Axes, step: DrawnStep, title: str, left: float, right: floa
 
 
 def _legend(drawn: Figure, step: DrawnStep) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
     graph, chunks = step.timeline.graph, step.num_chunks
     kinds = [KINDS[kind] for kind in np.unique(graph.kind)]
     names: dict[str, str] = {}
@@ -197,6 +202,8 @@ def _legend(drawn: Figure, step: DrawnStep) -> None:
 
 def _shade(kind: str, chunk: int, chunks: int) -> str:
     """The colour of a kind, lighter from chunk to chunk."""
+    from matplotlib.colors import to_hex, to_rgb
+
     white = _LIGHTEST * chunk / max(chunks - 1, 1.5)  # two chunks differ enough with less
     red, green, blue = (part + (1 - part) * white for part in to_rgb(ACTION_COLOURS[kind]))
     return to_hex((red, green, blue))
@@ -204,6 +211,8 @@ def _shade(kind: str, chunk: int, chunks: int) -> str:
 
 def _on(colour: str) -> str:
     """Black or white, whichever is read better on `colour`."""
+    from matplotlib.colors import to_rgb
+
     red, green, blue = to_rgb(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#000000"
 
@@ -216,7 +225,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Window(NamedTuple):
-    """A part of a step, and what it is called."""
+    """A part of a step and its title."""
 
     title: str
     from_s: float

@@ -77,7 +77,7 @@ class Standing:
 
 
 News = Callable[[Standing], None]
-"""Something that is told how a search stands, as often as that changes."""
+"""A listener for the state of a search, called when it changes."""
 
 
 @dataclass(frozen=True)

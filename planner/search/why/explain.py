@@ -317,7 +317,7 @@ def other_assumptions(case: Case) -> Iterator[WhatIf]:
     """Every assumption that this job makes, and an estimate of memory that is short, each changed by itself."""
     pricing = Pricing(model=case.model, training=case.training, cluster=case.cluster, runtime=case.runtime)
     for other in variation.other_assumptions(pricing):
-        then = other.pricing
+        then = other.of(pricing)
         changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
         fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}
         yield WhatIf(other.name, other.says, changed, fields)
