@@ -15,6 +15,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from planner import __version__
 from planner.answer import layout, plan, run, small
 from planner.cli import app, main
 from planner.specs.reading import load_yaml
@@ -103,6 +104,11 @@ def test_physics_names_a_function_for_most_that_it_says(reference: ModuleType) -
 def test_every_page_is_in_the_book() -> None:
     listed = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {named(page) for page in PAGES} == listed
+
+
+def test_the_site_of_a_version_has_a_folder_and_a_heading_of_its_own(reference: ModuleType) -> None:
+    config = reference.links.on_config({"site_name": "planner", "site_dir": "/site"})
+    assert config == {"site_name": f"planner {__version__}", "site_dir": f"/site/{__version__}"}
 
 
 def test_the_site_loads_nothing_from_elsewhere() -> None:

@@ -30,7 +30,7 @@ MIN_WIDTH, MAX_WIDTH = 80, 100
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Printing:
     """How an answer is printed."""
 
     as_json: bool = False
@@ -51,19 +51,19 @@ class Shape:
         return names
 
 
-def answer(plan: Plan, shape: Shape, output: str | None, force: bool, own: PricedLayout | None = None) -> None:
+def answer(plan: Plan, form: Printing, output: str | None, force: bool, own: PricedLayout | None = None) -> None:
     """Save the plan where `output` says, then print it as one screen, in full, or as JSON."""
-    names = shape.names
+    names = form.names
     if save(plan, output, force):
         return
-    if shape.as_json:
+    if form.as_json:
         sys.stdout.write(dumps(plan.to_json()))
         return
     from planner.report.terminal import render, screen
 
     show(
-        render(plan, own, names) if shape.full or names else screen(plan, own, _next(plan, output)),
-        cols=None if shape.full or names else MIN_WIDTH,
+        render(plan, own, names) if form.full or names else screen(plan, own, _next(plan, output)),
+        cols=None if form.full or names else MIN_WIDTH,
     )
 
 

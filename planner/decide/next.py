@@ -378,10 +378,15 @@ def _described(run: NextRun, place: int, chance: float) -> NextLayout:
     )
 
 
+def days_of(days: float) -> str:
+    """A number of days in words."""
+    return "a day" if days == 1 else f"{days:.3g} days"
+
+
 def _reason(run: NextRun, place: int | None, regret: float, most: NextLayout) -> str:
     if place is None:
         return (
-            f"no trial pays: the most that one saves is {most.saved_fraction:.2%} of {run.days:g} days, "
+            f"no trial pays: the most that one saves is {most.saved_fraction:.2%} of {days_of(run.days)}, "
             f"{most.saved_gpu_minutes:,.0f} GPU-minutes for {most.trial_gpu_minutes:,.0f}"
         )
     if place == run.favourite:
@@ -391,7 +396,7 @@ def _reason(run: NextRun, place: int | None, regret: float, most: NextLayout) ->
         )
     saved = run.saved(place)
     return (
-        f"saves {saved:.2%} of {run.days:g} days in the mean, {saved * run.run_minutes:,.0f} GPU-minutes "
+        f"saves {saved:.2%} of {days_of(run.days)} in the mean, {saved * run.run_minutes:,.0f} GPU-minutes "
         f"for {run.trial_minutes(place):,.0f}"
     )
 

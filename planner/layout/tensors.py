@@ -275,7 +275,12 @@ def optimizer(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator
     for one in _parameters(items, pricing.model.hidden_size):
         kept = _states_bytes(pricing, one)
         total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime, kept))
-        if states is None or runtime.optimizer_offload_fraction or runtime.optimizer != "adamw":
+        if (
+            states is None
+            or runtime.master_remainders
+            or runtime.optimizer_offload_fraction
+            or runtime.optimizer != "adamw"
+        ):
             note = f"{total / prod(one.dims):.3g} bytes on this rank for each parameter"
             yield Held(f"{one.name} optimizer states", total, note=note)
             continue

@@ -1,4 +1,5 @@
-"""Charts by matplotlib: one palette, one way to a picture file, and SVG that follows a page's light and dark.
+"""Charts by matplotlib, which is loaded where one is drawn (extra `plot`): one palette, one way to a picture file, and
+SVG that follows a page's light and dark.
 
 `figure()` makes an empty figure, `svg()` and `image()` write it. The same figure makes the same bytes, whatever the
 user's own matplotlib settings are.
@@ -14,19 +15,19 @@ from contextlib import contextmanager
 from hashlib import sha256
 from html import escape
 from threading import RLock
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import style
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from planner.answer import PricedLayout
 from planner.report.format import gibibytes, seconds, unit_for
 from planner.report.html import Html
 from planner.report.rows import Entry
 from planner.specs.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # a first run would note that it looks for fonts
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
@@ -65,18 +66,24 @@ _LOCK = RLock()
 @contextmanager
 def drawing() -> Iterator[None]:
     """A context with our matplotlib settings in place of the user's own."""
+    from matplotlib import style
+
     with _LOCK, style.context(["default", _SETTINGS]):
         yield
 
 
 def figure(width_in: float, height_in: float) -> Figure:
     """An empty figure. Draw on it inside `with drawing():`, which gives new axes our settings."""
+    from matplotlib.figure import Figure
+
     with drawing():
         return Figure(figsize=(width_in, height_in), layout="constrained")
 
 
 def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
     """The figure as a file's bytes."""
+    from matplotlib.text import Text
+
     file = io.BytesIO()
     dates: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     # matplotlib draws twice, for the layout and for the file: hundreds of numbers in bars are no part of the first

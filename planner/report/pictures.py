@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.ticker import MaxNLocator
 
 from planner.answer import Plan
 from planner.layout.memory_curve import MemoryCurve, memory_curves
@@ -322,9 +322,14 @@ class Plot:
 
 
 def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """The values marked on an axis."""
-    values = MaxNLocator(most, integer=whole, steps=[1, 2, 5, 10]).tick_values(low, high)
-    return [float(value) for value in values if low - 1e-9 * (high - low) <= value <= high + 1e-9 * (high - low)]
+    """The values marked on an axis, 1, 2 or 5 times a power of ten apart."""
+    if not high > low:
+        return [low]
+    rough = max((high - low) / most, 1.0 if whole else 0.0)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [float(f"{place * step:.12g}") for place in places]
 
 
 def keys(colours: Iterable[tuple[str, str]]) -> Html:

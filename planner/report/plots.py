@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from planner.answer import Interval
 from planner.answer.memory import MemoryOfStage
@@ -20,6 +20,9 @@ from planner.report.sweep import swept_axes
 from planner.specs.units import GIB
 from planner.trainers.switches import written
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg")
 MOST_TICKS = 8
@@ -31,6 +34,7 @@ def check_picture(path: str, name: str) -> None:
     if PurePath(path).suffix.lower() not in SUFFIXES:
         stem = (PurePath(path).stem or name).strip("-") or name
         raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg or {stem}.png")
+    import_module("matplotlib")  # before what is drawn has been worked out
 
 
 class Series(NamedTuple):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from planner.answer import Interval, Plan, half_width
 from planner.decide.job import Choice, Failure, Resume
-from planner.decide.next import NextAnswer, NextOutcome
+from planner.decide.next import NextAnswer, NextOutcome, days_of
 from planner.decide.phases import LayoutChange, PhaseAnswer, PhasesAnswer
 from planner.report.format import digits, fits_with, large, percent, seconds
 from planner.report.labels import manner, sizes
@@ -416,7 +416,7 @@ def render_next(answer: NextAnswer) -> Group:
         ends = f"{seconds(low)}–{seconds(high)}"
         table.add_row(str(one.number), one.name, seconds(one.expected_s), ends, percent(one.fastest_fraction, 0), step)
     parts.append(
-        section(f"{len(answer.layouts)} layouts, {known}; what a trial saves of {answer.run_days:g} days", table)
+        section(f"{len(answer.layouts)} layouts, {known}; what a trial saves of {days_of(answer.run_days)}", table)
     )
     return Group(*parts)
 

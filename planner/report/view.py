@@ -25,6 +25,7 @@ from planner.report.labels import (
     manner,
     recomputed_modules,
     says_bound,
+    says_deciding,
     says_outcome,
     says_unsaid,
 )
@@ -327,7 +328,7 @@ def _seen(plan: Plan) -> str:
         return ""
     number, state = vision.images_per_sequence, "trained" if vision.is_trained else "frozen"
     images = f"{number} image{'s' * (number > 1)} of {vision.image_tokens:,} tokens in each"
-    return f"{images}, by a {state} tower of {large(plan.model.num_vision_parameters)} on the first stage"
+    return f"{images}; a {state} tower of {large(plan.model.num_vision_parameters)} on stage 0"
 
 
 def _batch(training: TrainingSpec) -> str:
@@ -393,6 +394,8 @@ def _sure(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "evidence", EVIDENCE[plan.evidence]
     if plan.best.unsaid:
         yield "not said", says_unsaid(plan.best)
+    if plan.best.deciding_fact is not None:
+        yield "wide", says_deciding(plan.best)
     if plan.best.oom_probability is not None:
         yield "memory", _memory(plan)
     hardware = plan.cluster.hardware

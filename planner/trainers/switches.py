@@ -348,7 +348,12 @@ _ROWS = (
     Switch(
         "bf16_moments",
         "Adam's moments are kept in bf16",
-        {False: {"optimizer_bytes": 12}, True: {"optimizer_bytes": BF16_MOMENTS_BYTES}},
+        {
+            False: {"optimizer_bytes": 12, "master_remainders": False},
+            # FusedAdam of Transformer Engine 2.1 (OptimizerConfig.store_param_remainders)
+            True: {"optimizer_bytes": BF16_MOMENTS_BYTES, "master_remainders": True},
+        },
+        shown_by=("optimizer_bytes",),
         consent={True: "numerics"},
         source="performance recipes of Megatron-Bridge for DeepSeek-V3",
     ),

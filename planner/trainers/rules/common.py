@@ -262,7 +262,7 @@ _UNWRITTEN: tuple[tuple[str, Callable[[ModelSpec], bool], str], ...] = (
     ("num_zero_experts", lambda m: m.moe is not None and m.moe.num_zero_experts > 0, "experts that do nothing"),
     ("vision", lambda m: m.vision is not None, "a vision tower: --images 0 plans the language model alone"),
     ("causal", lambda m: not m.causal, "attention that is not causal"),
-    ("expert_norms", lambda m: m.moe is not None and m.moe.expert_norms, "norms around experts"),
+    ("expert_norms", lambda m: m.moe is not None and (m.moe.expert_norms or m.moe.output_norm), "norms around experts"),
 )
 """Fields of models that no export writes, the models that they are about, and their meaning."""
 
