@@ -136,9 +136,8 @@ def test_every_field_of_a_plan_is_in_the_index() -> None:
     for module in (plan, layout, run, small):
         for name, kind in vars(module).items():
             if isinstance(kind, type) and issubclass(kind, BaseModel) and kind.__module__ == module.__name__:
-                rows = re.findall(r"^\| `(\w+)` \|.*\| `planner/", sections[name], re.MULTILINE)
-                if sections[name].lstrip().startswith("All from `planner/"):
-                    rows = re.findall(r"(?:^|;\s)`(\w+)` ", sections[name].strip().split("\n\n")[-1])
+                lists = re.findall(r"^- `planner/[^:]+:[^ ]+: (.*(?:\n  .*)*)", sections[name], re.MULTILINE)
+                rows = [row for fields in lists for row in re.findall(r"(?:^|;\s+)`(\w+)`\s", fields)]
                 assert set(rows) == set(kind.model_fields), name
 
 

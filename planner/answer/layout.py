@@ -250,6 +250,19 @@ class UnsaidSwitch(Spec):
     """Seconds of the step with the other value."""
 
 
+class DecidingFact(Spec):
+    """The one fact that would narrow a step's wide interval most."""
+
+    fact: Name
+    """The fact, in words."""
+    option: Name
+    """The option that says it, or the command that measures it."""
+    half_width: PositiveFloat
+    """Half of the interval's width, in natural logarithms."""
+    known_half_width: NonNegativeFloat
+    """The same if the fact were known."""
+
+
 AS_PLANNED = "as planned"
 """The assumption of a step under which nothing is changed."""
 
@@ -318,6 +331,8 @@ class PricedLayout(Spec):
     unsaid: tuple[UnsaidSwitch, ...] = ()
     """The switches that a run does not say and that may move its step by over 2%, the one that moves it most first; the
     step's interval covers them. Empty where all are said, as in a plan that was searched for."""
+    deciding_fact: DecidingFact | None = None
+    """The one fact that would narrow the step's interval most; null where it is within 40%."""
     rank_order: RankOrder = "tp-cp-ep-dp-pp"
     """The order in which ranks are numbered, the innermost group first, as in `parallelism`."""
     placement: tuple[Placement, ...] = ()

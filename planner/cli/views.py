@@ -37,9 +37,7 @@ Files = Annotated[
 ]
 Stage = Annotated[int | None, o.number(_WHAT, "--stage", "One stage. [all, and tensors of the fullest]")]
 Alternative = Annotated[int | None, o.number(_WHAT, "--alternative", "The plan's N-th alternative. [the best]")]
-Plot = Annotated[
-    str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw it over the step: .png, .svg or .html; - is the terminal.")
-]
+Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw it over the step: .png or .svg.")]
 Snapshot = Annotated[
     str | None, o.text(o.OUTPUT, "--snapshot", "FILE", "Write the stage's step for pytorch.org/memory_viz.")
 ]
@@ -290,11 +288,11 @@ def memory_command(
     \b
     Example:
       plan memory plan.json
-      plan memory plan.json --stage 0 --plot -
+      plan memory plan.json --stage 0 --plot stage0.svg
       plan memory plan.json --stage 0 --snapshot stage0.pickle
     """
-    from planner.cli.output import dumps, show_and_save, waiting
-    from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.cli.output import show_and_save, waiting
+    from planner.files import STDOUT, refuse_to_overwrite
     from planner.layout.alive import explore, shown
     from planner.layout.price import reprice
     from planner.plan_file import read_plan, with_alternative
@@ -303,8 +301,6 @@ def memory_command(
     for path in (output, plot, snapshot):
         if path is not None:
             refuse_to_overwrite(path, force)
-    if plot == output == STDOUT:
-        raise SpecError("--plot - and -o -: both are standard output", "name a file for one of them")
     if snapshot == STDOUT:
         raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
     draw = None if plot is None else _drawing_to(plot)
@@ -318,14 +314,11 @@ def memory_command(
     _note_fewer(candidate, chosen.best.parallelism.num_microbatches)
     fullest = max(answer.stages, key=lambda one: one.memory.total_bytes)
     if draw is not None and plot is not None:
-        draw(answer, fullest, plot, force)
+        draw(fullest, plot, force)
     if snapshot is not None:
         _write_snapshot(answer, fullest, candidate, snapshot, force)
     data = answer.model_dump(mode="json") if json or output is not None else None
-    if plot != STDOUT:
-        show_and_save(data, render_memory(answer, fullest), json, output, force, indent=None)
-    elif output is not None:
-        write_text(output, dumps(data, None), force)
+    show_and_save(data, render_memory(answer, fullest), json, output, force, indent=None)
 
 
 def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:
@@ -336,7 +329,7 @@ def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:
         )  # fmt: skip
 
 
-def _drawing_to(path: str) -> Callable[[MemoryAnswer, MemoryOfStage, str, bool], None]:
+def _drawing_to(path: str) -> Callable[[MemoryOfStage, str, bool], None]:
     """The function that draws a stage, once it is known that it can draw to `path`."""
     from planner.report.plots import check_picture, draw_memory
 

@@ -11,7 +11,7 @@ from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import Dialect, Settings, dialect, flat, is_on, mapping_of, number
 from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
 from planner.export.named_models import model_called, moe_of
-from planner.export.torchtitan.settings_reading import run_of_settings
+from planner.export.torchtitan_reading import run_of_settings
 from planner.export.verl_reading import value_of
 
 _MODES = {"True": "full", "False": "none", "None": "none"}

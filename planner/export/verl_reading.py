@@ -9,7 +9,7 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, flat, is_on, number
+from planner.export.keyed_settings import KeyedSettings, Settings, dialect, flat, is_on, number, refuse_unset
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
 
@@ -22,6 +22,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     """The run of a script or a YAML. Raises SpecError where neither trains a model."""
     settings, words = _overrides(config)
     is_rl = any(name.startswith("actor_rollout_ref.") for name in settings)
+    refuse_unset("the model", settings.get(_MODEL + "path"))
     model = settings.get(_MODEL + "path") or settings.get("model.path") or settings.get("model.partial_pretrain")
     if not settings:
         raise SpecError("the text overrides none of verl's settings", "give the script that calls verl.trainer")
@@ -50,7 +51,8 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     for word in words:
         path, equals, value = word.partition("=")
         if equals and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.@/-]*", path):
-            found[path.lstrip("+")] = value_of(value)
+            path = path.lstrip("+")
+            found[path] = value_of(value) if value or path not in script.unset else f"${{{script.unset[path]}}}"
     gpus = script.variables.get("nproc_per_node") or []
     launched = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", " ".join(words))
     if launched or gpus:

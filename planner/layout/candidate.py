@@ -349,7 +349,14 @@ class Candidate:
         own, other = self.pricing.runtime, pricing.runtime
         kept = own.model_copy(update={name: getattr(other, name) for name in OUTSIDE_FIELDS})
         is_outside = other == kept and pricing == replace(self.pricing, runtime=other)
-        table = self.table if is_outside else pricing.table(self.shape, self.split.priced_modes)
+        if is_outside:
+            return self._known_as(pricing, self.table)
+        if pricing == self.pricing.recomputing(pricing.selective_modules):
+            return self._known_as(pricing, pricing.selective_table(self.table))
+        return self._known_as(pricing, pricing.table(self.shape, self.split.priced_modes))
+
+    def _known_as(self, pricing: Pricing, table: CostTable) -> Candidate:
+        """The same layout under another pricing whose table is known, which is remembered."""
         again = replace(self, pricing=pricing, table=table)
         if self.made_order is None and again.durations == self.durations:
             vars(again)["pipeline_s"] = self.pipeline_s
@@ -401,6 +408,25 @@ class Candidate:
     def with_split(self, split: Split) -> Candidate:
         """A candidate of the same shape and schedule with another split."""
         return replace(self, split=split)
+
+
+def price_together(candidates: Sequence[Candidate], pricings: Sequence[Pricing]) -> None:
+    """Work out what `priced_as` will say of each candidate: those of one pricing share a table, which saves most."""
+    alike: list[tuple[Pricing, list[Candidate]]] = []
+    for candidate, pricing in zip(candidates, pricings, strict=True):
+        if pricing == candidate.pricing:
+            continue
+        group = next((others for known, others in alike if known == pricing), None)
+        if group is None:
+            alike.append((pricing, group := []))
+        group.append(candidate)
+    for pricing, group in alike:
+        if len(group) > 1:
+            columns = {name: np.array([getattr(one.shape, name) for one in group]) for name in Shape.__slots__}
+            modes = dict.fromkeys(mode for one in group for mode in one.split.priced_modes)
+            table = pricing.table(Shape(**columns), tuple(modes))
+            for row, one in enumerate(group):
+                one._known_as(pricing, replace(table.take(row), shape=one.shape))
 
 
 def by_rank(costs: Sequence[PartCost], placement: Sequence[int]) -> list[PartCost]:

@@ -25,9 +25,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.answer import AS_PLANNED, Interval, PricedLayout, RobustStep, UnsaidSwitch
+from planner.answer import AS_PLANNED, PricedLayout, RobustStep, UnsaidSwitch
 from planner.errors import SpecError
-from planner.layout.candidate import Candidate
+from planner.layout.candidate import Candidate, price_together
+from planner.layout.confidence import deciding_fact, mixture_interval, width_terms
 from planner.months.losses import with_sustained
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
@@ -288,7 +289,7 @@ NUM_LAYOUTS = 4
 NO_OVERLAP = "no overlap: no collective hides behind compute"
 DEFAULT_SWITCHES = "default switches: the recipe is the trainer's own"
 WORDS = {"network": "half the network", "straggler": "slow rank", "moe_imbalance": "uneven experts"}
-"""Short words for the assumptions of `other_assumptions` that are changed here; the rest is told of the best alone."""
+"""Short names of the assumptions under which layouts are compared; the others are reported of the best alone."""
 
 
 def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict[str, list[float]]:
@@ -299,6 +300,11 @@ def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict
     assumed = [dict(_assumptions(candidate, trainer)) for candidate in candidates]
     shared = [name for name in assumed[0] if all(name in others for others in assumed)]
     steps_s = {AS_PLANNED: [candidate.step_s for candidate in candidates]} | {name: list[float]() for name in shared}
+    for name in shared:
+        changed = [
+            (c, others[name]) for c, others in zip(candidates, assumed, strict=True) if others[name] != c.pricing
+        ]
+        price_together([c for c, _ in changed], [pricing for _, pricing in changed])
     for candidate, others in zip(candidates, assumed, strict=True):  # one after the other: orders are kept for a while
         for name in shared:
             steps_s[name].append(_step_s(candidate, others[name]))
@@ -352,14 +358,6 @@ def _without_overlap(runtime: RuntimeSpec) -> RuntimeSpec:
     return runtime.model_copy(update=dict.fromkeys(fractions, 0.0))
 
 
-DEVIATIONS = 1.645
-"""Standard deviations in a half-width of `confidence`: 90% of published runs that say their switches are within one."""
-TAIL = 0.1
-"""Share of the mixture that lies beyond each end."""
-_STEPS = 30
-"""Halvings of the bracket in which a quantile is looked for: 1e-9 of it are left."""
-
-
 def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool) -> PricedLayout:
     """The priced layout of a run: its interval covers the likely values of what it does not say, which it names."""
     unsaid, interval_s = unsaid_switches(candidate, says_switches), layout.step.step_s_interval
@@ -368,10 +366,12 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool)
     step_s, choices = layout.step.step_s, defaultdict[str, list[tuple[float, float]]](list)
     for one in unsaid:
         choices[one.switch].append((math.log(one.other_step_s / step_s), one.other_fraction))
-    low, high = mixture_interval(math.log(interval_s[1] / step_s), choices)
+    terms = width_terms(candidate.pricing, layout, candidate.pricing.host_fraction(candidate.shape))
+    low, high = mixture_interval(math.hypot(*terms.values()), choices)
     widened = (step_s * math.exp(low), step_s * math.exp(high))
     step = layout.step.model_copy(update={"step_s_interval": widened})
-    layout = layout.model_copy(update={"step": step, "unsaid": unsaid})
+    fact = deciding_fact(terms, choices)
+    layout = layout.model_copy(update={"step": step, "unsaid": unsaid, "deciding_fact": fact})
     return with_sustained(layout, candidate.pricing.training.straggler_fraction)
 
 
@@ -416,28 +416,3 @@ def _likely(candidate: Candidate, about: Collection[str]) -> Iterator[tuple[Like
         other = replace(fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward))
         if other != pricing:
             yield entry, other
-
-
-def mixture_interval(width: float, choices: Mapping[str, Sequence[tuple[float, float]]]) -> Interval:
-    """The ends of the interval around a step, as natural logarithms of their ratio to it.
-
-    `width` is the half-width where all is said. `choices` has, for each switch that is not, the effect of each other
-    value (log of its step over this one) and the share of runs that have it.
-    """
-    mixture = [(0.0, 1.0)]
-    for others in choices.values():
-        own = 1 - sum(fraction for _, fraction in others)
-        mixture = [(log + effect, p * q) for log, p in mixture for effect, q in ((0.0, own), *others)]
-    spread = width / DEVIATIONS * math.sqrt(2)
-
-    def below(log: float) -> float:
-        return sum(p * math.erfc((center - log) / spread) for center, p in mixture) / 2
-
-    def quantile(fraction: float) -> float:
-        low, high = min(mixture)[0] - 2 * width, max(mixture)[0] + 2 * width
-        for _ in range(_STEPS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if below(middle) < fraction else (low, middle)
-        return high
-
-    return min(-width, quantile(TAIL)), max(width, quantile(1 - TAIL))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.physics.adapters import adapted
 from planner.physics.layer.attention import attention
@@ -201,10 +201,20 @@ def _plain_product(name: str, rows: Number, inputs: int, outputs: int) -> Operat
 
 
 def _of_tower(items: Sequence[Item], tower: VisionSpec) -> tuple[Operator, ...]:
-    """The operators among the items, in 16 bits; without gradients where the tower is frozen."""
-    frozen = {"trained": False, "has_backward": False, "saved": (), "backward_bytes": 0, "backward_kernels": 0}
-    changes = {"modules": ()} if tower.is_trained else {"modules": (), **frozen}
-    return tuple(replace(op, name=f"vision {op.name}", wide=op.kind == "gemm", **changes) for op in operators_of(items))
+    """The operators among the items, in 16 bits and never recomputed; without gradients where the tower is frozen."""
+    frozen = {"trained": False, "has_backward": False, "backward_bytes": 0, "backward_kernels": 0}
+    changes: dict[str, Any] = {} if tower.is_trained else frozen
+    return tuple(
+        replace(
+            op,
+            name=f"vision {op.name}",
+            wide=op.kind == "gemm",
+            modules=(),
+            saved=tuple(kept._replace(modules=()) for kept in op.saved if tower.is_trained),
+            **changes,
+        )
+        for op in operators_of(items)
+    )
 
 
 def head(model: ModelSpec, shape: Shape, runtime: RuntimeSpec, shares_embedding: bool = False) -> tuple[Item, ...]:
@@ -255,6 +265,7 @@ def _loss(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, share
             backward_bytes=passes[1] * logits,
             forward_kernels=3,
             backward_kernels=2,
+            working_bytes=(FP32 + BF16) * logits * (shape.tp > 1) if runtime.loss_parallel else None,
             saved=(
                 Saved("softmax", (rows, columns), dtype="fp32" if runtime.keeps_softmax else "bf16"),
                 Saved("labels", (shape.tokens,), dtype="int64"),

@@ -47,7 +47,7 @@ MEMORY_COLOURS = {
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
 INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
-"""Text, its quieter form, grids, what must be seen, and what is behind: a page has its own, light or dark."""
+"""Colours of text, quiet text, grids, alarms and background; a page has its own, light or dark."""
 _OF_PAGE = {
     INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
 }  # fmt: skip
@@ -62,12 +62,12 @@ _SETTINGS = {
     "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"], "text.parse_math": False,
 }  # fmt: skip
 _LOCK = RLock()
-"""matplotlib's settings are one for all threads."""
+"""A lock, since all threads share matplotlib's settings."""
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Our settings instead of the user's own, for as long as something is made or written."""
+    """A context with our matplotlib settings in place of the user's own."""
     from matplotlib import style
 
     with _LOCK, style.context(["default", _SETTINGS]):
@@ -104,7 +104,7 @@ def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
 
 
 def hint(number: int) -> str:
-    """The gid of an artist that has the text of that number among the `hints` of `svg`."""
+    """The gid that gives an artist the hint of that number in `svg`."""
     return f"{_HINT}{number}"
 
 
@@ -154,7 +154,7 @@ PARTS = {name: label for name, label in MEMORY.items() if name != "total_bytes"}
 WIDE_IN, HIGH_IN = 4.5, 3.1
 """Inches of a chart that stands beside another one, and whose words can be read on a phone."""
 _LEAST_SLOTS = 5
-"""Bars for which there is room at least: a single one is not as wide as the chart."""
+"""Number of bars for which a chart has space at least: a single bar is not as wide as the chart."""
 
 
 def stage_axis(axes: Any, num_stages: int) -> None:

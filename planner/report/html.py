@@ -38,7 +38,7 @@ def joined(parts: Iterable[Html], between: str = "\n") -> Html:
 
 
 def page(title: str, *body: Html) -> str:
-    """A whole file that needs nothing else."""
+    """A complete HTML file that loads nothing else."""
     head = tag(
         "head",
         Html('\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'),
@@ -53,7 +53,7 @@ def page(title: str, *body: Html) -> str:
 
 
 def section(title: str, *body: Html, id_: str = "") -> Html:
-    """A heading and what it is the heading of."""
+    """A heading and the parts below it."""
     return tag("section", Html("\n"), tag("h2", title), Html("\n"), joined(body), Html("\n"), id_=id_)
 
 
@@ -115,7 +115,7 @@ def facts(pairs: Mapping[str, object]) -> Html:
 
 
 def folded(title: str, body: Html) -> Html:
-    """Something long that opens on demand, and is left out on paper."""
+    """A part that opens on demand, and is not printed."""
     return tag("details", tag("summary", title), body)
 
 
@@ -127,7 +127,7 @@ def share_bar(fraction: float) -> Html:
 
 
 def beside(*parts: Html) -> Html:
-    """Parts beside each other where there is room, else one below the other."""
+    """Parts side by side where the page is wide enough, else stacked."""
     return tag("div", joined(parts), class_="beside")
 
 

@@ -165,7 +165,7 @@ def _how(entry: Entry) -> str:
 
 
 def header(view: View) -> Html:
-    """All of it, before the first section."""
+    """The page above its first section."""
     classes = {"lead": "layout", "": "", "soft": "soft", "offer": "offer", "alarm": "alarm"}
     lines = (tag("p", " · ".join(line.parts), class_=classes[line.role]) for line in view.lines)
     said = [tag("h1", tag("bdi", view.job)), *lines]

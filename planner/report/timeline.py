@@ -37,7 +37,7 @@ _BAR, _HOP = 0.82, 0.1
 _NUMBER_PT, _DIGIT = (4.5, 6.5), 0.636
 """Smallest and largest numbers in bars, and the width of a digit as a share of its size."""
 _UNSEEN = 900
-"""Part of the strip's width below which a wait is not seen in it."""
+"""Share of the strip's width below which a wait is not visible."""
 _LIGHTEST = 0.72
 """Share of white in the colour of a rank's last chunk."""
 
@@ -225,7 +225,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Window(NamedTuple):
-    """A part of a step, and what it is called."""
+    """A part of a step and its title."""
 
     title: str
     from_s: float

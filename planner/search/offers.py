@@ -103,7 +103,8 @@ def _promising(found: FoundLayouts, best: Candidate, headroom: float) -> Iterato
         if key_of(shape) not in grids:
             grids.add(key_of(shape))
             pricing = replace(nodes.shapes.pricing, headroom_bytes=headroom)
-            start = Candidate(pricing, pricing.table(shape, ("none",)), Split(()), nodes.schedules[row])
+            table = replace(nodes.shapes, pricing=pricing).table_of(row)
+            start = Candidate(pricing, table, Split(()), nodes.schedules[row])
             yield start.with_split(level_split(start))
         if len(grids) == MOST_PRICED:
             return

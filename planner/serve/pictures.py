@@ -24,14 +24,14 @@ from planner.specs.units import GIB
 _BAR = 0.42
 """Half the width of a stage's bar, where stages are one apart."""
 _LEAST_SLOTS = 6
-"""Bars for which there is room at least."""
+"""Number of bars for which a chart has space at least."""
 _LIGHTEST = 0.45
 """The share of white in the colour of a rank's last chunk."""
 _WIDE, _NARROW = 1000.0, 500.0
 _ROW, _HIGHEST = 18.0, 560.0
-"""Units of height of a rank, as long as all of them need no more than the other number."""
+"""Height of a rank's row, and the greatest height of all rows together."""
 _NUMBERED = 13.0
-"""Units of width from which on a bar bears the number of its micro-batch."""
+"""Width from which a bar is labelled with its micro-batch."""
 _DIGIT = 9.0
 """Units of height of a number."""
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
@@ -229,7 +229,7 @@ class Plot:
         return self.height - _FOOT - (value - low) / (high - low) * (self.height - _FOOT - _TOP)
 
     def boxes(self, left: FloatArray, right: FloatArray, bottom: FloatArray, top: FloatArray, **style: str) -> None:
-        """Rectangles of one look as one path."""
+        """Rectangles of one style, drawn as one path."""
         x0, x1 = self._all(left, right, self.across)
         y0, y1 = self._all(bottom, top, self.down)
         corners = zip(x0, x1, y0, y1, strict=True)

@@ -175,6 +175,8 @@ class ModelSpec(Spec):
     """Attention to a window and to compressed keys, on all layers (DeepSeek-V4); null where there is none."""
     num_residual_streams: PositiveInt = Field(default=1, le=64)
     """Streams of the residual that hyper-connections mix (DeepSeek-V4: hc_mult); 1 for a plain sum."""
+    mixes_streams: bool = True
+    """A map of n × n weights mixes the streams; false where halves of layers alone add to them (Hunyuan 4)."""
     attn_res_block_size: PositiveInt | None = None
     """Layers between snapshots of the residual, to all of which every half layer attends (Kimi-K3); null for none."""
     mamba: MambaSpec | None = None

@@ -228,6 +228,8 @@ class MoESpec(Spec):
     """Experts beside the routed ones that give a token back as it is (LongCat)."""
     latent_size: PositiveInt | None = None
     """Width to which tokens are projected before they are sent to experts (Nemotron 3 Super); null: hidden_size."""
+    output_norm: bool = False
+    """A norm over what routed and shared experts give together (A.X-K1)."""
     latent_norm: bool = False
     """A norm over what experts give in that width, before it is projected back (Kimi-K3)."""
     router_z_loss_coef: NonNegativeFloat = 0.0

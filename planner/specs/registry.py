@@ -39,7 +39,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
             )
     data = load_yaml(path)
     if path.name == "config.json" or "model_type" in data or "architectures" in data:
-        from planner.specs.huggingface import from_config
+        from planner.specs.architectures import from_config
 
         return from_config(data, label(path))
     given = as_spelled(data)

@@ -110,6 +110,12 @@ def test_megatron_drops_a_tenth_unless_told_otherwise(options: str, drops: bool)
     assert read(options).run["features"]["dropout"] is drops
 
 
+@pytest.mark.parametrize(("backend", "means"), [("deepep", "deepep"), ("ncclep", "hybridep")])
+def test_backends_of_the_flexible_dispatcher(backend: str, means: str) -> None:
+    imported = read(f"--num-experts 8 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend}")
+    assert (imported.run["features"]["dispatcher"], imported.unknown) == (means, {})
+
+
 def test_weight_gradients_that_are_not_added_by_their_product() -> None:
     imported = read("--no-gradient-accumulation-fusion")
     assert imported.run["features"]["gradient_accumulation_fusion"] is False

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.layout.evaluate import priced_as_given
+from planner.specs.architectures import from_config
 from planner.specs.cluster import ClusterSpec
-from planner.specs.huggingface import from_config
 from planner.specs.registry import load_hardware
 from planner.specs.training import AdapterSpec, Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime

@@ -109,6 +109,7 @@ def test_a_plan_is_the_band(plan: Plan) -> None:
     loop, _, last = run(fine, expected=plan, is_live=True)
     assert (loop.ended, last.band_s, last.band_source) == ("end of input", (low_s, high_s), "plan.json")
     assert last.mfu == pytest.approx(plan.step.mfu, rel=1e-4)
+    assert last.predicted_step_s == plan.step.step_s == pytest.approx(last.step_s, rel=1e-3)
     loop, _, last = run(iterations([high_s * 1.1] * 60), expected=plan, is_live=True)
     assert (loop.ended, last.step) == ("alarm", 44)
     assert last.says.startswith("above the band")

@@ -8,7 +8,7 @@ import pytest
 from written import read
 
 from planner.errors import SpecError
-from planner.observe.machine_logs import TableColumns
+from planner.observe.log_reader import TableColumns
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from planner.physics.layers import decoder_layer, model_totals
 from planner.physics.operators import Operator, num_parameters, operators_of
 from planner.shape import Shape
-from planner.specs.huggingface import from_config
+from planner.specs.architectures import from_config
 from planner.specs.model import ModelSpec
 from planner.trainers.load import load_runtime
 

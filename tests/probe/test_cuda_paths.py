@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
+from planner.profile.measure_links import Ranks  # noqa: E402
+
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe import worker as exported  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
@@ -36,7 +38,6 @@ from planner.profile.measure import (  # noqa: E402
     machine_of,
     tasks,
 )
-from planner.profile.measure_links import Ranks  # noqa: E402
 from planner.profile.record import QUICK  # noqa: E402
 
 GIB = 2**30

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from fake_gpus import H200, MI300X, MI355X, ROCM_LACKS, FakeGPU, Neighbours, fake_gpu, fake_group  # noqa: E402
+from planner.profile.measure_links import Ranks, exchange_rows  # noqa: E402
 from small_plans import SMALL, plan_of  # noqa: E402
 from torch_names import FILES, torch_names  # noqa: E402
 
@@ -32,7 +33,6 @@ from planner.profile.measure import (  # noqa: E402
     machine_of,
     tasks,
 )
-from planner.profile.measure_links import Ranks, exchange_rows  # noqa: E402
 from planner.profile.record import GPU  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 

@@ -11,8 +11,7 @@ import pytest
 
 from planner.errors import SpecError
 from planner.physics.layers import model_totals
-from planner.specs.architectures import ARCHITECTURES
-from planner.specs.huggingface import from_config
+from planner.specs.architectures import ARCHITECTURES, from_config
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trainers.load import load_runtime

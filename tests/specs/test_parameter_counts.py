@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from planner.physics.layers import model_totals
-from planner.specs.huggingface import from_config
+from planner.specs.architectures import from_config
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
 from planner.specs.registry import load_model, model_names

@@ -14,19 +14,20 @@ from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
 from planner.export.keyed_settings import beginnings, dialect, flat
 from planner.export.named_models import exported_model
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.run_settings import FIRST_RUN_STEPS, RunSettings, run_settings
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
 from planner.export.stages import VirtualStage, all_full, check_recompute, virtual_stages
-from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
     Placeholder,
     Requirement,
     TrainerFiles,
+    as_json,
     header,
     promise,
     rendered,
+    settings,
 )
 from planner.trainers.rules.named import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 
@@ -57,7 +58,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _check_expressible(plan, stages)
-    files = [ExportFile(CONFIG_FILE, json.dumps(deepspeed_config(plan), indent=2) + "\n")]
+    files = [ExportFile(CONFIG_FILE, as_json(deepspeed_config(plan)))]
     run = run_settings(plan)
     notes = [*run.notes, *notes_on_price(plan)]
     if plan.parallelism.pp > 1:
@@ -152,48 +153,28 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
-    layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
-    run = run_settings(plan)
+    layout, training, runtime, run = plan.parallelism, plan.training, plan.runtime_spec, run_settings(plan)
     optimizer = run.optimizer
-    overlaps = runtime.gradient_overlap_fraction > 0
-    data: dict[str, Any] = {
-        "train_batch_size": training.global_batch_size,
-        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
-        "gradient_accumulation_steps": layout.num_microbatches,
-        "gradient_clipping": optimizer.clip_grad,
-        "steps_per_print": 1,
-        "bf16" if training.dtype == "bf16" else "fp16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32" if runtime.gradient_bytes == 4 else training.dtype},
-        "zero_optimization": {"stage": layout.zero_stage, "overlap_comm": overlaps},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": optimizer.learning_rate,
-                "betas": [optimizer.beta1, optimizer.beta2],
-                "eps": optimizer.epsilon,
-                "weight_decay": optimizer.weight_decay,
-            },
-        },
-        "scheduler": _scheduler(run),
-    }
-    if runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0:
-        offload = {"device": "cpu", "pin_memory": True, "ratio": runtime.optimizer_offload_fraction}
-        data["zero_optimization"]["offload_optimizer"] = offload
-    if layout.recompute == "full":
-        data["activation_checkpointing"] = {"number_checkpoints": plan.model.spec.num_hidden_layers}
-    if layout.pp == 1 and layout.tp > 1:
-        data["tensor_parallel"] = {"autotp_size": layout.tp}
-    return data
-
-
-def _scheduler(run: RunSettings) -> dict[str, Any]:
-    """The schedule of the learning rate; DeepSpeed's falls from the warm-up on, to a share of the highest or to 0."""
-    steps = {"total_num_steps": run.num_steps, "warmup_num_steps": run.warmup_steps, "warmup_type": "linear"}
-    optimizer = run.optimizer
-    if optimizer.decay_style == "linear":
-        return {"type": "WarmupDecayLR", "params": {**steps, "warmup_max_lr": optimizer.learning_rate}}
-    least = optimizer.min_learning_rate / optimizer.learning_rate
-    return {"type": "WarmupCosineLR", "params": {**steps, "cos_min_ratio": round(least, 6)}}
+    is_linear = optimizer.decay_style == "linear"
+    return settings(
+        "deepspeed",
+        layout=layout,
+        training=training,
+        runtime=runtime,
+        run=run,
+        optimizer=optimizer,
+        model=plan.model.spec,
+        bf16=training.dtype == "bf16",
+        fp16=training.dtype != "bf16",
+        accumulated="fp32" if runtime.gradient_bytes == 4 else training.dtype,
+        overlaps=runtime.gradient_overlap_fraction > 0,
+        offloads=runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0,
+        curve="WarmupDecayLR" if is_linear else "WarmupCosineLR",
+        linear_rate=optimizer.learning_rate if is_linear else None,
+        cosine_end=None if is_linear else round(optimizer.min_learning_rate / optimizer.learning_rate, 6),
+        recomputes=layout.recompute == "full",
+        splits_tensors=layout.pp == 1 and layout.tp > 1,
+    )
 
 
 def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:

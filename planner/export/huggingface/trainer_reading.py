@@ -169,6 +169,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.assumed, imported.documented = {name: str(v) for name, v in unasked.items()}, tool.documented
     said, settings = settings, {**unasked, **settings}
     run, layout = imported.run, imported.run["parallelism"]
+    if (answer := number(settings, "max_completion_length")) is not None and number(said, *_SEQUENCE) is None:
+        settings["max_length"] = (number(settings, "max_prompt_length") or 512) + answer
     run["seq_length"], run["global_batch_size"] = number(settings, *_SEQUENCE), number(settings, "global_batch_size")
     is_asked = any(is_on(settings.get(n)) or settings.get(n) in ("offload", "unsloth") for n in _CHECKPOINTING)
     if is_asked or ("disable_gradient_checkpointing" in settings and "gradient_checkpointing" in tool.unasked):
@@ -249,6 +251,14 @@ def _in_one(settings: Settings) -> Settings:
 def _read_sharding(imported: ImportedRun, settings: dict[str, Any], config: ConfigFile) -> None:
     """DeepSpeed's configuration, `zero_stage`, or FSDP."""
     name, layout = settings.get("deepspeed"), imported.run["parallelism"]
+    launched = str(settings.get("config_file") or "")
+    if launched and config.beside(launched) is None and name in (None, "", False):
+        # Accelerate's file is not there: DeepSpeed's stage or FSDP by its name
+        name = launched if re.search(r"zero|deepspeed|(^|[_-])z[0-3]|ds_", launched) else None
+        if name is None and "fsdp" in launched:
+            layout |= fsdp_layout({}, {})
+        if name is None:
+            imported.unknown["config_file"] = f"{launched} is not beside the file"
     if number(settings, "zero_stage") is not None:
         imported.run["runtime"] = DEEPSPEED_RUNTIME
         layout["zero_stage"] = number(settings, "zero_stage")

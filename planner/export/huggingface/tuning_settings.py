@@ -135,7 +135,16 @@ _OPTIMIZERS = {name: value for value, name in OPTIMIZERS.items()} | {
 _BF16 = ("bf16", "bfloat16")
 _FP32 = ("float32", "fp32")
 _WORDS = ("lora", "qlora")
-_OLDER = {"max_seq_length", "torch_dtype", "evaluation_strategy", "use_liger", "overwrite_output_dir", "rl", "stage"}
+_OLDER = {
+    "num_generations",
+    "max_seq_length",
+    "torch_dtype",
+    "evaluation_strategy",
+    "use_liger",
+    "overwrite_output_dir",
+    "rl",
+    "stage",
+}
 """Settings that TRL no longer took when its loss came in chunks, and those of other losses."""
 
 
@@ -181,7 +190,8 @@ def read_fine_tuning(imported: ImportedRun, settings: dict[str, Any]) -> None:
 
 def _read_objective(imported: ImportedRun, settings: Settings) -> None:
     """Pairs of answers, which DPO counts its batch in; other objectives than these are not understood."""
-    stage = str(settings.get("rl") or settings.get("stage") or settings.get("rlhf_type") or "").lower()
+    named = settings.get("rl") or settings.get("stage") or settings.get("rlhf_type")
+    stage = str(named or ("grpo" if "num_generations" in settings else "")).lower()
     if "precompute_ref_log_probs" not in settings and stage != "dpo":
         if stage in ("kto", "orpo", "ppo", "rm", "grpo", "simpo", "ipo"):
             imported.unknown["stage"] = f"{stage}, priced as learning the next token"

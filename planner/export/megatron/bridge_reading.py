@@ -144,7 +144,7 @@ _HARMLESS = {
         train_ eval_ manual_gc exit empty skip rampup check_
     """,
     "optimizer": """
-        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled
+        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled overlap_param_gather_with
     """,
     "ddp": """
         average align_ grad_reduce check_for data_parallel_sharding use_megatron nccl pad fp8
@@ -155,7 +155,8 @@ _HARMLESS = {
         bias_dropout apply_rope cuda_graph_warmup generation hf_ yarn mtp_loss cross_entropy_fusion_impl
         original_max beta_ mscale no_rope seq_len_interp softmax_scale query_pre persist masked_softmax
         gradient_acc async_tensor apply_query num_moe_experts tp_comm_bootstrap disable_parameter
-        scatter_emb moe_(aux|z_loss|permute|grouped)
+        scatter_emb moe_(aux|z_loss|permute|grouped|(hybridep|deepep|flex_dispatcher)_num_sms|router_padding)
+        deallocate_pipeline
         moe_router_(bias|load|score|pre|num|group|dtype|fusion|force)
     """,
     "mixed_precision": """
@@ -418,6 +419,9 @@ def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> Imp
     if imported.run["model"] is None and (hub_name or recipe):
         imported.model_name = hub_name or recipe
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
+    if isinstance(fields.get("model.pipeline_model_parallel_layout"), Unread):
+        # nobody can tell what a layout that is not read refuses
+        imported.refused = []
     return imported
 
 

@@ -22,12 +22,10 @@ from planner.export.megatron.plan_options import (
     precision,
     switch_arguments,
 )
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.run_settings import run_settings
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.run_settings import notes_on_model, run_settings
 from planner.export.spelling import broken_rules_of_recipe, unspelled
 from planner.export.stages import VirtualStage, check_recompute, is_looped, virtual_stages
-from planner.export.stated_model import notes_on_model
-from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
     IMAGE_OF_AMD,
     Arguments,

@@ -343,12 +343,13 @@ def gather_streams(name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSp
     """The maps of a half layer, and the sum of n streams that it reads.
 
     The maps are n weights before, n behind and n² across: a product of all streams, normed, in fp32, by n·h × (2 + n)·n
-    weights, a number and a factor for each kind of map; the n² are made doubly stochastic.
+    weights, a number and a factor for each kind of map; the n², which some models have not, are made doubly stochastic.
     """
     streams, tokens = model.num_residual_streams, shape.shard_tokens
-    width, maps = streams * model.hidden_size, (2 + streams) * streams
+    width, kinds = streams * model.hidden_size, 2 + model.mixes_streams
+    maps = (2 + streams * model.mixes_streams) * streams
     product = Operator(
-        name=f"{name} maps", kind="gemm", wide=True, m=tokens, n=maps, k=width, parameters=maps * width + maps + 3,
+        name=f"{name} maps", kind="gemm", wide=True, m=tokens, n=maps, k=width, parameters=maps * width + maps + kinds,
         saved=(Saved("streams", (tokens, width)), Saved("maps", (3, tokens, maps), dtype="fp32")),
     )  # fmt: skip
     return product, _passes(f"{name} streams in", (width + 2 * width, model.hidden_size), shape, runtime)

@@ -83,6 +83,8 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
             name="shared expert gate", kind="gemm", wide=True, m=tokens, n=1, k=hidden, parameters=hidden,
             saved=(Saved("shared output", (tokens, hidden)), Saved("gate", (tokens,))),
         )  # fmt: skip
+    if moe.output_norm:
+        yield norm("expert output norm", hidden, tokens, model, runtime, saves_output=False)
 
 
 def with_fullest_kept(items: Iterable[Item], ratio: float, shape: Shape) -> tuple[Item, ...]:

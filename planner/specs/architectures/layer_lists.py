@@ -289,6 +289,14 @@ def index_layers(config: Config) -> Derived:
     return {"layer_types": shortest(kinds) if kinds else ("indexed",)}
 
 
+def hy_v4_layers(config: Config) -> Derived:
+    """The first layer and every fourth of the others choose keys, unless they are listed (Hunyuan 4)."""
+    if config.get("indexer_types") is not None:
+        return index_layers(config)
+    chosen = ["indexed" if not layer or layer % 4 == 1 else "sparse" for layer in range(num_layers(config))]
+    return {"layer_types": shortest(chosen)}
+
+
 def full_unrotated(config: Config) -> Derived:
     """Layers that do not slide, every n-th, have no rotary positions (Command R7B, EXAONE 4, Trinity)."""
     found = window(every("sliding_window_pattern", 4))(config)

@@ -324,3 +324,29 @@ def tied(config: Config) -> Derived:
 def conv_bias(config: Config) -> Derived:
     """LFM2's biases: of the convolution and of the projections around it."""
     return {"bias": bool(config.get("conv_bias", False))}
+
+
+def lfm3(config: Config) -> Derived:
+    """LFM3: windows among LFM2's layers, norms behind both halves, gates of whole heads."""
+    fields: Derived = {
+        "post_norms": config.get("use_sandwich_norm", True), "attn_head_gate": config.get("use_attention_gate", True),
+    }  # fmt: skip
+    if config.get("layer_types") is None:
+        turns = ("sliding", "conv", "full", "conv")
+        fields["layer_types"] = ("conv", *(turns[layer % 4] for layer in range(1, num_layers(config))))
+    return fields
+
+
+def laguna(config: Config) -> Derived:
+    """Laguna: gates of heads, or of every feature, and heads that differ between full and sliding layers."""
+    gates = "attn_output_gate" if config.get("gating") == "per-element" else "attn_head_gate"
+    fields: Derived = {gates: bool(config.get("gating", True))}
+    heads, kinds = config.get("num_attention_heads_per_layer"), lists.listed(config, lists.ATTENTIONS)
+    if not isinstance(heads, list) or len(heads) != num_layers(config):
+        return fields
+    of = {kind: {n for n, one in zip(heads, kinds or ["full"] * len(heads), strict=True) if one == kind}
+          for kind in ("full", "sliding")}  # fmt: skip
+    if any(len(found) > 1 for found in of.values()) or not all(is_count(str(n)) for n in heads):
+        raise InexpressibleError(f"num_attention_heads_per_layer: {heads!r:.60}: heads of one kind of layer differ")
+    fields["num_attention_heads"] = next(iter(of["full"] or of["sliding"]))
+    return fields | ({"sliding_heads": {"num_attention_heads": next(iter(of["sliding"]))}} if of["sliding"] else {})

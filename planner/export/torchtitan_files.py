@@ -7,9 +7,9 @@ from itertools import groupby
 from typing import Any
 
 from planner.answer import Plan
-from planner.export.environment import EnvironmentVariable, node_environment, variables_of
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
+from planner.export.environment import node_environment, variables
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.run_settings import BIAS_UPDATE_RATE, FIRST_RUN_STEPS, notes_on_model, run_settings, stated
 from planner.export.stages import (
     ORDER_FILE,
     VirtualStage,
@@ -20,8 +20,6 @@ from planner.export.stages import (
     recomputed_layers,
     virtual_stages,
 )
-from planner.export.stated_model import BIAS_UPDATE_RATE, notes_on_model, stated
-from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -263,12 +261,6 @@ def splits_backward(plan: Plan) -> bool:
 
 WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
 RECIPE = "planned_recipe"
-_ENVIRONMENT = (
-    # as torchtitan's own run_train.sh has it; not every ROCm build of torch has such segments
-    EnvironmentVariable(
-        "PYTORCH_ALLOC_CONF", "expandable_segments:True", lambda plan: not plan.cluster.hardware.is_amd
-    ),
-)
 
 
 def export_torchtitan(plan: Plan) -> TrainerFiles:
@@ -283,7 +275,7 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
     command = LaunchCommand(
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
-        environment={**variables_of(_ENVIRONMENT, plan), **node_environment(plan)},
+        environment={**variables(plan, "environment-torchtitan"), **node_environment(plan)},
         placeholders=PLACEHOLDERS,
         requirements=tuple(_requirements(plan)),
         promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),

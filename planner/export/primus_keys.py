@@ -12,7 +12,7 @@ from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.option_rows import Options
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, num_layers_of
-from planner.export.primus.primus_files import ALGORITHMS, NEGATED, key_of
+from planner.export.primus_files import ALGORITHMS, NEGATED, key_of
 
 Values = dict[str, Any]
 TURBO = frozenset({
