@@ -166,8 +166,7 @@ COMMANDS = {
         "set up",
         "planner.cli.doctor_command",
         "doctor_command",
-        "Say what is installed, what each command needs and whether it can run here: one screen to "
-        "paste into an issue.",
+        "Say what is installed, and what commands lack here: one screen to paste into an issue.",
     ),
 }
 """Every command beside the main job, in the order of the help."""
