@@ -35,9 +35,9 @@ from planner.specs.base import Fraction, NonNegativeInt, PositiveFloat, Spec
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, written
 
-SIZES, SIZES_LENGTH, SHARES, SHARES_LENGTH, OWN = 0.51, 2.0, 0.34, 0.3, 0.21
+SIZES, SIZES_LENGTH, SHARES, SHARES_LENGTH, OWN = 0.50, 2.0, 0.34, 0.3, 0.21
 """The covariance of the errors of one job's layouts, fitted to 658 published layouts of 140 jobs. Held out source by
-source they have −1.05 nats a layout with it, and −0.94 with an error of the job and one of the layout alone
+source they have −1.05 nats a layout with it, and −0.93 with an error of the job and one of the layout alone
 (`tools/replay_next --fit`)."""
 REPEAT_SIGMA = 0.005
 """Standard deviation of a step measured again, in natural logarithms: quiet sources repeat a run within 0.5%."""
