@@ -189,6 +189,7 @@ def test_options_say_how_uneven_experts_are(
 
 def test_a_dtype_alone_sums_gradients_no_narrower() -> None:
     for switch, num_bytes in ((None, 4), ("bf16_gradients=true", 2)):
-        asked = LayoutOptions(**{**JOB, "runtime": "megatron", "dtype": "fp8", "switch": switch})
+        options: dict[str, Any] = {**JOB, "runtime": "megatron", "dtype": "fp8", "switch": switch}
+        asked = LayoutOptions(**options)
         run = inputs.read_described(asked, inputs.read_job(asked))
         assert run.runtime_spec.in_dtype("fp8", "hopper").gradient_bytes == num_bytes
