@@ -190,17 +190,6 @@ def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
 
 DEEPSPEED_RUNTIME = "deepspeed"
 """The trainer that is DeepSpeed around a model of torch."""
-_READ = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16", "bfloat16",
-    "zero_optimization", "tensor_parallel", "activation_checkpointing", "data_types", "sequence_parallel_size",
-}  # fmt: skip
-_IGNORED = {
-    "optimizer", "scheduler", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "prescale_gradients",
-    "gradient_predivide_factor", "dump_state", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comms_logger",
-    "flops_profiler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp32_allreduce",
-    "communication_data_type", "seed", "memory_breakdown", "load_universal_checkpoint", "monitor_config", "_comment",
-    "gradient_accumulation_dtype", "disable_allgather", "loss_scale", "amp_",
-}  # fmt: skip
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
 _ZERO_READ = {
     "stage", "overlap_comm", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "cpu_offload",
@@ -306,6 +295,7 @@ def _offloaded(zero: dict[str, Any]) -> float:
 
 def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) -> None:
     """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
+    row = dialect("deepspeed")
     for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
         if section(zero, key).get("device", "none") not in (*read, None):
             found.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
@@ -319,9 +309,9 @@ def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) 
     if str(kind or "").lower() not in _ADAMS:
         found.unknown["optimizer.type"] = str(kind)
     for key, value in config.items():
-        if key not in _READ:
+        if key not in row.read:
             is_off = isinstance(value, dict) and value.get("enabled") is False
-            (found.ignored if key in _IGNORED or is_off else found.unknown)[key] = json.dumps(value)
+            (found.ignored if row.is_harmless(key) or is_off else found.unknown)[key] = json.dumps(value)
 
 
 _PIPELINE = "planned_pipeline.py"
