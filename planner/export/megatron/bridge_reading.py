@@ -144,7 +144,7 @@ _HARMLESS = {
         train_ eval_ manual_gc exit empty skip rampup check_
     """,
     "optimizer": """
-        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled overlap_param_gather_with
+        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled overlap_param_gather apply_wd
     """,
     "ddp": """
         average align_ grad_reduce check_for data_parallel_sharding use_megatron nccl pad fp8
@@ -164,11 +164,15 @@ _HARMLESS = {
         first_last fp8_wgrad loss_scale hyst initial min_loss fp8_amax fp8_margin fp8_dot fp8_multi grad_reduce
     """,
     "comm_overlap": """
-        tp_comm_overlap_cfg overlap_p2p batch_p2p bucket defer wgrad data_parallel align
+        tp_comm_overlap_cfg tp_comm_bootstrap overlap_p2p batch_p2p bucket defer wgrad data_parallel align
         overlap_param_gather_with
     """,
 }
 """Beginnings of fields, by section."""
+_OF_HYBRIDS = re.compile(
+    r"model\.(mamba_|hybrid_|is_hybrid|mtp_(hybrid|use_repeated)|keep_mtp|use_mamba|use_fused_weighted|first_last)"
+)
+"""Fields that describe a hybrid model of which the name is given."""
 IGNORED = re.compile(
     "|".join(
         (
@@ -416,6 +420,10 @@ def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> Imp
         imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
+    if named is not None:
+        # a model by name has these layers
+        for path in [path for path in imported.unknown if _OF_HYBRIDS.match(path)]:
+            imported.ignored[path] = imported.unknown.pop(path)
     if imported.run["model"] is None and (hub_name or recipe):
         imported.model_name = hub_name or recipe
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]
