@@ -409,12 +409,17 @@ def _hub_name(record: CallRecord) -> str:
 def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
     launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
     options = {**launched, **options_of_fields(fields)}
-    named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
+    is_hybrid = bool(fields.get("model.hybrid_layer_pattern") or fields.get("model.hybrid_override_pattern"))
+    is_described = "--hidden-size" in options and not is_hybrid
+    named = None if is_described else model_called(hub_name) or model_of_recipe(recipe)
     if named is not None:
         # providers of mixtures have it unasked, unlike Megatron-LM
         options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
         options.setdefault("--hidden-dropout", ["0.0"])
     imported = run_of(options, script, "bridge", named=named)
+    if is_hybrid and named is None:
+        # what its options describe is no hybrid
+        imported.run["model"], imported.model_name = None, hub_name or recipe or "a hybrid of attention and Mamba"
     imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)
