@@ -16,7 +16,7 @@ from planner.export.keyed_settings import beginnings, dialect, flat
 from planner.export.named_models import exported_model
 from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
 from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
-from planner.export.stages import VirtualStage, all_full, check_recompute, virtual_stages
+from planner.export.stages import VirtualStage, all_full, check_modules, check_recompute, virtual_stages
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -139,9 +139,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.when(
         layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"
     )
-    objections.when(
-        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
-    )
+    check_modules(stages, objections)
     share = plan.runtime_spec.optimizer_offload_fraction
     objections.when(
         0 < share < 1 and layout.zero_stage < 3,
