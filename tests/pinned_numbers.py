@@ -142,11 +142,14 @@ def bounds() -> dict[str, list[float]]:
         numbers[name] = [float(len(can_fit)), float(can_fit.sum()), *_summed(coarse_bound_s(table)),
                          *_summed(coarse_bound_s(table, splits_backward=True))]  # fmt: skip
         choices = [*recompute_choices(priced.model, runtime, limits), *([ANY_SET] if table.module_sets else [])]
-        for number, (_, nodes) in enumerate(nodes_of(table, limits)):
-            for choice in choices:
-                label = f"{name} {number} {choice.base}/{choice.whole}"
-                numbers[label] = [*_summed(nodes.bound_s(choice)), *_summed(nodes.guess_s(choice))]
-            numbers[f"{name} {number} uneven chunks"] = [*_summed(level_guess_s(nodes))]
+        blocks = [nodes for _, nodes in nodes_of(table, limits)]
+        for choice in choices if blocks else ():
+            bound_s, guess_s = (
+                np.concatenate([getattr(nodes, each)(choice) for nodes in blocks]) for each in ("bound_s", "guess_s")
+            )
+            numbers[f"{name} {choice.base}/{choice.whole}"] = [*_summed(bound_s), *_summed(guess_s)]
+        uneven_s = [level_guess_s(nodes) for nodes in blocks]
+        numbers |= {f"{name} uneven chunks": [*_summed(np.concatenate(uneven_s))]} if blocks else {}
     return numbers
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from planner import __version__
 from planner.answer import layout, plan, run, small
 from planner.cli import app, main
 from planner.specs.reading import load_yaml
@@ -105,6 +106,11 @@ def test_every_page_is_in_the_book() -> None:
     assert {named(page) for page in PAGES} == listed
 
 
+def test_the_site_of_a_version_has_a_folder_and_a_heading_of_its_own(reference: ModuleType) -> None:
+    config = reference.links.on_config({"site_name": "planner", "site_dir": "/site"})
+    assert config == {"site_name": f"planner {__version__}", "site_dir": f"/site/{__version__}"}
+
+
 def test_the_site_loads_nothing_from_elsewhere() -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert settings["theme"]["font"] is False
@@ -130,9 +136,8 @@ def test_every_field_of_a_plan_is_in_the_index() -> None:
     for module in (plan, layout, run, small):
         for name, kind in vars(module).items():
             if isinstance(kind, type) and issubclass(kind, BaseModel) and kind.__module__ == module.__name__:
-                rows = re.findall(r"^\| `(\w+)` \|.*\| `planner/", sections[name], re.MULTILINE)
-                if sections[name].lstrip().startswith("All from `planner/"):
-                    rows = re.findall(r"(?:^|;\s)`(\w+)` ", sections[name].strip().split("\n\n")[-1])
+                lists = re.findall(r"^- `planner/[^:]+:[^ ]+: (.*(?:\n  .*)*)", sections[name], re.MULTILINE)
+                rows = [row for fields in lists for row in re.findall(r"(?:^|;\s+)`(\w+)`\s", fields)]
                 assert set(rows) == set(kind.model_fields), name
 
 

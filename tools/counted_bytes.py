@@ -25,8 +25,7 @@ from planner.probe.model.chunk import DecoderLayer
 from planner.probe.model.peers import apply
 from planner.probe.plan_runs import real_run, stage_asked_for, stand_in_stages
 from planner.probe.plan_slice import ProbeOptions, RankGrid, real_chunks, sharing_dp, slice_schedule
-from planner.probe.rank.rank_alone import trainer_alone
-from planner.probe.rank.training import RankTrainer
+from planner.probe.rank.training import RankTrainer, trainer_alone
 from planner.probe.result import ComparedQuantity
 from planner.probe.run import Place, ProbeRun
 from planner.probe.torch_build import rehearsed_build

@@ -6,6 +6,7 @@ bytes, and an interval is meant to hold the true value in 80% of all cases.
 
 from planner.answer.layout import (
     AS_PLANNED,
+    DecidingFact,
     Evidence,
     Layout,
     NarrowScaling,
@@ -41,6 +42,7 @@ __all__ = [
     "SIGMAS_TO_END",
     "BatchOffer",
     "Change",
+    "DecidingFact",
     "Evidence",
     "Goodput",
     "Interval",

@@ -167,6 +167,18 @@ class StagePlan(Spec):
     """Number of parameters that one rank holds."""
     memory: StageMemory
 
+    @property
+    def recomputed_in_chunks(self) -> tuple[int, ...]:
+        """The number of layers that are recomputed whole in each chunk, its first ones.
+
+        Where only their sum is known, all chunks recompute the same number, as far as a chunk has so many.
+        """
+        if self.num_recomputed:
+            return tuple(map(sum, self.num_recomputed))
+        count, sizes = self.recompute.get("full", 0), [last - first for first, last in self.chunks]
+        each = next(n for n in range(max(sizes) + 1) if sum(min(n, size) for size in sizes) >= count)
+        return tuple(min(each, size) for size in sizes)
+
 
 class StepBreakdown(Spec):
     """The parts of a step's seconds, on the rank that decides how long it is; the items add up to step_s."""
@@ -250,6 +262,19 @@ class UnsaidSwitch(Spec):
     """Seconds of the step with the other value."""
 
 
+class DecidingFact(Spec):
+    """The one fact that would narrow a step's wide interval most."""
+
+    fact: Name
+    """The fact, in words."""
+    option: Name
+    """The option that says it, or the command that measures it."""
+    half_width: PositiveFloat
+    """Half of the interval's width, in natural logarithms."""
+    known_half_width: NonNegativeFloat
+    """The same if the fact were known."""
+
+
 AS_PLANNED = "as planned"
 """The assumption of a step under which nothing is changed."""
 
@@ -318,6 +343,8 @@ class PricedLayout(Spec):
     unsaid: tuple[UnsaidSwitch, ...] = ()
     """The switches that a run does not say and that may move its step by over 2%, the one that moves it most first; the
     step's interval covers them. Empty where all are said, as in a plan that was searched for."""
+    deciding_fact: DecidingFact | None = None
+    """The one fact that would narrow the step's interval most; null where it is within 40%."""
     rank_order: RankOrder = "tp-cp-ep-dp-pp"
     """The order in which ranks are numbered, the innermost group first, as in `parallelism`."""
     placement: tuple[Placement, ...] = ()
@@ -350,14 +377,12 @@ class PricedLayout(Spec):
 
     def _recomputed_layers(self) -> list[int]:
         """Numbers of the layers that are recomputed whole: the first ones of each chunk."""
-        layers: list[int] = []
-        for stage in self.stages:
-            left = stage.recompute.get("full", 0)
-            for index, (first, last) in enumerate(stage.chunks):
-                count = sum(stage.num_recomputed[index]) if stage.num_recomputed else min(left, last - first)
-                left -= count
-                layers += range(first, first + count)
-        return sorted(layers)
+        return sorted(
+            layer
+            for stage in self.stages
+            for (first, _), count in zip(stage.chunks, stage.recomputed_in_chunks, strict=True)
+            for layer in range(first, first + count)
+        )
 
     @property
     def worst_stage(self) -> StagePlan:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from planner.cli import options as o
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.profile.findings import Command, Extra, Findings, Gpu, Package
+    from planner.profile.doctor import Extra, Findings, Package
 
-Deep = Annotated[
-    bool, o.text("What is looked at", "--deep", None, "Import torch too, in a process of its own: seconds to minutes.")
-]
-MAIN_JOB = "plan"
 SOLVERS = ("highspy", "pulp")
 """The packages that solve integer programs."""
 
 
-def doctor_command(deep: Deep = False, json: o.Json = False) -> None:
-    """Say what is installed, what each command needs and whether it can run here: one screen to paste into an issue.
+def doctor_command(json: o.Json = False) -> None:
+    """Say what is installed, and what commands lack here: one screen to paste into an issue.
 
     GPUs are found by their driver's tools and torch by its files, so that nothing slow is imported. Names of users and
     machines are left out. Ends with 1 where the planner lacks something that it depends on, with 4 where the solver
@@ -31,13 +27,12 @@ def doctor_command(deep: Deep = False, json: o.Json = False) -> None:
     \b
     Example:
       plan doctor
-      plan doctor --deep --json
+      plan doctor --json
     """
-    from planner.cli.app import COMMANDS
-    from planner.cli.output import dumps, show, width
+    from planner.cli.output import dumps, show
     from planner.profile.doctor import examine
 
-    findings = examine((MAIN_JOB, *COMMANDS), o.DEFAULT_HARDWARE, deep, width())
+    findings = examine(o.DEFAULT_HARDWARE)
     if json:
         sys.stdout.write(dumps(findings.model_dump(mode="json") | {"troubles": findings.troubles}))
     else:
@@ -51,8 +46,7 @@ def _trouble(findings: Findings) -> Exception:
     from planner.distribution import install_line
     from planner.errors import PlannerError, SolverError
 
-    broken = any(solver.is_needed and solver.trouble for solver in findings.solvers)
-    packages = findings.installed.packages
+    broken, packages = bool(findings.solvers["HiGHS"]), findings.packages
     if any(package.trouble for package in packages):
         hint = f"{install_line()} brings what is missing"
     elif broken:
@@ -71,8 +65,7 @@ def render(findings: Findings) -> Iterator[RenderableType]:
 
     from planner.report.pieces import columns
 
-    calibration = findings.calibration
-    yield Text(f"{findings.version} (calibration of {calibration.date}, {_days(calibration.age_days)} old)", "bold")
+    yield Text(findings.version, "bold")
     table = columns("l", None)
     for head, text in _lines(findings):
         table.add_row(head, text)
@@ -83,59 +76,28 @@ def render(findings: Findings) -> Iterator[RenderableType]:
 
 
 def _lines(findings: Findings) -> Iterator[tuple[str, str]]:
-    has = findings.installed
+    from planner.profile.doctor import EXTRAS
+
     yield "Python", f"{findings.python}, {findings.system}"
-    yield "installed", f"as {has.kind} in {has.folder}"
-    yield "depends on", ", ".join(map(_package, has.packages))
-    for solver in findings.solvers:
-        works = "solves a small program" if not solver.trouble else solver.trouble
-        yield "solver" if solver.is_needed else "", f"{solver.name} {works}{'' if solver.is_needed else ' (optional)'}"
-    needed = {name for command in findings.commands for name in command.extras}
-    for extra in has.extras:
-        if extra.name in needed:
-            yield f"[{extra.name}]", _extra(extra)
-    others = [_state(extra) for extra in has.extras if extra.name not in needed]
-    yield "extras", f"of developers, which no command needs: {', '.join(others)}"
-    yield from _commands(findings.commands)
+    yield "installed", f"as {findings.kind} in {findings.folder}"
+    yield "depends on", ", ".join(map(_package, findings.packages))
+    works = (f"{name} {trouble or 'solves a small program'}" for name, trouble in findings.solvers.items())
+    yield "solver", f"{'; '.join(works)} (optional)"
+    for extra in findings.extras:
+        if extra.name in EXTRAS:
+            yield f"[{extra.name}]", f"{EXTRAS[extra.name]}: {_extra(extra)}"
     yield "GPU", _gpus(findings)
-    torch = findings.torch
-    if torch is None:
-        yield "torch", "not installed: plan probe and plan profile need it, plans do not"
-    else:
-        built = f", built for {torch.build}" if torch.build else ""
-        yield "torch", f"{torch.version}{built}{f'; {torch.imported}' if torch.imported else ''}"
-    profile = findings.profile
-    yield "profile", f"{profile.name}, {profile.reason}; {profile.evidence}"
-    yield "calibration", f"{findings.calibration.numbers} ({findings.calibration.source})"
-    kept = f"{findings.history.num_runs} kept runs in {findings.history.path}"
-    yield "history", findings.history.trouble or kept
-    yield "temp", f"{findings.temp.path}, {findings.temp.trouble or 'writable'}"
-    terminal = findings.terminal
-    where = "terminal" if terminal.is_terminal else "no terminal"
-    yield "terminal", f"{terminal.num_columns} columns, {terminal.encoding}, {where}"
-    yield "variables", f"set: {', '.join(findings.variables) or 'none of ours'}; there is no cache and no other file"
-
-
-def _commands(commands: tuple[Command, ...]) -> Iterator[tuple[str, str]]:
-    free = [command.name for command in commands if not command.extras]
-    yield "commands", f"{', '.join(free)}: run"
-    for command in commands:
-        if command.extras:
-            needs = " and ".join(f"[{extra}]" for extra in command.extras)
-            runs = "runs" if command.can_run else "cannot run"
-            yield "", f"{command.name} needs {needs}: {runs}{f', {command.note}' if command.note else ''}"
+    yield "torch", findings.torch or "not installed: plan probe and plan profile need it, plans do not"
+    yield "profile", findings.profile
+    yield "calibration", findings.calibration
+    yield "history", f"{findings.num_runs} kept runs in {findings.history}"
+    yield "temp", f"{findings.temp}, {findings.temp_trouble or 'writable'}"
 
 
 def _extra(extra: Extra) -> str:
     """The versions of an extra, or what it lacks and the line that installs that."""
     lacks = [package for package in extra.packages if package.trouble]
     return f"{', '.join(map(_package, lacks))}: {extra.install}" if lacks else ", ".join(map(_package, extra.packages))
-
-
-def _state(extra: Extra) -> str:
-    num_lacking = sum(1 for package in extra.packages if package.trouble)
-    lacks = f"lacks {num_lacking} of {len(extra.packages)}" if num_lacking else "complete"
-    return f"[{extra.name}] {lacks}"
 
 
 def _package(package: Package) -> str:
@@ -146,20 +108,12 @@ def _package(package: Package) -> str:
 
 
 def _gpus(findings: Findings) -> str:
-    found = findings.gpus
-    if not found.gpus:
-        return f"none found{f': {found.trouble}' if found.trouble else ''}; plans need none"
-    counts: dict[Gpu, int] = {}
-    for gpu in found.gpus:
-        counts[gpu] = counts.get(gpu, 0) + 1
-    listed = "; ".join(f"{count} × {_gpu(gpu)}" for gpu, count in counts.items())
-    return f"{listed} ({found.found_by}){f'; {found.trouble}' if found.trouble else ''}"
-
-
-def _gpu(gpu: Gpu) -> str:
-    memory = f", {gpu.memory_gib:.1f} GiB" if gpu.memory_gib is not None else ""
-    return f"{gpu.name}{memory}{f', driver {gpu.driver}' if gpu.driver else ''}"
-
-
-def _days(count: int) -> str:
-    return f"{count} day{'' if count == 1 else 's'}"
+    """Each kind of GPU with their number, or why none is found."""
+    if not findings.gpus:
+        return f"none found{f': {findings.gpu_trouble}' if findings.gpu_trouble else ''}; plans need none"
+    words = [
+        f"{gpu.name}{f', {gpu.memory_gib:.1f} GiB' if gpu.memory_gib is not None else ''}"
+        f"{f', driver {gpu.driver}' if gpu.driver else ''}"
+        for gpu in findings.gpus
+    ]
+    return "; ".join(f"{words.count(one)} × {one}" for one in dict.fromkeys(words))

@@ -146,7 +146,7 @@ def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
         _log.info("this plans a training from the beginning; --finetune trains a model further, --lora or --qlora less")
     nodes, rest = divmod(cluster.num_gpus, cluster.node_size)
     if nodes and rest:
-        _log.info("--gpus %d: %d whole nodes of %d GPUs and %d GPUs of another", cluster.num_gpus, nodes,
+        _log.info("--gpus %d: %d × %d GPUs in whole nodes, and %d of another node", cluster.num_gpus, nodes,
                   cluster.node_size, rest)  # fmt: skip
 
 
@@ -209,7 +209,9 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     switches = _switches(asked, job, describes=True)
     if switches == DEFAULT:
         return replace(job, says_switches=True)
-    runtime, _ = described(job.runtime_spec, job.cluster.hardware, job.model, switches or {})
+    # a dtype alone sums gradients no narrower, as in a plan; recipes of benchmarks say so
+    wide = job.runtime_spec.model_copy(update={"narrow_gradient_bytes": None})
+    runtime, _ = described(wide, job.cluster.hardware, job.model, switches or {})
     check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
     training = _routed(asked, job.training, job.model, runtime, switches or {})
     return replace(

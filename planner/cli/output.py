@@ -30,7 +30,7 @@ MIN_WIDTH, MAX_WIDTH = 80, 100
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Printing:
     """How an answer is printed."""
 
     as_json: bool = False
@@ -51,34 +51,39 @@ class Shape:
         return names
 
 
-def answer(plan: Plan, shape: Shape, output: str | None, force: bool, own: PricedLayout | None = None) -> None:
+def answer(plan: Plan, form: Printing, output: str | None, force: bool, own: PricedLayout | None = None) -> None:
     """Save the plan where `output` says, then print it as one screen, in full, or as JSON."""
-    names = shape.names
+    names = form.names
     if save(plan, output, force):
         return
-    if shape.as_json:
+    if form.as_json:
         sys.stdout.write(dumps(plan.to_json()))
         return
     from planner.report.terminal import render, screen
 
     show(
-        render(plan, own, names) if shape.full or names else screen(plan, own, _next(plan, output)),
-        cols=None if shape.full or names else MIN_WIDTH,
+        render(plan, own, names) if form.full or names else screen(plan, own, _next(plan, output)),
+        cols=None if form.full or names else MIN_WIDTH,
     )
 
 
 def _next(plan: Plan, saved: str | None) -> str:
     """The command to type next."""
-    from planner.export.targets import TRAINERS
-
     if not plan.fits:
         return "next  plan explain, with the same options: why, and what would make it fit"
-    named = (target.name for target in TRAINERS.values() if plan.runtime_spec.family in target.runtimes)
     file = shlex.quote(saved or "plan.json")
     before = "" if saved else "-o plan.json, then "
-    says = f"next  {before}plan export {file} --to {next(named, 'torchrun')}"
+    says = f"next  {before}plan export {file} --to {target_of(plan)}"
     rest = " (--full for the rest)"
     return says + rest if len(says) + len(rest) <= MIN_WIDTH else says
+
+
+def target_of(plan: Plan) -> str:
+    """The first target that writes files of a plan's trainer."""
+    from planner.export.targets import TRAINERS
+
+    named = (target.name for target in TRAINERS.values() if plan.runtime_spec.family in target.runtimes)
+    return next(named, "torchrun")
 
 
 def warn_of_early_stop(plan: Plan) -> None:

@@ -71,14 +71,14 @@ def plan_command(
     if asked.keep is not None:
         raise SpecError("--keep: without --from, no job has anything to keep", "add --from plan.json")
     from planner.cli.inputs import read_job, read_limits
-    from planner.cli.output import Shape, answer, waiting, warn_of_early_stop
+    from planner.cli.output import Printing, answer, waiting, warn_of_early_stop
     from planner.files import refuse_to_overwrite
     from planner.layout.evaluate import within
     from planner.search.search import plan
 
     job = read_job(asked)
     limits = read_limits(asked, job)
-    shape = Shape(json, full, show)
+    shape = Printing(json, full, show)
     shape.names  # noqa: B018 — refused before the search
     if output is not None:
         refuse_to_overwrite(output, force)
@@ -118,7 +118,7 @@ def evaluate_command(
         _evaluate_runs(ctx, runs, json)
         return
     from planner.cli.inputs import read_described, read_job, read_parallelism
-    from planner.cli.output import Shape, answer
+    from planner.cli.output import Printing, answer
     from planner.files import STDOUT, refuse_to_overwrite
     from planner.layout.evaluate import evaluate
     from planner.trainers.stated import as_consented, consented
@@ -126,7 +126,7 @@ def evaluate_command(
     job = read_job(asked)
     job = replace(job, runtime_spec=as_consented(job.runtime_spec, ()))
     run, parallelism = read_described(asked, job), read_parallelism(asked)
-    shape = Shape(json, full, show)
+    shape = Printing(json, full, show)
     if output is not None:
         refuse_to_overwrite(output, force)
     says = run.says_switches

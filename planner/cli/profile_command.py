@@ -59,7 +59,7 @@ def profile_command(
     from planner.plan_file import read_plan
 
     try:
-        from planner.profile.measure_links import WAIT_S, Ranks, exchange_rows
+        from planner.profile.measure import WAIT_S, Ranks, exchange_rows
     except ModuleNotFoundError as error:
         raise ProbeError(f"measuring needs {error.name}", install_line("probe")) from None
     from planner.profile.build_profile import profile_of
@@ -119,7 +119,7 @@ def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ra
 def _exchange(record: MeasurementRecord, kind: Device, quick: bool, ranks: object) -> None:
     """Exchanges: among the ranks that torchrun started, else among processes started here, once."""
     from planner.errors import ProbeError
-    from planner.profile.measure_links import Ranks, exchange_rows, num_processes, spawned_rows
+    from planner.profile.measure import Ranks, exchange_rows, num_processes, spawned_rows
     from planner.profile.record import shapes_to_measure
 
     shapes, tables = shapes_to_measure(kind, quick), record.measured.tables

@@ -53,7 +53,7 @@ Usd = Annotated[
     float | None, o.number(o.RUN, "--usd --budget", "The run may cost so much, such as 5M.", "X", float, "usd")
 ]
 Csv = Annotated[str | None, o.text(o.OUTPUT, "--csv", "FILE", "Write all points; - is stdout.")]
-Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw them: .png, .svg or .html; - is the terminal.")]
+Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw them: .png or .svg.")]
 Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --csv and --plot replace a file.")]
 
 
@@ -92,7 +92,7 @@ def sweep_command(
         draw(answer, plot, force)
     if csv is not None:
         write_text(csv, as_csv(answer), force)
-    if STDOUT in (csv, plot):
+    if csv == STDOUT:
         return
     if json:
         sys.stdout.write(dumps(answer.to_json()))

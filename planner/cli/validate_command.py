@@ -76,7 +76,7 @@ def validate_command(
 
 def _keep(add: str | None, history: str | None, json: bool, alone: bool) -> None:
     """Keep a run; SpecError where another question is asked beside it, or none is named."""
-    from planner.cli.validate_history import add_run
+    from planner.cli.measurements import add_run
     from planner.errors import SpecError
 
     if add is None:

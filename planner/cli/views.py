@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from planner.answer import Plan
     from planner.answer.memory import MemoryAnswer, MemoryOfStage
-    from planner.cli.output import Shape
+    from planner.cli.output import Printing
     from planner.decide.compare import Compared
     from planner.layout.candidate import Candidate
 
@@ -37,9 +37,7 @@ Files = Annotated[
 ]
 Stage = Annotated[int | None, o.number(_WHAT, "--stage", "One stage. [all, and tensors of the fullest]")]
 Alternative = Annotated[int | None, o.number(_WHAT, "--alternative", "The plan's N-th alternative. [the best]")]
-Plot = Annotated[
-    str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw it over the step: .png, .svg or .html; - is the terminal.")
-]
+Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw it over the step: .png or .svg.")]
 Snapshot = Annotated[
     str | None, o.text(o.OUTPUT, "--snapshot", "FILE", "Write the stage's step for pytorch.org/memory_viz.")
 ]
@@ -77,7 +75,7 @@ def show_command(
       plan show plan.json --show rejected,proof
       plan show plan.json --page report.html --trace trace.json
     """
-    from planner.cli.output import Shape, dumps
+    from planner.cli.output import Printing, dumps
     from planner.cli.output import show as print_out
     from planner.specs.reading import SAVED, label, load_yaml
 
@@ -88,32 +86,32 @@ def show_command(
         if trace is not None:
             _write_trace(plan, file, micro_batches, trace, force)
         return
-    shape = Shape(json, full, show)
+    form = Printing(json, full, show)
     data, where = load_yaml(file, SAVED), label(file)
     known = [row for row in _KINDS if row.keys <= data.keys()]
     if not known:
         hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
         raise SpecError(f"{where}: is nothing that a command saved", hint)
-    rendered = known[0].draw(data, where, shape, alternative)
+    rendered = known[0].draw(data, where, form, alternative)
     if json:
         sys.stdout.write(dumps(data))
     else:
         print_out(rendered)
 
 
-def _draw_plan(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+def _draw_plan(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
     from planner.plan_file import plan_of, with_alternative
     from planner.report.terminal import render, screen
 
     plan = with_alternative(plan_of(data, where), alternative)
-    return render(plan, None, shape.names) if shape.full or shape.names else screen(plan)
+    return render(plan, None, form.names) if form.full or form.names else screen(plan)
 
 
-def _draw_imported(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
-    return _draw_plan(data["evaluated"], where, shape, alternative)
+def _draw_imported(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
+    return _draw_plan(data["evaluated"], where, form, alternative)
 
 
-def _draw_resume(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+def _draw_resume(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
     from planner.decide.job import Resume
     from planner.plan_file import plan_of
     from planner.report.runs import render_resume
@@ -125,7 +123,7 @@ def _draw_resume(data: dict[str, Any], where: str, shape: Shape, alternative: in
     return render_resume(checked(Resume, ways, where), plan_of(data, where))
 
 
-def _draw_sweep(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+def _draw_sweep(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
     from planner.decide.sweep import Sweep
     from planner.report.sweep import render_sweep
     from planner.specs.problems import checked
@@ -133,7 +131,7 @@ def _draw_sweep(data: dict[str, Any], where: str, shape: Shape, alternative: int
     return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
 
 
-def _draw_comparison(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+def _draw_comparison(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
     from planner.decide.compare import Compared, compare
     from planner.report.comparison import render_comparison
     from planner.specs.problems import checked
@@ -141,7 +139,7 @@ def _draw_comparison(data: dict[str, Any], where: str, shape: Shape, alternative
     return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
 
 
-def _draw_phases(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+def _draw_phases(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
     from planner.decide.phases import PhasesAnswer
     from planner.plan_file import plan_of
     from planner.report.runs import render_phases
@@ -153,7 +151,7 @@ def _draw_phases(data: dict[str, Any], where: str, shape: Shape, alternative: in
     )
 
 
-def _draw_next(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+def _draw_next(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
     from planner.decide.next import NextAnswer
     from planner.report.runs import render_next
     from planner.specs.problems import checked
@@ -161,14 +159,14 @@ def _draw_next(data: dict[str, Any], where: str, shape: Shape, alternative: int 
     return render_next(checked(NextAnswer, data, where))
 
 
-def _draw_probe(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+def _draw_probe(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
     from planner.cli.measurements import probe_of
     from planner.cli.probe_report import render
 
     return render(probe_of(data, where))
 
 
-def _draw_observed(data: dict[str, Any], where: str, shape: Shape, alternative: int | None) -> RenderableType:
+def _draw_observed(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
     from planner.observe.judge import observed_of
     from planner.report.observe import render_observed
 
@@ -183,7 +181,7 @@ class _Kind(NamedTuple):
     """Something that a command saves: the keys that it has, and what draws it."""
 
     keys: set[str]
-    draw: Callable[[dict[str, Any], str, Shape, int | None], RenderableType]
+    draw: Callable[[dict[str, Any], str, Printing, int | None], RenderableType]
 
 
 _KINDS = (
@@ -290,11 +288,11 @@ def memory_command(
     \b
     Example:
       plan memory plan.json
-      plan memory plan.json --stage 0 --plot -
+      plan memory plan.json --stage 0 --plot stage0.svg
       plan memory plan.json --stage 0 --snapshot stage0.pickle
     """
-    from planner.cli.output import dumps, show_and_save, waiting
-    from planner.files import STDOUT, refuse_to_overwrite, write_text
+    from planner.cli.output import show_and_save, waiting
+    from planner.files import STDOUT, refuse_to_overwrite
     from planner.layout.alive import explore, shown
     from planner.layout.price import reprice
     from planner.plan_file import read_plan, with_alternative
@@ -303,8 +301,6 @@ def memory_command(
     for path in (output, plot, snapshot):
         if path is not None:
             refuse_to_overwrite(path, force)
-    if plot == output == STDOUT:
-        raise SpecError("--plot - and -o -: both are standard output", "name a file for one of them")
     if snapshot == STDOUT:
         raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
     draw = None if plot is None else _drawing_to(plot)
@@ -318,14 +314,11 @@ def memory_command(
     _note_fewer(candidate, chosen.best.parallelism.num_microbatches)
     fullest = max(answer.stages, key=lambda one: one.memory.total_bytes)
     if draw is not None and plot is not None:
-        draw(answer, fullest, plot, force)
+        draw(fullest, plot, force)
     if snapshot is not None:
         _write_snapshot(answer, fullest, candidate, snapshot, force)
     data = answer.model_dump(mode="json") if json or output is not None else None
-    if plot != STDOUT:
-        show_and_save(data, render_memory(answer, fullest), json, output, force, indent=None)
-    elif output is not None:
-        write_text(output, dumps(data, None), force)
+    show_and_save(data, render_memory(answer, fullest), json, output, force, indent=None)
 
 
 def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:
@@ -336,7 +329,7 @@ def _note_fewer(candidate: Candidate, num_microbatches: int) -> None:
         )  # fmt: skip
 
 
-def _drawing_to(path: str) -> Callable[[MemoryAnswer, MemoryOfStage, str, bool], None]:
+def _drawing_to(path: str) -> Callable[[MemoryOfStage, str, bool], None]:
     """The function that draws a stage, once it is known that it can draw to `path`."""
     from planner.report.plots import check_picture, draw_memory
 

@@ -42,7 +42,7 @@ data-parallel ranks or in another layout, or it waits for the repair."""
 
 
 class Closed(Spec):
-    """A way that cannot be taken."""
+    """A choice that is not possible, and why."""
 
     kind: Kind
     reason: str
@@ -83,9 +83,9 @@ class Choice(Spec):
     lost_until_repair_s_interval: tuple[Difference, Difference] | None = None
     """The same for the ends of the repair's interval; below 0 where more is trained than at the old rate."""
     convergence: tuple[str, ...] = ()
-    """Changes that what is learned may depend on: batch, order of the data, numerics."""
+    """Changes that may affect what is learned: batch, order of the data, numerics."""
     execution: tuple[str, ...] = ()
-    """Changes that seconds and bytes alone depend on."""
+    """Changes that affect seconds and bytes alone."""
     options: tuple[str, ...] = ()
     """Words of the command line that make this the plan that is saved."""
 
@@ -113,7 +113,7 @@ class SpareNodes(Spec):
 
     num_nodes: int
     num_idle: int
-    """How many of them are idle GPUs of the plan, which cost no more for standing in."""
+    """Nodes among them that the plan leaves idle, which cost nothing more."""
     none_free_fraction: float
     idle_gpu_hours: float
     lost_gpu_hours: float
@@ -262,7 +262,7 @@ class ResumedJob:
 
 
 CONVERSIONS = 2
-"""Times that a tool which converts a checkpoint moves all of its bytes, at least: it reads them and writes them."""
+"""How often a converting tool moves all bytes of a checkpoint at least: it reads and writes them."""
 
 
 def losses_on(job: ResumedJob, num_gpus: int) -> Losses:

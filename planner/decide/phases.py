@@ -88,12 +88,12 @@ class PhaseAnswer(Spec):
     name: str
     tokens: float
     steps: float
-    """Optimizer steps, those of all batches together."""
+    """Optimizer steps of all batches together."""
     seq_length: int
     global_batch_size: int
     """Sequences of a step; of a batch that grows, at the end."""
     batches: tuple[BatchStep, ...] = ()
-    """The batches of one that grows, in order; empty where it stays."""
+    """The batches of a phase whose batch grows, in order; empty where it stays."""
     num_gpus: int
     dtype: str
     document_fraction: float = 1.0
@@ -134,7 +134,7 @@ class LayoutChange(Spec):
     resharded: bool
     """True if the layout changes, false if the job starts anew in the same one."""
     why: str
-    """The thing that the stop is for."""
+    """The reason of the stop."""
     from_layout: str
     to_layout: str
     gains_days: float | None = None
@@ -236,7 +236,7 @@ class PhaseLayouts:
     plan: Plan
     layouts: tuple[PricedLayout, ...]
     for_others: tuple[PricedLayout, ...] = ()
-    """Those of the layouts that were searched for the sake of other phases."""
+    """Layouts among these that were searched for other phases."""
 
 
 def found(phase: Phase) -> PhaseLayouts | PlannerError:
@@ -296,7 +296,7 @@ class Asked:
 
 
 def grid_of(layout: PricedLayout) -> Pins:
-    """Pins under which ranks hold what they hold in a layout, while the rest is planned anew."""
+    """Pins that keep what each rank holds in a layout; everything else is planned anew."""
     return tuple((axis, (getattr(layout.parallelism, axis),)) for axis in GRID)
 
 
@@ -359,7 +359,7 @@ def _longer_factor(phase: Phase, steps_s: Sequence[float]) -> float:
 
 
 def plan_in(phase: Phase, own: Plan, run: PhaseRun, asked: tuple[PricedLayout, RuntimeSpec]) -> Plan:
-    """The plan of a phase in the layout of a run, which was asked for so: its own where that is the best."""
+    """The plan of a phase in the layout of a run: the phase's own plan where that has this layout."""
     if run.layout == own.best:
         chosen = own
     else:

@@ -69,7 +69,7 @@ def needs_of(job: ResumedJob, candidate: Candidate, loads: Loads) -> Iterator[st
 
 
 def convergence_of(job: ResumedJob, candidate: Candidate) -> Iterator[str]:
-    """The changes that what is learned may depend on."""
+    """The changes that may affect what is learned."""
     old, new = job.old.training.global_batch_size, candidate.pricing.training.global_batch_size
     if old != new:
         yield f"batch {old:,} → {new:,} ({new / old - 1:+.1%})"
@@ -79,7 +79,7 @@ def convergence_of(job: ResumedJob, candidate: Candidate) -> Iterator[str]:
 
 
 def execution_of(job: ResumedJob, layout: Layout) -> Iterator[str]:
-    """The changes that seconds and bytes alone depend on; sums are rounded in another order."""
+    """The changes that affect seconds and bytes alone; sums are rounded in another order."""
     for axis in AXES:
         old, new = getattr(job.layout, axis), getattr(layout, axis)
         if old != new:
@@ -115,7 +115,7 @@ class Exposed:
     """The job that goes on, exposed to failures."""
 
     job: ResumedJob
-    """Its plan is the one that goes on."""
+    """The job whose plan goes on."""
     _known: dict[tuple[int, bool], _Fallback | None] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -200,7 +200,7 @@ class Exposed:
         return max(found, key=lambda each: each.rate_fraction, default=None)
 
     def spare_nodes(self) -> tuple[tuple[SpareNodes, ...], int]:
-        """The cost of numbers of spare nodes a day, from none to beyond the cheapest, and the cheapest."""
+        """The daily cost of each number of spare nodes, from none to beyond the cheapest, and the cheapest number."""
         clock, size = Clock(self.job), self.job.case.cluster.node_size
         lost_alone = self.num_idle_nodes + 1
         found = self.fallback(lost_alone, clock, searches=not self.num_idle_nodes)
@@ -223,7 +223,7 @@ class Exposed:
 LEAST_BATCH_GAIN = 0.02
 """Least share of the tokens a second for which another batch is a choice, as for `Plan.batch_offer`."""
 ALIKE = 0.01
-"""Share by which losses are alike, so that the way that changes less is recommended."""
+"""Relative difference below which losses count as equal, so that the choice that changes less is recommended."""
 _ORDER: tuple[Kind, ...] = ("stay", "split", "reshard", "wait")
 
 

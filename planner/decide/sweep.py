@@ -320,6 +320,6 @@ def of_points(points: Iterable[Point], goal: Goal) -> Sweep:
 
 @contextmanager
 def planners(num_points: int, advance: Callable[[], None] = lambda: None) -> Any:
-    """Something that plans trials in as many processes as there are processors, or here where there are few points."""
+    """A planner of trials, in as many processes as there are processors, or in this one where there are few points."""
     with processes(num_points, FEWEST_FOR_PROCESSES, "planner.decide.sweep", advance) as each:
         yield lambda trials: each(planned, trials)

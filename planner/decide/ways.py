@@ -33,7 +33,7 @@ from planner.trainers.rules.recipe import broken_recipe_rules, rules_for
 MOST_BATCHES = 2
 """Batches for which layouts are searched; each takes a few tenths of a second."""
 AS_GOOD = 0.01
-"""Share of a score within which the batch that is nearer to the one asked for is taken."""
+"""Relative difference of scores within which the batch nearer to the one asked for is taken."""
 
 
 def near_batches(job: ResumedJob, layouts: Sequence[Layout]) -> list[int]:
@@ -239,7 +239,7 @@ def _misfit(candidate: Candidate) -> str:
 
 
 ROUGH_GAP_FRACTION = 0.02
-"""Gap of the searches for layouts that are not answered: of batches nearby, and after failures that may come."""
+"""Gap of the searches for layouts beside the answer: other batches, and after failures that may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ def loading(job: ResumedJob, candidate: Candidate, has_split: bool) -> Loads | N
 
 
 def row_axes(candidate: Candidate) -> dict[str, object]:
-    """The axes of a candidate by the names that a checkpoint's row knows them by."""
+    """The axes of a candidate, by the names in a checkpoint's row."""
     shape = candidate.shape
     sizes = {name: getattr(shape, name) for name in type(shape).__slots__}
     layers = (candidate.split.counts, candidate.placement)

@@ -11,7 +11,7 @@ from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import Dialect, Settings, dialect, flat, is_on, mapping_of, number
 from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
 from planner.export.named_models import model_called, moe_of
-from planner.export.torchtitan.settings_reading import run_of_settings
+from planner.export.torchtitan_reading import run_of_settings
 from planner.export.verl_reading import value_of
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
@@ -136,7 +136,8 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
         overrides = {path: value_of(value) for path, equals, value in pairs if equals and re.match(r"[a-z]", path)}
         parent = next((path[9:] or value for path, _, value in pairs if path == "--config"), None)
     text = config.beside(str(parent)) if parent and depth < _PARENTS else None
-    before = _merged(ConfigFile(text, config.path), depth + 1) if text is not None else {}
+    where = None if config.path is None else config.path.parent / str(parent)
+    before = _merged(ConfigFile(text, where), depth + 1) if text is not None else {}
     return {**before, **overrides}
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.launchers import LAUNCH, node_check, preflight, promised
-from planner.export.refusal import Inexpressible, Reason
-from planner.export.target_price import check_fits, priced_for
+from planner.export.refusal import Inexpressible, Reason, check_fits, priced_for
 from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS, TrainerTarget
 from planner.export.trainer_files import IMAGE, IMAGE_OF_AMD, ExportFile, LaunchCommand, Placeholder, plan_sha256, slug
 from planner.files import FolderFile, write_folder

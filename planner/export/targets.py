@@ -38,7 +38,7 @@ class TrainerTarget:
 
     def write(self, plan: Plan) -> TrainerFiles:
         assert self.writer is not None
-        from planner.export.target_price import unstretched, with_note
+        from planner.export.refusal import unstretched, with_note
 
         plan, note = unstretched(plan, self.runtime_for(plan))
         files: TrainerFiles = _load(self.writer)(plan)
@@ -89,7 +89,7 @@ _TRAINERS = (
         runtimes=("megatron",),
     ),
     TrainerTarget(
-        "primus", "primus.primus_files:export_primus", "primus.experiment_reading:read_primus",
+        "primus", "primus_files:export_primus", "primus_reading:read_primus",
         mark=r"^modules:\s*$(?s:.*)^  (pre|post)_trainer:\s*$", runtimes=("primus-megatron", "primus-torchtitan"),
     ),
     TrainerTarget(
@@ -100,11 +100,11 @@ _TRAINERS = (
         runtimes=("bridge",),
     ),
     TrainerTarget(
-        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
-    ),
-    TrainerTarget(
         "nemo-rl", None, "automodel_reading:read_nemo_rl",
         mark=r"^policy:\s*$|\bpolicy\.(megatron_cfg|dtensor_cfg|train_(global|micro)|max_total)|nemo_rl",
+    ),
+    TrainerTarget(
+        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
     ),
     TrainerTarget(
         "openrlhf", None, "huggingface.trainer_reading:read_openrlhf", mark=r"openrlhf\.cli\.train_",
@@ -115,7 +115,7 @@ _TRAINERS = (
         r"|^model:\s*$(?s:.*)^trainer:\s*$",
     ),
     TrainerTarget(
-        "torchtitan", "torchtitan.recipe_files:export_torchtitan", "torchtitan.settings_reading:read_torchtitan",
+        "torchtitan", "torchtitan_files:export_torchtitan", "torchtitan_reading:read_torchtitan",
         mark=r"ParallelismConfig|torchtitan|--parallelism\.|^\[(parallelism|activation_checkpoint)\]",
         runtimes=("torchtitan",),
     ),
@@ -153,7 +153,8 @@ _TRAINERS = (
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
         mark=r"per_device_train_batch_size|^model_class:|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
-        r"|accelerate launch|\"peft_type\":",
+        r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
+        r"|llamafactory-cli train|swift/cli/",
     ),
     TrainerTarget(
         "deepspeed", "huggingface.deepspeed_files:export_deepspeed", "huggingface.deepspeed_files:read_deepspeed",

@@ -8,9 +8,13 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
+
 from planner.answer import Plan
+from planner.specs.reading import shipped_table
 from planner.specs.units import GIB
 
 if TYPE_CHECKING:
@@ -239,6 +243,55 @@ def rendered(name: str, /, **values: Any) -> str:
     words as the shell reads them back, `json` a value as JSON, which YAML is too.
     """
     return _environment().get_template(f"{name}.j2").render(values)
+
+
+def settings(file: str, /, **values: Any) -> dict[str, Any]:
+    """The keys of a settings file, by its rows in settings.yaml, which says how they name the values."""
+    found: dict[str, Any] = _filled(_tables()[file], values)
+    return found
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    found: dict[str, Any] = shipped_table("export/settings.yaml")
+    return found
+
+
+def _filled(row: Any, values: Mapping[str, Any]) -> Any:
+    """A row with its values, which are copies: a part of a table is never changed."""
+    if isinstance(row, dict):
+        if "if" in row and not _filled(row["if"], values):
+            return None
+        if "value" in row:
+            return row["value"]
+        filled = {key: _filled(part, values) for key, part in row.items() if key != "if"}
+        kept = {
+            key: part
+            for key, part in filled.items()
+            if part or key[-1] != "?" or (key[-2:] == "??" and part is not None)
+        }
+        return {key.rstrip("?"): part for key, part in kept.items()}
+    if isinstance(row, list):
+        return [_filled(part, values) for part in row]
+    if not isinstance(row, str) or not row.startswith("="):
+        return row
+    path, _, default = row[1:].partition(" or ")
+    if path.startswith("has "):
+        return path[4:] in values["arguments"]
+    if path.startswith("-"):
+        return values["arguments"].get(path, int(default) if default.isdigit() else default or None)
+    name, _, path = path.partition(".")
+    return attrgetter(path)(values[name]) if path else values[name]
+
+
+def as_json(data: Any) -> str:
+    """A settings file in JSON."""
+    return json.dumps(data, indent=2) + "\n"
+
+
+def as_yaml(data: Any) -> str:
+    """A settings file in YAML, a long text on one line."""
+    return yaml.safe_dump(data, sort_keys=False, width=10_000, allow_unicode=True, default_flow_style=False)
 
 
 def shell_words(words: Iterable[str]) -> str:

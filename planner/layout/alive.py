@@ -42,7 +42,7 @@ UNNAMED = "the formula counts other bytes than those of the tensors that are lis
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """When something is there, and which passes make and free it; no pass for what is there all the time."""
+    """The time in which a tensor exists, and the passes that make and free it; no pass for permanent ones."""
 
     from_s: float
     to_s: float
@@ -54,7 +54,7 @@ class Life:
 
 
 NOW = Life(0.0, 0.0)
-"""The life of what is not placed in time yet."""
+"""The life of a tensor whose time is not known yet."""
 
 
 @dataclass(frozen=True, slots=True)

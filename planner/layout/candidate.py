@@ -34,7 +34,7 @@ from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes, fixed_bytes, stage_memory
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, Schedule
-from planner.schedule.orders import SCHEDULES, build_schedule, placement
+from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, placement
 from planner.schedule.replay import Durations
 from planner.shape import FloatArray, Shape
 from planner.specs.model import LayerKind, ModelSpec
@@ -215,7 +215,7 @@ def activation_peaks_bytes(order: Schedule, live_bytes: Sequence[float]) -> list
     return [float(np.cumsum(sign * live[stage]).max()) for stage, sign in _held_changes(order)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int32], FloatArray], ...]:
     """Virtual stage of each action, per rank, and +1 where an activation is kept or −1 where it is freed."""
     return tuple((actions.stage, HELD_BY_PLACE[actions.kind]) for actions in map(ActionList.of, order.ranks))
@@ -227,6 +227,8 @@ def peaks_of_schedule(shape: Shape, schedule: str, live_bytes: Sequence[float]) 
     They are counted over so many micro-batches that the ranks hold all that they ever hold.
     """
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    if SCHEDULES[schedule].bound == "one_f_one_b":
+        return [held * live for held, live in zip(in_flight_chunks(schedule, pp, 1, wanted), live_bytes, strict=True)]
     few, holds_all = STEADY_ROUNDS[0] * pp, SCHEDULES[schedule].holds_all
     if holds_all and is_long(shape):
         ranks = placement(schedule, pp, vpp)
@@ -349,7 +351,14 @@ class Candidate:
         own, other = self.pricing.runtime, pricing.runtime
         kept = own.model_copy(update={name: getattr(other, name) for name in OUTSIDE_FIELDS})
         is_outside = other == kept and pricing == replace(self.pricing, runtime=other)
-        table = self.table if is_outside else pricing.table(self.shape, self.split.priced_modes)
+        if is_outside:
+            return self._known_as(pricing, self.table)
+        if pricing == self.pricing.recomputing(pricing.selective_modules):
+            return self._known_as(pricing, pricing.selective_table(self.table))
+        return self._known_as(pricing, pricing.table(self.shape, self.split.priced_modes))
+
+    def _known_as(self, pricing: Pricing, table: CostTable) -> Candidate:
+        """The same layout under another pricing whose table is known, which is remembered."""
         again = replace(self, pricing=pricing, table=table)
         if self.made_order is None and again.durations == self.durations:
             vars(again)["pipeline_s"] = self.pipeline_s
@@ -401,6 +410,25 @@ class Candidate:
     def with_split(self, split: Split) -> Candidate:
         """A candidate of the same shape and schedule with another split."""
         return replace(self, split=split)
+
+
+def price_together(candidates: Sequence[Candidate], pricings: Sequence[Pricing]) -> None:
+    """Work out what `priced_as` will say of each candidate: those of one pricing share a table, which saves most."""
+    alike: list[tuple[Pricing, list[Candidate]]] = []
+    for candidate, pricing in zip(candidates, pricings, strict=True):
+        if pricing == candidate.pricing:
+            continue
+        group = next((others for known, others in alike if known == pricing), None)
+        if group is None:
+            alike.append((pricing, group := []))
+        group.append(candidate)
+    for pricing, group in alike:
+        if len(group) > 1:
+            columns = {name: np.array([getattr(one.shape, name) for one in group]) for name in Shape.__slots__}
+            modes = dict.fromkeys(mode for one in group for mode in one.split.priced_modes)
+            table = pricing.table(Shape(**columns), tuple(modes))
+            for row, one in enumerate(group):
+                one._known_as(pricing, replace(table.take(row), shape=one.shape))
 
 
 def by_rank(costs: Sequence[PartCost], placement: Sequence[int]) -> list[PartCost]:

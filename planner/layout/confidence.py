@@ -21,10 +21,12 @@ the runs lie inside their intervals. Where no published run tells, the term is w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
+from types import MappingProxyType
 
-from planner.answer import SIGMAS_TO_END, Interval, PricedLayout, StagePlan
+from planner.answer import SIGMAS_TO_END, DecidingFact, Interval, PricedLayout, StagePlan
+from planner.physics.operators import NARROW_BYTES
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
 from planner.specs.hardware import HardwareSpec
@@ -40,6 +42,8 @@ probe found other bytes than those counted (`ReservedMemory.width`)."""
 MOE_MEMORY_WIDTH = 0.06
 """Half-width that mixtures of experts add to memory: the busiest expert rank's tokens are not known before the run.
 Published peaks of mixtures need no more than 0.04, but nearly all of them force balanced routing."""
+NARROW_MEMORY_WIDTH = 0.06
+"""Half-width that products in 8 or 4 bits add to memory: what they keep beside and instead of 16 bits differs."""
 SCAN_MEMORY_WIDTH = 0.08
 """Half-width that layers which scan add to memory: kernels differ in the states and gates that they keep."""
 
@@ -52,6 +56,7 @@ def memory_width(pricing: Pricing) -> float:
         hardware.reserved.width,
         pricing.runtime.memory_width,
         MOE_MEMORY_WIDTH if pricing.model.moe is not None else 0.0,
+        NARROW_MEMORY_WIDTH if pricing.training.dtype in NARROW_BYTES else 0.0,
         SCAN_MEMORY_WIDTH if pricing.model.state_kinds or pricing.model.indexer is not None else 0.0,
     )
 
@@ -124,53 +129,118 @@ NARROW_WIDTH = {"nvfp4": 0.06}
 """Half-widths of dtypes of which few runs were published."""
 SCALE_WIDTH, SCALE_KNOWN_RANKS = 0.03, 4096
 """Half-width per doubling of ranks beyond 4096, up to which there are many published runs: stragglers, congestion."""
-MOE_SCALE_WIDTH, MOE_KNOWN_RANKS = 0.06, 512
-"""The same for mixtures: DeepSeek-V3 on GB200 drifts from the prediction by 7 points a doubling (MLPerf v6.0)."""
+MOE_SCALE_WIDTH, MOE_KNOWN_RANKS = 0.09, 512
+"""The same for mixtures: DeepSeek-V3 on GB200 drifts from the prediction by 7 to 12 points a doubling (MLPerf v6.0), on
+GB300 by none, with the same software."""
 
 
 def with_intervals(pricing: Pricing, layout: PricedLayout, shape: Shape) -> PricedLayout:
     """`layout`, of `shape`, with an 80% interval on its step time, and all that is said of its memory's risk."""
-    width = step_width(pricing, layout, pricing.host_fraction(shape))
-    step = layout.step.model_copy(update={"step_s_interval": _around(layout.step.step_s, width)})
-    return with_risk(pricing, layout.model_copy(update={"step": step}))
+    terms = width_terms(pricing, layout, pricing.host_fraction(shape))
+    step = layout.step.model_copy(update={"step_s_interval": _around(layout.step.step_s, math.hypot(*terms.values()))})
+    layout = layout.model_copy(update={"step": step, "deciding_fact": deciding_fact(terms)})
+    return with_risk(pricing, layout)
 
 
-def step_width(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> float:
-    """Half the width of a step's interval, in natural logarithms."""
+def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) -> dict[str, float]:
+    """Half-widths of a step's interval, in natural logarithms, by what is not known."""
     parts, step_s = layout.step.breakdown, layout.step.step_s
     exchanges_s = parts.tp_comm_s + parts.cp_comm_s + parts.ep_comm_s + parts.pp_comm_s + parts.exposed_dp_s
-    hardware, training = pricing.cluster.hardware, pricing.training
-    is_mixture, ranks = pricing.model.moe is not None, layout.parallelism.num_gpus_used
+    hardware, model, runtime = pricing.cluster.hardware, pricing.model, pricing.runtime
+    ranks, ep = layout.parallelism.num_gpus_used, layout.parallelism.ep
     driven = pricing.cluster.tiers[-1].is_host_driven
-    terms = [
-        hardware_width(hardware),
-        pricing.runtime.step_width,
-        *(
-            _of_mixture(pricing, ranks, layout.parallelism.ep)
-            if is_mixture
-            else (SCALE_WIDTH * _doublings(ranks, SCALE_KNOWN_RANKS),)
+    scale = SCALE_WIDTH * _doublings(ranks, SCALE_KNOWN_RANKS)
+    terms = {
+        "kernels": hardware_width(hardware),
+        "trainer": runtime.step_width,
+        "layers": math.hypot(
+            SCAN_STEP_WIDTH if model.state_kinds else 0.0, SPARSE_STEP_WIDTH if model.indexer is not None else 0.0
         ),
-        NARROW_WIDTH.get(training.dtype, 0.0),
-        SCAN_STEP_WIDTH if pricing.model.state_kinds else 0.0,
-        SPARSE_STEP_WIDTH if pricing.model.indexer is not None else 0.0,
-        TRACED_WIDTH if pricing.model.traced is not None and pricing.runtime.family != "torch-eager" else 0.0,
-        VISION_WIDTH if pricing.model.vision is not None else 0.0,
-        (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,
-        TEXTS_WIDTH * host_fraction * bool(pricing.runtime.packs_documents),
-        (DRIVEN_WIDTH if driven else OVERLAP_WIDTH) * exchanges_s / step_s,
-    ]
-    return math.hypot(*terms)
-
-
-def _of_mixture(pricing: Pricing, num_ranks: int, ep: int) -> Iterator[float]:
-    """The half-widths that experts add."""
-    yield MOE_STEP_WIDTH if pricing.runtime.family in FITTED_TO_MIXTURES else MOE_UNFITTED_WIDTH
-    yield ROUTING_WIDTH * (float(pricing.imbalance(ep)) - 1) * (ep > 1)
-    yield MOE_SCALE_WIDTH * _doublings(num_ranks, MOE_KNOWN_RANKS)
+        "dtype": NARROW_WIDTH.get(pricing.training.dtype, 0.0),
+        "host": (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,
+        "texts": TEXTS_WIDTH * host_fraction * bool(runtime.packs_documents),
+        "exchanges": (DRIVEN_WIDTH if driven else OVERLAP_WIDTH) * exchanges_s / step_s,
+    }
+    if model.moe is None:
+        return terms | {"scale": scale}
+    return terms | {
+        "experts": MOE_STEP_WIDTH if runtime.family in FITTED_TO_MIXTURES else MOE_UNFITTED_WIDTH,
+        "routing": ROUTING_WIDTH * (float(pricing.imbalance(ep)) - 1) * (ep > 1),
+        "scale": MOE_SCALE_WIDTH * _doublings(ranks, MOE_KNOWN_RANKS),
+    }
 
 
 def _doublings(num_ranks: int, known: int) -> float:
     return math.log2(max(1.0, num_ranks / known))
+
+
+DEVIATIONS = 1.645
+"""Standard deviations in a half-width of `confidence`: 90% of published runs that say their switches are within one."""
+TAIL = 0.1
+"""Share of the mixture that lies beyond each end."""
+_STEPS = 30
+"""Halvings of the bracket in which a quantile is looked for: 1e-9 of it are left."""
+
+
+def mixture_interval(width: float, choices: Mapping[str, Sequence[tuple[float, float]]]) -> Interval:
+    """The ends of the interval around a step, as natural logarithms of their ratio to it.
+
+    `width` is the half-width where all is said. `choices` has, for each switch that is not, the effect of each other
+    value (log of its step over this one) and the share of runs that have it.
+    """
+    mixture = [(0.0, 1.0)]
+    for others in choices.values():
+        own = 1 - sum(fraction for _, fraction in others)
+        mixture = [(log + effect, p * q) for log, p in mixture for effect, q in ((0.0, own), *others)]
+    spread = width / DEVIATIONS * math.sqrt(2)
+
+    def below(log: float) -> float:
+        return sum(p * math.erfc((center - log) / spread) for center, p in mixture) / 2
+
+    def quantile(fraction: float) -> float:
+        low, high = min(mixture)[0] - 2 * width, max(mixture)[0] + 2 * width
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if below(middle) < fraction else (low, middle)
+        return high
+
+    return min(-width, quantile(TAIL)), max(width, quantile(1 - TAIL))
+
+
+WIDE = math.log(1.4)
+"""Half-width from which an interval is called wide, and what would narrow it is named."""
+_MEASURED = "plan probe"
+FACTS = {
+    "kernels": ("how fast its kernels are on this GPU", "plan profile"),
+    "trainer": ("a measured step of this trainer", _MEASURED),
+    "layers": ("a measured step of such layers", _MEASURED),
+    "dtype": ("a measured step in its dtype", _MEASURED),
+    "host": ("the CPU", "--host"),
+    "texts": ("a measured step of packed texts", _MEASURED),
+    "exchanges": ("a measured step over this network", _MEASURED),
+    "scale": ("a measured step on as many GPUs", _MEASURED),
+    "experts": ("a measured step of a mixture", _MEASURED),
+    "routing": ("how uneven the experts are", "--moe-imbalance"),
+}
+"""Facts that are not known, by the names of `width_terms`, and the option or command that says each."""
+
+
+def deciding_fact(
+    terms: Mapping[str, float], choices: Mapping[str, Sequence[tuple[float, float]]] = MappingProxyType({})
+) -> DecidingFact | None:
+    """The one fact that would narrow a wide interval most; None where it is not wide."""
+
+    def spread(left_out: str = "") -> float:
+        width = math.hypot(*(term for name, term in terms.items() if name != left_out))
+        low, high = mixture_interval(width, {name: others for name, others in choices.items() if name != left_out})
+        return (high - low) / 2
+
+    if (now := spread()) <= WIDE:
+        return None
+    known = {name: spread(name) for name in (*terms, *choices)}
+    best = min(known, key=lambda name: known[name])
+    fact, option = FACTS.get(best, (f"which {best} it has", f"--switch {best}=…"))
+    return DecidingFact(fact=fact, option=option, half_width=now, known_half_width=known[best])
 
 
 def hardware_width(hardware: HardwareSpec) -> float:

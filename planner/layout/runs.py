@@ -180,7 +180,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
 
 
 _MACHINE: dict[str, Callable[[HardwareSpec, str], HardwareSpec]] = {"network": with_network, "host": with_host}
-"""Features of a run that say what stands around its GPUs, and no switch."""
+"""Features of a run that describe its network and hosts, and are no switches."""
 
 
 def _machine(hardware: HardwareSpec, features: Mapping[str, Any]) -> tuple[HardwareSpec, tuple[str, ...]]:
@@ -241,7 +241,7 @@ _DESIGN = (
 
 
 def as_known(model: ModelSpec) -> ModelSpec:
-    """`model` with what its description leaves out of the design, where a known model has its name and its sizes."""
+    """`model` completed from the known model that has its name and its sizes."""
     name = model.name.lower()
     if not any(name == known or name in aliases for known, aliases in model_names().items()):
         return model

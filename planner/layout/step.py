@@ -1,4 +1,4 @@
-"""The parts of a step: what runs inside its passes and beside them, by operator and exchange.
+"""The parts of a step: operators and collectives inside its passes and beside them.
 
 The exchanges inside a stage's passes: which runs when, and how much of it shows.
 
@@ -41,7 +41,7 @@ LATE = {
     "cp": "wait for the latest rank",
     "ep": "slower beside another micro-batch",
 }
-"""Reasons why more of a group's exchanges shows than they take."""
+"""Reasons why a group's collectives take longer than their own seconds."""
 KINDS = ("F", "B", "I")
 """The kinds of actions that exchange something; weight gradients do not."""
 
@@ -50,7 +50,7 @@ Together = Literal["", "part", "pass"]
 
 @dataclass(frozen=True, slots=True)
 class PassExchange:
-    """An exchange of a pass, or all those of a group in a part of it."""
+    """A collective of a pass, or all collectives of a group in a part of it."""
 
     group: str
     """One of COMM_GROUPS."""
@@ -62,18 +62,18 @@ class PassExchange:
     hidden_s: float
     """Seconds that it runs beside computing."""
     leads: bool = False
-    """True where it hides beside what follows it, else beside what precedes it."""
+    """True where it hides behind what follows it, else behind what precedes it."""
     start_s: float = 0.0
     """Seconds from the start of the pass to the time from which it shows."""
 
 
 Passes = Mapping[tuple[int, str], tuple[PassExchange, ...]]
-"""Exchanges of one micro-batch by virtual stage and kind of action, in their order."""
+"""Collectives of one micro-batch, by virtual stage and kind of action, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Beat:
-    """Seconds of computing, and the exchange behind them."""
+    """Seconds of computing, and the collective behind them."""
 
     compute_s: float
     exchange: PassExchange | None = None
@@ -121,7 +121,7 @@ def _timed(beats: Iterable[_Beat], factor: float) -> Iterator[PassExchange]:
 
 
 class PassPart(NamedTuple):
-    """A part of a virtual stage: a layer, or what stands before or behind all of them."""
+    """A part of a virtual stage: a layer, or what comes before or after all layers."""
 
     name: str
     layer: LayerKind | None
@@ -130,7 +130,7 @@ class PassPart(NamedTuple):
 
 
 class Beats:
-    """The beats of all parts of a candidate's stages; layers of one kind and mode have the same."""
+    """Computing, and the collective behind it, of all parts of a candidate's stages; like layers share them."""
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate, self._pricing, self._shape = candidate, candidate.pricing, candidate.shape
@@ -240,7 +240,7 @@ def _paced(beat: _Beat, pace: float, shares: Mapping[str, float]) -> _Beat:
 
 
 class Span(NamedTuple):
-    """Something that a rank does, from when to when."""
+    """An activity of a rank with its begin and end."""
 
     name: str
     start_s: float

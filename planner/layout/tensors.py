@@ -32,7 +32,7 @@ from planner.specs.units import gib
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One tensor, or a row of bytes that no list names, which then says why in its `note`."""
+    """One kept tensor, or bytes that belong to no tensor, whose `note` says why."""
 
     name: str
     num_bytes: float
@@ -119,9 +119,9 @@ class Part:
     """The virtual stage."""
     cost: PartCost
     before: tuple[Item, ...] = ()
-    """Operators of no decoder layer, and those before one."""
+    """Operators outside of decoder layers, and those in front of one."""
     layer_items: tuple[Item, ...] = ()
-    """Operators of its decoder layer, which `mode` is about."""
+    """Operators of its decoder layer, to which the recompute `mode` applies."""
     behind: tuple[Item, ...] = ()
     layer: int | None = None
     """Number of the decoder layer."""
@@ -275,7 +275,12 @@ def optimizer(pricing: Pricing, shape: Shape, items: Sequence[Item]) -> Iterator
     for one in _parameters(items, pricing.model.hidden_size):
         kept = _states_bytes(pricing, one)
         total = float(memory.optimizer_bytes(one.dense, one.expert, shape, runtime, kept))
-        if states is None or runtime.optimizer_offload_fraction or runtime.optimizer != "adamw":
+        if (
+            states is None
+            or runtime.master_remainders
+            or runtime.optimizer_offload_fraction
+            or runtime.optimizer != "adamw"
+        ):
             note = f"{total / prod(one.dims):.3g} bytes on this rank for each parameter"
             yield Held(f"{one.name} optimizer states", total, note=note)
             continue

@@ -22,22 +22,26 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from planner.answer import AS_PLANNED, Interval, PricedLayout, RobustStep, UnsaidSwitch
-from planner.layout.candidate import Candidate
+from planner.answer import AS_PLANNED, PricedLayout, RobustStep, UnsaidSwitch
+from planner.errors import SpecError
+from planner.layout.candidate import Candidate, price_together
+from planner.layout.confidence import deciding_fact, mixture_interval, width_terms
 from planner.months.losses import with_sustained
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
 from planner.specs.base import LEAST_RATE
 from planner.specs.cluster import ClusterSpec, tiers_text
 from planner.specs.model import ModelSpec
+from planner.specs.training import AdapterSpec, Recompute
 from planner.trainers.generations import imbalance_of, with_likely
 from planner.trainers.load import Likely, likely_of, switches_of
-from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect, rules_for
 from planner.trainers.spec import RuntimeSpec
-from planner.trainers.stated import consent_of, switched
-from planner.trainers.switches import EP_OVERLAP, SWITCHES, Value, written
+from planner.trainers.stated import consent_of, own_runtime, switched
+from planner.trainers.switches import EP_OVERLAP, SWITCHES, Value, read_recipe, written
 
 
 def recipe_of(candidate: Candidate) -> dict[str, Value]:
@@ -90,17 +94,61 @@ TOLD_FRACTION = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Assumption:
-    """One assumption, and the change that tests it."""
+class Variation:
+    """One input changed: of the training, the cluster or the trainer, a size of the layout, or how it recomputes."""
 
-    name: str
     says: str
-    option: str
-    """Command-line option with which a user makes the same change."""
-    pricing: Pricing
+    options: tuple[str, ...]
+    """Words of the command line with which a user makes the same change."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the training with their new values. Likewise below."""
+    shape: Mapping[str, int] = field(default_factory=dict)
+    runtime: RuntimeSpec | None = None
+    cluster: ClusterSpec | None = None
+    mode: Recompute | None = None
+    changes: str = ""
+    """The thing that it changes beside bytes and seconds: numerics, the data, what is trained; empty if none."""
+    name: str = ""
+
+    def of(self, pricing: Pricing) -> Pricing:
+        """The pricing after the change."""
+        training = pricing.training.model_copy(update=dict(self.training))
+        runtime = self.runtime or pricing.runtime
+        if "adapters" in self.training:
+            runtime = as_without_adapters(runtime, pricing.training.adapters)
+        return replace(pricing, training=training, runtime=runtime, cluster=self.cluster or pricing.cluster)
 
 
-def other_assumptions(pricing: Pricing, beside_switches: bool = False) -> Iterator[Assumption]:
+def varied(candidate: Candidate, variation: Variation) -> Candidate | None:
+    """The candidate after a change; None where the trainer's rules refuse it."""
+    changed, split = variation.of(candidate.pricing), candidate.split
+    shape, model = replace(candidate.shape, **variation.shape), changed.model
+    if variation.mode is not None:
+        whole = tuple(
+            tuple(model.layers[first:last].count(kind) for kind in model.kinds) for first, last in split.chunks
+        )
+        is_full = variation.mode == "full"
+        split = replace(split, base="none" if is_full else variation.mode, recomputed=whole if is_full else ())
+    if not all(rule.holds(model, changed.training, shape) for rule in rules_for(changed.runtime)):
+        return None
+    try:
+        table = changed.table(shape, split.priced_modes)
+    except SpecError:
+        return None
+    other = replace(candidate, pricing=changed, table=table, split=split)
+    return None if any(broken_recipe_rules(setting_of(other))) else other
+
+
+def as_without_adapters(runtime: RuntimeSpec, adapters: AdapterSpec | None) -> RuntimeSpec:
+    """The runtime as its recipe has it before adapters change its bytes, so that other adapters, or none, may do so."""
+    shipped = own_runtime(runtime)
+    own = switched(shipped, read_recipe(runtime, switches_of(runtime))) if switches_of(runtime) else shipped
+    changed = own.for_adapters(adapters)
+    names = [name for name, value in changed if value != getattr(own, name) and value == getattr(runtime, name)]
+    return runtime.model_copy(update={name: getattr(own, name) for name in names})
+
+
+def other_assumptions(pricing: Pricing, beside_switches: bool = False) -> Iterator[Variation]:
     """All assumptions of this job, each changed by itself for the worse (or for the better where it is the worst).
 
     A switch that is off and could be on is none of them: it is chosen, or stated. With `beside_switches`, one that is
@@ -109,29 +157,27 @@ def other_assumptions(pricing: Pricing, beside_switches: bool = False) -> Iterat
     training, cluster = pricing.training, pricing.cluster
     moe = pricing.model.moe is not None
     yield from _overlaps(pricing, beside_switches)
-    slower = training.model_copy(update={"straggler_fraction": training.straggler_fraction + STRAGGLER})
-    says = f"the slowest rank computes {slower.straggler_fraction:.0%} slower"
-    option = f"--straggler-fraction {slower.straggler_fraction:g}"
+    slower = training.straggler_fraction + STRAGGLER
     if cluster.num_gpus > 1:  # one GPU waits for no other
-        yield Assumption("straggler", says, option, replace(pricing, training=slower))
+        says, words = f"the slowest rank computes {slower:.0%} slower", ("--straggler-fraction", f"{slower:g}")
+        yield Variation(says, words, {"straggler_fraction": slower}, name="straggler")
     if moe:
-        fuller = training.model_copy(update={"moe_imbalance": training.moe_imbalance + IMBALANCE})
-        says = f"the fullest expert rank gets {fuller.moe_imbalance:g} times the mean tokens"
-        option = f"--moe-imbalance {fuller.moe_imbalance:g}"
-        yield Assumption("moe_imbalance", says, option, replace(pricing, training=fuller))
+        fuller = training.moe_imbalance + IMBALANCE
+        says = f"the fullest expert rank gets {fuller:g} times the mean tokens"
+        yield Variation(says, ("--moe-imbalance", f"{fuller:g}"), {"moe_imbalance": fuller}, name="moe_imbalance")
     if len(cluster.tiers) > 1 and cluster.num_gpus > (cluster.tiers[0].num_gpus or 0):
         rate = max(cluster.tiers[1].gb_per_s * NETWORK, LEAST_RATE)
         if cluster.network_tiers:
             rates = [{"gb_per_s": max(tier.gb_per_s * NETWORK, LEAST_RATE)} for tier in cluster.network_tiers]
             slower_tiers = tuple(t.model_copy(update=r) for t, r in zip(cluster.network_tiers, rates, strict=True))
-            slow, option = cluster.changed(network_tiers=slower_tiers), f"--tier {tiers_text(slower_tiers)}"
+            slow, words = cluster.changed(network_tiers=slower_tiers), ("--tier", tiers_text(slower_tiers))
         else:
-            slow, option = cluster.changed(network_gb_per_s=rate), f"--assume network_gb_per_s={rate:g}"
+            slow, words = cluster.changed(network_gb_per_s=rate), ("--assume", f"network_gb_per_s={rate:g}")
         says = f"the network between nodes has {rate:g} GB/s a GPU, not {cluster.tiers[1].gb_per_s:g}"
-        yield Assumption("network", says, option, replace(pricing, cluster=slow))
+        yield Variation(says, words, cluster=slow, name="network")
 
 
-def _overlaps(pricing: Pricing, beside_switches: bool) -> Iterator[Assumption]:
+def _overlaps(pricing: Pricing, beside_switches: bool) -> Iterator[Variation]:
     """Assumptions about what hides behind compute."""
     runtime, has = pricing.runtime, switches_of(pricing.runtime)
     moe = pricing.model.moe is not None
@@ -154,40 +200,38 @@ def _overlaps(pricing: Pricing, beside_switches: bool) -> Iterator[Assumption]:
         left = [field for field in fields if field not in by_switch and getattr(runtime, field)]
         if left:
             changed = runtime.model_copy(update=dict.fromkeys(left, 0.0))
-            option = f"--assume {','.join(f'{field}=0' for field in left)}"
+            words = ("--assume", ",".join(f"{field}=0" for field in left))
             no = "no" if by_switch.isdisjoint(fields) else "no other"
-            yield Assumption(
-                name, f"{no} {says} exchange hides behind compute", option, replace(pricing, runtime=changed)
-            )
+            yield Variation(f"{no} {says} exchange hides behind compute", words, runtime=changed, name=name)
     if moe and not runtime.ep_overlap_fraction and "ep_overlap" not in has:
         fields = ("ep_overlap_fraction", "ep_overlap_network_fraction")
         hidden = runtime.model_copy(update=dict.fromkeys(fields, EP_OVERLAP))
-        option = f"--assume {','.join(f'{field}={EP_OVERLAP:g}' for field in fields)}"
+        words = ("--assume", ",".join(f"{field}={EP_OVERLAP:g}" for field in fields))
         says = f"{EP_OVERLAP:.0%} of expert exchange hides"
-        yield Assumption("expert_parallel_overlap", says, option, replace(pricing, runtime=hidden))
+        yield Variation(says, words, runtime=hidden, name="expert_parallel_overlap")
     if runtime.interleaved_p2p_overlap and "interleaved_p2p_overlap" not in by_switch:
         waits = runtime.model_copy(update={"interleaved_p2p_overlap": False, "p2p_overlap": False})
-        says, option = "pipeline sends do not overlap compute", "--assume interleaved_p2p_overlap=false"
-        yield Assumption("pipeline_overlap", says, option, replace(pricing, runtime=waits))
+        says, words = "pipeline sends do not overlap compute", ("--assume", "interleaved_p2p_overlap=false")
+        yield Variation(says, words, runtime=waits, name="pipeline_overlap")
     if not (runtime.cuda_graphs or runtime.graphed_modules or (beside_switches and "cuda_graph" in has)):
         yield _without_host(pricing)
 
 
-def _without_host(pricing: Pricing) -> Assumption:
+def _without_host(pricing: Pricing) -> Variation:
     """The assumption that CUDA graphs replay what they can: whole iterations, or the layers of a mixture."""
     runtime, has = pricing.runtime, switches_of(pricing.runtime)
     recipe: dict[str, Value] = {"cuda_graph": "full_iteration", "nan_checks": False}
     if pricing.model.moe is not None:
         recipe = {"cuda_graph": "attn+moe_router"}
     if all(value in has.get(name, ()) for name, value in recipe.items()):
-        option = f"--switch {','.join(f'{name}={written(value)}' for name, value in recipe.items())}"
+        words = ("--switch", ",".join(f"{name}={written(value)}" for name, value in recipe.items()))
         changed = switched(runtime, recipe)
     else:
-        option, changed = "--assume cuda_graphs=true", runtime.model_copy(update={"cuda_graphs": True})
+        words, changed = ("--assume", "cuda_graphs=true"), runtime.model_copy(update={"cuda_graphs": True})
     says = "no kernel waits for the host, as in CUDA graphs"
     if changed.graphed_modules:
         says = "CUDA graphs replay attention and routing"
-    return Assumption("host", says, option, replace(pricing, runtime=changed))
+    return Variation(says, words, runtime=changed, name="host")
 
 
 def told_assumptions(candidate: Candidate, with_switches: bool = False) -> tuple[str, ...]:
@@ -203,8 +247,8 @@ def told_assumptions(candidate: Candidate, with_switches: bool = False) -> tuple
         # the one value that needs another switch's beside it
         assumptions.append(_without_host(candidate.pricing))
     for other in assumptions:
-        changed = plain.priced_as(other.pricing)
-        effects.append((changed.step_s / plain.step_s - 1, other.says, other.option))
+        changed = plain.priced_as(other.of(plain.pricing))
+        effects.append((changed.step_s / plain.step_s - 1, other.says, " ".join(other.options)))
     if with_switches:
         effects += _switches(plain)
     effects.sort(key=lambda effect: -abs(effect[0]))
@@ -245,7 +289,7 @@ NUM_LAYOUTS = 4
 NO_OVERLAP = "no overlap: no collective hides behind compute"
 DEFAULT_SWITCHES = "default switches: the recipe is the trainer's own"
 WORDS = {"network": "half the network", "straggler": "slow rank", "moe_imbalance": "uneven experts"}
-"""Short words for the assumptions of `other_assumptions` that are changed here; the rest is told of the best alone."""
+"""Short names of the assumptions under which layouts are compared; the others are reported of the best alone."""
 
 
 def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict[str, list[float]]:
@@ -256,6 +300,11 @@ def assumed_steps(candidates: Sequence[Candidate], trainer: RuntimeSpec) -> dict
     assumed = [dict(_assumptions(candidate, trainer)) for candidate in candidates]
     shared = [name for name in assumed[0] if all(name in others for others in assumed)]
     steps_s = {AS_PLANNED: [candidate.step_s for candidate in candidates]} | {name: list[float]() for name in shared}
+    for name in shared:
+        changed = [
+            (c, others[name]) for c, others in zip(candidates, assumed, strict=True) if others[name] != c.pricing
+        ]
+        price_together([c for c, _ in changed], [pricing for _, pricing in changed])
     for candidate, others in zip(candidates, assumed, strict=True):  # one after the other: orders are kept for a while
         for name in shared:
             steps_s[name].append(_step_s(candidate, others[name]))
@@ -294,7 +343,7 @@ def _assumptions(candidate: Candidate, trainer: RuntimeSpec) -> Iterator[tuple[s
     yield NO_OVERLAP, replace(pricing, runtime=_without_overlap(pricing.runtime))
     for other in other_assumptions(pricing):
         if other.name in WORDS:
-            yield f"{WORDS[other.name]}: {other.says}", other.pricing
+            yield f"{WORDS[other.name]}: {other.says}", other.of(pricing)
     # what saves memory is still needed
     saving = {name: SWITCHES[name].value_of(pricing.runtime) for name in switches_of(trainer)}
     saving = {name: value for name, value in saving.items() if SWITCHES[name].only_saves_memory}
@@ -309,14 +358,6 @@ def _without_overlap(runtime: RuntimeSpec) -> RuntimeSpec:
     return runtime.model_copy(update=dict.fromkeys(fractions, 0.0))
 
 
-DEVIATIONS = 1.645
-"""Standard deviations in a half-width of `confidence`: 90% of published runs that say their switches are within one."""
-TAIL = 0.1
-"""Share of the mixture that lies beyond each end."""
-_STEPS = 30
-"""Halvings of the bracket in which a quantile is looked for: 1e-9 of it are left."""
-
-
 def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool) -> PricedLayout:
     """The priced layout of a run: its interval covers the likely values of what it does not say, which it names."""
     unsaid, interval_s = unsaid_switches(candidate, says_switches), layout.step.step_s_interval
@@ -325,10 +366,12 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool)
     step_s, choices = layout.step.step_s, defaultdict[str, list[tuple[float, float]]](list)
     for one in unsaid:
         choices[one.switch].append((math.log(one.other_step_s / step_s), one.other_fraction))
-    low, high = mixture_interval(math.log(interval_s[1] / step_s), choices)
+    terms = width_terms(candidate.pricing, layout, candidate.pricing.host_fraction(candidate.shape))
+    low, high = mixture_interval(math.hypot(*terms.values()), choices)
     widened = (step_s * math.exp(low), step_s * math.exp(high))
     step = layout.step.model_copy(update={"step_s_interval": widened})
-    layout = layout.model_copy(update={"step": step, "unsaid": unsaid})
+    fact = deciding_fact(terms, choices)
+    layout = layout.model_copy(update={"step": step, "unsaid": unsaid, "deciding_fact": fact})
     return with_sustained(layout, candidate.pricing.training.straggler_fraction)
 
 
@@ -373,28 +416,3 @@ def _likely(candidate: Candidate, about: Collection[str]) -> Iterator[tuple[Like
         other = replace(fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward))
         if other != pricing:
             yield entry, other
-
-
-def mixture_interval(width: float, choices: Mapping[str, Sequence[tuple[float, float]]]) -> Interval:
-    """The ends of the interval around a step, as natural logarithms of their ratio to it.
-
-    `width` is the half-width where all is said. `choices` has, for each switch that is not, the effect of each other
-    value (log of its step over this one) and the share of runs that have it.
-    """
-    mixture = [(0.0, 1.0)]
-    for others in choices.values():
-        own = 1 - sum(fraction for _, fraction in others)
-        mixture = [(log + effect, p * q) for log, p in mixture for effect, q in ((0.0, own), *others)]
-    spread = width / DEVIATIONS * math.sqrt(2)
-
-    def below(log: float) -> float:
-        return sum(p * math.erfc((center - log) / spread) for center, p in mixture) / 2
-
-    def quantile(fraction: float) -> float:
-        low, high = min(mixture)[0] - 2 * width, max(mixture)[0] + 2 * width
-        for _ in range(_STEPS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if below(middle) < fraction else (low, middle)
-        return high
-
-    return min(-width, quantile(TAIL)), max(width, quantile(1 - TAIL))

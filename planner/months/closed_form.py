@@ -82,7 +82,7 @@ class Standstill:
 LONGEST_BETWEEN_SAVES_S = 3600.0
 """Nobody trains longer than an hour without a save, however rare failures are."""
 LEAST_RATE = 1e-15
-"""Failures a second that stand for none at all."""
+"""The failures a second that are used in place of zero."""
 _MOST = 300.0
 """Exponent beyond which nothing is ever trained; it keeps numbers finite."""
 
@@ -163,7 +163,7 @@ def best_interval_s(rhythm: Rhythm) -> float:
 HOURS_PER_DAY = 24
 MOST_SPARES = 4096
 ALIKE = 1e-3
-"""Share of a cost by which no two numbers of spare nodes can be told apart."""
+"""Relative difference of cost below which two numbers of spare nodes count as equally cheap."""
 
 
 @dataclass(frozen=True, slots=True)

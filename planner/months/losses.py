@@ -63,7 +63,7 @@ class Fact(Spec):
 
 
 def stated(value: float) -> Fact:
-    """A figure that the user gave; it is taken as it is."""
+    """A figure from the user, without an interval."""
     return Fact(value=value, low=value, high=value, source="given")
 
 

@@ -97,7 +97,7 @@ def _at_the_end(
 
 
 SHORT_DAYS = 1.0
-"""A run that ends within so many days on a few GPUs is as long as its steps: nothing of months happens to it."""
+"""Days up to which a run on a few GPUs takes its steps alone, without failures and slow days."""
 _QUANTILES = (0.1, 0.9)
 _LEAST_FRACTION = 1e-3
 """Effective fraction below which a run is said never to end."""

@@ -1,19 +1,23 @@
-"""Formats whose lines have no seconds of a step, but a clock: torchtitan's, progress bars, ms-swift's and Automodel's.
+"""Formats whose lines need their clock or their neighbours: torchtitan, progress bars, ms-swift, Automodel, MLPerf.
 
 torchtitan (2024's `wps` to 2026) says tokens per second of a device since the last line, and has milliseconds. A bar of
 tqdm has whole seconds since its begin, and a rate of its last steps with three digits: a stretch of bars is known by
 the rate where it is short, and by the clock where it is long. Of several bars in a log the training's is the one whose
-steps the trainer announces, else the one that runs longest.
+steps the trainer announces, else the one that runs longest. MLPerf training is of 3.0 to 5.1
+(mlcommons/training_results_v*).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
+from planner.errors import SpecError
 from planner.observe.line_formats import (
     Grammar,
     N,
@@ -25,9 +29,11 @@ from planner.observe.line_formats import (
     rank_of,
     take_beside,
     text_of,
+    whole,
 )
-from planner.observe.record import RunRecord
-from planner.specs.units import GIB
+from planner.observe.record import MAX_NAMES, RunRecord
+from planner.specs.reading import parse_json
+from planner.specs.units import GIB, MIB, is_count
 
 _TITAN_BESIDE = {
     "tokens_per_s_per_gpu": re.compile(r"(?:tps|wps): *([\d,.]{1,20})"),
@@ -66,7 +72,6 @@ def _step(record: RunRecord, match: re.Match[str]) -> None:
     # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
     record.state.setdefault("tokens", str(seconds * tokens_per_s))
     if record.step(step, seconds, end_s=at_s, covers=covers, rank=rank):
-        record.counts["num_nan_steps"] += re.search(r"loss: *nan\b", match.string) is not None
         take_beside(record, found)
 
 
@@ -150,8 +155,9 @@ def _finish_titan(record: RunRecord) -> None:
         _take_excerpt(record)
 
 
-LEAST_S, SURE_S = 10.0, 50.0
-"""Seconds of a stretch of a bar; and of one whose step the clock says to 2%, where the bar's own rate says it else."""
+LEAST_S, SHORT_S, SURE_S = 10.0, 5.0, 50.0
+"""Seconds of a stretch of a bar, of one whose rate its clock confirms to the second, and of one whose step the clock
+says to 2%, where the bar's own rate says it else."""
 _MOST_BARS = 200_000
 _NAMED = re.compile(r"[A-Za-z][\w -]{2,60}:?\s*$")
 """A description before a bar, of files that are loaded or sequences that are mapped."""
@@ -188,14 +194,20 @@ def _counted(record: RunRecord, match: re.Match[str]) -> None:
         record.means.append((float(match[1]), number(match[3]) / 1e3, float(match[2]), math.inf))  # of milliseconds
 
 
-def _swift(record: RunRecord, match: re.Match[str]) -> None:
-    """`{'loss': 0.48, …, 'global_step/max_steps': '12/94', 'elapsed_time': '18m 26s', …}`, several on a line."""
-    pattern = r"'global_step/max_steps': '(\d{1,12})/(\d{1,12})'.{0,80}?'elapsed_time': '([\ddhms ]{2,20})'"
-    for step, total, elapsed in re.findall(pattern, match.string):
+def _elapsed(record: RunRecord, match: re.Match[str]) -> None:
+    """A step, the last one, and the time since the begin, several on a line: ms-swift's lines, LLaMA-Factory's file."""
+    for step, total, elapsed in match.re.findall(match.string):
         if len(record.means) < _MOST_BARS:
             record.means.append((float(step), _clock_s(elapsed), float(total) + 0.5, math.nan))
-    if (memory := re.search(r"'memory\(GiB\)': ([\d.]{1,12})", match.string)) is not None:
-        record.bytes_of(None, max_reserved_bytes=number(memory[1]) * GIB)
+
+
+def _gibibytes(record: RunRecord, match: re.Match[str]) -> None:
+    record.bytes_of(None, max_reserved_bytes=number(match[1]) * GIB)
+
+
+def _liger(record: RunRecord, match: re.Match[str]) -> None:
+    """Peaks of memory that callbacks add to a Trainer's line."""
+    record.bytes_of(None, **{f"max_{match[1]}_bytes": number(match[2]) * MIB})
 
 
 def _tune(record: RunRecord, match: re.Match[str]) -> None:
@@ -225,7 +237,7 @@ def _finish_bars(record: RunRecord) -> None:
     asked = float(record.facts.get("num_steps_asked", 0))
     longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])), default=None)
     if longest is not None:
-        for step, seconds, covers, at_s in _stretches(bars[longest]):
+        for step, seconds, covers, at_s in _of_bars(bars[longest]):
             record.step(step, seconds, covers=covers, end_s=at_s)
     if record.numbers and longest is not None:
         if longest > 0:
@@ -235,24 +247,27 @@ def _finish_bars(record: RunRecord) -> None:
         _take_summary(record)
 
 
-def _stretches(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
+def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
     """Last step, seconds of a step, number of steps and end of each stretch; a bar that falls back begins anew."""
     (first, first_s, _), rates = bars[0], list[float]()
-    least_s = SURE_S if math.isnan(bars[-1][2]) else LEAST_S
     if len(bars) == 1 and first > 1 and first_s >= SURE_S and abs(first_s / first / bars[0][2] - 1) < 0.1:
         yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
     for step, at_s, rate in bars[1:]:
         rates.append(rate)
         if step < first or at_s < first_s:
             (first, first_s), rates = (step, at_s), []
-        elif step > first and at_s - first_s >= least_s:
-            known = [each for each in rates if math.isfinite(each)]
-            by_rate = known and at_s - first_s < SURE_S
-            step_s = median(known) if by_rate else (at_s - first_s) / (step - first)
-            yield int(step), step_s, int(step - first), at_s
+        elif step > first and at_s - first_s >= SHORT_S:
+            count, took_s = int(step - first), at_s - first_s
+            by_rate_s = median([each for each in rates if math.isfinite(each)] or [math.nan])
+            least_s = LEAST_S if abs(took_s - count * by_rate_s) > 1 else SHORT_S
+            if took_s < (SURE_S if math.isnan(by_rate_s) else least_s):
+                continue
+            yield int(step), by_rate_s if took_s < SURE_S and by_rate_s > 0 else took_s / count, count, at_s
             (first, first_s), rates = (step, at_s), []
 
 
+LEAST_STEPS = 5
+"""Fewest steps of a run whose mean is that of a step: of fewer, the start is a large part."""
 _RUNTIME = re.compile(r"train_runtime\W{1,20}?(\d[\d.:]{0,20})")
 _PER_S = re.compile(r"train_steps_per_second\W{1,20}?([\d.]{1,20})")
 
@@ -272,7 +287,11 @@ def _take_summary(record: RunRecord) -> None:
     half_unit = 0.5 * 10.0 ** -len(text.partition(".")[2])
     if not steps and per_s > 0 and half_unit < 0.01 * per_s and runtime_s > 0:
         steps = round(runtime_s * per_s)
-    if runtime_s > 0 and steps > 1 and not (per_s > 0 and abs(steps / runtime_s - per_s) > 0.1 * per_s + half_unit):
+    if (
+        runtime_s > 0
+        and steps >= LEAST_STEPS
+        and not (per_s > 0 and abs(steps / runtime_s - per_s) > 0.1 * per_s + half_unit)
+    ):
         record.step(steps, runtime_s / steps, covers=steps)
         record.note("the step is the mean of the whole run, its start and its evaluations among it")
 
@@ -290,7 +309,18 @@ CLOCKED_GRAMMARS = (
             line_row(
                 "train_time:", r"step:(\d{1,12})/(\d{1,12}) .{0,80}?train_time:(\d{1,15})ms step_avg", _counted
             ),
-            line_row("global_step/max_steps", r"'global_step/max_steps'", _swift),
+            line_row("total_peak_memory", rf"total_peak_memory_(allocated|reserved)_MB': {N}", _liger),
+            line_row(
+                "global_step/max_steps",
+                r"'global_step/max_steps': '(\d{1,12})/(\d{1,12})'.{0,80}?'elapsed_time': '([\ddhms ]{2,20})'",
+                _elapsed,
+            ),
+            line_row("memory(GiB)", r"'memory\(GiB\)': ([\d.]{1,12})", _gibibytes),
+            line_row(
+                "current_steps",
+                r"\"current_steps\": (\d{1,12}), \"total_steps\": (\d{1,12}).{0,400}?"
+                r"\"elapsed_time\": \"([\d:]{4,12})\"", _elapsed,
+            ),
             line_row(
                 "| tps ", rf"\| step (\d{{1,12}}) \| .{{0,200}}\| mem {N} GiB \| tps {N}\({N}/gpu\)", _automodel
             ),
@@ -307,3 +337,164 @@ CLOCKED_GRAMMARS = (
 )  # fmt: skip
 """As of torchtitan 2024 to 2026 (torchtitan/components/metrics.py, train.py), transformers 4.30 to 5 (trainer.py), tqdm
 4.67, torchtune 0.6 (recipes/full_finetune_distributed.py), ms-swift 4 and NeMo Automodel 2026."""
+
+
+_TIMES = ("train_step_time", "train_step_timing in s", "train_step_timing")
+_FACTS: dict[str, tuple[str, Any]] = {
+    "global_batch_size": ("global_batch_size", whole), "max_sequence_length": ("seq_length", whole),
+    "lora_rank": ("lora_rank", whole), "submission_benchmark": ("model", text_of),
+    "submission_platform": ("hardware", text_of),
+}  # fmt: skip
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object in a line; empty where there is none."""
+    try:
+        data = parse_json(text, "", keeps_last=True)
+    except SpecError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _value(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else number(str(value))
+
+
+def _mllog(record: RunRecord, match: re.Match[str]) -> None:
+    data = json_object(match[1])
+    key, value, said = data.get("key"), data.get("value"), data.get("metadata")
+    at_s, metadata = _value(data.get("time_ms")) / 1e3, said if isinstance(said, dict) else {}
+    if not isinstance(key, str) or not math.isfinite(at_s):
+        record.note("some lines of MLPerf's log are cut off and were left out")
+        return
+    kind, _, side = key.rpartition("_")
+    if key == "init_start":
+        record.facts["num_gpus"] = int(record.facts.get("num_gpus", 0)) + 1
+        record.time(at_s)
+    elif kind in ("eval", "run", "block") and side == "start":
+        record.state[kind] = str(at_s)
+        record.state["tokens of a block"] = str(metadata.get("epoch_count", record.state.get("tokens of a block", "")))
+        if kind == "eval":
+            # all of 3.1 to 5.1 count here what was trained until then; at a block's ends they count different things
+            trained = _value(metadata.get("samples_count", metadata.get("epoch_num")))
+            record.state["trained"] = f"{record.state.get('trained', '')} {trained:.0f}"
+    elif side == "stop" and kind in record.state:
+        record.activity({"eval": "evaluation"}.get(kind, kind), float(record.state.pop(kind)), at_s)
+        if kind == "eval":
+            record.mark("evaluation")
+    elif key in _FACTS:
+        name, convert = _FACTS[key]
+        record.facts |= {name: known} if (known := convert(str(value))) else {}
+    elif key == "tracked_stats" and isinstance(value, dict):
+        _tracked(record, value, metadata, at_s)
+
+
+def _tracked(record: RunRecord, value: dict[str, Any], metadata: dict[str, Any], at_s: float) -> None:
+    """A step's seconds, or the mean of a block of steps, which is no step: counted, it makes totals 2 to 3% too high.
+
+    A block says its throughput (5.0), or only the samples and no step (5.1). `step` counts tokens in 4.1, samples in
+    5.0 and steps in 5.1, which has `samples_count` beside.
+    """
+    if (name := next((name for name in value if name.startswith("validation_step_tim")), None)) is not None:
+        record.state.setdefault("eval", str(at_s - _value(value[name])))  # some runs print no eval_start
+    if "max_memory_usage" in value:
+        record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GIB)
+    name, counted = next((name for name in value if name in _TIMES), None), _value(metadata.get("step"))
+    if name is None or not math.isfinite(counted):
+        return
+    if "throughput" in value:
+        if counted > 0 and len(record.means) < MAX_NAMES:
+            record.means.append((counted, _value(value[name]), at_s))
+        return
+    if "samples_count" in metadata:
+        counted += 1  # the first step is 0
+    elif (batch := int(record.facts.get("global_batch_size", 0))) > 0:
+        counted /= batch * (int(record.facts.get("seq_length", 1)) if name == _TIMES[1] else 1)
+    record.step(round(counted), _value(value[name]), end_s=at_s, covers=1 if not record.numbers else 0)
+
+
+def _finish_mlperf(record: RunRecord) -> None:
+    """Take means of stretches where no step is recorded: those that are recorded, or the time between evaluations."""
+    if not record.numbers:
+        ends = _in_steps(record, [counted for counted, _, _ in record.means])
+        before = 0
+        for step, (_, seconds, at_s) in zip(ends, record.means, strict=False):
+            if step > before:
+                record.step(step, seconds, end_s=at_s, covers=step - before)
+            before = step
+        if record.numbers:
+            record.note("no step is recorded: seconds are the means that the log has of stretches of steps")
+    if not record.numbers:
+        stretches = _stretches(record)
+        ends = _ends_of_stretches(record, len(stretches))
+        for before, step, (begin, end) in zip((0, *ends), ends, stretches, strict=False):
+            if step > before:
+                record.step(step, (end - begin) / (step - before), end_s=end, covers=step - before)
+        if record.numbers:
+            record.note("no step is recorded: seconds are means of the blocks between evaluations")
+    if record.facts.get("num_gpus") in (0, 1):
+        record.facts.pop("num_gpus")
+
+
+def _stretches(record: RunRecord) -> list[tuple[float, float]]:
+    """Begin and end of what was trained without a break: blocks, cut at the evaluations that are inside of them."""
+    evaluations = sorted((begin, end) for kind, begin, end in record.activities if kind == "evaluation")
+    found = []
+    for begin, end in ((begin, end) for kind, begin, end in record.activities if kind == "block"):
+        inside = [(start, stop) for start, stop in evaluations if begin < start and stop <= end]
+        for start, stop in inside:  # what follows the last one is no whole stretch
+            found.append((begin, start))
+            begin = stop
+        found += [] if inside else [(begin, end)]
+    return sorted(found)
+
+
+def _ends_of_stretches(record: RunRecord, count: int) -> list[int]:
+    """The last step of each stretch; none where that is not stated."""
+    per_step = int(record.facts.get("global_batch_size", 0)) * int(record.facts.get("seq_length", 0))
+    tokens = number(record.state.get("tokens of a block"))
+    if per_step and tokens >= per_step and tokens % per_step == 0:
+        return [round(tokens / per_step) * block for block in range(1, count + 1)]
+    trained = [float(text) for text in record.state.get("trained", "").split() if is_count(text)]
+    return _in_steps(record, trained) if len(trained) == count else []
+
+
+def _in_steps(record: RunRecord, counts: list[float]) -> list[int]:
+    """Counts of tokens, else of samples, as steps; none where they are of no whole steps."""
+    batch = int(record.facts.get("global_batch_size", 0))
+    for per_step in (batch * int(record.facts.get("seq_length", 0)), batch):
+        if per_step and counts and all(count % per_step == 0 for count in counts):
+            return [round(count / per_step) for count in counts]
+    return []
+
+
+def _dllogger(record: RunRecord, match: re.Match[str]) -> None:
+    line = json_object(match[1])
+    data, step, at_s = line.get("data"), line.get("step"), _value(line.get("timestamp"))
+    if not isinstance(data, dict):
+        return
+    if step == "PARAMETER":
+        for name, value in list(data.items())[:MAX_NAMES]:
+            if name.startswith("cfg/"):
+                record.argument(name.removeprefix("cfg/"), json.dumps(value)[:4000])
+        record.time(at_s)
+        record.restart()
+    elif isinstance(step, int) and _TIMES[1] in data:
+        # the printed value is the mean of up to five last steps; the clock of the lines says each one
+        seconds, last = _value(data[_TIMES[1]]), record.ends[-1] if record.ends else math.nan
+        if record.numbers and step == record.numbers[-1] + 1 and at_s > last:
+            seconds = at_s - last
+            record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")
+        record.step(step, seconds, end_s=at_s, covers=1)
+
+
+def _finish_dllogger(record: RunRecord) -> None:
+    for name, field in (("global_batch_size", "global_batch_size"), ("encoder_seq_length", "seq_length")):
+        if value := whole(record.arguments.get(name)):
+            record.facts[field] = value
+
+
+MLPERF = Grammar("mlperf", "nemo", (line_row(":::MLLOG", r":::MLLOG (\{.*)", _mllog),), rank=-1, finish=_finish_mlperf)
+DLLOGGER = Grammar(
+    "dllogger", "nemo", (line_row("DLLL {", r"DLLL (\{.*)", _dllogger),), rank=-1, finish=_finish_dllogger
+)

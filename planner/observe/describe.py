@@ -99,8 +99,7 @@ def _most_s(record: RunRecord, name: str) -> float | None:
 def timers_of(record: RunRecord) -> Iterator[Timer]:
     for name, (lows, highs) in record.timers.items():
         if len(lows) and name not in _SET_UP:
-            mean_s = math.fsum(highs) / len(highs)
-            yield Timer(name=name, min_s=median(lows), max_s=median(highs), num_values=len(lows), mean_s=mean_s)
+            yield Timer(name=name, min_s=median(lows), max_s=median(highs), num_values=len(lows))
 
 
 def data_s(record: RunRecord) -> float | None:
@@ -187,14 +186,8 @@ MOST_APART = 0.1
 """Share by which what one log says of its step in two ways may differ."""
 LEAST_APART, LEAST_OF_WHOLE_S = 5, 20.0
 """Fewest lines whose times say a step; times of whole seconds say one of fewer only in their sum."""
-COUNTS = ("num_alloc_retries", "num_ooms", "num_skipped_steps", "num_nan_steps")
-SERIES: dict[str, tuple[str, bool]] = {
-    "allocated_bytes": ("allocated", False),
-    "max_allocated_bytes": ("allocated", True),
-    "max_reserved_bytes": ("reserved", True),
-    "device_bytes": ("device", False),
-}
-"""The kind of each series of memory, and whether it is of peaks."""
+COUNTS = ("num_alloc_retries", "num_ooms")
+MEMORY_KINDS = ("allocated_bytes", "max_allocated_bytes", "max_reserved_bytes", "device_bytes")
 
 
 def _beside_steps(record: RunRecord) -> dict[str, Any]:
@@ -420,14 +413,17 @@ def _spreads(record: RunRecord) -> Iterator[RankSpread]:
 
 def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
     """For each kind of memory its bytes over the steps, on the rank that has most at the end."""
-    for name, (kind, is_peak) in SERIES.items():
+    for name in MEMORY_KINDS:
         of_kind = {rank: series for (rank, known), series in record.memory_series.items() if known == name}
         if of_kind:
             rank = max(of_kind, key=lambda rank: (of_kind[rank][-1][1], -(rank or 0)))
             steps, values = zip(*of_kind[rank], strict=True)
             yield MemorySeries(
-                kind=kind, is_peak=is_peak, rank=rank, steps=steps, num_bytes=tuple(map(round, values)),  # type: ignore[arg-type]
-            )  # fmt: skip
+                kind=name.removesuffix("_bytes"),  # type: ignore[arg-type]
+                rank=rank,
+                steps=steps,
+                num_bytes=tuple(map(round, values)),
+            )
 
 
 def _peak(record: RunRecord) -> dict[str, Any]:

@@ -159,6 +159,10 @@ class FollowedRun(Spec):
     total_steps: int | None = None
     num_steps: int = 0
     """Steps that were read, those made again included."""
+    step_s: float | None = None
+    """Seconds of the last step, or the mean of as many as the log's last line covers."""
+    predicted_step_s: float | None = None
+    """By the plan that it is held against."""
     window_steps: int = 0
     window_step_s: float | None = None
     """The median of that many last steps."""
@@ -354,6 +358,8 @@ class Follower:
         seen = with_mfu(window, self._held) if isinstance(self._held, Plan) else window
         rings = watch.rings or is_silent
         values: dict[str, Any] = {
+            "step_s": record.seconds[-1],
+            "predicted_step_s": self._held.step.step_s if isinstance(self._held, Plan) else None,
             "step": record.numbers[-1], "total_steps": None if last is None else last[1], "num_steps": self.num_steps,
             "window_steps": seen.num_steps, "window_step_s": seen.step_s, "place": watch.place, "rings": rings,
             "band_s": None if watch.band is None else (watch.band.low_s, watch.band.high_s),

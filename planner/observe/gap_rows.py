@@ -150,7 +150,7 @@ def slow_rank(files: RunFiles) -> Finding | None:
     """One rank that computes longer than the others of its stage, or stands still while they wait for it."""
     found = [*_longer_traced(files), *_longer_printed(files)]
     longest = max(found, key=lambda pair: pair[0], default=None)
-    return longest[1] if longest else _comes_late(files)
+    return longest[1] if longest else _comes_late(files) or _apart_timed(files)
 
 
 def _longer(
@@ -209,6 +209,21 @@ def _comes_late(files: RunFiles) -> Finding | None:
         return None
     says = f"{rank_name(late)} does nothing for {in_seconds(late_s)} of a step in which the others wait for it"
     return Finding(says, late_s, rank_name(late))
+
+
+def _apart_timed(files: RunFiles) -> Finding | None:
+    """The least and the most of the passes' timers over the ranks, further apart than the layers of their stages."""
+    timers, plan = {timer.name: timer for timer in files.case.observation.timers}, files.case.plan
+    passes = [timers[name] for name in ("forward-compute", "backward-compute") if name in timers]
+    if files.ranks or len(passes) < 2 or (plan is None and files.num_stages != 1):
+        return None
+    low_s, high_s = sum(timer.min_s for timer in passes), sum(timer.max_s for timer in passes)
+    stages = [stage.forward_s + stage.backward_s for stage in plan.best.stages] if plan is not None else [1.0]
+    due = max(stages) / min(stages)
+    if low_s <= 0 or high_s / low_s < (LONGER + 8 * NOISE) * due:
+        return None
+    says = f"the slowest rank's passes take {high_s / low_s - 1:.0%} longer than the fastest one's"
+    return Finding(f"{says}, {due - 1:.0%} by their layers", high_s - low_s * due)
 
 
 def _still_s(step: TraceStep) -> float:
@@ -394,9 +409,9 @@ def _growth(row: MemorySeries) -> Finding | None:
     if steady < 1.25 * max(0.03 * float(np.median(sizes)), 3 * noise, MIB):
         return None
     size = f"{slope * length / GIB:.2f} GiB" if slope * length > 0.1 * GIB else f"{slope * length / MIB:.1f} MiB"
-    where = "" if row.rank is None else f"rank {row.rank}"
-    says = f"{row.kind} memory{f' of {where}' if where else ''} grows by {size} over {int(length):,} steps"
-    return Finding(f"{says}, in both halves", None, where)
+    where, kind = "" if row.rank is None else f"rank {row.rank}", row.kind.replace("_", " ")
+    whose = f"{kind} memory{f' of {where}' if where else ''}"
+    return Finding(f"{whose} grows by {size} over {int(length):,} steps, in both halves", None, where)
 
 
 def out_of_memory(files: RunFiles) -> Finding | None:

@@ -329,10 +329,10 @@ _RETIRED = (
     "what_if", "replayed", "passes", "likelihood", "test", "first_idle_s", "each_s", "own_s", "pipeline", "links",
     "per_rank_s", "reserved_at_peak_bytes", "num_events", "expandable_segments", "stragglers", "phases", "slowest",
     "num_collectives", "age_s", "during", "peak_time_us", "awaiting_free_bytes", "allocator_settings", "per_rank",
-    "largest",
+    "largest", "trainer_version", "mean_s", "is_peak", "num_skipped_steps", "num_nan_steps",
 )  # fmt: skip
 """Fields of observations that 0.2 saved and that nothing reads any more."""
-_OTHERS = ("plan", "facts")
+_OTHERS = ("plan", "run")
 """Entries whose fields are of other types, or of a trainer."""
 
 

@@ -348,7 +348,6 @@ _DEEPSPEED_ROWS = (
              {"samples_per_s": (rf"samples/sec: {N}", 1.0)}),
     line_row("time (ms) |", r"time \(ms\) \| (\w+: .*)", _breakdown),
     line_row(":print]", r":print\] +(\w{1,80}) \.{2,80} (.{0,2000})$", _configured),
-    line_row("DeepSpeed info", r"DeepSpeed info: version=([\w.+]{1,40})", fact("trainer_version", str)),
     line_row("dp_world_size", r"world_size=(\d{1,7})", fact("num_gpus")),
     line_row("Saving model checkpoint", r"Saving model checkpoint", mark("checkpoint")),
 )  # fmt: skip

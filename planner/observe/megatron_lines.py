@@ -3,7 +3,7 @@
 As of Megatron core 0.19 (megatron/training/training.py, timers.py, utils.py; megatron/core/utils.py) and older forms
 since 2021, of which `--log-straggler` printed milliwatts under a W.
 
-Below the lines, the job that a log states in its dump of arguments, as a run.
+Below the lines, the job that a log states: its dump of arguments, or NeMo's configuration, as a run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import yaml
+
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script
+from planner.export.import_run import read_configuration
 from planner.export.imported_run import ImportedRun
 from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS as DEEPSPEED_OPTIONS
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
@@ -36,6 +39,7 @@ from planner.observe.line_formats import (
 )
 from planner.observe.observation import JobFacts
 from planner.observe.record import RunRecord
+from planner.specs.reading import InputLimits, parse_yaml
 from planner.specs.units import GB, GIB, MIB, is_count
 
 _MS = 1e-3
@@ -58,7 +62,6 @@ LINE_FIELDS = {
     "mem-max-reserved-gigabytes": ("max_reserved_bytes", GB, ""),
 }
 """Fields of the line by the trainers' own names: the quantity, its unit, and the trainer that alone prints it."""
-_COUNTED = {"number of skipped iterations": "num_skipped_steps", "number of nan iterations": "num_nan_steps"}
 _MEMORY_KINDS = {
     "allocated": "allocated_bytes", "max allocated": "max_allocated_bytes", "max reserved": "max_reserved_bytes",
     "total device memory used": "device_bytes",
@@ -96,8 +99,6 @@ def _iteration(record: RunRecord, match: re.Match[str]) -> None:
     batch = values.get("global_batch_size", 0)
     if record.facts.get("global_batch_size", batch) != batch and batch and len(record.numbers) > 1:
         record.state["batch"] = "grows"
-    for name, counted in _COUNTED.items():
-        record.counts[counted] += whole(found.get(name)) or 0
     if (used := _DEVICE_MEMORY.search(match[3])) is not None:
         values["device_bytes"] = number(used[1]) * GIB  # a GB of Primus is a GiB: an MI300X has 191.98
     if (ranks := _RANKS.search(begin)) is not None:
@@ -242,12 +243,15 @@ _NEGATED = {
 """Arguments that are true unless an option switches them off."""
 _RENAMED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "multi_latent_attention": "--multi-latent-attention"}
 _COUNTS = ("num_gpus", "seq_length", "global_batch_size")
+_MOST_CHARACTERS, _ARGUMENT_LIMITS = 2**18, InputLimits(2**16, 1_000, 20)
 _UNSET = ("None", "False", "[]", "")
 
 
 def run_stated(record: RunRecord) -> ImportedRun | None:
     """The run in the arguments that a log dumps; None where it dumps none, or where they are no run."""
     with suppress(SpecError, KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        if record.grammar == "dllogger" and "num_layers" in record.arguments:
+            return _of_nemo(record)
         if "num_layers" in record.arguments:
             return _of_megatron(record.arguments)
     return None
@@ -315,9 +319,27 @@ def _defaults(arguments: dict[str, str]) -> list[str]:
     return left_out
 
 
+def _of_nemo(record: RunRecord) -> ImportedRun:
+    tree: dict[str, Any] = {}
+    if sum(map(len, record.arguments.values())) > _MOST_CHARACTERS:
+        raise SpecError(f"the log's configuration has more than {_MOST_CHARACTERS:,} characters", "name its file")
+    for path, text in record.arguments.items():
+        *parents, name = path.split("/")[:20]
+        owner = tree
+        for parent in parents:
+            inner = owner.setdefault(parent, {})
+            owner = inner if isinstance(inner, dict) else {}
+        owner[name] = parse_yaml(text, path, limits=_ARGUMENT_LIMITS, keeps_last=True)
+    world = record.facts.get("num_gpus")
+    trainer = {"num_nodes": 1, "devices": world} if world else {}
+    return read_configuration(yaml.safe_dump({"name": "gpt", "trainer": trainer, "model": tree}), "nemo")
+
+
 def _stated_switches(record: RunRecord, imported: ImportedRun) -> tuple[str, ...]:
     """The features of a run that its arguments name; a part of a dump, or an old one, names few of them."""
     features = imported.run.get("features") or {}
+    if "num_layers" not in record.arguments or record.grammar == "dllogger":
+        return tuple(features)
     known = options_of_features()
     named = {_NEGATED.get(name) or _option(name) for name in record.arguments}
     recompute = ("recompute",) if "recompute_granularity" in record.arguments else ()

@@ -69,7 +69,6 @@ class JobFacts(Spec):
     """The job as its own files state it; None where they do not."""
 
     trainer: str | None = None
-    trainer_version: str | None = None
     model: str | None = None
     """The model by name."""
     hardware: str | None = None
@@ -137,8 +136,6 @@ class Timer(Spec):
     max_s: float
     """The least and the most over the ranks; equal where one number is printed."""
     num_values: int
-    mean_s: float | None = None
-    """The mean of the most over the ranks: far above `max_s` where the timer is long now and then."""
 
 
 class ObservedMemory(Spec):
@@ -155,9 +152,8 @@ class ObservedMemory(Spec):
 class MemorySeries(Spec):
     """Memory of one rank in the order of the log, of one kind; of very many lines, every n-th."""
 
-    kind: Literal["allocated", "reserved", "device"]
-    is_peak: bool = False
-    """True for the highest since the begin or since the line before, false for the bytes in use at the line."""
+    kind: Literal["allocated", "max_allocated", "max_reserved", "device", "reserved"]
+    """Bytes in use at the line, or the highest since the begin or the line before; 0.2 said `reserved` of these."""
     rank: int | None = None
     steps: tuple[int, ...]
     """The step before each line."""
@@ -230,9 +226,6 @@ class Observation(Spec):
     """How often the allocator found no memory, freed its cache and tried again, on the rank that says most."""
     num_ooms: int | None = None
     """Errors of allocations that failed in the end."""
-    num_skipped_steps: int | None = None
-    """Steps whose update was left out, mostly because the loss scale was too high."""
-    num_nan_steps: int | None = None
     failed_allocations: tuple[FailedAllocation, ...] = ()
     """Errors of memory that ran out, as the log has them."""
     hung_collectives: tuple[HungCollective, ...] = ()

@@ -37,7 +37,6 @@ class Steady:
     high_s: float
     """The 10th and the 90th percentile after the warm-up."""
     warmup: NDArray[np.bool_]
-    outlier: NDArray[np.bool_]
     warmup_extra_s: float
     drift_fraction: float | None
     outliers: tuple[Outlier, ...] = field(default=())
@@ -92,7 +91,6 @@ def steady(
         quantile(seconds[kept], covers[kept], 0.1),
         quantile(seconds[kept], covers[kept], 0.9),
         warmup,
-        slow,
         float(extra[warmup].sum()),
         drift,
         tuple(_named(numbers, extra, slow, marks or {})),

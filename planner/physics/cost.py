@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
 from operator import attrgetter
 from typing import Any
@@ -120,6 +120,18 @@ class PartCost:
         """The costs with every array replaced by its entry at `index`."""
         return PartCost(**{name: _at(cost, index) for name, cost in zip(_NAMES, _costs(self), strict=True)})
 
+    def stacked(self, parts: Sequence[PartCost], index: Any) -> PartCost:
+        """The entries at `index` of several parts, one part's after the other's; this has them where all are the same.
+
+        Parts that share a quantity share its very array.
+        """
+        differing = {
+            name: np.concatenate([np.broadcast_to(_at(cost, index), len(index)) for cost in costs])
+            for name, costs in zip(_NAMES, zip(*map(_costs, parts), strict=True), strict=True)
+            if any(cost is not costs[0] for cost in costs)
+        }
+        return replace(self, **differing)
+
     def times(self, count: Number) -> PartCost:
         """Cost of `count` such parts on one rank.
 
@@ -201,25 +213,3 @@ class CostTable:
             hidden_s=_at(self.hidden_s, index),
             mtp_parts=tuple(part.take(index) for part in self.mtp_parts),
         )
-
-    @classmethod
-    def stacked(cls, tables: Sequence[CostTable]) -> CostTable:
-        """The rows of several tables with the same parts, one table's after the other's."""
-        first, length = tables[0], np.shape(tables[0].shape.tp)
-
-        def stack(values: Sequence[Any]) -> Any:
-            if isinstance(values[0], PartCost):
-                return PartCost(**{f.name: stack([getattr(v, f.name) for v in values]) for f in fields(PartCost)})
-            if isinstance(values[0], dict):
-                return {key: stack([value[key] for value in values]) for key in values[0]}
-            if isinstance(values[0], tuple):
-                return tuple(map(stack, zip(*values, strict=True)))
-            if isinstance(values[0], Shape):
-                return Shape(**{name: stack([getattr(v, name) for v in values]) for name in Shape.__slots__})
-            if values[0] is None:
-                return None
-            if not any(isinstance(value, np.ndarray) and value.ndim for value in values) and len(set(values)) == 1:
-                return values[0]
-            return np.concatenate([np.broadcast_to(value, length) for value in values])
-
-        return cls(**{f.name: stack([getattr(table, f.name) for table in tables]) for f in fields(first)})

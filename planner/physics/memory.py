@@ -152,6 +152,7 @@ def optimizer_bytes(
     """Bytes of the fp32 masters and the Adam moments on the GPU; sharded from ZeRO-1 on.
 
     An optimizer other than AdamW has masters where AdamW has them, and `states` for the dense and the expert ones.
+    Beside weights of 16 bits the masters may be their other 16.
 
     Of parameters that the host updates, the moments leave the GPU and the masters stay: Qwen3-30B loses 8 bytes for
     each (Megatron-Bridge's notes on offloading). ZeRO-Offload's masters leave too.
@@ -160,8 +161,9 @@ def optimizer_bytes(
         masters = runtime.master_bytes * _sharded(dense, expert, shape, runtime, 1)
         return masters + _sharded(*states, shape, runtime, 1)
     kept = 0 if runtime.offloads_masters else FP32
+    all_bytes = runtime.optimizer_bytes - (FP32 - BF16) * runtime.master_remainders
     left = runtime.optimizer_offload_fraction * max(runtime.optimizer_bytes - kept, 0)
-    return (runtime.optimizer_bytes - left) * _sharded(dense, expert, shape, runtime, 1)
+    return max(all_bytes - left, 0) * _sharded(dense, expert, shape, runtime, 1)
 
 
 def sharded_update_s(part: PartCost, shape: Shape, runtime: RuntimeSpec) -> Number:
@@ -299,9 +301,12 @@ def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
             return (Saved("logits in 16 bits", softmax.dims), narrow) if runtime.keeps_softmax else (narrow,)
         # beside the softmax, as large: its gradient, and that of the logits
         names = ("gradient of the softmax", "gradient of the logits", "indices of the loss", "its mask")
-        return tuple(
+        beside = tuple(
             kept._replace(name=name) for kept, name in zip((softmax, softmax, labels, labels), names, strict=True)
         )
+        if op.working_bytes is None:
+            return beside
+        return (*beside, Saved("exponentials, and logits in 16 bits", (op.working_bytes,), dtype="bytes"))
     needed = op.backward_bytes * 2 / 3 if op.working_bytes is None else op.working_bytes
     return (Saved("gradients", (needed,), dtype="bytes"),)
 

@@ -72,7 +72,7 @@ class Pricing:
     _latest: dict[str, tuple[Shape, dict[Any, Any]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The latest shape whose sizes are numbers, with the layers that were worked out for it and their seconds."""
+    """The latest shape, with the layers that were worked out for it and their seconds."""
 
     def __post_init__(self) -> None:
         # what a dtype and adapters mean for the trainer is settled once, for all that reads its fields
@@ -90,6 +90,12 @@ class Pricing:
         """Parameters and FLOPs of the model, a token of this training each."""
         training = self.training
         return model_totals(self.model, self.runtime, training.seq_length, self._documents, training.adapters)
+
+    def recomputing(self, modules: tuple[str, ...]) -> Pricing:
+        """The same prices, but that `selective` recomputes these modules; what is known of layers is shared."""
+        other = replace(self, selective_modules=modules)
+        object.__setattr__(other, "_latest", self._latest)
+        return other
 
     def usable_bytes(self, shape: Shape) -> Number:
         """The most bytes that tensors may take on a GPU: memory less headroom, driver's and trainer's reserve."""
@@ -181,9 +187,7 @@ class Pricing:
         return layer
 
     def _known_of(self, shape: Shape) -> dict[Any, Any]:
-        """The layers of a shape and their seconds so far: none for arrays, nor for another shape than the latest."""
-        if not shape.is_single:
-            return {}
+        """The layers of a shape and their seconds so far: none for another shape than the latest."""
         latest, known = self._latest.get("latest", (None, {}))
         if latest is not shape:
             known = {}

@@ -108,7 +108,7 @@ class StepSeconds(Spec):
     gradient_norm: Finite
 
 
-class Check(Spec):
+class ProbeCheck(Spec):
     """One statement that the run proved or contradicted."""
 
     name: str
@@ -134,7 +134,7 @@ class RankResult(Spec):
     exchanges: tuple[ProbedExchange, ...] = ()
     peak_in_flight_chunks: int
     memory: ProbedMemory | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[ProbeCheck, ...] = ()
     attention_kernels: tuple[str, ...] = ()
     """The kernels of attention that ran, as profiles name them; none where no attention ran on a GPU."""
     experts_one_by_one: bool = False
@@ -253,7 +253,7 @@ class ProbeResult(Spec):
     """True where ranks slept instead of computing: then times say something about the schedule only."""
     tolerance_fraction: float
     comparisons: tuple[ComparedQuantity, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[ProbeCheck, ...]
     activity: tuple[StageActivity, ...] = ()
     step_s: float | None = None
     """Median of the measured steps. Where stages ran one by one, the replay of the whole pipeline with measured

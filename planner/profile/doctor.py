@@ -1,12 +1,12 @@
-"""`plan doctor`: what this machine has of what the planner needs.
+"""`plan doctor`: what this machine has of what the planner needs, as one screen to paste into an issue.
 
-GPUs are listed by their drivers' tools, without torch; libraries are looked up and not imported.
+GPUs are listed by their drivers' tools, without torch; libraries are looked up and not imported. Neither user names nor
+host names are told.
 """
 
 from __future__ import annotations
 
 import csv
-import datetime
 import getpass
 import json
 import os
@@ -15,54 +15,109 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import planner
 from planner.distribution import DISTRIBUTION, install_line
-from planner.observe.history_place import VARIABLE, default_folder
+from planner.observe.history_place import default_folder
 from planner.probe.verdict.evidence import is_named
-from planner.profile.findings import (
-    Command,
-    Extra,
-    Findings,
-    Folder,
-    Gpu,
-    Gpus,
-    History,
-    Installed,
-    Kind,
-    LastFit,
-    Package,
-    Profile,
-    Solver,
-    Terminal,
-    Torch,
-    Trouble,
-)
 from planner.search.ilp.solver import SolverName, solver_trouble
+from planner.specs.base import Spec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GIB, MIB
 from planner.trainers.calibration import shipped_fits
 
-PCI = Path("/sys/bus/pci/devices")
 TOOL_S = 20.0
 """Seconds that a driver's tool may take."""
-_VENDORS = {"0x10de": ("NVIDIA", "nvidia-smi"), "0x1002": ("AMD", "rocm-smi")}
-"""Names of PCI vendors, and the tool that comes with their driver."""
-_DISPLAY, _ACCELERATOR = "0x03", "0x12"
-"""Beginnings of the PCI classes of GPUs."""
+Kind = Literal["wheel", "editable", "source tree"]
+"""Ways in which the planner may have come here."""
+Trouble = Literal["", "missing", "too old", "too new"]
+EXTRAS = {"plot": "plan report and --plot", "probe": "plan probe and plan profile", "serve": "plan serve"}
+"""The extras that commands need; all other commands run without any."""
+SOLVERS: dict[SolverName, bool] = {"HiGHS": True, "CBC": False}
+"""Solvers, and if plans need them: CBC only checks what HiGHS proves."""
 
 
-def find_gpus() -> Gpus:
-    """The GPUs that nvidia-smi or else rocm-smi lists; where neither does, what the PCI bus has, with the trouble."""
+class Package(Spec):
+    """A library that the planner, or one of its extras, needs."""
+
+    name: str
+    needs: str
+    """Versions that will do, such as >=2.10."""
+    version: str = ""
+    """The version installed; empty where there is none."""
+    trouble: Trouble = ""
+
+
+class Extra(Spec):
+    """One of the planner's extras, and how to get what it lacks."""
+
+    name: str
+    packages: tuple[Package, ...]
+    install: str = ""
+    """The line that installs what is missing; empty where nothing is."""
+
+
+class Gpu(Spec):
+    """One GPU as its driver's tool names it."""
+
+    name: str
+    memory_gib: float | None = None
+    driver: str = ""
+    """Version of the driver; empty where the tool does not say."""
+
+
+class Findings(Spec):
+    """The findings of this machine."""
+
+    schema_version: Literal[1] = 1
+    version: str
+    python: str
+    system: str
+    kind: Kind
+    folder: str
+    packages: tuple[Package, ...]
+    extras: tuple[Extra, ...]
+    solvers: dict[str, str]
+    """The trouble of each solver; empty for one that works."""
+    gpus: tuple[Gpu, ...]
+    gpu_trouble: str = ""
+    """The reason why a tool of a driver lists none."""
+    torch: str
+    """The version of torch and what it is built for; empty where there is none."""
+    profile: str
+    """The hardware profile that plans use, and why."""
+    calibration: str
+    """The last fit of the numbers that ship."""
+    history: str
+    num_runs: int
+    temp: str
+    temp_trouble: str = ""
+
+    @property
+    def troubles(self) -> list[str]:
+        """Reasons why the core does not work; none where it does."""
+        packages = [
+            f"{one.name} {one.version} is {one.trouble}: {one.needs} is needed"
+            if one.version
+            else f"{one.name} is missing"
+            for one in self.packages
+            if one.trouble
+        ]
+        solvers = [f"{name}: {self.solvers[name]}" for name, needed in SOLVERS.items() if needed and self.solvers[name]]
+        return [*packages, *solvers, *([f"{self.temp}: {self.temp_trouble}"] if self.temp_trouble else [])]
+
+
+def find_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that nvidia-smi or else rocm-smi lists, or why none is listed."""
     trouble = ""
     for tool, arguments, read in (
         ("nvidia-smi", ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"], _nvidia),
@@ -73,18 +128,14 @@ def find_gpus() -> Gpus:
             continue
         try:
             ran = subprocess.run([path, *arguments], capture_output=True, text=True, errors="replace", timeout=TOOL_S)
-            gpus = tuple(read(ran.stdout)) if ran.returncode == 0 else ()
+            if gpus := tuple(read(ran.stdout)) if ran.returncode == 0 else ():
+                return gpus, ""
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             trouble = trouble or f"{tool} fails: {type(error).__name__}"
             continue
-        if gpus:
-            return Gpus(found_by=tool, gpus=gpus)
         said = (ran.stderr or ran.stdout).strip().splitlines()
         trouble = trouble or (f"{tool}: {said[0][:120]}" if ran.returncode and said else f"{tool} lists no GPU")
-    on_bus = tuple(_on_bus())
-    if on_bus and not trouble:
-        trouble = f"{on_bus[0].vendor} on the PCI bus, but no {on_bus[0].tool}: is the driver installed?"
-    return Gpus(found_by="PCI bus" if on_bus else "", gpus=tuple(card.gpu for card in on_bus), trouble=trouble)
+    return (), trouble
 
 
 def profile_of(gpu: Gpu) -> HardwareSpec | None:
@@ -117,56 +168,47 @@ def _amd(printed: str) -> Iterator[Gpu]:
             yield Gpu(name=name, memory_gib=int(num_bytes) / GIB if num_bytes.isdigit() else None)
 
 
-class _Card:
-    """A GPU on the PCI bus, and the tool that would say more of it."""
-
-    def __init__(self, vendor: str, device: str) -> None:
-        self.vendor, self.tool = _VENDORS[vendor]
-        self.gpu = Gpu(name=f"{self.vendor} PCI {vendor[2:]}:{device[2:]}")
-
-
-def _on_bus() -> Iterator[_Card]:
-    for device in sorted(PCI.glob("*")):
-        try:
-            kind, vendor, number = ((device / name).read_text().strip() for name in ("class", "vendor", "device"))
-        except OSError:
-            continue
-        if kind.startswith((_DISPLAY, _ACCELERATOR)) and vendor in _VENDORS:
-            yield _Card(vendor, number)
-
-
 PACKAGE = Path(planner.__file__).parent
 _NEED = re.compile(r"([A-Za-z0-9_.-]+)\s*([^;]*?)\s*(?:;(?:.*extra\s*==\s*[\"'](\w+)[\"'])?.*)?")
 _TORCH_FACT = re.compile(r"^(cuda|hip)\b[^=]*= *'([^']+)'", re.MULTILINE)
-Needs = dict[str, list[tuple[str, str]]]
-"""Names and versions that are needed, by extra; those of the core under the empty name."""
 
 
-def installed() -> Installed:
-    """The kind of installation, its dependencies and its extras."""
-    kind, needs = _needs()
-    packages = {extra: tuple(_package(*need) for need in listed) for extra, listed in needs.items()}
-    return Installed(
-        kind=kind,
-        folder=str(PACKAGE.parent),
-        packages=packages.pop("", ()),
-        extras=tuple(_extra(name, has) for name, has in sorted(packages.items())),
-    )
+def installed() -> tuple[Kind, dict[str, tuple[Package, ...]]]:
+    """The kind of installation, and what it depends on by extra (the core's under the empty name): by its own metadata,
+    or by a source tree's pyproject.toml."""
+    pyproject = PACKAGE.parent / "pyproject.toml"
+    kind: Kind = "source tree"
+    try:
+        ours = metadata.distribution(DISTRIBUTION)
+        editable = json.loads(ours.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable", False)
+        kind = "editable" if editable else "source tree" if pyproject.is_file() else "wheel"
+        lines: Sequence[str] = ours.requires or ()
+    except metadata.PackageNotFoundError:
+        lines = ()
+    if kind == "source tree" and pyproject.is_file():
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        extras = project.get("optional-dependencies", {})
+        lines = [*project.get("dependencies", ()), *(f'{need}; extra == "{e}"' for e in extras for need in extras[e])]
+    found: dict[str, list[Package]] = defaultdict(list)
+    for match in filter(None, map(_NEED.fullmatch, map(str.strip, lines))):
+        version, needs = version_of(match[1]), match[2].strip("() ")
+        found[match[3] or ""].append(
+            Package(name=match[1], needs=needs, version=version, trouble=_trouble(version, needs))
+        )
+    return kind, {extra: tuple(packages) for extra, packages in found.items()}
 
 
-def torch_of() -> Torch | None:
-    """The torch that is installed, by its files; None where there is none."""
+def torch_of() -> str:
+    """The torch that is installed, by its files; empty where there is none."""
     version, spec = version_of("torch"), util.find_spec("torch")
     if spec is None or not version:
-        return None
-    text = ""
-    for folder in spec.submodule_search_locations or ():
-        path = Path(folder) / "version.py"
-        text = path.read_text(encoding="utf-8") if path.is_file() else text
+        return ""
+    paths = [Path(folder) / "version.py" for folder in spec.submodule_search_locations or ()]
+    text = "".join(path.read_text(encoding="utf-8") for path in paths if path.is_file())
     built_with = dict(_TORCH_FACT.findall(text))
     names = {"cuda": "CUDA", "hip": "ROCm"}
     build = ", ".join(f"{names[name]} {'.'.join(value.split('.')[:2])}" for name, value in built_with.items())
-    return Torch(version=version, build=build or ("CPU" if text else ""))
+    return f"{version}, built for {build or 'CPU'}"
 
 
 def version_of(name: str) -> str:
@@ -175,40 +217,6 @@ def version_of(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _needs() -> tuple[Kind, Needs]:
-    """The kind of installation and what it needs: by its own metadata, or by a source tree's pyproject.toml."""
-    pyproject = PACKAGE.parent / "pyproject.toml"
-    try:
-        ours = metadata.distribution(DISTRIBUTION)
-        editable = json.loads(ours.read_text("direct_url.json") or "{}").get("dir_info", {}).get("editable", False)
-    except metadata.PackageNotFoundError:
-        ours, editable = None, False
-    if ours is not None and (editable or not pyproject.is_file()):
-        return "editable" if editable else "wheel", _by_extra(_parsed(ours.requires or ()))
-    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"] if pyproject.is_file() else {}
-    extras = project.get("optional-dependencies", {})
-    lines = [*project.get("dependencies", ()), *(f'{need}; extra == "{e}"' for e in extras for need in extras[e])]
-    return "source tree", _by_extra(_parsed(lines))
-
-
-def _parsed(lines: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    for line in lines:
-        if match := _NEED.fullmatch(line.strip()):
-            yield match[1], match[2].strip("() "), match[3] or ""
-
-
-def _by_extra(needs: Iterator[tuple[str, str, str]]) -> Needs:
-    found: Needs = {}
-    for name, versions, extra in needs:
-        found.setdefault(extra, []).append((name, versions))
-    return found
-
-
-def _package(name: str, needs: str) -> Package:
-    version = version_of(name)
-    return Package(name=name, needs=needs, version=version, trouble=_trouble(version, needs))
 
 
 def _trouble(version: str, needs: str) -> Trouble:
@@ -232,56 +240,33 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(release)
 
 
-def _extra(name: str, packages: tuple[Package, ...]) -> Extra:
-    lacks = any(package.trouble for package in packages)
-    return Extra(name=name, packages=packages, install=install_line(name) if lacks else "")
-
-
-EXTRAS = {"serve": ("serve",), "probe": ("probe",), "profile": ("probe",)}
-"""The extras that commands need; all others run without any."""
-SOLVERS: dict[SolverName, bool] = {"HiGHS": True, "CBC": False}
-"""Solvers, and if plans need them: CBC only checks what HiGHS proves."""
-VARIABLES = (
-    VARIABLE, "COLUMNS", "CUDA_VISIBLE_DEVICES", "FORCE_COLOR", "HIP_VISIBLE_DEVICES", "NO_COLOR", "PYTHONPATH",
-    "ROCR_VISIBLE_DEVICES", "TERM",
-)  # fmt: skip
-IMPORT_S = 180.0
-"""Seconds that importing torch may take: minutes from a network's file system."""
-_ASK_TORCH = (
-    "import torch; print(f'{torch.cuda.device_count()} GPU(s)' if torch.cuda.is_available() else 'no GPU', "
-    "'and NCCL' if torch.distributed.is_available() and torch.distributed.is_nccl_available() else 'without NCCL')"
-)
-
-
-def examine(commands: Sequence[str], default_hardware: str, deep: bool, num_columns: int) -> Findings:
-    """Everything that `plan doctor` shows of this machine, for these commands; `deep` imports torch in a process."""
-    has, gpus = installed(), find_gpus()
-    has_torch = torch_of()
-    if has_torch is not None and deep:
-        has_torch = has_torch.model_copy(update={"imported": imported_torch()})
+def examine(default_hardware: str) -> Findings:
+    """Everything that `plan doctor` shows of this machine."""
+    (kind, packages), (gpus, gpu_trouble) = installed(), find_gpus()
+    libc, last = " ".join(platform.libc_ver()), shipped_fits().fits[-1]
+    history, num_runs = _history()
+    temp, temp_trouble = _temp()
     findings = Findings(
         version=f"{DISTRIBUTION} {planner.__version__}",
         python=f"{platform.python_implementation()} {platform.python_version()}",
-        system=f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}".strip(
-            ", "
+        system=f"{platform.system()} {platform.release()} {platform.machine()}, {libc}".strip(", "),
+        kind=kind,
+        folder=str(PACKAGE.parent),
+        packages=packages.pop("", ()),
+        extras=tuple(
+            Extra(name=name, packages=has, install=install_line(name) if any(one.trouble for one in has) else "")
+            for name, has in sorted(packages.items())
         ),
-        installed=has,
-        commands=tuple(_command(name, has, gpus, has_torch) for name in commands),
-        solvers=tuple(
-            Solver(name=name, is_needed=needed, trouble=solver_trouble(name)) for name, needed in SOLVERS.items()
-        ),
+        solvers={name: solver_trouble(name) for name in SOLVERS},
         gpus=gpus,
-        torch=has_torch,
+        gpu_trouble=gpu_trouble,
+        torch=torch_of(),
         profile=_profile(gpus, default_hardware),
-        calibration=_calibration(datetime.date.today()),
-        history=_history(),
-        temp=_temp(),
-        terminal=Terminal(
-            num_columns=num_columns,
-            encoding=sys.stdout.encoding or "",
-            is_terminal=sys.stdout.isatty(),
-        ),
-        variables=tuple(name for name in VARIABLES if name in os.environ),
+        calibration=f"{last.date.isoformat()}: {last.numbers} ({last.source})",
+        history=history,
+        num_runs=num_runs,
+        temp=temp,
+        temp_trouble=temp_trouble,
     )
     return Findings.model_validate(_each_text(findings.model_dump(), anonymous))
 
@@ -312,85 +297,41 @@ def _each_text(data: Any, change: Callable[[str], str]) -> Any:
     return change(data) if isinstance(data, str) and data not in _WORDS else data
 
 
-def imported_torch() -> str:
-    """The GPUs that torch tells a process that imports it, or the reason why it cannot be imported."""
-    try:
-        ran = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=IMPORT_S)
-    except subprocess.TimeoutExpired:
-        return f"not imported within {IMPORT_S:.0f} s"
-    if ran.returncode:
-        said = ran.stderr.strip().splitlines()
-        return f"cannot be imported: {said[-1][:200]}" if said else f"cannot be imported: exit code {ran.returncode}"
-    return f"imports, with {ran.stdout.strip()}"
-
-
-def _command(name: str, has: Installed, gpus: Gpus, has_torch: Torch | None) -> Command:
-    extras = EXTRAS.get(name, ())
-    lacks = [
-        package.name for extra in has.extras if extra.name in extras for package in extra.packages if package.trouble
-    ]
-    if lacks:
-        return Command(name=name, extras=extras, can_run=False, note=f"lacks {', '.join(lacks)}")
-    if "probe" in extras:
-        return Command(name=name, extras=extras, can_run=True, note=_limit_of_probe(gpus, has_torch))
-    return Command(name=name, extras=extras, can_run=True)
-
-
-def _limit_of_probe(gpus: Gpus, has_torch: Torch | None) -> str:
-    if not gpus.gpus:
-        return "on the CPU: no GPU is found"
-    if gpus.trouble:
-        return f"on the CPU: {gpus.trouble}"
-    return "on the CPU: torch is built without GPUs" if has_torch and has_torch.build == "CPU" else ""
-
-
-def _profile(gpus: Gpus, default_hardware: str) -> Profile:
+def _profile(gpus: Sequence[Gpu], default_hardware: str) -> str:
     """The profile of the first GPU; without one, the profile that plans take unless they are told another."""
-    own = profile_of(gpus.gpus[0]) if gpus.gpus else None
+    own = profile_of(gpus[0]) if gpus else None
     profile = own or load_hardware(default_hardware)
-    if own is not None:
-        reason = "of this GPU: --hardware takes it"
-    elif gpus.gpus:
-        reason = "the default: none is named after this GPU, plan profile measures one"
-    else:
-        reason = "the default: no GPU is found"
+    default = "none is named after this GPU, plan profile measures one" if gpus else "no GPU is found"
+    reason = f"the default: {default}" if own is None else "of this GPU: --hardware takes it"
     evidence = {
         "measured": "measured on this kind of GPU",
         "family": "measured on GPUs of its family",
         "spec_sheet": "data sheet, nothing measured",
     }[profile.efficiency.evidence]
-    return Profile(name=profile.name, reason=reason, evidence=evidence, source=" ".join(profile.source.split()))
+    return f"{profile.name}, {reason}; {evidence}"
 
 
-def _calibration(today: datetime.date) -> LastFit:
-    last = shipped_fits().fits[-1]
-    return LastFit(
-        date=last.date.isoformat(), age_days=(today - last.date).days, numbers=last.numbers, source=last.source
-    )
-
-
-def _history() -> History:
+def _history() -> tuple[str, int]:
+    """The folder of kept runs and their number, or why there is none."""
     from planner.observe.history import PREFIX, SUFFIX
 
     folder = default_folder()
     if folder is None:
-        return History(path="", num_runs=0, trouble="no home folder, and PLANNER_HISTORY names none")
+        return "no home folder, and PLANNER_HISTORY names none", 0
     if folder.exists() and not folder.is_dir():
-        return History(path=str(folder), num_runs=0, trouble="is no folder, so that no runs are kept there")
-    try:
-        return History(path=str(folder), num_runs=sum(1 for _ in folder.glob(f"{PREFIX}*{SUFFIX}")))
-    except OSError as error:
-        return History(path=str(folder), num_runs=0, trouble=error.strerror or "cannot be read")
+        return f"{folder} is no folder, so that no runs are kept there", 0
+    with suppress(OSError):
+        return str(folder), sum(1 for _ in folder.glob(f"{PREFIX}*{SUFFIX}"))
+    return f"{folder} cannot be read", 0
 
 
-def _temp() -> Folder:
+def _temp() -> tuple[str, str]:
+    """The folder for temporary files, and why it cannot be written."""
+    path = ""
     try:
-        path = Path(tempfile.gettempdir())
-    except OSError as error:
-        return Folder(path="", trouble=f"no folder for temporary files: {error.strerror}")
-    try:
+        path = tempfile.gettempdir()
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(b"planner")
     except OSError as error:
-        return Folder(path=str(path), trouble=f"cannot be written: {error.strerror}")
-    return Folder(path=str(path))
+        return path, f"cannot be written: {error.strerror}"
+    return path, ""

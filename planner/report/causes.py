@@ -13,7 +13,7 @@ _RECOMPUTED = {"none": 0, "selective": 1, "full": 2}
 
 
 class Difference(Spec):
-    """One item of two layouts."""
+    """One item of seconds or bytes in two layouts."""
 
     item: str
     label: str
@@ -120,7 +120,7 @@ def says_best(best: Plan) -> str:
 
 
 def now(constraint: str, best: Plan) -> str:
-    """How close the best layout comes to a constraint, in words."""
+    """The distance of the best layout from a constraint, in words."""
     layout, stage = best.parallelism, best.best.worst_stage
     if constraint == "memory":
         filled = stage.memory.total_bytes / best.cluster.hardware.memory_bytes

@@ -1,4 +1,5 @@
-"""Charts by matplotlib: one palette, one way to a picture file, and SVG that follows a page's light and dark.
+"""Charts by matplotlib, which is loaded where one is drawn (extra `plot`): one palette, one way to a picture file, and
+SVG that follows a page's light and dark.
 
 `figure()` makes an empty figure, `svg()` and `image()` write it. The same figure makes the same bytes, whatever the
 user's own matplotlib settings are.
@@ -14,21 +15,19 @@ from contextlib import contextmanager
 from hashlib import sha256
 from html import escape
 from threading import RLock
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import style
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
-from planner.answer import PricedLayout, StagePlan
-from planner.layout.memory_curve import MemoryCurve
+from planner.answer import PricedLayout
 from planner.report.format import gibibytes, seconds, unit_for
 from planner.report.html import Html
-from planner.report.labels import MEMORY
 from planner.report.rows import Entry
 from planner.specs.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # a first run would note that it looks for fonts
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
@@ -46,7 +45,7 @@ MEMORY_COLOURS = {
 ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
 """Colour of a forward, a backward, an input gradient and a weight gradient."""
 INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
-"""Text, its quieter form, grids, what must be seen, and what is behind: a page has its own, light or dark."""
+"""Colours of text, quiet text, grids, alarms and background; a page has its own, light or dark."""
 _OF_PAGE = {
     INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)", ALARM: "var(--alarm)", PAPER: "var(--page)",
 }  # fmt: skip
@@ -61,24 +60,30 @@ _SETTINGS = {
     "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"], "text.parse_math": False,
 }  # fmt: skip
 _LOCK = RLock()
-"""matplotlib's settings are one for all threads."""
+"""A lock, since all threads share matplotlib's settings."""
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Our settings instead of the user's own, for as long as something is made or written."""
+    """A context with our matplotlib settings in place of the user's own."""
+    from matplotlib import style
+
     with _LOCK, style.context(["default", _SETTINGS]):
         yield
 
 
 def figure(width_in: float, height_in: float) -> Figure:
     """An empty figure. Draw on it inside `with drawing():`, which gives new axes our settings."""
+    from matplotlib.figure import Figure
+
     with drawing():
         return Figure(figsize=(width_in, height_in), layout="constrained")
 
 
 def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
     """The figure as a file's bytes."""
+    from matplotlib.text import Text
+
     file = io.BytesIO()
     dates: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     # matplotlib draws twice, for the layout and for the file: hundreds of numbers in bars are no part of the first
@@ -97,7 +102,7 @@ def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
 
 
 def hint(number: int) -> str:
-    """The gid of an artist that has the text of that number among the `hints` of `svg`."""
+    """The gid that gives an artist the hint of that number in `svg`."""
     return f"{_HINT}{number}"
 
 
@@ -116,7 +121,6 @@ def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
         text = text.replace(colour, of_page)
     mark = sha256((label + text).encode()).hexdigest()[:8]
     text = re.sub(rf'<g id="{_HINT}([0-9]+)">', lambda found: f"<g><title>{escape(hints[int(found[1])])}</title>", text)
-    text = re.sub(rf'<g id="{NUMBER}[0-9]+">\s*(?:<!--.*?-->\s*)?<text', '<g><text class="number"', text)
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: f' id="{mark}-{found[1]}"' if found[1] in used else "", text)
@@ -124,13 +128,6 @@ def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
     head, body = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     return Html(f'{head} class="chart" role="img" aria-label="{escape(label)}">{_packed(body)}')
-
-
-def svg_file(drawn: Figure) -> str:
-    """The figure as an SVG file, on white."""
-    before, text = image(drawn, "svg").decode().split("<svg", 1)
-    head, body = text.split(">", 1)
-    return f'{before}<svg{head} font-family="DejaVu Sans, system-ui, sans-serif">{_packed(body)}\n'
 
 
 def _packed(text: str) -> str:
@@ -143,11 +140,10 @@ def _packed(text: str) -> str:
     return _RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", text)
 
 
-PARTS = {name: label for name, label in MEMORY.items() if name != "total_bytes"}
 WIDE_IN, HIGH_IN = 4.5, 3.1
 """Inches of a chart that stands beside another one, and whose words can be read on a phone."""
 _LEAST_SLOTS = 5
-"""Bars for which there is room at least: a single one is not as wide as the chart."""
+"""Number of bars for which a chart has space at least: a single bar is not as wide as the chart."""
 
 
 def stage_axis(axes: Any, num_stages: int) -> None:
@@ -159,46 +155,6 @@ def stage_axis(axes: Any, num_stages: int) -> None:
     if num_stages < _LEAST_SLOTS:
         axes.set_xticks(range(num_stages))
     axes.grid(axis="y")
-
-
-def draw_stacks(stages: Sequence[StagePlan], capacity_bytes: int) -> Html:
-    """A bar per stage of what fills its GPU, with the interval of the whole and the capacity as a line."""
-    drawn, hints = figure(WIDE_IN, HIGH_IN), list[str]()
-    with drawing():
-        axes = drawn.add_subplot()
-        below = np.zeros(len(stages))
-        for name, label in PARTS.items():
-            sizes = np.array([getattr(stage.memory, name) for stage in stages]) / GIB
-            if not sizes.any():
-                continue
-            bars = axes.bar(
-                range(len(stages)), sizes, 0.84, bottom=below, label=label, color=MEMORY_COLOURS[label],
-                edgecolor=PAPER, linewidth=0.4,
-            )  # fmt: skip
-            for stage, bar in zip(stages, bars, strict=True):
-                bar.set_gid(hint(len(hints)))
-                hints.append(f"stage {stage.stage}, {label}: {gibibytes(getattr(stage.memory, name))} GiB")
-            below += sizes
-        most = max(below.max(), *(_whiskers(axes, stages)))
-        draw_capacity(axes, capacity_bytes, most * GIB)
-        stage_axis(axes, len(stages))
-        drawn.legend(loc="outside lower center", ncols=4, fontsize=8, handlelength=1, columnspacing=1.2)
-    label = f"Memory of each stage by item, in GiB, beside the {gibibytes(capacity_bytes)} GiB of a GPU"
-    return svg(drawn, label, hints)
-
-
-def _whiskers(axes: Any, stages: Sequence[StagePlan]) -> list[float]:
-    """Draw the 80% interval of each stage's total where it is known; gives the upper ends in GiB."""
-    known = [(number, stage.memory) for number, stage in enumerate(stages) if stage.memory.total_bytes_interval]
-    ends = np.array([memory.total_bytes_interval for _, memory in known]).reshape(-1, 2).T / GIB
-    totals = np.array([memory.total_bytes for _, memory in known]) / GIB
-    if not known:
-        return [0.0]
-    errors = np.maximum([totals - ends[0], ends[1] - totals], 0.0)
-    axes.errorbar(
-        [n for n, _ in known], totals, errors, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2, capthick=0.8
-    )
-    return [0.0, *ends[1].tolist()]
 
 
 def draw_capacity(axes: Any, capacity_bytes: int, most_bytes: float) -> None:
@@ -266,35 +222,6 @@ def envelope(times_s: FloatArray, values: FloatArray, columns: int = COLUMNS) ->
     padded = np.append(values, values[-1])
     low, high = (extreme.reduceat(padded, pairs)[::2] for extreme in (np.minimum, np.maximum))
     return Envelope(edges_s, low, high)
-
-
-def draw_curves(curves: Sequence[MemoryCurve], capacity_bytes: int) -> Html:
-    """Memory over the step of a few stages, with the peak of the fullest of them and the capacity as a line."""
-    totals = [curve.peak_bytes + curve.reserved_bytes for curve in curves]
-    peak, most_bytes = curves[int(np.argmax(totals))], max(totals)
-    factor, unit = unit_for(float(peak.times_s[-1]))
-    drawn = figure(WIDE_IN, HIGH_IN)
-    with drawing():
-        axes = drawn.add_subplot()
-        for colour, curve in zip(PALETTE, curves, strict=False):
-            name = f"stage {curve.rank}" + (", the fullest" if curve is peak else "")
-            edges_s, low, high = envelope(curve.times_s, (curve.allocated_bytes + curve.reserved_bytes) / GIB)
-            axes.stairs(high, edges_s * factor, baseline=low, fill=True, color=colour, alpha=0.25, linewidth=0)
-            axes.stairs(high, edges_s * factor, baseline=None, color=colour, linewidth=1.1, label=name)
-        at, most = peak.peak_s * factor, most_bytes / GIB
-        axes.plot([at], [most], "o", color=INK, markersize=3.5)
-        is_right = peak.peak_s > 0.6 * float(peak.times_s[-1])
-        side = ((-5, 3), "right") if is_right else ((5, 3), "left")
-        axes.annotate(
-            f"peak {most:.1f}", (at, most), xytext=side[0], textcoords="offset points", ha=side[1], fontsize=8
-        )
-        draw_capacity(axes, capacity_bytes, most_bytes)
-        axes.set_xlim(0, float(peak.times_s[-1]) * factor)
-        axes.set_xlabel(f"time in the step, {unit}")
-        axes.grid()
-        drawn.legend(loc="outside lower center", ncols=2, fontsize=8, handlelength=1.2, columnspacing=1.2)
-    label = f"Memory over the step, in GiB; stage {peak.rank} has the highest peak, {gibibytes(most_bytes)} GiB"
-    return svg(drawn, label)
 
 
 BEST, OTHER = PALETTE[1], PALETTE[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from planner.answer import Layout, PricedLayout, SearchReport
@@ -122,6 +123,14 @@ def says_unsaid(layout: PricedLayout) -> str:
     says = f"{most.switch}; {written(most.other)} would be {effect} {'faster' if faster else 'slower'}"
     others = [name for name in dict.fromkeys(one.switch for one in layout.unsaid) if name != most.switch]
     return f"{says}; nor {', '.join(others)}" if others else says
+
+
+def says_deciding(layout: PricedLayout) -> str:
+    """`±97% would be ±35% with --moe-imbalance: how uneven the experts are`; empty where the interval is not wide."""
+    if (fact := layout.deciding_fact) is None:
+        return ""
+    now, known = (f"{percent(math.expm1(w), 0)}" for w in (fact.half_width, fact.known_half_width))
+    return f"±{now} would be ±{known} with {fact.option}: {fact.fact}"
 
 
 def says_outcome(search: SearchReport) -> str:

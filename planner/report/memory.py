@@ -155,7 +155,7 @@ def grouped(tensors: Sequence[MemoryTensor]) -> list[TensorGroup]:
 PROTOCOL = 4
 """The newest pickles that the viewer's own reader understands."""
 BASE = 0x7F0000000000
-"""The address of the one segment: some number that no allocation has for its size."""
+"""The address of the only segment: any number that is no allocation's size."""
 MICROSECONDS = 1e6
 
 

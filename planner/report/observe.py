@@ -392,7 +392,7 @@ def _place(found: FollowedRun) -> str:
     return f"{found.place} {around}"
 
 
-_WIDEST_BAR, _MOST_ROWS, _NAME_WIDTH = 24, 10, 34
+_MOST_ROWS, _NAME_WIDTH = 10, 34
 _PARTS = {
     "compute_s": "computing",
     "exposed_communication_s": "communication, exposed",

@@ -1,40 +1,40 @@
-"""A sweep and a stage's memory as pictures: matplotlib draws files, plotille in terminals; the axes are theirs."""
+"""A sweep and a stage's memory as pictures that matplotlib draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from importlib import import_module
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import plotille
-from matplotlib.figure import Figure
 
 from planner.answer import Interval
-from planner.answer.memory import MemoryAnswer, MemoryOfStage
+from planner.answer.memory import MemoryOfStage
 from planner.decide.sweep import Point, Sweep
 from planner.errors import SpecError
-from planner.files import STDOUT, write_bytes, write_text
-from planner.report.charts import INK, MEMORY_COLOURS, PALETTE, draw_capacity, drawing, envelope, figure, image, svg
-from planner.report.format import bar, gibibytes, large, unit_for
-from planner.report.html import page, section, table, tag
-from planner.report.memory import grouped
-from planner.report.sweep import as_rows, says, swept_axes
+from planner.files import write_bytes
+from planner.report.charts import INK, MEMORY_COLOURS, PALETTE, draw_capacity, drawing, envelope, figure, image
+from planner.report.format import gibibytes, large, unit_for
+from planner.report.sweep import swept_axes
 from planner.specs.units import GIB
 from planner.trainers.switches import written
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MARKERS = "osD^vPX"
-SUFFIXES = (".png", ".svg", ".html")
+SUFFIXES = (".png", ".svg")
 MOST_TICKS = 8
-"""Numbers of GPUs that are all marked on the axis."""
+"""The most numbers of GPUs that are each marked on the axis."""
 
 
 def check_picture(path: str, name: str) -> None:
     """Raise SpecError unless a picture can be drawn to `path`; `name` is for one that has none."""
-    if path != STDOUT and PurePath(path).suffix.lower() not in SUFFIXES:
-        stem = PurePath(path).stem or name
-        raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg, {stem}.png or {stem}.html")
+    if PurePath(path).suffix.lower() not in SUFFIXES:
+        stem = (PurePath(path).stem or name).strip("-") or name
+        raise SpecError(f"--plot: {path}: no such kind of picture", f"name it {stem}.svg or {stem}.png")
+    import_module("matplotlib")  # before what is drawn has been worked out
 
 
 class Series(NamedTuple):
@@ -45,7 +45,7 @@ class Series(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A number of every point, with its interval."""
+    """One quantity of every point, with its interval."""
 
     label: str
     value: Callable[[Point], float | None]
@@ -59,18 +59,16 @@ DOLLARS = Axis("dollars", lambda point: point.usd, lambda point: point.usd_inter
 
 
 TITLES = {GPUS.label: "How it scales; dotted: as the fewest GPUs do", DAYS.label: "What time costs"}
-"""The titles of the panels by what lies along their axes."""
+"""Titles of the panels, by the quantities of their axes."""
 
 
 def draw_sweep(sweep: Sweep, path: str, force: bool = False) -> None:
-    """Draw tokens per second over GPUs, and dollars over days where tokens are given; `-` is the terminal."""
-    suffix = PurePath(path).suffix.lower()
-    if path == STDOUT:
-        write_text(path, sweep_text(sweep))
-    elif suffix == ".html":
-        write_text(path, sweep_page(sweep), force)
-    else:
-        write_bytes(path, image(drawn_sweep(sweep), "png" if suffix == ".png" else "svg"), force)
+    """Draw tokens per second over GPUs, and dollars over days where tokens are given."""
+    _write(drawn_sweep(sweep), path, force)
+
+
+def _write(drawn: Figure, path: str, force: bool) -> None:
+    write_bytes(path, image(drawn, "png" if PurePath(path).suffix.lower() == ".png" else "svg"), force)
 
 
 def series_of(sweep: Sweep) -> list[Series]:
@@ -165,61 +163,12 @@ def _errors(points: Sequence[Point], axis: Axis) -> list[list[float]] | None:
     return [[v - i[0] for v, i in pairs if i and v], [i[1] - v for v, i in pairs if i and v]]
 
 
-def sweep_text(sweep: Sweep) -> str:
-    """The panels for 80 columns."""
-    panels = []
-    if _has_one_x(sweep):
-        return _bars_of(sweep)
-    for x, y in _panels(sweep):
-        plot = plotille.Figure()
-        plot.width, plot.height, plot.with_colors = 56, 14, False
-        plot.x_label, plot.y_label = x.label, y.label
-        plot.register_label_formatter(float, _tick)
-        plot.register_label_formatter(int, _tick)
-        for number, series in enumerate(series_of(sweep)):
-            pairs = [(x.value(point), y.value(point)) for point in series.points]
-            known = [pair for pair in pairs if None not in pair]
-            plot.plot([a for a, _ in known], [b for _, b in known], label=series.name or None, marker=MARKERS[number])
-        panels.append(plot.show(legend=any(series.name for series in series_of(sweep))))
-    return "\n\n".join(panels) + "\n"
-
-
-def _bars_of(sweep: Sweep) -> str:
-    """A bar per point, for 80 columns."""
-    rates = [(one.name or "all", one.points[0].tokens_per_s or 0.0) for one in series_of(sweep) if one.points]
-    most, wide = max(rate for _, rate in rates), min(30, max(len(name) for name, _ in rates))
-    rows = (f"{name[:30]:{wide}}  {bar(rate / most, 32)}  {large(rate)} tokens/s" for name, rate in rates)
-    return "\n".join(rows) + "\n"
-
-
-def _tick(value: float, chars: int, delta: float, left: bool = False, write: Callable[[float], str] = large) -> str:
-    return write(value).ljust(chars) if left else write(value).rjust(chars)
-
-
-def sweep_page(sweep: Sweep) -> str:
-    """One HTML file that needs nothing else: the picture and the table of all points."""
-    heads, rows = as_rows(sweep)
-    title = "GPUs, time and money"
-    body = section(
-        "All points", table(heads, rows, "l" * len(swept_axes(sweep)) + "r" * (len(heads) - len(swept_axes(sweep))))
-    )
-    picture = tag("figure", svg(drawn_sweep(sweep), title))
-    return page(title, tag("header", tag("h1", title), tag("p", says(sweep))), picture, body)
-
-
 COLUMNS = 600
-_MOST_ROWS = 40
 
 
-def draw_memory(answer: MemoryAnswer, stage: MemoryOfStage, path: str, force: bool = False) -> None:
-    """Draw a stage's curve to a file; `-` is the terminal."""
-    suffix = PurePath(path).suffix.lower()
-    if path == STDOUT:
-        write_text(path, memory_text(stage))
-    elif suffix == ".html":
-        write_text(path, memory_page(answer, stage), force)
-    else:
-        write_bytes(path, image(drawn_memory(stage), "png" if suffix == ".png" else "svg"), force)
+def draw_memory(stage: MemoryOfStage, path: str, force: bool = False) -> None:
+    """Draw a stage's curve to a file."""
+    _write(drawn_memory(stage), path, force)
 
 
 def _arrays(stage: MemoryOfStage) -> tuple[Any, Any, Any]:
@@ -268,32 +217,3 @@ def title(stage: MemoryOfStage) -> str:
     """The stage and its peak."""
     total = gibibytes(stage.memory.total_bytes)
     return f"Stage {stage.stage}: {gibibytes(stage.peak_bytes)} GiB of tensors at the peak, {total} GiB in all"
-
-
-def memory_text(stage: MemoryOfStage) -> str:
-    """The curve for 80 columns."""
-    times_s, allocated, _ = _arrays(stage)
-    factor, unit = unit_for(float(times_s[-1]))
-    edges_s, _, total = envelope(times_s, allocated + stage.memory.reserved_bytes, 56)
-    plot = plotille.Figure()
-    plot.width, plot.height, plot.with_colors = 56, 16, False
-    plot.x_label, plot.y_label = unit, "GiB"
-    plot.set_y_limits(0, 1.05 * max(stage.capacity_bytes, stage.memory.total_bytes) / GIB)
-    plot.set_x_limits(0, float(times_s[-1]) * factor)
-    plot.register_label_formatter(float, partial(_tick, write="{:.1f}".format))
-    plot.plot((np.repeat(edges_s, 2)[1:-1] * factor).tolist(), (np.repeat(total, 2) / GIB).tolist())
-    plot.plot([0.0, float(times_s[-1]) * factor], 2 * [stage.capacity_bytes / GIB])
-    capacity = f"The line is the GPU's memory, {gibibytes(stage.capacity_bytes)} GiB."
-    return f"{title(stage)}\n\n{plot.show()}\n{capacity}\n"
-
-
-def memory_page(answer: MemoryAnswer, stage: MemoryOfStage) -> str:
-    """One HTML file that needs nothing else: the picture, and the largest tensors at the peak."""
-    rows = [
-        (gibibytes(group.num_bytes), group.first.item, group.name, group.holders, group.first.freed_by or "stays")
-        for group in grouped(stage.tensors)[:_MOST_ROWS]
-    ]
-    heads = ("GiB", "item", "tensor", "of", "the first is freed by")
-    head = tag("header", tag("h1", f"Memory of stage {stage.stage}"), tag("p", f"{answer.model}, {answer.layout}"))
-    picture = tag("figure", svg(drawn_memory(stage), title(stage)))
-    return page(title(stage), head, picture, section("At the peak", table(heads, rows, "rllll")))

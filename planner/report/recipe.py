@@ -15,7 +15,7 @@ LINE = 68
 """Characters of a sentence on a line of a terminal of 80 columns."""
 
 Line = tuple[str, str]
-"""A subject, and what is said of it."""
+"""A subject and a sentence about it."""
 
 
 def recipe_lines(layout: PricedLayout, variables: Mapping[str, str], is_brief: bool = False) -> tuple[Line, ...]:

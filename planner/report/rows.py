@@ -25,7 +25,7 @@ MFU = "MFU of bf16"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number that people quote: one value in its unit, or the two ends of an interval, and how it is written."""
+    """A key figure: one value in its unit, or the two ends of an interval, and how it is written."""
 
     name: str
     values: tuple[float, ...]
@@ -33,7 +33,7 @@ class Figure:
     brief: str
     """The value in its unit."""
     ends: str = ""
-    """The interval beside it, if there is one."""
+    """The interval in brackets, if there is one."""
 
     @property
     def text(self) -> str:
@@ -51,7 +51,7 @@ class Table:
     bars: tuple[float, ...] = ()
     """The share that a bar behind each row fills; above 1 it is too much."""
     has_narrow_heads: bool = False
-    """True where heads are folded to be as narrow as what stands below them."""
+    """True where headings wrap to the width of the cells below them."""
     notes: tuple[str, ...] = ()
     """Sentences below it."""
 
@@ -143,7 +143,7 @@ class Entry:
     sizes: str
     step_s: float
     more_fraction: float | None
-    """step_s over the step of the layout it stands beside, less one; None for that layout itself."""
+    """step_s over that of the layout it is compared with, less one; None for that layout itself."""
     step_s_interval: Interval | None
     peak_bytes: int
     """Bytes on its fullest rank."""
@@ -153,7 +153,7 @@ class Entry:
     """The probability that it fits; empty where it is not known."""
     mfu: float
     manner: str
-    """The ways in which it is run and the layout it stands beside is not."""
+    """How it is run, as far as the layout it is compared with is run otherwise."""
     trade: str
 
     @property
@@ -171,7 +171,7 @@ class Entry:
 
     @property
     def how(self) -> str:
-        """The ways in which it is run, and what it trades."""
+        """How it is run, and what it trades."""
         return "; ".join(part for part in (self.manner, self.trade) if part)
 
     @property
@@ -181,7 +181,7 @@ class Entry:
 
     @property
     def remark(self) -> str:
-        """All in one line."""
+        """The whole entry as one line."""
         return "; ".join(part for part in (self.how, self.unsure) if part)
 
 

@@ -70,7 +70,7 @@ def trained(plan: Plan) -> tuple[str, ...]:
 
 
 def fit(plan: Plan) -> str:
-    """The answer to the question whether it fits."""
+    """A sentence that says whether it fits."""
     needed, capacity = plan.best.worst_stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
     of = f"{gibibytes(needed)} of {gibibytes(capacity)} GiB"
     if not plan.fits:
@@ -80,7 +80,7 @@ def fit(plan: Plan) -> str:
 
 
 def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> tuple[str, ...]:
-    """The way in which it is run: batch, checkpointing, sharding."""
+    """How it is run: batch, checkpointing, sharding."""
     size, number = layout.micro_batch_size, layout.num_microbatches
     each = " on each GPU" if layout.num_gpus_used > 1 else ""
     parts = [f"micro-batch {size} × {number} accumulation steps{each}", _checkpointing(layout, stage)]

@@ -19,7 +19,7 @@ from rich.text import Text
 from planner.answer import Plan, PricedLayout
 from planner.report import small
 from planner.report.format import gibibytes, seconds
-from planner.report.labels import EVIDENCE_IN_BRIEF, says_scope, says_unsaid
+from planner.report.labels import EVIDENCE_IN_BRIEF, says_deciding, says_scope, says_unsaid
 from planner.report.pieces import TextBar, bullets, columns, section
 from planner.report.recipe import LINE, recipe_lines
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
@@ -316,6 +316,8 @@ def _sure(plan: Plan, view: View) -> Iterator[tuple[str, str]]:
     yield "evidence", EVIDENCE_IN_BRIEF[plan.evidence]
     if plan.best.unsaid:
         yield "not said", says_unsaid(plan.best)
+    if plan.best.deciding_fact is not None:
+        yield "wide", says_deciding(plan.best)
     if plan.undecided and not view.is_small:
         count, total = len(plan.undecided), len(plan.alternatives)
         yield "interval", f"holds {count} of {total} alternatives too: plan probe can tell them apart"

@@ -32,7 +32,7 @@ Event = dict[str, Any]
 
 
 class TraceSlice(NamedTuple):
-    """Something beside the pipeline to be shown, such as the gradient reduction behind the last backward."""
+    """A slice of the trace beside the pipeline, such as the gradient reduction behind the last backward."""
 
     rank: int
     thread: str
@@ -52,7 +52,7 @@ class TraceCounter(NamedTuple):
 
 
 class InnerSlice(NamedTuple):
-    """Something inside every pass of a kind on a stage; seconds from the start of the pass."""
+    """A slice inside every pass of a kind on a stage; seconds from the start of the pass."""
 
     thread: str
     name: str

@@ -25,6 +25,7 @@ from planner.report.labels import (
     manner,
     recomputed_modules,
     says_bound,
+    says_deciding,
     says_outcome,
     says_unsaid,
 )
@@ -55,7 +56,7 @@ SECTIONS = (
 """Names of all sections in the order in which every report shows them: what, how fast and how sure, where the seconds
 go, what else there is, memory, the timeline, and the rest."""
 _FREE_LIMIT_S = 30.0
-"""Seconds of a search that was not given any."""
+"""Seconds of a search without `--time-limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class View:
     recipe: tuple[tuple[str, str], ...]
     changes: tuple[ChangeRow, ...]
     sections: tuple[ReportSection, ...]
-    """Those that have anything, in the order of SECTIONS."""
+    """The sections that are not empty, in the order of SECTIONS."""
 
     @property
     def capacity(self) -> str:
@@ -119,7 +120,7 @@ class View:
         return len(modes) > 1
 
     def section(self, name: str) -> ReportSection | None:
-        """One of the sections, if it has anything."""
+        """A section by its name; None where it is empty."""
         return next((section for section in self.sections if section.name == name), None)
 
 
@@ -393,6 +394,8 @@ def _sure(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "evidence", EVIDENCE[plan.evidence]
     if plan.best.unsaid:
         yield "not said", says_unsaid(plan.best)
+    if plan.best.deciding_fact is not None:
+        yield "wide", says_deciding(plan.best)
     if plan.best.oom_probability is not None:
         yield "memory", _memory(plan)
     hardware = plan.cluster.hardware

@@ -209,8 +209,7 @@ class Branch:
         ]
         for _, number, row in sorted(promising)[:SHAPES]:
             nodes = blocks[number]
-            shape, pricing = scalar(nodes.shapes.shape, row), nodes.shapes.pricing
-            yield Candidate(pricing, pricing.table(shape), Split(()), nodes.schedules[row])
+            yield Candidate(nodes.shapes.pricing, nodes.shapes.table_of(row), Split(()), nodes.schedules[row])
 
     def _module_set_starts(self, frontier: Frontier, fastest: Sequence[Candidate]) -> Iterator[Candidate]:
         """Those of the fastest candidates that interleave and recompute modules, with every set and without a split."""
@@ -252,7 +251,7 @@ class Branch:
         pricing, modules = node.pricing, best.pricing.selective_modules
         has_them = set(modules) <= set(pricing.runtime.recomputable_modules)
         if choice.mode == "selective" and best.split.base == "selective" and has_them:
-            pricing = replace(pricing, selective_modules=modules)
+            pricing = pricing.recomputing(modules)
         is_known = pricing.selective_modules == node.pricing.selective_modules
         return replace(node, pricing=pricing, choice=choice, priced=node.priced if is_known else None)
 

@@ -177,7 +177,7 @@ def best_split(node: Node) -> Solution | None:
         return None
     if node.whole == "per_stage" and len(node.kinds) > 1:
         return None
-    if not _has_room(node):
+    if not is_deep(node) and not _has_room(node):
         return Solution((), (), np.inf, np.inf, ())
     if node.whole != "one_count":
         rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
@@ -444,15 +444,13 @@ class _Line:
 
     def _shared(self, most: FloatArray) -> IntArray:
         """The last layer of ranks that hold about the same share of the most that they may hold."""
-        ends = np.floor(most.cumsum() * (self.node.num_layers / most.sum()) + 0.5).astype(np.int64)
-        enough: IntArray = np.maximum(ends, self.fewest.cumsum())
-        return enough
+        ends = np.floor(most.cumsum() * (self.node.num_layers / most.sum()) + 0.5)
+        return np.asarray(np.maximum(ends, self.fewest.cumsum()), dtype=np.int64)
 
     def _filled(self, most: FloatArray) -> IntArray:
         """The last layer of ranks that hold the most that they may hold, as long as layers are left."""
         after = self.fewest[::-1].cumsum()[::-1] - self.fewest
-        ends: IntArray = np.minimum(most.cumsum(), self.node.num_layers - after).astype(np.int64)
-        return ends
+        return np.asarray(np.minimum(most.cumsum(), self.node.num_layers - after), dtype=np.int64)
 
     def _solution(self, ends: IntArray) -> Solution:
         """The split whose ranks end at these layers."""

@@ -37,6 +37,9 @@ BLOCK_RANKS = 1 << 16
 WIDTHS = (0, 2, 4, 8, 16, 32, 1 << 30)
 """Limits of pp between which nodes are bounded together; nodes of about as many ranks leave few columns idle."""
 
+FEW_CELLS = 1 << 13
+"""Ranks of nodes, times the ranks of wider ones, that are bounded with them: a call takes as long as so many do."""
+
 BOUNDLESS_BYTES = 1e18
 """More bytes than any GPU has."""
 
@@ -115,7 +118,7 @@ class Nodes:
     def pricing(self, row: int) -> Pricing:
         """The prices of one row."""
         pricing = self.shapes.pricing
-        return replace(pricing, selective_modules=self.sets[row]) if self.sets else pricing
+        return pricing.recomputing(self.sets[row]) if self.sets else pricing
 
     def rows_like(self, shape: Shape, schedule: str) -> list[int]:
         """The rows with the grid, micro-batches and chunks of a shape."""
@@ -202,10 +205,7 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
     pricing, shape = shapes.pricing, shapes.shape
     pps, steps = np.asarray(shape.pp), np.asarray(shape.num_microbatches)
     left = np.ones(len(pps), dtype=bool) if shapes.beaten is None else ~shapes.beaten
-    for narrow, wide in pairwise(WIDTHS):
-        rows = np.flatnonzero(left & (pps > narrow) & (pps <= wide))
-        if not len(rows):
-            continue
+    for rows in _of_like_width(np.flatnonzero(left), pps):
         distinct, which = np.unique(np.stack([pps[rows], steps[rows]]), axis=1, return_inverse=True)
         options = [
             [(name, pp, vpp, m) for name, vpp in schedules_of(pp, m, pricing.model, limits, pricing.runtime)]
@@ -231,6 +231,19 @@ def nodes_of(shapes: PricedShapes, limits: SearchLimits) -> Iterator[tuple[IntAr
         if len(index):
             orders = orders_of(kinds, kinds_of(pricing.model)).take(kind)
             yield index, Nodes(chosen, [kinds[k][0] for k in kind], orders)
+
+
+def _of_like_width(rows: IntArray, pps: IntArray) -> Iterator[IntArray]:
+    """The rows by their numbers of ranks, between limits of `WIDTHS`; few rows are not worth a group of their own."""
+    held = rows[:0]
+    for narrow, wide in pairwise(WIDTHS):
+        new = rows[(pps[rows] > narrow) & (pps[rows] <= wide)]
+        if len(held) and len(new) and len(held) * int(pps[new].max()) > FEW_CELLS:
+            yield held
+            held = rows[:0]
+        held = np.sort(np.concatenate([held, new]))
+    if len(held):
+        yield held
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ class Standing:
 
 
 News = Callable[[Standing], None]
-"""Something that is told how a search stands, as often as that changes."""
+"""A listener for the state of a search, called when it changes."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +256,15 @@ FIRST_GAP = 0.05
 
 
 def first_layouts(
-    case: Case, recipes: Recipes, deadline: Deadline | None = None, known: Candidate | None = None
+    case: Case,
+    recipes: Recipes,
+    deadline: Deadline | None = None,
+    known: Candidate | None = None,
+    starts: Sequence[RuntimeSpec] = (),
 ) -> FoundLayouts | None:
     """A search for a layout within `FIRST_GAP`: among few shapes under the quickest bundles, else with small batches.
+
+    Bundles to start from may be given.
 
     Without a deadline it has `PATIENCE_S`; others must beat a `known` candidate, with its recipe, by the gap that was
     asked for.
@@ -270,7 +276,7 @@ def first_layouts(
     narrow, light = (
         case.limited(top=1, gap_fraction=gap_fraction, **limits) for limits in (_narrow(case), _light(case))
     )
-    starts = [known.pricing.runtime] if known is not None else _quickest(narrow, recipes.starts())
+    starts = [known.pricing.runtime] if known is not None else starts or _quickest(narrow, recipes.starts())
     try:
         return find_layouts(narrow, starts, deadline, known, is_first=True)
     except Infeasible:

@@ -47,7 +47,7 @@ def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
     saved, seconds = [], []
     modules = []
     for module in pricing.runtime.recomputable_modules:
-        alone = replace(pricing, selective_modules=(module,)).selective_table(table)
+        alone = pricing.recomputing((module,)).selective_table(table)
         saved_bytes, again_s = _changes(pricing, alone, "selective")
         if (saved_bytes > NEGLIGIBLE * _kept_bytes(pricing, table)).any():
             modules.append(module)
@@ -149,7 +149,7 @@ class ModuleSets:
     @classmethod
     def of(cls, pricing: Pricing, table: CostTable, sets: Sequence[Modules]) -> ModuleSets:
         """Price the sets; `table` has the kernels in all modes, the selective one for the pricing's own set."""
-        pricings = {modules: replace(pricing, selective_modules=modules) for modules in sets}
+        pricings = {modules: pricing.recomputing(modules) for modules in sets}
         tables = {modules: priced_as.selective_table(table) for modules, priced_as in pricings.items()}
         useful = {modules: priced for modules, priced in tables.items() if not _is_beaten(modules, tables)}
         return cls({modules: pricings[modules] for modules in useful}, useful)

@@ -18,6 +18,7 @@ from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.schedule.orders import SCHEDULES, placement
+from planner.search.enumerate import scalar
 from planner.search.module_sets import TINY, ModuleSets, useful_sets
 from planner.shape import FloatArray, Number, Shape
 from planner.specs.model import LayerKind
@@ -67,10 +68,19 @@ class PricedShapes:
         """The shapes at `rows` once for each set of modules, priced so that selective recompute means that set."""
         assert self.module_sets is not None
         used, kernel = np.unique(self.kernel[rows], return_inverse=True)
-        tables = [table.take(used) for table in self.module_sets.tables.values()]
+        tables = list(self.module_sets.tables.values())
+        table = tables[0].take(np.tile(used, len(tables)))
+        layers = {
+            key: part.stacked([each.layers[key] for each in tables], used) if key[1] == "selective" else part
+            for key, part in table.layers.items()
+        }
+        mtp = {
+            mode: part.stacked([each.mtp_recomputed[mode] for each in tables], used) if mode == "selective" else part
+            for mode, part in table.mtp_recomputed.items()
+        }
         offset = np.repeat(np.arange(len(tables)) * len(used), len(rows))
         some = self.take(np.tile(rows, len(tables)))
-        table = CostTable.stacked(tables)
+        table = replace(table, layers=layers, mtp_recomputed=mtp)
         return replace(some, table=table, kernel=np.tile(kernel, len(tables)) + offset, static={})
 
     def with_any_modules(self) -> PricedShapes:
@@ -128,6 +138,10 @@ class PricedShapes:
     def cost_table(self, rows: npt.NDArray[np.int64]) -> CostTable:
         """The prices of the shapes at `rows`, with a row for each."""
         return self.pricing.of_shapes(self.table.take(self.kernel[rows]), self.shape.take(rows))
+
+    def table_of(self, row: int) -> CostTable:
+        """The prices of one shape, whose sizes are numbers."""
+        return replace(self.cost_table(np.array([row])).take(0), shape=scalar(self.shape, row))
 
     @property
     def tail_s(self) -> FloatArray:

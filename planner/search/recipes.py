@@ -171,7 +171,7 @@ class Recipes:
         chosen, known = set(pricing.selective_modules), pricing.runtime.recomputable_modules
         for module in known:
             modules = tuple(name for name in known if (name in chosen) != (name == module))
-            moved = candidate.priced_as(replace(pricing, selective_modules=modules)) if modules else candidate
+            moved = candidate.priced_as(pricing.recomputing(modules)) if modules else candidate
             if moved is not candidate and not any(broken_recipe_rules(setting_of(moved))):
                 yield moved
 

@@ -34,7 +34,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """The same for the same model, cluster, training, trainer and limits, however they were spelled."""
+        """A key that is equal for equal model, cluster, training, trainer and limits, however they were spelled."""
         case = self.case
         specs = (case.model, case.cluster, case.training, case.runtime, case.limits)
         data = [spec.model_dump(mode="json") for spec in specs]
@@ -200,7 +200,7 @@ class Catalogue:
     hardware: tuple[str, ...]
     runtimes: tuple[str, ...]
     defaults: Options
-    """The names that stand for what was not given."""
+    """The names of the defaults."""
 
     @classmethod
     def shipped(cls, start: Options, defaults: Options) -> Catalogue:
@@ -280,7 +280,7 @@ def form_of(options: Options) -> dict[str, str]:
 
 
 def changed(form: Form, words: Sequence[str]) -> dict[str, str]:
-    """The form after words of the command line, such as a remedy's, took the place of what it had."""
+    """The form with the values that words of the command line, such as a remedy's, set."""
     return {**form, **form_of(dict(_pairs(words)))}
 
 

@@ -41,7 +41,7 @@ class Found:
     """True where its gap is to the best of all layouts, false where to the best of those that `first` looks at."""
 
     def after(self, before: Found | None) -> Found:
-        """This, unless it is not final and what was found before is faster: then that, with the gap known now."""
+        """This finding, or the one before it where this is not final and that was faster, with the newest gap."""
         if before is None or self.is_final or not isinstance(self.answer, Plan) or not isinstance(before.answer, Plan):
             return self
         if self.answer.step.step_s <= before.answer.step.step_s and (self.of_all or not before.of_all):
@@ -57,12 +57,12 @@ class Found:
 
 
 Tell = Callable[[Plan], None]
-"""Something that is told answers which are not final."""
+"""A listener for answers that are not final."""
 Find = Callable[[Case, Tell], Plan]
 
 
 def whole(case: Case, tell: Tell) -> Plan:
-    """The answer of the command line; the best so far is told while it is searched."""
+    """The answer of the command line; `tell` gets the best layout so far while the search runs."""
     begun_s, told_s = time.monotonic(), -EVERY_S
 
     def news(standing: Standing) -> None:
@@ -78,7 +78,7 @@ def whole(case: Case, tell: Tell) -> Plan:
 
 
 def first(case: Case, tell: Tell) -> Plan:
-    """The plan of the first layout that is found to fit, among few; its gap is to the best of these."""
+    """The plan of the first layout that fits among a few; its gap is to the best of these few."""
     return some_layout(pinned(case))
 
 
@@ -146,9 +146,9 @@ def _nothing() -> None:
 
 
 KEPT = 64
-"""Answers kept; those that were not asked for longest go first."""
+"""Number of answers kept; the one asked for longest ago goes first."""
 MAX_WAITING = 32
-"""Questions that may wait for a search to end; more are turned away."""
+"""Questions that may wait for a search to end; further ones are refused."""
 MOST_SEARCHES = 16
 """Questions that are answered at a time, however many processors there are."""
 GRACE_S = 15.0
@@ -156,7 +156,7 @@ GRACE_S = 15.0
 
 
 _WAITING = ThreadPoolExecutor(4 * MOST_SEARCHES, "search")
-"""Threads that wait for two searches of each question, beside those that draw answers."""
+"""Threads that wait for the two searches of each question; others draw answers."""
 
 
 @dataclass(eq=False)

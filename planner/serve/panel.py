@@ -18,11 +18,11 @@ from planner.report.format import gibibytes, percent, seconds
 from planner.report.html import STYLE, Card, Html, beside, cards, folded, joined, section, table, tag
 from planner.report.labels import is_proven
 from planner.report.page import breakdown, drawn, header
+from planner.report.pictures import pictures
 from planner.report.rows import MFU, Entry
 from planner.report.small import ChangeRow
 from planner.report.view import SECTIONS, View, view_of
 from planner.serve.controls import GROUPS, SWITCH, SWITCHES_PART, Catalogue, Control, Form, Question, changed
-from planner.serve.pictures import pictures
 from planner.trainers.load import switches_of
 from planner.trainers.switches import SWITCHES, written
 
@@ -39,7 +39,7 @@ _NARROWEST_GAP = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One state of the answer's side."""
+    """One state of the page's side that shows the answer."""
 
     html: Html
     status: str
@@ -49,7 +49,7 @@ class Panel:
 
 
 def plan_panel(plan: Plan, question: Question, form: Form, state: State, alternative: int = 0) -> Panel:
-    """A plan; its `alternative` instead of its best layout if it has so many."""
+    """The panel of a plan's best layout, or of one of its alternatives."""
     alternative = alternative if 0 < alternative <= len(plan.alternatives) else 0
     shown = with_alternative(plan, alternative or None)
     ended = shown.search if state == "final" else None  # what a search has not proved yet is said above its bar alone
@@ -68,7 +68,7 @@ def plan_panel(plan: Plan, question: Question, form: Form, state: State, alterna
 
 
 def waiting_panel(question: Question) -> Panel:
-    """Nothing is known yet."""
+    """The panel before the first answer."""
     case = question.case
     job = f"{case.model.name} on {case.cluster.num_gpus:,} × {case.cluster.hardware.name}"
     looking = _going("Looking for a layout that fits …")
@@ -331,7 +331,7 @@ def switch_fields(form: Form, question: Question | None) -> Html:
 
 
 def placeholders(question: Question) -> dict[str, str]:
-    """The texts that stand for controls left empty."""
+    """The defaults that empty controls show."""
     case = question.case
     tier = case.cluster.tiers[-1]
     return {
@@ -375,7 +375,7 @@ def _options(control: Control, chosen: str, catalogue: Catalogue | None) -> Iter
 
 
 WIDE = ("model", "hardware", "runtime", "tier", "allow", "assume", "lora_targets", "rank_order", "switch")
-"""Controls as wide as the form."""
+"""Controls that take the whole width of the form."""
 _UNSET = {"dtype": "bf16", "runtime": "the GPU's own"}
 
 

@@ -28,7 +28,7 @@ MEASURED_BY: dict[By, str] = {"probe": "Probed", "run": "By an observed run", "h
 
 
 class Measured(Spec):
-    """A measured number and the opinion of it."""
+    """A measured number and the verdict on it."""
 
     source: str
     """The measurement."""

@@ -111,6 +111,9 @@ class Kernels(Group):
     loss_keeps_softmax: bool = False
     """Fused, it keeps the softmax of every logit in fp32 all the same (Megatron-LM, fusions/fused_cross_entropy.py);
     without: the gradient overwrites the logits (Transformer Engine)."""
+    loss_parallel: bool = False
+    """Unfused and split over ranks, the loss's backward has exponentials and 16-bit logits beside its gradients, too
+    (torch.distributed.tensor.parallel.loss_parallel)."""
     loss_in_place: bool = False
     """Unfused, it makes one copy and overwrites it: shifted, exponentials, softmax, gradient (Megatron-LM,
     tensor_parallel/cross_entropy.py)."""
@@ -219,6 +222,8 @@ class Memory(Group):
     narrow_gradient_bytes: PositiveInt | None = None
     """`gradient_bytes` under an 8- or 4-bit recipe, where that differs: Megatron-Bridge's performance recipes sum and
     reduce gradients in bf16."""
+    master_remainders: bool = False
+    """Masters are kept without the 16 bits that 16-bit weights have; `optimizer_bytes` counts them whole."""
     narrow_parameters: bool = False
     """Under an 8- or 4-bit recipe the weights are of its dtype (Megatron's --fp8-param-gather, as in all recipes of
     Megatron-Bridge); without: 16-bit weights are cast, and both are kept."""

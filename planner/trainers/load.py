@@ -55,7 +55,7 @@ class Rewritten(Spec):
     ready: Name | Literal[""] = ""
     """The option with which a job saves in the other format from the start; empty if only the tool makes it."""
     keeps: tuple[Axis, ...] = ()
-    """Axes that stay all the same."""
+    """Axes that must stay as they were nevertheless."""
     source: Name
 
 
@@ -68,7 +68,7 @@ class Checkpoint(Spec):
     keeps: tuple[Axis, ...]
     """Axes that must be those of the job that saved."""
     rewritten: Rewritten | None = None
-    """The way round what must be kept; null where there is none for optimizer states."""
+    """The way to load optimizer states on other axes; null where there is none."""
     in_buckets: bool = False
     """True where states lie in the buckets in which gradients are reduced, whose size must stay too."""
     data: str = ""

@@ -57,6 +57,8 @@ class RuntimeSpec(Host, Limits, Overlaps, FineTuning, Memory, Kernels, Generatio
             update |= {"gradient_bytes": gradient_bytes, "kept_gradient_bytes": 0}
         if architecture == "blackwell":
             update["fp8_copies"] = 1
+        if dtype not in ("bf16", "fp16") and self.narrow_parameters:
+            update["master_remainders"] = False
         return self.model_copy(update=update) if update else self
 
     def for_adapters(self, adapters: AdapterSpec | None) -> RuntimeSpec:

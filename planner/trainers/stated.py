@@ -183,7 +183,7 @@ def consents(runtime: RuntimeSpec, hardware: HardwareSpec) -> list[str]:
 
 
 def consented(runtime: RuntimeSpec) -> tuple[str, ...]:
-    """The switches of a trainer that have a value now which needs consent: whoever runs so gave it."""
+    """Switches whose present value needs consent, which the owner of a running job has given."""
     return tuple(name for name in switches_of(runtime) if SWITCHES[name].value_of(runtime) in SWITCHES[name].consent)
 
 
@@ -227,7 +227,7 @@ def check_together(setting: Setting, stated: Recipe, option: str = "--switch") -
 
 
 def partners(setting: Setting, rule: RecipeRule, stated: Recipe) -> Iterator[tuple[str, Value]]:
-    """Switches with a value under which a broken rule would hold, first the one that gives way, unless it is stated."""
+    """Switches another value of which would mend a broken rule; first the one that gives way, unless it is stated."""
     has = switches_of(setting.runtime)
     for name, values in sorted(has.items(), key=lambda item: item[0] != rule.switch):
         if name == rule.switch and name in stated:

@@ -85,7 +85,7 @@ class Switch:
     is_described: bool = False
     """True for a feature of runs that are priced, which the search never chooses."""
     shown_by: tuple[str, ...] = ()
-    """The fields that tell the value, where the others that it sets do not."""
+    """The fields by which the value is recognized, where other fields that it sets are shared."""
     is_free: bool = False
     """True for a switch that never makes a step slower when it is on: the search does not try it off."""
     doubt_fraction: float = 0.0
@@ -94,7 +94,7 @@ class Switch:
     only_saves_memory: bool = False
     """True for a switch that makes no layout faster by itself, but may let a faster one fit."""
     divides_layouts: bool = False
-    """True for a switch each of whose values goes with layouts that no other goes with."""
+    """True for a switch whose values each need layouts that no other value allows."""
     source: str = ""
     """The evidence for what the switch gains."""
 
@@ -104,7 +104,7 @@ class Switch:
         return self.also(value) if known is None else self.values[known]
 
     def value_of(self, runtime: Any) -> Value:
-        """The value whose fields a runtime has; a share of its own, and other numbers are alike where none is zero."""
+        """The value whose fields a runtime has; numbers match if both or neither are zero, a share is as it is."""
 
         def matches(fields: Fields) -> bool:
             names = self.shown_by or tuple(fields)
@@ -348,7 +348,12 @@ _ROWS = (
     Switch(
         "bf16_moments",
         "Adam's moments are kept in bf16",
-        {False: {"optimizer_bytes": 12}, True: {"optimizer_bytes": BF16_MOMENTS_BYTES}},
+        {
+            False: {"optimizer_bytes": 12, "master_remainders": False},
+            # FusedAdam of Transformer Engine 2.1 (OptimizerConfig.store_param_remainders)
+            True: {"optimizer_bytes": BF16_MOMENTS_BYTES, "master_remainders": True},
+        },
+        shown_by=("optimizer_bytes",),
         consent={True: "numerics"},
         source="performance recipes of Megatron-Bridge for DeepSeek-V3",
     ),
@@ -493,7 +498,7 @@ def parsed(name: str, text: str) -> Value | None:
 
 
 NOT_MODELLED = {"cpu_offload": "tensors kept in host memory"}
-"""Features that change a run in a way that nothing here prices."""
+"""Features of runs whose effect is not priced."""
 _IMPLIED_BY_WHOLE_GRAPHS: dict[str, Value] = {"ep_overlap": "delayed", "fused_experts": True, "nan_checks": False}
 """Published recipes that capture whole iterations of mixtures overlap their exchanges, delay weight gradients and fuse
 the products of experts too (Megatron-Bridge since 26.06). Megatron-LM takes no checks for NaN beside such graphs."""

@@ -1,4 +1,5 @@
-"""A hook of mkdocs: code that a page names, `planner/…/module.py:function`, becomes a link to its source."""
+"""A hook of mkdocs: code that a page names, `planner/…/module.py:function`, becomes a link to its source; the site says
+its version in its name and its path."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CODE_PAGES = Path(__file__).parents[2] / "docs" / "reference" / "code"
+INIT = Path(__file__).parents[2] / "planner" / "__init__.py"
 CODE = re.compile(r"(?<![\[`])`(planner/[\w/]+)\.py(?::(\w+(?:\.\w+)*))?`(?!`)")
 """A module of ours and, behind a colon, what is in it."""
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -31,6 +33,15 @@ def _link(found: re.Match[str], shown: set[str]) -> str:
     if not any(module == package or module.startswith(f"{package}.") for package in shown):
         return found[0]
     return f"[{found[0]}][{module}{f'.{found[2]}' if found[2] else ''}]"
+
+
+def on_config(config: Any) -> Any:
+    """Called by mkdocs before it builds: `site/0.2.0/`, headed `planner 0.2.0`."""
+    version = re.search(r'^__version__ = "(.+)"$', INIT.read_text(), re.MULTILINE)
+    assert version is not None
+    config["site_name"] = f"{config['site_name']} {version[1]}"
+    config["site_dir"] = str(Path(config["site_dir"]) / version[1])
+    return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

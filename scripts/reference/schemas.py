@@ -28,7 +28,7 @@ from planner.observe.follower import FollowedRun
 from planner.observe.observation import Observed
 from planner.observe.traces.recorded import ObservedFiles
 from planner.probe.result import ProbeResult, ProbeStart
-from planner.profile.findings import Findings
+from planner.profile.doctor import Findings
 from planner.search.why.explanation import Explanation
 from planner.search.why.recipe import RecipeTable
 from planner.specs.base import descriptions

@@ -41,18 +41,13 @@ def test_the_table_fits_a_terminal(plan_file: str, capsys: pytest.CaptureFixture
     assert "recompute all layers" in text
 
 
-def test_pictures_and_a_snapshot(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / name for name in ("m.svg", "m.html", "m.json")]
-    for picture in files[:2]:
-        assert main(["memory", plan_file, "--plot", str(picture)]) == 0
-    assert "activations" in files[0].read_text()
-    assert "<svg" in files[1].read_text()
-    saved, pickled = str(files[2]), tmp_path / "m.pickle"
-    capsys.readouterr()
-    assert main(["memory", plan_file, "--stage", "0", "--snapshot", str(pickled), "-o", saved, "--plot", "-"]) == 0
-    assert "GiB of tensors at the peak" in capsys.readouterr().out
+def test_pictures_and_a_snapshot(plan_file: str, tmp_path: Path) -> None:
+    picture, saved, pickled = (tmp_path / name for name in ("m.svg", "m.json", "m.pickle"))
+    options = ["--snapshot", str(pickled), "-o", str(saved), "--plot", str(picture)]
+    assert main(["memory", plan_file, "--stage", "0", *options]) == 0
+    assert "activations" in picture.read_text()
     assert pickle.loads(pickled.read_bytes())["device_traces"][0]
-    assert [stage["stage"] for stage in json.loads(files[2].read_text())["stages"]] == [0]
+    assert [stage["stage"] for stage in json.loads(saved.read_text())["stages"]] == [0]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +56,7 @@ def test_pictures_and_a_snapshot(plan_file: str, tmp_path: Path, capsys: pytest.
         (["--stage", "2"], "--stage 2: the plan has 2 stages"),
         (["--alternative", "99"], "--alternative 99"),
         (["--plot", "memory.txt"], "no such kind of picture"),
-        (["--plot", "-", "-o", "-"], "both are standard output"),
+        (["--plot", "-"], "no such kind of picture"),
         (["--snapshot", "-"], "--snapshot: - is no file"),
         (["--snapshot", "."], "is a directory"),
     ],

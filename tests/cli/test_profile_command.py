@@ -103,7 +103,7 @@ def test_without_a_gpu_cuda_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delitem(sys.modules, "planner.profile.measure_links", raising=False)
+    monkeypatch.delitem(sys.modules, "planner.profile.measure", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["profile", "-o", "-"]) == 5
     assert "pip install 'trainplan[probe]'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from planner.cli.app import COMMANDS, _named
 from planner.trainers.load import load_runtime
 from planner.trainers.shipped import RUNTIMES, architectures_of
 
-LIBRARIES = ("numpy", "pydantic", "yaml", "rich", "pulp", "highspy", "matplotlib", "plotille", "torch")
+LIBRARIES = ("numpy", "pydantic", "yaml", "rich", "pulp", "highspy", "matplotlib", "torch")
 LOADED = """
 import json, sys
 from planner.cli import main

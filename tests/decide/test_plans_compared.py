@@ -103,10 +103,9 @@ def test_stages_probed_alone_have_a_step_and_no_terms() -> None:
     assert [(row.term, row.other_s) for row in rows] == [("step_s", 3.0)]
 
 
-@pytest.mark.parametrize("changes", [{"step_s": None}, {"step_s": 1.0, "sleeps": True}])
-def test_a_probe_without_a_step_of_its_own_is_refused(changes: dict[str, Any]) -> None:
+def test_a_probe_without_a_step_of_its_own_is_refused() -> None:
     with pytest.raises(SpecError, match=r"probe.json: (has no whole step|ran in small)"):
-        of_probe(probed(plan_of(hardware="h200", runtime="torch-eager"), **changes), "probe.json")
+        of_probe(probed(plan_of(hardware="h200", runtime="torch-eager"), step_s=None), "probe.json")
     small = plan_of(hardware="h200", runtime="torch-eager")
     with pytest.raises(SpecError, match="ran in small"):
         of_probe(probed(small, step_s=1.0, run=probe_run(small, dtype="float64")), "probe.json")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from samples import layout_of
 
+from planner.decide.check import judged
 from planner.errors import SpecError
 from planner.export.import_run import read, read_configuration
+from planner.layout.runs import parse_run
 
 
 def test_accelerate_with_fsdp() -> None:
@@ -112,3 +115,72 @@ def test_arguments_in_python_and_in_yaml() -> None:
     assert (axolotl.run["model"], layout_of(axolotl)["zero_stage"]) == ("llama-3.1-8b", 3)
     assert axolotl.run["adapters"]["base_bits"] == 16
     assert not axolotl.unknown
+
+
+_SFT = "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf16 --max_seq_length 4096"
+
+
+@pytest.mark.parametrize(
+    ("command", "fields"),
+    [
+        (
+            f"accelerate launch --num_processes 8 --use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP "
+            f"--fsdp_activation_checkpointing true sft.py {_SFT}",
+            {"zero_stage": 2, "recompute": "full", "sharding": "fsdp"},
+        ),
+        (
+            f"accelerate launch --num_processes 8 --use_deepspeed --zero_stage 3 --offload_optimizer_device cpu "
+            f"x.py {_SFT}",
+            {"zero_stage": 3, "sharding": "deepspeed", "optimizer_offload": 1.0},
+        ),
+        (
+            f"accelerate launch --config_file configs/zero3.yaml sft.py {_SFT}",
+            {"zero_stage": 3, "sharding": "deepspeed"},
+        ),
+        (
+            "trl sft --model_name_or_path Qwen/Qwen3-8B --dataset_name x --max_length 4096 --packing",
+            {"liger": "loss", "recompute": "full"},
+        ),
+        (f"trl sft {_SFT} --dataset_name x", {"recompute": "full"}),
+        (
+            "python grpo.py --model_name_or_path Qwen/Qwen3-8B --num_generations 8 --max_prompt_length 512 "
+            "--max_completion_length 1536 --per_device_train_batch_size 4 --bf16",
+            {"seq_length": 2048, "unknown": ["stage"]},
+        ),
+        ("swift sft --model Qwen/Qwen3-8B --max_length 2048", {"adapters": 8, "recompute": "full"}),
+        ("swift sft --model Qwen/Qwen3-8B --tuner_type full --max_length 2048", {"weights": "hf"}),
+    ],
+)
+def test_a_command_line_is_read_as_its_launcher_and_tool_take_it(command: str, fields: dict[str, Any]) -> None:
+    imported = read_configuration(command)
+    run = imported.run
+    found = {
+        **run["parallelism"], **run["features"], "seq_length": run["seq_length"], "weights": run["runtime"],
+        "adapters": (run.get("adapters") or {}).get("rank"), "unknown": [*imported.unknown],
+    }  # fmt: skip
+    assert found.items() >= {"unknown": [], **fields}.items()
+    assert ("liger" in found) is ("liger" in fields)
+
+
+@pytest.mark.parametrize(
+    ("command", "variable"),
+    [
+        ("swift sft --model ${MODEL_PATH} --max_length 2048", "MODEL_PATH"),
+        (f"accelerate launch sft.py {_SFT} --gradient_accumulation_steps $ACC_STEPS", "ACC_STEPS"),
+        ("python -m verl.trainer.main_ppo actor_rollout_ref.model.path=$HF_MODEL data.train_batch_size=8", "HF_MODEL"),
+    ],
+)
+def test_a_variable_of_the_surroundings_is_asked_for_by_name(command: str, variable: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        read_configuration(command)
+    assert f"--set {variable}=" in refused.value.hint
+
+
+def test_one_gpu_is_refused_by_no_trainer_that_shards() -> None:
+    imported = read_configuration(
+        "swift sft --model Qwen/Qwen3-8B --tuner_type full --max_length 2048 --deepspeed zero3"
+    )
+    run = parse_run({"run": imported.complete(hardware="h20", num_gpus=1)}, "x")
+    plan, refused = judged(run)
+    assert refused == []
+    assert not plan.fits

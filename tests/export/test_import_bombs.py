@@ -143,7 +143,7 @@ def test_a_record_in_two_places_is_copied_once() -> None:
 
 
 def test_presets_that_extend_each_other_many_times_are_read_once_each(tmp_path: Path) -> None:
-    from planner.export.primus.experiment_reading import preset
+    from planner.export.primus_reading import preset
 
     folder = tmp_path / "primus" / "configs" / "models" / "megatron"
     folder.mkdir(parents=True)

@@ -14,8 +14,7 @@ from planner.export.environment import connections
 from planner.export.megatron.bridge_files import bridge_overrides
 from planner.export.megatron.megatron_files import export_megatron, megatron_arguments
 from planner.export.megatron.plan_options import precision
-from planner.export.refusal import Inexpressible
-from planner.export.target_price import priced_for
+from planner.export.refusal import Inexpressible, priced_for
 from planner.export.targets import TRAINERS
 from planner.export.trainer_files import ShellText, argv
 from planner.layout.candidate import parse_layout

@@ -16,7 +16,7 @@ from planner.export.import_run import read_configuration
 from planner.export.megatron.bridge_files import export_bridge
 from planner.export.megatron.model_options import model_arguments, read_model
 from planner.export.megatron.option_rows import options_of
-from planner.export.stated_model import stated
+from planner.export.run_settings import stated
 from planner.export.trainer_files import argv
 from planner.specs.architectures import ARCHITECTURES, from_config
 from planner.specs.model import ModelSpec

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from planner.export.imported_run import ConfigFile
-from planner.export.primus.experiment_reading import READERS, Tree, trainer_of, tree_of, values_of
-from planner.export.primus.key_reading import _OPTIONS, _OWN, MODEL_KEYS, SCHEDULES, TURBO
-from planner.export.torchtitan.settings_reading import flat
+from planner.export.primus_keys import _OPTIONS, _OWN, MODEL_KEYS, SCHEDULES, TURBO
+from planner.export.primus_reading import READERS, Tree, trainer_of, tree_of, values_of
+from planner.export.torchtitan_reading import flat
 
 CHECKOUT = os.environ.get("PRIMUS_CHECKOUT")
 KEYS = {*_OPTIONS, "tokenizer_type", "tokenizer_model", *_OWN, *TURBO, *SCHEDULES, *MODEL_KEYS}

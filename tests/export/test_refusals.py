@@ -43,6 +43,22 @@ CASES: dict[str, str] = {
     "overlap_without_sequence_parallel": "--tp-comm-overlap --tensor-model-parallel-size 2",
     "flex_without_backend": "--moe-enable-deepep --moe-token-dispatcher-type alltoall",
     "shared_overlap_with_allgather": "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 1024",
+    "top_1_after_softmax": "--num-experts 8 --moe-router-topk 1",
+    "bias_of_split_experts": f"{_MODEL} --num-experts 8 --expert-tensor-parallel-size 2",
+    "bias_of_experts_split_unasked": f"{_MODEL} --num-experts 8 --tensor-model-parallel-size 2",
+    "experts_of_none": f"{_MODEL} --expert-model-parallel-size 8",
+    "capacity_with_balancing": "--moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn",
+    "padded_capacity_with_flex": "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0 "
+    "--moe-token-dispatcher-type flex",
+    "shared_experts_recomputed": "--recompute-granularity selective --recompute-modules shared_experts "
+    "--moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
+    "latent_projection_of_none": f"{_MODEL} --recompute-granularity selective --recompute-modules mla_up_proj",
+    "delayed_scales_recomputed": "--fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm",
+    "moe_recomputed_twice": "--moe-layer-recompute --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "narrow_weights_alone": "--fp8-param-gather --use-distributed-optimizer",
+    "narrow_weights_without_shards": "--fp8-param-gather --fp8-format hybrid",
+    "fsdp_connections": "--use-megatron-fsdp",
     "padded_capacity": "--moe-pad-expert-input-to-capacity",
     "positions_below_sequence": "--max-position-embeddings 2048 --seq-length 4096",
     "graph_given_twice": "--cuda-graph-scope attn --cuda-graph-modules attn",
@@ -61,7 +77,8 @@ LOST = {
 
 
 def broken(text: str) -> set[str]:
-    return {name for name, _ in named_refusals(options_of(text.split()))}
+    around = {"CUDA_DEVICE_MAX_CONNECTIONS": ["1"]}
+    return {name for name, _ in named_refusals({**options_of(text.split()), **around})}
 
 
 def test_every_refusal_has_a_case() -> None:
@@ -98,3 +115,9 @@ def test_a_model_of_the_users_is_held_against_the_stages() -> None:
     imported = read_configuration(text)
     imported.complete(hardware="h100", num_gpus=64, model="glm-4.5-air")
     assert imported.refused == ["46 layers are no multiple of the 4 pipeline stages"]
+
+
+def test_what_the_parser_alone_refuses_is_none_of_bridges() -> None:
+    options = options_of(["--tp-comm-overlap", "--tensor-model-parallel-size", "1"])
+    assert [*named_refusals(options, is_parsed=False)] == []
+    assert [name for name, _ in named_refusals(options)] == ["overlap_without_sequence_parallel"]

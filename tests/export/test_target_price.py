@@ -11,7 +11,7 @@ import pytest
 from planner.answer import Plan
 from planner.errors import Infeasible
 from planner.export.export import bundle_of, export
-from planner.export.target_price import priced_for
+from planner.export.refusal import priced_for
 from planner.layout.evaluate import evaluate
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec

@@ -115,3 +115,27 @@ def test_a_recipe_with_values_that_only_a_run_knows() -> None:
     assert imported.run["model"] == "llama-3.1-8b"
     assert imported.run["seq_length"] == 8192
     assert imported.unknown == {"parallelism.expert_parallel_degree": "pick"}
+
+
+@pytest.mark.parametrize(
+    ("options", "noun"),
+    [
+        ("--parallelism.pipeline_parallel_layers_per_stage 9", "10 stages of 9 layers"),
+        (
+            "--parallelism.pipeline_parallel_schedule 1F1B --parallelism.pipeline_parallel_layers_per_stage 11",
+            "one stage",
+        ),
+        ("--parallelism.pipeline_parallel_first_stage_less_layers 30", "stages leave fewer layers"),
+        ("--activation_checkpoint.memory_budget 0.5", "compile.enable"),
+    ],
+)
+def test_what_torchtitan_refuses_is_told(options: str, noun: str) -> None:
+    """A launch that names its TOML says the model by its path alone, where the file is not beside it."""
+    text = (
+        'CONFIG_FILE="./torchtitan/models/llama3/train_configs/llama3_70b.toml" ./run_train.sh '
+        "--parallelism.pipeline_parallel_degree 4 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
+    )
+    assert read_configuration(text).refused == []
+    found = read_configuration(text + options)
+    assert found.run["model"] == "llama-3.1-70b"
+    assert [noun in reason for reason in found.refused] == [True]

@@ -19,7 +19,7 @@ from layouts import SIZES, expressible
 from planner.answer import Plan
 from planner.export.refusal import Inexpressible
 from planner.export.stages import virtual_stages
-from planner.export.torchtitan.recipe_files import RECIPE, export_torchtitan
+from planner.export.torchtitan_files import RECIPE, export_torchtitan
 from planner.schedule.graph import to_torch_csv
 from planner.schedule.orders import build_schedule
 from planner.specs.registry import load_model

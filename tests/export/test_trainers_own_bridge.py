@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from planner.export.megatron.bridge_files import BRIDGE, UNASKED, flag_fields, model_overrides
+from planner.export.megatron.bridge_files import flag_fields, model_overrides
 from planner.export.megatron.model_options import model_arguments
-from planner.export.stated_model import listed
+from planner.export.megatron.option_rows import BRIDGE
+from planner.export.run_settings import listed
+from planner.export.trainer_files import settings
 from planner.specs.registry import load_model
 from planner.trainers.rules.megatron import family_of
 
@@ -74,7 +76,7 @@ def exported(name: str) -> dict[str, Any]:
     model = load_model(name)
     fields = dict(OWN["defaults"][family_of(model)])
     if family_of(model) == "mla":
-        fields |= {path.removeprefix("model."): value for path, value in UNASKED.items()}
+        fields |= {path.removeprefix("model."): value for path, value in settings("bridge-unasked-latent").items()}
     arguments = model_arguments(model, 4096, 128)
     fields |= {BRIDGE[option].removeprefix("model."): value for option, value in arguments.items() if option in BRIDGE}
     flags = flag_fields(arguments)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from planner.export.torchtitan.recipe_files import model_source
+from planner.export.torchtitan_files import model_source
 from planner.specs.registry import load_model
 from planner.trainers.rules.torch import is_gpt_oss
 

@@ -55,8 +55,8 @@ def test_a_switch_that_needs_consent_or_breaks_a_rule_is_not_told() -> None:
 def test_what_a_trainer_has_no_switch_for_is_assumed_by_its_field(runtime: str) -> None:
     job = read_job(JobOptions(model="8b", gpus=16, hardware="h100", runtime=runtime))
     pricing = Pricing(model=job.model, training=job.training, cluster=job.cluster, runtime=job.runtime_spec)
-    (option,) = (other.option for other in other_assumptions(pricing) if other.name == "host")
-    assert option.startswith("--assume" if runtime == "torch-eager" else "--switch")
+    (words,) = (other.options for other in other_assumptions(pricing) if other.name == "host")
+    assert words[0] == ("--assume" if runtime == "torch-eager" else "--switch")
     assert read_job(replace(OPTIONS, runtime=runtime, assume="cuda_graphs=true")).runtime_spec.cuda_graphs
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from planner.answer import Plan
-from planner.layout.confidence import HOST_WIDTH, step_width
+from planner.layout.confidence import HOST_WIDTH, width_terms
 from planner.layout.evaluate import evaluate
 from planner.physics.pricing import Pricing
 from planner.search.search import plan
@@ -82,8 +82,8 @@ def test_the_more_of_a_step_is_the_hosts_the_wider_it_is() -> None:
     assert 0 == fraction("llama-3.2-1b", graphs) < fraction("70b") < 0.5 < fraction("llama-3.2-1b") <= 1
     assert fraction("qwen3-30b-a3b") > 0.5, "its host launches routing and experts as well"
     best = _evaluated().best
-    alone, shared = (step_width(of("8b", megatron), best, share) for share in (0.0, 0.5))
-    assert shared == pytest.approx(math.hypot(alone, 0.5 * HOST_WIDTH))
+    alone, shared = (width_terms(of("8b", megatron), best, share) for share in (0.0, 0.5))
+    assert shared == pytest.approx(alone | {"host": 0.5 * HOST_WIDTH})
 
 
 def test_an_alternative_is_undecided_where_its_interval_reaches_below_the_best_ones() -> None:

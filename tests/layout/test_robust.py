@@ -152,4 +152,5 @@ def test_an_answer_of_one_layout_compares_nothing() -> None:
 def test_the_same_change_is_priced_once() -> None:
     candidate = reprice(one := evaluated(GRIDS[0]), one.best)
     for other in other_assumptions(candidate.pricing):
-        assert candidate.priced_as(replace(other.pricing)) is candidate.priced_as(other.pricing)
+        changed = other.of(candidate.pricing)
+        assert candidate.priced_as(replace(changed)) is candidate.priced_as(changed)

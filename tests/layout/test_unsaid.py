@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from planner.answer import PricedLayout
+from planner.layout.confidence import DEVIATIONS, TAIL, WIDE, mixture_interval
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import evaluate_lines, parse_run
-from planner.layout.variation import DEVIATIONS, TAIL, mixture_interval
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
@@ -148,3 +148,21 @@ def test_small_steps_of_bridge_may_be_packed_texts(more: dict[str, Any], widens:
         # the card of Qwen3-8B measured 7.42 s
         assert found[0].other_step_s == pytest.approx(7.4, rel=0.12)
         assert _ends(priced)[1] > math.log(1.5)
+
+
+@pytest.mark.parametrize(
+    ("run", "option"),
+    [
+        (PACKED, "--switch packed_documents=…"),
+        (PACKED | {"global_batch_size": 512}, None),
+        ({**MIXTURE, "model": "gpt-oss-20b", "dtype": "bf16", "adapters": {"rank": 8}}, "--moe-imbalance"),
+    ],
+)
+def test_a_wide_interval_names_the_fact_that_narrows_it_most(run: dict[str, Any], option: str | None) -> None:
+    priced = _priced(run, features={"dispatcher": "deepep"} if "adapters" in run else {"tp_comm_overlap": False})
+    low, high = _ends(priced)
+    fact = priced.deciding_fact
+    assert (fact.option if fact else None) == option
+    assert ((high - low) / 2 > WIDE) == (fact is not None)
+    if fact is not None:
+        assert fact.known_half_width < 0.75 * fact.half_width == pytest.approx(0.75 * (high - low) / 2)

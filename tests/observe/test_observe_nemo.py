@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,36 @@ def test_lines_of_progress(tmp_path: Path) -> None:
     seen = read(tmp_path, "\n".join(line.format(step) for step in range(120, 130)))
     assert (seen.step_s, seen.series.steps[0], seen.num_steps) == (5.17, 120, 10)
     assert (seen.facts.global_batch_size, seen.printed_tflops_per_gpu) == (32, 812)
+
+
+PARAMETERS = {
+    # of gpu-recipes' GPT-3 175B
+    "cfg/micro_batch_size": 1, "cfg/global_batch_size": 2048, "cfg/tensor_model_parallel_size": 4,
+    "cfg/pipeline_model_parallel_size": 8, "cfg/virtual_pipeline_model_parallel_size": 2,
+    "cfg/encoder_seq_length": 2048, "cfg/max_position_embeddings": 2048, "cfg/num_layers": 96,
+    "cfg/hidden_size": 12288, "cfg/ffn_hidden_size": 49152, "cfg/num_attention_heads": 96,
+}  # fmt: skip
+
+
+def dllogger(means_s: list[float], times_s: list[float]) -> str:
+    lines = [{"timestamp": str(BEGIN_S), "step": "PARAMETER", "data": PARAMETERS}]
+    for step, (mean_s, at_s) in enumerate(zip(means_s, times_s, strict=True)):
+        data = {"reduced_train_loss": 11.0, "train_step_timing in s": mean_s}
+        lines.append({"timestamp": str(BEGIN_S + at_s), "step": step, "data": data})
+    return "\n".join("DLLL " + json.dumps(line) for line in lines)
+
+
+def test_dllogger_prints_means_of_steps_whose_seconds_the_clock_says(tmp_path: Path) -> None:
+    # the means that the recipe's file has: each is over the steps so far
+    seen = read(tmp_path, dllogger([107.4, 66.4, 52.8, 46.0], [411.0, 436.6, 462.2, 487.9]))
+    assert seen.series.seconds == pytest.approx((107.4, 25.6, 25.6, 25.7))
+    assert seen.step_s == pytest.approx(25.6)
+    assert seen.num_warmup_steps == 1
+
+
+def test_dllogger_carries_its_configuration(tmp_path: Path) -> None:
+    facts = read(tmp_path, dllogger([107.4], [411.0])).facts
+    assert (facts.global_batch_size, facts.seq_length) == (2048, 2048)
+    layout = facts.run["parallelism"]
+    assert (layout["tp"], layout["pp"], layout["vpp"]) == (4, 8, 2)
+    assert facts.run["model"]["num_hidden_layers"] == 96

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_observe_deepspeed import BATCH, OLD
-from test_observe_torchtitan import LINE
+from test_observe_trainers import BATCH, LINE, OLD
 from written import iteration, read
 
 from planner.observe.observation import MemorySeries, Observation
@@ -23,7 +22,7 @@ STRAGGLER = (
 
 
 def series(seen: Observation, kind: str, is_peak: bool) -> MemorySeries:
-    (found,) = (row for row in seen.memory_series if (row.kind, row.is_peak) == (kind, is_peak))
+    (found,) = (row for row in seen.memory_series if row.kind == (f"max_{kind}" if is_peak else kind))
     return found
 
 
@@ -132,7 +131,7 @@ def test_megatron_waits_for_batches(tmp_path: Path) -> None:
     ]
     seen = read(tmp_path, "\n".join(blocks))
     (found,) = seen.timers
-    assert (found.max_s, found.mean_s) == (0.01, pytest.approx(0.109))
+    assert found.max_s == 0.01
     assert seen.data_s == pytest.approx(0.109)
 
 
@@ -166,13 +165,6 @@ def test_retries_and_out_of_memory(tmp_path: Path) -> None:
     oom = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total …"
     seen = read(tmp_path, "\n".join([iteration(1, 2.0), torch, torch, iteration(2, 2.0), oom]))
     assert (seen.num_alloc_retries, seen.num_ooms) == (2, 1)
-
-
-def test_steps_skipped_and_not_a_number(tmp_path: Path) -> None:
-    lines = [iteration(step, 2.0).replace("skipped iterations:   0", "skipped iterations:   2") for step in (1, 2)]
-    seen = read(tmp_path, "\n".join([*lines, iteration(3, 2.0).replace("nan iterations:   0", "nan iterations:   1")]))
-    assert (seen.num_skipped_steps, seen.num_nan_steps) == (4, 1)
-    assert read(tmp_path, "step_time_s\n2\n").num_skipped_steps is None
 
 
 def test_a_log_without_them_leaves_them_open(tmp_path: Path) -> None:

@@ -243,6 +243,21 @@ def test_progress_bars_of_trainers(tmp_path: Path) -> None:
     assert (mean.step_s, mean.num_steps) == (pytest.approx(5.123), 100)
 
 
+def test_files_and_short_excerpts_of_trainers_with_a_clock(tmp_path: Path) -> None:
+    rows = (
+        f'{{"current_steps": {n}, "total_steps": 300, "epoch": 0.3, "elapsed_time": "0:{s // 60:02d}:{s % 60:02d}"}}'
+        for n, s in ((n, int(5.1 * n)) for n in range(5, 305, 5))
+    )
+    assert read(tmp_path, "\n".join(rows)).step_s == pytest.approx(5.1, rel=0.01)  # LLaMA-Factory's trainer_log.jsonl
+    two = (" 30%|###   | 258/873 [22:15<43:27,  4.24s/it]", " 30%|###   | 260/873 [22:24<43:01,  4.21s/it]")
+    assert read(tmp_path, "\n".join(two)).step_s == 4.21  # the clock confirms the rate to the second
+    odd = (" 1%|#  | 2/203 [00:12<16:46,  5.01s/it]", " 1%|#  | 3/203 [00:20<19:53,  5.97s/it]")
+    few = "{'train_runtime': 41.2, 'train_steps_per_second': 0.073, 'train_loss': 1.6553}"
+    for text in ("\n".join(odd), few):
+        with pytest.raises(SpecError, match="no lines of steps"):
+            read(tmp_path, text)
+
+
 OUT_OF_MEMORY = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
     "of which 1.20 GiB is free. Of the allocated memory 70.10 GiB is allocated by PyTorch, and {0} GiB is reserved by "

@@ -28,11 +28,12 @@ from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.profile.measure import (  # noqa: E402
+    Ranks,
     Stopwatch,
+    exchange_rows,
     machine_of,
     tasks,
 )
-from planner.profile.measure_links import Ranks, exchange_rows  # noqa: E402
 from planner.profile.record import GPU  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 

@@ -29,10 +29,10 @@ from planner.profile.measure import (  # noqa: E402
     Stopwatch,
     machine_of,
     measure,
+    spawned_rows,
     stream_row,
     tasks,
 )
-from planner.profile.measure_links import spawned_rows  # noqa: E402
 
 
 def machine(name: str = "NVIDIA H200", memory_gib: float = 139.8, num_sms: int = 132, **changes: Any) -> Machine:

@@ -58,7 +58,7 @@ SWITCHED: dict[str, tuple[Any, ...]] = {
 }
 """Fields of switches, and the values that problems draw."""
 TORCH = ("1f1b", "interleaved-1f1b", "gpipe", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
-NODES_PER_BLOCK = 3
+NODES_PER_BLOCK = 6
 SPLITS_PER_NODE = 12
 RELATIVE = 1e-6
 

@@ -37,7 +37,7 @@ LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflatio
 EXCEPTIONS = {
     "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
     "planner/layout/runs.py": OWN,
-    "planner/profile/measure_links.py": WIRE,
+    "planner/profile/measure.py": WIRE,
     "planner/report/small.py": OWN,
     "planner/serve/mcp_server.py": "requests of a client, a line each, with a limit",
     "planner/report/view.py": OWN,

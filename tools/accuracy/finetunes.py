@@ -25,8 +25,8 @@ from rich.table import Table
 from planner.answer import PricedLayout, half_width
 from planner.cli.output import dumps, show
 from planner.errors import PlannerError, SpecError, Unsupported
+from planner.layout.confidence import mixture_interval
 from planner.layout.runs import Run, parse_run
-from planner.layout.variation import mixture_interval
 from planner.report.format import seconds
 from planner.report.pieces import columns
 from planner.specs.base import Fraction, PositiveFloat, Spec

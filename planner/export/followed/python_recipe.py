@@ -54,6 +54,11 @@ class _StopError(Exception):
     """A loop is left."""
 
 
+def _as_key(value: Any) -> Any:
+    """A value as a key: tuples are lists here, which are none."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class Evaluator:
     """Works out what functions of a file return; the files that it imports are read if they lie in the same tree."""
 
@@ -379,7 +384,7 @@ class Evaluator:
                 owner, key = self.value(node.value, scope), self.value(node.slice, scope)
                 if isinstance(owner, CallRecord):
                     return owner.fields.get(str(key), Unknown(node))
-                return owner[key]
+                return owner[_as_key(key)]
         return Unknown(node)
 
     def _attribute(self, owner: Any, node: ast.Attribute) -> Any:
@@ -407,7 +412,7 @@ class Evaluator:
             value = self.value(item, scope)
             if key is None:
                 result |= value if isinstance(value, dict) else {}
-            elif isinstance(name := self.value(key, scope), (str, int)):
+            elif isinstance(name := _as_key(self.value(key, scope)), (str, int, tuple)):
                 result[name] = value
         return result
 
@@ -446,6 +451,8 @@ class Evaluator:
             return (other is None) == (kind in (ast.Is, ast.Eq))
         if isinstance(left, (CallRecord, Unknown)) or isinstance(right, (CallRecord, Unknown)) or len(node.ops) > 1:
             return Unknown(node)
+        if kind in (ast.In, ast.NotIn) and isinstance(right, dict):
+            left = _as_key(left)
         return COMPARE[kind](left, right) if is_small(left, right) else Unknown(node)
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: Scope) -> Any:

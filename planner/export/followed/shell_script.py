@@ -75,16 +75,18 @@ def read_shell(text: str, files: Files = lambda name: None) -> Script:
             reader.block(reader.parsed(inner))
         script.words = max(script.commands, key=_num_options, default=[])
     script.variables = {name: words for name, words in reader.words.variables.items() if name[0].isalpha()}
-    for option, name in _BEHIND_OPTION.findall(text):
-        if name not in script.variables and (option.startswith("--model") or not _AROUND.search(name)):
-            script.unset.setdefault(option or f"${name}", name)
+    for option, key, name in _BEHIND_OPTION.findall(text):
+        if name not in script.variables and (option or key or not AROUND.search(name)):
+            script.unset.setdefault(option or key or f"${name}", name)
     return script
 
 
 _BEHIND_OPTION = re.compile(
-    r"(?:(--[A-Za-z][\w-]*)[ =]+|^[ \t]+)[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?[\"']?(?=\s|$)", re.MULTILINE
+    r"(?:(--[A-Za-z][\w-]*)[ =]+|([a-z_]\w*(?:\.\w+)+)=|^[ \t]+)"
+    r"[\"']?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?[\"']?(?=\s|$)",
+    re.MULTILINE,
 )
-_AROUND = re.compile(
+AROUND = re.compile(
     r"RANK|MASTER|HOST|ADDR|PORT|NODE|HOME|PATH|DIR|ROOT|DATA|LOG|NAME|WANDB|TOKEN|CKPT|SAVE|LOAD|TENSORBOARD|FILE|USER|PWD"
     r"|SLURM|SCRIPT|URL|KEY|ENV|EVAL|TRAIN_ITERS|SEED|LR|STEPS|ITERS|OUTPUT|PROMPT|EXP|PROJECT|CACHE|DATE|TIME",
     re.IGNORECASE,

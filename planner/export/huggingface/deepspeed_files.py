@@ -14,19 +14,20 @@ from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
 from planner.export.keyed_settings import beginnings, dialect, flat
 from planner.export.named_models import exported_model
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.run_settings import FIRST_RUN_STEPS, RunSettings, run_settings
-from planner.export.stages import VirtualStage, all_full, check_recompute, virtual_stages
-from planner.export.target_price import notes_on_price
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
+from planner.export.stages import VirtualStage, all_full, check_modules, check_recompute, virtual_stages
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
     Placeholder,
     Requirement,
     TrainerFiles,
+    as_json,
     header,
     promise,
     rendered,
+    settings,
 )
 from planner.trainers.rules.named import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
 
@@ -57,7 +58,7 @@ def export_deepspeed(plan: Plan) -> TrainerFiles:
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _check_expressible(plan, stages)
-    files = [ExportFile(CONFIG_FILE, json.dumps(deepspeed_config(plan), indent=2) + "\n")]
+    files = [ExportFile(CONFIG_FILE, as_json(deepspeed_config(plan)))]
     run = run_settings(plan)
     notes = [*run.notes, *notes_on_price(plan)]
     if plan.parallelism.pp > 1:
@@ -138,9 +139,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.when(
         layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"
     )
-    objections.when(
-        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
-    )
+    check_modules(stages, objections)
     share = plan.runtime_spec.optimizer_offload_fraction
     objections.when(
         0 < share < 1 and layout.zero_stage < 3,
@@ -152,48 +151,28 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
-    layout, training, runtime = plan.parallelism, plan.training, plan.runtime_spec
-    run = run_settings(plan)
+    layout, training, runtime, run = plan.parallelism, plan.training, plan.runtime_spec, run_settings(plan)
     optimizer = run.optimizer
-    overlaps = runtime.gradient_overlap_fraction > 0
-    data: dict[str, Any] = {
-        "train_batch_size": training.global_batch_size,
-        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
-        "gradient_accumulation_steps": layout.num_microbatches,
-        "gradient_clipping": optimizer.clip_grad,
-        "steps_per_print": 1,
-        "bf16" if training.dtype == "bf16" else "fp16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32" if runtime.gradient_bytes == 4 else training.dtype},
-        "zero_optimization": {"stage": layout.zero_stage, "overlap_comm": overlaps},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": optimizer.learning_rate,
-                "betas": [optimizer.beta1, optimizer.beta2],
-                "eps": optimizer.epsilon,
-                "weight_decay": optimizer.weight_decay,
-            },
-        },
-        "scheduler": _scheduler(run),
-    }
-    if runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0:
-        offload = {"device": "cpu", "pin_memory": True, "ratio": runtime.optimizer_offload_fraction}
-        data["zero_optimization"]["offload_optimizer"] = offload
-    if layout.recompute == "full":
-        data["activation_checkpointing"] = {"number_checkpoints": plan.model.spec.num_hidden_layers}
-    if layout.pp == 1 and layout.tp > 1:
-        data["tensor_parallel"] = {"autotp_size": layout.tp}
-    return data
-
-
-def _scheduler(run: RunSettings) -> dict[str, Any]:
-    """The schedule of the learning rate; DeepSpeed's falls from the warm-up on, to a share of the highest or to 0."""
-    steps = {"total_num_steps": run.num_steps, "warmup_num_steps": run.warmup_steps, "warmup_type": "linear"}
-    optimizer = run.optimizer
-    if optimizer.decay_style == "linear":
-        return {"type": "WarmupDecayLR", "params": {**steps, "warmup_max_lr": optimizer.learning_rate}}
-    least = optimizer.min_learning_rate / optimizer.learning_rate
-    return {"type": "WarmupCosineLR", "params": {**steps, "cos_min_ratio": round(least, 6)}}
+    is_linear = optimizer.decay_style == "linear"
+    return settings(
+        "deepspeed",
+        layout=layout,
+        training=training,
+        runtime=runtime,
+        run=run,
+        optimizer=optimizer,
+        model=plan.model.spec,
+        bf16=training.dtype == "bf16",
+        fp16=training.dtype != "bf16",
+        accumulated="fp32" if runtime.gradient_bytes == 4 else training.dtype,
+        overlaps=runtime.gradient_overlap_fraction > 0,
+        offloads=runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0,
+        curve="WarmupDecayLR" if is_linear else "WarmupCosineLR",
+        linear_rate=optimizer.learning_rate if is_linear else None,
+        cosine_end=None if is_linear else round(optimizer.min_learning_rate / optimizer.learning_rate, 6),
+        recomputes=layout.recompute == "full",
+        splits_tensors=layout.pp == 1 and layout.tp > 1,
+    )
 
 
 def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
@@ -204,17 +183,6 @@ def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:
 
 DEEPSPEED_RUNTIME = "deepspeed"
 """The trainer that is DeepSpeed around a model of torch."""
-_READ = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16", "bfloat16",
-    "zero_optimization", "tensor_parallel", "activation_checkpointing", "data_types", "sequence_parallel_size",
-}  # fmt: skip
-_IGNORED = {
-    "optimizer", "scheduler", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "prescale_gradients",
-    "gradient_predivide_factor", "dump_state", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comms_logger",
-    "flops_profiler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "fp32_allreduce",
-    "communication_data_type", "seed", "memory_breakdown", "load_universal_checkpoint", "monitor_config", "_comment",
-    "gradient_accumulation_dtype", "disable_allgather", "loss_scale", "amp_",
-}  # fmt: skip
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "auto", "")
 _ZERO_READ = {
     "stage", "overlap_comm", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "cpu_offload",
@@ -320,6 +288,7 @@ def _offloaded(zero: dict[str, Any]) -> float:
 
 def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) -> None:
     """Note every key that is not read as ignored where it is known to be harmless, else as unknown."""
+    row = dialect("deepspeed")
     for key, read in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
         if section(zero, key).get("device", "none") not in (*read, None):
             found.unknown[f"zero_optimization.{key}"] = json.dumps(zero[key])
@@ -333,9 +302,9 @@ def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) 
     if str(kind or "").lower() not in _ADAMS:
         found.unknown["optimizer.type"] = str(kind)
     for key, value in config.items():
-        if key not in _READ:
+        if key not in row.read:
             is_off = isinstance(value, dict) and value.get("enabled") is False
-            (found.ignored if key in _IGNORED or is_off else found.unknown)[key] = json.dumps(value)
+            (found.ignored if row.is_harmless(key) or is_off else found.unknown)[key] = json.dumps(value)
 
 
 _PIPELINE = "planned_pipeline.py"

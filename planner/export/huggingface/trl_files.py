@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, Literal
-
-import yaml
 
 from planner.answer import Plan
 from planner.export.environment import node_environment
@@ -18,19 +15,21 @@ from planner.export.huggingface.tuning_settings import (
     quantization_config,
 )
 from planner.export.launchers import nodes_of
-from planner.export.refusal import Objections, broken_rules, hint_for
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
 from planner.export.run_settings import FIRST_RUN_STEPS
 from planner.export.stages import all_full
-from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
     Placeholder,
     Requirement,
     TrainerFiles,
+    as_json,
+    as_yaml,
     header,
     promise,
     rendered,
+    settings,
 )
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY
@@ -102,58 +101,24 @@ def is_in_mixed_precision(plan: Plan) -> bool:
 
 
 def accelerate_config(plan: Plan) -> dict[str, Any]:
-    """Accelerate's configuration of the launch; launch.sh adds what it knows of the machine it runs on."""
+    """Accelerate's configuration of the launch."""
     nodes, *_ = nodes_of(plan)
     sharding, layout = sharding_of(plan), plan.parallelism
     kinds = {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}
-    config: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": kinds[sharding],
-        "downcast_bf16": "no",
-        "enable_cpu_affinity": False,
-    }
-    if sharding == "fsdp2":
-        config["fsdp_config"] = _fsdp(plan)
-        if layout.shard_size < layout.dp:
-            config["parallelism_config"] = {
-                "parallelism_config_dp_replicate_size": layout.dp // layout.shard_size,
-                "parallelism_config_dp_shard_size": layout.shard_size,
-                "parallelism_config_tp_size": 1,
-                "parallelism_config_cp_size": 1,
-            }
-    if sharding == "deepspeed":
-        config["deepspeed_config"] = {
-            "deepspeed_config_file": DEEPSPEED_FILE,
-            "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": layout.zero_stage == 3,
-        }
-    precision = {} if sharding == "deepspeed" else {"mixed_precision": "bf16" if is_in_mixed_precision(plan) else "no"}
-    return config | {
-        "machine_rank": 0,
-        "main_training_function": "main",
-        **precision,
-        "num_machines": nodes,
-        "num_processes": layout.num_gpus_used,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": False,
-    }
-
-
-def _fsdp(plan: Plan) -> dict[str, Any]:
-    """FSDP2 around every decoder layer."""
-    name = layer_class_of(plan.model.spec)
-    return {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        **({"fsdp_transformer_layer_cls_to_wrap": name} if name is not None else {}),
-        "fsdp_reshard_after_forward": plan.parallelism.zero_stage == 3,
-        "fsdp_offload_params": offloads_all(plan),
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_activation_checkpointing": False,
-    }
+    mixed = "bf16" if is_in_mixed_precision(plan) else "no"
+    return settings(
+        "accelerate",
+        layout=layout,
+        nodes=nodes,
+        kind=kinds[sharding],
+        fsdp=sharding == "fsdp2",
+        deepspeed=sharding == "deepspeed",
+        replicas=layout.dp // layout.shard_size if sharding == "fsdp2" and layout.shard_size < layout.dp else 0,
+        shards_weights=layout.zero_stage == 3,
+        offloads_all=offloads_all(plan),
+        layer_class=layer_class_of(plan.model.spec),
+        mixed_precision=None if sharding == "deepspeed" else mixed,
+    )
 
 
 def offloads_all(plan: Plan) -> bool:
@@ -162,42 +127,25 @@ def offloads_all(plan: Plan) -> bool:
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's configuration; transformers fills in what is `auto` from the training arguments."""
+    """DeepSpeed's configuration; a part of the states stays on the host under ZeRO-3 alone."""
     layout, runtime = plan.parallelism, plan.runtime_spec
-    zero: dict[str, Any] = {"stage": layout.zero_stage}
-    if layout.zero_stage:
-        zero |= {"overlap_comm": runtime.gradient_overlap_fraction > 0, "contiguous_gradients": True}
-    if runtime.optimizer_offload_fraction > 0:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **_ratio(plan)}
-    if layout.zero_stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
-    adam = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-    is_adam = plan.best.recipe.get("optimizer", "adamw") == "adamw"
-    return {
-        "train_batch_size": plan.training.global_batch_size,
-        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
-        "gradient_accumulation_steps": layout.num_microbatches,
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": True},
-        "zero_optimization": zero,
-        # its own Adam, which has a kernel for the host too; transformers makes the others
-        **({"optimizer": {"type": "AdamW", "params": adam}} if is_adam else {}),
-    }
-
-
-def _ratio(plan: Plan) -> dict[str, float]:
-    """The share that stays on the host, which DeepSpeed takes under ZeRO-3."""
-    share = plan.runtime_spec.optimizer_offload_fraction
-    return {"ratio": share} if share < 1 and plan.parallelism.zero_stage == 3 else {}
+    share = runtime.optimizer_offload_fraction
+    return settings(
+        "hf-deepspeed",
+        layout=layout,
+        training=plan.training,
+        shards=layout.zero_stage > 0,
+        overlaps=runtime.gradient_overlap_fraction > 0 if layout.zero_stage else None,
+        offloads=share > 0,
+        ratio=share if share < 1 and layout.zero_stage == 3 else None,
+        shards_weights=layout.zero_stage == 3,
+        is_adam=plan.best.recipe.get("optimizer", "adamw") == "adamw",
+    )
 
 
 ARGUMENTS_FILE = "training_arguments.yaml"
 FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
 """Learning rates: SFTConfig's own default, and ten times that for adapters, as TRL's guide to peft has it."""
-_WARMUP_STEPS = 0.03
-"""Share of the steps, which `warmup_steps` below 1 is: QLoRA's (Dettmers et al. 2023, appendix B.2)."""
-_SAVE_STEPS = 500
-_WORKERS = 4
 _ATTENTION = {"fastest": "flash_attention_3", "flash": "flash_attention_2", "flash1": "flash_attention_2"}
 
 
@@ -214,68 +162,31 @@ def attention_name(runtime: RuntimeSpec) -> str:
 
 
 def training_arguments(plan: Plan) -> dict[str, Any]:
-    """Fields of SFTConfig, and of TrainingArguments, which it is one of."""
+    """Fields of SFTConfig or DPOConfig, and of TrainingArguments."""
     layout, training, runtime, recipe = plan.parallelism, plan.training, plan.runtime_spec, plan.best.recipe
-    recomputes = layout.recompute == "full"
-    arguments: dict[str, Any] = {
-        "output_dir": "checkpoints",
+    is_dpo, is_masked = training.objective.name == "dpo", training.document_lengths is not None
+    return settings(
+        "hf-arguments",
+        layout=layout,
+        training=training,
+        runtime=runtime,
         # of pairs, where an example is two sequences
-        "per_device_train_batch_size": layout.micro_batch_size // training.objective.row.num_sequences,
-        "gradient_accumulation_steps": layout.num_microbatches,
-        "max_length": training.seq_length,
-        **_packing(plan),
-        **_length(plan),
-        "learning_rate": FULL_RATE if training.adapters is None else ADAPTER_RATE,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": _WARMUP_STEPS,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "optim": optimizer_name(recipe),
-        "bf16": is_in_mixed_precision(plan),
-        "gradient_checkpointing": recomputes,
-        **({"gradient_checkpointing_kwargs": {"use_reentrant": False}} if recomputes else {}),
-        "torch_compile": runtime.compiled,
-        **({"use_liger_kernel": True} if recipe.get("liger") else {}),
-        **({"activation_offloading": True} if _offloads_activations(plan) else {}),
-        "model_init_kwargs": {
-            "dtype": "float32" if runtime.weight_bytes == 4 and training.adapters is None else "bfloat16",
-            "attn_implementation": attention_name(runtime),
-        },
-        "dataloader_num_workers": _WORKERS,
-        "dataloader_pin_memory": True,
-        "dataloader_drop_last": True,
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": _SAVE_STEPS,
-        "report_to": "none",
-    }
-    if sharding_of(plan) == "ddp":
-        arguments["ddp_find_unused_parameters"] = False
-    return arguments
-
-
-def _packing(plan: Plan) -> dict[str, Any]:
-    """Full sequences: documents cut to length, or packed whole where attention stays within them.
-
-    Pairs of answers are never packed.
-    """
-    if plan.training.objective.name == "dpo":
-        return {"precompute_ref_log_probs": plan.training.objective.reference == "precomputed"}
-    masked = plan.training.document_lengths is not None and plan.runtime_spec.masks_documents
-    return {"packing": True, "packing_strategy": "bfd" if masked else "wrapped"}
-
-
-def _length(plan: Plan) -> dict[str, Any]:
-    """Steps of the tokens that are planned; one pass over the data without."""
-    tokens = plan.training.tokens
-    if tokens is None:
-        return {"num_train_epochs": 1}
-    return {"max_steps": max(1, round(tokens / plan.training.tokens_per_step))}
-
-
-def _offloads_activations(plan: Plan) -> bool:
-    """All that layers keep for the backward waits in host memory."""
-    return plan.runtime_spec.offloaded_layers > 0
+        examples=layout.micro_batch_size // training.objective.row.num_sequences,
+        precomputes=training.objective.reference == "precomputed" if is_dpo else None,
+        packs=not is_dpo,
+        packing=None if is_dpo else "bfd" if is_masked and runtime.masks_documents else "wrapped",
+        epochs=1 if training.tokens is None else None,
+        steps=None if training.tokens is None else max(1, round(training.tokens / training.tokens_per_step)),
+        rate=FULL_RATE if training.adapters is None else ADAPTER_RATE,
+        optim=optimizer_name(recipe),
+        mixed=is_in_mixed_precision(plan),
+        recomputes=layout.recompute == "full",
+        liger=bool(recipe.get("liger")),
+        offloads_activations=runtime.offloaded_layers > 0,
+        dtype="float32" if runtime.weight_bytes == 4 and training.adapters is None else "bfloat16",
+        attention=attention_name(runtime),
+        unused=False if sharding_of(plan) == "ddp" else None,
+    )
 
 
 def notes_on_arguments(plan: Plan) -> list[str]:
@@ -358,7 +269,7 @@ def export_hf(plan: Plan) -> TrainerFiles:
     notes = [*notes_on_arguments(plan), *notes_on_price(plan)]
     comments = header(plan, WRITTEN_FOR, notes)
     files = (
-        ExportFile(ARGUMENTS_FILE, comments + _yaml(training_arguments(plan))),
+        ExportFile(ARGUMENTS_FILE, comments + as_yaml(training_arguments(plan))),
         ExportFile(TRAINING_FILE, comments + training_source(plan)),
         *_adapter_files(plan),
         *_launch_files(plan, comments),
@@ -421,7 +332,7 @@ def _adapter_files(plan: Plan) -> tuple[ExportFile, ...]:
         return ()
     packed = quantization_config(adapters, sharding_of(plan) == "fsdp2" or plan.parallelism.zero_stage == 3)
     found = ((ADAPTER_FILE, lora_config(adapters, plan.model.spec)), (QUANTIZATION_FILE, packed))
-    return tuple(ExportFile(name, _json(data)) for name, data in found if data is not None)
+    return tuple(ExportFile(name, as_json(data)) for name, data in found if data is not None)
 
 
 def _launch_files(plan: Plan, comments: str) -> tuple[ExportFile, ...]:
@@ -429,10 +340,10 @@ def _launch_files(plan: Plan, comments: str) -> tuple[ExportFile, ...]:
     sharding = sharding_of(plan)
     if sharding == "none":
         return ()
-    accelerate = ExportFile(ACCELERATE_FILE, comments + _yaml(accelerate_config(plan)))
+    accelerate = ExportFile(ACCELERATE_FILE, comments + as_yaml(accelerate_config(plan)))
     return (
         accelerate,
-        *([ExportFile(DEEPSPEED_FILE, _json(deepspeed_config(plan)))] if sharding == "deepspeed" else []),
+        *([ExportFile(DEEPSPEED_FILE, as_json(deepspeed_config(plan)))] if sharding == "deepspeed" else []),
     )
 
 
@@ -449,11 +360,3 @@ def _program(plan: Plan) -> str:
         rank = '"${NODE_RANK:-${SLURM_NODEID:-0}}"'
         words.append(f'--machine_rank {rank} --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"')
     return " ".join([*words, script])
-
-
-def _yaml(data: dict[str, Any]) -> str:
-    return yaml.safe_dump(data, sort_keys=False, width=118, allow_unicode=True)
-
-
-def _json(data: dict[str, Any]) -> str:
-    return json.dumps(data, indent=2) + "\n"

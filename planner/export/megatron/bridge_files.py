@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from planner.answer import Plan
 from planner.export.environment import megatron_environment
 from planner.export.megatron.megatron_files import (
-    DATA_PATH,
     LOG,
     NEWEST,
     PLACEHOLDERS,
@@ -19,11 +18,10 @@ from planner.export.megatron.megatron_files import (
     requirements,
     training_arguments,
 )
-from planner.export.megatron.option_rows import all_rows
+from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, TANH, YARN, all_rows
 from planner.export.megatron.plan_options import SWITCHING
 from planner.export.refusal import Objections
-from planner.export.run_settings import run_settings
-from planner.export.stated_model import ROTARY_BASE, stated
+from planner.export.run_settings import ROTARY_BASE, run_settings, stated
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,
@@ -36,96 +34,21 @@ from planner.export.trainer_files import (
     TrainerVersion,
     header,
     promise,
+    settings,
 )
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
-from planner.trainers.rules.common import every_nth, query_width, release, rotary_method
-from planner.trainers.rules.megatron import Family, bridge_model_rules, family_of
-
-RECIPES: dict[Family, str] = {
-    "gpt": "vanilla_gpt_pretrain_config",
-    "mla": "deepseek_v3_pretrain_config",
-    "gemma2": "gemma2_2b_pretrain_config",
-    "gemma3": "gemma3_1b_pretrain_config",
-}
-"""The recipe whose layers a family of models has; all of its sizes are overridden."""
-DOWNLOADS: dict[Family, str] = {"mla": "deepseek-ai/DeepSeek-V3", "gemma2": "google/gemma-2-2b"}
-"""Models whose configuration a recipe reads from Hugging Face or its cache."""
-TANH = "fast_gelu"
-"""Bridge's name of the GELU by a tanh, which fused with a bias is the plain one's."""
-MOMENTS = {"bf16": "bfloat16", "fp32": "float32"}
-"""Bridge's names of the dtypes of moments."""
-MOMENT_FIELDS = {
-    "--exp-avg-dtype": "optimizer.exp_avg_dtype",
-    "--exp-avg-sq-dtype": "optimizer.exp_avg_sq_dtype",
-}
-
-
-class YarnField(NamedTuple):
-    """A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
-
-    plain: str
-    latent: str
-    field: str
-
-
-YARN = (
-    YarnField("model.yarn_rotary_scaling_factor", "model.rotary_scaling_factor", "factor"),
-    YarnField(
-        "model.yarn_original_max_position_embeddings", "model.original_max_position_embeddings",
-        "original_max_position_embeddings",
-    ),
-    YarnField("model.yarn_beta_fast", "model.beta_fast", "beta_fast"),
-    YarnField("model.yarn_beta_slow", "model.beta_slow", "beta_slow"),
-    YarnField("model.yarn_mscale", "model.mscale", "mscale"),
-    YarnField("model.yarn_mscale_all_dim", "model.mscale_all_dim", "mscale_all_dim"),
-)  # fmt: skip
-
-BRIDGE = {row.name: row.bridge for row in all_rows() if row.bridge}
-"""Options whose value a field of Megatron-Bridge's configuration takes as it is, and the field."""
-
+from planner.trainers.rules.common import every_nth, query_width, rotary_method
+from planner.trainers.rules.megatron import bridge_model_rules, family_of
 
 _KNOWN = {row.name for row in all_rows()} | SWITCHING
 """Every option that is written: those without a field of the same value are said otherwise below."""
-
-
-class BridgeFlag(NamedTuple):
-    """A field that stands for a bare option."""
-
-    field: str
-    option: str
-    value: bool
-    """The value where the option is given; the other where it is not."""
-
-
-def _flags(option: str, paths: Iterable[str]) -> list[BridgeFlag]:
-    return [BridgeFlag(path.removeprefix("not "), option, not path.startswith("not ")) for path in paths]
-
-
-FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_is)]
-"""Fields that are written for a bare option, whether it is given or not."""
-READ_FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_read)]
-"""Fields that only recipes set."""
 
 
 def flag_fields(arguments: Arguments) -> dict[str, bool]:
     """The fields that stand for bare options, as the arguments have them."""
     return {flag.field: (flag.option in arguments) == flag.value for flag in FLAGS}
 
-
-UNASKED: dict[str, Any] = {
-    "model.num_moe_experts": None,
-    "model.moe_shared_expert_intermediate_size": None,
-    "model.mtp_num_layers": None,
-    "model.moe_router_pre_softmax": False,
-    "model.moe_router_score_function": "softmax",
-    "model.moe_router_enable_expert_bias": False,
-    "model.moe_router_load_balancing_type": "none",
-    "model.moe_router_num_groups": None,
-    "model.moe_router_group_topk": None,
-    "model.moe_router_topk_scaling_factor": None,
-}
-"""Fields that the recipe with latent attention sets for DeepSeek-V3, as Megatron-LM has them unasked."""
 
 Overrides = dict[str, Any]
 
@@ -184,7 +107,7 @@ def _rotary(model: ModelSpec) -> Overrides:
     if method == "linear":
         return overrides | {"model.seq_len_interpolation_factor": scaling.factor}
     return overrides | {
-        **{names.plain: number for names, number in zip(YARN, _yarn(scaling), strict=True)},
+        **dict(zip((plain for plain, _, _ in YARN), _yarn(scaling), strict=True)),
         "model.yarn_correction_range_round_to_int": scaling.truncate is not False,
     }
 
@@ -214,7 +137,7 @@ def _latent(model: ModelSpec) -> Overrides:
     return {
         "model.q_lora_rank": model.mla.q_lora_rank,
         "model.num_query_groups": model.num_attention_heads,
-        **{names.latent: number for names, number in zip(YARN, _yarn(used), strict=True)},
+        **dict(zip((latent for _, latent, _ in YARN), _yarn(used), strict=True)),
         "model.mscale": 1.0 if used.mscale is None else used.mscale,
         "model.mscale_all_dim": used.mscale_all_dim or 0.0,
     }
@@ -247,27 +170,6 @@ def _gemma3(model: ModelSpec) -> Overrides:
     }
 
 
-_RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
-_OVERLAPS = {
-    "comm_overlap.overlap_p2p_comm": "model.overlap_p2p_comm",
-    "comm_overlap.batch_p2p_comm": "model.batch_p2p_comm",
-    "comm_overlap.overlap_grad_reduce": "ddp.overlap_grad_reduce",
-    "comm_overlap.overlap_param_gather": "ddp.overlap_param_gather",
-    "comm_overlap.align_param_gather": "ddp.align_param_gather",
-}
-"""Overlaps that the recipe with latent attention has in a section of their own, and the fields of the same value."""
-_PLAIN: Overrides = {"model.cuda_graph_impl": "none", "model.moe_shared_expert_overlap": False}
-"""Switches as recipes of models may not have them, back where Megatron-LM has them unasked."""
-_LATENT_RECIPE: Overrides = {
-    "optimizer.use_precision_aware_optimizer": False,
-    "optimizer.main_grads_dtype": "float32",
-    "optimizer.main_params_dtype": "float32",
-    "optimizer.exp_avg_dtype": "float32",
-    "optimizer.exp_avg_sq_dtype": "float32",
-}
-"""Fields of the optimizer that the recipe with latent attention sets, back at Megatron's defaults."""
-
-
 def arguments_for_bridge(plan: Plan) -> Arguments:
     """Megatron-LM's arguments under the rules of Bridge. Raises Inexpressible where Bridge cannot run the plan."""
     return megatron_arguments(plan, "bridge", bridge_model_rules(plan.runtime_spec.version))
@@ -284,7 +186,7 @@ def bridge_overrides(plan: Plan) -> Overrides:
         f"its table has seq_length {plan.training.seq_length} rows, the model's {model.max_position_embeddings}",
     )
     objections.raise_any()
-    overrides: Overrides = dict(_PLAIN) if model.mla is None else _PLAIN | _LATENT_RECIPE | UNASKED
+    overrides = settings("bridge-unasked") | ({} if model.mla is None else settings("bridge-unasked-latent"))
     for option, value in arguments.items():
         assert option in _KNOWN, option
         if option in BRIDGE:
@@ -294,59 +196,29 @@ def bridge_overrides(plan: Plan) -> Overrides:
 
 def _derived(plan: Plan, arguments: Arguments) -> Overrides:
     """Fields that Bridge spells differently, and fields that its recipes set and a plan must unset."""
-    layout, model = plan.parallelism, plan.model.spec
-    overlaps = "--overlap-param-gather" in arguments
-    overrides: Overrides = {
-        "model.seq_length": plan.training.seq_length,
-        "dataset.seq_length": plan.training.seq_length,
-        "tokenizer.vocab_size": model.vocab_size,
-        "model.vocab_size": model.vocab_size,
-        "model.should_pad_vocab": True,
-        "model.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "model.pipeline_dtype": "float16" if plan.training.dtype == "fp16" else "bfloat16",
-        **_mixed_precision(plan, arguments),
-        **flag_fields(arguments),
-        "ddp.align_param_gather": overlaps and layout.vpp > 1,
-        **_kernels(plan, arguments),
-        **_of_switches(arguments),
-        **dict.fromkeys(("scheduler.start_weight_decay", "scheduler.end_weight_decay"), arguments["--weight-decay"]),
-        **{BRIDGE[option]: arguments.get(option) for option in _RECOMPUTE},
+    layout, model, modules = plan.parallelism, plan.model.spec, arguments.get("--recompute-modules")
+    overlaps_p2p = layout.vpp > 1 and "--no-overlap-p2p-communication" not in arguments
+    has_rope = arguments["--position-embedding-type"] == "rope"
+    values: dict[str, Any] = {
+        "arguments": arguments,
+        "training": plan.training,
+        "model": model,
+        "chunks": layout.vpp if layout.vpp > 1 else None,
+        "half": "float16" if plan.training.dtype == "fp16" else "bfloat16",
+        "aligns": "--overlap-param-gather" in arguments and layout.vpp > 1,
+        "fuses_rope": has_rope and "--no-rope-fusion" not in arguments,
+        "overlaps_p2p": overlaps_p2p,
+        "batches_p2p": not overlaps_p2p,
+        "graphs": arguments.get("--cuda-graph-impl", "none") != "none",
+        "exp_avg": OF_BRIDGE["moments"].get(str(arguments.get("--exp-avg-dtype"))),
+        "exp_avg_sq": OF_BRIDGE["moments"].get(str(arguments.get("--exp-avg-sq-dtype"))),
+        "recomputed": list(modules) if isinstance(modules, tuple) else None,
     }
-    if "--pipeline-model-parallel-layout" not in arguments:
-        overrides["model.pipeline_model_parallel_layout"] = None
-    if model.mla is not None:
-        overrides |= _instead_of_deepseek(arguments, overrides)
-    if isinstance(modules := arguments.get("--recompute-modules"), tuple):
-        overrides["model.recompute_modules"] = list(modules)
-    return overrides
-
-
-def _of_switches(arguments: Arguments) -> Overrides:
-    """Fields that a switch sets beside those that stand for its options: random numbers of graphs, dtypes."""
-    has_graphs = arguments.get("--cuda-graph-impl", "none") != "none"
-    overrides = Overrides()
-    if has_graphs:
-        overrides |= dict.fromkeys(("model.use_te_rng_tracker", "rng.te_rng_tracker"), True)
+    overrides = settings("bridge", **values) | _mixed_precision(plan, arguments) | flag_fields(arguments)
     if "--cuda-graph-modules" in arguments:
         # the older name of the field, which recipes set; Megatron core refuses both
         overrides["model.cuda_graph_scope"] = None
-    for option, field in MOMENT_FIELDS.items():
-        if (dtype := arguments.get(option)) is not None:
-            overrides[field] = MOMENTS[str(dtype)]
-    return overrides
-
-
-def _kernels(plan: Plan, arguments: Arguments) -> Overrides:
-    """Fusions and exchanges that Bridge chooses by what it finds installed, as Megatron-LM has them unasked."""
-    p2p = plan.parallelism.vpp > 1 and "--no-overlap-p2p-communication" not in arguments
-    return {
-        "model.apply_rope_fusion": arguments["--position-embedding-type"] == "rope"
-        and "--no-rope-fusion" not in arguments,
-        "model.bias_dropout_fusion": True,
-        "model.cross_entropy_fusion_impl": arguments.get("--cross-entropy-fusion-impl", "native"),
-        "model.overlap_p2p_comm": p2p,
-        "model.batch_p2p_comm": not p2p,
-    }
+    return overrides if model.mla is None else overrides | settings("bridge-latent", **values)
 
 
 def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
@@ -354,62 +226,38 @@ def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
 
     One recipe holds such a name, which an object replaces; the other holds an object, whose fields are set.
     """
-    half = plan.training.dtype == "fp16"
+    half, is_latent = plan.training.dtype == "fp16", plan.model.spec.mla is not None
     in_fp32 = "--accumulate-allreduce-grads-in-fp32" if half else "--grad-reduce-in-bf16"
-    fields: Overrides = {
-        "fp16": half,
-        "bf16": not half,
-        "grad_reduce_in_fp32": (in_fp32 in arguments) == half,
-        "fp8": arguments.get("--fp8-format"),
-        "fp8_recipe": arguments.get("--fp8-recipe", "tensorwise"),
-        "fp8_param_gather": "--fp8-param-gather" in arguments,
-        "reuse_grad_buf_for_mxfp8_param_ag": "--reuse-grad-buf-for-mxfp8-param-ag" in arguments,
-        "fp4": arguments.get("--fp4-format"),
-        "fp4_recipe": arguments.get("--fp4-recipe", "nvfp4"),
-        "fp4_param_gather": "--fp4-param-gather" in arguments,
-    }
     name = "float16" if half else "bfloat16"
-    dtypes = ("params_dtype", "pipeline_dtype")
-    if plan.model.spec.mla is not None:
-        fields |= dict.fromkeys(dtypes, name)
+    fields = settings(
+        "bridge-precision",
+        arguments=arguments,
+        is_fp16=half,
+        is_bf16=not half,
+        in_fp32=(in_fp32 in arguments) == half,
+        dtype=name if is_latent else {"_target_": f"torch.{name}", "_call_": False},
+    )
+    if is_latent:
         return {f"mixed_precision.{field}": value for field, value in fields.items()}
-    fields |= {field: {"_target_": f"torch.{name}", "_call_": False} for field in dtypes}
     return {"mixed_precision": {"_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig", **fields}}
-
-
-def _instead_of_deepseek(arguments: Arguments, overrides: Overrides) -> Overrides:
-    """Fields that the recipe sets as DeepSeek-V3 has them, as this model has them.
-
-    Its switches of overlaps come after the model's own and those of `ddp`; Bridge switches on those that are left open.
-    """
-    return {
-        **{theirs: overrides[field] for theirs, field in _OVERLAPS.items()},
-        "model.expert_model_parallel_size": arguments.get("--expert-model-parallel-size", 1),
-        "model.expert_tensor_parallel_size": arguments.get("--expert-tensor-parallel-size", 1),
-        "comm_overlap.tp_comm_overlap": "--tp-comm-overlap" in arguments,
-        "comm_overlap.overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm" in arguments,
-        "comm_overlap.delay_wgrad_compute": "--delay-wgrad-compute" in arguments,
-    }
 
 
 _LEFT_OUT = ("--padded-vocab-size", "--mock-data", "--save-retain-interval")
 """The model's own vocabulary is a field already, mock data is an option of run_recipe.py, and Bridge deletes old
 checkpoints by their number."""
 _KEPT_CHECKPOINTS = 10
-_FIRST_SECTIONS = "0.17"
-"""The first Megatron core whose Bridge has a section `validation` and reads paths of data as one text."""
 
 
 def first_run(plan: Plan) -> RunPart:
     """A short run on mock data, which saves nothing."""
-    words = [*_words(plan, first_run_arguments(plan)), "checkpoint.save=null", "checkpoint.load=null"]
+    words = [*_words(first_run_arguments(plan)), "checkpoint.save=null", "checkpoint.load=null"]
     return RunPart({"--dataset": "mock"}, tuple(words))
 
 
 def training_run(plan: Plan) -> RunPart:
     """Training, on the user's data."""
     kept = f"checkpoint.most_recent_k={_KEPT_CHECKPOINTS}"
-    return RunPart(words=(*_words(plan, training_arguments(plan)), kept))
+    return RunPart(words=(*_words(training_arguments(plan)), kept))
 
 
 def hydra(value: Any) -> str:
@@ -419,22 +267,15 @@ def hydra(value: Any) -> str:
     return json.dumps(value)
 
 
-def _words(plan: Plan, arguments: Arguments) -> list[str]:
-    version = plan.runtime_spec.version
-    is_old = bool(version) and release(version) < release(_FIRST_SECTIONS)
+def _words(arguments: Arguments) -> list[str]:
     words: list[str] = []
     for option, value in arguments.items():
         if option in _LEFT_OUT:
             continue
-        path = BRIDGE[option]
-        if is_old and path.startswith("validation."):
-            path = path.replace("validation.", "train.")
-        if is_old and option == "--data-path":
-            words.append(ShellText(f'"dataset.blend=[[\\"{DATA_PATH.words}\\"],null]"'))
-        elif isinstance(value, ShellText):
-            words.append(ShellText(f'"{path}=\\"{value.unquoted}\\""'))
+        if isinstance(value, ShellText):
+            words.append(ShellText(f'"{BRIDGE[option]}=\\"{value.unquoted}\\""'))
         else:
-            words.append(f"{path}={hydra(value)}")
+            words.append(f"{BRIDGE[option]}={hydra(value)}")
     return words
 
 
@@ -460,7 +301,7 @@ def export_bridge(plan: Plan) -> TrainerFiles:
     notes = _notes(plan)
     variables = megatron_environment(plan)
     comments = header(plan, written_for, notes)
-    recipe = RECIPES[family_of(plan.model.spec)]
+    recipe = OF_BRIDGE["recipes"][family_of(plan.model.spec)]
     first, training = first_run(plan), training_run(plan)
     data = {
         "recipe": recipe,
@@ -504,6 +345,6 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         *run_settings(plan).notes,
         *notes_on_options(plan),
     ]
-    if download := DOWNLOADS.get(family_of(plan.model.spec)):
+    if download := OF_BRIDGE["downloads"].get(family_of(plan.model.spec)):
         notes.append(f"the recipe reads the configuration of {download} from Hugging Face or its cache")
     return tuple(notes)

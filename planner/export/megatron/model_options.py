@@ -21,7 +21,7 @@ from planner.export.megatron.option_rows import (
     text,
 )
 from planner.export.named_models import vocabulary_of
-from planner.export.stated_model import ROTARY_BASE, listed, stated
+from planner.export.run_settings import ROTARY_BASE, listed, stated
 from planner.export.trainer_files import Arguments
 from planner.specs.model import ModelSpec
 from planner.specs.units import is_count

@@ -190,7 +190,8 @@ def _accounted(num_layers: int, num_stages: int, ends: tuple[bool, bool]) -> lis
     layers_per_stage, rest = divmod(num_layers + sum(ends), num_stages)
     if rest:
         raise SpecError(
-            f"{num_layers + sum(ends)} layers, embedding and loss counted, on {num_stages} stages", "uneven"
+            f"{num_layers + sum(ends)} layers, embedding and loss counted, do not divide by {num_stages} stages",
+            "give other stages, or what each holds by --pipeline-model-parallel-layout",
         )
     counts = [layers_per_stage] * num_stages
     counts[0] -= ends[0]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from planner.errors import SpecError
-from planner.export.followed.shell_script import Script, read_script
+from planner.export.followed.shell_script import AROUND, Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
 from planner.export.keyed_settings import beginnings, count, num_gpus, table
 from planner.export.megatron.deepspeed_options import (
@@ -18,7 +18,7 @@ from planner.export.megatron.deepspeed_options import (
     read_zero,
 )
 from planner.export.megatron.model_options import MODEL_OPTIONS, read_model
-from planner.export.megatron.option_rows import Options, number, options_of, read_fields, text
+from planner.export.megatron.option_rows import Options, holds, number, options_of, read_fields, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
     KERNELS,
@@ -189,6 +189,8 @@ def run_of(
             f"{option}: ${script.unset[option]} is not set in the script", f"add --set {script.unset[option]}=WORD"
         )
     for option, variable in script.unset.items():
+        if AROUND.search(variable):
+            continue
         if options.get(option, []) == [] and (option in READ_OPTIONS or option.startswith("$")):
             imported.unknown[f"${variable}"] = (
                 f"behind {option}: not set in the script" if option[0] != "$" else "not set"
@@ -203,6 +205,10 @@ _TAKES_WORDS = (
     "--moe-layer-freq",
 )  # fmt: skip
 """Options that are read and take words; of the others some take none."""
+
+
+_PARSED = ("megatron", "slime", "primus")
+"""Trainers that Megatron-LM's own parser starts."""
 
 
 def _run_of(
@@ -236,7 +242,10 @@ def _run_of(
     imported.assumed = unsaid_options(described)
     imported.documented = _ROW["documented"]
     # DeepSpeed's pipelines take other splits and other words
-    imported.refused = [] if source in ("megatron-deepspeed", "neox") else refusals(described)
+    imported.refused = []
+    if source not in ("megatron-deepspeed", "neox"):
+        around = {name: script.variables[name] for name in script.variables if name == "CUDA_DEVICE_MAX_CONNECTIONS"}
+        imported.refused = refusals({**described, **around}, source in _PARSED)
     unsaid = unexplained(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
     sort_unread(options, {*READ_OPTIONS, *also_read} - unsaid, imported)
     return imported
@@ -279,21 +288,26 @@ def _assumptions(options: Options) -> Iterator[str]:
         yield "--seq-length is missing: as long as --max-position-embeddings"
 
 
-def refusals(options: Options) -> list[str]:
-    """Why Megatron-LM ends before its first step. Raises SpecError where it would build fewer layers than there are."""
-    return [says for _, says in named_refusals(options)]
+def refusals(options: Options, is_parsed: bool = True) -> list[str]:
+    """Why the trainer ends before its first step. Raises SpecError where it would build fewer layers than there are."""
+    return [says for _, says in named_refusals(options, is_parsed)]
 
 
-def named_refusals(options: Options) -> Iterator[tuple[str, str]]:
-    """Each refusal by its name: those of the table, of stages, and of sizes that do not divide."""
+def named_refusals(options: Options, is_parsed: bool = True) -> Iterator[tuple[str, str]]:
+    """Each refusal by its name: those of the table, of stages, and of sizes that do not divide.
+
+    `is_parsed` where Megatron-LM's own parser takes the options, which refuses more than Megatron core.
+    """
     for name, row in option_table()["refused"].items():
-        given = next((clause for clause in row["given"] if _holds(clause, options)), None)
-        if given is None or not all(_holds(clause, options) for clause in row.get("beside", ())):
+        if not is_parsed and row.get("by") == "parser":
+            continue
+        given = next((clause for clause in row["given"] if holds(clause, options)), None)
+        if given is None or not all(holds(clause, options) for clause in row.get("beside", ())):
             continue
         needs, excludes = row.get("needs", ()), row.get("excludes", ())
-        if needs and not any(_holds(clause, options) for clause in needs):
+        if needs and not any(holds(clause, options) for clause in needs):
             yield name, f"{given} needs {' or '.join(needs)}"
-        if any(_holds(clause, options) for clause in excludes):
+        if any(holds(clause, options) for clause in excludes):
             yield name, f"{given} takes no {' and no '.join(excludes)}"
     yield from _refused_stages(options)
     positions, length, heads, groups, hidden = (
@@ -302,21 +316,12 @@ def named_refusals(options: Options) -> Iterator[tuple[str, str]]:
             "max-position-embeddings", "seq-length", "num-attention-heads", "num-query-groups", "hidden-size",
         )
     )  # fmt: skip
-    if 0 < positions < length:
+    if is_parsed and 0 < positions < length:
         yield "positions_below_sequence", f"--max-position-embeddings {positions} is below --seq-length {length}"
     if "--group-query-attention" in options and heads and groups and heads % groups:
         yield "group_sizes", f"{heads} heads are no multiple of {groups} groups"
-    if "--kv-channels" not in options and hidden and heads and hidden % heads:
+    if is_parsed and "--kv-channels" not in options and hidden and heads and hidden % heads:
         yield "heads_without_channels", f"hidden size {hidden} is no multiple of {heads} heads"
-
-
-def _holds(clause: str, options: Options) -> bool:
-    """`--option`, `--option word|word` or `--option > 1` holds of options."""
-    name, *words = clause.split()
-    if words[:1] == [">"]:
-        return (number(options, name, 0) or 0) > int(words[1])
-    said = re.findall(r"[^\s,\[\]]+", text(options, name))
-    return name in options and (not words or not {*said}.isdisjoint(words[0].split("|")))
 
 
 def _refused_stages(options: Options) -> Iterator[tuple[str, str]]:

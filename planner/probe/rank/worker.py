@@ -43,7 +43,7 @@ from planner.probe.rank.groups import (
 )
 from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, StepRecord, start_together
 from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, synthetic_batch
-from planner.probe.result import Check, ChunkSeconds, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
+from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import this_build
 
@@ -100,7 +100,7 @@ def check_gradients(
     flats: Sequence[FlatParameters | ShardedParameters],
     around: Surroundings,
     dtype: torch.dtype,
-) -> Check:
+) -> ProbeCheck:
     """Compare this rank's shard of the summed gradients with the gradients of one process."""
     names = {id(parameter): name for name, _, parameter in parameters.named}
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
@@ -112,10 +112,10 @@ def check_gradients(
             worst, worst_name = error, names[id(parameter)]
     passed = worst <= TOLERANCES[dtype]
     detail = f"largest error {worst:.1e} of the largest gradient, at {worst_name}" if worst else "equal to the last bit"
-    return Check(name="gradients", passed=passed, detail=detail)
+    return ProbeCheck(name="gradients", passed=passed, detail=detail)
 
 
-def check_steps(reference: OneProcess, steps: list[StepSeconds], dtype: torch.dtype) -> list[Check]:
+def check_steps(reference: OneProcess, steps: list[StepSeconds], dtype: torch.dtype) -> list[ProbeCheck]:
     """Compare losses and gradient norms of all steps with those of one process."""
     checks = []
     for name, measured, expected in (
@@ -125,7 +125,7 @@ def check_steps(reference: OneProcess, steps: list[StepSeconds], dtype: torch.dt
         pairs = zip(measured, expected, strict=True)
         passed = all(a is not None and abs(a - b) <= TOLERANCES[dtype] * abs(b) for a, b in pairs)
         checks.append(
-            Check(name=name, passed=passed, detail=f"{shown(measured[-1], 6)}, one process {expected[-1]:.6f}")
+            ProbeCheck(name=name, passed=passed, detail=f"{shown(measured[-1], 6)}, one process {expected[-1]:.6f}")
         )
     return checks
 
@@ -253,7 +253,7 @@ class Worker:
         with self.writing_down_attention():
             trainer.rehearse(self.status.at)
         reference = self.reference(run.warm_up_steps + run.num_steps) if run.check else None
-        checks: list[Check] = []
+        checks: list[ProbeCheck] = []
         loop = StepLoop(run, self.agree)
 
         def one_step(step: int) -> tuple[StepRecord, StepSeconds]:
@@ -414,7 +414,7 @@ class Worker:
         self.barrier()
         return with_quiet_seconds(trainer, chunks, self.status.at)
 
-    def check(self, trainer: RankTrainer, reference: OneProcess | None, checks: list[Check]) -> None:
+    def check(self, trainer: RankTrainer, reference: OneProcess | None, checks: list[ProbeCheck]) -> None:
         if reference is not None:
             dtype = dtypes(self.run)[0]
             checks.append(check_gradients(reference, trainer.parameters, trainer.flat, trainer.around, dtype))

@@ -16,9 +16,9 @@ from planner.physics.operators import BF16
 from planner.probe.eager import knows_peak, repriced, static_bytes, without_exchanges
 from planner.probe.plan_slice import planned_seconds, replay_durations
 from planner.probe.result import (
-    Check,
     ChunkSeconds,
     ComparedQuantity,
+    ProbeCheck,
     ProbedExchange,
     ProbedMemory,
     RankResult,
@@ -110,19 +110,23 @@ def in_flight(run: ProbeRun) -> list[int]:
     return [int(count) for count in replay(run.order, replay_durations(equal_seconds)).peak_in_flight_chunks]
 
 
-def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
+def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ProbeCheck]:
     """Checks of what a finished run proves. A message of the wrong shape or a deadlock would have ended the run."""
     as_listed = [tuple(timed.action for timed in rank.actions) == run.ranks[rank.stage] for rank in ranks]
     num_messages = sum(message_of(run.order, action) is not None for actions in run.order.ranks for action in actions)
     planned = in_flight(run)
     measured = [max(rank.peak_in_flight_chunks for rank in ranks if rank.stage == stage) for stage in range(run.pp)]
     checks = [
-        Check(name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"),
-        Check(name="in flight", passed=measured == planned, detail=f"{measured} chunks at most, planned {planned}"),
+        ProbeCheck(
+            name="order", passed=all(as_listed), detail=f"{sum(map(len, run.ranks))} actions without a deadlock"
+        ),
+        ProbeCheck(
+            name="in flight", passed=measured == planned, detail=f"{measured} chunks at most, planned {planned}"
+        ),
     ]
     if num_messages:
         detail = f"{num_messages} messages, each of the planned shape"
-        checks.insert(1, Check(name="exchanges", passed=True, detail=detail))
+        checks.insert(1, ProbeCheck(name="exchanges", passed=True, detail=detail))
     if run.sleep is None and not run.check:
         checks.append(check_finite(ranks))
     for name in dict.fromkeys(check.name for rank in ranks for check in rank.checks):
@@ -132,12 +136,12 @@ def run_checks(run: ProbeRun, ranks: Sequence[RankResult]) -> list[Check]:
     return checks
 
 
-def check_finite(ranks: Sequence[RankResult]) -> Check:
+def check_finite(ranks: Sequence[RankResult]) -> ProbeCheck:
     """A check that losses and gradient norms are numbers, for runs whose losses are compared with nothing."""
     passed = all(None not in (step.loss, step.gradient_norm) for rank in ranks for step in rank.steps)
     last = ranks[-1].steps[-1]
     detail = f"loss {shown(last.loss, 4)}, gradient norm {shown(last.gradient_norm, 4)}"
-    return Check(name="finite", passed=passed, detail=detail)
+    return ProbeCheck(name="finite", passed=passed, detail=detail)
 
 
 def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:

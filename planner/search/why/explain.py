@@ -7,7 +7,7 @@ The integer program behind a plan as text, with its numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from planner.answer import Plan, PricedLayout
 from planner.answer.small import Room
 from planner.errors import Infeasible, SolverError
 from planner.layout import variation
-from planner.layout.candidate import Candidate
+from planner.layout.candidate import Candidate, price_together
 from planner.layout.confidence import headroom_bytes
 from planner.layout.evaluate import evaluate, price_given, runtime_of
-from planner.layout.price import price_layout, reprice, with_microbatches
+from planner.layout.price import price_layout, reprice
 from planner.physics.pricing import Pricing
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case, Deadline
@@ -166,7 +166,8 @@ def _why_this(case: Case) -> Explanation:
             raise
         return _why_too_large(case, miss, error)
     assumptions, limits = list(other_assumptions(case)), list(other_limits(case))
-    then = [outcome(what_if, best) for what_if in (*assumptions, *limits)]
+    known = _candidates_of(best)
+    then = [outcome(what_if, best, known) for what_if in (*assumptions, *limits)]
     beaten = [Beaten(layout=other, cause=largest_cause(best.best, other, case.cluster)) for other in best.alternatives]
     return _explanation(
         case,
@@ -233,15 +234,14 @@ def aside(case: Case) -> Plan:
     return search(case.limited(top=1, time_limit_s=min(TIME_LIMIT_S, case.limits.time_limit_s)))
 
 
-def soon(case: Case, known: Candidate | None) -> Plan:
+def soon(case: Case, known: Candidate | None, start: RuntimeSpec) -> Plan:
     """The plan of the first layout that a search of the case finds, or of a `known` one that none of them beats.
 
-    The switches of another layout are moved. Raises Infeasible if nothing fits.
+    It is searched for under the recipe `start`, or that of the known one. Raises Infeasible if nothing fits.
     """
     deadline, recipes = Deadline(TIME_LIMIT_S), Recipes.of(case)
-    found = first_layouts(case, recipes, deadline, known) or find_layouts(case, recipes.starts(), deadline)
-    best = found.best if found.best is known else recipes.refined(found.best, deadline)
-    return found.standing(best).plan()
+    found = first_layouts(case, recipes, deadline, known, [start]) or find_layouts(case, recipes.starts(), deadline)
+    return found.standing(found.best).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,14 +274,17 @@ class Outcome:
         return not self.kept_fits or self.chosen.step.step_s < self.kept_s * (1 - gap_fraction)
 
 
-def outcome(what_if: WhatIf, now: Plan) -> Outcome:
-    """Price the layouts of `now` under the change; search again if none of them fits, or if the change gives room."""
-    kept, *others = (_repriced(now, what_if, layout) for layout in (now.best, *now.alternatives))
+def outcome(what_if: WhatIf, now: Plan, layouts: Sequence[Candidate] = ()) -> Outcome:
+    """Price the layouts of `now` under the change; search again if none of them fits, or if the change gives room.
+
+    `layouts` are its candidates, where they are known.
+    """
+    kept, *others = _repriced(what_if, now, layouts or _candidates_of(now))
     fastest = min((one for one in (kept, *others) if one.fits), key=lambda one: one.step_s, default=None)
     chosen: PricedLayout | None
     try:
         if fastest is None or what_if.gives_room:
-            chosen = soon(what_if.case, fastest).best
+            chosen = soon(what_if.case, fastest, kept.pricing.runtime).best
         else:
             chosen = price_layout(fastest, fastest.pricing.totals, exact=False)
     except (Infeasible, SolverError):
@@ -289,22 +292,32 @@ def outcome(what_if: WhatIf, now: Plan) -> Outcome:
     return Outcome(chosen, kept.run().makespan_s + sum(kept.outside), kept.fits)
 
 
-def _repriced(now: Plan, what_if: WhatIf, layout: PricedLayout) -> Candidate:
-    """A layout of `now`, with its recipe, under a change."""
-    case = what_if.case
-    steps = layout.parallelism.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
-    runtime = (layout.runtime_spec or now.runtime_spec).model_copy(update=what_if.runtime_changes)
-    changed = {"cluster": case.cluster, "training": case.training, "runtime_spec": runtime}
-    layout = layout if layout.actions else with_microbatches(layout, steps)
-    layout = layout.model_copy(update={"runtime_spec": None})
-    return reprice(now.model_copy(update=changed), layout, headroom_bytes=case.headroom_bytes)
+def _candidates_of(plan: Plan) -> list[Candidate]:
+    """The layouts of a plan as candidates, the best first."""
+    return [reprice(plan, layout) for layout in (plan.best, *plan.alternatives)]
+
+
+def _repriced(what_if: WhatIf, now: Plan, layouts: Sequence[Candidate]) -> list[Candidate]:
+    """The layouts of `now`, each with its recipe, under a change."""
+    case, headroom_bytes = what_if.case, what_if.case.headroom_bytes
+    starts, pricings = list[Candidate](), list[Pricing]()
+    for one in layouts:
+        steps = one.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
+        if one.made_order is None and steps != one.num_microbatches:
+            one = replace(one, table=replace(one.table, shape=replace(one.shape, num_microbatches=steps)))
+        runtime = one.pricing.runtime.model_copy(update=what_if.runtime_changes)
+        pricing = replace(one.pricing, cluster=case.cluster, training=case.training, runtime=runtime)
+        starts.append(one)
+        pricings.append(replace(pricing, headroom_bytes=headroom_bytes))
+    price_together(starts, pricings)
+    return [one.priced_as(pricing) for one, pricing in zip(starts, pricings, strict=True)]
 
 
 def other_assumptions(case: Case) -> Iterator[WhatIf]:
     """Every assumption that this job makes, and an estimate of memory that is short, each changed by itself."""
     pricing = Pricing(model=case.model, training=case.training, cluster=case.cluster, runtime=case.runtime)
     for other in variation.other_assumptions(pricing):
-        then = other.pricing
+        then = other.of(pricing)
         changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
         fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}
         yield WhatIf(other.name, other.says, changed, fields)

@@ -9,7 +9,7 @@ shards, or any value of any switch that the trainer has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from math import floor, inf, isfinite
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
 from planner.layout.given import given_layout
 from planner.layout.price import reprice
-from planner.layout.variation import setting_of
+from planner.layout.variation import Variation, setting_of, varied
 from planner.physics.layers import model_totals
 from planner.search.case import Case
 from planner.shape import Shape
@@ -30,10 +30,10 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
 from planner.specs.training import AdapterSpec, Bits, Parallelism, Recompute
 from planner.trainers.load import switches_of
-from planner.trainers.rules.recipe import broken_recipe_rules, has_effect, rules_for
+from planner.trainers.rules.recipe import has_effect, rules_for
 from planner.trainers.spec import PACKED_BYTES, RuntimeSpec
-from planner.trainers.stated import own_runtime, switched
-from planner.trainers.switches import SWITCHES, read_recipe, written
+from planner.trainers.stated import switched
+from planner.trainers.switches import SWITCHES, written
 
 SEQUENCE_STEP = 128
 """Tokens to a multiple of which the longest sequence is found."""
@@ -133,7 +133,7 @@ def sequence_excess_bytes(best: Candidate, seq_length: int, mode: Recompute) -> 
 
 
 def _excess_bytes(best: Candidate, mode: Recompute | None, shape: dict[str, int], training: dict[str, Any]) -> float:
-    other = priced(best, Varied("", (), training, shape, mode=mode))
+    other = varied(best, Variation("", (), training, shape, mode=mode))
     return inf if other is None else max(other.excess_bytes)
 
 
@@ -207,121 +207,71 @@ _CHECKPOINTING: dict[Recompute, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Varied:
-    """One change of a job's specs."""
-
-    says: str
-    options: tuple[str, ...]
-    training: dict[str, Any] = field(default_factory=dict)
-    """Fields of the training with their new values. Likewise below."""
-    shape: dict[str, int] = field(default_factory=dict)
-    runtime: RuntimeSpec | None = None
-    mode: Recompute | None = None
-    changes: str = ""
-
-
-def priced(candidate: Candidate, varied: Varied) -> Candidate | None:
-    """The candidate after a change; None where the trainer's rules refuse it."""
-    pricing = candidate.pricing
-    training = pricing.training.model_copy(update=varied.training)
-    runtime = varied.runtime or pricing.runtime
-    if "adapters" in varied.training:
-        runtime = as_without_adapters(runtime, pricing.training.adapters)
-    changed = replace(pricing, training=training, runtime=runtime)
-    shape = replace(candidate.shape, **varied.shape)
-    split = candidate.split
-    if varied.mode is not None:
-        whole = tuple(
-            tuple(pricing.model.layers[first:last].count(kind) for kind in pricing.model.kinds)
-            for first, last in split.chunks
-        )
-        recomputed = whole if varied.mode == "full" else ()
-        split = replace(split, base="none" if varied.mode == "full" else varied.mode, recomputed=recomputed)
-    if not all(rule.holds(pricing.model, training, shape) for rule in rules_for(changed.runtime)):
-        return None
-    try:
-        table = changed.table(shape, split.priced_modes)
-    except SpecError:
-        return None
-    other = replace(candidate, pricing=changed, table=table, split=split)
-    return None if any(broken_recipe_rules(setting_of(other))) else other
-
-
-def as_without_adapters(runtime: RuntimeSpec, adapters: AdapterSpec | None) -> RuntimeSpec:
-    """The runtime as its recipe has it before adapters change its bytes, so that other adapters, or none, may do so."""
-    shipped = own_runtime(runtime)
-    own = switched(shipped, read_recipe(runtime, switches_of(runtime))) if switches_of(runtime) else shipped
-    changed = own.for_adapters(adapters)
-    names = [name for name, value in changed if value != getattr(own, name) and value == getattr(runtime, name)]
-    return runtime.model_copy(update={name: getattr(own, name) for name in names})
-
-
-def _adapters(candidate: Candidate) -> Iterator[Varied]:
+def _adapters(candidate: Candidate) -> Iterator[Variation]:
     adapters = candidate.pricing.training.adapters
     if adapters is None:
         return
     for rank in sorted({max(1, adapters.rank // 2), adapters.rank * 4} - {adapters.rank}):
         other = adapters.model_copy(update={"rank": rank})
-        yield Varied(f"rank {rank}", ("--lora-rank", str(rank)), {"adapters": other}, changes="numerics")
+        yield Variation(f"rank {rank}", ("--lora-rank", str(rank)), {"adapters": other}, changes="numerics")
     if adapters.modules != AdapterSpec(targets=("attention",)).modules:
         other = adapters.model_copy(update={"targets": ("attention",)})
         options = ("--lora-targets", "attention")
-        yield Varied("adapters on attention alone", options, {"adapters": other}, changes="numerics")
+        yield Variation("adapters on attention alone", options, {"adapters": other}, changes="numerics")
 
 
-def _bits(candidate: Candidate) -> Iterator[Varied]:
+def _bits(candidate: Candidate) -> Iterator[Variation]:
     adapters = candidate.pricing.training.adapters
     for bits in NEAREST_BITS:
         if adapters is not None and bits != adapters.base_bits:
             other = adapters.model_copy(update={"base_bits": bits})
             says = f"frozen weights in {bits} bits"
-            yield Varied(says, ("--base-bits", str(bits)), {"adapters": other}, changes="numerics")
+            yield Variation(says, ("--base-bits", str(bits)), {"adapters": other}, changes="numerics")
 
 
-def _what_is_trained(candidate: Candidate) -> Iterator[Varied]:
+def _what_is_trained(candidate: Candidate) -> Iterator[Variation]:
     if candidate.pricing.training.adapters is not None:
         says = "all weights trained, with checkpointing"
-        yield Varied(says, (), {"adapters": None}, mode="full", changes="what is trained")
+        yield Variation(says, (), {"adapters": None}, mode="full", changes="what is trained")
         return
     ways: tuple[tuple[str, str, Bits], ...] = (("LoRA", "--lora", 16), ("QLoRA", "--qlora", 4))
     for says, option, bits in ways:
-        yield Varied(says, (option,), {"adapters": AdapterSpec(base_bits=bits)}, changes="what is trained")
+        yield Variation(says, (option,), {"adapters": AdapterSpec(base_bits=bits)}, changes="what is trained")
 
 
-def _checkpointing(candidate: Candidate) -> Iterator[Varied]:
+def _checkpointing(candidate: Candidate) -> Iterator[Variation]:
     split = candidate.split
     now: Recompute | None = setting_of(candidate).recompute
     if now == "full" and sum(map(sum, split.recomputed)) < sum(split.counts):
         now = None  # some layers are recomputed, and all or none of them would be a change
     for mode in MODES:
         if mode != now and (mode != "selective" or candidate.pricing.runtime.has_sequence_parallel):
-            yield Varied(_CHECKPOINTING[mode], ("--recompute", mode), mode=mode)
+            yield Variation(_CHECKPOINTING[mode], ("--recompute", mode), mode=mode)
 
 
-def _micro_batches(candidate: Candidate) -> Iterator[Varied]:
+def _micro_batches(candidate: Candidate) -> Iterator[Variation]:
     now, number = int(candidate.shape.micro_batch_size), candidate.num_microbatches
     for size in (now // 2, now * 2, now * 4):
         if size and now * number % size == 0 and size != now:
             sizes = {"micro_batch_size": size, "num_microbatches": now * number // size}
-            yield Varied(f"micro-batch {size}", ("--micro-batch-size", str(size)), shape=sizes)
+            yield Variation(f"micro-batch {size}", ("--micro-batch-size", str(size)), shape=sizes)
 
 
-def _sequences(candidate: Candidate) -> Iterator[Varied]:
+def _sequences(candidate: Candidate) -> Iterator[Variation]:
     now, most = candidate.pricing.training.seq_length, candidate.pricing.model.max_position_embeddings or inf
     for length in (now // 2, now * 2):
         if length and length <= most and candidate.pricing.training.document_lengths is None:
             says, options = f"sequences of {length:,}", ("--seq-length", str(length))
-            yield Varied(says, options, {"seq_length": length}, {"seq_length": length}, changes="the data")
+            yield Variation(says, options, {"seq_length": length}, {"seq_length": length}, changes="the data")
 
 
-def _sharding(candidate: Candidate) -> Iterator[Varied]:
+def _sharding(candidate: Candidate) -> Iterator[Variation]:
     for stage in candidate.pricing.runtime.zero_stages:
         if int(candidate.shape.dp) > 1 and stage != int(candidate.shape.zero_stage):
-            yield Varied(f"ZeRO-{stage}", ("--zero-stage", str(stage)), shape={"zero_stage": stage})
+            yield Variation(f"ZeRO-{stage}", ("--zero-stage", str(stage)), shape={"zero_stage": stage})
 
 
-def _switches(candidate: Candidate) -> Iterator[Varied]:
+def _switches(candidate: Candidate) -> Iterator[Variation]:
     runtime, setting = candidate.pricing.runtime, setting_of(candidate)
     for name, values in switches_of(runtime).items():
         row = SWITCHES[name]
@@ -329,12 +279,12 @@ def _switches(candidate: Candidate) -> Iterator[Varied]:
             if value != row.value_of(runtime) and has_effect(name, setting):
                 words = f"{name}={written(value)}"
                 options = ("--switch", words)
-                yield Varied(
+                yield Variation(
                     words, options, runtime=switched(runtime, {name: value}), changes=row.consent.get(value, "")
                 )
 
 
-ROWS: dict[str, Callable[[Candidate], Iterator[Varied]]] = {
+ROWS: dict[str, Callable[[Candidate], Iterator[Variation]]] = {
     "bits": _bits,
     "checkpointing": _checkpointing,
     "micro-batch": _micro_batches,
@@ -356,28 +306,28 @@ def changes_of(candidate: Candidate) -> tuple[Change, ...]:
     found = [
         change
         for kind, row in ROWS.items()
-        for varied in row(candidate)
-        if (change := _change(candidate, kind, varied)) is not None and _matters(change, candidate.step_s)
+        for variation in row(candidate)
+        if (change := _change(candidate, kind, variation)) is not None and _matters(change, candidate.step_s)
     ]
     return tuple(sorted(found, key=_by_seconds if candidate.fits else _by_bytes))
 
 
-def _change(candidate: Candidate, kind: str, varied: Varied) -> Change | None:
-    other = priced(candidate, varied)
+def _change(candidate: Candidate, kind: str, variation: Variation) -> Change | None:
+    other = varied(candidate, variation)
     if other is None:
         return None
     tokens = candidate.pricing.training.tokens_per_step / other.pricing.training.tokens_per_step
     total_bytes = peak_bytes(other)
     return Change(
         kind=kind,
-        change=varied.says,
-        options=varied.options,
+        change=variation.says,
+        options=variation.options,
         bytes=total_bytes - peak_bytes(candidate),
         seconds=other.step_s * tokens - candidate.step_s,
         step_s=other.step_s,
         total_bytes=total_bytes,
         fits=other.fits,
-        changes=varied.changes,
+        changes=variation.changes,
     )
 
 

@@ -21,7 +21,7 @@ from planner.specs.training import TrainingSpec
 
 
 def has_groups(moe: MoESpec) -> bool:
-    """Tokens choose groups of experts first; one group is none."""
+    """True where tokens choose among groups of experts first."""
     return (moe.n_group or 1) > 1
 
 
@@ -294,7 +294,7 @@ _FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("logits_scaling", 1, "it does not scale the vocabulary's logits"),
     ("no_rope_layer_interval", None, "it rotates positions on every layer"),
 )
-"""Fields, their plain values, and what a trainer says of any other."""
+"""Fields, their plain values, and the refusal of any other value."""
 
 
 def _unlike(field: str, plain: Any, message: str) -> Rule:
@@ -330,4 +330,4 @@ WHOLE_MODEL_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: f"{training.objective.name}: what is written learns the next token",
     ),
 )
-"""Rules of exports that have no word for adapters, for weights that stay as they are, and for other losses."""
+"""Rules of exports that cannot express adapters, frozen weights and other losses."""

@@ -165,7 +165,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: f"Megatron-FSDP (zero_stage {shape.zero_stage}) knows no {RANK_ORDERS[1]}",
     ),
 )
-"""Constraints whatever the runtime's switches are."""
+"""Constraints that hold for all values of the runtime's switches."""
 
 _FULL_ATTENTION = Rule(
     "sliding_window_with_ring_cp",

@@ -54,7 +54,7 @@ HF_MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
 )
-"""Rules of models and trainings, whatever the layout is."""
+"""Rules of models and trainings that hold for all layouts."""
 
 HF_RULES: tuple[Rule, ...] = (
     Rule(
@@ -151,7 +151,7 @@ TORCHTUNE_MODEL_RULES: tuple[Rule, ...] = (
         ),
     ),
 )
-"""Rules of models and trainings, whatever the layout is."""
+"""Rules of models and trainings that hold for all layouts."""
 
 
 RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {

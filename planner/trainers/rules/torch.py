@@ -57,7 +57,7 @@ EXPERT_RANKS = Rule(
 """Experts are spread over all ranks of a stage."""
 
 TORCH_RULES: tuple[Rule, ...] = (HEADS, KV_HEADS, DENSE_WIDTH, SHARED_EXPERT_WIDTH)
-"""Constraints whatever the schedule is."""
+"""Constraints that hold for all schedules."""
 
 
 def _tokens_split(shape: Shape) -> Any:
@@ -334,7 +334,7 @@ TORCHTITAN_LAYOUT_RULES: tuple[Rule, ...] = (
         lambda model, training, shape: no_multiple("shard_size", shape.shard_size, "cp", shape.cp),
     ),
 )
-"""Constraints whatever the schedule is."""
+"""Constraints that hold for all schedules."""
 
 TORCHTITAN_RULES: tuple[Rule, ...] = (
     *TORCHTITAN_LAYOUT_RULES,

@@ -14,6 +14,7 @@ from planner.observe.observation import (
     FailedAllocation,
     GapCause,
     HungCollective,
+    JobFacts,
     MemorySeries,
     Observation,
     ObservedMemory,
@@ -21,6 +22,7 @@ from planner.observe.observation import (
     RankSpread,
     SourceFile,
     StepSeries,
+    Timer,
 )
 from planner.observe.traces.events import CollectiveTime, FamilyTime, GroupTime, RankReport, TraceReport, TraceStep
 from planner.observe.traces.recorded import Recorded
@@ -215,3 +217,13 @@ def test_a_row_says_what_it_is_what_shows_it_and_what_helps(row: GapRow) -> None
     assert row.record
     assert row.sees or row.switches or row.name == "recipe"
     assert row.helps or row.name == "recipe"
+
+
+def test_passes_timed_further_apart_than_their_layers_are_a_slow_rank() -> None:
+    facts = JobFacts(num_gpus=8, run={"parallelism": {"tp": 1, "pp": 1}})
+    timers = tuple(
+        Timer(name=f"{name}-compute", min_s=0.3, max_s=0.4, num_values=9) for name in ("forward", "backward")
+    )
+    (first,) = named(facts=facts, timers=timers)
+    assert (first.name, first.seconds) == ("straggler_rank", pytest.approx(0.2))
+    assert "33% longer" in first.evidence

@@ -14,6 +14,7 @@ from planner.answer.small import Change, LargestModel
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.job_options import PlanOptions
 from planner.errors import Infeasible
+from planner.layout.variation import as_without_adapters
 from planner.search.case import Case
 from planner.search.search import plan
 from planner.search.why import explain as explaining
@@ -21,7 +22,6 @@ from planner.search.why.remedy import lighter
 from planner.search.why.room import (
     ROWS,
     SEQUENCE_STEP,
-    as_without_adapters,
     batch_excess_bytes,
     candidate_of,
     changes_of,

@@ -13,8 +13,8 @@ from planner.export.keyed_settings import flat
 from planner.export.megatron.bridge_reading import model_of_recipe
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.named_models import Model, exported_gpus, model_called, moe_of
-from planner.export.primus.key_reading import check_is_transformer, run_of_keys, torchtitan_features
-from planner.export.torchtitan.settings_reading import of_today, run_of_settings
+from planner.export.primus_keys import check_is_transformer, run_of_keys, torchtitan_features
+from planner.export.torchtitan_reading import of_today, run_of_settings
 from planner.specs.reading import kind_of, parse_mapping, printable
 
 Tree = dict[str, Any]

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-import yaml
 
 from planner.answer import Plan
 from planner.export.environment import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
-from planner.export.megatron.option_rows import all_rows
-from planner.export.refusal import Objections, Reason, broken_rules, hint_for
-from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
-from planner.export.stages import VirtualStage, all_full, check_mixture, is_even, is_looped, virtual_stages
-from planner.export.stated_model import notes_on_model
-from planner.export.target_price import notes_on_price, unstretched
-from planner.export.torchtitan.settings_reading import FLAVORS
+from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
+from planner.export.refusal import Objections, Reason, broken_rules, hint_for, notes_on_price, unstretched
+from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
+from planner.export.stages import (
+    VirtualStage,
+    all_full,
+    check_fsdp2,
+    check_mixture,
+    check_modules,
+    is_even,
+    is_looped,
+    virtual_stages,
+)
+from planner.export.torchtitan_reading import FLAVORS
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,
@@ -28,8 +33,10 @@ from planner.export.trainer_files import (
     TrainerFiles,
     TrainerVersion,
     Value,
+    as_yaml,
     header,
     promise,
+    settings,
     slug,
 )
 from planner.specs.model import ModelSpec
@@ -69,53 +76,39 @@ def _flavor(model: ModelSpec) -> tuple[str, str] | None:
 
 
 def torchtitan_keys(plan: Plan) -> Keys:
-    """The sections of a plan, but for tokenizer, data and checkpoints. Raises Inexpressible."""
+    """The sections of a plan. Raises Inexpressible."""
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _check_expressible(plan, stages)
-    run, layout, training = run_settings(plan), plan.parallelism, plan.training
-    optimizer, deterministic = run.optimizer, plan.runtime_spec.deterministic
-    in_pipeline = layout.num_microbatches if layout.pp > 1 else 1
+    run, layout, runtime = run_settings(plan), plan.parallelism, plan.runtime_spec
+    optimizer, is_split = run.optimizer, layout.pp > 1
+    in_pipeline = layout.num_microbatches if is_split else 1
     module, flavor = _flavor(plan.model.spec) or ("", "")
-    return {
-        "model": {"name": module, "flavor": flavor, "converters": ["primus_turbo"]},
-        "training": {
-            "local_batch_size": layout.micro_batch_size * in_pipeline,
-            "global_batch_size": training.global_batch_size,
-            "seq_len": training.seq_length,
-            "steps": run.num_steps,
-            "max_norm": optimizer.clip_grad,
-        },
-        "parallelism": _parallelism(plan, stages),
-        "activation_checkpoint": {"mode": layout.recompute, "selective_ac_option": "op"},
-        "compile": _compiled(plan),
-        "optimizer": {
-            "name": "AdamW",
-            "lr": optimizer.learning_rate,
-            "beta1": optimizer.beta1,
-            "beta2": optimizer.beta2,
-            "eps": optimizer.epsilon,
-            "weight_decay": optimizer.weight_decay,
-        },
-        "lr_scheduler": {
-            "warmup_steps": run.warmup_steps,
-            "decay_ratio": None if optimizer.decay_fraction == 1 else optimizer.decay_fraction,
-            "decay_type": optimizer.decay_style,
-            "min_lr_factor": round(optimizer.min_learning_rate / optimizer.learning_rate, 4),
-        },
-        "metrics": {"log_freq": 1},
-        "comm": {
-            "init_timeout_seconds": 60 * run.init_timeout_minutes,
-            "train_timeout_seconds": 60 * run.timeout_minutes,
-        },
-        "debug": {"deterministic": deterministic},
-        "checkpoint": {
-            "enable": True,
-            "interval": run.save_interval_steps,
-            "last_save_model_only": False,
-            "async_mode": "async_with_pinned_mem",
-        },
-        "validation": {"enable": False},
-    }
+    shard = layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1
+    components = _compiled(plan)
+    return settings(
+        "primus-torchtitan",
+        layout=layout,
+        training=plan.training,
+        runtime=runtime,
+        run=run,
+        optimizer=optimizer,
+        module=module,
+        flavor=flavor,
+        folder=f"{_OUTPUT}/{slug(plan.model.name)}",
+        local_batch=layout.micro_batch_size * in_pipeline,
+        shard=shard,
+        replicas=layout.dp // shard,
+        reshards="never" if layout.zero_stage == 2 else "default",
+        overlaps=runtime.compiled and runtime.tp_overlap_fraction > 0,
+        etp=layout.etp if layout.ep > 1 else 1,
+        schedule=TORCH_CLASSES[layout.schedule] if is_split else None,
+        in_pipeline=layout.micro_batch_size if is_split else None,
+        modules=[_modules(stage) for stage in stages] if is_split else None,
+        compiles=bool(components),
+        components=components or ["model", "loss"],
+        decay_ratio=None if optimizer.decay_fraction == 1 else optimizer.decay_fraction,
+        least_factor=round(optimizer.min_learning_rate / optimizer.learning_rate, 4),
+    )
 
 
 def notes_on_torchtitan(plan: Plan) -> tuple[str, ...]:
@@ -127,41 +120,17 @@ def notes_on_torchtitan(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _parallelism(plan: Plan, stages: tuple[VirtualStage, ...]) -> Keys:
-    layout = plan.parallelism
-    shard = layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1
-    keys: dict[str, Any] = {
-        "data_parallel_replicate_degree": layout.dp // shard,
-        "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": "never" if layout.zero_stage == 2 else "default",
-        "tensor_parallel_degree": layout.tp,
-        "enable_async_tensor_parallel": plan.runtime_spec.compiled and plan.runtime_spec.tp_overlap_fraction > 0,
-        "context_parallel_degree": layout.cp,
-        "expert_parallel_degree": layout.ep,
-        "expert_tensor_parallel_degree": layout.etp if layout.ep > 1 else 1,
-        "pipeline_parallel_degree": layout.pp,
-    }
-    if layout.pp > 1:
-        keys |= {
-            "pipeline_parallel_schedule": TORCH_CLASSES[layout.schedule],
-            "pipeline_parallel_microbatch_size": layout.micro_batch_size,
-            "module_fqns_per_model_part": [_modules(stage) for stage in stages],
-        }
-    return keys
-
-
 def _modules(stage: VirtualStage) -> list[str]:
     """Names of a stage's modules."""
     layers = [f"layers.{i}" for i in range(stage.first_layer, stage.last_layer)]
     return [*(["tok_embeddings"] if stage.embedding else []), *layers, *(["norm", "output"] if stage.head else [])]
 
 
-def _compiled(plan: Plan) -> Keys:
-    """Layers and loss, the loss alone, or nothing."""
+def _compiled(plan: Plan) -> list[str]:
+    """The parts that are compiled: layers and loss, the loss alone, or none."""
     runtime = plan.runtime_spec
     layers = runtime.compiled and plan.parallelism.schedule not in _SPLIT
-    components = [*(["model"] if layers else []), *(["loss"] if runtime.fused_cross_entropy else [])]
-    return {"enable": bool(components), "components": components or ["model", "loss"]}
+    return [*(["model"] if layers else []), *(["loss"] if runtime.fused_cross_entropy else [])]
 
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
@@ -186,16 +155,11 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     )
     is_placed = is_looped(stages, layout.pp) or layout.schedule in ("zb-v", "dualpipe-v")
     objections.when(not is_placed, "placement", "virtual stage j must be on rank j mod pp")
-    objections.when(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module runs nothing")
+    check_modules(stages, objections)
     objections.when(
         layout.tp > 1 and not layout.sequence_parallel, "sequence_parallel", f"{_RELEASE} has it at every tp above 1"
     )
-    objections.when(
-        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
-    )
-    objections.when(
-        layout.zero_stage == 0 and layout.cp > 1, "zero_stage", f"it shards weights over the ranks of cp {layout.cp}"
-    )
+    check_fsdp2(plan, objections)
     objections.raise_any()
 
 
@@ -218,8 +182,8 @@ _ASSETS = Placeholder(
 )  # fmt: skip
 _DATASET = Placeholder("DATASET_PATH", "data set at Hugging Face, or a folder in its format, with a column `text`")
 _WORKSPACE = Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder")
-_OUTPUT = f"${{{_WORKSPACE.name}:./output}}"
-_WORK_GROUP, _USER = "planner", "plan"
+_OUTPUT = f"${{{_WORKSPACE.name}:./output}}/planner/plan"
+"""The workspace of an experiment's group and user (settings.yaml)."""
 
 
 def export_primus(plan: Plan) -> TrainerFiles:
@@ -230,7 +194,14 @@ def export_primus(plan: Plan) -> TrainerFiles:
     backend = _torchtitan(plan) if plan.runtime_spec.family == "torchtitan" else _megatron(plan)
     notes = (*run_settings(plan).notes, *backend.notes)
     comments = header(plan, WRITTEN_FOR, notes)
-    file = ExportFile(_EXPERIMENT, comments + _yaml(plan, backend))
+    experiment = settings(
+        "primus",
+        name=slug(plan.model.name),
+        framework=backend.framework,
+        model=backend.model,
+        overrides=backend.overrides,
+    )
+    file = ExportFile(_EXPERIMENT, comments + as_yaml(experiment))
     command = LaunchCommand(
         program='bash "$PRIMUS_PATH"/runner/primus-cli direct -- train pretrain',
         starts_ranks=True,
@@ -263,17 +234,7 @@ class _Backend(NamedTuple):
 
 
 def _megatron(plan: Plan) -> _Backend:
-    folder = f"{_OUTPUT}/{_WORK_GROUP}/{_USER}/{_experiment(plan)}/checkpoints"
-    # Primus saves in the experiment's folder and nowhere else
-    run: Keys = {
-        "data_cache_path": f"{_OUTPUT}/data-cache",
-        "train_data_path": f"${{{_DATA.name}:null}}",
-        "valid_data_path": f"${{{_VALIDATION.name}:null}}",
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": f"${{{_TOKENIZER.name}:null}}",
-        "save": folder,
-        "load": folder,
-    }
+    folder = f"{_OUTPUT}/{slug(plan.model.name)}/checkpoints"
     first: Arguments = {
         "--mock_data": "true", "--train_iters": FIRST_RUN_STEPS, "--eval_iters": 0, "--save": "None", "--load": "None",
     }  # fmt: skip
@@ -283,7 +244,7 @@ def _megatron(plan: Plan) -> _Backend:
         framework="megatron",
         # the preset that all others extend: every field of the model is written out
         model="language_model.yaml",
-        overrides=megatron_keys(plan) | run,
+        overrides=megatron_keys(plan) | settings("primus-megatron", folder=folder),
         first_run=first,
         placeholders=(_DATA, _VALIDATION, _TOKENIZER),
         log=LOG,
@@ -299,10 +260,6 @@ def _megatron(plan: Plan) -> _Backend:
 
 
 def _torchtitan(plan: Plan) -> _Backend:
-    keys = torchtitan_keys(plan)
-    keys["model"] |= {"hf_assets_path": f"${{{_ASSETS.name}:./assets}}"}
-    keys["training"] |= {"mock_data": False, "dataset": "c4", "dataset_path": f"${{{_DATASET.name}:null}}"}
-    keys["job"] = {"dump_folder": f"{_OUTPUT}/{_WORK_GROUP}/{_USER}/{_experiment(plan)}"}
     first: Arguments = {
         "--training.mock_data": "true", "--training.steps": FIRST_RUN_STEPS, "--checkpoint.enable": "false",
     }  # fmt: skip
@@ -311,7 +268,7 @@ def _torchtitan(plan: Plan) -> _Backend:
     return _Backend(
         framework="torchtitan",
         model=model_preset(plan),
-        overrides=keys,
+        overrides=torchtitan_keys(plan),
         first_run=first,
         placeholders=(_ASSETS, _DATASET),
         log="in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank",
@@ -319,61 +276,11 @@ def _torchtitan(plan: Plan) -> _Backend:
     )
 
 
-def _experiment(plan: Plan) -> str:
-    return slug(plan.model.name)
-
-
-def _yaml(plan: Plan, backend: _Backend) -> str:
-    """The experiment."""
-    data = {
-        "work_group": _WORK_GROUP,
-        "user_name": _USER,
-        "exp_name": _experiment(plan),
-        "workspace": _OUTPUT,
-        "modules": {
-            "pre_trainer": {
-                "framework": backend.framework,
-                "config": "pre_trainer.yaml",
-                "model": backend.model,
-                "overrides": backend.overrides,
-            }
-        },
-    }
-    return yaml.safe_dump(data, sort_keys=False, width=10_000, default_flow_style=False)
-
-
 Keys = dict[str, Any]
 """Keys of `overrides:` and their values."""
 
-_KEYS = {row.name: row.primus for row in all_rows() if row.primus}
-NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
-"""Options that set a value to false."""
 _PATTERNS = ("--no-rope-freq", "--window-attn-skip-freq", "--window-size")
 """Options whose text the parser evaluates; Primus does so itself for `moe_layer_freq` alone."""
-
-MEGATRON_DEFAULTS: Keys = {
-    "add_bias_linear": True,
-    "add_position_embedding": True,
-    "dataloader_type": None,
-    "exit_on_missing_checkpoint": False,
-    "finetune": False,
-    "mscale_all_dim": 0.0,
-    "num_query_groups": 1,
-    "override_opt_param_scheduler": False,
-    "sequence_parallel": False,
-    "swiglu": False,
-    "untie_embeddings_and_output_weights": False,
-    "use_distributed_optimizer": False,
-    # the preset's true ends every deterministic run
-    "use_flash_attn": False,
-}
-"""Arguments that Primus' presets `pre_trainer.yaml` and `language_model.yaml` set otherwise than Megatron-LM's parser,
-and that decide what is trained; they stand at the parser's values wherever a plan says nothing else."""
-
-
-def key_of(option: str) -> str:
-    """The name under which Primus knows an option of Megatron-LM."""
-    return NEGATED.get(option) or _KEYS.get(option) or option.removeprefix("--").replace("-", "_")
 
 
 def keys_of(arguments: Mapping[str, Value]) -> Keys:
@@ -408,57 +315,27 @@ def _items(tree: ast.expr) -> list[int]:
     return list(items)
 
 
-class _Schedule(NamedTuple):
-    algorithm: str
-    """The value of `pp_algorithm`."""
-    least_microbatches: Callable[[int], int]
-    """The fewest micro-batches, by pp, for which its table is whole."""
-    held: Callable[[int], int] | None = None
-    """Micro-batches that the fullest rank holds (`pp_max_mem`), by pp, where the algorithm asks for them."""
-
-
-_SCHEDULES = {
-    "zb-h1": _Schedule("zero-bubble", lambda pp: pp),
-    "zb-h2": _Schedule("zero-bubble-heuristic", lambda pp: 2 * pp, lambda pp: 2 * pp - 1),
-    "zb-v": _Schedule("zbv-formatted", lambda pp: 2 * pp - 1),
-    "v-half": _Schedule("v-half", lambda pp: 1),
-    "v-min": _Schedule("v-min", lambda pp: 1),
-}
-OWN_SCHEDULES = tuple(_SCHEDULES)
-"""Schedules that Megatron-LM does not have; its own it runs itself, without a key."""
-ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {
-    schedule.algorithm: name for name, schedule in _SCHEDULES.items()
-}
-"""Values of `pp_algorithm`, and the schedules that they are."""
-_WITH_TABLES: Keys = {
-    "patch_primus_pipeline": True,
-    "no_persist_layer_norm": True,
-    "create_attention_mask_in_dataloader": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
-    "eval_iters": 0,
-}
-"""Arguments that go with schedules from tables, which reduce and gather after the last backward, as they are priced
-(`overlaps_split_backwards`), and have no forward alone."""
-
-
 def schedule_keys(plan: Plan) -> Keys:
     """The keys of a schedule that Megatron-LM does not have; none for the others."""
-    layout = plan.parallelism
-    schedule = _SCHEDULES.get(layout.schedule)
-    if schedule is None:
+    row = PRIMUS_SCHEDULES.get(plan.parallelism.schedule)
+    if row is None:
         return {}
-    held = {} if schedule.held is None else {"pp_max_mem": schedule.held(layout.pp)}
-    return {**_WITH_TABLES, "pp_algorithm": schedule.algorithm, **held}
+    held = _of_stages(row["held"], plan) if "held" in row else None
+    return settings("primus-tables", algorithm=row["algorithm"], held=held)
+
+
+def _of_stages(numbers: list[int], plan: Plan) -> int:
+    """Micro-batches as a·pp + b."""
+    return numbers[0] * plan.parallelism.pp + numbers[1]
 
 
 def objections_to_schedule(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[Reason]:
     """The reasons why a schedule from a table cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
-    schedule = _SCHEDULES.get(layout.schedule)
-    if schedule is None:
+    row = PRIMUS_SCHEDULES.get(layout.schedule)
+    if row is None:
         return []
-    least, name = schedule.least_microbatches(layout.pp), layout.schedule
+    least, name = _of_stages(row["least"], plan), layout.schedule
     wrong = {
         "num_microbatches": (
             layout.num_microbatches < least,
@@ -519,13 +396,13 @@ def megatron_keys(plan: Plan) -> Keys:
     reasons = [*objections_to_schedule(plan, stages), *objections_to_recipe(plan)]
     objections = Objections("primus", reasons, hint_for(plan, "primus-megatron"))
     objections.raise_any()
-    keys = keys_of(megatron_arguments(plan, "primus", own_schedules=OWN_SCHEDULES) | training_arguments(plan))
+    keys = keys_of(megatron_arguments(plan, "primus", own_schedules=tuple(PRIMUS_SCHEDULES)) | training_arguments(plan))
     keys = {name: value for name, value in keys.items() if name not in _LEFT_OUT}
-    return turbo_keys(plan, MEGATRON_DEFAULTS | keys | schedule_keys(plan))
+    return turbo_keys(plan, settings("primus-unasked") | keys | schedule_keys(plan))
 
 
 def notes_on_megatron(plan: Plan) -> tuple[str, ...]:
-    """Notes on the arguments."""
+    """Notes on the options that differ in the core that Primus pins, or that it cannot state."""
     pinned, note = with_core(plan)
     return (*notes_on_options(pinned), *([note] if note else []))
 

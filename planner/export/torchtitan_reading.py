@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from planner.errors import SpecError
@@ -184,7 +185,7 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[st
     if is_recipe(text):
         settings, unreadable = read_recipe(config)
     else:
-        settings = _toml(text) if _is_toml(text) else override_settings(script)
+        settings = _toml(text) if _is_toml(text) else {**_of_file(config), **override_settings(script)}
     if not any(name.startswith(("parallelism.", "training.")) for name in settings):
         raise SpecError(
             "no torchtitan settings found", "give a recipe, a TOML file, or a script with --parallelism.… options"
@@ -207,6 +208,22 @@ def _converted(settings: Settings) -> Settings:
     if "float8" in names or settings.get("float8.enable") is True:
         return {"dtype": "fp8", "float8.recipe_name": settings.get("float8.recipe_name") or "tensorwise"}
     return {}
+
+
+def _of_file(config: ConfigFile) -> Settings:
+    """Settings of the TOML that a launch names; of one that is not beside it, the model that its path says."""
+    named = re.search(
+        r"(?:\bCONFIG_FILE=|--job[._]config_file[ =])[\"']?(?:\$\{\w+:-)?[\"']?([\w./-]+\.toml)", config.text
+    )
+    if named is None:
+        return {}
+    if (text := config.beside(named[1])) is not None:
+        return _toml(text)
+    module = re.search(r"/models/(\w+)/", named[1])
+    name = module[1] if module else named[1].rpartition("/")[2].split("_")[0]
+    stem = named[1].rpartition("/")[2].removesuffix(".toml").removeprefix(f"{name}_")
+    flavor = next((flavor for own, flavor in FLAVORS if (own, flavor.lower()) == (name, stem.lower())), stem)
+    return {"model.name": name, "model.flavor": flavor, "base": named[1]}
 
 
 def is_recipe(text: str) -> bool:
@@ -329,6 +346,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
     row = dialect("torchtitan")
     imported.assumed = {name: str(value) for name, value in row.left_out(settings).items()}
     imported.documented = row.documented
+    imported.refused = [*_refusals(settings, layout, num_layers_of(model))]
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
@@ -342,6 +360,23 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
         elif name not in _READ:
             (imported.ignored if _IGNORED.match(name) else imported.unknown)[name] = str(value)
     return imported
+
+
+def _refusals(settings: Settings, layout: dict[str, Any], num_layers: int | None) -> Iterator[str]:
+    """Why torchtitan ends before its first step, beside the rules of layouts (distributed/pipeline_parallel.py)."""
+    pp, each = layout["pp"], _whole(settings, "parallelism.pipeline_parallel_layers_per_stage", 0)
+    ends = [_whole(settings, name, 1) for name in _LESS_LAYERS]
+    if pp > 1 and num_layers and not isinstance(settings.get("parallelism.module_fqns_per_model_part"), list):
+        is_single = layout["schedule"] in ("1f1b", "gpipe")
+        stages = -(-(num_layers + sum(ends)) // each) if each > 0 else pp * (1 if is_single else 2)
+        if stages % pp:
+            yield f"{stages} stages of {each} layers are no multiple of pp {pp}"
+        elif (stages == pp) != is_single:
+            yield f"{layout['schedule']} runs {'one stage' if is_single else 'two stages or more'} on a rank"
+        elif max(ends) > (num_layers + sum(ends)) // stages:
+            yield f"{stages} stages leave fewer layers each than the first or the last has less ({max(ends)})"
+    if settings.get("activation_checkpoint.memory_budget") and _first(settings, "compile.enable") is not True:
+        yield "a memory budget for activations needs compile.enable"
 
 
 def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | None) -> None:

@@ -7,21 +7,21 @@ from itertools import groupby
 from typing import Any
 
 from planner.answer import Plan
-from planner.export.environment import EnvironmentVariable, node_environment, variables_of
-from planner.export.refusal import Objections, broken_rules, hint_for
-from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
+from planner.export.environment import node_environment, variables
+from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.run_settings import BIAS_UPDATE_RATE, FIRST_RUN_STEPS, notes_on_model, run_settings, stated
 from planner.export.stages import (
     ORDER_FILE,
     VirtualStage,
     all_full,
+    check_fsdp2,
     check_mixture,
+    check_modules,
     check_order,
     is_looped,
     recomputed_layers,
     virtual_stages,
 )
-from planner.export.stated_model import BIAS_UPDATE_RATE, notes_on_model, stated
-from planner.export.target_price import notes_on_price
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -263,12 +263,6 @@ def splits_backward(plan: Plan) -> bool:
 
 WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
 RECIPE = "planned_recipe"
-_ENVIRONMENT = (
-    # as torchtitan's own run_train.sh has it; not every ROCm build of torch has such segments
-    EnvironmentVariable(
-        "PYTORCH_ALLOC_CONF", "expandable_segments:True", lambda plan: not plan.cluster.hardware.is_amd
-    ),
-)
 
 
 def export_torchtitan(plan: Plan) -> TrainerFiles:
@@ -283,7 +277,7 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
     command = LaunchCommand(
         program="-m torchtitan.train",
         arguments={"--module": RECIPE, "--config": "plan"},
-        environment={**variables_of(_ENVIRONMENT, plan), **node_environment(plan)},
+        environment={**variables(plan, "environment-torchtitan"), **node_environment(plan)},
         placeholders=PLACEHOLDERS,
         requirements=tuple(_requirements(plan)),
         promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),
@@ -305,17 +299,8 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     check_mixture(plan.best, objections)
     if layout.pp > 1:
         check_order(plan, stages, objections)
-    objections.when(
-        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
-    )
-    objections.when(
-        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
-    )
-    objections.when(
-        layout.zero_stage == 0 and layout.cp > 1,
-        "zero_stage",
-        f"it shards weights over the ranks of cp {layout.cp}, always",
-    )
+    check_modules(stages, objections)
+    check_fsdp2(plan, objections)
     if splits_backward(plan):
         # VarlenAttention has neither
         needs = "split backwards need VarlenAttention, which has no"
