@@ -90,7 +90,7 @@ COMMANDS = {
     ),
     "check": CommandRow(
         "launch",
-        "planner.cli.check_command",
+        "planner.cli.import_command",
         "check_command",
         "Say whether a launch file starts, fits and is no worse than the one it replaces: for reviews and pipelines.",
     ),
@@ -166,8 +166,7 @@ COMMANDS = {
         "set up",
         "planner.cli.doctor_command",
         "doctor_command",
-        "Say what is installed, what each command needs and whether it can run here: one screen to "
-        "paste into an issue.",
+        "Say what is installed, and what commands lack here: one screen to paste into an issue.",
     ),
 }
 """Every command beside the main job, in the order of the help."""
