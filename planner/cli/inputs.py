@@ -146,7 +146,7 @@ def _note_doubts(asked: JobOptions, cluster: ClusterSpec, tunes: bool) -> None:
         _log.info("this plans a training from the beginning; --finetune trains a model further, --lora or --qlora less")
     nodes, rest = divmod(cluster.num_gpus, cluster.node_size)
     if nodes and rest:
-        _log.info("--gpus %d: %d whole nodes of %d GPUs and %d GPUs of another", cluster.num_gpus, nodes,
+        _log.info("--gpus %d: %d × %d GPUs in whole nodes, and %d of another node", cluster.num_gpus, nodes,
                   cluster.node_size, rest)  # fmt: skip
 
 
