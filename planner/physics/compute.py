@@ -118,19 +118,11 @@ def _operator_seconds(op: Operator, hardware: HardwareSpec, dtype: str, runtime:
     return PassSeconds(slow * passes_s[0], slow * passes_s[1], 0.0)
 
 
-def part_seconds(
-    operators: Iterable[Operator], hardware: HardwareSpec, dtype: str, runtime: RuntimeSpec
-) -> PassSeconds:
-    """Seconds of operators that run one after another: max(Σ GPU, Σ host), since the host runs ahead of the GPU.
-
-    In the backward, each sum is over both gradients (`at_host_pace`).
-    """
-    gpu, host = gpu_seconds(operators, hardware, dtype, runtime), issue_seconds(operators, hardware, runtime)
-    return with_host(gpu, host, runtime)
-
-
 def with_host(gpu: PassSeconds, host: PassSeconds, runtime: RuntimeSpec) -> PassSeconds:
-    """Seconds of a part that takes the GPU `gpu` seconds to run and the host `host` seconds to issue."""
+    """Seconds of a part that takes the GPU `gpu` seconds to run and the host `host` seconds to issue.
+
+    They are the longer of both, since the host runs ahead; in the backward over both gradients (`at_host_pace`).
+    """
     if runtime.blocking_launches:
         return PassSeconds(gpu[0] + host[0], gpu[1] + host[1], gpu[2] + host[2])
     return PassSeconds(maximum(gpu.forward_s, host.forward_s), *at_host_pace(gpu[1:], host[1:]))

@@ -273,11 +273,6 @@ def unused_gradient_bytes(items: Sequence[Item], runtime: RuntimeSpec) -> Number
     return sum(tensor.num_bytes for tensor in unused_gradients(items, runtime))
 
 
-def working_set_bytes(op: Operator, runtime: RuntimeSpec) -> Number:
-    """Bytes of `working_set`."""
-    return sum(tensor.num_bytes for tensor in working_set(op, runtime))
-
-
 def working_set(op: Operator, runtime: RuntimeSpec) -> tuple[Saved, ...]:
     """Tensors that the backward of one operator needs beside its saved ones: gradients, copies, and its results."""
     if not op.has_backward:

@@ -164,3 +164,32 @@ def test_the_hosts_speed_can_be_assumed() -> None:
     """Every launch of an eager layer follows it."""
     jobs = [read_job({**JOB, **more}) for more in ({}, {"assume": "host_us=20"}, {"host": "p5"})]
     assert [job.cluster.hardware.efficiency.host_us for job in jobs] == [46, 20, 60]
+
+
+@pytest.mark.parametrize(
+    ("options", "switch", "mean", "spread"),
+    [
+        ({}, None, 1.0, 0.0),
+        ({}, "natural_routing=true", 1.6, 0.0),
+        ({"lora": True}, None, 1.0, 2.0),
+        ({"finetune": True}, None, 1.0, 2.0),
+        ({"lora": True}, "natural_routing=false", 1.0, 0.0),
+        ({"lora": True, "moe_imbalance": 1.2}, "natural_routing=true", 1.2, 0.0),
+        # its bias balances them
+        ({"model": "moonlight", "lora": True}, "natural_routing=true", 1.0, 0.0),
+    ],
+)
+def test_options_say_how_uneven_experts_are(
+    options: dict[str, Any], switch: str | None, mean: float, spread: float
+) -> None:
+    asked = LayoutOptions(**{**JOB, "model": "qwen3-30b", "runtime": "megatron", "switch": switch, **options})
+    training = inputs.read_described(asked, inputs.read_job(asked)).training
+    assert (training.moe_imbalance, training.moe_spread) == (mean, spread)
+
+
+def test_a_dtype_alone_sums_gradients_no_narrower() -> None:
+    for switch, num_bytes in ((None, 4), ("bf16_gradients=true", 2)):
+        options: dict[str, Any] = {**JOB, "runtime": "megatron", "dtype": "fp8", "switch": switch}
+        asked = LayoutOptions(**options)
+        run = inputs.read_described(asked, inputs.read_job(asked))
+        assert run.runtime_spec.in_dtype("fp8", "hopper").gradient_bytes == num_bytes

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.physics.compute import operator_seconds, part_seconds
+from planner.physics.compute import gpu_seconds, issue_seconds, operator_seconds, with_host
 from planner.physics.kernels import accumulate_s, attention_s, cast_s, clip_s, gemm_s, optimizer_s, product_s, stream_s
 from planner.physics.layers import decoder_layer
 from planner.physics.operators import Operator, operators_of
@@ -265,7 +265,10 @@ def test_optimizer_and_accumulation_move_their_bytes() -> None:
 def test_small_operators_wait_for_the_host_unless_graphs_replay_them() -> None:
     small = [gemm(128, 256, 256), attention(q_len=128, kv_len=128, heads=1)] * 4
     graphs = MEGATRON.model_copy(update={"cuda_graphs": True})
-    eager, replayed = (part_seconds(small, H200, "bf16", runtime) for runtime in (MEGATRON, graphs))
+    eager, replayed = (
+        with_host(gpu_seconds(small, H200, "bf16", runtime), issue_seconds(small, H200, runtime), runtime)
+        for runtime in (MEGATRON, graphs)
+    )
     host = MEGATRON.host_factor * H200.efficiency.host_us * 1e-6
     assert float(eager.forward_s) == pytest.approx(8 * host)
     assert float(eager.dgrad_s + eager.wgrad_s) == pytest.approx(4 * (2 + 3) * host)
@@ -285,7 +288,7 @@ def test_learned_sinks_add_to_the_backward_of_each_row() -> None:
 
 def test_large_operators_hide_the_host() -> None:
     large = [gemm(8192, 8192, 8192)] * 3
-    seconds = part_seconds(large, H200, "bf16", MEGATRON)
+    seconds = with_host(gpu_seconds(large, H200, "bf16", MEGATRON), issue_seconds(large, H200, MEGATRON), MEGATRON)
     assert float(seconds.forward_s) == pytest.approx(3 * forward_s(large[0]))
 
 

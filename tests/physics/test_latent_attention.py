@@ -8,7 +8,7 @@ import pytest
 
 from planner.physics.kernels import attention_s
 from planner.physics.layers import decoder_layer
-from planner.physics.memory import transient_bytes, working_set_bytes
+from planner.physics.memory import transient_bytes, working_set
 from planner.physics.operators import Operator, operators_of
 from planner.physics.pricing import Pricing
 from planner.shape import Shape
@@ -62,14 +62,14 @@ def test_bytes_of_a_ring_follow_the_width_of_what_they_hold() -> None:
     assert merged.forward_bytes == 2 * rows * V_DIM * (2 + 3 * others)
     assert merged.backward_bytes == 2 * rows * (QK_DIM * (2 + 3 * others) + (QK_DIM + V_DIM) * 3 * (1 + others))
     # every block's keys, values and output, beside which queries, outputs and their gradients take less
-    held = working_set_bytes(operator("attention", shape), MEGATRON)
+    held = sum(one.num_bytes for one in working_set(operator("attention", shape), MEGATRON))
     assert held == max(2 * 8192 * HEADS * (QK_DIM + 2 * V_DIM), 2 * 2 * (QK_DIM + V_DIM) * 2 * rows)
 
 
 def test_a_backward_needs_no_room_for_what_it_has_freed() -> None:
     """Attention needs 2.5 GiB for a moment, when what the layer kept behind it is free again: the layer 1.07 more."""
     layer = operators_of(decoder_layer(MODEL, MODEL.layers[-1], Shape.of(seq_length=8192), MEGATRON))
-    needed = [float(working_set_bytes(op, MEGATRON)) for op in layer]
+    needed = [float(sum(one.num_bytes for one in working_set(op, MEGATRON))) for op in layer]
     assert max(needed) == 2 * 2 * (QK_DIM + V_DIM) * 8192 * 2 * HEADS == 2.5 * GIB
     freed = [sum(op.saved_bytes() for op in layer[place + 1 :]) for place in range(len(layer))]
     expected = max(now - before for now, before in zip(needed, freed, strict=True))

@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from planner.physics.layers import decoder_layer
+from planner.physics.layers import decoder_layer, head
 from planner.physics.memory import (
     gradients_bytes,
     optimizer_bytes,
     sharded_parameters,
     transient_bytes,
     weights_bytes,
+    working_set,
 )
 from planner.physics.operators import collectives_of, operators_of, saved_bytes
 from planner.shape import Shape
 from planner.specs.registry import load_model
 from planner.trainers.load import load_runtime
+from planner.trainers.switches import Value
 
 
 @pytest.mark.parametrize(
@@ -138,3 +140,30 @@ def test_our_runner_shards_experts_over_tensor_parallel_ranks_too() -> None:
     shape = Shape.of(tp=8, dp=2, ep=4)
     assert sharded_parameters(0.0, 8.0, shape, load_runtime("torch-eager")) == 2.0
     assert sharded_parameters(8.0, 0.0, shape, load_runtime("torch-eager")) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("switches", "dtype", "each"),
+    [
+        ({}, "bf16", 12),
+        # 16 bits of each master are in the weight
+        ({"bf16_moments": True}, "bf16", 6),
+        ({"bf16_moments": True}, "fp8", 8),
+        ({"bf16_moments": True, "fp8_params": False}, "fp8", 6),
+        ({"bf16_moments": True, "optimizer_offload": 1.0}, "bf16", 0),
+    ],
+)
+def test_masters_are_remainders_beside_16_bit_weights(switches: dict[str, Value], dtype: str, each: int) -> None:
+    runtime, _ = load_runtime("megatron").with_features(switches)
+    runtime = runtime.in_dtype(dtype, "hopper")
+    assert optimizer_bytes(1e9, 0.0, Shape(), runtime) == each * 1e9
+
+
+@pytest.mark.parametrize(("tp", "copies"), [(1, 2), (8, 3.5)])
+def test_torch_s_loss_split_over_ranks_keeps_exponentials_too(tp: int, copies: float) -> None:
+    """Gradients of softmax and logits in fp32, 8 bytes a token for labels; exponentials, and the logits in 16 bits."""
+    runtime, _ = load_runtime("torchtitan").with_features({"compile": False})
+    layer = head(load_model("llama-3.1-8b"), Shape(tp=tp, seq_length=1024), runtime)
+    loss = next(op for op in operators_of(layer) if op.family == "loss")
+    logits = 1024 * 128256 / tp * 4
+    assert sum(held.num_bytes for held in working_set(loss, runtime)) == pytest.approx(copies * logits, rel=1e-3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from planner.physics.communication import exchange_s
-from planner.physics.compute import operator_seconds, part_seconds
+from planner.physics.compute import gpu_seconds, issue_seconds, operator_seconds, with_host
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.kernels import attention_s
 from planner.physics.layers import decoder_layer
@@ -379,7 +379,9 @@ def test_a_ring_hides_no_longer_than_the_attention_to_its_other_blocks(seq_lengt
     layer = pricing.table(shape).layers[kind, "none"]
     items = decoder_layer(pricing.model, kind, shape, pricing.runtime)
     attention = [op for op in operators_of(items) if op.kind == "attention"]
-    passes = part_seconds(attention, pricing.cluster.hardware, "bf16", pricing.runtime)
+    hardware, runtime = pricing.cluster.hardware, pricing.runtime
+    issued = issue_seconds(attention, hardware, runtime)
+    passes = with_host(gpu_seconds(attention, hardware, "bf16", runtime), issued, runtime)
     for backward, shown, others in (
         (False, layer.cp_forward_s, passes[0]),
         (True, layer.cp_backward_s, sum(passes[1:])),
