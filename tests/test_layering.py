@@ -83,7 +83,7 @@ ALLOWED = {
     # layout on the screen again, searches, and shows and exports what is found
     "serve": {
         "errors", "shape", "specs", "trainers", "schedule", "answer", "plan_file", "layout", "search",
-        "report", "export", "decide.check",
+        "report", "export", "decide.check", "decide.next",
     },
     # a log's argument dump is a configuration that the importer reads; a run that was read is priced, and changed by
     # what would help; a run that calibrates is believed as a probe is, and one that is kept holds its plan

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from planner.cli import options as o
-from planner.errors import PlannerError, SpecError
+from planner.errors import Infeasible, PlannerError, SpecError
 
 if TYPE_CHECKING:
     from planner.answer import Plan
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _KNOWN, _WORTH = "What is known", "What a trial is worth"
+_FITS = "plan --model 8b --gpus 16 -o plan.json searches for one that fits"
 Measured = Annotated[
     str | None,
     o.text(_KNOWN, "--measured", "FILE,…", "Runs of layouts of this job: plan observe LOG --plan … -o FILE."),
@@ -72,6 +73,8 @@ def next_command(
     if output is not None:
         refuse_to_overwrite(output, force)
     read = read_plan(plan)
+    if not read.fits:
+        raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)
     if days is not None and not 0 < days < float("inf"):
         raise SpecError(f"--days: {days:g} is no time", "write --days 30")
     known = [] if no_history else list(_kept(read, history))
@@ -90,6 +93,7 @@ def next_command(
 
 
 def _save_trial(plan: Plan, run: NextRun, output: str | None, force: bool) -> None:
+    from planner.cli.output import target_of
     from planner.decide.next import trial_plan
     from planner.files import STDOUT
 
@@ -100,7 +104,7 @@ def _save_trial(plan: Plan, run: NextRun, output: str | None, force: bool) -> No
         return
     trial_plan(plan, run, place).save(output, force=force)
     if output != STDOUT:
-        _log.info("wrote %s: plan export %s --to megatron --trials 0 writes the run", output, output)
+        _log.info("wrote %s: plan export %s --to %s --trials 0 writes the run", output, output, target_of(plan))
 
 
 def _skipped(skip: str | None, count: int) -> frozenset[int]:

@@ -69,16 +69,21 @@ def answer(plan: Plan, form: Printing, output: str | None, force: bool, own: Pri
 
 def _next(plan: Plan, saved: str | None) -> str:
     """The command to type next."""
-    from planner.export.targets import TRAINERS
-
     if not plan.fits:
         return "next  plan explain, with the same options: why, and what would make it fit"
-    named = (target.name for target in TRAINERS.values() if plan.runtime_spec.family in target.runtimes)
     file = shlex.quote(saved or "plan.json")
     before = "" if saved else "-o plan.json, then "
-    says = f"next  {before}plan export {file} --to {next(named, 'torchrun')}"
+    says = f"next  {before}plan export {file} --to {target_of(plan)}"
     rest = " (--full for the rest)"
     return says + rest if len(says) + len(rest) <= MIN_WIDTH else says
+
+
+def target_of(plan: Plan) -> str:
+    """The first target that writes files of a plan's trainer."""
+    from planner.export.targets import TRAINERS
+
+    named = (target.name for target in TRAINERS.values() if plan.runtime_spec.family in target.runtimes)
+    return next(named, "torchrun")
 
 
 def warn_of_early_stop(plan: Plan) -> None:

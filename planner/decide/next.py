@@ -8,10 +8,10 @@ the seconds of its step,
                        + SHARES²·exp(−|pᵢ−p_k| / SHARES_LENGTH) + OWN²·[i = k]
 
 Measured steps condition this distribution. The favourite, which one would train with, has the least median, within 1%
-one that was measured. A trial of k moves all medians, and perhaps the favourite; the knowledge gradient is what that
-saves:
+one that was measured. A trial of k moves all medians μ, and perhaps the favourite, from f to f'; the knowledge gradient
+is what that saves:
 
-    saved(k) = min μ − E[min μ given k's step], as a share of the step
+    saved(k) = E[μ_f − μ_f' given k's step], as a share of the step
 
 It is worth the GPU-minutes of the run that it saves, less those of the trial. The favourite is measured before others:
 its steps are the run's own (docs/NEXT.md has the replay that decided so).
@@ -35,9 +35,9 @@ from planner.specs.base import Fraction, NonNegativeInt, PositiveFloat, Spec
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, written
 
-SIZES, SIZES_LENGTH, SHARES, SHARES_LENGTH, OWN = 0.51, 2.0, 0.34, 0.3, 0.21
+SIZES, SIZES_LENGTH, SHARES, SHARES_LENGTH, OWN = 0.50, 2.0, 0.34, 0.3, 0.21
 """The covariance of the errors of one job's layouts, fitted to 658 published layouts of 140 jobs. Held out source by
-source they have −1.05 nats a layout with it, and −0.94 with an error of the job and one of the layout alone
+source they have −1.05 nats a layout with it, and −0.93 with an error of the job and one of the layout alone
 (`tools/replay_next --fit`)."""
 REPEAT_SIGMA = 0.005
 """Standard deviation of a step measured again, in natural logarithms: quiet sources repeat a run within 0.5%."""
@@ -132,10 +132,11 @@ class Belief:
         rows = self.mean + _GRID[:, None] * (self.covariance[:, place] / sigma)
         return rows, self.mean[place] + sigma * _GRID
 
-    def saved(self, place: int) -> float:
+    def saved(self, place: int, order: Sequence[int]) -> float:
         """The share of the step that knowing this one saves: the knowledge gradient."""
         rows, _ = self._outcomes(place)
-        return max(0.0, float(self.mean.min() - _WEIGHTS @ rows.min(axis=1)))
+        after = rows[np.arange(len(rows)), _first_near(rows, order)]
+        return max(0.0, float(_WEIGHTS @ (rows[:, self.favoured(order)] - after)))
 
     def favoured(self, order: Sequence[int]) -> int:
         """The first of `order` whose median is within 1% of the least."""
@@ -275,7 +276,7 @@ class NextRun:
     def saved(self, place: int) -> float:
         """The share of the run that a trial saves in the mean: nothing where it runs out of memory."""
         runs = 1 - (self.choices[place].layout.oom_probability or 0.0)
-        return runs * self.belief.saved(place)
+        return runs * self.belief.saved(place, self.order)
 
     def proposed(self) -> int | None:
         """The place of the choice to run next; None where no trial pays."""
@@ -294,7 +295,7 @@ class NextRun:
 
 def choices_of(plan: Plan) -> list[TrialChoice]:
     """The layouts that a plan carries, and the best one with each switch at another value that needs no consent."""
-    plain = [plan.best, *plan.alternatives]
+    plain = [layout for layout in (plan.best, *plan.alternatives) if layout.fits]
     named = [TrialChoice(str(layout.parallelism), layout, layout.runtime_spec or plan.runtime_spec) for layout in plain]
     known = {choice.key for choice in named}
     return [*named, *(choice for choice in _switched(plan) if choice.key not in known)]
@@ -403,7 +404,7 @@ def _reason(run: NextRun, place: int | None, regret: float, most: NextLayout) ->
 
 def _outcomes(run: NextRun, place: int) -> Iterator[NextOutcome]:
     ranges: list[tuple[int, float, float]] = []
-    for best, log_end, probability in run.belief.decisions(place, [place, *run.order]):
+    for best, log_end, probability in run.belief.decisions(place, run.order):
         if ranges and (probability < LEAST_CHANCE or best == ranges[-1][0]):
             best, probability = ranges[-1][0], ranges.pop()[2] + probability
         ranges.append((best, log_end, probability))

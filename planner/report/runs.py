@@ -407,8 +407,10 @@ def render_next(answer: NextAnswer) -> Group:
     known = f"{answer.num_measured} measured" if answer.num_measured else "none measured"
     head = f"next  {answer.proposed}" if answer.proposed else f"stop  train with {answer.favourite}"
     parts: list[RenderableType] = [Text(head, style="bold"), Padding(Text(answer.says), (0, 0, 0, 6))]
-    if answer.outcomes:
+    if len(answer.outcomes) > 1:
         parts.append(section("What it decides", bullets(map(_outcome, answer.outcomes))))
+    elif answer.outcomes:
+        parts.append(section("What it decides", "Nothing by itself: what is run next is held against it."))
     table = headed(("", "layout", "step", "80% interval", "fastest", "saves"), "r", None, *"rrrr", style="dim")
     for one in answer.layouts[:MOST_TRIALS]:
         step = "measured" if one.measured_s else percent(one.saved_fraction, 2)
@@ -416,13 +418,16 @@ def render_next(answer: NextAnswer) -> Group:
         ends = f"{seconds(low)}–{seconds(high)}"
         table.add_row(str(one.number), one.name, seconds(one.expected_s), ends, percent(one.fastest_fraction, 0), step)
     parts.append(
-        section(f"{len(answer.layouts)} layouts, {known}; what a trial saves of {days_of(answer.run_days)}", table)
+        section(
+            f"Layouts: {len(answer.layouts)}, {known}; what a trial saves of {days_of(answer.run_days)}",
+            table,
+        )
     )
     return Group(*parts)
 
 
 def _outcome(outcome: NextOutcome) -> str:
     low, high = outcome.from_s, outcome.to_s
-    where = "whatever it takes" if high is None and not low else f"above {seconds(low)}" if high is None else ""
-    where = where or (f"{seconds(low)} to {seconds(high or low)}" if low else f"below {seconds(high or low)}")
+    where = f"above {seconds(low)}" if high is None else f"{seconds(low)} to {seconds(high)}"
+    where = where if low or high is None else f"below {seconds(high)}"
     return f"{where} ({percent(outcome.probability_fraction, 0)}): train with {outcome.layout}"

@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field
 from planner import __version__
 from planner.answer import Layout, StepTime
 from planner.decide.check import CheckedFile
+from planner.decide.next import NextAnswer
 from planner.specs.training import Dtype
 
 READS = ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)
@@ -190,6 +191,17 @@ class Tools:
             exit_codes=[one["exit_code"] for one in data["checks"]],
         )
 
+    async def next(
+        self, plan_file: str, ctx: Context[Any, Any], observed_files: tuple[str, ...] = (), days: float | None = None
+    ) -> NextAnswer:
+        """The one short run that would save most of a run of so many days, and what it would decide, for a saved plan.
+
+        `observed_files` are trials that were run, as `plan observe LOG --plan TRIAL -o FILE` saved them.
+        """
+        measured = ",".join(str(self.path(file)) for file in observed_files) or None
+        words = ["next", str(self.path(plan_file)), *_words(days=days, measured=measured)]
+        return NextAnswer.model_validate(await _run(words, ctx))
+
     async def observe(self, log: str, ctx: Context[Any, Any], plan_file: str | None = None) -> dict[str, Any]:
         """A run's log of the folder: its steady step, memory, and the gap to a saved plan with its causes."""
         words = ["observe", str(self.path(log))]
@@ -202,7 +214,16 @@ def server(folder: Path) -> MCPServer[Any]:
     tools = Tools(folder)
     made.tool(annotations=WRITES)(tools.plan)
     made.tool(name="import", annotations=READS)(tools.import_)
-    for tool in (tools.evaluate, tools.fits, tools.explain, tools.sweep, tools.compare, tools.check, tools.observe):
+    for tool in (
+        tools.evaluate,
+        tools.fits,
+        tools.explain,
+        tools.sweep,
+        tools.compare,
+        tools.check,
+        tools.next,
+        tools.observe,
+    ):
         made.tool(annotations=READS)(tool)
     return made
 

@@ -81,6 +81,7 @@ def test_it_stops_with_exit_code_0_and_writes_nothing(
         (["--measured", "{other}"], "is a run of another job: the batch: 64 × 8192", 2),
         (["--skip", "99"], "--skip: 99 is no layout of this plan", 2),
         (["--days", "0"], "--days: 0 is no time", 2),
+        (["{full}"], "its layout does not fit", 3),
         (["--history", "nowhere"], "--history: nowhere: is no folder", 2),
     ],
 )
@@ -92,6 +93,12 @@ def test_what_is_wrong_is_named(
         smaller = tmp_path / "other.json"
         assert main([*JOB, "-b", "64", "-o", str(smaller)]) == 0
         other = str(run_of(smaller, 1.0))
+    if "{full}" in words:
+        full = tmp_path / "full.json"
+        assert (
+            main(["evaluate", "--model", "70b", "--gpus", "8", "--tp", "8", "--no-history", "-q", "-o", str(full)]) == 0
+        )
+        plan_file, words = full, []
     words = [word.format(plan=plan_file, other=other) for word in words]
     assert main(["next", str(plan_file), *words]) == code
     err = capsys.readouterr().err

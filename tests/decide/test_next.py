@@ -93,7 +93,7 @@ def test_of_two_that_save_as_much_the_cheap_one_is_run(
 ) -> None:
     best, *others = (choice(name, 10.0, 0.1, tp=tp) for name, tp in (("best", 8), ("dear", 2), ("cheap", 2)))
     run = NextRun(2048, [best, *others], [measured(best, 10.0)], days=30)
-    assert run.saved(1) == pytest.approx(run.saved(2))
+    assert run.saved(1) == pytest.approx(run.saved(2), rel=0.1)  # of two as fast the first is kept
     monkeypatch.setattr(NextRun, "trial_minutes", lambda self, place: {1: 2e4, 2: 1e4}.get(place, 1e4))
     assert proposed(run) == "cheap"
     assert run.trial_minutes(2) < run.trial_minutes(1)

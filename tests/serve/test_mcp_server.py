@@ -22,7 +22,7 @@ from planner.serve.mcp_server import server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 JOB = {"model": "1b", "gpus": 4, "seq_length": 2048, "global_batch_size": 16}
-NAMES = {"plan", "evaluate", "fits", "explain", "sweep", "compare", "import", "check", "observe"}
+NAMES = {"plan", "evaluate", "fits", "explain", "sweep", "compare", "import", "check", "next", "observe"}
 
 
 def called(folder: Path, name: str, **arguments: Any) -> tuple[bool, Any]:
@@ -68,6 +68,13 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path) -> None:
     _, answer = called(tmp_path, "fits", job={"model": "405b", "gpus": 8})
     assert not answer["fits"]
     assert "GPUs" in answer["remedy"]
+
+
+def test_the_next_trial_of_a_saved_plan_is_told(tmp_path: Path) -> None:
+    called(tmp_path, "plan", job=JOB, save_as="plan.json")
+    refused, answer = called(tmp_path, "next", plan_file="plan.json", days=30)
+    assert not refused
+    assert answer["favourite"] in {one["name"] for one in answer["layouts"]}
 
 
 def test_a_cancelled_call_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
