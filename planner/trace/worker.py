@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def pack(self, tensor: torch.Tensor) -> Held:
-        """What autograd holds in the place of a tensor, as long as the backward may ask for it."""
+        """The stand-in for a tensor that autograd holds as long as the backward may ask for it."""
         held = Held(tensor, len(self.rows) - 1)
         self.saved.append(weakref.ref(held))
         return held
