@@ -106,6 +106,10 @@ class Variation:
     runtime: RuntimeSpec | None = None
     cluster: ClusterSpec | None = None
     mode: Recompute | None = None
+    free_gib: float | None = None
+    """GiB of each GPU's memory that must stay free."""
+    gives_room: bool = False
+    """True if other layouts than those known may become possible."""
     changes: str = ""
     """The thing that it changes beside bytes and seconds: numerics, the data, what is trained; empty if none."""
     name: str = ""
