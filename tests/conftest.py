@@ -250,5 +250,5 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports of plans with nothing in the places of their charts, which take most of the time."""
     from planner.report import page as report
 
-    for name in ("draw_stacks", "draw_stage_seconds", "draw_steps", "draw_pareto"):
+    for name in ("draw_stage_seconds", "draw_steps", "draw_pareto"):
         monkeypatch.setattr(report, name, lambda *_: report.Html("<svg></svg>"))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 from planner.report.html import Html
-from planner.report.page import Drawing, Drawings
 
 BLANK = Html('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
-DRAWN = Drawings(Drawing(BLANK, "what is drawn"), Drawing(BLANK, "what is held"))
+DRAWN = {"stacks": BLANK, "curve": Html("<p>what is held</p>"), "timeline": Html("<p>what is drawn</p>")}
 VOID = {"meta", "input"}
 
 

@@ -167,6 +167,18 @@ class StagePlan(Spec):
     """Number of parameters that one rank holds."""
     memory: StageMemory
 
+    @property
+    def recomputed_in_chunks(self) -> tuple[int, ...]:
+        """The number of layers that are recomputed whole in each chunk, its first ones.
+
+        Where only their sum is known, all chunks recompute the same number, as far as a chunk has so many.
+        """
+        if self.num_recomputed:
+            return tuple(map(sum, self.num_recomputed))
+        count, sizes = self.recompute.get("full", 0), [last - first for first, last in self.chunks]
+        each = next(n for n in range(max(sizes) + 1) if sum(min(n, size) for size in sizes) >= count)
+        return tuple(min(each, size) for size in sizes)
+
 
 class StepBreakdown(Spec):
     """The parts of a step's seconds, on the rank that decides how long it is; the items add up to step_s."""
@@ -365,14 +377,12 @@ class PricedLayout(Spec):
 
     def _recomputed_layers(self) -> list[int]:
         """Numbers of the layers that are recomputed whole: the first ones of each chunk."""
-        layers: list[int] = []
-        for stage in self.stages:
-            left = stage.recompute.get("full", 0)
-            for index, (first, last) in enumerate(stage.chunks):
-                count = sum(stage.num_recomputed[index]) if stage.num_recomputed else min(left, last - first)
-                left -= count
-                layers += range(first, first + count)
-        return sorted(layers)
+        return sorted(
+            layer
+            for stage in self.stages
+            for (first, _), count in zip(stage.chunks, stage.recomputed_in_chunks, strict=True)
+            for layer in range(first, first + count)
+        )
 
     @property
     def worst_stage(self) -> StagePlan:

@@ -90,7 +90,7 @@ COMMANDS = {
     ),
     "check": CommandRow(
         "launch",
-        "planner.cli.check_command",
+        "planner.cli.import_command",
         "check_command",
         "Say whether a launch file starts, fits and is no worse than the one it replaces: for reviews and pipelines.",
     ),

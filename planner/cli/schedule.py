@@ -208,9 +208,9 @@ def _write_files(timeline: Timeline, svg: str | None, trace: str | None, csv: st
     from planner.schedule.graph import to_torch_csv
 
     if svg is not None:
-        from planner.report.timeline import draw_timeline
+        from planner.report.pictures import timeline_file
 
-        write_text(svg, draw_timeline(timeline).file(), force)
+        write_text(svg, timeline_file(timeline), force)
     if trace is not None:
         write_text(trace, dumps(trace_events(timeline), indent=None), force)
     if csv is not None:

@@ -136,7 +136,8 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
         overrides = {path: value_of(value) for path, equals, value in pairs if equals and re.match(r"[a-z]", path)}
         parent = next((path[9:] or value for path, _, value in pairs if path == "--config"), None)
     text = config.beside(str(parent)) if parent and depth < _PARENTS else None
-    before = _merged(ConfigFile(text, config.path), depth + 1) if text is not None else {}
+    where = None if config.path is None else config.path.parent / str(parent)
+    before = _merged(ConfigFile(text, where), depth + 1) if text is not None else {}
     return {**before, **overrides}
 
 

@@ -32,6 +32,7 @@ class Dialect:
     harmless: str = ""
     marks: tuple[str, ...] = ()
     launched: str = ""
+    read: frozenset[str] = frozenset()
 
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
@@ -67,6 +68,7 @@ def dialect(name: str) -> Dialect:
         row.get("harmless", ""),
         tuple(row.get("marks", ())),
         row.get("launched", ""),
+        frozenset(row.get("read", "").split()),
     )
 
 
@@ -136,10 +138,14 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
 def _of_script(config: ConfigFile) -> KeyedSettings:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
-    settings: Settings = {}
+    settings, unread = Settings(), dict[str, str]()
     for name in [word for word in script.words if word.endswith((".yaml", ".yml")) and not word.startswith("-")]:
-        if (text := config.beside(name)) is not None and not any(name in words for words in options.values()):
+        if any(name in words for option, words in options.items() if option not in ("--config", "--config-path")):
+            continue
+        if (text := config.beside(name)) is not None:
             settings |= mapping_of(text)
+        else:
+            unread[name] = "is not beside the file"
     for name, words in options.items():
         values = [word for word in words if not word.endswith(".py")]
         key = name.lstrip("-").replace("-", "_")
@@ -149,7 +155,8 @@ def _of_script(config: ConfigFile) -> KeyedSettings:
         )
     overrides = dict(word.split("=", 1) for word in script.words if re.match(r"[a-z_]\w*=", word))
     settings |= {name: value for name, value in overrides.items() if name not in settings}
-    return KeyedSettings(settings, script, num_gpus({n.replace("_", "-"): w for n, w in options.items()}, script))
+    gpus = num_gpus({n.replace("_", "-"): w for n, w in options.items()}, script)
+    return KeyedSettings(settings, script, gpus, unread)
 
 
 def _of_python(text: str, calls: re.Pattern[str] | None) -> KeyedSettings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from planner.export.keyed_settings import table
 from planner.specs import shipped
 from planner.specs.registry import load_model, model_names
 
@@ -54,55 +55,6 @@ def moe_of(model: Model | None) -> dict[str, Any] | None:
     return None if model is None else model.get("moe")
 
 
-_BY_TYPE = {
-    "GPT2BPETokenizer": 50257,
-    "Llama2Tokenizer": 32000,
-    "BertWordPieceLowerCase": 30522,
-    "BertWordPieceCase": 28996,
-    # Megatron-LM's default for its own format: 2^17 tokens
-    "TikTokenizer": 131072,
-}
-"""Tokenizers of Megatron-LM that stand for one vocabulary."""
-_BY_NAME: tuple[tuple[str, int], ...] = (
-    (r"multiMixV8.*128k", 131072),
-    (r"nemotron_2_256k|nemotron[-_]?[34]|minitron", 256000),
-    (r"nemotron[-_]?h|nemotron[-_]?nano|nemotron6", 131072),
-    (r"bigscience/(tokenizer|bloom)|byte-level-bpe-tokenizer-no-norm-250k", 250680),
-    (r"bigscience/oscar_13_languages", 250000),
-    (r"test_150k_vocab", 150000),
-    (r"google/mt5|mt0", 250100),
-    (r"\bt5-(small|base|large|3b|11b)|google/(t5|flan)", 32100),
-    (r"gpt[-_]?neox|pythia|20B_tokenizer|olmo", 50254),
-    (r"gpt-oss|o200k", 201088),
-    (r"\bgpt2|gpt-2|opt-", 50257),
-    (r"starcoder2|starcoder", 49152),
-    (r"(meta-)?llama[-_]?(3|guard-3)|Hermes-3", 128256),
-    (r"llama[-_]?4", 202048),
-    (r"(code)?llama[-_]?2?|vicuna|tinyllama|yi-6b-llama", 32000),
-    (r"mixtral[-_]8x22b", 32768),
-    (r"mixtral|mistral-7b.*v0\.[12]|mistral[-_]7b", 32000),
-    (r"mistral[-_]?nemo|tekken|mistral-small|magistral|devstral", 131072),
-    (r"qwen1?\.?5?-?moe|qwen3|qwen2\.5-(0\.5|1\.5|3)b|qwen2-(0\.5|1\.5)b|qwen1\.5-(0\.5|1\.8|4)b", 151936),
-    (r"qwen", 152064),
-    (r"deepseek[-_]v?2[-_]lite|deepseek[-_]v2|deepseek[-_]coder-v2|deepseek[-_]16b|deepseek-moe", 102400),
-    (r"deepseek", 129280),
-    (r"moonlight|kimi", 163840),
-    (r"gemma[-_]?3", 262208),
-    (r"gemma", 256000),
-    (r"\blfm2", 65536),
-    (r"minimax[-_]?(m2|text)", 200064),
-    (r"phi-?3", 32064),
-    (r"phi-?4", 100352),
-    (r"\byi-", 64000),
-    (r"internlm2?", 92544),
-    (r"baichuan2", 125696),
-    (r"chatglm|glm-4", 151552),
-    (r"falcon-(7b|40b)", 65024),
-    (r"command-r|aya", 256000),
-)
-"""Beginnings of the names of tokenizers on the Hugging Face hub and elsewhere, and the vocab_size of their models."""
-
-
 def vocabulary_of(kind: str, name: str) -> int | None:
     """Tokens of the vocabulary of a tokenizer of a kind, loaded from a name or a path; None where it is not known.
 
@@ -112,7 +64,8 @@ def vocabulary_of(kind: str, name: str) -> int | None:
     for model, aliases in model_names().items():
         if short and (short == model or short in aliases or name.lower() in aliases):
             return load_model(model).vocab_size
-    for pattern, vocab_size in _BY_NAME:
+    for pattern, tokens in table()["tokenizers"].items():
         if name and re.search(pattern, name, re.IGNORECASE):
-            return vocab_size
-    return _BY_TYPE.get(kind)
+            return int(tokens)
+    known: dict[str, int] = table()["tokenizers_of_a_kind"]
+    return known.get(kind)

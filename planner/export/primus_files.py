@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from planner.answer import Plan
 from planner.export.environment import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
-from planner.export.megatron.option_rows import all_rows
+from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
 from planner.export.refusal import Objections, Reason, broken_rules, hint_for, notes_on_price, unstretched
 from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
-from planner.export.stages import VirtualStage, all_full, check_mixture, is_even, is_looped, virtual_stages
+from planner.export.stages import (
+    VirtualStage,
+    all_full,
+    check_fsdp2,
+    check_mixture,
+    check_modules,
+    is_even,
+    is_looped,
+    virtual_stages,
+)
 from planner.export.torchtitan_reading import FLAVORS
 from planner.export.trainer_files import (
     Arguments,
@@ -146,16 +155,11 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     )
     is_placed = is_looped(stages, layout.pp) or layout.schedule in ("zb-v", "dualpipe-v")
     objections.when(not is_placed, "placement", "virtual stage j must be on rank j mod pp")
-    objections.when(any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module runs nothing")
+    check_modules(stages, objections)
     objections.when(
         layout.tp > 1 and not layout.sequence_parallel, "sequence_parallel", f"{_RELEASE} has it at every tp above 1"
     )
-    objections.when(
-        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
-    )
-    objections.when(
-        layout.zero_stage == 0 and layout.cp > 1, "zero_stage", f"it shards weights over the ranks of cp {layout.cp}"
-    )
+    check_fsdp2(plan, objections)
     objections.raise_any()
 
 
@@ -275,16 +279,8 @@ def _torchtitan(plan: Plan) -> _Backend:
 Keys = dict[str, Any]
 """Keys of `overrides:` and their values."""
 
-_KEYS = {row.name: row.primus for row in all_rows() if row.primus}
-NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
-"""Options that set a value to false."""
 _PATTERNS = ("--no-rope-freq", "--window-attn-skip-freq", "--window-size")
 """Options whose text the parser evaluates; Primus does so itself for `moe_layer_freq` alone."""
-
-
-def key_of(option: str) -> str:
-    """The name under which Primus knows an option of Megatron-LM."""
-    return NEGATED.get(option) or _KEYS.get(option) or option.removeprefix("--").replace("-", "_")
 
 
 def keys_of(arguments: Mapping[str, Value]) -> Keys:
@@ -319,47 +315,27 @@ def _items(tree: ast.expr) -> list[int]:
     return list(items)
 
 
-class _Schedule(NamedTuple):
-    algorithm: str
-    """The value of `pp_algorithm`."""
-    least_microbatches: Callable[[int], int]
-    """The fewest micro-batches, by pp, for which its table is whole."""
-    held: Callable[[int], int] | None = None
-    """Micro-batches that the fullest rank holds (`pp_max_mem`), by pp, where the algorithm asks for them."""
-
-
-_SCHEDULES = {
-    "zb-h1": _Schedule("zero-bubble", lambda pp: pp),
-    "zb-h2": _Schedule("zero-bubble-heuristic", lambda pp: 2 * pp, lambda pp: 2 * pp - 1),
-    "zb-v": _Schedule("zbv-formatted", lambda pp: 2 * pp - 1),
-    "v-half": _Schedule("v-half", lambda pp: 1),
-    "v-min": _Schedule("v-min", lambda pp: 1),
-}
-OWN_SCHEDULES = tuple(_SCHEDULES)
-"""Schedules that Megatron-LM does not have; its own it runs itself, without a key."""
-ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {
-    schedule.algorithm: name for name, schedule in _SCHEDULES.items()
-}
-"""Values of `pp_algorithm`, and the schedules that they are."""
-
-
 def schedule_keys(plan: Plan) -> Keys:
     """The keys of a schedule that Megatron-LM does not have; none for the others."""
-    layout = plan.parallelism
-    schedule = _SCHEDULES.get(layout.schedule)
-    if schedule is None:
+    row = PRIMUS_SCHEDULES.get(plan.parallelism.schedule)
+    if row is None:
         return {}
-    held = None if schedule.held is None else schedule.held(layout.pp)
-    return settings("primus-tables", algorithm=schedule.algorithm, held=held)
+    held = _of_stages(row["held"], plan) if "held" in row else None
+    return settings("primus-tables", algorithm=row["algorithm"], held=held)
+
+
+def _of_stages(numbers: list[int], plan: Plan) -> int:
+    """Micro-batches as a·pp + b."""
+    return numbers[0] * plan.parallelism.pp + numbers[1]
 
 
 def objections_to_schedule(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[Reason]:
     """The reasons why a schedule from a table cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
-    schedule = _SCHEDULES.get(layout.schedule)
-    if schedule is None:
+    row = PRIMUS_SCHEDULES.get(layout.schedule)
+    if row is None:
         return []
-    least, name = schedule.least_microbatches(layout.pp), layout.schedule
+    least, name = _of_stages(row["least"], plan), layout.schedule
     wrong = {
         "num_microbatches": (
             layout.num_microbatches < least,
@@ -420,7 +396,7 @@ def megatron_keys(plan: Plan) -> Keys:
     reasons = [*objections_to_schedule(plan, stages), *objections_to_recipe(plan)]
     objections = Objections("primus", reasons, hint_for(plan, "primus-megatron"))
     objections.raise_any()
-    keys = keys_of(megatron_arguments(plan, "primus", own_schedules=OWN_SCHEDULES) | training_arguments(plan))
+    keys = keys_of(megatron_arguments(plan, "primus", own_schedules=tuple(PRIMUS_SCHEDULES)) | training_arguments(plan))
     keys = {name: value for name, value in keys.items() if name not in _LEFT_OUT}
     return turbo_keys(plan, settings("primus-unasked") | keys | schedule_keys(plan))
 

@@ -9,10 +9,9 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import Script
 from planner.export.imported_run import ImportedRun
 from planner.export.megatron.keyed_reading import add_lora
-from planner.export.megatron.option_rows import Options
+from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, Options, key_of
 from planner.export.megatron.script_reading import READ_OPTIONS, run_of
 from planner.export.named_models import Model, num_layers_of
-from planner.export.primus_files import ALGORITHMS, NEGATED, key_of
 
 Values = dict[str, Any]
 TURBO = frozenset({
@@ -26,6 +25,10 @@ SCHEDULES = frozenset({
     "zero_bubble_v_schedule", "zero_bubble_v_schedule_mem_setup", "enable_1f1b_v", "zero_bubble_max_pending_backward",
 })  # fmt: skip
 """Keys that are read for the schedule of a pipeline."""
+ALGORITHMS = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved-1f1b"} | {
+    row["algorithm"]: name for name, row in PRIMUS_SCHEDULES.items()
+}
+"""Values of `pp_algorithm`, and the schedules that they are."""
 _V_SHAPED = {"half": "v-half", "min": "v-min", "zb": "zb-v"}
 """Values of `zero_bubble_v_schedule_mem_setup`."""
 

@@ -168,6 +168,20 @@ def check_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objectio
         objections.when(True, "recompute_per_stage", f"no one number of layers per virtual stage gives {shown}")
 
 
+def check_modules(stages: Sequence[VirtualStage], objections: Objections) -> None:
+    """Object where a stage holds nothing."""
+    is_empty = any(stage.is_empty for stage in stages)
+    objections.when(is_empty, "empty_stage", "a stage without a module has nothing to run")
+
+
+def check_fsdp2(plan: Plan, objections: Objections) -> None:
+    """Object to what FSDP2 shards otherwise."""
+    stage, cp = plan.parallelism.zero_stage, plan.parallelism.cp
+    says = "its optimizer is sharded with gradients and weights (2, 3) or not at all"
+    objections.when(stage == 1, "zero_stage", says)
+    objections.when(stage == 0 and cp > 1, "zero_stage", f"it shards weights over the ranks of cp {cp}, always")
+
+
 ORDER_FILE = "schedule.csv"
 
 

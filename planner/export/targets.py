@@ -100,11 +100,11 @@ _TRAINERS = (
         runtimes=("bridge",),
     ),
     TrainerTarget(
-        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
-    ),
-    TrainerTarget(
         "nemo-rl", None, "automodel_reading:read_nemo_rl",
         mark=r"^policy:\s*$|\bpolicy\.(megatron_cfg|dtensor_cfg|train_(global|micro)|max_total)|nemo_rl",
+    ),
+    TrainerTarget(
+        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
     ),
     TrainerTarget(
         "openrlhf", None, "huggingface.trainer_reading:read_openrlhf", mark=r"openrlhf\.cli\.train_",
@@ -153,7 +153,8 @@ _TRAINERS = (
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
         mark=r"per_device_train_batch_size|^model_class:|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
-        r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b|llamafactory-cli train",
+        r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
+        r"|llamafactory-cli train|swift/cli/",
     ),
     TrainerTarget(
         "deepspeed", "huggingface.deepspeed_files:export_deepspeed", "huggingface.deepspeed_files:read_deepspeed",

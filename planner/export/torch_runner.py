@@ -15,7 +15,14 @@ from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, positive_number, yaml_of
 from planner.export.named_models import exported_model
 from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
-from planner.export.stages import ORDER_FILE, VirtualStage, check_order, recomputed_layers, virtual_stages
+from planner.export.stages import (
+    ORDER_FILE,
+    VirtualStage,
+    check_modules,
+    check_order,
+    recomputed_layers,
+    virtual_stages,
+)
 from planner.export.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles, header
 from planner.layout.price import order_of
 from planner.schedule.actions import Schedule
@@ -148,9 +155,7 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     rules = (*TORCH_MODEL_RULES, *TORCH_EAGER_RULES, BF16_ONLY)
     objections = Objections("torch", broken_rules(rules, plan), hint_for(plan, "torch-eager", TORCH_MODEL_RULES))
     check_order(plan, stages, objections)
-    objections.when(
-        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
-    )
+    check_modules(stages, objections)
     objections.raise_any()
 
 

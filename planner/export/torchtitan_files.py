@@ -14,7 +14,9 @@ from planner.export.stages import (
     ORDER_FILE,
     VirtualStage,
     all_full,
+    check_fsdp2,
     check_mixture,
+    check_modules,
     check_order,
     is_looped,
     recomputed_layers,
@@ -297,17 +299,8 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     check_mixture(plan.best, objections)
     if layout.pp > 1:
         check_order(plan, stages, objections)
-    objections.when(
-        any(stage.is_empty for stage in stages), "empty_stage", "a stage without a module has nothing to run"
-    )
-    objections.when(
-        layout.zero_stage == 1, "zero_stage", "its optimizer is sharded with gradients and weights (2, 3) or not at all"
-    )
-    objections.when(
-        layout.zero_stage == 0 and layout.cp > 1,
-        "zero_stage",
-        f"it shards weights over the ranks of cp {layout.cp}, always",
-    )
+    check_modules(stages, objections)
+    check_fsdp2(plan, objections)
     if splits_backward(plan):
         # VarlenAttention has neither
         needs = "split backwards need VarlenAttention, which has no"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from planner.errors import SpecError
@@ -15,6 +16,7 @@ from planner.export.named_models import model_called
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _ROW = dialect("verl")
+_READ = re.compile("|".join(_ROW.read))
 _OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 
 
@@ -101,15 +103,7 @@ def _of_megatron(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
     if is_on(settings.get(f"{_MODEL}mtp.enable_train")) and isinstance(imported.run["model"], str):
         imported.notes.append("the multi-token prediction of the published model is trained as well")
     _offload(imported, settings, f"{_ACTOR}megatron.")
-    lora = ("lora.rank", "lora_rank", "lora.target_modules")
-    read = (
-        *names.values(),
-        micro,
-        *(f"{_MODEL}{name}" for name in lora),
-        "model.lora.rank",
-        "model.lora.target_modules",
-    )
-    _list_unread(imported, settings, read)
+    _list_unread(imported, settings, names.values())
     return imported
 
 
@@ -147,16 +141,7 @@ def _of_fsdp(settings: Settings, model: str, is_rl: bool) -> ImportedRun:
         imported.run["parallelism"]["fsdp"] = size
     prefix = f"{actor}fsdp_config." if is_rl else "model.fsdp_config."
     _offload(imported, settings, prefix)
-    fsdp = ("fsdp_size", "model_dtype", "dtype", "ulysses_sequence_parallel_size", "reshard_after_forward")
-    of_model = (
-        "enable_gradient_checkpointing", "enable_activation_offload", "lora_rank", "target_modules", "use_liger",
-    )  # fmt: skip
-    read = (
-        *(f"{own}{name}" for name in (*of_model, "fsdp_config.fsdp_size", "fsdp_config.model_dtype")),
-        *(f"{actor}fsdp_config.{name}" for name in fsdp), *(f"engine.{name}" for name in fsdp),
-        f"{actor}ulysses_sequence_parallel_size", f"{actor}ppo_micro_batch_size_per_gpu", "use_remove_padding",
-    )  # fmt: skip
-    _list_unread(imported, settings, read)
+    _list_unread(imported, settings, ())
     return imported
 
 
@@ -170,16 +155,9 @@ def _offload(imported: ImportedRun, settings: Settings, prefix: str) -> None:
             imported.unknown[prefix + name] = "true"
 
 
-def _list_unread(imported: ImportedRun, settings: Settings, read: tuple[str, ...]) -> None:
-    exact = (
-        *(f"{_ACTOR}{name}" for name in ("ppo_mini_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu")),
-        "data.train_batch_size", "data.micro_batch_size_per_gpu", "data.micro_batch_size",
-        f"{_ACTOR}ppo_micro_batch_size", "data.use_dynamic_bsz", "data.max_token_len_per_gpu",
-        "data.max_length", "data.max_prompt_length", "data.max_response_length", "trainer.nnodes", "engine",
-        "trainer.n_gpus_per_node", f"{_MODEL}path", "model.path", "model.partial_pretrain", "engine.strategy",
-    )  # fmt: skip
+def _list_unread(imported: ImportedRun, settings: Settings, read: Collection[str]) -> None:
     for path, value in settings.items():
-        if path in imported.unknown or path in imported.ignored or path in {*exact, *read}:
+        if path in imported.unknown or path in imported.ignored or path in read or _READ.fullmatch(path):
             continue
         is_known = _ROW.is_harmless(path) or value in (None, False) or path.rpartition(".")[2] in _OFFLOADS
         (imported.ignored if is_known or "." not in path else imported.unknown)[path] = str(value)[:200]

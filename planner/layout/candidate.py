@@ -34,7 +34,7 @@ from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import StageBytes, fixed_bytes, stage_memory
 from planner.schedule.actions import HELD_BY_PLACE, ActionList, Schedule
-from planner.schedule.orders import SCHEDULES, build_schedule, placement
+from planner.schedule.orders import SCHEDULES, build_schedule, in_flight_chunks, placement
 from planner.schedule.replay import Durations
 from planner.shape import FloatArray, Shape
 from planner.specs.model import LayerKind, ModelSpec
@@ -215,7 +215,7 @@ def activation_peaks_bytes(order: Schedule, live_bytes: Sequence[float]) -> list
     return [float(np.cumsum(sign * live[stage]).max()) for stage, sign in _held_changes(order)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _held_changes(order: Schedule) -> tuple[tuple[npt.NDArray[np.int32], FloatArray], ...]:
     """Virtual stage of each action, per rank, and +1 where an activation is kept or −1 where it is freed."""
     return tuple((actions.stage, HELD_BY_PLACE[actions.kind]) for actions in map(ActionList.of, order.ranks))
@@ -227,6 +227,8 @@ def peaks_of_schedule(shape: Shape, schedule: str, live_bytes: Sequence[float]) 
     They are counted over so many micro-batches that the ranks hold all that they ever hold.
     """
     pp, vpp, wanted = int(shape.pp), int(shape.vpp), int(shape.num_microbatches)
+    if SCHEDULES[schedule].bound == "one_f_one_b":
+        return [held * live for held, live in zip(in_flight_chunks(schedule, pp, 1, wanted), live_bytes, strict=True)]
     few, holds_all = STEADY_ROUNDS[0] * pp, SCHEDULES[schedule].holds_all
     if holds_all and is_long(shape):
         ranks = placement(schedule, pp, vpp)

@@ -129,8 +129,9 @@ NARROW_WIDTH = {"nvfp4": 0.06}
 """Half-widths of dtypes of which few runs were published."""
 SCALE_WIDTH, SCALE_KNOWN_RANKS = 0.03, 4096
 """Half-width per doubling of ranks beyond 4096, up to which there are many published runs: stragglers, congestion."""
-MOE_SCALE_WIDTH, MOE_KNOWN_RANKS = 0.06, 512
-"""The same for mixtures: DeepSeek-V3 on GB200 drifts from the prediction by 7 points a doubling (MLPerf v6.0)."""
+MOE_SCALE_WIDTH, MOE_KNOWN_RANKS = 0.09, 512
+"""The same for mixtures: DeepSeek-V3 on GB200 drifts from the prediction by 7 to 12 points a doubling (MLPerf v6.0), on
+GB300 by none, with the same software."""
 
 
 def with_intervals(pricing: Pricing, layout: PricedLayout, shape: Shape) -> PricedLayout:

@@ -126,15 +126,15 @@ def within(plan: Plan, days: float | None, usd: float | None) -> Plan:
 
     run, runtime, training, model = run_of_examples(plan), plan.runtime_spec, plan.training, plan.model
     trained = model.num_trained_parameters or model.num_parameters
-    training = training.model_copy(update={"tokens": float(training.tokens_per_step)})
+    tokens = float(training.tokens_per_step)
     for _ in range(MOST_GUESSES):
+        training = training.model_copy(update={"tokens": tokens})
         cost, goodput = whole_run(
             plan.best, plan.cluster, training,
             checkpoint_bytes=runtime.checkpoint_bytes_per_parameter * trained,
             asynchronous=runtime.asynchronous_checkpoints, longer_factor=1.0 if run is None else run.longer_factor,
         )  # fmt: skip
         assert cost is not None
-        assert training.tokens is not None
         if usd is not None and not cost.usd:
             raise SpecError(
                 f"--usd: nothing says what {plan.cluster.hardware.name} costs", "add --usd-per-gpu-hour 2.5"
@@ -142,7 +142,7 @@ def within(plan: Plan, days: float | None, usd: float | None) -> Plan:
         ratios = [days / cost.days if days is not None else inf, usd / cost.usd if usd and cost.usd else inf]
         if abs(min(ratios) - 1) < 1e-4:
             break
-        training = training.model_copy(update={"tokens": training.tokens * min(ratios)})
+        tokens *= min(ratios)
     return plan.model_copy(update={"training": training, "run_cost": cost, "goodput": goodput})
 
 

@@ -395,11 +395,7 @@ def _split(plan: Plan, layout: PricedLayout, ranks: Sequence[int]) -> Split:
 
 
 def _shared_out(stage: StagePlan, model: ModelSpec) -> list[tuple[int, ...]]:
-    """Number of recomputed layers of each kind in each chunk of a stage, of which only their sum is known.
-
-    All chunks recompute the same number of layers, their first ones, as far as a chunk has so many.
-    """
-    count, sizes = stage.recompute.get("full", 0), [last - first for first, last in stage.chunks]
-    per_chunk = next(n for n in range(max(sizes) + 1) if sum(min(n, size) for size in sizes) >= count)
-    recomputed = [model.layers[first : min(first + per_chunk, last)] for first, last in stage.chunks]
+    """Number of recomputed layers of each kind in each chunk of a stage, of which only their sum is known."""
+    chunks = zip(stage.chunks, stage.recomputed_in_chunks, strict=True)
+    recomputed = [model.layers[first : first + count] for (first, _), count in chunks]
     return [tuple(layers.count(kind) for kind in model.kinds) for layers in recomputed]

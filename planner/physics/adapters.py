@@ -23,7 +23,7 @@ WHOLE = frozenset({"q down", "kv down", "experts up", "experts down"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class Shares:
     """Ranks that share the parts of one adapter: its A, its B, and the rows of its output and of its input."""
 
     rank: int
@@ -39,7 +39,7 @@ class Split:
     """Ranks that shared the rows of the input before it was gathered; none where it was not."""
 
     @classmethod
-    def of(cls, product: Operator, adapters: AdapterSpec, shape: Shape | None) -> Split:
+    def of(cls, product: Operator, adapters: AdapterSpec, shape: Shape | None) -> Shares:
         """The shares of an adapter beside `product`; without a shape, all of it is on each rank."""
         rank = adapters.rank
         if shape is None or product.name in WHOLE:
@@ -181,7 +181,7 @@ def _adapted(
         yield frozen
         return
     yield frozen if shape is None else replace(frozen, input_shards=1)
-    parts = Split.of(item, adapters, shape)
+    parts = Shares.of(item, adapters, shape)
     yield from _adapter(item, adapters, runtime, parts)
     yield from parts.exchanges(item, runtime)
 
@@ -195,7 +195,7 @@ def _unpacked(product: Operator, runtime: RuntimeSpec) -> Operator:
     )  # fmt: skip
 
 
-def _adapter(product: Operator, adapters: AdapterSpec, runtime: RuntimeSpec, parts: Split) -> Iterator[Operator]:
+def _adapter(product: Operator, adapters: AdapterSpec, runtime: RuntimeSpec, parts: Shares) -> Iterator[Operator]:
     """The two products of an adapter, and what goes around them: casts of the input, dropout, scale and sum."""
     rank, rows, modules = adapters.rank, product.count * product.m, product.modules
     inputs, outputs = rows * product.k, rows * product.n / parts.outputs

@@ -228,7 +228,7 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
     multiple = attention.head_dim_multiple
     qk_dim: Number = ceil(op.qk_dim / multiple) * multiple
     v_dim: Number = ceil(op.v_dim / multiple) * multiple
-    rate = peak * _head_dim_factor(attention, qk_dim, v_dim) * (attention.sink_factor if op.has_sinks else 1.0)
+    rate = peak * _head_dim_factor(attention, qk_dim, v_dim)
     diagonal = minimum(op.width, op.q_len)
     ramped = _ramped_keys(op, diagonal)
     scores = op.count * op.batch * op.heads * op.q_len * op.kv_len * op.attended_fraction * op.imbalance
@@ -245,7 +245,8 @@ def attention_s(op: Operator, hardware: HardwareSpec, kernel: str = "fastest") -
         tail = op.count * attention.tail_fraction * QUERY_ROWS * diagonal * hardware.num_sms
         rows = scores * (1 + ramp) + tail
         seconds.append(slow * 2 * dims * rows / (fraction * rate) + op.count * kernels * launch_s(hardware))
-    return seconds[0], seconds[1]
+    sink_rows = op.has_sinks * op.count * op.batch * op.heads * op.q_len
+    return seconds[0], seconds[1] + attention.sink_row_ns * MICRO / 1000 * sink_rows
 
 
 def _ramped_keys(op: Operator, diagonal: Number) -> tuple[Number, Number]:

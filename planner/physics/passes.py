@@ -103,7 +103,7 @@ class Passes:
             self._add_shown(seconds, behind, (passes[0], passes[1] + passes[2]), operators)
         elif runtime.overlaps_shared_experts:
             self._hide_behind_shared_experts(seconds, operators)
-        return self._with_late_ranks(self._with_launches(seconds, items, shape), items, shape)
+        return self._with_late_ranks(self._with_launches(seconds, items, shape, priced), items, shape)
 
     def _add_shown(
         self,
@@ -267,12 +267,14 @@ class Passes:
             "tp_backward_s": seconds["tp_backward_s"] + late * backward_s,
         }
 
-    def _with_launches(self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape) -> dict[str, Number]:
+    def _with_launches(
+        self, seconds: dict[str, Number], items: Sequence[Item], shape: Shape, priced: Mapping[int, PassSeconds]
+    ) -> dict[str, Number]:
         """`seconds` and the time that the GPU waits for the host in a mixture of experts: max(GPU and exchanges, host).
 
-        A host that needs the count of each expert's tokens cannot run ahead by more than a layer's pass, so the maximum
-        is taken pass by pass. A host that does not need it (experts of a fixed capacity) is late only where both passes
-        together take it longer.
+        A host that needs the count of each expert's tokens waits for it in the middle of the forward, so the maximum is
+        taken of what precedes the exchange, of the rest, and of the backward. A host that does not need it (experts of
+        a fixed capacity) is late only where both passes together take it longer.
         """
         if not self._is_mixture(items):
             return seconds
@@ -283,7 +285,10 @@ class Passes:
         part = PartCost(**seconds)
         forward_s, backward_s = part.forward_total_s, part.backward_total_s
         if self.runtime.awaits_token_counts:
-            late_s = maximum(host_s[0] - forward_s, 0.0), maximum(host_s[1] - backward_s, 0.0)
+            host_first_s, gpu_first_s = self._before_counts_s(items, part, shape, priced)
+            first_s = maximum(host_first_s - gpu_first_s, 0.0)
+            rest_s = maximum(host_s[0] - host_first_s - (forward_s - gpu_first_s), 0.0)
+            late_s = first_s + rest_s, maximum(host_s[1] - backward_s, 0.0)
         else:
             paced = compute.at_host_pace((forward_s, backward_s), host_s)
             late_s = paced[0] - forward_s, paced[1] - backward_s
@@ -341,12 +346,34 @@ class Passes:
         assert moe is not None
         # what prepares counts of tokens is gone once, whether they are known before or a graph replays it
         layer = min(runtime.moe_host_factor, runtime.launched_fraction) * runtime.moe_kernels
-        kernels = layer + runtime.expert_kernels * moe.num_experts / shape.ep
+        return self._host_kernels_s(layer + runtime.expert_kernels * moe.num_experts / shape.ep)
+
+    def _host_kernels_s(self, kernels: Number) -> Number:
+        """Host seconds of so many kernels of a layer with experts, whose casts and pieces count too."""
+        runtime = self.runtime
         if runtime.overlaps_experts and not runtime.graphed_modules:
             kernels = kernels * runtime.ep_overlap_host_factor
         if is_narrow(self.cluster.hardware, self.training.dtype):
             kernels = kernels * runtime.narrow_host_factor
         return kernels * compute.issue_s(self.cluster.hardware, runtime)
+
+    def _before_counts_s(
+        self, items: Sequence[Item], part: PartCost, shape: Shape, priced: Mapping[int, PassSeconds]
+    ) -> tuple[Number, Number]:
+        """Seconds of the host and of the GPU for what precedes the exchange of a mixture's forward: attention, routing.
+
+        The host's are the shares of a layer that CUDA graphs of attention and routing would take, less those that do.
+        Beside another micro-batch the GPU has work while the host waits.
+        """
+        runtime = self.runtime
+        whole = runtime.graphed_attention_fraction + runtime.graphed_routing_fraction
+        share = whole + runtime.launched_fraction - 1
+        first = next((place for place, item in enumerate(items) if item.name == "dispatch"), None)
+        if share <= 0 or first is None or runtime.overlaps_experts:
+            return 0.0, 0.0
+        before_s: Number = sum(priced[id(op)].forward_s for op in operators_of(items[:first]))
+        gpu_s = lateness(self.training, self.cluster) * before_s + part.tp_forward_s + part.cp_forward_s
+        return self._host_kernels_s(share * runtime.moe_kernels), gpu_s
 
     def _adapters_s(self, items: Sequence[Item]) -> PassSeconds:
         """Host seconds of the kernels of adapters, which do not count among a mixture's."""

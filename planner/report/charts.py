@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.answer import PricedLayout, StagePlan
-from planner.layout.memory_curve import MemoryCurve
+from planner.answer import PricedLayout
 from planner.report.format import gibibytes, seconds, unit_for
 from planner.report.html import Html
-from planner.report.labels import MEMORY
 from planner.report.rows import Entry
 from planner.specs.units import GIB
 
@@ -123,7 +121,6 @@ def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
         text = text.replace(colour, of_page)
     mark = sha256((label + text).encode()).hexdigest()[:8]
     text = re.sub(rf'<g id="{_HINT}([0-9]+)">', lambda found: f"<g><title>{escape(hints[int(found[1])])}</title>", text)
-    text = re.sub(rf'<g id="{NUMBER}[0-9]+">\s*(?:<!--.*?-->\s*)?<text', '<g><text class="number"', text)
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: f' id="{mark}-{found[1]}"' if found[1] in used else "", text)
@@ -131,13 +128,6 @@ def svg(drawn: Figure, label: str, hints: Sequence[str] = ()) -> Html:
     head, body = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
     return Html(f'{head} class="chart" role="img" aria-label="{escape(label)}">{_packed(body)}')
-
-
-def svg_file(drawn: Figure) -> str:
-    """The figure as an SVG file, on white."""
-    before, text = image(drawn, "svg").decode().split("<svg", 1)
-    head, body = text.split(">", 1)
-    return f'{before}<svg{head} font-family="DejaVu Sans, system-ui, sans-serif">{_packed(body)}\n'
 
 
 def _packed(text: str) -> str:
@@ -150,7 +140,6 @@ def _packed(text: str) -> str:
     return _RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", text)
 
 
-PARTS = {name: label for name, label in MEMORY.items() if name != "total_bytes"}
 WIDE_IN, HIGH_IN = 4.5, 3.1
 """Inches of a chart that stands beside another one, and whose words can be read on a phone."""
 _LEAST_SLOTS = 5
@@ -166,46 +155,6 @@ def stage_axis(axes: Any, num_stages: int) -> None:
     if num_stages < _LEAST_SLOTS:
         axes.set_xticks(range(num_stages))
     axes.grid(axis="y")
-
-
-def draw_stacks(stages: Sequence[StagePlan], capacity_bytes: int) -> Html:
-    """A bar per stage of what fills its GPU, with the interval of the whole and the capacity as a line."""
-    drawn, hints = figure(WIDE_IN, HIGH_IN), list[str]()
-    with drawing():
-        axes = drawn.add_subplot()
-        below = np.zeros(len(stages))
-        for name, label in PARTS.items():
-            sizes = np.array([getattr(stage.memory, name) for stage in stages]) / GIB
-            if not sizes.any():
-                continue
-            bars = axes.bar(
-                range(len(stages)), sizes, 0.84, bottom=below, label=label, color=MEMORY_COLOURS[label],
-                edgecolor=PAPER, linewidth=0.4,
-            )  # fmt: skip
-            for stage, bar in zip(stages, bars, strict=True):
-                bar.set_gid(hint(len(hints)))
-                hints.append(f"stage {stage.stage}, {label}: {gibibytes(getattr(stage.memory, name))} GiB")
-            below += sizes
-        most = max(below.max(), *(_whiskers(axes, stages)))
-        draw_capacity(axes, capacity_bytes, most * GIB)
-        stage_axis(axes, len(stages))
-        drawn.legend(loc="outside lower center", ncols=4, fontsize=8, handlelength=1, columnspacing=1.2)
-    label = f"Memory of each stage by item, in GiB, beside the {gibibytes(capacity_bytes)} GiB of a GPU"
-    return svg(drawn, label, hints)
-
-
-def _whiskers(axes: Any, stages: Sequence[StagePlan]) -> list[float]:
-    """Draw the 80% interval of each stage's total where it is known; gives the upper ends in GiB."""
-    known = [(number, stage.memory) for number, stage in enumerate(stages) if stage.memory.total_bytes_interval]
-    ends = np.array([memory.total_bytes_interval for _, memory in known]).reshape(-1, 2).T / GIB
-    totals = np.array([memory.total_bytes for _, memory in known]) / GIB
-    if not known:
-        return [0.0]
-    errors = np.maximum([totals - ends[0], ends[1] - totals], 0.0)
-    axes.errorbar(
-        [n for n, _ in known], totals, errors, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2, capthick=0.8
-    )
-    return [0.0, *ends[1].tolist()]
 
 
 def draw_capacity(axes: Any, capacity_bytes: int, most_bytes: float) -> None:
@@ -273,35 +222,6 @@ def envelope(times_s: FloatArray, values: FloatArray, columns: int = COLUMNS) ->
     padded = np.append(values, values[-1])
     low, high = (extreme.reduceat(padded, pairs)[::2] for extreme in (np.minimum, np.maximum))
     return Envelope(edges_s, low, high)
-
-
-def draw_curves(curves: Sequence[MemoryCurve], capacity_bytes: int) -> Html:
-    """Memory over the step of a few stages, with the peak of the fullest of them and the capacity as a line."""
-    totals = [curve.peak_bytes + curve.reserved_bytes for curve in curves]
-    peak, most_bytes = curves[int(np.argmax(totals))], max(totals)
-    factor, unit = unit_for(float(peak.times_s[-1]))
-    drawn = figure(WIDE_IN, HIGH_IN)
-    with drawing():
-        axes = drawn.add_subplot()
-        for colour, curve in zip(PALETTE, curves, strict=False):
-            name = f"stage {curve.rank}" + (", the fullest" if curve is peak else "")
-            edges_s, low, high = envelope(curve.times_s, (curve.allocated_bytes + curve.reserved_bytes) / GIB)
-            axes.stairs(high, edges_s * factor, baseline=low, fill=True, color=colour, alpha=0.25, linewidth=0)
-            axes.stairs(high, edges_s * factor, baseline=None, color=colour, linewidth=1.1, label=name)
-        at, most = peak.peak_s * factor, most_bytes / GIB
-        axes.plot([at], [most], "o", color=INK, markersize=3.5)
-        is_right = peak.peak_s > 0.6 * float(peak.times_s[-1])
-        side = ((-5, 3), "right") if is_right else ((5, 3), "left")
-        axes.annotate(
-            f"peak {most:.1f}", (at, most), xytext=side[0], textcoords="offset points", ha=side[1], fontsize=8
-        )
-        draw_capacity(axes, capacity_bytes, most_bytes)
-        axes.set_xlim(0, float(peak.times_s[-1]) * factor)
-        axes.set_xlabel(f"time in the step, {unit}")
-        axes.grid()
-        drawn.legend(loc="outside lower center", ncols=2, fontsize=8, handlelength=1.2, columnspacing=1.2)
-    label = f"Memory over the step, in GiB; stage {peak.rank} has the highest peak, {gibibytes(most_bytes)} GiB"
-    return svg(drawn, label)
 
 
 BEST, OTHER = PALETTE[1], PALETTE[0]

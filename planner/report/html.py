@@ -137,30 +137,34 @@ def picture(drawing: Html, caption: str = "", id_: str = "") -> Html:
     return tag("figure", drawing, below, id_=id_)
 
 
-ZOOMS = (1, 2, 4)
-
-
-def zoomed(drawing: Html, name: str) -> Html:
-    """A drawing that can be made wider, in a box that scrolls by itself; on paper it is as wide as the paper."""
-    choices = (
-        tag("input", type="radio", name=name, id=f"{name}-{zoom}", **({} if number else {"checked": "checked"}))
-        + tag("label", f"{zoom}×", for_=f"{name}-{zoom}")
-        for number, zoom in enumerate(ZOOMS)
-    )
-    box = tag("div", drawing, class_="scroll", tabindex="0", role="region", aria_label=f"{name}, scrolls sideways")
-    return tag("div", tag("span", "zoom"), joined(map(Html, choices), " "), box, class_="zoom")
-
-
-STYLE = """
+PLOT_STYLE = """
+svg.plot { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; }
+svg.plot text { fill: var(--soft); }
+svg.plot text.title { font-size: 10.5px; }
+svg.plot text.alarm { fill: var(--alarm); font-weight: 600; }
+svg.plot text.on { fill: #fff; font-size: 9px; text-anchor: middle; }
+svg.plot text.dark { fill: #000; font-size: 9px; text-anchor: middle; }
+svg.plot path.grid { stroke: var(--line); stroke-width: 1; fill: none; }
+svg.plot path.capacity { stroke: var(--alarm); stroke-width: 1.4; stroke-dasharray: 5 3; }
+svg.plot path.action { stroke: var(--page); stroke-width: .5; }
+svg.plot path.shade { opacity: .3; }
+svg.plot path.turns { fill: var(--both); }
+svg.plot path.hop { fill: #59636e; }
+svg.plot path.whisker { stroke: var(--ink); stroke-width: 1.2; fill: none; }
+"""
+"""The look of `planner.report.pictures`, with the colours of the page around it."""
+STYLE = (
+    PLOT_STYLE
+    + """
 :root {
   color-scheme: light dark;
   --page: #fff; --ink: #1c2128; --soft: #59636e; --line: #d5dae0; --card: #f5f7f9; --accent: #2f6f9f; --alarm: #b3261e;
-  --shade: #0003; --offer: #8a5a00;
+  --shade: #0003; --offer: #8a5a00; --both: #7fb8b5;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #14181d; --ink: #e3e7eb; --soft: #9aa5b1; --line: #343c45; --card: #1c2229; --accent: #6db3e0;
-    --alarm: #ff8a80; --shade: #fff4; --offer: #f0c060;
+    --alarm: #ff8a80; --shade: #fff4; --offer: #f0c060; --both: #3c7472;
   }
 }
 * { box-sizing: border-box; }
@@ -208,15 +212,15 @@ svg.bar { width: 100%; min-width: 5rem; height: .8em; display: block; margin-top
 rect.share { fill: #0072b2; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 2rem; }
 .beside > * { min-width: 0; }
-.zoom > span, .zoom label { font-size: .85rem; color: var(--soft); }
-.zoom label { margin-right: .5rem; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
-.scroll svg.chart { min-width: 46rem; }
-.zoom input:nth-of-type(2):checked ~ .scroll svg.chart { width: 200%; }
-.zoom input:nth-of-type(3):checked ~ .scroll svg.chart { width: 400%; }
-.zoom input:nth-of-type(1):checked ~ .scroll svg.chart text.number { display: none; }
-figure.large svg.chart { min-width: 38rem; }
+.scroll { overflow-x: auto; }
+.scroll svg.plot { min-width: 46rem; }
+.glance .phone { display: none; }
+.glance svg.plot text.on, .glance svg.plot text.dark { display: none; }
+svg.key { display: inline-block; width: .75em; height: .75em; }
+figcaption span { white-space: nowrap; margin-right: .9rem; }
 @media screen and (max-width: 40rem) {
+  .glance .broad { display: none; }
+  .glance .phone { display: block; }
   main { padding: 1rem .9rem 3rem; }
   table { font-size: .82rem; }
   th, td { padding-right: .5rem; }
@@ -256,9 +260,8 @@ ul { margin: .3rem 0; padding-left: 1.2rem; }
   .layout { font-size: 10.5pt; }
   pre { padding: .2rem .4rem; margin: .3rem 0; }
   .wide, .scroll, figure { overflow: visible; }
-  .scroll { border: 0; padding: 0; }
-  .scroll svg.chart, figure.large svg.chart { min-width: 0; width: 100% !important; max-height: 115mm; }
-  .beside svg.chart { max-height: 50mm; }
+  .scroll svg.plot { min-width: 0; max-height: 115mm; }
+  .beside svg { max-height: 50mm; }
   .figures { grid-template-columns: repeat(5, 1fr); gap: .3rem; margin-top: .5rem; }
   .figures div { padding: .2rem .4rem; }
   .figures dd { font-size: 10.5pt; }
@@ -268,6 +271,7 @@ ul { margin: .3rem 0; padding-left: 1.2rem; }
   ul { margin: 0; font-size: 8pt; }
   table { font-size: 7.5pt; line-height: 1.25; }
   th, td { padding: .08rem .5rem .08rem 0; }
-  .zoom > :not(.scroll), details { display: none; }
+  details { display: none; }
 }
 """
+)

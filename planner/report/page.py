@@ -8,23 +8,19 @@ all text is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from planner.answer import Plan
 from planner.files import write_text
-from planner.layout.memory_curve import memory_curves
 from planner.report.charts import (
-    COLUMNS,
-    draw_curves,
     draw_pareto,
-    draw_stacks,
     draw_stage_seconds,
     draw_steps,
 )
-from planner.report.format import gibibytes, large, percent, seconds
+from planner.report.format import gibibytes, large, percent
 from planner.report.html import (
     Card,
     Html,
@@ -40,31 +36,22 @@ from planner.report.html import (
     share_bar,
     table,
     tag,
-    zoomed,
 )
 from planner.report.labels import LEAST_SHARE, MEMORY
+from planner.report.pictures import pictures
 from planner.report.rows import MFU, STAGE_HEADS, Entry, Figure, ReportSection, StepShare, Table
-from planner.report.timeline import draw_timeline, shown_step
 from planner.report.view import SECTIONS, View, view_of
-from planner.schedule.replay import replay
-
-CURVE = f"with reserved memory; shaded is what comes and goes within a {COLUMNS}th of it."
 
 
 def report_page(plan: Plan) -> str:
     """The plan as one HTML page that needs nothing else: stages, memory, seconds, timeline, alternatives, inputs."""
-    candidate = shown_step(plan)
-    timeline = replay(candidate.order, candidate.durations)
-    bubble_fraction = plan.step.breakdown.bubble_s / plan.step.step_s
-    num_microbatches = plan.parallelism.num_microbatches
-    drawn = draw_timeline(timeline, bubble_fraction, num_microbatches)
-    shown = dict.fromkeys((plan.best.worst_stage.stage, 0, plan.parallelism.pp - 1))
-    curve = draw_curves(memory_curves(candidate, timeline, shown), plan.cluster.hardware.memory_bytes)
-    says = f"{drawn.caption} The plan's whole step, with what comes beside the pipeline: {seconds(plan.step.step_s)}."
-    schedule = Drawing(drawn.svg("The timeline: when each rank runs which micro-batch"), says)
-    count = candidate.num_microbatches
-    over = "one step" if count == num_microbatches else f"a step of {count} of the {num_microbatches} micro-batches"
-    return render_html(plan, Drawings(schedule, Drawing(curve, f"Over {over}, {CURVE}")))
+    return render_html(plan, pictures(plan))
+
+
+def render_html(plan: Plan, drawn_of: Mapping[str, Html]) -> str:
+    """The page with the pictures of `pictures`, by the section that they belong to."""
+    view = view_of(plan)
+    return page(f"{view.job}: {view.layout}", *_sections(plan, view, drawn_of))
 
 
 def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:
@@ -72,38 +59,17 @@ def write_report(plan: Plan, path: str | Path, *, force: bool = False) -> None:
     write_text(path, report_page(plan), force)
 
 
-class Drawing(NamedTuple):
-    """A drawing, and what it shows."""
-
-    svg: Html
-    caption: str
-
-
-class Drawings(NamedTuple):
-    """The drawings for which the step is replayed: the pipeline's actions, and memory over time."""
-
-    timeline: Drawing
-    curve: Drawing
-
-
-def render_html(plan: Plan, replayed: Drawings) -> str:
-    """The whole page."""
-    view = view_of(plan)
-    return page(f"{view.job}: {view.layout}", *_sections(plan, view, replayed))
-
-
-def _sections(plan: Plan, view: View, replayed: Drawings) -> Iterator[Html]:
+def _sections(plan: Plan, view: View, drawn_of: Mapping[str, Html]) -> Iterator[Html]:
     yield header(view)
     for name in SECTIONS:
         if name == "timeline":
-            zoom = zoomed(replayed.timeline.svg, "timeline")
-            yield section("The timeline of a step", picture(zoom, replayed.timeline.caption))
+            yield section("The timeline of a step", drawn_of["timeline"])
         elif (shown := view.section(name)) is not None:
-            yield section(shown.title, *_in_full(plan, view, shown, replayed))
+            yield section(shown.title, *_in_full(plan, view, shown, drawn_of))
     yield section("Inputs", *inputs(plan))
 
 
-def _in_full(plan: Plan, view: View, shown: ReportSection, replayed: Drawings) -> Iterator[Html]:
+def _in_full(plan: Plan, view: View, shown: ReportSection, drawn_of: Mapping[str, Html]) -> Iterator[Html]:
     """A section with the pictures that a terminal has no room for."""
     match shown.name:
         case "seconds":
@@ -115,10 +81,7 @@ def _in_full(plan: Plan, view: View, shown: ReportSection, replayed: Drawings) -
             yield from map(drawn, shown.parts)
             yield folded("Every stage: seconds, layers and parameters", _each(plan, view))
             yield folded("Every stage: memory by item, in GiB", _memory(plan))
-            has_interval = any(stage.memory.total_bytes_interval for stage in plan.stages)
-            says = f"Each stage at its peak{', with the 80% interval of the whole' if has_interval else ''}."
-            peaks = picture(draw_stacks(plan.stages, view.capacity_bytes), says)
-            yield beside(peaks, picture(*replayed.curve))
+            yield beside(drawn_of["stacks"], drawn_of["curve"])
         case _:
             yield from map(drawn, shown.parts)
 

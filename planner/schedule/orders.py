@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from planner.errors import SpecError
-from planner.schedule import builders, building_block
+from planner.schedule import builders
 from planner.schedule.actions import HELD_BY_PLACE, Action, ActionList, Schedule, keeps_latest
 from planner.schedule.builders import interleaved_one_f_one_b, one_f_one_b, warm_up_chunks
 
@@ -178,8 +178,8 @@ SCHEDULES: dict[str, ScheduleKind] = {
             bound="split_backward",
         ),
         _v_shaped("zb-v", builders.zb_v, "Qi et al. 2024", is_measured_against=True),
-        _v_shaped("v-half", building_block.v_half, "Qi et al. 2024", frugal=True),
-        _v_shaped("v-min", building_block.v_min, "Qi et al. 2024", frugal=True),
+        _v_shaped("v-half", builders.v_half, "Qi et al. 2024", frugal=True),
+        _v_shaped("v-min", builders.v_min, "Qi et al. 2024", frugal=True),
         ScheduleKind(
             "dualpipe",
             lambda pp, v, m, g: builders.dualpipe(pp, m),

@@ -177,7 +177,7 @@ def best_split(node: Node) -> Solution | None:
         return None
     if node.whole == "per_stage" and len(node.kinds) > 1:
         return None
-    if not _has_room(node):
+    if not is_deep(node) and not _has_room(node):
         return Solution((), (), np.inf, np.inf, ())
     if node.whole != "one_count":
         rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)

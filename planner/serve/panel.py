@@ -18,11 +18,11 @@ from planner.report.format import gibibytes, percent, seconds
 from planner.report.html import STYLE, Card, Html, beside, cards, folded, joined, section, table, tag
 from planner.report.labels import is_proven
 from planner.report.page import breakdown, drawn, header
+from planner.report.pictures import pictures
 from planner.report.rows import MFU, Entry
 from planner.report.small import ChangeRow
 from planner.report.view import SECTIONS, View, view_of
 from planner.serve.controls import GROUPS, SWITCH, SWITCHES_PART, Catalogue, Control, Form, Question, changed
-from planner.serve.pictures import pictures
 from planner.trainers.load import switches_of
 from planner.trainers.switches import SWITCHES, written
 

@@ -79,12 +79,17 @@ class AttentionEfficiency(Spec):
     """The loss to softmax beside the products: efficiency d / (d + half_head_dim)."""
     wide_factor: Rate = 0.9
     """Factor on the fractions where keys are wider than 128: tiles must shrink."""
-    sink_factor: Rate = 1.0
-    """Factor on the fractions where every head has a learned sink (gpt-oss)."""
+    sink_row_ns: Overhead = 0.0
+    """Nanoseconds of the backward for each row of a head with a learned sink (gpt-oss): all add to its gradient."""
     head_dim_multiple: PositiveInt = Field(default=64, le=4096)
     """Head dimensions are padded to a multiple of this."""
     seconds_factor: Rate = 1.0
     """Factor on this kernel's seconds alone; 1 unless a probe that ran it asks for more."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired_fields(cls, data: Any) -> Any:
+        return without(data, ("sink_factor",))
 
     @property
     def relative_s(self) -> float:

@@ -52,7 +52,9 @@ def find(kind: Kind, name: str) -> Path | None:
 _SAYS_NO_SIZE = re.compile(
     r"config|provider|model(?!opt)|instruct|base|chat|thinking|\bhf\b|meta(?=-?llama)|bf16|fp8|-\d{4}(?=$|-)|v0\.\d|-(it|pt)\b"
     r"|preview|pretrain|coder(?!-480)|math|hermes-?\d*|openr1|unsloth|bnb|[48]bit|int[48]|awq|gptq|gguf|\bsft\b|\bdpo\b"
-    r"|\brl\b|mcore|torch_dist|tulu-?\d*|distill|nvidia-|reranker|embedding|safeguard|captioner|-1m\b|_iter_\d+|dynamic|nvfp4"
+    r"|\brl\b|mcore|torch_dist|tulu-?\d*|distill|nvidia-|reranker|embedding|safeguard|captioner|-1m\b"
+    r"|mixture|fp16|nf4|linearized|sparse|2of4|dequantized|reward|skywork|cogito-v\d"
+    r"|(?<!deepseek)-v[12](\.0)?(?=$|-)|_iter_\d+|dynamic|nvfp4"
 )
 """Parts of names that do not change a model's sizes."""
 _OTHERS = {
@@ -66,7 +68,9 @@ _OTHERS = {
     "deepseekv316b": "deepseek-v2-lite", "llama33370b": "llama-3.1-70b", "llama3370b": "llama-3.1-70b",
     "deepseekr1qwen15b": "qwen2.5-1.5b", "deepseekr1qwen7b": "qwen2.5-7b", "deepseekr1qwen14b": "qwen2.5-14b",
     "deepseekr1qwen32b": "qwen2.5-32b", "deepseekr1llama8b": "llama-3.1-8b", "deepseekr1llama70b": "llama-3.1-70b",
-    "deepseekr10528qwen38b": "qwen3-8b", "deepseekr1zero": "deepseek-v3", "qwq32b": "qwen2.5-32b",
+    "deepseekr10528qwen38b": "qwen3-8b", "tinyllamav11": "tinyllama-1.1b", "minimaxm21": "minimax-m2",
+    "minimaxm25": "minimax-m2", "minimaxm27": "minimax-m2", "llama7b": "llama-2-7b", "deepseekr1qwen38b": "qwen3-8b",
+    "llama31nemotronnano8b": "llama-3.1-8b", "deepseekr1zero": "deepseek-v3", "qwq32b": "qwen2.5-32b",
     "llama31nemotron70b": "llama-3.1-70b", "deepseekv32exp": "deepseek-v3.2", "moonlight": "moonlight-16b",
 }  # fmt: skip
 """Names that others give to models, without signs: Llama 3 has the sizes of 3.1."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -94,6 +95,15 @@ class Fused(TorchFunctionMode):
         return output
 
 
+class Held:
+    """A tensor that autograd keeps for the backward, and the number of the operation that kept it."""
+
+    __slots__ = ("__weakref__", "row", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, row: int) -> None:
+        self.tensor, self.row = tensor, row
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operation of a forward: its sizes, the weights that it reads, the tensors that its backward keeps."""
 
@@ -103,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.layer, self.path, self._is_hidden = -1, [""], False
         self.weights = {_storage(one): one.numel() for one in module.parameters()}
         self.met: set[int] = set()
-        self.kept: set[int] = set()
+        self.saved: list[weakref.ref[Held]] = []
         index = {id(one): number for number, one in enumerate(layers)}
         for name, one in module.named_modules():
             one.register_forward_pre_hook(self._entering(name, index.get(id(one))))
@@ -173,17 +183,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.add(name, "elementwise", bytes=moved, parameters=parameters, kernels=1)
         return output
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that autograd keeps for the backward: counted once, by its storage, unless it is a weight."""
-        key = _storage(tensor)
-        if key in self.weights or key in self.kept or not self.rows:
-            return tensor
-        self.kept.add(key)
-        size = tensor.untyped_storage().nbytes()
-        if tensor.dtype in (torch.int64, torch.int32) and tensor.numel() == 1:
-            return tensor
-        self.rows[-1]["kept"].append(size)
-        return tensor
+    def pack(self, tensor: torch.Tensor) -> Held:
+        """What autograd holds in the place of a tensor, as long as the backward may ask for it."""
+        held = Held(tensor, len(self.rows) - 1)
+        self.saved.append(weakref.ref(held))
+        return held
+
+    def count_kept(self) -> None:
+        """Add what is held now to the operations that it was kept by: each storage once, and no weights.
+
+        What a part of the forward kept that nothing came of is gone, and another tensor may have its storage.
+        """
+        met = set(self.weights)
+        for held in filter(None, (one() for one in self.saved)):
+            tensor, key = held.tensor, _storage(held.tensor)
+            is_number = tensor.dtype in (torch.int64, torch.int32) and tensor.numel() == 1
+            if key not in met and held.row >= 0 and not is_number:
+                self.rows[held.row]["kept"].append(tensor.untyped_storage().nbytes())
+            met.add(key)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -251,9 +268,10 @@ def traced(source: str, length: int) -> dict[str, Any]:
     layers = layers_of(module)
     ids = torch.zeros((1, length), dtype=torch.int64, device="meta")
     record = Recorder(module, layers)
-    kept = torch.autograd.graph.saved_tensors_hooks(record.pack, lambda tensor: tensor)
+    kept = torch.autograd.graph.saved_tensors_hooks(record.pack, lambda held: held.tensor)
     with torch.device("meta"), Fused(record), record, kept:
         found = module(ids)
+    record.count_kept()
     logits = next(one for one in _flat(_plain(found)) if isinstance(one, torch.Tensor))
     logits.float().sum().backward()  # type: ignore[no-untyped-call]
     tables = [one for one in module.modules() if isinstance(one, nn.Embedding)]

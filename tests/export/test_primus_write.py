@@ -14,7 +14,8 @@ import yaml
 from planner.answer import Plan
 from planner.export.export import bundle_of
 from planner.export.megatron.megatron_files import megatron_arguments, training_arguments
-from planner.export.primus_files import export_primus, key_of, keys_of, with_core
+from planner.export.megatron.option_rows import key_of
+from planner.export.primus_files import export_primus, keys_of, with_core
 from planner.export.refusal import Inexpressible
 from planner.export.trainer_files import settings
 
@@ -189,7 +190,7 @@ def test_the_launcher_hands_nodes_to_primus_cli(planned: Planned, tmp_path: Path
 @pytest.mark.parametrize("runtime", ["megatron", "torchtitan"])
 def test_nothing_is_written_for_gpus_that_primus_does_not_run_on(planned: Planned, runtime: str) -> None:
     plan = planned("llama-3.1-8b", 16, runtime=runtime, **({"zero_stage": 3} if runtime == "torchtitan" else {}))
-    with pytest.raises(Inexpressible, match=f"primus-{runtime} runs on cdna3, cdna4, and h100") as refused:
+    with pytest.raises(Inexpressible, match=f"primus-{runtime} runs on cdna3, .*and h100") as refused:
         bundle_of(plan, to="primus")
     assert refused.value.hint == f"--to {runtime}"
     assert bundle_of(plan, to=runtime).targets[0] == runtime

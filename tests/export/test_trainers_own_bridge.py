@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from planner.export.megatron.bridge_files import BRIDGE, flag_fields, model_overrides
+from planner.export.megatron.bridge_files import flag_fields, model_overrides
 from planner.export.megatron.model_options import model_arguments
+from planner.export.megatron.option_rows import BRIDGE
 from planner.export.run_settings import listed
 from planner.export.trainer_files import settings
 from planner.specs.registry import load_model

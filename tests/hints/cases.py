@@ -111,7 +111,6 @@ NOT_TYPED_IN: dict[str, str] = {
     "trace/": "it runs a module of the user's own, which tests/trace has",
     "cli/mcp_command.py": "a server waits until somebody stops it",
     "cli/import_command.py": _A_FILE,
-    "cli/check_command.py": "it checks a file, which tests/decide/test_check.py has",
     "cli/plan_command.py": "what is left speaks of a file of phases or a plan of a running job, which tests/cli has",
     "cli/views.py": _A_PLAN,
     "cli/serve_command.py": "a page is served until somebody stops it",

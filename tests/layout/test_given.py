@@ -10,8 +10,9 @@ from toys import MOE, toy_cluster, toy_model, toy_training
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.layout.candidate import even_counts
-from planner.layout.evaluate import evaluate
+from planner.layout.evaluate import evaluate, within
 from planner.layout.given import default_counts
+from planner.layout.price import reprice
 from planner.schedule.orders import SCHEDULES
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
@@ -272,3 +273,27 @@ def test_layers_of_ranks_are_those_of_both_chunks_of_a_v() -> None:
     layout = Parallelism(pp=4, vpp=2, schedule="zb-v", layers_per_stage=(5, 9, 9, 9))
     answer = evaluate(load_model("8b"), cluster, TrainingSpec(seq_length=4096, global_batch_size=8), layout)
     assert [stage.num_layers for stage in answer.stages] == [5, 9, 9, 9]
+
+
+def test_a_layout_that_only_counts_recomputed_layers_states_those_that_it_is_priced_with() -> None:
+    """Its chunks share them; the first chunk is not filled before the second."""
+    plan = given(pp=2, vpp=2, recompute="full", model=toy_model(12))
+    stages = [
+        stage.model_copy(update={"recompute": {"full": 4, "none": 2}, "num_recomputed": ()})
+        for stage in plan.best.stages
+    ]
+    layout = plan.best.model_copy(update={"stages": tuple(stages)})
+    assert layout.stated.recompute_layers == (0, 1, 3, 4, 6, 7, 9, 10)
+    split = reprice(plan, layout).split
+    assert [sum(kinds) for kinds in split.recomputed] == [2, 2, 2, 2]
+
+
+def test_tokens_for_a_time_are_those_that_its_cost_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the guesses run out before they are close."""
+    plan = given(dp=8, tp=2)
+    for guesses in (1, 2, 12):
+        monkeypatch.setattr("planner.layout.evaluate.MOST_GUESSES", guesses)
+        told = within(plan, days=30.0, usd=None)
+        assert told.run_cost is not None
+        assert told.run_cost.tokens == told.training.tokens
+    assert told.run_cost.days == pytest.approx(30.0, rel=1e-3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_observe_deepspeed import BATCH, OLD
-from test_observe_torchtitan import LINE
+from test_observe_trainers import BATCH, LINE, OLD
 from written import iteration, read
 
 from planner.observe.observation import MemorySeries, Observation

@@ -446,7 +446,13 @@ def test_a_mixture_takes_as_long_as_the_host_or_as_the_gpu() -> None:
     assert slow.weight_grad_s == free.weight_grad_s
     # a host that is done before the GPU costs nothing, and neither does one whose work a graph replays
     quick = float(free.forward_total_s) / KERNEL_S
-    assert mixture(moe_kernels=0.9 * quick, expert_kernels=0.0) == free
+    assert mixture(moe_kernels=0.5 * quick, expert_kernels=0.0) == free
+    # one that is done in all, but waits for token counts behind attention and routing, cannot make up for these
+    waits = mixture(moe_kernels=0.95 * quick, expert_kernels=0.0)
+    assert free.forward_total_s < waits.forward_total_s < 1.4 * free.forward_total_s
+    assert waits.backward_total_s == free.backward_total_s
+    whole = {"graphed_attention_fraction": 0.0, "graphed_routing_fraction": 0.0}
+    assert mixture(moe_kernels=0.95 * quick, expert_kernels=0.0, **whole) == free
     replayed = mixture(moe_kernels=400.0, cuda_graphs=True)
     assert replayed == mixture(**NO_HOST, cuda_graphs=True)
 

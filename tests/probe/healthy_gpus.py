@@ -24,8 +24,7 @@ from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import ProbeOptions
 from planner.probe.rank.groups import RankGroups
 from planner.probe.rank.pipeline import Wires
-from planner.probe.rank.rank_alone import trainer_alone
-from planner.probe.rank.training import RankTrainer, synthetic_batch
+from planner.probe.rank.training import RankTrainer, synthetic_batch, trainer_alone
 from planner.probe.result import (
     ChunkSeconds,
     MeasuredRun,

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 from tiny import TINY  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from planner.probe.model.attention import (  # noqa: E402  # noqa: E402
+from planner.probe.model.attention import (  # noqa: E402
     Attention,
     AttentionTables,
     Visibility,
@@ -19,7 +19,7 @@ from planner.probe.model.attention import (  # noqa: E402  # noqa: E402
     flash_backward,
     flash_forward,
 )
-from planner.probe.model.peers import (  # noqa: E402  # noqa: E402
+from planner.probe.model.peers import (  # noqa: E402
     EmulatedPeers,
     Surroundings,
     TensorPeers,

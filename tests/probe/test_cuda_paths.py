@@ -13,8 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from planner.profile.measure_links import Ranks  # noqa: E402
-
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe import worker as exported  # noqa: E402
 from planner.probe.launch.process import StageWorker  # noqa: E402
@@ -28,12 +26,13 @@ from planner.probe.rank.groups import (  # noqa: E402
     RankGroups,
 )
 from planner.probe.rank.pipeline import RankClock, StepRecord  # noqa: E402
-from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
+from planner.probe.rank.training import trainer_alone  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.torch_build import GATHER, SCATTER, default_device, require_gpu, this_build  # noqa: E402
-from planner.profile import measure_links  # noqa: E402
+from planner.profile import measure  # noqa: E402
 from planner.profile.measure import (  # noqa: E402
+    Ranks,
     Stopwatch,
     machine_of,
     tasks,
@@ -328,8 +327,8 @@ def test_links_are_timed_over_nccl(
     names = ("init_process_group", "destroy_process_group", "barrier", GATHER, "all_reduce")
     for name in (*names, SCATTER, "new_group"):
         noted(name)
-    monkeypatch.setattr(measure_links, "_on", lambda device: "cpu")
-    rows = measure_links.exchange_rows("cuda", Ranks(1, 2, 1, 2), (64,), store="store", wait_s=7.0)
+    monkeypatch.setattr(measure, "_on", lambda device: "cpu")
+    rows = measure.exchange_rows("cuda", Ranks(1, 2, 1, 2), (64,), store="store", wait_s=7.0)
     assert [(row["tier"], row["kind"], row["num_bytes"]) for row in rows] == [
         (0, "all_gather", 64), (0, "reduce_scatter", 64), (0, "all_reduce", 64),
     ]  # fmt: skip

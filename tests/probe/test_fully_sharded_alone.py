@@ -16,11 +16,11 @@ from planner.probe.model.chunk import (  # noqa: E402
     Chunk,
     local,
 )
-from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
 from planner.probe.rank.training import (  # noqa: E402
     RankTrainer,
     batch_seed,
     synthetic_batch,
+    trainer_alone,
 )
 from planner.probe.run import ProbeRun  # noqa: E402
 

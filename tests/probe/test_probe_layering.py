@@ -8,8 +8,8 @@ from pathlib import Path
 PROBE = Path(__file__).parents[2] / "planner" / "probe"
 PARTS = ("model", "rank", "launch", "verdict")
 """The folders of the probe. A module imports only from its own folder and from those before it."""
-FIRST = ("run", "result", "repeats", "device_state", "torch_build", "eager", "plan_slice", "plan_runs")
-"""Modules of the probe's own folder that the folders import; the others (rehearse, probe, worker) import these."""
+FIRST = ("run", "result", "run_price", "device_state", "torch_build", "eager", "plan_slice", "plan_runs")
+"""Modules of the probe's own folder that the folders import; the others (probe, worker) import these."""
 
 
 def test_each_part_of_the_probe_imports_only_parts_before_it() -> None:

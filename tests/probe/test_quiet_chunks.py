@@ -15,7 +15,7 @@ from small_plans import small_plan  # noqa: E402
 from planner.probe.eager import in_eager_torch  # noqa: E402
 from planner.probe.rank import after_steps  # noqa: E402
 from planner.probe.rank.after_steps import with_quiet_seconds  # noqa: E402
-from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
+from planner.probe.rank.training import trainer_alone  # noqa: E402
 from planner.probe.result import ChunkSeconds, RankResult  # noqa: E402
 from planner.probe.run import (  # noqa: E402
     SURE_FRACTION,

@@ -1,7 +1,8 @@
-"""How often a measurement is repeated: the spread of a median is what it is over many trials, and repeating ends."""
+"""What is measured beside steps: how often it is repeated, exchanges, clocks of ranks, the optimizer's state."""
 
 from __future__ import annotations
 
+import random
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,17 @@ from planner.probe.run import Repeats, spread_fraction
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.probe.launch.launcher import launch  # noqa: E402
+from planner.probe.model.peers import GroupPeers, Surroundings  # noqa: E402
+from planner.probe.rank import after_steps  # noqa: E402
 from planner.probe.rank.after_steps import timed_together  # noqa: E402
-from planner.probe.rank.pipeline import ActionTimes, StepRecord  # noqa: E402
+from planner.probe.rank.gradients import allocate_moments  # noqa: E402
+from planner.probe.rank.pipeline import (  # noqa: E402
+    ActionTimes,
+    StepRecord,
+    offset_of,
+)
 from planner.probe.rank.worker import StepLoop  # noqa: E402
+from planner.probe.torch_build import GATHER  # noqa: E402
 from planner.profile.measure import Stopwatch  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 
@@ -132,3 +141,80 @@ def test_ranks_go_on_together_until_all_are_sure_or_the_budget_is_used_up(make_r
         assert sum(step.step_s for step in rank.steps) >= 0.1
         assert all(chunk.spread_fraction is not None for chunk in rank.chunks)
         assert all(exchange.spread_fraction is not None for exchange in rank.exchanges)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_bytes_are_those_that_move(sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    monkeypatch.setattr(after_steps, "barrier", lambda device, group: None)
+    monkeypatch.setattr(after_steps, "slowest_s", lambda seconds, device, group: seconds)
+    monkeypatch.setattr(after_steps.dist, "all_reduce", lambda x, group: moved.append(x.nbytes))
+    monkeypatch.setattr(after_steps.dist, GATHER, lambda whole, x, group: moved.append(whole.nbytes))
+    trainer: Any = SimpleNamespace(
+        around=Surroundings(tp=GroupPeers(4, 0, sequence_parallel)),
+        chunks={},
+        run=SimpleNamespace(steady_s=0.0, most_s=0.0),
+        flat=[],
+        device="cpu",
+        clock=SimpleNamespace(is_cuda=False, start=lambda: None, mark=lambda: None, seconds=lambda mark: 0.5),
+        empty=lambda: torch.empty(8 // (4 if sequence_parallel else 1), 1, 16),
+    )
+    measured = after_steps.measure_exchanges(trainer)
+    assert [exchange.name for exchange in measured] == ["tp all-gather"] * sequence_parallel + ["tp all-reduce"]
+    assert {exchange.num_bytes for exchange in measured} == set(moved) == {8 * 16 * 4}
+
+
+def test_moments_are_those_that_the_optimizer_makes_and_need_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def optimizer() -> Any:
+        return torch.optim.AdamW([torch.nn.Parameter(torch.ones(4, 3, dtype=torch.float64))], lr=0.1, fused=True)
+
+    ours, theirs = optimizer(), optimizer()
+    (parameter,) = theirs.param_groups[0]["params"]
+    parameter.grad = torch.zeros_like(parameter)
+    theirs.step()
+    monkeypatch.setattr(torch.Tensor, "grad", property(lambda tensor: pytest.fail("a gradient")))
+    allocate_moments(ours)
+    monkeypatch.undo()
+    (made,), (expected,) = ours.state.values(), theirs.state.values()
+    assert made.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(made[name], torch.zeros_like(value), rtol=0, atol=0)
+        assert made[name].requires_grad == value.requires_grad
+    (parameter,) = ours.param_groups[0]["params"]
+    parameter.grad = torch.ones_like(parameter)
+    ours.step()
+    assert made["step"] == 1
+    assert (parameter < 1).all()
+
+
+def sums(seed: int, ahead_s: float, slowest_s: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Times at which two ranks enter and leave ten sums, each by its own clock; neither leaves before both are in."""
+    draw, now_s, own, first = random.Random(seed), 0.0, list[tuple[float, float]](), list[tuple[float, float]]()
+    for _ in range(10):
+        entered = [now_s + draw.expovariate(1 / slowest_s) for _ in range(2)]
+        left = [max(entered) + 1e-6 + draw.expovariate(1 / slowest_s) for _ in range(2)]
+        own.append((entered[0] + ahead_s, left[0] + ahead_s))
+        first.append((entered[1], left[1]))
+        now_s = max(left)
+    return own, first
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3e-4, -7200.0])
+@pytest.mark.parametrize("slowest_s", [1e-5, 1e-3])
+def test_the_offset_is_never_wrong_by_more_than_is_said(ahead_s: float, slowest_s: float) -> None:
+    errors = []
+    for seed in range(100):
+        own, first = sums(seed, ahead_s, slowest_s)
+        offset_s, error_s = offset_of(own, first)
+        assert abs(offset_s - ahead_s) <= error_s + 1e-9
+        errors.append(error_s)
+    assert sum(errors) / len(errors) < slowest_s, "ten sums say more than a usual one"
+
+
+def test_one_quick_sum_is_enough() -> None:
+    """The others are late on either side, as where a host is interrupted."""
+    own = [(100.0, 109.0), (110.0, 110.001), (111.0, 125.0)]
+    first = [(8.0, 9.0), (10.0, 10.001), (20.0, 25.0)]
+    offset_s, error_s = offset_of(own, first)
+    assert offset_s == pytest.approx(100.0)
+    assert error_s == pytest.approx(0.001)

@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from fake_gpus import H200, MI300X, MI355X, ROCM_LACKS, FakeGPU, Neighbours, fake_gpu, fake_group  # noqa: E402
-from planner.profile.measure_links import Ranks, exchange_rows  # noqa: E402
 from small_plans import SMALL, plan_of  # noqa: E402
 from torch_names import FILES, torch_names  # noqa: E402
 
@@ -29,7 +28,9 @@ from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 from planner.profile.measure import (  # noqa: E402
+    Ranks,
     Stopwatch,
+    exchange_rows,
     machine_of,
     tasks,
 )

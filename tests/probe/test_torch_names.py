@@ -21,7 +21,7 @@ NEWER = {
     "probe/torch_build.py": {"all_gather_single", "reduce_scatter_single"},
     "probe/model/layers.py": {"_grouped_mm"},
     "probe/rank/gradients.py": {"set_gradient_divide_factor", "set_custom_all_gather", "ignored_params"},
-    "probe/rank/rank_alone.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
+    "probe/rank/training.py": {"set_custom_all_gather", "set_custom_reduce_scatter"},
 }
 """Names and keywords of newer versions, which our files use where torch has them: `require_fully_shard` and
 `takes_groups` ask."""

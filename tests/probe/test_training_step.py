@@ -14,8 +14,10 @@ import torch.distributed as dist  # noqa: E402
 
 from planner.probe.launch.launcher import launch  # noqa: E402
 from planner.probe.model.chunk import local  # noqa: E402
-from planner.probe.rank.rank_alone import trainer_alone  # noqa: E402
-from planner.probe.rank.training import synthetic_batch  # noqa: E402
+from planner.probe.rank.training import (  # noqa: E402
+    synthetic_batch,
+    trainer_alone,
+)
 from planner.probe.run import message_of, needed_by  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.answer import Plan
-from planner.report.charts import draw_stacks, draw_stage_seconds, envelope, front
+from planner.report.charts import MEMORY_COLOURS, draw_stage_seconds, envelope, front
+from planner.report.pictures import stacks
 from planner.report.rows import Entry, entry_of
 from planner.specs.units import GIB
 
@@ -35,16 +36,18 @@ def heights(svg: str) -> dict[str, float]:
 def test_memory_is_drawn_to_one_scale_beside_the_capacity(make_plan: MakePlan, total_gib: float) -> None:
     plan = make_plan(pp=4, total_gib=total_gib, fits=total_gib < 79)
     capacity_bytes = plan.cluster.hardware.memory_bytes
-    svg = draw_stacks(plan.stages, capacity_bytes)
+    svg = stacks(plan, capacity_bytes)
     assert f"GPU {capacity_bytes / GIB:.1f}" in svg
-    drawn = heights(svg)
-    scale = drawn["stage 0, weights"] / plan.stages[0].memory.weights_bytes
-    for stage in plan.stages:
-        items = [size for name, size in drawn.items() if name.startswith(f"stage {stage.stage},")]
-        assert len(items) == 6, "an item that is nowhere has no bar"
-        assert sum(items) == pytest.approx(scale * stage.memory.total_bytes, rel=2e-3)
-        activations = drawn[f"stage {stage.stage}, activations"]
-        assert activations == pytest.approx(scale * stage.memory.activations_bytes, rel=2e-3)
+    found: dict[str, list[float]] = {}
+    for colour, d in re.findall(r'<path d="([^"]*)" fill="(#[^"]*)"', svg):
+        sizes = [float(bottom) - float(top) for bottom, top in re.findall(r"M\S+ (\S+?)H\S+V(\S+?)H", colour)]
+        found[d] = [abs(size) for size in sizes]
+    assert all(len(sizes) == 4 for sizes in found.values())
+    highs = np.sum(list(found.values()), axis=0)
+    totals = np.array([stage.memory.total_bytes for stage in plan.stages], dtype=float)
+    assert highs / totals == pytest.approx([highs[0] / totals[0]] * 4, rel=5e-3)
+    weights = found[MEMORY_COLOURS["weights"]][0] / plan.stages[0].memory.weights_bytes
+    assert weights == pytest.approx(highs[0] / totals[0], rel=2e-2)
 
 
 def test_the_seconds_of_a_stage_and_the_rest_are_the_step(make_plan: MakePlan) -> None:

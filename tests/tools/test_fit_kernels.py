@@ -154,7 +154,7 @@ def test_the_shipped_profile_is_what_the_fit_gives(shipped: HardwareSpec, capsys
     start = shipped.efficiency.model_copy(
         update={
             # no kernel with sinks was timed
-            "cudnn": AttentionEfficiency(sink_factor=shipped.efficiency.attention.sink_factor),
+            "cudnn": AttentionEfficiency(sink_row_ns=shipped.efficiency.attention.sink_row_ns),
             "sustained_fraction": 1.0,
             "backward_sustained_fraction": 1.0,
         }

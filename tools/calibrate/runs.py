@@ -85,7 +85,7 @@ COEFFICIENTS = (
         "Hopper 8-bit in steps", "hardware", H100, "efficiency.narrow_sustained_fraction", 0.934, 0.73, 1, 0.03
     ),
     # gpt-oss in mxfp8 with whole iterations in graphs, where nothing but the GPU counts; nobody has timed it by itself
-    Coefficient("attention with sinks", "hardware", SINCE_HOPPER, "efficiency.cudnn.sink_factor", 0.4, 0.2, 1.2, 0.2),
+    Coefficient("attention with sinks", "hardware", SINCE_HOPPER, "efficiency.cudnn.sink_row_ns", 4.4, 1, 20, 0.3),
     # SimuMax's timings on B200, keys of 192
     Coefficient("Blackwell wide attention", "hardware", BLACKWELL, "efficiency.cudnn.wide_factor", 0.8, 0.6, 1.1, 0.1),
     Coefficient("Blackwell Ultra attention", "hardware", ULTRA, "efficiency.attention_factor", 0.85, 0.5, 1.1, 0.1),

@@ -62,13 +62,6 @@ _MODEL = (
     "pretrained_model_name_or_path",
     "base_model_name_or_path",
 )
-_ADAPTERS = (
-    "use_peft", "load_in_4bit", "load_in_8bit", "use_lora", "adapter", "lora_r", "lora_rank", "lora_dim", "lora_alpha",
-    "lora_dropout", "lora_target_modules", "lora_target", "lora_target_linear", "finetuning_type", "use_qlora", "peft",
-    "q_lora", "quantization_bit", "peft_type", "r", "target_modules", "target_parameters", "lora_bias", "task_type",
-    "lora_task_type", "bias", "tuner_type", "train_type", "sft_type", "quant_bits", "lora_target_parameters",
-)  # fmt: skip
-"""Settings that say that adapters are trained, and which."""
 _NARROWER = ("only_optimize_lora", "freeze_layers", "unfrozen_parameters", "freeze_trainable_layers", "peft_type")
 """Settings that train less than the model in ways that are not priced."""
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
@@ -85,18 +78,10 @@ _GRID = {
     "dp_replicate_size": "dp_replicate_size", "context_parapllel_size": "cp_size",
 }  # fmt: skip
 """Settings of a grid, and Accelerate's names for them (parallelism_config)."""
-_READ = {
-    *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_ADAPTERS, *_PACKING, *_COMPILING, *_CHECKPOINTING, *_GRID,
-    "gradient_accumulation_steps", "global_batch_size", "bf16", "fp16", "use_liger_kernel", "liger_kernel",
-    "enable_liger_kernel",
-    "activation_offloading", "model_init_kwargs", "precompute_ref_log_probs", "rl", "stage", "rlhf_type", "loss_type",
-    "tf32", "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "zero_stage", "optim", "optimizer", "config_file",
-    "num_processes", "num_machines", "attn_implementation", "attn_impl", "flash_attn", "flash_attention",
-    "use_flash_attention", "use_flash_attn", "dtype", "torch_dtype", "mixed_precision", "offload", "nproc_per_node",
-    "nnodes", "num_gpus", "num_nodes", "disable_gradient_checkpointing", "parallelism_config", "liger_rms_norm",
-    "liger_fused_linear_cross_entropy", "liger_glu_activation", "liger_layer_norm", "liger_rope",
-}  # fmt: skip
 _ROW = dialect("huggingface")
+_READ = {
+    *_ROW.read, *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_PACKING, *_COMPILING, *_CHECKPOINTING, *_GRID,
+}  # fmt: skip
 _TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "trl", "transformers")))
 """Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
 _SAME = {"per_device_train_batch_size": _BATCH, "micro_batch_size": _BATCH, "max_length": _SEQUENCE, "bf16": ("fp16",),
@@ -156,6 +141,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     keyed.settings = _in_one(keyed.settings)
     settings = {**_model_options(keyed.settings), **keyed.settings, **beside_adapters(keyed.settings, config)}
     if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
+        missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
+        if missing is not None:
+            raise SpecError(f"{missing[:80]} is not beside the file", "put it there, or import it itself")
         raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
     imported = new_run("huggingface")
     tool = tool or tool_of(settings, config.text)
@@ -341,19 +329,6 @@ def model_of_builder(component: str) -> tuple[Model | None, str]:
 
 
 _HINT = "give a recipe's YAML, such as recipes/configs/llama3_1/8B_lora.yaml"
-_READ_OF_TUNE = {
-    "model", "tokenizer", "dataset", "batch_size", "gradient_accumulation_steps", "optimizer", "dtype", "compile",
-    "enable_activation_checkpointing", "enable_activation_offloading", "fsdp_reshard_after_forward",
-    "data_parallel_replicate_dim", "data_parallel_shard_dim", "optimizer_in_bwd", "fsdp_cpu_offload",
-    "tensor_parallel_dim", "context_parallel_dim", "loss",
-}  # fmt: skip
-_IGNORED = {
-    "output_dir", "checkpointer", "resume_from_checkpoint", "save_adapter_weights_only", "seed", "shuffle", "epochs",
-    "max_steps_per_epoch", "lr_scheduler", "device", "metric_logger", "log_every_n_steps", "log_peak_memory_stats",
-    "log_level", "profiler", "clip_grad_norm", "save_every_n_steps", "run_val_every_n_steps", "dataset_val",
-    "batch_size_val", "low_cpu_ram", "custom_sharded_layers", "enable_async_checkpointing", "optimizer_ckpt_freq",
-    "collate_fn", "cudnn_deterministic_mode", "package", "name",
-}  # fmt: skip
 _READ_OF_MODEL = {
     "_component_", "lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output", "lora_rank", "lora_dropout",
     "quantize_base",
@@ -393,8 +368,8 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     loss = str(_section(data, "loss").get("_component_", "CrossEntropy"))
     if not re.search(r"CrossEntropy|CEWith", loss):
         imported.unknown["loss._component_"] = f"{loss}, priced as cross-entropy of one model"
-    imported.note_unread(data, _READ_OF_TUNE, _IGNORED)
     row = dialect("torchtune")
+    imported.note_unread(data, row.read, {name for name in data if row.is_harmless(name)})
     imported.assumed = {path: str(value) for path, value in row.left_out(flat(data)).items()}
     imported.documented = row.documented
     unread = {f"model.{name}": value for name, value in data["model"].items() if name not in _READ_OF_MODEL}

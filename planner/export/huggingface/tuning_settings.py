@@ -267,16 +267,6 @@ def _read_kernels(imported: ImportedRun, settings: Settings) -> None:
             features["cpu_offloading_num_layers"] = layers
 
 
-_READ = {
-    "distributed_type", "num_processes", "mixed_precision", "deepspeed_config", "fsdp_config", "megatron_lm_config",
-    "parallelism_config", "num_machines",
-}  # fmt: skip
-_IGNORED = {
-    "compute_environment", "debug", "downcast_bf16", "machine_rank", "main_process_ip", "main_process_port",
-    "main_training_function", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu",
-    "gpu_ids", "enable_cpu_affinity", "command_file", "commands", "tpu_name", "tpu_zone", "deepspeed_hostfile",
-    "dynamo_backend", "ipex_config", "mpirun_config", "rdzv_conf", "monitor_interval", "max_restarts",
-}  # fmt: skip
 _READ_OF_SECTIONS = re.compile(
     r"(fsdp_)?(sharding_strategy|reshard_after_forward|activation_checkpointing|version|offload_params)|zero_stage"
     r"|gradient_accumulation_steps|offload_(optimizer|param)_device|deepspeed_config_file"
@@ -295,8 +285,9 @@ def read_accelerate(config: ConfigFile) -> ImportedRun:
     apply_accelerate(imported, settings, config)
     read_fine_tuning(imported, beside_adapters(settings, config))
     imported.notes.append("an Accelerate configuration names no model, batch or sequence length: add them as options")
-    imported.note_unread(settings, _READ, {*_IGNORED, *(name for name, value in settings.items() if not value)})
     row, given = dialect("accelerate"), flat(settings)
+    harmless = {name for name, value in settings.items() if not value or row.is_harmless(name)}
+    imported.note_unread(settings, row.read, harmless)
     imported.assumed = {
         path: str(value) for path, value in row.left_out(given).items() if path.partition(".")[0] in settings
     }

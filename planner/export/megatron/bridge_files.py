@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from planner.answer import Plan
 from planner.export.environment import megatron_environment
 from planner.export.megatron.megatron_files import (
-    DATA_PATH,
     LOG,
     NEWEST,
     PLACEHOLDERS,
@@ -19,7 +18,7 @@ from planner.export.megatron.megatron_files import (
     requirements,
     training_arguments,
 )
-from planner.export.megatron.option_rows import all_rows
+from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, TANH, YARN, all_rows
 from planner.export.megatron.plan_options import SWITCHING
 from planner.export.refusal import Objections
 from planner.export.run_settings import ROTARY_BASE, run_settings, stated
@@ -39,73 +38,11 @@ from planner.export.trainer_files import (
 )
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
-from planner.trainers.rules.common import every_nth, query_width, release, rotary_method
-from planner.trainers.rules.megatron import Family, bridge_model_rules, family_of
-
-RECIPES: dict[Family, str] = {
-    "gpt": "vanilla_gpt_pretrain_config",
-    "mla": "deepseek_v3_pretrain_config",
-    "gemma2": "gemma2_2b_pretrain_config",
-    "gemma3": "gemma3_1b_pretrain_config",
-}
-"""The recipe whose layers a family of models has; all of its sizes are overridden."""
-DOWNLOADS: dict[Family, str] = {"mla": "deepseek-ai/DeepSeek-V3", "gemma2": "google/gemma-2-2b"}
-"""Models whose configuration a recipe reads from Hugging Face or its cache."""
-TANH = "fast_gelu"
-"""Bridge's name of the GELU by a tanh, which fused with a bias is the plain one's."""
-MOMENTS = {"bf16": "bfloat16", "fp32": "float32"}
-"""Bridge's names of the dtypes of moments."""
-MOMENT_FIELDS = {
-    "--exp-avg-dtype": "optimizer.exp_avg_dtype",
-    "--exp-avg-sq-dtype": "optimizer.exp_avg_sq_dtype",
-}
-
-
-class YarnField(NamedTuple):
-    """A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
-
-    plain: str
-    latent: str
-    field: str
-
-
-YARN = (
-    YarnField("model.yarn_rotary_scaling_factor", "model.rotary_scaling_factor", "factor"),
-    YarnField(
-        "model.yarn_original_max_position_embeddings", "model.original_max_position_embeddings",
-        "original_max_position_embeddings",
-    ),
-    YarnField("model.yarn_beta_fast", "model.beta_fast", "beta_fast"),
-    YarnField("model.yarn_beta_slow", "model.beta_slow", "beta_slow"),
-    YarnField("model.yarn_mscale", "model.mscale", "mscale"),
-    YarnField("model.yarn_mscale_all_dim", "model.mscale_all_dim", "mscale_all_dim"),
-)  # fmt: skip
-
-BRIDGE = {row.name: row.bridge for row in all_rows() if row.bridge}
-"""Options whose value a field of Megatron-Bridge's configuration takes as it is, and the field."""
-
+from planner.trainers.rules.common import every_nth, query_width, rotary_method
+from planner.trainers.rules.megatron import bridge_model_rules, family_of
 
 _KNOWN = {row.name for row in all_rows()} | SWITCHING
 """Every option that is written: those without a field of the same value are said otherwise below."""
-
-
-class BridgeFlag(NamedTuple):
-    """A field that stands for a bare option."""
-
-    field: str
-    option: str
-    value: bool
-    """The value where the option is given; the other where it is not."""
-
-
-def _flags(option: str, paths: Iterable[str]) -> list[BridgeFlag]:
-    return [BridgeFlag(path.removeprefix("not "), option, not path.startswith("not ")) for path in paths]
-
-
-FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_is)]
-"""Fields that are written for a bare option, whether it is given or not."""
-READ_FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_read)]
-"""Fields that only recipes set."""
 
 
 def flag_fields(arguments: Arguments) -> dict[str, bool]:
@@ -170,7 +107,7 @@ def _rotary(model: ModelSpec) -> Overrides:
     if method == "linear":
         return overrides | {"model.seq_len_interpolation_factor": scaling.factor}
     return overrides | {
-        **{names.plain: number for names, number in zip(YARN, _yarn(scaling), strict=True)},
+        **dict(zip((plain for plain, _, _ in YARN), _yarn(scaling), strict=True)),
         "model.yarn_correction_range_round_to_int": scaling.truncate is not False,
     }
 
@@ -200,7 +137,7 @@ def _latent(model: ModelSpec) -> Overrides:
     return {
         "model.q_lora_rank": model.mla.q_lora_rank,
         "model.num_query_groups": model.num_attention_heads,
-        **{names.latent: number for names, number in zip(YARN, _yarn(used), strict=True)},
+        **dict(zip((latent for _, latent, _ in YARN), _yarn(used), strict=True)),
         "model.mscale": 1.0 if used.mscale is None else used.mscale,
         "model.mscale_all_dim": used.mscale_all_dim or 0.0,
     }
@@ -273,8 +210,8 @@ def _derived(plan: Plan, arguments: Arguments) -> Overrides:
         "overlaps_p2p": overlaps_p2p,
         "batches_p2p": not overlaps_p2p,
         "graphs": arguments.get("--cuda-graph-impl", "none") != "none",
-        "exp_avg": MOMENTS.get(str(arguments.get("--exp-avg-dtype"))),
-        "exp_avg_sq": MOMENTS.get(str(arguments.get("--exp-avg-sq-dtype"))),
+        "exp_avg": OF_BRIDGE["moments"].get(str(arguments.get("--exp-avg-dtype"))),
+        "exp_avg_sq": OF_BRIDGE["moments"].get(str(arguments.get("--exp-avg-sq-dtype"))),
         "recomputed": list(modules) if isinstance(modules, tuple) else None,
     }
     overrides = settings("bridge", **values) | _mixed_precision(plan, arguments) | flag_fields(arguments)
@@ -309,20 +246,18 @@ _LEFT_OUT = ("--padded-vocab-size", "--mock-data", "--save-retain-interval")
 """The model's own vocabulary is a field already, mock data is an option of run_recipe.py, and Bridge deletes old
 checkpoints by their number."""
 _KEPT_CHECKPOINTS = 10
-_FIRST_SECTIONS = "0.17"
-"""The first Megatron core whose Bridge has a section `validation` and reads paths of data as one text."""
 
 
 def first_run(plan: Plan) -> RunPart:
     """A short run on mock data, which saves nothing."""
-    words = [*_words(plan, first_run_arguments(plan)), "checkpoint.save=null", "checkpoint.load=null"]
+    words = [*_words(first_run_arguments(plan)), "checkpoint.save=null", "checkpoint.load=null"]
     return RunPart({"--dataset": "mock"}, tuple(words))
 
 
 def training_run(plan: Plan) -> RunPart:
     """Training, on the user's data."""
     kept = f"checkpoint.most_recent_k={_KEPT_CHECKPOINTS}"
-    return RunPart(words=(*_words(plan, training_arguments(plan)), kept))
+    return RunPart(words=(*_words(training_arguments(plan)), kept))
 
 
 def hydra(value: Any) -> str:
@@ -332,22 +267,15 @@ def hydra(value: Any) -> str:
     return json.dumps(value)
 
 
-def _words(plan: Plan, arguments: Arguments) -> list[str]:
-    version = plan.runtime_spec.version
-    is_old = bool(version) and release(version) < release(_FIRST_SECTIONS)
+def _words(arguments: Arguments) -> list[str]:
     words: list[str] = []
     for option, value in arguments.items():
         if option in _LEFT_OUT:
             continue
-        path = BRIDGE[option]
-        if is_old and path.startswith("validation."):
-            path = path.replace("validation.", "train.")
-        if is_old and option == "--data-path":
-            words.append(ShellText(f'"dataset.blend=[[\\"{DATA_PATH.words}\\"],null]"'))
-        elif isinstance(value, ShellText):
-            words.append(ShellText(f'"{path}=\\"{value.unquoted}\\""'))
+        if isinstance(value, ShellText):
+            words.append(ShellText(f'"{BRIDGE[option]}=\\"{value.unquoted}\\""'))
         else:
-            words.append(f"{path}={hydra(value)}")
+            words.append(f"{BRIDGE[option]}={hydra(value)}")
     return words
 
 
@@ -373,7 +301,7 @@ def export_bridge(plan: Plan) -> TrainerFiles:
     notes = _notes(plan)
     variables = megatron_environment(plan)
     comments = header(plan, written_for, notes)
-    recipe = RECIPES[family_of(plan.model.spec)]
+    recipe = OF_BRIDGE["recipes"][family_of(plan.model.spec)]
     first, training = first_run(plan), training_run(plan)
     data = {
         "recipe": recipe,
@@ -417,6 +345,6 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         *run_settings(plan).notes,
         *notes_on_options(plan),
     ]
-    if download := DOWNLOADS.get(family_of(plan.model.spec)):
+    if download := OF_BRIDGE["downloads"].get(family_of(plan.model.spec)):
         notes.append(f"the recipe reads the configuration of {download} from Hugging Face or its cache")
     return tuple(notes)

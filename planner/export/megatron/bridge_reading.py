@@ -13,9 +13,8 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.megatron.bridge_files import BRIDGE, FLAGS, MOMENT_FIELDS, MOMENTS, READ_FLAGS, RECIPES, TANH, YARN
 from planner.export.megatron.keyed_reading import add_lora
-from planner.export.megatron.option_rows import Options, options_of
+from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_FLAGS, TANH, YARN, Options, options_of
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called
 from planner.specs.reading import kind_of
@@ -31,7 +30,7 @@ MODEL_FIELDS = frozenset({
     "model.query_pre_attn_scalar", "model.no_rope_freq", "model.window_attn_skip_freq",
     "model.interleaved_attn_pattern", "model.rope_scaling", "model.rope_scaling_factor",
     "model.seq_len_interpolation_factor", "model.yarn_correction_range_round_to_int",
-    *(name for names in YARN for name in (names.plain, names.latent)), *_CAPS,
+    *(name for plain, latent, _ in YARN for name in (plain, latent)), *_CAPS,
 })  # fmt: skip
 """Paths that are read here."""
 
@@ -75,7 +74,7 @@ def _layers(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
     """How rotary frequencies are stretched; a factor of 1 stretches nothing."""
     is_latent = bool(fields.get("model.multi_latent_attention"))
-    yarn = {names.field: fields.get(names.latent if is_latent else names.plain) for names in YARN}
+    yarn = {field: fields.get(latent if is_latent else plain) for plain, latent, field in YARN}
     if yarn["factor"] not in (None, 1, 1.0):
         rounded = fields.get("model.yarn_correction_range_round_to_int", True)
         return {"rope_scaling": {"rope_type": "yarn", **yarn, "truncate": None if rounded else False}}
@@ -88,13 +87,13 @@ def _scaling(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_gemma(fields: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """The parts that recipes of Gemma 2 and 3 build, whatever is overridden."""
-    if recipe not in (RECIPES["gemma2"], RECIPES["gemma3"]):
+    if recipe not in (OF_BRIDGE["recipes"]["gemma2"], OF_BRIDGE["recipes"]["gemma3"]):
         return {}
     hidden = fields.get("model.hidden_size")
     found: dict[str, Any] = {"post_norms": True}
     if isinstance(hidden, int):
         found["embedding_multiplier"] = hidden**0.5
-    if recipe == RECIPES["gemma2"]:
+    if recipe == OF_BRIDGE["recipes"]["gemma2"]:
         scalar = fields.get("model.query_pre_attn_scalar")
         scaled = {"attention_multiplier": scalar**-0.5} if isinstance(scalar, (int, float)) and scalar > 0 else {}
         return found | scaled | {"sliding_window_pattern": 2}
@@ -130,7 +129,7 @@ _VALUED = {
 READ_FIELDS = frozenset({
     *_PATHS, *_FLAGS, *_VALUED, *MODEL_FIELDS, "model.activation_func", "dataset.seq_length", "model.moe_layer_freq",
     "model.window_attn_skip_freq", "model.overlap_p2p_comm", "mixed_precision", "mixed_precision.fp8_recipe",
-    "mixed_precision.grad_reduce_in_fp32", *MOMENT_FIELDS.values(),
+    "mixed_precision.grad_reduce_in_fp32", *OF_BRIDGE["moment_fields"].values(),
     "model.bias_activation_fusion",
 })  # fmt: skip
 """Paths that are read."""
@@ -178,7 +177,7 @@ IGNORED = re.compile(
     )
 )
 """Paths of fields that change neither seconds nor bytes of a step."""
-_OPTION_MOMENTS = {theirs: ours for ours, theirs in MOMENTS.items()}
+_OPTION_MOMENTS = {theirs: ours for ours, theirs in OF_BRIDGE["moments"].items()}
 _RECIPES = (
     (r"mxfp8", {"mixed_precision.fp8": "e4m3", "mixed_precision.fp8_recipe": "mxfp8"}),
     (r"nvfp4", {"mixed_precision.fp4": "e2m1"}),
@@ -277,7 +276,7 @@ def _derived(fields: Fields, options: Options) -> dict[str, list[str]]:
     in_fp32 = fields.get("mixed_precision.grad_reduce_in_fp32", fields.get("ddp.grad_reduce_in_fp32"))
     if in_fp32 is not None and in_fp32 == ("--fp16" in options):
         derived["--accumulate-allreduce-grads-in-fp32" if in_fp32 else "--grad-reduce-in-bf16"] = []
-    for option, field in MOMENT_FIELDS.items():
+    for option, field in OF_BRIDGE["moment_fields"].items():
         if dtype := fields.get(field):
             derived[option] = [_OPTION_MOMENTS.get(str(dtype), str(dtype))]
     if fields.get("model.bias_activation_fusion") is False and "--swiglu" in options:

@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.imported_run import ImportedRun
+from planner.export.keyed_settings import table
 from planner.export.megatron.option_rows import Options, number, text
 
 MARKS = {
@@ -131,69 +132,24 @@ def _is_offloaded(zero: Any) -> bool:
     return isinstance(zero, dict) and (zero.get("offload_optimizer") or {}).get("device") == "cpu"
 
 
-_BY_PROGRAM = (
-    (r"pretrain_bert|train_bert", "BERT, an encoder"),
-    (r"pretrain_t5|_t5\b", "T5, an encoder with a decoder"),
-    (r"pretrain_(ict|realm)|biencoder", "a retriever of two encoders"),
-    (r"pretrain_retro", "Retro, which attends to retrieved chunks"),
-    (r"pretrain_vision|pretrain_vit|vision/", "a vision model"),
-    (r"pretrain_vlm|multimodal|train_vlm|llava", "a vision-language model"),
-    (r"pretrain_(mamba|hybrid)|examples/mamba", "Mamba, a state-space model"),
-    (r"preprocess_data|merge_datasets|analyze_data", "a preparation of data"),
-    (r"text_generation|generate_|run_inference|inference_server|tools/run_|/inference/", "an inference server"),
-    (r"checkpoint/convert|convert_checkpoint|hf2megatron|tools/checkpoint", "a conversion of checkpoints"),
-    (r"tasks/main|evaluate\.py|evalharness|tasks/msdp", "an evaluation of a trained model"),
-)
-"""Programs and what they do."""
-_BY_OPTION = (
-    (
-        r"--encoder-num-layers|--decoder-seq-length|--decoder-num-layers|--vocab-extra-ids",
-        "T5, an encoder with a decoder",
-    ),
-    (r"--bert-|--mask-prob|--mask-factor", "BERT, an encoder"),
-    (r"--retro-(?!no)|--retriever-", "Retro, which attends to retrieved chunks"),
-    (
-        r"--img-h|--vision-|--language-model-type|--patch-dim|--img-embed|--allow-missing-vision",
-        "a vision-language model",
-    ),
-    (
-        r"--hybrid-(override|layer)-pattern|--is-hybrid-model|--mamba-|--hybrid-(attention|mlp)-ratio",
-        "Mamba, a state-space model",
-    ),
-    (r"--ict-|--biencoder", "a retriever of two encoders"),
-)
-"""Options that other models alone have."""
-_BY_VALUE = {
-    "--spec": (r"mamba|hybrid", "Mamba, a state-space model"),
-    "--vocab-file": (r"\bbert-|vocab\.txt$", "BERT, an encoder"),
-    "--data-path": (r"\bmy-bert", "BERT, an encoder"),
-    "--tokenizer-type": (r"BertWordPiece", "BERT, an encoder"),
-}
-"""Options with values that other models alone have."""
-
-
-_OTHER_COMMANDS = {
-    "export": "a conversion of checkpoints", "eval": "an evaluation of a trained model", "infer": "an inference server",
-    "deploy": "an inference server", "rollout": "an inference server", "sample": "an inference server",
-}  # fmt: skip
-
-
 def check_is_gpt(words: Sequence[str], options: Options) -> None:
     """Raise SpecError where the program or its options are those of a model that is no GPT, or train nothing."""
+    rows = table()["no_decoder"]
     started = [*words[:1], *(word for word, before in zip(words[1:], words, strict=False) if before == "-m")]
     programs = " ".join([*started, *(word for word in words if word.endswith((".py", ".sh")))])
     begun = " ".join(words[:3])
     if other := re.search(
         r"\b(swift|megatron|llamafactory-cli)\s+(infer|deploy|export|eval|sample|rollout|chat)", begun
     ):
-        _refuse(_OTHER_COMMANDS.get(other[2], "no training"), begun)
-    for pattern, what in _BY_PROGRAM:
+        _refuse(rows["commands"].get(other[2], "no training"), begun)
+    for pattern, what in rows["programs"].items():
         if re.search(pattern, programs):
             _refuse(what, next((word for word in words if re.search(pattern, word)), programs).strip().splitlines()[0])
-    for pattern, what in _BY_OPTION:
+    for pattern, what in rows["options"].items():
         if option := next((name for name in options if re.match(pattern, name)), None):
             _refuse(what, option)
-    for option, (pattern, what) in _BY_VALUE.items():
+    for option, marks in rows["values"].items():
+        [(pattern, what)] = marks.items()
         if re.search(pattern, " ".join(options.get(option, []))):
             _refuse(what, option)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import yaml
 
 from planner.answer import Plan
 from planner.export.environment import megatron_environment
 from planner.export.megatron.model_options import model_arguments
-from planner.export.megatron.option_rows import sections_of
+from planner.export.megatron.option_rows import holds, options_of, sections_of, table
 from planner.export.megatron.plan_options import (
     GRID,
     KERNELS,
@@ -37,11 +37,12 @@ from planner.export.trainer_files import (
     ShellText,
     TrainerFiles,
     TrainerVersion,
+    argv,
     header,
     promise,
 )
 from planner.trainers.load import has_dtype
-from planner.trainers.rules.common import Rule
+from planner.trainers.rules.common import Rule, release
 from planner.trainers.rules.megatron import (
     MEGATRON_CP_RULES,
     MEGATRON_RULES,
@@ -179,60 +180,19 @@ _IMAGE_OF_AMD = f"use the image {IMAGE_OF_AMD}"
 _TRANSFORMER_ENGINE = "pip install --no-build-isolation transformer_engine[pytorch]"
 
 
-class _Need(NamedTuple):
-    """A feature of Transformer Engine, the least version that has it, and the options that ask for it."""
-
-    at_least: str
-    reason: str
-    is_asked: Callable[[Arguments], bool]
-
-
-def _has(*options: str) -> Callable[[Arguments], bool]:
-    return lambda arguments: any(option in arguments for option in options)
-
-
-def _is(option: str, *values: str) -> Callable[[Arguments], bool]:
-    return lambda arguments: arguments.get(option) in values
-
-
-def _graphs_modules(arguments: Arguments) -> bool:
-    return arguments.get("--cuda-graph-impl") == "transformer_engine"
-
-
-_TRANSFORMER_ENGINE_NEEDS = (
-    _Need("1.13", "--transformer-impl transformer_engine", _is("--transformer-impl", "transformer_engine")),
-    _Need("2.1", "--moe-permute-fusion", _has("--moe-permute-fusion")),
-    _Need("2.1", "moments in 16 bits", _has("--exp-avg-dtype", "--exp-avg-sq-dtype")),
-    _Need("2.2", "--fp8-recipe tensorwise", _is("--fp8-recipe", "tensorwise")),
-    _Need("2.1", "--fp8-recipe mxfp8", _is("--fp8-recipe", "mxfp8")),
-    _Need("2.3", "--fp8-recipe blockwise", _is("--fp8-recipe", "blockwise")),
-    _Need("2.7", "--fp4-format", _has("--fp4-format")),
-    _Need("2.8", "attention sinks (--softmax-type)", _has("--softmax-type")),
-    _Need("2.8", "--delay-wgrad-compute", _has("--delay-wgrad-compute")),
-    _Need(
-        "2.10", "--delay-wgrad-compute in graphs",
-        lambda arguments: "--delay-wgrad-compute" in arguments and _graphs_modules(arguments),
-    ),
-    _Need("2.14", "--use-transformer-engine-op-fuser", _has("--use-transformer-engine-op-fuser")),
-    _Need(
-        "2.14", "--fine-grained-activation-offloading in graphs",
-        lambda arguments: "--fine-grained-activation-offloading" in arguments and _graphs_modules(arguments),
-    ),
-)  # fmt: skip
-"""From Megatron core's own checks (arguments.py, transformer_config.py, extensions/transformer_engine.py, main)."""
-
-
 def requirements(arguments: Arguments, is_amd: bool = False) -> Iterator[Requirement]:
     """The packages that the options need; on AMD GPUs they are builds for ROCm under the same names."""
     yield Requirement("torch", "everything", package="torch", at_least="2.4")
-    needs = [need for need in _TRANSFORMER_ENGINE_NEEDS if need.is_asked(arguments)]
-    if needs:
-        highest = max(needs, key=lambda need: tuple(map(int, need.at_least.split("."))))
+    options = options_of(argv(arguments))
+    engine: dict[str, str] = table()["transformer_engine"]
+    asked = [clause for clause in engine if all(holds(part, options) for part in clause.split(" and "))]
+    if asked:
+        newest = max(asked, key=lambda clause: release(engine[clause]))
         yield Requirement(
             "transformer_engine.pytorch",
-            highest.reason,
+            newest,
             "transformer_engine",
-            highest.at_least,
+            engine[newest],
             f"build ROCm/TransformerEngine, or {_IMAGE_OF_AMD}" if is_amd else _TRANSFORMER_ENGINE,
         )
     if "--no-gradient-accumulation-fusion" not in arguments:

@@ -286,6 +286,15 @@ class Section:
         return frozenset(row.name for row in self.rows if row.is_read or row.by in by)
 
 
+def holds(clause: str, options: Options) -> bool:
+    """`--option`, `--option word|word` or `--option > 1` holds of options."""
+    name, *words = clause.split()
+    if words[:1] == [">"]:
+        return (number(options, name, 0) or 0) > int(words[1])
+    said = re.findall(r"[^\s,\[\]]+", text(options, name))
+    return name in options and (not words or not {*said}.isdisjoint(words[0].split("|")))
+
+
 def known(options: Options) -> Fields:
     """The reader of options that say nothing that others do not."""
     return {}
@@ -306,3 +315,41 @@ def read_fields(sections: Iterable[Section], options: Options) -> Fields:
             part, _, name = path.rpartition(".")
             (fields.setdefault(part, {}) if part else fields)[name] = value
     return fields
+
+
+BRIDGE = {row.name: row.bridge for row in all_rows() if row.bridge}
+"""Options whose value a field of Megatron-Bridge's configuration takes as it is, and the field."""
+TANH = "fast_gelu"
+"""Bridge's name of the GELU by a tanh, which fused with a bias is the plain one's."""
+
+
+class BridgeFlag(NamedTuple):
+    """A field that stands for a bare option."""
+
+    field: str
+    option: str
+    value: bool
+    """The value where the option is given; the other where it is not."""
+
+
+def _flags(option: str, paths: Iterable[str]) -> list[BridgeFlag]:
+    return [BridgeFlag(path.removeprefix("not "), option, not path.startswith("not ")) for path in paths]
+
+
+FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_is)]
+"""Fields that are written for a bare option, whether it is given or not."""
+READ_FLAGS = [flag for row in all_rows() for flag in _flags(row.name, row.bridge_read)]
+"""Fields that only recipes set."""
+OF_BRIDGE: dict[str, Any] = table()["bridge"]
+"""Recipes, downloads, dtypes of moments: rows that only Bridge has."""
+YARN: list[tuple[str, str, str]] = [(plain, latent, field) for plain, latent, field in OF_BRIDGE["yarn"]]
+"""A number of yarn: Bridge's field of plain attention, that of latent attention, and ours."""
+_KEYS = {row.name: row.primus for row in all_rows() if row.primus}
+NEGATED = {option: key.removeprefix("not ") for option, key in _KEYS.items() if key.startswith("not ")}
+"""Options that set a key of Primus to false."""
+PRIMUS_SCHEDULES: dict[str, dict[str, Any]] = table()["primus_schedules"]
+
+
+def key_of(option: str) -> str:
+    """The name under which Primus knows an option of Megatron-LM."""
+    return NEGATED.get(option) or _KEYS.get(option) or option.removeprefix("--").replace("-", "_")

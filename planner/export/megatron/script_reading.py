@@ -18,7 +18,7 @@ from planner.export.megatron.deepspeed_options import (
     read_zero,
 )
 from planner.export.megatron.model_options import MODEL_OPTIONS, read_model
-from planner.export.megatron.option_rows import Options, number, options_of, read_fields, text
+from planner.export.megatron.option_rows import Options, holds, number, options_of, read_fields, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
     KERNELS,
@@ -301,13 +301,13 @@ def named_refusals(options: Options, is_parsed: bool = True) -> Iterator[tuple[s
     for name, row in option_table()["refused"].items():
         if not is_parsed and row.get("by") == "parser":
             continue
-        given = next((clause for clause in row["given"] if _holds(clause, options)), None)
-        if given is None or not all(_holds(clause, options) for clause in row.get("beside", ())):
+        given = next((clause for clause in row["given"] if holds(clause, options)), None)
+        if given is None or not all(holds(clause, options) for clause in row.get("beside", ())):
             continue
         needs, excludes = row.get("needs", ()), row.get("excludes", ())
-        if needs and not any(_holds(clause, options) for clause in needs):
+        if needs and not any(holds(clause, options) for clause in needs):
             yield name, f"{given} needs {' or '.join(needs)}"
-        if any(_holds(clause, options) for clause in excludes):
+        if any(holds(clause, options) for clause in excludes):
             yield name, f"{given} takes no {' and no '.join(excludes)}"
     yield from _refused_stages(options)
     positions, length, heads, groups, hidden = (
@@ -322,15 +322,6 @@ def named_refusals(options: Options, is_parsed: bool = True) -> Iterator[tuple[s
         yield "group_sizes", f"{heads} heads are no multiple of {groups} groups"
     if is_parsed and "--kv-channels" not in options and hidden and heads and hidden % heads:
         yield "heads_without_channels", f"hidden size {hidden} is no multiple of {heads} heads"
-
-
-def _holds(clause: str, options: Options) -> bool:
-    """`--option`, `--option word|word` or `--option > 1` holds of options."""
-    name, *words = clause.split()
-    if words[:1] == [">"]:
-        return (number(options, name, 0) or 0) > int(words[1])
-    said = re.findall(r"[^\s,\[\]]+", text(options, name))
-    return name in options and (not words or not {*said}.isdisjoint(words[0].split("|")))
 
 
 def _refused_stages(options: Options) -> Iterator[tuple[str, str]]:

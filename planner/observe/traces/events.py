@@ -25,7 +25,6 @@ class KernelFamily:
 
     name: str
     pattern: str
-    communicates: bool = False
 
 
 OPTIMIZER = "optimizer"
@@ -38,7 +37,6 @@ FAMILIES = (
         r"nccl|rccl|^gloo:|c10d::|multimem_\w*(reduce|gather)|(one|two)_?shot_all_?reduce|cross_device_reduce|symm_mem"
         r"|nvshmem|ishmem|deep_?ep|hybrid_?ep|(intranode|internode)::|low_latency::|allreduce_\w*kernel|mscclpp?"
         r"|userbuffers|all_?gather_kernel|reduce_?scatter_kernel|quick_?reduce",
-        communicates=True,
     ),
     KernelFamily("fused by Inductor", r"^triton_(poi|red|per|for|unk|_)"),
     KernelFamily(

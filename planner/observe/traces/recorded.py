@@ -1,26 +1,284 @@
-"""Profiler traces, memory snapshots and flight-recorder dumps of one run, and the observation that they amount to."""
+"""Profiler traces, memory snapshots and flight-recorder dumps of one run, and the observation that they amount to.
+
+Bus rate = bytes × factor ÷ seconds, with factor 2(n − 1)/n for an all-reduce of n ranks, (n − 1)/n for gather, scatter
+and all-to-all on the full size, and 1 for broadcasts and transfers, as nccl-tests define it.
+
+The n-th collective of a group is the same one on all of its ranks. A collective cannot move data before its last rank
+has come: from the latest start to a rank's end is transfer, what comes before on that rank is wait. Clocks of hosts
+differ by more than a collective takes, so they are aligned first, by the ends of shared collectives, which are close.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from planner.errors import SpecError
 from planner.observe.observation import JobFacts, Observation, Observed, ObservedMemory, SourceFile
-from planner.observe.traces.breakdown import Sorted, break_down, step_windows
-from planner.observe.traces.collectives import PeerTimes, collective_times, stage_of
+from planner.observe.traces.breakdown import NS, Sorted, break_down, step_windows
 from planner.observe.traces.dumps import FlightReport, SnapshotReport, read_flight_recorder, read_snapshot
-from planner.observe.traces.events import HOST, OPTIMIZER, PLANNED, RankReport, RankTrace, TraceReport, TraceStep
+from planner.observe.traces.events import (
+    HOST,
+    OPTIMIZER,
+    PLANNED,
+    CollectiveTime,
+    RankReport,
+    RankTrace,
+    TraceReport,
+    TraceStep,
+    axis_of_description,
+)
 from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.source import Progress, TraceFile
 from planner.specs.base import Spec
 from planner.specs.reading import STDIN
+
+DTYPE_BYTES = {
+    "float": 4, "float32": 4, "int": 4, "bfloat16": 2, "half": 2, "float16": 2, "short": 2, "byte": 1, "char": 1,
+    "bool": 1, "long": 8, "double": 8, "int64": 8, "float64": 8, "int32": 4, "int8": 1, "uint8": 1,
+}  # fmt: skip
+"""Bytes of an element, by the names that Kineto writes, in lower case; `float8…` are 1."""
+
+COLLECTIVES = (
+    ("all_reduce", r"all_?reduce"),
+    ("reduce_scatter", r"reduce_?scatter"),
+    ("all_gather", r"all_?gather"),
+    ("all_to_all", r"all_?to_?all"),
+    ("send_recv", r"send|recv"),
+    ("broadcast", r"broadcast"),
+    ("reduce", r"reduce"),
+    ("barrier", r"barrier"),
+)
+"""(kind, pattern) of collectives and of the kernels that run them."""
+_COLLECTIVE_PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in COLLECTIVES)
+OTHER_KIND = "other"
+
+
+def collective_of(name: str) -> str:
+    """The kind of collective that a name speaks of."""
+    return next((kind for kind, pattern in _COLLECTIVE_PATTERNS if pattern.search(name)), OTHER_KIND)
+
+
+def bus_factor(kind: str, size: int) -> float:
+    """The part of the bytes that crosses each rank's link, times the rounds."""
+    if kind == "all_reduce":
+        return 2 * (size - 1) / size
+    return (size - 1) / size if kind in ("reduce_scatter", "all_gather", "all_to_all") else 1.0
+
+
+def element_bytes(dtype: str) -> int | None:
+    """Bytes of one element, None for a name that is not known."""
+    lowered = dtype.lower()
+    return 1 if lowered.startswith("float8") else DTYPE_BYTES.get(lowered)
+
+
+def collective_times(
+    events: Sorted, transfer_ns: Mapping[int, int] | None = None, wait_ns: Mapping[int, int] | None = None
+) -> tuple[CollectiveTime, ...]:
+    """Every kind of exchange of one rank, the longest in total first.
+
+    `transfer_ns` and `wait_ns`, of an event's index, are what peers' traces separate.
+    """
+    transfers, waits = transfer_ns or {}, wait_ns or {}
+    trace = events.trace
+    indices = defaultdict(list)
+    for index in np.flatnonzero(events.group >= 0).tolist():
+        indices[_form(events, index)].append(index)
+    lengths: NDArray[np.int64] = trace.gpu["end"] - trace.gpu["start"]
+    times = []
+    for (label, kind, num_bytes, size), chosen in indices.items():
+        waited = [waits[index] for index in chosen if index in waits]
+        separated = [transfers[index] for index in chosen if index in transfers]
+        median_s = float(np.median(lengths[chosen])) * NS
+        transfer_s = float(np.median(separated)) * NS if separated else None
+        seconds = transfer_s or median_s
+        rate = (
+            num_bytes * bus_factor(kind, size) / seconds / 1e9 if num_bytes and size and size > 1 and seconds else None
+        )
+        times.append(
+            CollectiveTime(
+                group=label,
+                collective=kind,
+                num_bytes=num_bytes,
+                group_size=size,
+                count=len(chosen),
+                median_s=median_s,
+                transfer_s=transfer_s,
+                wait_s=float(np.mean(waited)) * NS if waited else None,
+                bus_gb_per_s=rate,
+                at_least=transfer_s is None,
+            )
+        )
+    return tuple(sorted(times, key=lambda row: -row.median_s * row.count))
+
+
+def _form(events: Sorted, index: int) -> tuple[str, str, int | None, int | None]:
+    """(group, kind, bytes, ranks) of one exchange, as far as the trace says them."""
+    trace = events.trace
+    label, name, call = (
+        events.labels[events.group[index]],
+        trace.names[trace.gpu["name"][index]],
+        trace.gpu["call"][index],
+    )
+    if call < 0:
+        return label, collective_of(name), None, None
+    said = trace.calls[call]
+    width = element_bytes(said.dtype)
+    group = trace.groups.get(said.group)
+    kind = collective_of(said.collective)
+    kind = kind if kind != OTHER_KIND else collective_of(name)
+    return (
+        label,
+        kind,
+        said.num_elements * width if width and said.num_elements else None,
+        group.size if group else None,
+    )
+
+
+_ENDS_TOGETHER = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
+
+SharedKey = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class PeerTimes:
+    """Waits and transfers that traces tell of each other, by the rank's place in the list and the event's index."""
+
+    transfer_ns: list[dict[int, int]]
+    wait_ns: list[dict[int, int]]
+    clock_error_s: float | None = None
+    num_matched: int = 0
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sorted]) -> PeerTimes:
+        """Match the collectives of all ranks and cut each into wait and transfer."""
+        peers = cls([{} for _ in ranks], [{} for _ in ranks])
+        shared = [entries for entries in _matched(ranks) if len(entries) > 1]
+        offsets, peers.clock_error_s = _clocks(ranks, shared)
+        for entries in shared:
+            peers._cut(ranks, entries, offsets)
+        return peers
+
+    def _cut(self, ranks: Sequence[Sorted], entries: list[tuple[int, int]], offsets: list[int]) -> None:
+        starts = [int(ranks[rank].trace.gpu["start"][index]) + offsets[rank] for rank, index in entries]
+        latest = max(starts)
+        for (rank, index), start in zip(entries, starts, strict=True):
+            gpu = ranks[rank].trace.gpu
+            length = int(gpu["end"][index] - gpu["start"][index])
+            wait = min(latest - start, length)
+            self.wait_ns[rank][index], self.transfer_ns[rank][index] = wait, length - wait
+        self.num_matched += 1
+
+
+def _matched(ranks: Sequence[Sorted]) -> Iterable[list[tuple[int, int]]]:
+    """Lists of (rank's place, event's index) that are one exchange, of groups whose ranks did equally many."""
+    found: dict[SharedKey, list[list[tuple[int, int]]]] = defaultdict(list)
+    for place, events in enumerate(ranks):
+        mine: dict[SharedKey, list[tuple[int, int]]] = defaultdict(list)
+        for index in np.flatnonzero(events.group >= 0).tolist():
+            key = _shared_key(events, index)
+            if key is not None:
+                mine[key].append((place, index))
+        for key, entries in mine.items():
+            found[key].append(entries)
+    for lists in found.values():
+        if len({len(entries) for entries in lists}) == 1:
+            yield from ([entries[number] for entries in lists] for number in range(len(lists[0])))
+
+
+def _shared_key(events: Sorted, index: int) -> SharedKey | None:
+    """The key that ranks share of one exchange; None where the trace does not say its ranks."""
+    trace = events.trace
+    if trace.gpu["call"][index] < 0:
+        return ("world", collective_of(trace.names[trace.gpu["name"][index]])) if _all_in_one(trace) else None
+    call = trace.calls[trace.gpu["call"][index]]
+    group = trace.groups.get(call.group)
+    if group is None or len(group.ranks) < 2:
+        return None
+    kind = collective_of(call.collective)
+    if call.peers is not None:
+        return (group.ranks, group.description, "send_recv", call.peers)
+    if kind == "send_recv" and len(group.ranks) > 2:
+        return None  # whose peer is whose is not said
+    return (group.ranks, group.description, kind, call.num_elements if kind != "send_recv" else 0)
+
+
+def _all_in_one(trace: RankTrace) -> bool:
+    """True if every group holds all ranks, so that a collective that names no group is of all of them."""
+    size = trace.world_size or 0
+    groups = [group.ranks for group in trace.groups.values() if group.size != 1]
+    return size == 2 or (bool(groups) and all(ranks == tuple(range(size)) for ranks in groups))
+
+
+def _clocks(ranks: Sequence[Sorted], shared: Sequence[list[tuple[int, int]]]) -> tuple[list[int], float | None]:
+    """Nanoseconds to add to each rank's times so that shared collectives end together, and the median misfit.
+
+    Clocks that are no further apart than ends scatter are taken as one: ranks of one host have one, and the scatter
+    would be added to every wait.
+    """
+    offsets = [events.trace.origin_ns - ranks[0].trace.origin_ns for events in ranks]
+    ends: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for entries in shared:
+        first, first_index = entries[0]
+        trace = ranks[first].trace
+        if _kind(trace, first_index) not in _ENDS_TOGETHER:
+            continue
+        for place, index in entries[1:]:
+            ends[first, place].append(int(trace.gpu["end"][first_index]) - int(ranks[place].trace.gpu["end"][index]))
+    known: set[int] = set()
+    errors: list[int] = []
+    for root in range(len(ranks)):  # one of each part of the ranks that no collective joins to those before
+        if root in known:
+            continue
+        known.add(root)
+        for _ in ranks:  # every round reaches the ranks that share a group with those known
+            _align(ends, offsets, known)
+    for (a, b), apart in ends.items():
+        errors += [abs(offsets[a] + difference - offsets[b]) for difference in apart]
+    return offsets, float(np.median(errors)) * NS if errors else None
+
+
+def _align(ends: Mapping[tuple[int, int], list[int]], offsets: list[int], known: set[int]) -> None:
+    """Set the clocks of ranks that share collectives with those known, beyond the scatter of their ends."""
+    for (a, b), apart in ends.items():
+        middle = int(np.median(apart))
+        if (a in known) != (b in known):
+            other, clock = (b, offsets[a] + middle) if a in known else (a, offsets[b] - middle)
+            scatter = float(np.median(np.abs(np.array(apart) - middle)))
+            if abs(clock - offsets[other]) > scatter:
+                offsets[other] = clock
+            known |= {a, b}
+
+
+def _kind(trace: RankTrace, index: int) -> str:
+    call = int(trace.gpu["call"][index])
+    return collective_of(trace.calls[call].collective if call >= 0 else trace.names[trace.gpu["name"][index]])
+
+
+def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | None:
+    """The pipeline stage of a rank: its place in its pipeline group, or in `grid`; None where neither is known.
+
+    A trace that describes its groups, and none of a pipeline, is of a job with one stage.
+    """
+    rank, trace = events.trace.rank, events.trace
+    if rank is None:
+        return None
+    for group in trace.groups.values():
+        if group.label == "pp" and rank in group.ranks:
+            return group.ranks.index(rank)
+    if grid:
+        return rank // (grid.get("tp", 1) * grid.get("cp", 1) * grid.get("dp", 1)) % grid.get("pp", 1)
+    described = any(axis_of_description(group.description) for group in trace.groups.values())
+    return 0 if described or trace.world_size == 1 else None
+
 
 _START_BYTES = 2**16
 _IS_TRACE = re.compile(rb'"traceEvents"|"deviceProperties"|"schemaVersion"\s*:\s*\d|"ph"\s*:\s*"[A-Za-z]"')

@@ -68,9 +68,11 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     yield from _both_ways("dispatch", exchanged)
     yield from _experts(model, moe, shape, runtime, pairs * shape.etp * fullest)
     yield from _both_ways("combine", exchanged)
+    if runtime.weights_expert_outputs and not runtime.fused_permute:
+        yield _row_weights(pairs, sent, moe.num_experts / shape.ep, 0, runtime, "expert outputs")
     unpermute = _move("unpermute", moved_bytes)
-    outputs = (Saved("expert outputs", (pairs, sent), ("moe",)),) if runtime.weights_expert_outputs else ()
-    yield replace(unpermute, saved=outputs)
+    is_kept = runtime.weights_expert_outputs and runtime.fused_permute
+    yield replace(unpermute, saved=(Saved("expert outputs", (pairs, sent), ("moe",)),) if is_kept else ())
     if moe.latent_size is not None:
         if moe.latent_norm:
             yield norm("latent norm", sent, tokens, model, runtime, saves_output=False)
@@ -154,8 +156,8 @@ def _experts(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec,
     )
     activation = activation_of("moe_act", model, rows, width, runtime, ("moe", "moe_act"))
     yield _inside_products(activation, BF16 * rows * factor * width) if runtime.fuses_experts else activation
-    if not runtime.fused_permute:
-        yield from _row_weights(rows, width, local, several * (shape.ep > 1), runtime)
+    if not (runtime.fused_permute or runtime.weights_expert_outputs):
+        yield _row_weights(rows, width, local, several * (shape.ep > 1), runtime, "weighted rows")
     yield Operator(
         name="experts down",
         kind="gemm",
@@ -232,14 +234,16 @@ def _routing(tokens: Number, pairs: Number, runtime: RuntimeSpec) -> tuple[Saved
     )
 
 
-def _row_weights(rows: Number, width: Number, local: Number, sorts: Number, runtime: RuntimeSpec) -> Iterator[Operator]:
-    """The product of activated rows and their router weights, which eager torch computes by itself.
+def _row_weights(
+    rows: Number, width: Number, local: Number, sorts: Number, runtime: RuntimeSpec, kept: str
+) -> Operator:
+    """The product of rows and their router weights, which eager torch computes by itself.
 
-    It keeps the weighted rows beside the unweighted ones, the weights, the offsets, and the two permutations of a
-    second sort by local expert.
+    It keeps weighted rows beside the activated ones, or the outputs of experts which it weights, the weights, the
+    offsets, and the two permutations of a second sort by local expert.
     """
     num_bytes, modules = BF16 * rows * width, ("moe", "moe_act")
-    yield Operator(
+    return Operator(
         name="row weights",
         kind="elementwise",
         family="activation",
@@ -249,7 +253,7 @@ def _row_weights(rows: Number, width: Number, local: Number, sorts: Number, runt
         forward_kernels=1,
         backward_kernels=3,
         saved=(
-            Saved("weighted rows", (rows, width), modules, gemm_input=True),
+            Saved(kept, (rows, width), modules, gemm_input=kept == "weighted rows"),
             Saved("weights", (rows,), ("moe",)),
             Saved("offsets", (local,), ("moe",), "int32"),
             Saved("order", (rows * sorts,), ("moe",), "int64"),

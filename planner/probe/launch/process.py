@@ -21,7 +21,7 @@ from planner.errors import PlannerError, ProbeError
 from planner.files import write_text
 from planner.probe.rank.groups import FAILURE_FILE, LOG_FILE, STACK_FILE
 from planner.probe.rank.pipeline import StepRecord
-from planner.probe.rank.rank_alone import trainer_alone
+from planner.probe.rank.training import trainer_alone
 from planner.probe.rank.worker import StepLoop, Worker
 from planner.probe.result import FailureKind, MeasuredRun, RankFailure, RankOutOfMemory, StepSeconds
 from planner.probe.run import ProbeRun

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from planner.probe.model.attention import AttentionTables
 from planner.probe.model.chunk import Chunk, copy_shard, hidden_shape, initialise, local, whole_name
 from planner.probe.model.layers import Experts, takes_groups
-from planner.probe.model.peers import GroupPeers, Surroundings
+from planner.probe.model.peers import EmulatedPeers, ExpertPeers, GroupPeers, Surroundings
 from planner.probe.rank.gradients import (
     FlatParameters,
     ShardedParameters,
@@ -22,7 +22,7 @@ from planner.probe.rank.gradients import (
     clip_scale,
     shard_chunk,
 )
-from planner.probe.rank.pipeline import RankClock, RankPipeline, SleepingPipeline, StepRecord, Wires
+from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, SleepingPipeline, StepRecord, Wires
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun, needed_by
 from planner.schedule.actions import Action
@@ -325,3 +325,79 @@ class RankTrainer:
         if dist.is_initialized():
             dist.all_reduce(total)
         return float(total)
+
+
+LEARNING_RATE = 1e-9
+"""The optimizer does all its work and moves no weight: nobody's loss makes the gradients."""
+
+
+def groups_of_one(*sizes: int) -> list[Any]:
+    """For each size, a group in which this process is rank 0 and no other rank exists; None for size 1."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=max(sizes), store=FakeStore())
+    return [dist.new_group(list(range(size))) if size > 1 else None for size in sizes]
+
+
+def emulate_exchanges(module: nn.Module) -> None:
+    """Replace exchanges by copies on the device: a gather of weights repeats this rank's rows, a scatter of gradients
+    keeps this rank's part. `require_fully_shard` says whether torch's fully_shard can be given exchanges of one's own.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_custom_all_gather(_RepeatedRows())  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(_OwnPart())  # type: ignore[arg-type]
+
+
+class _Emulated:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _RepeatedRows(_Emulated):
+    """Stands in for torch's `AllGather`: `input_tensor` is this rank's part of `output_tensor`."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+        output_tensor.view(group.size(), -1)[1:].copy_(input_tensor)
+
+
+class _OwnPart(_Emulated):
+    """Stands in for torch's `ReduceScatter`."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[0])
+
+
+def trainer_alone(run: ProbeRun, rank: int, device: str) -> RankTrainer:
+    """A rank's stages among emulated peers."""
+    place = run.place(rank)
+    around = Surroundings(
+        tp=EmulatedPeers(run.tp, 0, run.sequence_parallel),
+        ep=ExpertPeers(run.ep),
+        cp=EmulatedPeers(run.cp),
+        balanced_routing=run.balanced_routing,
+        recomputed=frozenset(run.recompute_modules),
+    )
+    trainer: RankTrainer
+
+    sizes = run.dp * run.cp, run.dp * run.cp * run.tp // run.ep
+    is_sharded = run.fully_sharded and sizes[0] > 1
+    groups = groups_of_one(*sizes) if is_sharded else (None, None)
+    dense, expert = (Sharding(group, size, zero=run.zero) for group, size in zip(groups, sizes, strict=True))
+    trainer = RankTrainer(
+        run.model_copy(update={"learning_rate": LEARNING_RATE}),
+        place.pp,
+        around,
+        EmulatedWires(run.stages_of(place.pp), lambda kind: trainer.empty().normal_()),
+        device,
+        dense,
+        expert,
+        holders=lambda name, stage: (place.pp,),
+    )
+    for chunk in trainer.chunks.values() if is_sharded else ():
+        emulate_exchanges(chunk)
+    return trainer

@@ -87,25 +87,17 @@ def test_ranks_without_a_dump_are_named(tmp_path: Path) -> None:
     assert read_flight_recorder([write_pickle(tmp_path / "nccl_0", data, 2)]).missing_ranks == (1, 2)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        [], {}, {"entries": 3}, {"entries": [3]}, {"entries": [{"process_group": 7}] * 10_000},
-    ],
-)  # fmt: skip
-def test_hostile_dumps_are_one_error(tmp_path: Path, data: Any) -> None:
-    path = write_pickle(tmp_path / "nccl_0", data, 2)
+ODD = [[], {}, {"entries": 3}, {"entries": [3]}, {"entries": [{"process_group": 7}] * 10_000}]
+BROKEN = ["{", '{"entries": ' + "[" * 10**5, '{"entries": ' + "9" * 5000 + "}", "\x00"]
+
+
+@pytest.mark.parametrize("data", [pickle.dumps(data, 2) for data in ODD] + [text.encode() for text in BROKEN])
+def test_hostile_dumps_are_one_error(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "nccl_0"
+    path.write_bytes(data)
     with pytest.raises(SpecError) as refused:
         read_flight_recorder([path])
     assert str(path) in refused.value.message
-
-
-@pytest.mark.parametrize("text", ["{", '{"entries": ' + "[" * 10**5, '{"entries": ' + "9" * 5000 + "}", "\x00"])
-def test_broken_json_is_one_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "nccl_0.json"
-    path.write_text(text)
-    with pytest.raises(SpecError, match="nccl_0"):
-        read_flight_recorder([path])
 
 
 def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:

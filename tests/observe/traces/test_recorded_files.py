@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from made_traces import event, frames, made_snapshot, segment, training_trace, write_pickle
+from made_traces import MadeTrace, event, frames, made_snapshot, segment, training_trace, write_pickle
 
 from planner.cli import main
-from planner.observe.traces.recorded import UNATTRIBUTED, kinds_of, observation_of, read_recorded
+from planner.errors import SpecError
+from planner.observe.traces.events import TraceReport
+from planner.observe.traces.recorded import (
+    UNATTRIBUTED,
+    FileKind,
+    file_kind_of,
+    kinds_of,
+    observation_of,
+    read_recorded,
+    read_traces,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 GIB = 2**30
@@ -98,3 +108,61 @@ def test_a_broken_file_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (code, printed.out) == (2, "")
     assert printed.err.startswith(f"error: {path}: traceEvents[")
     assert len(printed.err.splitlines()) == 2
+
+
+def test_every_kind_is_told(tmp_path: Path) -> None:
+    assert file_kind_of(training_trace(0).write(tmp_path / "t.json")) is FileKind.KINETO
+    assert file_kind_of(DATA / "cpu_rank0.json.gz") is FileKind.KINETO
+    assert file_kind_of(write_pickle(tmp_path / "s.pickle", made_snapshot([], []))) is FileKind.SNAPSHOT
+    assert file_kind_of(DATA / "flight_0") is FileKind.FLIGHT_RECORDER
+    assert file_kind_of(DATA / "flight_0.json") is FileKind.FLIGHT_RECORDER
+
+
+@pytest.mark.parametrize("text", ["", "step 1 | loss 2.0\n", '{"a": 1}', "[rank0]: step: 1", ":::MLLOG {}"])
+def test_logs_and_other_files_are_none_of_these(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(text)
+    assert file_kind_of(path) is None
+
+
+def test_a_list_of_events_is_a_trace(tmp_path: Path) -> None:
+    trace = MadeTrace()
+    trace.add("kernel", "k", 0, 1)
+    path = tmp_path / "list.json"
+    path.write_text("\ufeff " + str(trace.events).replace("'", '"'), encoding="utf-8")
+    assert file_kind_of(path) is FileKind.KINETO
+
+
+@pytest.mark.parametrize("name", ["missing", "", "a\0b"])
+def test_a_file_that_cannot_be_read_is_one_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SpecError):
+        file_kind_of(f"{tmp_path}/{name}")
+
+
+@pytest.fixture(scope="module")
+def report() -> TraceReport:
+    return read_traces([DATA / "cpu_rank0.json.gz", DATA / "cpu_rank1.json.gz"])
+
+
+def test_steps_are_found_and_cut_exactly(report: TraceReport) -> None:
+    for rank in report.ranks:
+        assert [step.number for step in rank.steps] == [2, 3, 4]
+        for step in rank.steps:
+            parts = (step.compute_s, step.exposed_communication_s, step.copies_s)
+            idle = (step.host_gaps_s, step.dependencies_s, step.idle_s)
+            assert sum(parts) + sum(idle) == pytest.approx(step.wall_s, abs=1e-12)
+            assert sum(family.seconds for family in step.families) == pytest.approx(step.compute_s, abs=1e-12)
+            assert {"gemm", "elementwise"} <= {family.family for family in step.families}
+
+
+def test_waits_are_told_apart_from_transfers(report: TraceReport) -> None:
+    for rank in report.ranks:
+        reduced = next(row for row in rank.collectives if row.collective == "all_reduce")
+        assert reduced.transfer_s is not None
+        assert reduced.wait_s is not None
+    assert report.clock_error_s is not None
+
+
+def test_what_a_cpu_s_trace_cannot_show_is_said(report: TraceReport) -> None:
+    assert all("no GPU's events" in rank.warnings[0] for rank in report.ranks)
+    assert any("neither group nor bytes" in told for told in report.not_shown)

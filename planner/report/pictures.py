@@ -1,19 +1,20 @@
-"""The page's pictures: memory of each stage, memory over the step, and the pipeline's timeline."""
+"""Pictures of page and report as SVG: memory of each stage, memory over the step, and the pipeline's timeline."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.ticker import MaxNLocator
 
 from planner.answer import Plan
 from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.report.charts import ACTION_COLOURS, MEMORY_COLOURS, PALETTE, envelope
 from planner.report.format import gibibytes, seconds, unit_for
-from planner.report.html import Html, folded, joined, picture, tag
+from planner.report.html import PLOT_STYLE, Html, folded, joined, picture, tag
 from planner.report.labels import MEMORY
 from planner.report.timeline import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
@@ -30,8 +31,8 @@ _LIGHTEST = 0.45
 _WIDE, _NARROW = 1000.0, 500.0
 _ROW, _HIGHEST = 18.0, 560.0
 """Height of a rank's row, and the greatest height of all rows together."""
-_NUMBERED = 13.0
-"""Width from which a bar is labelled with its micro-batch."""
+_NUMBER_MARGIN, _DIGIT_WIDTH = 3.0, 5.4
+"""Width of a bar around the number of its micro-batch, and of a digit of it."""
 _DIGIT = 9.0
 """Units of height of a number."""
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
@@ -73,6 +74,9 @@ def stacks(plan: Plan, capacity_bytes: int) -> Html:
         below += sizes
         used.append((label, MEMORY_COLOURS[label]))
     _capacity(plot, capacity_bytes)
+    for each in plan.stages:
+        if (ends := each.memory.total_bytes_interval) is not None:
+            plot.line([each.stage] * 2, [end / GIB for end in ends], class_="whisker")
     for stage, total in enumerate(totals):
         hint = tag("title", f"stage {stage}: {gibibytes(total)} GiB")
         x, wide = plot.across(stage - 0.5), plot.across(stage + 0.5) - plot.across(stage - 0.5)
@@ -105,7 +109,7 @@ def _capacity(plot: Plot, capacity_bytes: int) -> None:
     plot.text(f"GPU {gibibytes(capacity_bytes)}", plot.x[1], capacity_bytes / GIB, text_anchor="end", class_="alarm")
 
 
-def pipeline(timeline: Timeline, idle_fraction: float, num_microbatches: int) -> Html:
+def pipeline(timeline: Timeline, idle_fraction: float | None = None, num_microbatches: int = 0) -> Html:
     """The step, or its steady state, beginning and end, a row per rank."""
     step = DrawnStep(timeline)
     windows = step.windows()
@@ -118,6 +122,38 @@ def pipeline(timeline: Timeline, idle_fraction: float, num_microbatches: int) ->
     zoomed = folded("Zoom: single passes, with the numbers of their micro-batches", joined([wide, ends]))
     marks = [*_kinds(step), *([("forwards and backwards in turn", "var(--both)")] if drawn[1:] else [])]
     return tag("figure", glance, tag("figcaption", keys(marks), tag("p", says)), zoomed)
+
+
+def timeline_file(timeline: Timeline) -> str:
+    """The step as an SVG file, on white: the legend, and what `pipeline` shows, one below the other."""
+    step = DrawnStep(timeline)
+    windows = step.windows()
+    high = 50 + min(_ROW * timeline.schedule.pp, _HIGHEST)
+    drawn, y = [], 20.0
+    for number, window in enumerate(windows):
+        is_end = number > 0
+        place = {"x": f"{_NARROW * (number - 1) if is_end else 0:g}", "y": f"{y:g}"}
+        drawn.append(_window(step, window, _NARROW if is_end else _WIDE, **place))
+        y += high if number in (0, len(windows) - 1) else 0
+    x, names = 0.0, []
+    for name, colour in _kinds(step):
+        names.append(tag("rect", x=f"{x:g}", y="4", width="10", height="10", fill=colour))
+        names.append(tag("text", name, x=f"{x + 14:g}", y="13"))
+        x += 40 + 6.5 * len(name)
+    inside = joined([tag("style", Html(_on_white(PLOT_STYLE))), *names, *drawn])
+    box = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {_WIDE:g} {y:g}", "class_": "plot"}
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{tag("svg", inside, **box)}\n'
+
+
+def _on_white(style: str) -> str:
+    """A style sheet with the colours of a light page, for drawings of the size that they say."""
+    style = style.replace("width: 100%; height: auto; display: block; ", "")
+    return re.sub(r"var\(--(\w+)\)", lambda found: _LIGHT[found[1]], style)
+
+
+_LIGHT = {
+    "soft": "#59636e", "alarm": "#b3261e", "line": "#d5dae0", "page": "#ffffff", "both": "#7fb8b5", "ink": "#1c2128",
+}  # fmt: skip
 
 
 def _shape(step: DrawnStep, width: float) -> Html:
@@ -148,9 +184,11 @@ def _kinds(step: DrawnStep) -> Iterator[tuple[str, str]]:
         names.setdefault(ACTION_COLOURS[KINDS[kind]], []).append(_ACTIONS[KINDS[kind]])
     for colour, kinds in names.items():
         yield ", ".join(kinds) + (", lighter from chunk to chunk" if step.num_chunks > 1 else ""), colour
+    if (step.timeline.timing.hop_s > 0).any():
+        yield "transfer to the rank", "#59636e"
 
 
-def _window(step: DrawnStep, window: Window, width: float) -> Html:
+def _window(step: DrawnStep, window: Window, width: float, **place: str) -> Html:
     graph, (factor, unit) = step.timeline.graph, unit_for(step.timeline.makespan_s)
     ranks, left, right = step.timeline.schedule.pp, window.from_s * factor, window.to_s * factor
     label = f"Timeline of the pipeline, {window.title}: {ranks} ranks over {seconds(window.to_s - window.from_s)}"
@@ -170,8 +208,13 @@ def _window(step: DrawnStep, window: Window, width: float) -> Html:
         own = seen & (graph.kind == kind) & (step.chunk == chunk)
         colour = _shade(ACTION_COLOURS[KINDS[kind]], chunk, step.num_chunks)
         plot.boxes(starts[own], ends[own], step.rows[own] + 0.44, step.rows[own] - 0.44, fill=colour, class_="action")
+    timing = step.timeline.timing
+    sent, arrived = (timing.arrival_s - timing.hop_s) * factor, timing.arrival_s * factor
+    moves = (timing.hop_s > 0) & (arrived > left) & (sent < right)
+    row = step.rows[moves]
+    plot.boxes(np.maximum(sent, left)[moves], np.minimum(arrived, right)[moves], row + 0.5, row + 0.44, class_="hop")
     plot.inside.extend(_numbers(plot, step, np.flatnonzero(seen).tolist(), starts, ends))
-    return plot.svg()
+    return plot.svg(**place)
 
 
 def _numbers(plot: Plot, step: DrawnStep, seen: list[int], starts: FloatArray, ends: FloatArray) -> Iterator[Html]:
@@ -181,12 +224,18 @@ def _numbers(plot: Plot, step: DrawnStep, seen: list[int], starts: FloatArray, e
         return
     for index in seen:
         left, right = plot.across(float(starts[index])), plot.across(float(ends[index]))
-        if right - left >= _NUMBERED:
+        word = str(graph.microbatch[index])
+        if right - left >= _NUMBER_MARGIN + _DIGIT_WIDTH * len(word):
             middle, y = (left + right) / 2, plot.down(float(step.rank[index])) + 3
-            light = step.chunk[index] * 2 > step.num_chunks
-            yield tag(
-                "text", int(graph.microbatch[index]), x=f"{middle:.1f}", y=f"{y:.1f}", class_="dark" if light else "on"
-            )
+            shade = _shade(ACTION_COLOURS[KINDS[graph.kind[index]]], int(step.chunk[index]), step.num_chunks)
+            class_ = "on" if _is_dark(shade) else "dark"
+            yield tag("text", word, x=f"{middle:.1f}", y=f"{y:.1f}", class_=class_)
+
+
+def _is_dark(colour: str) -> bool:
+    """True where white is read better on a colour than black."""
+    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> str:
@@ -221,7 +270,7 @@ class Plot:
     def across(self, value: float) -> float:
         """Place of a value of the axis below."""
         low, high = self.x
-        return _LEFT + (value - low) / (high - low) * (self.width - _LEFT - _RIGHT)
+        return _LEFT + (value - low) / (high - low or 1.0) * (self.width - _LEFT - _RIGHT)
 
     def down(self, value: float) -> float:
         """Place of a value of the axis on the left."""
@@ -246,11 +295,13 @@ class Plot:
         """Words at a point of the axes."""
         self.inside.append(tag("text", words, x=f"{self.across(x):.1f}", y=f"{self.down(y) - 3:.1f}", **style))
 
-    def svg(self) -> Html:
-        """The whole drawing."""
+    def svg(self, **place: str) -> Html:
+        """The whole drawing, at a place of another one where one is given."""
         box = f"0 0 {self.width:g} {self.height:g}"
         parts = joined([*self._grid(), *self.inside], "")
-        return tag("svg", parts, viewBox=box, role="img", aria_label=self.label, class_="plot")
+        if place:
+            place |= {"width": f"{self.width:g}", "height": f"{self.height:g}"}
+        return tag("svg", parts, viewBox=box, role="img", aria_label=self.label, class_="plot", **place)
 
     @staticmethod
     def _all(low: FloatArray, high: FloatArray, place: object) -> tuple[list[float], list[float]]:
@@ -271,9 +322,14 @@ class Plot:
 
 
 def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """The values marked on an axis."""
-    values = MaxNLocator(most, integer=whole, steps=[1, 2, 5, 10]).tick_values(low, high)
-    return [float(value) for value in values if low - 1e-9 * (high - low) <= value <= high + 1e-9 * (high - low)]
+    """The values marked on an axis, 1, 2 or 5 times a power of ten apart."""
+    if not high > low:
+        return [low]
+    rough = max((high - low) / most, 1.0 if whole else 0.0)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [float(f"{place * step:.12g}") for place in places]
 
 
 def keys(colours: Iterable[tuple[str, str]]) -> Html:
