@@ -133,10 +133,10 @@ def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Lift, .
     changes = []
     for remedy in list(remedies(case, reason, trials)):
         try:
-            chosen = aside(remedy.case)
+            chosen = aside(case.under(remedy))
         except (Infeasible, SolverError):  # there was time for the trial, and not for this
             continue
-        instead = f" instead of {remedy.replaced}" if remedy.replaced else ""
+        instead = f" instead of {remedy.replaces}" if remedy.replaces else ""
         changes.append(
             Lift(
                 change=f"{' '.join(remedy.options)}{instead}",
@@ -245,15 +245,6 @@ def soon(case: Case, known: Candidate | None, start: RuntimeSpec) -> Plan:
     return found.standing(found.best).plan()
 
 
-def changed_case(case: Case, change: Variation) -> Case:
-    """The case under a change."""
-    training = case.training.model_copy(update=dict(change.training))
-    changed = replace(
-        case, training=training, cluster=change.cluster or case.cluster, runtime=change.runtime or case.runtime
-    )
-    return changed if change.free_gib is None else changed.limited(memory_headroom_gib=change.free_gib)
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The layout that is chosen under a change, beside the step that the present choice would take under it."""
@@ -277,7 +268,7 @@ def outcome(case: Case, change: Variation, now: Plan, layouts: Sequence[Candidat
     It is searched again if none of them fits, or if the change gives room. `layouts` are its candidates, where they are
     known.
     """
-    then = changed_case(case, change)
+    then = case.under(change)
     # the present choice keeps its recipe beside the fields that the change is of
     fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}
     kept, *others = _repriced(then, fields, now, layouts or _candidates_of(now))
@@ -320,7 +311,9 @@ def other_assumptions(case: Case) -> Iterator[Variation]:
     yield from variation.other_assumptions(pricing)
     short = gib(case.headroom_bytes) + MEMORY * case.cluster.hardware.memory_gib
     says = f"{MEMORY:.0%} {'more ' if case.headroom_bytes else ''}of the memory must stay free"
-    yield Variation(says, ("--memory-headroom", f"{short:g}"), free_gib=short, name="memory_headroom")
+    yield Variation(
+        says, ("--memory-headroom", f"{short:g}"), limits={"memory_headroom_gib": short}, name="memory_headroom"
+    )
 
 
 def other_limits(case: Case) -> Iterator[Variation]:

@@ -11,7 +11,7 @@ from planner.layout.evaluate import evaluate
 from planner.layout.variation import Variation
 from planner.search.case import Case
 from planner.search.search import search
-from planner.search.why.explain import changed_case, other_assumptions, other_limits, outcome
+from planner.search.why.explain import other_assumptions, other_limits, outcome
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
@@ -67,7 +67,7 @@ def test_a_slower_network_reaches_the_prices_of_the_choice(now: Plan) -> None:
 
 def test_a_choice_without_room_is_replaced(now: Plan) -> None:
     free_gib = now.cluster.hardware.memory_gib - now.best.worst_stage.memory.total_bytes / 2**30
-    then = outcome(_case(), Variation("less room", (), free_gib=free_gib + 1), now)
+    then = outcome(_case(), Variation("less room", (), limits={"memory_headroom_gib": free_gib + 1}), now)
     assert not then.kept_fits
     assert then.moves(now.best, 0.005)
 
@@ -78,7 +78,7 @@ def test_twice_the_batch_takes_the_choice_about_twice_as_long(now: Plan) -> None
 
 
 def test_limits_are_moved_in_the_cluster_itself() -> None:
-    moved = {other.name: changed_case(_case(), other) for other in other_limits(_case())}
+    moved = {other.name: _case().under(other) for other in other_limits(_case())}
     assert moved["domain"].cluster.tiers[0].num_gpus == 16
     assert moved["domain"].cluster.node_size == 8
     assert moved["memory"].cluster.hardware.memory_gib == pytest.approx(1.1 * 79.1)
