@@ -104,6 +104,10 @@ class Unsupported(SpecError):
     """The user asks for something that exists and is outside what is modelled: no number rather than a bad one."""
 
 
+class LayoutError(SpecError):
+    """No trainer starts this layout: its ranks, stages, sequences or experts do not divide."""
+
+
 class Infeasible(PlannerError):
     """No layout is legal and fits into memory.
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from planner.answer import Interval, Plan
 from planner.decide.compare import Comparison, compare, of_plan
-from planner.errors import Infeasible, SpecError
+from planner.errors import Infeasible, LayoutError, SpecError
 from planner.export.import_run import ImportedRun, read
 from planner.export.spelling import broken_rules_of_recipe
 from planner.layout.evaluate import evaluate
@@ -154,8 +154,12 @@ def priced(
     `plan import` takes them: model, hardware, num_gpus, seq_length, global_batch_size, vocab_size.
     """
     imported = read(file, source, recipe, variables)
-    run = parse_run({"run": completed(imported, given)}, str(file))
-    plan, refused = judged(run)
+    try:
+        run = parse_run({"run": completed(imported, given)}, str(file))
+        plan, refused = judged(run)
+    except LayoutError as error:
+        error.exit_code, error.message = REFUSED, f"{file}: {error.message}"
+        raise
     fullest = plan.best.worst_stage
     price = plan.cluster.hardware.usd_per_gpu_hour
     own = None

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from planner.errors import SpecError
+from planner.errors import LayoutError, SpecError
 from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_json, parse_yaml, printable, text_beside
 from planner.specs.registry import load_model, model_names
@@ -232,7 +232,7 @@ class ImportedRun:
             run["model"] = self._model(run["model"], vocab_size)
         ranks = max(1, layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1))
         if run.get("num_gpus") is not None and run["num_gpus"] % ranks and "num_gpus" not in added:
-            raise SpecError(
+            raise LayoutError(
                 f"{self.source}: it starts {run['num_gpus']} GPUs, which tp·cp·pp ({ranks}) does not divide",
                 f"add --gpus N, a multiple of {ranks}",
             )

@@ -247,7 +247,7 @@ def rendered(name: str, /, **values: Any) -> str:
 
 def settings(file: str, /, **values: Any) -> dict[str, Any]:
     """The keys of a settings file, by its rows in settings.yaml, which says how they name the values."""
-    found: dict[str, Any] = _filled(_tables()[file], values)
+    found: dict[str, Any] = filled(_tables()[file], values)
     return found
 
 
@@ -257,22 +257,22 @@ def _tables() -> dict[str, Any]:
     return found
 
 
-def _filled(row: Any, values: Mapping[str, Any]) -> Any:
+def filled(row: Any, values: Mapping[str, Any]) -> Any:
     """A row with its values, which are copies: a part of a table is never changed."""
     if isinstance(row, dict):
-        if "if" in row and not _filled(row["if"], values):
+        if "if" in row and not filled(row["if"], values):
             return None
         if "value" in row:
             return row["value"]
-        filled = {key: _filled(part, values) for key, part in row.items() if key != "if"}
+        parts = {key: filled(part, values) for key, part in row.items() if key != "if"}
         kept = {
             key: part
-            for key, part in filled.items()
+            for key, part in parts.items()
             if part or key[-1] != "?" or (key[-2:] == "??" and part is not None)
         }
         return {key.rstrip("?"): part for key, part in kept.items()}
     if isinstance(row, list):
-        return [_filled(part, values) for part in row]
+        return [filled(part, values) for part in row]
     if not isinstance(row, str) or not row.startswith("="):
         return row
     path, _, default = row[1:].partition(" or ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.errors import SpecError, Unsupported
+from planner.errors import LayoutError, SpecError, Unsupported
 from planner.layout.candidate import Split, even_counts, parse_layout, splits_from_counts
 from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, replayed_actions
 from planner.physics.pricing import Pricing
@@ -37,7 +37,7 @@ def fill_dp(layout: Parallelism, num_gpus: int, global_batch_size: int) -> Paral
     ranks = layout.tp * layout.cp * layout.pp
     if num_gpus % ranks:
         dp = _largest_dp(layout, num_gpus, global_batch_size)
-        raise SpecError(
+        raise LayoutError(
             f"dp is missing and tp·cp·pp ({ranks:,}) does not divide {num_gpus:,} GPUs",
             f"give dp {dp:,} to leave {num_gpus - dp * ranks:,} GPUs spare"
             if num_gpus > ranks
@@ -74,7 +74,7 @@ def given_layout(pricing: Pricing, wanted: Parallelism) -> GivenLayout:
     _check_size(shape)
     error = violation(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches))
     if error is not None:
-        raise SpecError(error.message, _enough_sequences(shape, schedule) or error.hint)
+        raise LayoutError(error.message, _enough_sequences(shape, schedule) or error.hint)
     split = _split(pricing.model, wanted, shape, placement(schedule, int(shape.pp), int(shape.vpp)))
     refused = _refused_by_trainer(pricing, shape, split, schedule)
     warnings = tuple(f"{pricing.runtime.name} refuses this layout: {reason}" for reason in refused)
@@ -111,7 +111,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
     training, cluster = pricing.training, pricing.cluster
     ranks = wanted.tp * wanted.cp * wanted.pp * wanted.dp
     if ranks > cluster.num_gpus:
-        raise SpecError(
+        raise LayoutError(
             f"parallelism: tp {wanted.tp} · cp {wanted.cp} · pp {wanted.pp} · dp {wanted.dp} = {ranks} ranks, "
             f"the cluster has {cluster.num_gpus} GPUs",
             f"lower dp to {_largest_dp(wanted, cluster.num_gpus, training.global_batch_size)}, or give {ranks} GPUs"
@@ -120,7 +120,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
         )
     per_step = wanted.dp * wanted.micro_batch_size
     if training.global_batch_size % per_step:
-        raise SpecError(
+        raise LayoutError(
             f"global_batch_size: {training.global_batch_size} is no multiple of dp {wanted.dp} · "
             f"micro_batch_size {wanted.micro_batch_size} = {per_step}",
             f"use {max(1, training.global_batch_size // per_step) * per_step} sequences, or another dp",
@@ -132,7 +132,7 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
     shard = wanted.dp * wanted.cp
     if wanted.fsdp_shard_size is not None:
         if shard % min(shard, wanted.fsdp_shard_size):
-            raise SpecError(
+            raise LayoutError(
                 f"parallelism.fsdp: {wanted.fsdp!r} shards over {wanted.fsdp_shard_size} ranks, which do not divide "
                 f"dp {wanted.dp} · cp {wanted.cp} = {shard}",
                 f"{_nearest_divisors(shard, wanted.fsdp_shard_size, shard)} would do",
@@ -169,7 +169,7 @@ def _check_divisors(pricing: Pricing, wanted: Parallelism) -> None:
     ):
         size = getattr(wanted, axis)
         if value % size:
-            raise SpecError(
+            raise LayoutError(
                 f"parallelism.{axis}: {name} {value} is no multiple of {axis} {size}",
                 f"{axis} {_nearest_divisors(value, size, pricing.cluster.num_gpus)} would do",
             )
@@ -213,11 +213,11 @@ def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
     if model.moe is not None:
         slots, size = shape.tp * shape.cp * shape.dp, shape.ep * shape.etp
         if slots % size:
-            raise SpecError(
+            raise LayoutError(
                 f"parallelism.ep·etp: tp·cp·dp {slots} is no multiple of ep·etp {size}", "ep·etp must divide it"
             )
     elif shape.ep > 1:
-        raise SpecError(f"parallelism.ep: {shape.ep}, but {model.name} has no experts", "set ep to 1")
+        raise LayoutError(f"parallelism.ep: {shape.ep}, but {model.name} has no experts", "set ep to 1")
     elif not ETP.holds(model, pricing.training, shape):
         raise SpecError(f"parallelism.etp: {shape.etp}, but {model.name} has no experts", "leave etp out")
     if shape.pp * shape.vpp > model.num_hidden_layers + 2:

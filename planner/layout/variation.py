@@ -106,6 +106,12 @@ class Variation:
     runtime: RuntimeSpec | None = None
     cluster: ClusterSpec | None = None
     mode: Recompute | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Limits of the search with their new values."""
+    gives_room: bool = False
+    """True if other layouts than those known may become possible."""
+    replaces: str = ""
+    """The value that the option had; empty if it had none."""
     changes: str = ""
     """The thing that it changes beside bytes and seconds: numerics, the data, what is trained; empty if none."""
     name: str = ""

@@ -91,8 +91,9 @@ def mlp_block(
     beside = model.parallel_residual if kind.attention != "none" else None
     if beside != "one_norm":
         yield from enter_half(
-            "mlp", model, shape, runtime, output_is_cast=is_dense, module="mlp" if is_dense else "layernorm"
-        )
+            "mlp", model, shape, runtime, output_is_cast=is_dense, module="mlp" if is_dense else "layernorm",
+            saves_input=beside is None,
+        )  # fmt: skip
     if is_dense:
         assert model.intermediate_size is not None
         yield from dense_mlp(model, model.intermediate_size, shape, runtime, "mlp")

@@ -53,16 +53,6 @@ class Durations:
     pair_overlap_fraction: float = 0.0
     """Share of the shorter half of an overlapped forward-backward pair that the longer half hides (DualPipe)."""
 
-    def as_torch_splits(self) -> Durations:
-        """The durations with the backward split as torch.distributed.pipelining splits it.
-
-        The first stage hands no gradient on: there the input gradient takes no time, and the weight gradient runs the
-        full backward (torch 2.13, `backward_weight_one_chunk`).
-        """
-        input_grad_s, weight_grad_s = list(self.input_grad_s), list(self.weight_grad_s)
-        input_grad_s[0], weight_grad_s[0] = 0.0, input_grad_s[0] + weight_grad_s[0]
-        return replace(self, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
-
 
 def makespan_s(schedule: Schedule, durations: Durations) -> float:
     """Seconds from the first action to the end of the last: `replay(...).makespan_s` without the timeline."""

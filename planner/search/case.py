@@ -14,6 +14,7 @@ from typing import Any
 
 from planner.errors import SolverError
 from planner.layout.evaluate import pricing_of
+from planner.layout.variation import Variation
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import PINS, SearchLimits, TrainingSpec
@@ -39,6 +40,16 @@ class Case:
     def limited(self, **limits: Any) -> Case:
         """The same case with other limits."""
         return replace(self, limits=self.limits.model_copy(update=limits))
+
+    def under(self, change: Variation) -> Case:
+        """The case under a change."""
+        return replace(
+            self,
+            training=self.training.model_copy(update=dict(change.training)),
+            cluster=change.cluster or self.cluster,
+            runtime=change.runtime or self.runtime,
+            limits=self.limits.model_copy(update=dict(change.limits)),
+        )
 
     @property
     def headroom_bytes(self) -> float:

@@ -1,9 +1,8 @@
-"""Splits of a chain of layers without an integer program: sums of every split at once, and a dynamic program for 1F1B.
+"""Splits of a chain of layers without an integer program: a dynamic program for 1F1B, and a closed form.
 
 A stage holds the layers first … last − 1 of the model, so that each of its sums is a difference of two prefix sums.
-Where stages interleave, all are equal but the first and the last, and a node has few splits: `least_steps_s` bounds all
-of them together. For plain 1F1B `best_split` takes the rows 5 to 7 of the integer program (`ilp/program.py`) as
-functions of a rank r and the layers p … p + n that it holds, for what comes before a rank and below it follows from p:
+For plain 1F1B `best_split` takes the rows 5 to 7 of the integer program (`ilp/program.py`) as functions of a rank r and
+the layers p … p + n that it holds, for what comes before a rank and below it follows from p:
 
     f[r, p + n] = min over n of max(f[r − 1, p], row[r, p, n])
 
@@ -22,11 +21,8 @@ from functools import lru_cache, reduce
 import numpy as np
 import numpy.typing as npt
 
-from planner.layout.seconds import outside_seconds
-from planner.physics.cost import CostTable, PartCost
-from planner.physics.pricing import Pricing
+from planner.physics.cost import PartCost
 from planner.physics.stage_memory import relaxed_peak_bytes
-from planner.schedule.bounds import trip_bounds_s
 from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
 from planner.shape import FloatArray, Number
 from planner.specs.training import Recompute
@@ -95,64 +91,7 @@ class Chain:
         return largest
 
 
-def least_steps_s(
-    pricing: Pricing, table: CostTable, schedule: str, node: Node, counts: IntArray, recomputed: IntArray
-) -> FloatArray:
-    """A lower bound of the step in seconds for many splits of a node; infinite for one that exceeds a rank's memory.
-
-    `counts` has the layers of each virtual stage (columns) of each split (rows), `recomputed` the number of layers of
-    each stage that are recomputed whole, one for each split. Where the table is of several shapes with the same
-    pipeline, the result has a row for each of them, and a column for each split.
-    """
-    ranks, last = np.asarray(node.placement), counts.cumsum(axis=1)
-    chain = Chain.of(node, last - counts, last, recomputed[:, None])
-
-    def of_stages(quantity: str) -> FloatArray:
-        total = chain.total(quantity)
-        total[..., 0] += _column(getattr(node.embedding, quantity))
-        total[..., -1] += _column(getattr(node.head, quantity))
-        return total
-
-    splits, steps = node.bound == "split_backward", node.num_microbatches
-    forward_s, input_s, weight_s = map(of_stages, ("forward_total_s", "input_grad_total_s", "weight_grad_s"))
-    back_s = (input_s, weight_s) if splits else (input_s + weight_s, np.zeros_like(weight_s))
-    slots = [steps * node.num_stages] * node.pp
-    if node.bound == "interleaved":
-        slots = [min(round(held * node.vpp), steps * node.vpp) for held in node.in_flight]
-    hop_s = np.broadcast_to(
-        _column(node.p2p_s)[..., None] * (ranks[1:] != ranks[:-1]), (*forward_s.shape[:-1], len(ranks) - 1)
-    )
-    bounds_s = trip_bounds_s((forward_s, *back_s), hop_s, node.placement, steps, slots, splits_backward=splits)
-    seconds = {"forward_s": forward_s, "input_grad_s": input_s, "weight_grad_s": weight_s}
-    seconds |= {name: of_stages(name) for name in ("reduce_s", "gather_s", "optimizer_s")}
-    on_rank = [ranks == rank for rank in range(node.pp)]
-    parts = [PartCost(**{name: each[..., at].sum(axis=-1) for name, each in seconds.items()}) for at in on_rank]
-    exposed_s, optimizer_s, tail_s = outside_seconds(pricing, table, parts, schedule)
-    step_s = bounds_s.max(axis=0) + exposed_s + optimizer_s + _column(tail_s)
-    return np.where(_fit(chain), step_s, np.inf)
-
-
-def _column(value: Number) -> FloatArray:
-    """A number, or one of each shape, that broadcasts against splits."""
-    return np.asarray(value, dtype=float)[..., None]
-
-
-def _fit(chain: Chain) -> npt.NDArray[np.bool_]:
-    """True for each split whose ranks have memory for their stages (last axis), as row 6 of the program says."""
-    node, ranks = chain.node, np.asarray(chain.node.placement)
-    static, live, transient = chain.total("static_bytes"), chain.total("live_bytes"), chain.transient_bytes()
-    fits: npt.NDArray[np.bool_] = np.ones(static.shape[:-1], dtype=bool)
-    usable = _column(node.usable_bytes) * (1 + TINY)
-    for rank in range(node.pp):
-        at, held = np.flatnonzero(ranks == rank), np.asarray(node.in_flight_of(rank), dtype=float)
-        beside = _beside_layers(node, rank)
-        largest = np.maximum(transient[..., at].max(axis=-1), _column(beside.transient_bytes))
-        needed = relaxed_peak_bytes(static[..., at].sum(axis=-1), (live[..., at] * held).sum(axis=-1), largest)
-        fits &= needed + _column(beside.static_bytes + beside.live_bytes) <= usable
-    return fits
-
-
-def _beside_layers(node: Node, rank: int) -> PartCost:
+def beside_layers(node: Node, rank: int) -> PartCost:
     """Bytes of a rank beside its layers: embedding, head, the hidden states that its stages sent."""
     held, is_last = node.in_flight_of(rank), rank == node.placement[-1]
     static: Number = node.short_bytes[rank] if node.short_bytes else 0.0
@@ -198,7 +137,7 @@ def _has_room(node: Node) -> bool:
     first, usable = 0, float(node.usable_bytes) * (1 + TINY)
     fewest = _fewest(node, np.arange(node.pp), 0)
     for rank in range(node.pp):
-        held, beside = before[first:] - before[first], _beside_layers(node, rank)
+        held, beside = before[first:] - before[first], beside_layers(node, rank)
         largest = np.maximum((transient * (held > 0)).max(axis=1), float(beside.transient_bytes))
         needed = relaxed_peak_bytes(held @ static, node.in_flight[rank] * (held @ live), largest)
         needed = needed + float(beside.static_bytes + beside.live_bytes)
@@ -504,7 +443,7 @@ def _with_ends(chain: Chain, quantity: str, rank: IntArray) -> FloatArray:
 
 def _memory(node: Node, first: IntArray, last: IntArray, number: int) -> tuple[FloatArray, IntArray]:
     """Bytes that row 6 of the program leaves free in each cell, and the layers that are recomputed whole there."""
-    beside = [_beside_layers(node, each) for each in range(node.pp)]
+    beside = [beside_layers(node, each) for each in range(node.pp)]
     static, live, transient = (
         np.array([float(getattr(part, name)) for part in beside])[:, None, None]
         for name in ("static_bytes", "live_bytes", "transient_bytes")

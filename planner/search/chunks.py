@@ -11,15 +11,18 @@ from functools import cache
 from itertools import count, islice, takewhile
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.layout.candidate import Candidate, Split
-from planner.physics.cost import CostTable
+from planner.layout.seconds import outside_seconds
+from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
-from planner.schedule.bounds import any_order_bounds_s
+from planner.physics.stage_memory import relaxed_peak_bytes
+from planner.schedule.bounds import any_order_bounds_s, trip_bounds_s
 from planner.schedule.orders import SCHEDULES
-from planner.search.chain import IntArray, least_steps_s
-from planner.search.ilp.node import RecomputeChoice, node_of
-from planner.shape import FloatArray
+from planner.search.chain import TINY, Chain, IntArray, beside_layers
+from planner.search.ilp.node import Node, RecomputeChoice, node_of
+from planner.shape import FloatArray, Number
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec
 
@@ -143,3 +146,60 @@ def recomputing_first(counts: tuple[int, ...], choice: RecomputeChoice, number: 
         again = model.layers[first : min(first + number, last)]
         recomputed.append(tuple(again.count(kind) for kind in model.kinds))
     return Split(counts, choice.base, tuple(recomputed))
+
+
+def least_steps_s(
+    pricing: Pricing, table: CostTable, schedule: str, node: Node, counts: IntArray, recomputed: IntArray
+) -> FloatArray:
+    """A lower bound of the step in seconds for many splits of a node; infinite for one that exceeds a rank's memory.
+
+    `counts` has the layers of each virtual stage (columns) of each split (rows), `recomputed` the number of layers of
+    each stage that are recomputed whole, one for each split. Where the table is of several shapes with the same
+    pipeline, the result has a row for each of them, and a column for each split.
+    """
+    ranks, last = np.asarray(node.placement), counts.cumsum(axis=1)
+    chain = Chain.of(node, last - counts, last, recomputed[:, None])
+
+    def of_stages(quantity: str) -> FloatArray:
+        total = chain.total(quantity)
+        total[..., 0] += _column(getattr(node.embedding, quantity))
+        total[..., -1] += _column(getattr(node.head, quantity))
+        return total
+
+    splits, steps = node.bound == "split_backward", node.num_microbatches
+    forward_s, input_s, weight_s = map(of_stages, ("forward_total_s", "input_grad_total_s", "weight_grad_s"))
+    back_s = (input_s, weight_s) if splits else (input_s + weight_s, np.zeros_like(weight_s))
+    slots = [steps * node.num_stages] * node.pp
+    if node.bound == "interleaved":
+        slots = [min(round(held * node.vpp), steps * node.vpp) for held in node.in_flight]
+    hop_s = np.broadcast_to(
+        _column(node.p2p_s)[..., None] * (ranks[1:] != ranks[:-1]), (*forward_s.shape[:-1], len(ranks) - 1)
+    )
+    bounds_s = trip_bounds_s((forward_s, *back_s), hop_s, node.placement, steps, slots, splits_backward=splits)
+    seconds = {"forward_s": forward_s, "input_grad_s": input_s, "weight_grad_s": weight_s}
+    seconds |= {name: of_stages(name) for name in ("reduce_s", "gather_s", "optimizer_s")}
+    on_rank = [ranks == rank for rank in range(node.pp)]
+    parts = [PartCost(**{name: each[..., at].sum(axis=-1) for name, each in seconds.items()}) for at in on_rank]
+    exposed_s, optimizer_s, tail_s = outside_seconds(pricing, table, parts, schedule)
+    step_s = bounds_s.max(axis=0) + exposed_s + optimizer_s + _column(tail_s)
+    return np.where(_fit(chain), step_s, np.inf)
+
+
+def _column(value: Number) -> FloatArray:
+    """A number, or one of each shape, that broadcasts against splits."""
+    return np.asarray(value, dtype=float)[..., None]
+
+
+def _fit(chain: Chain) -> npt.NDArray[np.bool_]:
+    """True for each split whose ranks have memory for their stages (last axis), as row 6 of the program says."""
+    node, ranks = chain.node, np.asarray(chain.node.placement)
+    static, live, transient = chain.total("static_bytes"), chain.total("live_bytes"), chain.transient_bytes()
+    fits: npt.NDArray[np.bool_] = np.ones(static.shape[:-1], dtype=bool)
+    usable = _column(node.usable_bytes) * (1 + TINY)
+    for rank in range(node.pp):
+        at, held = np.flatnonzero(ranks == rank), np.asarray(node.in_flight_of(rank), dtype=float)
+        beside = beside_layers(node, rank)
+        largest = np.maximum(transient[..., at].max(axis=-1), _column(beside.transient_bytes))
+        needed = relaxed_peak_bytes(static[..., at].sum(axis=-1), (live[..., at] * held).sum(axis=-1), largest)
+        fits &= needed + _column(beside.static_bytes + beside.live_bytes) <= usable
+    return fits

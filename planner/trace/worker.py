@@ -95,7 +95,7 @@ class Fused(TorchFunctionMode):
         return output
 
 
-class Held:
+class HeldTensor:
     """A tensor that autograd keeps for the backward, and the number of the operation that kept it."""
 
     __slots__ = ("__weakref__", "row", "tensor")
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.layer, self.path, self._is_hidden = -1, [""], False
         self.weights = {_storage(one): one.numel() for one in module.parameters()}
         self.met: set[int] = set()
-        self.saved: list[weakref.ref[Held]] = []
+        self.saved: list[weakref.ref[HeldTensor]] = []
         index = {id(one): number for number, one in enumerate(layers)}
         for name, one in module.named_modules():
             one.register_forward_pre_hook(self._entering(name, index.get(id(one))))
@@ -183,9 +183,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.add(name, "elementwise", bytes=moved, parameters=parameters, kernels=1)
         return output
 
-    def pack(self, tensor: torch.Tensor) -> Held:
-        """What autograd holds in the place of a tensor, as long as the backward may ask for it."""
-        held = Held(tensor, len(self.rows) - 1)
+    def pack(self, tensor: torch.Tensor) -> HeldTensor:
+        """A hold of autograd in the place of a tensor, as long as the backward may ask for it."""
+        held = HeldTensor(tensor, len(self.rows) - 1)
         self.saved.append(weakref.ref(held))
         return held
 

@@ -51,7 +51,8 @@ class Block(NamedTuple):
                 lines = lines[: int(what)] if kind == "head" else lines[-int(what) :]
             elif kind in ("from", "until"):
                 number = next(number for number, line in enumerate(lines) if line.startswith(what))
-                lines = lines[number:] if kind == "from" else lines[:number]
+                lines = lines[number:] if kind == "from" else "".join(lines[:number]).rstrip().splitlines(keepends=True)
+                lines[-1] = lines[-1].rstrip() + "\n"
         return "".join(lines)
 
 

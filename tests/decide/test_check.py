@@ -86,6 +86,13 @@ def test_the_planners_own_choice_is_named_where_it_is_faster(tmp_path: Path) -> 
     assert "TP" in new.better
 
 
+def test_a_grid_that_does_not_divide_is_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT.replace("--global-batch-size 256", "--global-batch-size 250"))
+    assert main(["check", str(path), "--no-search"]) == 8
+    assert "global_batch_size: 250" in capsys.readouterr().err
+
+
 def test_a_variable_is_given_and_an_old_file_is_read_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from planner.answer import Plan
+from planner.export.export import bundle_of
 from planner.export.huggingface.deepspeed_files import CONFIG_FILE, PIPELINE_FILE, TRAINING_FILE, export_deepspeed
 from planner.export.refusal import Inexpressible
 
@@ -161,3 +162,11 @@ def test_refusals(planned: Planned, options: dict[str, Any], reason: str) -> Non
     with pytest.raises(Inexpressible) as caught:
         export_deepspeed(plan)
     assert reason in [objection.name for objection in caught.value.reasons]
+
+
+def test_without_zero_nothing_sums_in_fp32(planned: Planned) -> None:
+    """DeepSpeed 0.19.8 ends with `unsupported mix of model_dtype and grad_accum_dtype`."""
+    with pytest.raises(Inexpressible, match="--zero-stage 1 sums them in fp32"):
+        bundle_of(planned("llama-3.2-1b", 2, runtime="deepspeed", zero_stage=0), "deepspeed")
+    alone = bundle_of(planned("llama-3.2-1b", 1, runtime="deepspeed", zero_stage=0), "deepspeed")
+    assert json.loads(alone.files[0].text)["zero_optimization"]["stage"] == 1, "of one rank, which shards nothing"

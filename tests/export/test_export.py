@@ -33,7 +33,7 @@ def test_the_example_of_the_docstring(planned: Planned, tmp_path: Path, monkeypa
     exec(example_of(export), names)
     assert names["files"] == [Path("run", name) for name in WRITTEN]
     assert names["manifest"] == Path("run", MANIFEST)
-    assert "image: registry/image:1" in Path("pods", "kubernetes.yaml").read_text()
+    assert 'image: "registry/image:1"' in Path("pods", "kubernetes.yaml").read_text()
 
 
 def test_function_and_command_write_the_same(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

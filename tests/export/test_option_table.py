@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from planner.export.megatron import model_options, plan_options
 from planner.export.megatron.option_rows import all_rows, rows_of, table
-from planner.export.trainer_files import Arguments
+from planner.export.trainer_files import Arguments, filled
 
+ROOT = Path(str(plan_options.__file__)).parents[1]
 _CODECS = {"model": model_options.CODECS, "layout": plan_options.CODECS}
 _TWICE = {"--lr-decay-style", "--ckpt-format", "--tokenizer-type", "--train-iters", "--eval-iters", "--eval-interval"}
 """Options whose value depends on the section that a run has."""
@@ -40,3 +44,19 @@ def test_switches_and_dtypes_set_options_of_some_row() -> None:
         "--enable-cuda-graph", "--external-cuda-graph", "--moe-enable-deepep", "--grad-reduce-in-bf16",
         "--exp-avg-dtype", "--exp-avg-sq-dtype", "--muon-tp-mode",
     }  # fmt: skip
+
+
+def test_rows_of_settings_are_filled_and_left_out() -> None:
+    layout = SimpleNamespace(pp=4, vpp=1)
+    row = {
+        "pp": "=layout.pp", "vpp?": "=chunks", "mtp??": "=blocks", "tune??": "=tunes", "flag?": {"if": "=flag", "x": 1},
+        "lr": ["=--lr or 1", "=has --lr"], "variable?": {"if": "=layout.pp", "value": "=as it is"},
+    }  # fmt: skip
+    values = {"layout": layout, "chunks": 0, "blocks": 0, "tunes": None, "flag": False, "arguments": {"--min-lr": 0}}
+    assert filled(row, values) == {"pp": 4, "mtp": 0, "lr": [1, False], "variable": "=as it is"}
+
+
+def test_every_file_of_the_settings_is_written() -> None:
+    sources = "\n".join(path.read_text() for path in ROOT.rglob("*.py"))
+    files = yaml.safe_load((ROOT / "settings.yaml").read_text())
+    assert [name for name in files if f'"{name}"' not in sources] == []

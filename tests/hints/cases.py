@@ -92,6 +92,7 @@ CASES = (
 )
 
 _SEARCHES = "typing it searches for seconds, or starts processes"
+_IMAGES = "it speaks of a config.json with a tower, which tests/specs/test_vision.py has"
 _A_FILE = "it mends a file, at the place that the error names, and no option"
 _A_PLAN = "it needs a plan of a running job, a probe or an observation; the command's own tests have it"
 _PROSE = "a limit in words, and nothing that can be copied"
@@ -119,7 +120,7 @@ NOT_TYPED_IN: dict[str, str] = {
     "files.py": "tests/test_files.py has it",
     "plan_file.py": _A_PLAN,
     "specs/phases.py": _A_FILE,
-    "specs/huggingface.py": _A_FILE,
+    "specs/architectures/": _A_FILE,
     "trainers/layout_string.py": _PROSE,
     "trainers/rules/": _A_FILE,
     "schedule/actions.py": _A_FILE,
@@ -133,6 +134,9 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("cli/inputs.py", "more than {domain} GPUs"): _PROSE,
     ("cli/inputs.py", "write {field}="): _PROSE,
     ("cli/inputs.py", "write 8 or 8,16"): _SEARCHES,
+    ("cli/inputs.py", "write 4, 4x256"): _IMAGES,
+    ("cli/inputs.py", "--images {number}"): _IMAGES,
+    ("cli/inputs.py", "config.json of one that has"): _IMAGES,
     ("cli/options.py", "write {name} {example}"): _PROSE,
     ("cli/options.py", "leave {name} out"): "it is to type nothing",
     ("cli/schedule.py", "plan schedule 1f1b --pp 4"): _PROSE,

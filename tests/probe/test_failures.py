@@ -69,7 +69,7 @@ def test_a_rank_fails(fault: Any, message: str, make_run: Any) -> None:
 
 def test_a_hang_ends_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
     with pytest.raises(ProbeError, match=r"rank 1 .* hangs in step 0, at 1F1 \(computing\): no progress") as error:
-        launch(small(make_run, timeout_s=3.0), faulty.hanging)
+        launch(small(make_run, timeout_s=4.0), faulty.hanging)
     stacks = sorted(own_tmp.glob("plan-probe-*/rank*.stack"))
     assert str(stacks[0].parent) in error.value.hint
     assert "time.sleep(1000)" in stacks[1].read_text() or "faulty.py" in stacks[1].read_text()
@@ -82,7 +82,7 @@ def test_a_hang_ends_with_all_stacks(make_run: Any, own_tmp: Path) -> None:
 )
 def test_a_hang_behind_the_pipeline(fault: Any, phase: str, make_run: Any) -> None:
     with pytest.raises(ProbeError, match=rf"rank 1 .* hangs in step 0, at {phase} \(computing\)"):
-        launch(small(make_run, timeout_s=2.0), fault)
+        launch(small(make_run, timeout_s=4.0), fault)
 
 
 def test_results_are_not_lost_on_a_rank_that_does_not_end(
@@ -95,7 +95,7 @@ def test_results_are_not_lost_on_a_rank_that_does_not_end(
 
 
 def test_an_order_that_deadlocks(make_run: Any) -> None:
-    run = small(make_run, timeout_s=2.0)
+    run = small(make_run, timeout_s=4.0)
     crossed = (("0F0", "0B0", "0F1", "0B1", "0F2", "0B2"), ("1F0", "1F1", "1F2", "1B0", "1B1", "1B2"))
     with pytest.raises(ProbeError, match=r"waits in vain in step 0, at (0B0|1F1) \(waiting\)"):
         launch(run.model_copy(update={"ranks": crossed}))
@@ -139,8 +139,8 @@ def test_the_process_that_stopped_is_named_and_not_those_that_wait_for_it(
     phase: str, sick_rank: int, expected: str, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch(small(make_run))  # so that all ranks start quickly
-    monkeypatch.setattr("planner.probe.rank.groups.START_TIMEOUT_S", 2.5)
-    run = small(make_run, timeout_s=2.5).model_copy(update={"check": True})
+    monkeypatch.setattr("planner.probe.rank.groups.START_TIMEOUT_S", 6.0)
+    run = small(make_run, timeout_s=6.0).model_copy(update={"check": True})
     with pytest.raises(ProbeError, match=expected) as error:
         launch(run, partial(faulty.stopped, phase=phase, sick_rank=sick_rank))
     assert "SIGSTOP" in error.value.hint
@@ -164,8 +164,8 @@ def test_ranks_that_wait_for_a_slow_one_do_not_hang() -> None:
 
 @pytest.mark.thorough(0)
 def test_a_reference_that_moves_is_waited_for_longer_than_anything_else(make_run: Any) -> None:
-    run = small(make_run, timeout_s=2.5).model_copy(update={"check": True})
-    measured = launch(run, partial(faulty.slow_reference, batch_s=7.0 / (run.num_microbatches * run.num_steps)))
+    run = small(make_run, timeout_s=5.0).model_copy(update={"check": True})
+    measured = launch(run, partial(faulty.slow_reference, batch_s=9.0 / (run.num_microbatches * run.num_steps)))
     assert {check.passed for rank in measured.ranks for check in rank.checks} == {True}
 
 

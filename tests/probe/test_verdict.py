@@ -1,25 +1,37 @@
-"""From measurements to a result: what is compared with the plan, and what is only shown."""
+"""From measurements to a result: what is compared with the plan, what is only shown, what ranks did with their time."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from probes import probe_result, probe_run
 
 from planner.answer import Plan
+from planner.probe.result import RankResult, StepSeconds, TimedAction
+from planner.probe.verdict.compare import activity, bubble_fraction, run_checks
 from planner.specs.registry import load_model
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from small_plans import plan_of, small_plan
+from small_plans import (
+    SMALL,
+    plan_of,
+    small_plan,
+)
 
+from planner.probe.eager import in_eager_torch, repriced
 from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions
-from planner.probe.result import MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory, StepSeconds
-from planner.probe.verdict.compare import compare_exchanges
+from planner.probe.result import ChunkSeconds, MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
+from planner.probe.verdict.compare import (
+    compare_exchanges,
+    replayed_step_s,
+)
 from planner.probe.verdict.judge import judge_ranks
+from planner.specs.model import ModelSpec
 
 
 def test_what_ran_out_of_memory_is_held_against_the_stage_it_stands_for() -> None:
@@ -149,3 +161,79 @@ def test_exchanges_are_shown_beside_what_the_links_say() -> None:
     scatter_s = size / 2 / inner.bytes_per_s + inner.latency_s
     assert found["gradient reduce-scatter"].predicted == pytest.approx(scatter_s)
     assert all(one.agrees is None for one in found.values())
+
+
+STEP = StepSeconds(pipeline_s=1.0, reduce_s=0.0, optimizer_s=0.0, step_s=1.0, loss=1.0, gradient_norm=1.0)
+FIRST = (("0F0", 0.5, 0.5, 2.0), ("0F1", 2.1, 2.1, 3.6), ("0B0", 3.6, 8.0, 9.0), ("0B1", 9.0, 12.0, 13.0))
+LAST = (("1F0", 0.0, 3.0, 5.0), ("1B0", 5.0, 5.0, 7.5), ("1F1", 7.5, 7.5, 9.0), ("1B1", 9.0, 9.2, 11.0))
+"""Action, ready, start, end: 1F1B of two stages and two micro-batches."""
+
+
+def rank_of(stage: int, timed: Any, dp: int = 0, slower: float = 1.0) -> RankResult:
+    actions = tuple(
+        TimedAction(action=name, ready_s=slower * ready, start_s=slower * start, end_s=slower * end)
+        for name, ready, start, end in timed
+    )
+    return RankResult(
+        rank=2 * stage + dp, stage=stage, dp=dp, tp=0, torch_version="", device_name="cpu", num_parameters=1,
+        steps=(STEP,), actions=actions, peak_in_flight_chunks=2 - stage,
+    )  # fmt: skip
+
+
+def test_idle_seconds_are_those_of_the_run_by_what_they_were_for(make_run: Any) -> None:
+    ranks = [rank_of(0, FIRST), rank_of(1, LAST)]
+    first, last = activity(make_run(("1f1b", 2, 1, 2), num_steps=1), ranks)
+    idle = {"fill": 0.5, "activation": 0.0, "gradient": 3.9 + 2.0, "transfer": 0.5 + 1.0, "host": 0.1, "drain": 0.0}
+    assert first.idle_s == pytest.approx(idle)
+    # its first wait is the fill; 1B1 needs nothing but the rank's own forward
+    idle = {"fill": 3.0, "activation": 0.0, "gradient": 0.0, "transfer": 0.0, "host": 0.2, "drain": 2.0}
+    assert last.idle_s == pytest.approx(idle)
+    for stage in (first, last):
+        assert sum(stage.idle_s.values()) == pytest.approx((1 - stage.utilisation_fraction) * 13.0)
+
+
+def test_a_slow_replica_is_shown_for_its_stage_and_counts_in_the_bubble(make_run: Any) -> None:
+    run = make_run(("1f1b", 2, 1, 2), dp=2, num_steps=1)
+    usual, slow = ([rank_of(0, FIRST, dp, slower), rank_of(1, LAST, dp, slower)] for dp, slower in ((0, 1.0), (1, 1.5)))
+    assert [(stage.rank, stage.wait_s) for stage in activity(run, [*usual, *slow])] == [
+        (1, pytest.approx(1.5 * 7.4)),
+        (3, pytest.approx(1.5 * 3.2)),
+    ]
+    assert bubble_fraction([*usual, *slow]) > bubble_fraction(slow)
+
+
+def test_what_one_replica_did_otherwise_fails(make_run: Any) -> None:
+    run = make_run(("1f1b", 2, 1, 2), dp=2, num_steps=1)
+    ranks = [rank_of(stage, timed, dp) for dp in (0, 1) for stage, timed in enumerate((FIRST, LAST))]
+    order, _, in_flight = run_checks(run, ranks)
+    assert order.passed
+    assert in_flight.passed
+    ranks[2] = ranks[2].model_copy(update={"actions": ranks[2].actions[::-1], "peak_in_flight_chunks": 3})
+    order, _, in_flight = run_checks(run, ranks)
+    assert not order.passed
+    assert in_flight.detail == "[3, 1] chunks at most, planned [2, 1]"
+
+
+MODEL = ModelSpec.model_validate(SMALL)
+
+
+@pytest.mark.parametrize("batch", [8, 10**7])
+def test_stages_as_fast_as_planned_make_the_planned_step(batch: int) -> None:
+    eager = in_eager_torch(plan_of(MODEL, 2, 32, batch, tp=1, cp=1, pp=2, dp=1), alone=True)
+
+    def stages(factor: float) -> list[Any]:
+        return [
+            SimpleNamespace(chunks=[
+                ChunkSeconds(
+                    stage=stage,
+                    forward_s=factor * float(cost.forward_s),
+                    backward_s=factor * float(cost.input_grad_s + cost.weight_grad_s),
+                    weight_grad_s=factor * float(cost.weight_grad_s),
+                )
+            ])
+            for stage, cost in enumerate(repriced(eager).costs)
+        ]  # fmt: skip
+
+    planned_s = eager.step.step_s
+    assert replayed_step_s(eager, stages(1.0)) == pytest.approx(planned_s)
+    assert planned_s * 1.01 < replayed_step_s(eager, stages(2.0)) < planned_s * 2

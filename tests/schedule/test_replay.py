@@ -243,17 +243,6 @@ def test_blocking_transfers_take_the_rank_twice_per_microbatch() -> None:
     assert makespan_s(long, hidden) - makespan_s(short, hidden) < 20 * (3 + 2 * 0.25)
 
 
-def test_torch_leaves_the_first_stages_backward_to_its_weight_gradient() -> None:
-    ones = [1.0] * 2
-    durations = Durations(ones, ones, ones)
-    schedule = build_schedule("zb-h1", 2, 1, 4)
-    timeline = replay(schedule, durations.as_torch_splits())
-    lengths = {str(a): e - s for a, s, e in zip(schedule.ranks[0], timeline.start_s[0], timeline.end_s[0], strict=True)}
-    assert (lengths["0I0"], lengths["0W0"]) == (0, 2)
-    whole = build_schedule("1f1b", 2, 1, 4)  # a full backward is as long as it was
-    assert makespan_s(whole, durations.as_torch_splits()) == makespan_s(whole, durations)
-
-
 def test_microbatches_of_unequal_length() -> None:
     schedule = build_schedule("1f1b", 2, 1, 3)
     ones = [1.0] * 2

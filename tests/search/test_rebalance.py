@@ -110,7 +110,7 @@ def test_layers_move_under_any_schedule_and_recomputation(layout: dict[str, Any]
     found = rebalance(saved, [1.0, 1.6, 1.0, 1.0])
     assert found.gain_fraction > 0.05
     assert layers(found)[1] < saved.stages[1].num_layers
-    free_to_recompute_less = {"recompute": saved.parallelism.recompute}
+    free_to_recompute_less = {name: getattr(saved.parallelism, name) for name in ("recompute", "recompute_num_layers")}
     assert found.plan.parallelism.model_copy(update=free_to_recompute_less) == saved.parallelism
     assert found.after.fits
 

@@ -131,7 +131,7 @@ def test_a_tower_is_read_beside_the_language_model(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("key", ["patch_size", "depth", "num_heads"])
-@pytest.mark.parametrize("value", ["16", 0, -1, 1.5, []])
+@pytest.mark.parametrize("value", ["16", 0, -1, 1.5, [], {}, 2**70])
 def test_a_size_that_is_none_is_named(key: str, value: Any) -> None:
     given = {
         "model_type": "qwen3_vl",

@@ -12,6 +12,7 @@ from planner.errors import SpecError
 from planner.physics.layers import decoder_layer, model_totals
 from planner.physics.operators import collectives_of, num_parameters, operators_of, saved_bytes
 from planner.shape import Shape
+from planner.specs.architectures import from_config
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
 from planner.trace.trace import LENGTHS, fitted, trace
@@ -104,3 +105,27 @@ def test_a_module_that_cannot_be_traced_is_refused(source: str, word: str) -> No
 
 def test_three_lengths_say_a_polynomial() -> None:
     assert fitted([3 + 2 * s + 0.5 * s * s for s in LENGTHS]) == pytest.approx((3, 2, 0.5))
+
+
+GQA = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
+SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 4,
+         "head_dim": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "bytes_per_token"),
+    [
+        # as tools/trace_known traced them of transformers 5.24
+        ("llama", GQA, 94_280),
+        ("gemma", GQA | {"head_dim": 128}, 102_480),
+        ("gpt_neox", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}, 61_520),
+        ("qwen3_moe", SMALL | {"moe_intermediate_size": 512, "num_experts_per_tok": 4, "num_experts": 16}, 62_300),
+        ("mixtral", SMALL | {"num_local_experts": 8, "num_experts_per_tok": 2}, 79_030),
+    ],
+)
+def test_a_layer_of_transformers_keeps_what_was_traced(
+    kind: str, sizes: dict[str, int], bytes_per_token: float
+) -> None:
+    model = from_config({"model_type": kind, "num_hidden_layers": 4, "vocab_size": 32000, **sizes}, "config.json")
+    kept = saved_bytes(decoder_layer(model, model.layers[-1], Shape(seq_length=2048), load_runtime("hf")))
+    assert kept / 2048 == pytest.approx(bytes_per_token, rel=1e-3)

@@ -131,6 +131,11 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     objections.when(
         layout.zero_stage > 1 and layout.pp > 1, "zero_stage", f"ZeRO-{layout.zero_stage} does not go with its pipeline"
     )
+    objections.when(
+        layout.zero_stage == 0 and layout.dp > 1 and plan.runtime_spec.gradient_bytes == 4,
+        "zero_stage",
+        "without ZeRO it sums gradients of 16 bits in 16 bits: --zero-stage 1 sums them in fp32",
+    )
     objections.when(layout.sequence_parallel and layout.tp > 1, "sequence_parallel", "it splits no sequence beside tp")
     objections.when(
         plan.training.dtype not in ("bf16", "fp16"), "dtype", f"it computes in bf16 or fp16, not {plan.training.dtype}"
@@ -165,6 +170,8 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
         bf16=training.dtype == "bf16",
         fp16=training.dtype != "bf16",
         accumulated="fp32" if runtime.gradient_bytes == 4 else training.dtype,
+        # one rank shards nothing, and sums in fp32 under ZeRO alone
+        stage=layout.zero_stage or int(runtime.gradient_bytes == 4),
         overlaps=runtime.gradient_overlap_fraction > 0,
         offloads=runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0,
         curve="WarmupDecayLR" if is_linear else "WarmupCosineLR",

@@ -9,8 +9,8 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME
-from planner.export.huggingface.trl_files import ACCELERATE_FILE
 from planner.export.huggingface.tuning_settings import (
+    ACCELERATE_FILE,
     IN_FP32,
     apply_accelerate,
     apply_deepspeed,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from planner.answer import Plan
 from planner.export.environment import node_environment
 from planner.export.huggingface.tuning_settings import (
+    ACCELERATE_FILE,
     ADAPTER_FILE,
     OPTIMIZERS,
     QUANTIZATION_FILE,
@@ -74,7 +75,7 @@ def layer_class_of(model: ModelSpec) -> str | None:
     return next((name for part, name in _LAYER_CLASSES if re.search(part, repository)), None)
 
 
-ACCELERATE_FILE, DEEPSPEED_FILE = "accelerate_config.yaml", "deepspeed.json"
+DEEPSPEED_FILE = "deepspeed.json"
 Sharding = Literal["none", "ddp", "fsdp2", "deepspeed"]
 
 

@@ -387,6 +387,7 @@ def _apply_megatron(imported: ImportedRun, options: dict[str, Any]) -> None:
 
 
 ADAPTER_FILE, QUANTIZATION_FILE = "adapter_config.json", "quantization_config.json"
+ACCELERATE_FILE = "accelerate_config.yaml"
 EVERY_LINEAR = "all-linear"
 ALPHA_OVER_RANK = 2
 """lora_alpha over r that TRL's own defaults have (32 and 16); it scales what adapters add, and costs nothing."""

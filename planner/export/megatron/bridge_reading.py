@@ -143,7 +143,7 @@ _HARMLESS = {
         train_ eval_ manual_gc exit empty skip rampup check_
     """,
     "optimizer": """
-        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled overlap_param_gather_with
+        lr min_lr weight adam clip optimizer$ bf16 fp16 params_dtype sgd decoupled overlap_param_gather apply_wd
     """,
     "ddp": """
         average align_ grad_reduce check_for data_parallel_sharding use_megatron nccl pad fp8
@@ -163,11 +163,15 @@ _HARMLESS = {
         first_last fp8_wgrad loss_scale hyst initial min_loss fp8_amax fp8_margin fp8_dot fp8_multi grad_reduce
     """,
     "comm_overlap": """
-        tp_comm_overlap_cfg overlap_p2p batch_p2p bucket defer wgrad data_parallel align
+        tp_comm_overlap_cfg tp_comm_bootstrap overlap_p2p batch_p2p bucket defer wgrad data_parallel align
         overlap_param_gather_with
     """,
 }
 """Beginnings of fields, by section."""
+_OF_HYBRIDS = re.compile(
+    r"model\.(mamba_|hybrid_|is_hybrid|mtp_(hybrid|use_repeated)|keep_mtp|use_mamba|use_fused_weighted|first_last)"
+)
+"""Fields that describe a hybrid model of which the name is given."""
 IGNORED = re.compile(
     "|".join(
         (
@@ -404,17 +408,26 @@ def _hub_name(record: CallRecord) -> str:
 def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
     launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
     options = {**launched, **options_of_fields(fields)}
-    named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
+    is_hybrid = bool(fields.get("model.hybrid_layer_pattern") or fields.get("model.hybrid_override_pattern"))
+    is_described = "--hidden-size" in options and not is_hybrid
+    named = None if is_described else model_called(hub_name) or model_of_recipe(recipe)
     if named is not None:
         # providers of mixtures have it unasked, unlike Megatron-LM
         options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
         options.setdefault("--hidden-dropout", ["0.0"])
     imported = run_of(options, script, "bridge", named=named)
+    if is_hybrid and named is None:
+        # what its options describe is no hybrid
+        imported.run["model"], imported.model_name = None, hub_name or recipe or "a hybrid of attention and Mamba"
     imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)
     imported.unknown.clear()
     sort_fields(fields, imported.ignored, imported.unknown)
+    if named is not None:
+        # a model by name has these layers
+        for path in [path for path in imported.unknown if _OF_HYBRIDS.match(path)]:
+            imported.ignored[path] = imported.unknown.pop(path)
     if imported.run["model"] is None and (hub_name or recipe):
         imported.model_name = hub_name or recipe
     imported.notes = [note for note in imported.notes if not note.startswith("neither --bf16")]

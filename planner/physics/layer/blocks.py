@@ -145,8 +145,10 @@ def norm(
     passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
     saved = [Saved("statistics", (2 if model.norm == "layernorm" else 1, tokens), dtype="fp32")]
     if runtime.copies_norm_input and not runtime.fused_norm and model.norm == "rmsnorm":
-        # the input in fp32, and the normalized rows before their weight
-        rows = Saved("normalized", (tokens, width), for_weight=True)
+        # the input in fp32, and the normalized rows before their weight, which 1 + weight multiplies in fp32
+        rows = Saved(
+            "normalized", (tokens, width), for_weight=True, dtype="fp32" if model.zero_centered_norm else "bf16"
+        )
         saved += [Saved("input", (tokens, width), dtype="fp32"), rows]
     elif saves_input:
         saved.append(Saved("input", (tokens, width)))
@@ -167,9 +169,13 @@ def norm(
 
 
 def enter_half(
-    name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, output_is_cast: bool = True, module: str = ""
-) -> Iterator[Operator]:
-    """The norm before half a layer; where there is none, the input itself, which the first products keep."""
+    name: str, model: ModelSpec, shape: Shape, runtime: RuntimeSpec, output_is_cast: bool = True, module: str = "",
+    saves_input: bool = True,
+) -> Iterator[Operator]:  # fmt: skip
+    """The norm before half a layer; where there is none, the input itself, which the first products keep.
+
+    An input that the other half's norm keeps is kept once (`saves_input`).
+    """
     if model.num_residual_streams > 1:
         yield from gather_streams(name, model, shape, runtime)
     if model.attn_res_block_size is not None:
@@ -177,7 +183,7 @@ def enter_half(
     if model.pre_norms:
         yield norm(
             f"{name} norm", model.hidden_size, shape.shard_tokens, model, runtime,
-            output_is_cast=output_is_cast, module=module,
+            output_is_cast=output_is_cast, module=module, saves_input=saves_input,
         )  # fmt: skip
         return
     kept = Saved("input", (shape.shard_tokens, model.hidden_size), gemm_input=output_is_cast)

@@ -11,12 +11,12 @@ exchanges included), M micro-batches, c seconds of a transfer.
 
     minimise T + gradients + parameters + optimizer
     1. layers     filled grows with r and reaches each run's length; the last run also fills the later chunks
-                  → layers.add_layers
+                  → formulation.add_layers
     2. order      run i + 1 starts on or after the stage that finishes run i (binary finished[r,i])
-                  → layers._add_filled; layers that recur: layers._add_places
+                  → formulation._add_filled; layers that recur: formulation._add_places
     3. chunks     no stage is empty, unless it holds the embedding or the head and the trainer allows that; interleaved
                   stages are equal, but for the first and the last: the order stalls on unequal ones
-                  → layers._add_chunks, layers._add_later_chunks
+                  → formulation._add_chunks, formulation._add_later_chunks
     4. recompute  recomputed[r,κ] ≤ layers of κ on r; one number for all if the trainer has one setting
                   → rows.add_recompute
     5. time       T ≥ every lower bound of the schedule on every rank (any order; at most k in flight)
@@ -43,8 +43,17 @@ from typing import Any
 
 from planner.errors import SolverError
 from planner.schedule.orders import Bound
-from planner.search.ilp.formulation import Expression, Formulation, Group, Row, Variable, count, value
-from planner.search.ilp.layers import LayersOnRanks, add_layers
+from planner.search.ilp.formulation import (
+    Expression,
+    Formulation,
+    Group,
+    LayersOnRanks,
+    Row,
+    Variable,
+    add_layers,
+    count,
+    value,
+)
 from planner.search.ilp.node import Node, Solution, recurring
 from planner.search.ilp.rows import RankSums, RecomputedLayers, add_ends, add_memory, add_recompute, add_time
 from planner.search.ilp.solver import LEAST_TIME_S, Checked, solved

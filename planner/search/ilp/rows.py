@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.physics.stage_memory import relaxed_peak_bytes
-from planner.search.ilp.formulation import Expression, Formulation, add_up, constant, scaled
-from planner.search.ilp.layers import LayersOnRanks
+from planner.search.ilp.formulation import Expression, Formulation, LayersOnRanks, add_up, constant, scaled
 from planner.search.ilp.node import FULL, PASSES, Node
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute

@@ -8,7 +8,7 @@ The integer program behind a plan as text, with its numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.answer import Plan, PricedLayout
@@ -19,6 +19,7 @@ from planner.layout.candidate import Candidate, price_together
 from planner.layout.confidence import headroom_bytes
 from planner.layout.evaluate import evaluate, price_given, runtime_of
 from planner.layout.price import price_layout, reprice
+from planner.layout.variation import Variation
 from planner.physics.pricing import Pricing
 from planner.report.causes import largest_cause, now, says_best, says_misfit, says_slower
 from planner.search.case import Case, Deadline
@@ -132,10 +133,10 @@ def _lifts(case: Case, best: Plan, reason: str, trials: Trials) -> tuple[Lift, .
     changes = []
     for remedy in list(remedies(case, reason, trials)):
         try:
-            chosen = aside(remedy.case)
+            chosen = aside(case.under(remedy))
         except (Infeasible, SolverError):  # there was time for the trial, and not for this
             continue
-        instead = f" instead of {remedy.replaced}" if remedy.replaced else ""
+        instead = f" instead of {remedy.replaces}" if remedy.replaces else ""
         changes.append(
             Lift(
                 change=f"{' '.join(remedy.options)}{instead}",
@@ -167,7 +168,7 @@ def _why_this(case: Case) -> Explanation:
         return _why_too_large(case, miss, error)
     assumptions, limits = list(other_assumptions(case)), list(other_limits(case))
     known = _candidates_of(best)
-    then = [outcome(what_if, best, known) for what_if in (*assumptions, *limits)]
+    then = [outcome(case, change, best, known) for change in (*assumptions, *limits)]
     beaten = [Beaten(layout=other, cause=largest_cause(best.best, other, case.cluster)) for other in best.alternatives]
     return _explanation(
         case,
@@ -205,7 +206,7 @@ def _room_of_nearest(nearest: Candidate, case: Case) -> Room:
     return room_of(within_risk(nearest, case)).model_copy(update={"models": largest_models(case)})
 
 
-def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> ChangedAssumption:
+def _assumption(case: Case, best: Plan, other: Variation, then: Outcome) -> ChangedAssumption:
     return ChangedAssumption(
         name=other.name,
         says=other.says,
@@ -217,7 +218,7 @@ def _assumption(case: Case, best: Plan, other: WhatIf, then: Outcome) -> Changed
     )
 
 
-def _constraint(case: Case, best: Plan, other: WhatIf, then: Outcome) -> Constraint:
+def _constraint(case: Case, best: Plan, other: Variation, then: Outcome) -> Constraint:
     gain = 0.0 if then.chosen is None else then.chosen.step.tokens_per_s / best.step.tokens_per_s - 1
     binds = gain > case.limits.gap_fraction
     return Constraint(name=other.name, now=now(other.name, best), moved=other.says, gain_fraction=gain, binds=binds)
@@ -245,19 +246,6 @@ def soon(case: Case, known: Candidate | None, start: RuntimeSpec) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
-    """A case with one input changed."""
-
-    name: str
-    says: str
-    case: Case
-    runtime_changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the runtime that are changed, with their values; the present choice keeps its recipe beside them."""
-    gives_room: bool = False
-    """True if other layouts than those known may become possible."""
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """The layout that is chosen under a change, beside the step that the present choice would take under it."""
 
@@ -274,17 +262,21 @@ class Outcome:
         return not self.kept_fits or self.chosen.step.step_s < self.kept_s * (1 - gap_fraction)
 
 
-def outcome(what_if: WhatIf, now: Plan, layouts: Sequence[Candidate] = ()) -> Outcome:
-    """Price the layouts of `now` under the change; search again if none of them fits, or if the change gives room.
+def outcome(case: Case, change: Variation, now: Plan, layouts: Sequence[Candidate] = ()) -> Outcome:
+    """Price the layouts of `now`, a plan of the case, under a change.
 
-    `layouts` are its candidates, where they are known.
+    It is searched again if none of them fits, or if the change gives room. `layouts` are its candidates, where they are
+    known.
     """
-    kept, *others = _repriced(what_if, now, layouts or _candidates_of(now))
+    then = case.under(change)
+    # the present choice keeps its recipe beside the fields that the change is of
+    fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}
+    kept, *others = _repriced(then, fields, now, layouts or _candidates_of(now))
     fastest = min((one for one in (kept, *others) if one.fits), key=lambda one: one.step_s, default=None)
     chosen: PricedLayout | None
     try:
-        if fastest is None or what_if.gives_room:
-            chosen = soon(what_if.case, fastest, kept.pricing.runtime).best
+        if fastest is None or change.gives_room:
+            chosen = soon(then, fastest, kept.pricing.runtime).best
         else:
             chosen = price_layout(fastest, fastest.pricing.totals, exact=False)
     except (Infeasible, SolverError):
@@ -297,15 +289,15 @@ def _candidates_of(plan: Plan) -> list[Candidate]:
     return [reprice(plan, layout) for layout in (plan.best, *plan.alternatives)]
 
 
-def _repriced(what_if: WhatIf, now: Plan, layouts: Sequence[Candidate]) -> list[Candidate]:
+def _repriced(case: Case, fields: Mapping[str, Any], now: Plan, layouts: Sequence[Candidate]) -> list[Candidate]:
     """The layouts of `now`, each with its recipe, under a change."""
-    case, headroom_bytes = what_if.case, what_if.case.headroom_bytes
+    headroom_bytes = case.headroom_bytes
     starts, pricings = list[Candidate](), list[Pricing]()
     for one in layouts:
         steps = one.num_microbatches * case.training.global_batch_size // now.training.global_batch_size
         if one.made_order is None and steps != one.num_microbatches:
             one = replace(one, table=replace(one.table, shape=replace(one.shape, num_microbatches=steps)))
-        runtime = one.pricing.runtime.model_copy(update=what_if.runtime_changes)
+        runtime = one.pricing.runtime.model_copy(update=dict(fields))
         pricing = replace(one.pricing, cluster=case.cluster, training=case.training, runtime=runtime)
         starts.append(one)
         pricings.append(replace(pricing, headroom_bytes=headroom_bytes))
@@ -313,27 +305,25 @@ def _repriced(what_if: WhatIf, now: Plan, layouts: Sequence[Candidate]) -> list[
     return [one.priced_as(pricing) for one, pricing in zip(starts, pricings, strict=True)]
 
 
-def other_assumptions(case: Case) -> Iterator[WhatIf]:
+def other_assumptions(case: Case) -> Iterator[Variation]:
     """Every assumption that this job makes, and an estimate of memory that is short, each changed by itself."""
     pricing = Pricing(model=case.model, training=case.training, cluster=case.cluster, runtime=case.runtime)
-    for other in variation.other_assumptions(pricing):
-        then = other.of(pricing)
-        changed = replace(case, training=then.training, cluster=then.cluster, runtime=then.runtime)
-        fields = {name: value for name, value in then.runtime if value != getattr(case.runtime, name)}
-        yield WhatIf(other.name, other.says, changed, fields)
+    yield from variation.other_assumptions(pricing)
     short = gib(case.headroom_bytes) + MEMORY * case.cluster.hardware.memory_gib
     says = f"{MEMORY:.0%} {'more ' if case.headroom_bytes else ''}of the memory must stay free"
-    yield WhatIf("memory_headroom", says, case.limited(memory_headroom_gib=short))
+    yield Variation(
+        says, ("--memory-headroom", f"{short:g}"), limits={"memory_headroom_gib": short}, name="memory_headroom"
+    )
 
 
-def other_limits(case: Case) -> Iterator[WhatIf]:
+def other_limits(case: Case) -> Iterator[Variation]:
     """The limits that the job has to obey, each moved by itself: memory, batch, NVLink domain."""
-    cluster, hardware, training = case.cluster, case.cluster.hardware, case.training
-    larger = hardware.model_copy(update={"memory_gib": hardware.memory_gib * (1 + ROOM)})
-    more = replace(case, cluster=cluster.changed(hardware=larger))
-    yield WhatIf("memory", f"{ROOM:.0%} more memory", more, gives_room=True)
-    twice = training.model_copy(update={"global_batch_size": 2 * training.global_batch_size})
-    yield WhatIf("batch", "twice the batch", replace(case, training=twice), gives_room=True)
+    cluster, hardware = case.cluster, case.cluster.hardware
+    larger = cluster.changed(hardware=hardware.model_copy(update={"memory_gib": hardware.memory_gib * (1 + ROOM)}))
+    yield Variation(f"{ROOM:.0%} more memory", (), cluster=larger, gives_room=True, name="memory")
+    twice = 2 * case.training.global_batch_size
+    words = ("--global-batch-size", str(twice))
+    yield Variation("twice the batch", words, {"global_batch_size": twice}, gives_room=True, name="batch")
     inner = cluster.tiers[0].num_gpus
     if len(cluster.tiers) > 1 and inner is not None and inner < cluster.num_gpus:
         outer = cluster.tiers[1].num_gpus
@@ -341,9 +331,8 @@ def other_limits(case: Case) -> Iterator[WhatIf]:
             tiers = (cluster.tiers[0].model_copy(update={"num_gpus": 2 * inner}), *cluster.tiers[1:])
             wider = hardware.model_copy(update={"tiers": tiers, "gpus_per_node": cluster.node_size})
             changed = cluster.changed(hardware=wider, gpus_per_node=None, network_gb_per_s=None, network_tiers=())
-            yield WhatIf(
-                "domain", f"{hardware.a_domain} of {2 * inner}", replace(case, cluster=changed), gives_room=True
-            )
+            says = f"{hardware.a_domain} of {2 * inner}"
+            yield Variation(says, (), cluster=changed, gives_room=True, name="domain")
 
 
 def program_text(plan: Plan, max_rows: int | None = None, limits: SearchLimits | None = None) -> str:

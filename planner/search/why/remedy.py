@@ -19,6 +19,7 @@ from typing import Any
 from planner.answer.small import MOST_GPUS
 from planner.errors import Infeasible, SpecError
 from planner.layout.price import parallelism_of
+from planner.layout.variation import Variation
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Case, Deadline
 from planner.search.enumerate import DEFAULT_SCHEDULES
@@ -51,24 +52,6 @@ _SIZES = ("micro_batch_size", "pp", "tp", "cp", "ep", "etp", "dp", "vpp", "zero_
 _AXES = ("recompute", *_SIZES, "schedule")
 """Pins in the order in which they are freed."""
 _LIFTED_BY_GPUS = (DOES_NOT_FIT, "more_ranks_than_gpus")
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """A change after which some layout fits."""
-
-    options: tuple[str, ...]
-    """Words of the command line; they take the place of what was given for the same option."""
-    says: str
-    case: Case
-    """The case with the change."""
-    replaced: str = ""
-    """The value that the option had; empty if it had none."""
-
-    @property
-    def as_data(self) -> dict[str, Any]:
-        """The options and the sentence as plain data."""
-        return {"options": list(self.options), "says": self.says}
 
 
 @dataclass(slots=True)
@@ -105,12 +88,10 @@ def with_remedy(error: Infeasible, case: Case, deadline: Deadline) -> Infeasible
     if isinstance(error, NothingLegal):
         remedy = first_remedy(case, error.reason, trials)
         works = "" if remedy is None else f"; {' '.join(remedy.options)} works"
-        data = None if remedy is None else remedy.as_data
-        return Infeasible(error.message, f"{error.hint}{works}", error.rejections, remedy=data)
+        return Infeasible(error.message, f"{error.hint}{works}", error.rejections, remedy=_data_of(remedy))
     if not isinstance(error, NothingFits):
         return error
     miss, found = nearest_miss(case.filling), _all_of(case, trials)
-    remedy = found[0] if found else None
     untried = _UNTRIED_PINNED if case.pins else _UNTRIED
     hint = untried if trials.cut_short else _NONE
     states_bytes = least_state_bytes(case)
@@ -122,57 +103,59 @@ def with_remedy(error: Infeasible, case: Case, deadline: Deadline) -> Infeasible
         "; or ".join(other.says for other in found) or hint,
         error.rejections,
         nearest=None if miss is None else miss.as_data,
-        remedy=None if remedy is None else remedy.as_data,
+        remedy=_data_of(found[0] if found else None),
     )
 
 
-def _all_of(case: Case, trials: Trials) -> list[Remedy]:
+def _data_of(remedy: Variation | None) -> dict[str, Any] | None:
+    """The options and the sentence as plain data."""
+    return None if remedy is None else {"options": list(remedy.options), "says": remedy.says}
+
+
+def _all_of(case: Case, trials: Trials) -> list[Variation]:
     """The smallest change that helps a job of its size and, where few GPUs and no pins are given, lighter jobs."""
-    ways = [] if case.pins or trials.deadline.passed else [Remedy(*way) for way in lighter(case)]
+    untried = case.pins or trials.deadline.passed
+    ways = [] if untried else [Variation(says, options) for options, says, _ in lighter(case)]
     first = first_remedy(case, DOES_NOT_FIT, trials)
     own = [] if first is None else [first]
     return [*ways, *own] if is_small(case) else [*own, *ways]
 
 
-def first_remedy(case: Case, reason: str, trials: Trials) -> Remedy | None:
+def first_remedy(case: Case, reason: str, trials: Trials) -> Variation | None:
     """The smallest change that was found to help against `reason`."""
     more_gpus = _more_gpus(case, trials) if reason in _LIFTED_BY_GPUS else ()
     return next(chain(remedies(case, reason, trials), more_gpus), None)
 
 
-def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Remedy]:
+def remedies(case: Case, reason: str, trials: Trials) -> Iterator[Variation]:
     """Changes that help on the same GPUs: first permissions, then another value of each pin, then no headroom."""
     for permission in _permissions(case, reason):
-        if trials.fitting(permission.case):
+        if trials.fitting(case.under(permission)):
             yield permission
     for axis in _AXES:
         if axis in case.pins:
             yield from _other_value(case, axis, trials)
     headroom_gib = case.limits.memory_headroom_gib
     if headroom_gib:
-        without = case.limited(memory_headroom_gib=0.0)
-        if trials.fitting(without):
-            says = f"lower --memory-headroom from {headroom_gib:g} GiB to 0"
-            yield Remedy(("--memory-headroom", "0"), says, without, f"{headroom_gib:g}")
+        says = f"lower --memory-headroom from {headroom_gib:g} GiB to 0"
+        limits = {"memory_headroom_gib": 0.0}
+        without = Variation(says, ("--memory-headroom", "0"), limits=limits, replaces=f"{headroom_gib:g}")
+        if trials.fitting(case.under(without)):
+            yield without
 
 
-def _permissions(case: Case, reason: str) -> Iterator[Remedy]:
+def _permissions(case: Case, reason: str) -> Iterator[Variation]:
     """Changes that lift the rule named `reason`, before anything was tried with them."""
     if reason == "tp_across_domains":
-        allowed = case.limited(tp_across_nodes=True)
-        yield Remedy(
-            ("--tp-across-nodes",),
-            f"let tp leave the {case.cluster.hardware.fabric} domain: add --tp-across-nodes",
-            allowed,
-        )
+        says = f"let tp leave the {case.cluster.hardware.fabric} domain: add --tp-across-nodes"
+        yield Variation(says, ("--tp-across-nodes",), limits={"tp_across_nodes": True})
     if reason == "schedule_not_in_trainer":
         for runtime in map(load_runtime, RUNTIMES):
             if set(case.limits.schedule or ()) <= set(runtime.schedules):
-                changed = replace(case, runtime=runtime)
-                yield Remedy(("--runtime", runtime.name), f"use --runtime {runtime.name}", changed)
+                yield Variation(f"use --runtime {runtime.name}", ("--runtime", runtime.name), runtime=runtime)
 
 
-def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
+def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Variation]:
     """The change of a pinned axis to the value, nearest to the pinned ones, with which something fits."""
     free = trials.fitting(case.limited(**{axis: None}))
     if free is None:
@@ -182,10 +165,11 @@ def _other_value(case: Case, axis: str, trials: Trials) -> Iterator[Remedy]:
         values.append(free[axis])
     option = f"--{axis.replace('_', '-')}"
     for value in values:
-        changed = case.limited(**{axis: (value,)})
-        if trials.fitting(changed):
-            says = f"do not pin {option[2:]}: a layout fits with {option} {value}"
-            yield Remedy((option, str(value)), says, changed, ",".join(map(str, case.pins[axis])))
+        says = f"do not pin {option[2:]}: a layout fits with {option} {value}"
+        pinned = ",".join(map(str, case.pins[axis]))
+        other = Variation(says, (option, str(value)), limits={axis: (value,)}, replaces=pinned)
+        if trials.fitting(case.under(other)):
+            yield other
             return
 
 
@@ -207,7 +191,7 @@ def _values(case: Case, axis: str) -> list[Any]:
     return sorted(others - set(pinned), key=lambda v: (min(abs(log((v + 1) / (pin + 1))) for pin in pinned), v))
 
 
-def _more_gpus(case: Case, trials: Trials) -> Iterator[Remedy]:
+def _more_gpus(case: Case, trials: Trials) -> Iterator[Variation]:
     """The change to the least number of GPUs that is enough."""
     cluster = case.cluster
     states_bytes = least_state_bytes(case) * cluster.num_gpus
@@ -220,9 +204,8 @@ def _more_gpus(case: Case, trials: Trials) -> Iterator[Remedy]:
     num_nodes, rest = divmod(enough, cluster.node_size)
     nodes = "" if rest or num_nodes == 1 else f", {num_nodes:,} nodes"
     fewer = "; there was no time to try whether fewer are enough" if trials.cut_short else ""
-    yield Remedy(
-        ("--gpus", str(enough)), f"it fits on {enough} GPUs{nodes}{fewer}", case.on_gpus(enough), str(cluster.num_gpus)
-    )
+    says, larger = f"it fits on {enough} GPUs{nodes}{fewer}", case.on_gpus(enough).cluster
+    yield Variation(says, ("--gpus", str(enough)), cluster=larger, replaces=str(cluster.num_gpus))
 
 
 def fewest_gpus(num_gpus: int, node_size: int, enough: Callable[[int], bool], guess: int = 0) -> int | None:

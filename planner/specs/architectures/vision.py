@@ -14,6 +14,8 @@ from planner.specs.reading import load_yaml
 
 _TABLE = Path(__file__).parent / "vision.yaml"
 _NORMS = {"rms_norm": "rmsnorm", "layer_norm": "layernorm"}
+_MOST, _MOST_LAYERS = 10**9, 1000
+"""The largest number that is taken for a size, and for a number of layers or projectors."""
 _PATCHES = 8192
 """The most patches along the side of an image that are taken for a size."""
 
@@ -57,7 +59,8 @@ class _Sizes:
         if isinstance(value, (list, tuple)) and value:
             value = len(value) if name == self.row.get("again") else value[0]
         size = int(value) if isinstance(value, bool) else whole({key: value}, key)
-        if size < 0 or (size == 0 and name in "hlaftkmi"):
+        most = _MOST_LAYERS if name in ("l", self.row.get("again")) else _MOST
+        if not 0 <= size <= most or (size == 0 and name in "hlaftkmi"):
             raise InexpressibleError(f"vision_config: {key}: {size} is no size")
         if name == "i" and size > _PATCHES * self["k"]:
             raise InexpressibleError(f"vision_config: {key}: {size} is no side of an image")
@@ -109,8 +112,8 @@ def _encoder(sizes: _Sizes, vision: Config, row: Mapping[str, Any]) -> Derived:
     fields |= {key: vision[key] for key in ("head_dim", "num_key_value_heads") if vision.get(key) is not None}
     if isinstance(act := vision.get("hidden_act"), str) and act in ACTIVATIONS:
         fields["activation"] = ACTIVATIONS[act]
-    if vision.get("norm_type") in _NORMS:
-        fields["norm"] = _NORMS[vision["norm_type"]]
+    if isinstance(kind := vision.get("norm_type"), str) and kind in _NORMS:
+        fields["norm"] = _NORMS[kind]
     if vision.get("use_qk_norm") or vision.get("qk_normalization"):
         fields |= {"qk_norm": True, "qk_norm_over": "hidden"}
     if "biases" in row:

@@ -161,6 +161,29 @@ def test_a_rank_s_lower_clock_is_named_beside_what_is_priced() -> None:
     assert named(rank_spreads=(low.model_copy(update={"low": 1900}),)) == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "shares", "low", "where"),
+    [
+        ("tflops", (0.9, 0.1), 270.0, ["rank 3"]), ("tflops", (0.4, 0.1), 270.0, []), ("tflops", (0.9, 0.1), 295.0, []),
+        ("round_trip_s", (0.1, 0.9), 270.0, []),  # passes of stages take what their layers take
+    ],
+)  # fmt: skip
+def test_a_rank_that_the_log_names_again_and_again(
+    name: Any, shares: tuple[float, float], low: float, where: list[str]
+) -> None:
+    spread = RankSpread(
+        name=name,
+        low=low,
+        low_rank=3,
+        low_share=shares[0],
+        high=300.0,
+        high_rank=1,
+        high_share=shares[1],
+        num_values=20,
+    )
+    assert [one.where for one in named(rank_spreads=(spread,)) if one.name == "straggler_rank"] == where
+
+
 def test_more_reserved_than_allocated_accuses_nobody() -> None:
     def memory(reserved_gib: float) -> tuple[ObservedMemory, ...]:
         return (ObservedMemory(rank=0, max_allocated_bytes=40 * GIB, max_reserved_bytes=round(reserved_gib * GIB)),)

@@ -8,9 +8,10 @@ import pytest
 
 from planner.answer import Plan
 from planner.layout.evaluate import evaluate
+from planner.layout.variation import Variation
 from planner.search.case import Case
 from planner.search.search import search
-from planner.search.why.explain import WhatIf, other_assumptions, other_limits, outcome
+from planner.search.why.explain import other_assumptions, other_limits, outcome
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
@@ -35,7 +36,7 @@ def now() -> Plan:
 
 
 def test_nothing_changed_keeps_the_choice_and_its_price(now: Plan) -> None:
-    then = outcome(WhatIf("nothing", "nothing changes", _case()), now)
+    then = outcome(_case(), Variation("nothing changes", ()), now)
     assert then.kept_s == pytest.approx(now.step.step_s, rel=1e-9)
     assert then.kept_fits
     assert not then.moves(now.best, 0.005)
@@ -45,7 +46,7 @@ def test_a_choice_that_splits_backwards_keeps_its_price() -> None:
     """It was priced without the compiled layers that the trainer has otherwise."""
     case = _case(runtime="torchtitan").limited(schedule=("zb-v",), pp=(4,), tp=(1,), cp=(1,))
     chosen = search(case)
-    assert outcome(WhatIf("nothing", "nothing changes", case), chosen).kept_s == pytest.approx(chosen.step.step_s)
+    assert outcome(case, Variation("nothing changes", ()), chosen).kept_s == pytest.approx(chosen.step.step_s)
 
 
 def test_pins_can_be_dropped_and_are_named() -> None:
@@ -57,8 +58,8 @@ def test_pins_can_be_dropped_and_are_named() -> None:
 @pytest.mark.thorough(0)
 def test_a_slower_network_reaches_the_prices_of_the_choice(now: Plan) -> None:
     case = _case()
-    slow = replace(case, cluster=ClusterSpec(hardware=case.cluster.hardware, num_gpus=16, network_gb_per_s=5.0))
-    then = outcome(WhatIf("network", "a slow network", slow), now)
+    slow = ClusterSpec(hardware=case.cluster.hardware, num_gpus=16, network_gb_per_s=5.0)
+    then = outcome(case, Variation("a slow network", (), cluster=slow), now)
     assert then.kept_s > now.step.step_s
     assert then.chosen is not None
     assert then.chosen.step.step_s <= then.kept_s * 1.005
@@ -66,18 +67,18 @@ def test_a_slower_network_reaches_the_prices_of_the_choice(now: Plan) -> None:
 
 def test_a_choice_without_room_is_replaced(now: Plan) -> None:
     free_gib = now.cluster.hardware.memory_gib - now.best.worst_stage.memory.total_bytes / 2**30
-    then = outcome(WhatIf("room", "less room", _case().limited(memory_headroom_gib=free_gib + 1)), now)
+    then = outcome(_case(), Variation("less room", (), limits={"memory_headroom_gib": free_gib + 1}), now)
     assert not then.kept_fits
     assert then.moves(now.best, 0.005)
 
 
 def test_twice_the_batch_takes_the_choice_about_twice_as_long(now: Plan) -> None:
     (twice,) = (other for other in other_limits(_case()) if other.name == "batch")
-    assert outcome(twice, now).kept_s == pytest.approx(2 * now.step.step_s, rel=0.1)
+    assert outcome(_case(), twice, now).kept_s == pytest.approx(2 * now.step.step_s, rel=0.1)
 
 
 def test_limits_are_moved_in_the_cluster_itself() -> None:
-    moved = {other.name: other.case for other in other_limits(_case())}
+    moved = {other.name: _case().under(other) for other in other_limits(_case())}
     assert moved["domain"].cluster.tiers[0].num_gpus == 16
     assert moved["domain"].cluster.node_size == 8
     assert moved["memory"].cluster.hardware.memory_gib == pytest.approx(1.1 * 79.1)
@@ -110,7 +111,7 @@ def test_waits_for_the_host_are_told_where_layers_are_small() -> None:
 def test_changes_have_the_same_outcomes_in_any_order(now: Plan) -> None:
     """What was worked out for one change is not taken for another."""
     changes = list(other_limits(_case()))[:2]
-    alone = [outcome(change, now) for change in changes]
+    alone = [outcome(_case(), change, now) for change in changes]
     assert len(alone) == len(changes) > 1
-    assert [outcome(change, now) for change in changes[::-1]] == alone[::-1]
+    assert [outcome(_case(), change, now) for change in changes[::-1]] == alone[::-1]
     assert len({one.kept_s for one in alone}) > 1
