@@ -13,7 +13,7 @@ Switches that a run does not say: its step under their likely values, and the in
 
 The run has each likely value with that value's share (`likely:` in the trainer's file), one switch whatever the others
 have, and the step that goes with these values is missed as that of a run that says all: by a lognormal factor, within
-the half-width w in 90% of published runs. The interval is that of a run that says all, widened to the 10% and 90%
+the half-width w in 90% of published runs. The interval is that of a run that says all, widened to the 7% and 93%
 quantiles of this mixture.
 """
 
