@@ -177,8 +177,8 @@ def _doublings(num_ranks: int, known: int) -> float:
 DEVIATIONS = 1.645
 """Standard deviations in a half-width of `confidence`: 90% of published runs that say their switches are within one."""
 TAIL = 0.07
-"""Share of the mixture that lies beyond each end: less than a tenth, as shares of values are guesses (of mixtures without
-their switches 76% are inside; at a tenth 73%)."""
+"""Share of the mixture that lies beyond each end: less than a tenth, as shares of values are guesses (of mixtures
+without their switches 76% are inside; at a tenth 73%)."""
 _STEPS = 30
 """Halvings of the bracket in which a quantile is looked for: 1e-9 of it are left."""
 
