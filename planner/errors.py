@@ -29,6 +29,8 @@ class PlannerError(Exception):
     exit_code = 1
     follows_answer = False
     """True if stdout has its answer already when this is raised; the exit code is then a verdict on that answer."""
+    json_type = ""
+    """The `type` of the error as JSON, where that is not the class's own name."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -42,7 +44,7 @@ class PlannerError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """The error as plain data, which `--json` prints in place of an answer."""
-        return {"error": {"type": type(self).__name__, "message": self.message, "hint": self.hint}}
+        return {"error": {"type": self.json_type or type(self).__name__, "message": self.message, "hint": self.hint}}
 
 
 MAX_WORD, MAX_LINE = 200, 2_000
@@ -106,6 +108,8 @@ class Unsupported(SpecError):
 
 class LayoutError(SpecError):
     """No trainer starts this layout: its ranks, stages, sequences or experts do not divide."""
+
+    json_type = "SpecError"
 
 
 class Infeasible(PlannerError):

@@ -36,7 +36,8 @@ class Dialect:
 
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
-        return bool(self.harmless) and beginnings(self.harmless).match(key) is not None
+        # YAML has keys that are no text
+        return bool(self.harmless) and beginnings(self.harmless).match(str(key)) is not None
 
     def left_out(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that are not given, as the trainer has them."""

@@ -59,7 +59,7 @@ def test_every_layout_has_one() -> None:
         best = evaluate("8b", ClusterSpec(hardware=hardware, num_gpus=8), training, Parallelism(tp=8)).best
         assert best.sustained is not None
         assert best.sustained.step_s > best.step.step_s
-        assert (half_width(best.sustained.step_s_interval) < 0.15) == known
+        assert (half_width(best.sustained.step_s_interval) < 0.17) == known
 
 
 def test_each_end_widens_by_itself(layout: PricedLayout) -> None:

@@ -215,11 +215,15 @@ class Unread(str):
 
 
 def precision_named(name: str) -> dict[str, Any]:
-    """The fields of a precision that is given by name, such as `bf16_with_mxfp8_mixed`."""
+    """The fields of a precision that is given by name, such as `bf16_with_mxfp8_mixed`.
+
+    Gradients are in fp32 beside bf16: a precision overrides what `ddp` says of them (training/mixed_precision.py).
+    """
     if not re.search(r"mixed|precision|bf16|fp16", name):
         return {}
     half = "fp16" in name and "bf16" not in name
-    fields: dict[str, Any] = {"mixed_precision.fp16": half, "mixed_precision.bf16": not half}
+    fields: dict[str, Any] = dict.fromkeys(("mixed_precision.bf16", "mixed_precision.grad_reduce_in_fp32"), not half)
+    fields["mixed_precision.fp16"] = half
     return fields | next((more for pattern, more in _RECIPES if re.search(pattern, name)), {})
 
 
@@ -227,7 +231,8 @@ def options_of_fields(fields: Fields) -> dict[str, list[str]]:
     """The fields as options of Megatron-LM."""
     precision = fields.get("mixed_precision")
     if isinstance(precision, dict):
-        fields = {**fields, **{f"mixed_precision.{name}": value for name, value in precision.items()}}
+        said = {"grad_reduce_in_fp32": True, **precision}
+        fields = {**fields, **{f"mixed_precision.{name}": value for name, value in said.items()}}
     elif isinstance(precision, str):
         fields = {**precision_named(precision), **fields}
     options: dict[str, list[str]] = {}
