@@ -157,11 +157,11 @@ def test_a_wheel_is_held_against_its_own_metadata(monkeypatch: pytest.MonkeyPatc
 def test_a_missing_library_of_the_core_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lost(monkeypatch, "plotille")
+    lost(monkeypatch, "jinja2")
     assert main(["doctor"]) == 1
     said = capsys.readouterr()
-    assert "It does not all work: plotille is missing" in " ".join(said.out.split())
-    assert said.err == "error: plotille is missing\nhint: pip install trainplan brings what is missing\n"
+    assert "It does not all work: jinja2 is missing" in " ".join(said.out.split())
+    assert said.err == "error: jinja2 is missing\nhint: pip install trainplan brings what is missing\n"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_plan_reads_one_model_one_gpu_and_one_trainer_once_and_no_source() -> 
 
 def test_json_is_written_without_what_draws_and_a_price_without_the_solver() -> None:
     loaded = set(said(LOADED, "--model", "8b", "--gpus", "8", "--no-history", "--json"))
-    assert not loaded & {"rich.console", "matplotlib", "plotille", "torch", "planner.report.terminal"}
+    assert not loaded & {"rich.console", "matplotlib", "torch", "planner.report.terminal"}
     assert not loaded & {"planner.months.whole_run", "planner.specs.architectures"}, "no tokens, no config.json"
     priced = set(said(LOADED, "evaluate", "--model", "8b", "--gpus", "8", "--no-history", "--json"))
     assert not priced & {"rich.console", "pulp", "highspy", "planner.search.search"}
