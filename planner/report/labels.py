@@ -159,19 +159,19 @@ def says_bound(search: SearchReport) -> str:
     return f"{says_scope(search)}; {left_out}" if left_out else says_scope(search)
 
 
-def says_scope(search: SearchReport) -> str:
-    """The step that no layout beats, among how many kinds of layouts."""
-    among = ", ".join(_among(search))
-    bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)} in this model"
+def says_scope(search: SearchReport, is_brief: bool = False) -> str:
+    """The step that no layout beats, among how many kinds of layouts; in brief fit for two lines."""
+    among = ", ".join(_among(search, is_brief))
+    bound = f"no layout that fits is faster than {seconds(search.lower_bound_s)}"
     return f"{bound}, among {among}" if among else bound
 
 
-def _among(search: SearchReport) -> Iterator[str]:
+def _among(search: SearchReport, is_brief: bool) -> Iterator[str]:
     """Phrases that narrow the layouts searched down."""
     searched = search.searched
     schedules = searched.schedules if searched else search.schedules
     if schedules:
-        yield _either(schedules)
+        yield f"{len(schedules)} schedules" if is_brief and len(schedules) > 2 else _either(schedules)
     if searched is None:
         return
     if any(searched.recompute_modules):
@@ -179,7 +179,7 @@ def _among(search: SearchReport) -> Iterator[str]:
     free = [name for name, values in searched.switches.items() if len(values) > 1]
     if searched.switches:
         yield f"{len(free)} of {len(searched.switches)} switches free"
-    if searched.chunks == "equal":
+    if searched.chunks == "equal" and not is_brief:
         yield "equal inner chunks"
 
 

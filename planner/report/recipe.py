@@ -25,8 +25,8 @@ def recipe_lines(layout: PricedLayout, variables: Mapping[str, str], is_brief: b
         return ()
     if not is_brief:
         return tuple(_lines(layout, variables))
-    on = _some(_on(layout), ", ", 2, "in --show recipe") or "every switch at its plainest value"
-    offers = _some([says_offer(offer, layout.step.step_s) for offer in layout.offers], "; ", 1, "in --show recipe")
+    on = _some(_on(layout), ", ", 2, "more in --show recipe") or "every switch at its plainest value"
+    offers = _some([says_offer(offer, layout.step.step_s) for offer in layout.offers], "; ", 1, "with --full")
     return tuple(line for line in (("recipe", on), ("consent", offers)) if line[1])
 
 
@@ -92,7 +92,7 @@ def _lines(layout: PricedLayout, variables: Mapping[str, str]) -> Iterator[Line]
     if layout.offers:
         yield "consent", _some([says_offer(offer, layout.step.step_s) for offer in layout.offers], "; ", 2)
     if variables:
-        yield "env", _some([f"{name}={value}" for name, value in variables.items()], ", ", 1, "exported")
+        yield "env", _some([f"{name}={value}" for name, value in variables.items()], ", ", 1, "more exported")
 
 
 def _on(layout: PricedLayout) -> list[str]:
@@ -106,12 +106,12 @@ def _on(layout: PricedLayout) -> list[str]:
     return [f"{named(name, layout.recipe[name])}{shares.get(name, '')}" for name in on]
 
 
-def _some(texts: Sequence[str], between: str, num_lines: int, others: str = "in --json") -> str:
+def _some(texts: Sequence[str], between: str, num_lines: int, others: str = "more in --json") -> str:
     """As many of the texts as fit in some lines, the first in any case, and how many more there are elsewhere."""
     shown = list(texts[:1])
     for text in texts[1:]:
         left = len(texts) - len(shown)
-        more = f"{between}{left} more {others}"
+        more = f"{between}{left} {others}"
         if _num_lines(between.join([*shown, text]) + (more if left > 1 else "")) > num_lines:
             return between.join(shown) + more
         shown.append(text)

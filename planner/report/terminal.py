@@ -329,5 +329,4 @@ def _footnote(plan: Plan) -> list[str]:
     """The conditions of the proof in two lines."""
     if plan.search is None:
         return []
-    lines = wrap(f"{says_scope(plan.search)}; more: --show proof", COLUMNS - 1)
-    return lines if len(lines) < 3 else [lines[0], f"{lines[1][: COLUMNS - 17]} … --show proof"]
+    return wrap(f"{says_scope(plan.search, is_brief=True)}; more: --show proof", COLUMNS - 1)
