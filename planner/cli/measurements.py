@@ -195,9 +195,9 @@ def add_run(path: str, folder: str | None, as_json: bool) -> None:
 
 
 def _folder(given: str | None) -> Path:
-    from planner.observe.history_place import VARIABLE, default_folder
+    from planner.observe.history_place import VARIABLE, folder_of
 
-    folder = Path(given) if given else default_folder()
+    folder = folder_of(given)
     if folder is None:
         raise SpecError("--history: there is no home folder to keep runs in", f"--history DIR, or {VARIABLE}=DIR")
     return folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from planner.cli import options as o
@@ -137,22 +136,22 @@ def _observed(plan: Plan, paths: str | None) -> Iterator[MeasuredChoice]:
 def _kept(plan: Plan, given: str | None) -> Iterator[MeasuredChoice]:
     """The runs of this job among those that `plan validate --add` keeps."""
     from planner.decide.next import MeasuredChoice, choice_of, other_job
-    from planner.observe.history import PREFIX, SUFFIX, read_kept
-    from planner.observe.history_place import default_folder
+    from planner.observe.history import kept_files, read_kept
+    from planner.observe.history_place import folder_of
 
-    folder = Path(given) if given else default_folder()
+    folder = folder_of(given)
     if folder is None or not folder.is_dir():
         if given:
             raise SpecError(f"--history: {given}: is no folder", "plan validate --add observed.json --history DIR")
         return
-    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+    for name in kept_files(folder):
         try:
-            kept = read_kept(path)
+            kept = read_kept(folder / name)
         except PlannerError as error:
-            _log.warning("%s: is left out: %s", path.name, error.message)
+            _log.warning("%s: is left out: %s", name, error.message)
             continue
         if not other_job(plan, kept.plan):
-            yield MeasuredChoice(choice_of(plan, kept.plan), kept.step_s, kept.own_width, path.name)
+            yield MeasuredChoice(choice_of(plan, kept.plan), kept.step_s, kept.own_width, name)
 
 
 def _once(runs: list[MeasuredChoice]) -> list[MeasuredChoice]:

@@ -153,7 +153,7 @@ def prices_of(folder: Path, price: Callable[[Path], KeptPrice]) -> Prices:
 
     A file that holds no run is left out, with the reason. The prices are written back where the folder allows it.
     """
-    files, known = _files(folder), _saved(folder)
+    files, known = kept_files(folder), _saved(folder)
     if known.files == files and known.planner_version == __version__:
         return known
     same = {name for name, state in files.items() if known.files.get(name) == state}
@@ -196,7 +196,7 @@ def keep(folder: Path, name: str, text: str) -> bool:
     return True
 
 
-def _files(folder: Path) -> dict[str, tuple[int, int]]:
+def kept_files(folder: Path) -> dict[str, tuple[int, int]]:
     """The runs' files with their sizes and times; none where the folder cannot be listed."""
     found: dict[str, tuple[int, int]] = {}
     try:

@@ -9,6 +9,11 @@ from pathlib import Path
 VARIABLE = "PLANNER_HISTORY"
 
 
+def folder_of(given: str | None) -> Path | None:
+    """The folder that `given` names, else the user's own; None where there is neither."""
+    return Path(given) if given else default_folder()
+
+
 def default_folder() -> Path | None:
     """The folder that the environment names, else the platform's for a user's data; None for a user without a home."""
     if named := os.environ.get(VARIABLE):
