@@ -35,9 +35,8 @@ from planner.observe.log_reader import observe
 from planner.schedule.orders import SCHEDULES
 from planner.specs.registry import load_hardware, load_model
 from planner.trainers import load
-from planner.trainers.rules.megatron import MEGATRON_RULES
-from planner.trainers.rules.named import RULES
 from planner.trainers.rules.recipe import rules_for
+from planner.trainers.rules.rule_rows import rule_table, rules_of
 from planner.trainers.switches import SWITCHES
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +60,7 @@ def test_a_model_a_gpu_and_a_trainer_are_one_file_each(folder: Path) -> None:
     assert (best.model.name, best.cluster.hardware.name, best.runtime) == ("my-model-7b", "my-gpu-96gb", "my-trainer")
     assert (best.runtime_spec.host_factor, best.runtime_spec.optimizer_bytes) == (1.6, 8)
     assert best.fits
-    assert set(MEGATRON_RULES) <= set(rules_for(runtime))
+    assert set(rules_of("megatron")) <= set(rules_for(runtime))
 
 
 def names_of(name: str) -> dict[str, Any]:
@@ -103,12 +102,12 @@ def test_a_switch_is_a_row_and_a_line_of_its_trainer(folder: Path, monkeypatch: 
 
 
 def test_a_rule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = names_of("HIDDEN_SIZE")["HIDDEN_SIZE"]
-    monkeypatch.setitem(RULES, "mine", lambda runtime: (rule,))
+    rows = yaml.safe_load(re.findall(r"```yaml\n(- .*?)```", TEXT, re.DOTALL)[0])
+    monkeypatch.setitem(rule_table()["sets"], "layout mine", rows)
     runtime, limits = RuntimeSpec(name="mine", rules=("mine",)), SearchLimits(tp=(3,))
     with pytest.raises(Infeasible) as error:
         plan("8b", ClusterSpec(hardware="h100", num_gpus=6), TRAINING, limits=limits, runtime=runtime)
-    assert rule.reason in error.value.rejections
+    assert rows[0]["reason"] in error.value.rejections
 
 
 def test_an_exporter_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

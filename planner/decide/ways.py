@@ -27,8 +27,8 @@ from planner.search.search import search
 from planner.search.why.remedy import with_remedy
 from planner.shape import NEAR_FRACTION, divisors
 from planner.specs.units import gib
-from planner.trainers.rules.common import ETP
 from planner.trainers.rules.recipe import broken_recipe_rules, rules_for
+from planner.trainers.rules.rule_rows import rules_of
 
 MOST_BATCHES = 2
 """Batches for which layouts are searched; each takes a few tenths of a second."""
@@ -180,7 +180,7 @@ def with_ranks(job: ResumedJob, dp: int, micro_batch_size: int, batch: int) -> C
         return pinned
     if shape.dp * shape.cp % shape.shard_size:
         return f"groups of {shape.shard_size} ranks, which share the weights, do not divide dp {dp} · cp {shape.cp}"
-    rules = (ETP, *rules_for(case.runtime))
+    rules = (*rules_of("etp"), *rules_for(case.runtime))
     broken = next((rule for rule in rules if not rule.holds(case.model, case.training, shape)), None)
     if broken is not None:
         return broken.message(case.model, case.training, shape)

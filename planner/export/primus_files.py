@@ -43,8 +43,8 @@ from planner.specs.model import ModelSpec
 from planner.specs.reading import literal, parse_expression
 from planner.specs.registry import load_model
 from planner.specs.units import is_count
-from planner.trainers.rules.common import BF16_ONLY
-from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
+from planner.trainers.rules.facts import TORCH_CLASSES
+from planner.trainers.rules.rule_rows import rules_of, torchtitan_rules
 
 _RELEASE = "torchtitan 0.2.2, which Primus v26.5 pins,"
 _PRESETS = {
@@ -136,9 +136,8 @@ def _compiled(plan: Plan) -> list[str]:
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where Primus' torchtitan cannot run the plan."""
     layout, model = plan.parallelism, plan.model.spec
-    schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule)
-    rules = TORCHTITAN_RULES if schedule_rules is None else (*TORCHTITAN_LAYOUT_RULES, *schedule_rules)
-    objections = Objections("primus", broken_rules((*rules, BF16_ONLY), plan), hint_for(plan, "primus-torchtitan"))
+    rules = (*torchtitan_rules(layout.schedule), *rules_of("export bf16"))
+    objections = Objections("primus", broken_rules(rules, plan), hint_for(plan, "primus-torchtitan"))
     objections.when(
         _flavor(model) is None, "model", f"{_RELEASE} has no flavor that is {model.name}, one of {_published()}"
     )

@@ -12,10 +12,9 @@ from planner.export.trainer_files import TrainerFiles, comment
 from planner.layout.price import shape_of, under_trainer
 from planner.specs.units import gib
 from planner.trainers.load import load_runtime, versions_of
-from planner.trainers.rules.common import UNWRITTEN_RULES, WHOLE_MODEL_RULES, Rule, original_length
-from planner.trainers.rules.megatron import megatron_model_rules
-from planner.trainers.rules.named import EXPORT_RULES
+from planner.trainers.rules.facts import original_length
 from planner.trainers.rules.recipe import export_rules_for
+from planner.trainers.rules.rule_rows import Rule, rules_of
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import on_trainer
 from planner.trainers.switches import SWITCHES, written
@@ -60,7 +59,7 @@ class Objections:
 def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     """The way out of a refusal: another trainer, another plan, or another choice in this one."""
     model_rules = tuple(model_rules)
-    if broken_rules((rule for rule in model_rules if rule in WHOLE_MODEL_RULES), plan):
+    if broken_rules((rule for rule in model_rules if rule in rules_of("whole_model")), plan):
         return _hint_for_fine_tuning(plan)
     if broken_rules(model_rules, plan):
         return _hint_for_model(plan, runtime)
@@ -85,13 +84,14 @@ _DESCRIBING = ("megatron", "bridge", "torchtitan")
 
 def _hint_for_model(plan: Plan, runtime: str) -> str:
     """No layout changes what the model is: another target or an older version may express it, or a part is left out."""
-    able = [name for name in _DESCRIBING if name != runtime and not broken_rules(EXPORT_RULES[name], plan)]
+    able = [name for name in _DESCRIBING if name != runtime and not broken_rules(rules_of(f"export {name}"), plan)]
     if able:
         return f"export to {' or '.join(able)}, which can say it"
     for version in reversed(versions_of(load_runtime("megatron"))):
-        if not broken_rules(megatron_model_rules(version), plan):
+        older = load_runtime(f"megatron@{version}")
+        if not broken_rules(rules_of("export megatron", runtime=older), plan):
             return f"plan again with --runtime megatron@{version}, which can say it"
-    if broken_rules(UNWRITTEN_RULES, plan):
+    if broken_rules(rules_of("unwritten"), plan):
         return "no target describes such a model: write your own files by what `plan report` shows"
     return "leave out of the model's spec what is named here, if the model may be trained without"
 

@@ -12,7 +12,7 @@ from planner.months.losses import load_facts
 from planner.months.whole_run import save_interval_s
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec, OptimizerDefaults
-from planner.trainers.rules.common import has_groups, has_local_base, has_usual_scale
+from planner.trainers.rules.facts import has_groups, has_local_base, has_usual_scale
 
 TOKENS_PER_PARAMETER = 20
 """Tokens for each active parameter where no number is planned: Hoffmann et al. (arXiv:2203.15556)."""

@@ -10,7 +10,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.refusal import Reason
 from planner.layout.price import shape_of
-from planner.trainers.rules.common import release
+from planner.trainers.rules.facts import release
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value, written

@@ -28,8 +28,8 @@ from planner.layout.price import order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
-from planner.trainers.rules.common import BF16_ONLY, has_groups, rotary_method
-from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_MODEL_RULES, TORCH_SCHEDULE_RULES
+from planner.trainers.rules.facts import TORCH_CLASSES, has_groups, rotary_method
+from planner.trainers.rules.rule_rows import rules_of, schedule_rules
 
 _HINT = "give a plan.torch.yaml that plan export wrote"
 _AXES = ("tp", "cp", "dp", "ep", "micro_batch_size")
@@ -152,8 +152,9 @@ def export_torch(plan: Plan) -> TrainerFiles:
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
-    rules = (*TORCH_MODEL_RULES, *TORCH_EAGER_RULES, BF16_ONLY)
-    objections = Objections("torch", broken_rules(rules, plan), hint_for(plan, "torch-eager", TORCH_MODEL_RULES))
+    of_model = rules_of("export torch-eager")
+    rules = (*of_model, *rules_of("layout torch-eager", "export bf16"))
+    objections = Objections("torch", broken_rules(rules, plan), hint_for(plan, "torch-eager", of_model))
     check_order(plan, stages, objections)
     check_modules(stages, objections)
     objections.raise_any()
@@ -230,7 +231,7 @@ def _chunks(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[dict[str, Any]
 def _pipelining(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> dict[str, Any]:
     """The schedule's torch class where one would take the plan, the ranks and layers of its stages, and the CSV."""
     layout = plan.parallelism
-    class_takes_plan = not broken_rules(TORCH_SCHEDULE_RULES.get(layout.schedule, ()), plan)
+    class_takes_plan = not broken_rules(schedule_rules(layout.schedule) or (), plan)
     schedule_class = TORCH_CLASSES.get(layout.schedule) if class_takes_plan else None
     return {
         **({"schedule": schedule_class} if schedule_class else {}),

@@ -35,15 +35,8 @@ from planner.export.trainer_files import (
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
-from planner.trainers.rules.common import BF16_ONLY, rotary_method
-from planner.trainers.rules.torch import (
-    TORCH_CLASSES,
-    TORCH_SCHEDULE_RULES,
-    TORCHTITAN_LAYOUT_RULES,
-    TORCHTITAN_MODEL_RULES,
-    TORCHTITAN_RULES,
-    UNCOMPILED,
-)
+from planner.trainers.rules.facts import TORCH_CLASSES, rotary_method
+from planner.trainers.rules.rule_rows import rules_of, torchtitan_rules
 
 _LLAMA3 = {
     "scaling_factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
@@ -261,6 +254,12 @@ def splits_backward(plan: Plan) -> bool:
     return plan.parallelism.pp > 1 and order_of(plan.best).splits_backward
 
 
+UNCOMPILED = (
+    "backwards are split: layers run uncompiled, slower than planned; a compiled one computes its whole backward "
+    "for each part"
+)
+"""torch.compile's backward is one node of the graph, and its donated buffers allow no second pass (torch 2.13)."""
+
 WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
 RECIPE = "planned_recipe"
 
@@ -291,11 +290,9 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torchtitan cannot run the plan."""
     layout = plan.parallelism
-    schedule_rules = TORCH_SCHEDULE_RULES.get(layout.schedule)
-    layout_rules = TORCHTITAN_RULES if schedule_rules is None else (*TORCHTITAN_LAYOUT_RULES, *schedule_rules)
-    rules = (*TORCHTITAN_MODEL_RULES, *layout_rules, BF16_ONLY)
-    hint = hint_for(plan, "torchtitan", TORCHTITAN_MODEL_RULES)
-    objections = Objections("torchtitan", broken_rules(rules, plan), hint)
+    of_model = rules_of("export torchtitan")
+    rules = (*of_model, *torchtitan_rules(layout.schedule), *rules_of("export bf16"))
+    objections = Objections("torchtitan", broken_rules(rules, plan), hint_for(plan, "torchtitan", of_model))
     check_mixture(plan.best, objections)
     if layout.pp > 1:
         check_order(plan, stages, objections)

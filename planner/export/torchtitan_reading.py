@@ -16,7 +16,7 @@ from planner.export.keyed_settings import dialect, flat
 from planner.export.named_models import Model, exported_model, model_called, num_layers_of
 from planner.specs.reading import literal, parse_python, parse_toml, printable
 from planner.specs.units import is_count
-from planner.trainers.rules.torch import TORCH_CLASSES
+from planner.trainers.rules.facts import TORCH_CLASSES
 
 FLAVORS = {
     ("llama3", "8B"): "llama-3.1-8b",

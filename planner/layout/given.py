@@ -14,8 +14,8 @@ from planner.shape import RANK_ORDERS, Shape, divisors
 from planner.specs.model import ModelSpec
 from planner.specs.problems import nearest
 from planner.specs.training import Parallelism
-from planner.trainers.rules.common import ETP
 from planner.trainers.rules.recipe import rules_for
+from planner.trainers.rules.rule_rows import first_broken, rules_of
 
 _TRAINABLE = tuple(name for name, kind in SCHEDULES.items() if kind.trains_one_copy)
 
@@ -218,7 +218,7 @@ def _check_arithmetic(pricing: Pricing, shape: Shape) -> None:
             )
     elif shape.ep > 1:
         raise LayoutError(f"parallelism.ep: {shape.ep}, but {model.name} has no experts", "set ep to 1")
-    elif not ETP.holds(model, pricing.training, shape):
+    elif first_broken(rules_of("etp"), model, pricing.training, shape):
         raise SpecError(f"parallelism.etp: {shape.etp}, but {model.name} has no experts", "leave etp out")
     if shape.pp * shape.vpp > model.num_hidden_layers + 2:
         raise SpecError(

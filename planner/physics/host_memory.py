@@ -12,7 +12,7 @@ from planner.physics.operators import Item, num_parameters
 from planner.physics.pricing import Pricing
 from planner.shape import Number, Shape, minimum
 from planner.specs.units import GIB
-from planner.trainers.rules.common import Rule
+from planner.trainers.rules.rule_rows import Rule
 
 HOST_STATE_BYTES = 16
 """Bytes on the host per parameter that it updates: an fp32 weight, its gradient and two moments (DeepSpeed's

@@ -30,11 +30,12 @@ from planner.probe.result import PlanSlice
 from planner.probe.run import ChunkSpec, ProbeRun, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
+from planner.shape import Shape
 from planner.specs.base import Spec
 from planner.specs.model import ModelSpec
 from planner.specs.training import tokens_split
 from planner.specs.units import gib
-from planner.trainers.rules.torch import runner_objection
+from planner.trainers.rules.rule_rows import first_broken, rules_of
 
 
 def require_runnable(plan: Plan, options: ProbeOptions) -> None:
@@ -61,10 +62,10 @@ def require_layers(plan: Plan) -> None:
             f"training.objective: {plan.training.objective.name} cannot be probed: the probe learns the next token",
             "probe a plan with --objective lm",
         )
-    objection = runner_objection(plan.model.spec, plan.training)
-    if objection is not None:
+    of_runner = plan.model.spec, plan.training, Shape()
+    if broken := first_broken(rules_of("export torch-eager"), *of_runner):
         raise ProbeError(
-            f"{plan.model.name} cannot be probed: {objection}",
+            f"{plan.model.name} cannot be probed: {broken.reason}: {broken.message(*of_runner)}",
             "probe a plan of a plain model of its size, such as llama-3.1-8b",
         )
     model, seq_length = plan.model.spec, plan.training.seq_length

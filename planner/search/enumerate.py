@@ -26,8 +26,8 @@ from planner.specs.model import ModelSpec
 from planner.specs.problems import closest, nearest
 from planner.specs.training import SearchLimits, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
-from planner.trainers.rules.common import ETP, HEADS, Rule
 from planner.trainers.rules.recipe import rules_for
+from planner.trainers.rules.rule_rows import Rule, rules_of
 from planner.trainers.spec import RuntimeSpec
 
 DEFAULT_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.is_tried_by_default)
@@ -338,7 +338,8 @@ def _grid(
         # refused before they are multiplied out, and counted as what they would have been
         lost = int((~split).sum()) * len(pps) * len(batches) * len(zeros)
         tp = next((tp for tp in tps if model.num_attention_heads % tp), 0)
-        rejections.add(HEADS.reason, lost, HEADS.message(model, training, Shape(tp=tp)))
+        (heads,) = rules_of("heads")
+        rejections.add(heads.reason, lost, heads.message(model, training, Shape(tp=tp)))
         rows = rows[split]
     least_s = np.zeros((len(rows), len(batches)))
     if bar is not None and rows.size and batches:
@@ -482,7 +483,7 @@ def _own_rules(cluster: ClusterSpec, limits: SearchLimits) -> tuple[Rule, ...]:
     """Rules that hold for every trainer."""
     domain, fabric = cluster.nvlink_domain_size, cluster.hardware.fabric
     return (
-        ETP,
+        *rules_of("etp"),
         Rule(
             "more_stages_than_layers",
             lambda m, t, s: s.pp * s.vpp <= m.num_hidden_layers,

@@ -31,7 +31,7 @@ class Generation(Group):
     trainer: str = ""
     """The shipped trainer that this is a kind of, whose rules and options it has; given none, that of its name."""
     rules: tuple[str, ...] = ()
-    """Names of the rules that its layouts obey (trainers/rules/named.py); given none, those of `trainer`."""
+    """Names of the rules that its layouts obey (trainers/rules/rules.yaml); given none, those of `trainer`."""
     export_rules: tuple[str, ...] = ()
     """Names of the rules that its export sets to models and dtypes; given none, those of `trainer`."""
     version: str = ""

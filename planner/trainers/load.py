@@ -28,7 +28,7 @@ from planner.specs.base import Fraction, Name, Spec
 from planner.specs.problems import check_names, checked, nearest
 from planner.specs.reading import label, load_yaml, printable
 from planner.specs.training import Dtype
-from planner.trainers.rules.named import EXPORT_RULES, RULES
+from planner.trainers.rules.rule_rows import rule_names
 from planner.trainers.shipped import DATA as _DATA
 from planner.trainers.shipped import RUNTIMES as RUNTIMES
 from planner.trainers.spec import RuntimeSpec
@@ -264,8 +264,8 @@ def _shipped(path: Path) -> RuntimeSpec:
 def _runtime(path: Path) -> RuntimeSpec:
     where = _where(path)
     runtime = checked(RuntimeSpec, {"name": path.stem, **_file(path).values}, where)
-    check_names(where, "rules", runtime.rules, RULES)
-    check_names(where, "export_rules", runtime.export_rules, EXPORT_RULES)
+    check_names(where, "rules", runtime.rules, rule_names("layout"))
+    check_names(where, "export_rules", runtime.export_rules, rule_names("export"))
     check_names(where, "trainer", (runtime.trainer,) if runtime.trainer else (), RUNTIMES)
     return runtime
 

@@ -16,7 +16,7 @@ from planner.cli.app import COMMANDS, _root
 from planner.observe.gap_rows import GAP_ROWS
 from planner.schedule.orders import SCHEDULES
 from planner.trainers.load import RUNTIMES, checkpoint_of, load_runtime, since_of, switches_of, versions_of
-from planner.trainers.rules.recipe import RECIPE_RULES, export_rules_for, rules_for
+from planner.trainers.rules.recipe import export_rules_for, recipe_rules, rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, written
 
@@ -127,7 +127,7 @@ def trainers() -> str:
     lines += _refusals("Models that an export refuses", {it.name: export_rules_for(it) for it in runtimes})
     lines += ["", "## Rules of switches", "", "A recipe that breaks one of these is refused, whatever the trainer.", ""]
     lines += ["| switch | rule |", "|---|---|"]
-    lines += [f"| `{rule.switch}` | {rule.says} |" for rule in RECIPE_RULES]
+    lines += [f"| `{rule.switch}` | {rule.says} |" for rule in recipe_rules()]
     return "\n".join([*lines, ""])
 
 

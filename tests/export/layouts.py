@@ -10,7 +10,7 @@ from planner.shape import Shape
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model, model_names
 from planner.specs.training import TrainingSpec
-from planner.trainers.rules.common import Rule
+from planner.trainers.rules.rule_rows import Rule
 
 SIZES = (8, 512, 16384)
 

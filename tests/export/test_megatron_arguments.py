@@ -24,12 +24,12 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
-from planner.trainers.rules.megatron import MEGATRON_MODEL_RULES
+from planner.trainers.rules.rule_rows import rules_of
 
 Planned = Callable[..., Plan]
 
 
-MODELS = expressible(MEGATRON_MODEL_RULES)
+MODELS = expressible(rules_of("export megatron"))
 
 
 def layers_built(arguments: dict[str, Any], model: ModelSpec) -> list[list[tuple[int, int]]]:

@@ -19,7 +19,7 @@ from planner.export.trainer_files import Arguments
 from planner.layout.candidate import parse_layout
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_model
-from planner.trainers.rules.megatron import MEGATRON_MODEL_RULES
+from planner.trainers.rules.rule_rows import rules_of
 
 Planned = Callable[..., Plan]
 
@@ -136,7 +136,7 @@ def test_megatron_builds_the_planned_layers(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("gpus", SIZES)
-@pytest.mark.parametrize("name", expressible(MEGATRON_MODEL_RULES))
+@pytest.mark.parametrize("name", expressible(rules_of("export megatron")))
 def test_every_model_is_built_as_planned(planned: Planned, megatron: Any, name: str, gpus: int) -> None:
     model = load_model(name)
     layout = some_layout(model, gpus, f"{name} {gpus} megatron-core")

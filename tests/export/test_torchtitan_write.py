@@ -23,12 +23,12 @@ from planner.export.torchtitan_files import RECIPE, export_torchtitan
 from planner.schedule.graph import to_torch_csv
 from planner.schedule.orders import build_schedule
 from planner.specs.registry import load_model
-from planner.trainers.rules.torch import TORCHTITAN_MODEL_RULES
+from planner.trainers.rules.rule_rows import rules_of
 
 Planned = Callable[..., Plan]
 
 
-MODELS = expressible(TORCHTITAN_MODEL_RULES)
+MODELS = expressible(rules_of("export torchtitan"))
 
 
 def titan(planned: Planned, model: str = "llama-3.1-8b", gpus: int = 64, **options: Any) -> Plan:

@@ -14,7 +14,7 @@ from planner.export.megatron.option_rows import BRIDGE
 from planner.export.run_settings import listed
 from planner.export.trainer_files import settings
 from planner.specs.registry import load_model
-from planner.trainers.rules.megatron import family_of
+from planner.trainers.rules.facts import family_of
 
 OWN = json.loads((Path(__file__).parent / "trainers_own" / "bridge.json").read_text())
 _ONE_GROUP = "one group of all experts is no group"

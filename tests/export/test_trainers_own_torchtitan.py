@@ -13,7 +13,7 @@ import pytest
 
 from planner.export.torchtitan_files import model_source
 from planner.specs.registry import load_model
-from planner.trainers.rules.torch import is_gpt_oss
+from planner.trainers.rules.facts import is_gpt_oss
 
 OWN = json.loads((Path(__file__).parent / "trainers_own" / "torchtitan.json").read_text())
 _EPSILON = "the registry has torch's epsilon, config.json says 1e-6"

@@ -16,10 +16,11 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime
-from planner.trainers.rules.common import LAYER_KIND_RULES, UNWRITTEN_RULES, first_broken
 from planner.trainers.rules.recipe import rules_for
-from planner.trainers.rules.torch import TORCH_MODEL_RULES
+from planner.trainers.rules.rule_rows import first_broken, rules_of
 
+LAYER_KIND_RULES, UNWRITTEN_RULES = rules_of("layer_kinds"), rules_of("unwritten")
+TORCH_MODEL_RULES = rules_of("export torch-eager")
 TRAINING = TrainingSpec(seq_length=4096, global_batch_size=64)
 BASE: dict[str, Any] = {
     "name": "tiny", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,

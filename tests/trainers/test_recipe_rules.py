@@ -13,7 +13,7 @@ from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import TrainingSpec
 from planner.trainers.load import load_runtime
-from planner.trainers.rules.recipe import RECIPE_RULES, Setting, broken_recipe_rules, takes_shapes
+from planner.trainers.rules.recipe import Setting, broken_recipe_rules, recipe_rules, takes_shapes
 from planner.trainers.stated import switched
 
 
@@ -178,7 +178,7 @@ def test_every_rule_has_a_case() -> None:
     covered = {(case.switch, case.says) for case in CASES}
     missing = [
         (rule.switch, rule.says)
-        for rule in RECIPE_RULES
+        for rule in recipe_rules()
         if not any(rule.switch == switch and rule.says.startswith(says) for switch, says in covered)
     ]
     assert missing in ([], [("ep_overlap", "takes one multi-token-prediction block at most")])

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from planner.shape import Shape
+from planner.specs.cluster import ClusterSpec
+from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
+from planner.specs.model_parts import MoESpec
 from planner.specs.training import TrainingSpec
-from planner.trainers.rules.common import Rule, first_broken
-from planner.trainers.rules.megatron import MEGATRON_CP_RULES, MEGATRON_RULES
-from planner.trainers.rules.torch import (
-    AUTOMODEL_RULES,
-    TORCH_CLASSES,
-    TORCH_EAGER_RULES,
-    TORCH_SCHEDULE_RULES,
-    TORCHTITAN_RULES,
+from planner.trainers.rules.facts import FACTS, TORCH_CLASSES
+from planner.trainers.rules.rule_rows import SIZES, Rule, first_broken, names_in, rule_table, rules_of
+from planner.trainers.spec import RuntimeSpec
+
+MEGATRON_RULES = rules_of("megatron")
+MEGATRON_CP_RULES = {
+    kind: rules_of("megatron_cp", runtime=RuntimeSpec(name="mine", cp_comm_type=kind))
+    for kind in ("p2p", "all_gather", "a2a")
+}
+TORCHTITAN_RULES, TORCH_EAGER_RULES, AUTOMODEL_RULES = (
+    rules_of(f"layout {name}") for name in ("torchtitan", "torch-eager", "automodel")
 )
+TORCH_SCHEDULE_RULES = {
+    name.removeprefix("torch:"): rules_of(name) for name in rule_table()["sets"] if name.startswith("torch:")
+}
 
 LLAMA = ModelSpec(
     name="llama", num_hidden_layers=126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
@@ -113,8 +124,9 @@ MEGATRON_CASES = [
 def test_megatron_refuses(reason: str, model: ModelSpec, fields: dict[str, int], words: str) -> None:
     shape = replace(DENSE if model.moe is None else SPARSE, **fields)
     rules = [rule for rule in MEGATRON_RULES if rule.reason == reason]
-    assert broken(rules, model, shape) == reason
-    assert words in rules[0].message(model, TRAINING, shape)
+    rule = first_broken(rules, model, TRAINING, shape)
+    assert rule is not None
+    assert words in rule.message(model, TRAINING, shape)
 
 
 def test_every_megatron_rule_has_a_case() -> None:
@@ -302,4 +314,26 @@ def test_arrays_give_what_scalars_give(rules: tuple[Rule, ...], model: ModelSpec
         for i in range(200):
             shape = Shape(**{name: int(values[i]) for name, values in axes.items()})
             assert bool(rule.holds(model, TRAINING, shape)) == whole[i]
-            assert rule.message(model, TRAINING, shape)
+            assert whole[i] or rule.message(model, TRAINING, shape)
+
+
+OWNERS: dict[str, Any] = {
+    "model": ModelSpec, "moe": MoESpec, "training": TrainingSpec, "runtime": RuntimeSpec, "cluster": ClusterSpec,
+    "hardware": HardwareSpec,
+}  # fmt: skip
+
+
+def test_expressions_name_fields_that_exist() -> None:
+    table = rule_table()
+    rows = [row for rows in table["sets"].values() for row in rows if isinstance(row, dict)] + table["recipes"]
+    keys = ("unless", "holds", "refuses", "stretched", "where")
+    texts = [row[key] for row in rows for key in keys if key in row] + [*table["effects"].values()]
+    texts += [row[key].rpartition(" = ")[2] for row in rows for key in ("multiple", "of") if key in row]
+    texts += [f'f"""{row["says"]}"""' for row in rows if "says" in row and "switch" not in row]
+    for text in texts:
+        known = {*SIZES, *FACTS, *OWNERS, "value", "recompute", "modules", "switches"}
+        assert names_in(text) <= known, text
+        for node in ast.walk(ast.parse(text, mode="eval")):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = OWNERS[node.value.id]
+                assert node.attr in owner.model_fields or hasattr(owner, node.attr), text

@@ -29,7 +29,7 @@ from planner.export.trainer_files import (
     rendered,
     settings,
 )
-from planner.trainers.rules.named import DEEPSPEED_MODEL_RULES, DEEPSPEED_RULES
+from planner.trainers.rules.rule_rows import rules_of
 
 TRAINING_FILE = "planned_training.py"
 PLACEHOLDERS = (
@@ -122,8 +122,9 @@ def _pipeline_files(
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
     layout = plan.parallelism
-    rules = (*DEEPSPEED_MODEL_RULES, *DEEPSPEED_RULES)
-    hint = hint_for(plan, "deepspeed", DEEPSPEED_MODEL_RULES)
+    of_model = rules_of("export deepspeed")
+    rules = (*of_model, *rules_of("layout deepspeed"))
+    hint = hint_for(plan, "deepspeed", of_model)
     objections = Objections("deepspeed", broken_rules(rules, plan), hint)
     check_recompute(plan.best, stages, objections)
     objections.when(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")

@@ -33,9 +33,8 @@ from planner.export.trainer_files import (
     settings,
 )
 from planner.specs.model import ModelSpec
-from planner.trainers.rules.common import BF16_ONLY
-from planner.trainers.rules.named import HF_MODEL_RULES
 from planner.trainers.rules.recipe import rules_for
+from planner.trainers.rules.rule_rows import rules_of
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import Value
 
@@ -297,8 +296,10 @@ def export_hf(plan: Plan) -> TrainerFiles:
 def _check_expressible(plan: Plan) -> None:
     """Raise Inexpressible, with every reason, where no files of these packages say what the plan says."""
     layout, runtime, adapters = plan.parallelism, plan.runtime_spec, plan.training.adapters
-    hint = hint_for(plan, "hf", HF_MODEL_RULES)
-    objections = Objections("hf", broken_rules((*HF_MODEL_RULES, BF16_ONLY, *rules_for(runtime)), plan), hint)
+    of_model = rules_of("export hf", "export bf16")
+    objections = Objections(
+        "hf", broken_rules((*of_model, *rules_for(runtime)), plan), hint_for(plan, "hf", rules_of("export hf"))
+    )
     objections.when(layout.recompute == "selective", "recompute_selective", "gradient checkpointing is of whole layers")
     objections.when(
         layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"

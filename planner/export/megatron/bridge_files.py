@@ -38,8 +38,7 @@ from planner.export.trainer_files import (
 )
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import RopeScalingSpec
-from planner.trainers.rules.common import every_nth, query_width, rotary_method
-from planner.trainers.rules.megatron import bridge_model_rules, family_of
+from planner.trainers.rules.facts import every_nth, family_of, query_width, rotary_method
 
 _KNOWN = {row.name for row in all_rows()} | SWITCHING
 """Every option that is written: those without a field of the same value are said otherwise below."""
@@ -172,7 +171,7 @@ def _gemma3(model: ModelSpec) -> Overrides:
 
 def arguments_for_bridge(plan: Plan) -> Arguments:
     """Megatron-LM's arguments under the rules of Bridge. Raises Inexpressible where Bridge cannot run the plan."""
-    return megatron_arguments(plan, "bridge", bridge_model_rules(plan.runtime_spec.version))
+    return megatron_arguments(plan, "bridge")
 
 
 def bridge_overrides(plan: Plan) -> Overrides:

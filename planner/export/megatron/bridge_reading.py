@@ -18,7 +18,7 @@ from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_F
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called
 from planner.specs.reading import kind_of
-from planner.trainers.rules.common import every_nth
+from planner.trainers.rules.facts import every_nth
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _CAPS = {

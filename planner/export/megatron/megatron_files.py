@@ -42,14 +42,8 @@ from planner.export.trainer_files import (
     promise,
 )
 from planner.trainers.load import has_dtype
-from planner.trainers.rules.common import Rule, release
-from planner.trainers.rules.megatron import (
-    MEGATRON_CP_RULES,
-    MEGATRON_RULES,
-    NEW_QUERY_NORM_SINCE,
-    megatron_model_rules,
-    norms_queries_twice,
-)
+from planner.trainers.rules.facts import NEW_QUERY_NORM_SINCE, norms_queries_twice, release
+from planner.trainers.rules.rule_rows import Rule, rules_of
 
 DATA_PATH = Placeholder(
     "DATA_PATH", "prefix of the tokenized data (PREFIX.bin and .idx), or weights and prefixes in turn", kind="prefix"
@@ -113,7 +107,8 @@ def megatron_arguments(
     Raises Inexpressible with every reason where Megatron-LM cannot run the plan as it is.
     """
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    rules = megatron_model_rules(plan.runtime_spec.version) if of_model is None else of_model
+    named = "export bridge" if target == "bridge" else "export megatron"
+    rules = rules_of(named, runtime=plan.runtime_spec) if of_model is None else of_model
     _check_expressible(plan, stages, target, rules, own_schedules)
     runtime = plan.runtime_spec
     return {
@@ -136,7 +131,7 @@ def _check_expressible(
 ) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
     layout, runtime = plan.parallelism, plan.runtime_spec
-    rules = (*of_model, *MEGATRON_RULES, *MEGATRON_CP_RULES[runtime.cp_comm_type])
+    rules = (*of_model, *rules_of("layout megatron", runtime=runtime))
     objections = Objections(target, broken_rules(rules, plan), hint_for(plan, target, of_model))
     objections.when(
         not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"

@@ -25,7 +25,7 @@ from planner.export.run_settings import ROTARY_BASE, listed, stated
 from planner.export.trainer_files import Arguments
 from planner.specs.model import ModelSpec
 from planner.specs.units import is_count
-from planner.trainers.rules.common import every_nth, rotary_method
+from planner.trainers.rules.facts import every_nth, rotary_method
 
 _POSITIONS = {
     "learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "alibi": "alibi", "none": "none",

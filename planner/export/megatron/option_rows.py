@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from planner.errors import SpecError
 from planner.export.trainer_files import Arguments, ShellText
 from planner.specs.reading import parse_expression, shipped_table
-from planner.trainers.rules.common import release
+from planner.trainers.rules.facts import release
 
 Options = Mapping[str, list[str]]
 """Option (with its dashes) to the words behind it."""

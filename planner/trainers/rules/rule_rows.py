@@ -1,0 +1,192 @@
+"""Rules: each says whether a trainer takes a shape and, if not, why with which numbers. Most are rows of rules.yaml.
+
+A condition judges one shape, or an array of them, in one call.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from operator import and_, or_
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from planner.shape import Shape
+from planner.specs.model import ModelSpec
+from planner.specs.reading import load_yaml
+from planner.specs.training import TrainingSpec
+from planner.trainers.rules.facts import FACTS, original_length, release
+from planner.trainers.spec import RuntimeSpec
+
+SIZES: Final = frozenset(name for name in dir(Shape) if not name.startswith("_"))
+"""Names of a shape's sizes in expressions."""
+
+
+class _Elementwise(ast.NodeTransformer):
+    """`and`, `or` and `not` as calls, which know arrays; what decides alone leaves the rest unread."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        name = "_all" if isinstance(node.op, ast.And) else "_any"
+        nothing = ast.arguments([], [], None, [], [], None, [])
+        return _call(name, [ast.Lambda(nothing, self.visit(value)) for value in node.values])
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return _call("_not", [node.operand]) if isinstance(node.op, ast.Not) else node
+
+
+def _call(name: str, arguments: list[ast.expr]) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), arguments, [])
+
+
+def _joined(join: Callable[[Any, Any], Any], *values: Callable[[], Any]) -> Any:
+    """Values joined by `and` or `or`: the first that decides alone, else the last, or the truths of all arrays."""
+    found, value = None, None
+    for read in values:
+        value = read()
+        if isinstance(value, np.ndarray):
+            found = truth(value) if found is None else join(found, truth(value))
+        elif bool(value) is (join is or_):
+            return value
+    return value if found is None else found
+
+
+def truth(value: Any) -> Any:
+    """A value as true or false, or an array of truths."""
+    return value.astype(bool) if isinstance(value, np.ndarray) else bool(value)
+
+
+_KNOWN = {
+    "_all": partial(_joined, and_),
+    "_any": partial(_joined, or_),
+    "_not": lambda value: np.logical_not(truth(value)),
+    "__builtins__": {},
+    **FACTS,
+}
+
+
+@lru_cache(maxsize=2048)
+def names_in(text: str) -> frozenset[str]:
+    """The names that an expression reads."""
+    return frozenset(node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name))
+
+
+@lru_cache(maxsize=2048)
+def _compiled(text: str, of_arrays: bool) -> CodeType:
+    tree = ast.parse(text, mode="eval")
+    return compile(ast.fix_missing_locations(_Elementwise().visit(tree)) if of_arrays else tree, text, "eval")
+
+
+def value_of(text: str, names: Mapping[str, Any], shape: Shape | None) -> Any:
+    """The value of an expression for a shape, or for arrays of them."""
+    sizes = {name: getattr(shape, name) for name in names_in(text) & SIZES}
+    return eval(_compiled(text, np.ndarray in map(type, sizes.values())), {**_KNOWN, **names, **sizes})
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One hard constraint of a trainer."""
+
+    reason: str
+    """Short name for counts of rejections."""
+    holds: Callable[[ModelSpec, TrainingSpec, Shape], Any]
+    """True where the shape is legal: a bool, or an array of them."""
+    message: Callable[[ModelSpec, TrainingSpec, Shape], str]
+    """A sentence that says why one shape is illegal, with its numbers."""
+    stretches: Callable[[ModelSpec], str | None] | None = None
+    """For rules about stretched rotary frequencies: why the model's are refused, however long sequences are."""
+
+
+def rule_of(row: Mapping[str, str], runtime: RuntimeSpec | None = None) -> Rule:
+    """The rule that a row of rules.yaml is; `runtime` for those that read it."""
+    says, unless = row.get("says", ""), row.get("unless")
+    if "multiple" in row:
+        (name, value), (axis, size) = (_named(row[key]) for key in ("multiple", "of"))
+        condition, says = f"({value}) % ({size}) == 0", f"{name} {{{value}}} is no multiple of {axis} {{{size}}}"
+    else:
+        condition = row.get("holds") or f"not ({row.get('refuses') or row.get('stretched')})"
+    judged = f"({unless}) or ({condition})" if unless else condition
+    if "since" in row:
+        version = runtime.version if runtime is not None else ""
+        says = f"Megatron core {version} has no {says}, which came with {row['since']}"
+    says = f'f"""{says}"""'
+
+    def read(text: str, model: ModelSpec, training: TrainingSpec | None, shape: Shape | None) -> Any:
+        return value_of(text, {"model": model, "moe": model.moe, "training": training, "runtime": runtime}, shape)
+
+    def holds(model: ModelSpec, training: TrainingSpec, shape: Shape) -> Any:
+        if "stretched" in row and training.seq_length <= original_length(model):
+            return True
+        return truth(read(judged, model, training, shape))
+
+    def message(model: ModelSpec, training: TrainingSpec | None, shape: Shape | None) -> str:
+        return str(read(says, model, training, shape))
+
+    def stretches(model: ModelSpec) -> str | None:
+        return None if read(condition, model, None, None) else message(model, None, None)
+
+    return Rule(row["reason"], holds, message, stretches if "stretched" in row else None)
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The name that a message has for an expression, and the expression."""
+    name, is_named, value = text.partition(" = ")
+    return (name, value) if is_named else (text.removeprefix("model."), text)
+
+
+@cache
+def rule_table() -> dict[str, Any]:
+    """rules.yaml as it stands."""
+    return load_yaml(Path(__file__).with_name("rules.yaml"))
+
+
+def rule_names(kind: Literal["layout", "export"]) -> tuple[str, ...]:
+    """Names of the sets that a trainer's file may have under `rules`, or under `export_rules`."""
+    return tuple(name.removeprefix(f"{kind} ") for name in rule_table()["sets"] if name.startswith(f"{kind} "))
+
+
+@cache
+def _alone(name: str, number: int) -> Rule:
+    """The rule of a row that reads no runtime."""
+    return rule_of(rule_table()["sets"][name][number])
+
+
+def rules_of(*names: str, runtime: RuntimeSpec | None = None) -> tuple[Rule, ...]:
+    """The rules of some sets of rules.yaml, or of single rows (`set/reason`), for a runtime and its version."""
+    return tuple(rule for name in names for rule in _rules(name, runtime))
+
+
+def schedule_rules(schedule: str) -> tuple[Rule, ...] | None:
+    """The rules of torch's class for a schedule, or of none."""
+    return rules_of(name) if (name := f"torch:{schedule}") in rule_table()["sets"] else None
+
+
+def torchtitan_rules(schedule: str) -> tuple[Rule, ...]:
+    """The rules of torchtitan's layouts under a schedule; of one without a class, those of what runs at its vpp."""
+    of_class = schedule_rules(schedule)
+    return rules_of("layout torchtitan") if of_class is None else rules_of("torchtitan_layout") + of_class
+
+
+def _rules(path: str, runtime: RuntimeSpec | None) -> Iterator[Rule]:
+    name, _, reason = path.partition("/")
+    version = release(runtime.version) if runtime is not None and runtime.version else None
+    for number, row in enumerate(rule_table()["sets"][name]):
+        if isinstance(row, str):
+            yield from _rules(row, runtime)
+        elif not reason or row["reason"] == reason:
+            came_later = "since" not in row or (version is not None and version < release(row["since"]))
+            came_before = "from" not in row or version is None or version >= release(row["from"])
+            if not (came_later and came_before and value_of(row.get("where", "True"), {"runtime": runtime}, None)):
+                continue
+            is_bound = "since" in row or any("runtime." in text for text in row.values())
+            yield rule_of(row, runtime) if is_bound else _alone(name, number)
+
+
+def first_broken(rules: Iterable[Rule], model: ModelSpec, training: TrainingSpec, shape: Shape) -> Rule | None:
+    """The first rule that one shape (no arrays) breaks, or None."""
+    return next((rule for rule in rules if not rule.holds(model, training, shape)), None)
