@@ -11,7 +11,7 @@ import numpy as np
 from planner.shape import RANK_ORDERS, Number, maximum, where
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import SPARSE, MoESpec
-from planner.specs.training import ATTENTION, GROUPS, MLP, AdapterSpec, TrainingSpec, tokens_split
+from planner.specs.training import GROUPS, TrainingSpec, tokens_split
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SHARDED_STAGES
 
@@ -27,6 +27,8 @@ TORCH_CLASSES: dict[str, str] = {
 """torch's name of each schedule that it has a class for."""
 BEFORE_018 = ("0.14", "0.15", "0.16", "0.17")
 """Versions of Megatron core before 0.18; no other trainer here has versions."""
+PRIMUS_CORE = "0.16"
+"""Megatron core of the commit that Primus v26.5 pins (third_party/Megatron-LM at d3528a21)."""
 NEW_QUERY_NORM_SINCE = "0.19"
 """`QKNormConfigResolver` gives the projection of queries that are not latent a norm of its own, beside the layer's."""
 TUNING_TOKENS = 2**18
@@ -43,8 +45,6 @@ _GPT_OSS_YARN = {
     "truncate": False,
 }  # fmt: skip
 """Its rotary scaling."""
-_LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "out_proj"}
-"""Names that a group of adapters' targets brings along and that torchtune's models do not have."""
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -303,15 +303,6 @@ def shards_experts(model: ModelSpec, fsdp: Any, tp: Number, ep: Number, num_repl
     return (num_shards <= model.moe.num_experts) | ((width % pieces == 0) & (model.hidden_size % pieces == 0))
 
 
-def expressible_in_torchtune(adapters: AdapterSpec | None) -> bool:
-    """The targets are some of attention's projections, all of the MLP's or none, and perhaps the head."""
-    if adapters is None or adapters.targets == ("all-linear",):
-        return True
-    modules, whole = adapters.modules, frozenset(MLP)
-    known = {*ATTENTION, *MLP, "lm_head", *_LATENT}
-    return modules <= known and len(modules & whole) in (0, len(whole)) and bool(modules & frozenset(ATTENTION))
-
-
 def tunes(training: TrainingSpec) -> bool:
     """True for a step of so few tokens that the run is likely fine-tuning."""
     return training.global_batch_size * training.seq_length <= TUNING_TOKENS
@@ -330,6 +321,7 @@ def is_recomputable(runtime: RuntimeSpec, recompute: str, modules: Iterable[str]
 
 FACTS: Final[Mapping[str, Any]] = {
     "RANK_ORDERS": RANK_ORDERS, "SHARDED_STAGES": SHARDED_STAGES, "GROUPS": GROUPS, "BEFORE_018": BEFORE_018,
+    "PRIMUS_CORE": PRIMUS_CORE,
 } | {
     fact.__name__: fact
     for fact in (
@@ -337,7 +329,7 @@ FACTS: Final[Mapping[str, Any]] = {
         has_dense_layers, expert_width, shared_expert_width, kv_heads, instances, splits_states, unsplit_state,
         has_sparse_kinds, unplain_kinds, core_yarn_scale, other_llama3, other_yarn, norms_queries_twice,
         megatron_activations, family_of, is_gemma, is_of_no_recipe, is_gpt_oss, fsdp_ranks, shards_experts,
-        expressible_in_torchtune, tunes, has_more_experts, is_recomputable,
+        tunes, has_more_experts, is_recomputable,
     )
 }  # fmt: skip
 """Names that expressions of rules.yaml know beside a job's own fields."""

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from math import inf
 from operator import and_, or_
 from pathlib import Path
 from types import CodeType
@@ -102,8 +103,8 @@ class Rule:
     """For rules about stretched rotary frequencies: why the model's are refused, however long sequences are."""
 
 
-def rule_of(row: Mapping[str, str], runtime: RuntimeSpec | None = None) -> Rule:
-    """The rule that a row of rules.yaml is; `runtime` for those that read it."""
+def rule_of(row: Mapping[str, str], runtime: RuntimeSpec | None = None, core: str = "") -> Rule:
+    """The rule that a row of rules.yaml is, for a runtime, and a release of Megatron core, where it reads them."""
     says, unless = row.get("says", ""), row.get("unless")
     if "multiple" in row:
         (name, value), (axis, size) = (_named(row[key]) for key in ("multiple", "of"))
@@ -112,8 +113,7 @@ def rule_of(row: Mapping[str, str], runtime: RuntimeSpec | None = None) -> Rule:
         condition = row.get("holds") or f"not ({row.get('refuses') or row.get('stretched')})"
     judged = f"({unless}) or ({condition})" if unless else condition
     if "since" in row:
-        version = runtime.version if runtime is not None else ""
-        says = f"Megatron core {version} has no {says}, which came with {row['since']}"
+        says = f"Megatron core {core} has no {says}, which came with {row['since']}"
     says = f'f"""{says}"""'
 
     def read(text: str, model: ModelSpec, training: TrainingSpec | None, shape: Shape | None) -> Any:
@@ -158,7 +158,28 @@ def _alone(name: str, number: int) -> Rule:
 
 def rules_of(*names: str, runtime: RuntimeSpec | None = None) -> tuple[Rule, ...]:
     """The rules of some sets of rules.yaml, or of single rows (`set/reason`), for a runtime and its version."""
-    return tuple(rule for name in names for rule in _rules(name, runtime))
+    core = "" if runtime is None else runtime.version
+    return tuple(rule for name in names for rule in _rules(name, runtime, core))
+
+
+def _rules(path: str, runtime: RuntimeSpec | None, core: str) -> Iterator[Rule]:
+    name, _, reason = path.partition("/")
+    for number, row in enumerate(rule_table()["sets"][name]):
+        if isinstance(row, str):
+            yield from _rules(row, runtime, core)
+        elif "set" in row:
+            yield from _rules(row["set"], runtime, value_of(row["core"], {}, None))
+        elif row["reason"] == (reason or row["reason"]) and _is_in(row, runtime, core):
+            is_bound = "since" in row or any("runtime." in text for text in row.values())
+            yield rule_of(row, runtime, core) if is_bound else _alone(name, number)
+
+
+def _is_in(row: Mapping[str, str], runtime: RuntimeSpec | None, core: str) -> bool:
+    """True where a runtime has the rule, under a release of Megatron core; an empty one is the newest."""
+    newest: tuple[float, ...] = release(core) or (inf,)
+    if ("since" in row and newest >= release(row["since"])) or newest < release(row.get("from", "0")):
+        return False
+    return bool(value_of(row.get("where", "True"), {"runtime": runtime}, None))
 
 
 def schedule_rules(schedule: str) -> tuple[Rule, ...] | None:
@@ -170,21 +191,6 @@ def torchtitan_rules(schedule: str) -> tuple[Rule, ...]:
     """The rules of torchtitan's layouts under a schedule; of one without a class, those of what runs at its vpp."""
     of_class = schedule_rules(schedule)
     return rules_of("layout torchtitan") if of_class is None else rules_of("torchtitan_layout") + of_class
-
-
-def _rules(path: str, runtime: RuntimeSpec | None) -> Iterator[Rule]:
-    name, _, reason = path.partition("/")
-    version = release(runtime.version) if runtime is not None and runtime.version else None
-    for number, row in enumerate(rule_table()["sets"][name]):
-        if isinstance(row, str):
-            yield from _rules(row, runtime)
-        elif not reason or row["reason"] == reason:
-            came_later = "since" not in row or (version is not None and version < release(row["since"]))
-            came_before = "from" not in row or version is None or version >= release(row["from"])
-            if not (came_later and came_before and value_of(row.get("where", "True"), {"runtime": runtime}, None)):
-                continue
-            is_bound = "since" in row or any("runtime." in text for text in row.values())
-            yield rule_of(row, runtime) if is_bound else _alone(name, number)
 
 
 def first_broken(rules: Iterable[Rule], model: ModelSpec, training: TrainingSpec, shape: Shape) -> Rule | None:
