@@ -10,18 +10,9 @@ from planner.answer import Plan
 from planner.export.environment import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
 from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
-from planner.export.refusal import Objections, Reason, broken_rules, hint_for, notes_on_price, unstretched
+from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse, unstretched
 from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
-from planner.export.stages import (
-    VirtualStage,
-    all_full,
-    check_fsdp2,
-    check_mixture,
-    check_modules,
-    is_even,
-    is_looped,
-    virtual_stages,
-)
+from planner.export.stages import VirtualStage, objections_to, virtual_stages
 from planner.export.torchtitan_reading import FLAVORS
 from planner.export.trainer_files import (
     Arguments,
@@ -135,31 +126,10 @@ def _compiled(plan: Plan) -> list[str]:
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where Primus' torchtitan cannot run the plan."""
-    layout, model = plan.parallelism, plan.model.spec
-    rules = (*torchtitan_rules(layout.schedule), *rules_of("export bf16"))
-    objections = Objections("primus", broken_rules(rules, plan), hint_for(plan, "primus-torchtitan"))
-    objections.when(
-        _flavor(model) is None, "model", f"{_RELEASE} has no flavor that is {model.name}, one of {_published()}"
-    )
-    check_mixture(plan.best, objections)
-    objections.when(
-        layout.recompute == "full" and not all_full(plan.best),
-        "recompute",
-        f"{_RELEASE} recomputes all layers, or none",
-    )
-    objections.when(
-        layout.pp > 1 and layout.schedule not in TORCH_CLASSES,
-        "schedule",
-        f"{layout.schedule} is none of {', '.join(TORCH_CLASSES)}",
-    )
-    is_placed = is_looped(stages, layout.pp) or layout.schedule in ("zb-v", "dualpipe-v")
-    objections.when(not is_placed, "placement", "virtual stage j must be on rank j mod pp")
-    check_modules(stages, objections)
-    objections.when(
-        layout.tp > 1 and not layout.sequence_parallel, "sequence_parallel", f"{_RELEASE} has it at every tp above 1"
-    )
-    check_fsdp2(plan, objections)
-    objections.raise_any()
+    reasons = broken_rules((*torchtitan_rules(plan.parallelism.schedule), *rules_of("export bf16")), plan)
+    flavor, names = _flavor(plan.model.spec), {"release": _RELEASE, "published": _published(), "classes": TORCH_CLASSES}
+    reasons += objections_to(plan, "primus-torchtitan", stages, flavor=flavor, **names)
+    refuse("primus", reasons, hint_for(plan, "primus-torchtitan"))
 
 
 def _published() -> str:
@@ -328,25 +298,6 @@ def _of_stages(numbers: list[int], plan: Plan) -> int:
     return numbers[0] * plan.parallelism.pp + numbers[1]
 
 
-def objections_to_schedule(plan: Plan, stages: tuple[VirtualStage, ...]) -> list[Reason]:
-    """The reasons why a schedule from a table cannot run the plan."""
-    layout, runtime = plan.parallelism, plan.runtime_spec
-    row = PRIMUS_SCHEDULES.get(layout.schedule)
-    if row is None:
-        return []
-    least, name = _of_stages(row["least"], plan), layout.schedule
-    wrong = {
-        "num_microbatches": (
-            layout.num_microbatches < least,
-            f"{name} at pp {layout.pp} needs {least}, not {layout.num_microbatches}",
-        ),
-        "uneven_stages": (not is_even(stages), f"{name} takes stages of equally many layers"),
-        "recompute": (layout.recompute != "none", f"{name} splits backwards, which keep the inputs of every layer"),
-        "fused_grad_accumulation": (not runtime.fused_grad_accumulation, f"{name} needs it"),
-    }
-    return [Reason(name, message) for name, (is_wrong, message) in wrong.items() if is_wrong]
-
-
 _EP_OVER_NODES, _UNITS_OVER_NODES = 16, 32
 """Expert parallelism from which exchanges of experts take no more compute units (Primus, rocm_arg_validation.py)."""
 
@@ -376,12 +327,6 @@ _GROUPED: dict[str, Keys] = {
 _FLEX = ("moe_flex_dispatcher_backend", "moe_enable_deepep")
 
 
-def objections_to_recipe(plan: Plan) -> list[Reason]:
-    """The switches that name what only NVIDIA's GPUs have."""
-    is_hybrid = plan.model.spec.moe is not None and plan.runtime_spec.dispatcher == "hybridep"
-    return [Reason("dispatcher", "hybridep is NVIDIA's, deepep is what Primus-Turbo has")] if is_hybrid else []
-
-
 _LEFT_OUT = ("data_path", "split", "tokenizer_type", "tokenizer_model", "save", "load", "async_strategy")
 """Arguments of training that Primus has other means for."""
 
@@ -390,9 +335,10 @@ def megatron_keys(plan: Plan) -> Keys:
     """The overrides of a plan, but for data, tokenizer and checkpoints. Raises Inexpressible."""
     plan, _ = with_core(plan)
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
-    reasons = [*objections_to_schedule(plan, stages), *objections_to_recipe(plan)]
-    objections = Objections("primus", reasons, hint_for(plan, "primus-megatron"))
-    objections.raise_any()
+    row = PRIMUS_SCHEDULES.get(plan.parallelism.schedule)
+    least = _of_stages(row["least"], plan) if row else 0
+    reasons = objections_to(plan, "primus-megatron", stages, row=row, least=least)
+    refuse("primus", reasons, hint_for(plan, "primus-megatron"))
     keys = keys_of(megatron_arguments(plan, "primus", own_schedules=tuple(PRIMUS_SCHEDULES)) | training_arguments(plan))
     keys = {name: value for name, value in keys.items() if name not in _LEFT_OUT}
     return turbo_keys(plan, settings("primus-unasked") | keys | schedule_keys(plan))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.answer import Plan
@@ -37,23 +37,10 @@ class Inexpressible(SpecError):
         super().__init__(f"{target} cannot express this plan: {listed}", hint)
 
 
-@dataclass(slots=True)
-class Objections:
-    """Reasons against exporting a plan, collected before the export ends with all of them."""
-
-    target: str
-    reasons: list[Reason]
-    hint: str
-
-    def when(self, wrong: object, name: str, message: str) -> None:
-        """Add a reason if `wrong`."""
-        if wrong:
-            self.reasons.append(Reason(name, message))
-
-    def raise_any(self) -> None:
-        """Raise Inexpressible if there are reasons."""
-        if self.reasons:
-            raise Inexpressible(self.target, self.reasons, self.hint)
+def refuse(target: str, reasons: Sequence[Reason], hint: str) -> None:
+    """Raise Inexpressible if there are reasons."""
+    if reasons:
+        raise Inexpressible(target, reasons, hint)
 
 
 def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:

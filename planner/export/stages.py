@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
-from planner.export.refusal import Objections
+from planner.export.refusal import Reason
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
+from planner.specs.expressions import text_of, value_of
+from planner.specs.reading import shipped_table
+from planner.trainers.load import has_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,55 +150,56 @@ def recomputed_layers(best: PricedLayout, stages: Sequence[VirtualStage]) -> lis
         return counts
 
 
-def check_mixture(best: PricedLayout, objections: Objections) -> None:
-    """Object where modules are recomputed beside whole layers, or in some layers only."""
-    shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
-    modes = {mode for stage in best.stages for mode, count in stage.recompute.items() if count}
-    objections.when(
-        len(modes - {"none"}) > 1, "recompute_mixed", f"whole layers and modules are recomputed together ({shown})"
-    )
-    objections.when(
-        {"none", "selective"} <= modes, "recompute_per_stage", f"one setting must do for all layers ({shown})"
-    )
-
-
-def check_recompute(best: PricedLayout, stages: Sequence[VirtualStage], objections: Objections) -> None:
-    """Object where `check_mixture` does, and where virtual stages need different numbers of whole layers."""
-    check_mixture(best, objections)
-    try:
-        block_size(best, stages)
-    except ValueError:
-        shown = ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in best.stages)
-        objections.when(True, "recompute_per_stage", f"no one number of layers per virtual stage gives {shown}")
-
-
-def check_modules(stages: Sequence[VirtualStage], objections: Objections) -> None:
-    """Object where a stage holds nothing."""
-    is_empty = any(stage.is_empty for stage in stages)
-    objections.when(is_empty, "empty_stage", "a stage without a module has nothing to run")
-
-
-def check_fsdp2(plan: Plan, objections: Objections) -> None:
-    """Object to what FSDP2 shards otherwise."""
-    stage, cp = plan.parallelism.zero_stage, plan.parallelism.cp
-    says = "its optimizer is sharded with gradients and weights (2, 3) or not at all"
-    objections.when(stage == 1, "zero_stage", says)
-    objections.when(stage == 0 and cp > 1, "zero_stage", f"it shards weights over the ranks of cp {cp}, always")
-
-
 ORDER_FILE = "schedule.csv"
 
 
-def check_order(plan: Plan, stages: tuple[VirtualStage, ...], objections: Objections) -> None:
-    """Object unless the plan's order exists, torch's runtime can run it, and its stages are on the plan's ranks."""
+def _has_block_size(best: PricedLayout, stages: Sequence[VirtualStage]) -> bool:
     try:
-        order = order_of(plan.best)
-        to_torch_csv(order)
+        block_size(best, stages)
+    except ValueError:
+        return False
+    return True
+
+
+def _objection_to_order(plan: Plan) -> str:
+    """The reason why torch's runtime cannot run the plan's order; empty where it can."""
+    try:
+        to_torch_csv(order_of(plan.best))
     except SpecError as error:
-        objections.when(True, "schedule", error.message)
-        return
-    objections.when(
-        [stage.rank for stage in stages] != list(order.stage_to_rank),
-        "placement",
-        f"schedule {plan.parallelism.schedule} runs the stages on other ranks",
-    )
+        return error.message
+    return ""
+
+
+_FACTS: Mapping[str, Any] = {
+    "all_full": all_full, "is_even": is_even, "is_looped": is_looped, "has_block_size": _has_block_size,
+    "has_dtype": has_dtype, "objection_to_order": _objection_to_order,
+    "ranks_of_order": lambda plan: list(order_of(plan.best).stage_to_rank),
+}  # fmt: skip
+
+
+def objections_to(plan: Plan, name: str, stages: Sequence[VirtualStage] = (), /, **more: Any) -> list[Reason]:
+    """The rows of a list of objections.yaml that refuse a plan; `more` are names that only its expressions read."""
+    names = {
+        **_FACTS,
+        "plan": plan,
+        "layout": plan.parallelism,
+        "model": plan.model.spec,
+        "training": plan.training,
+        "runtime": plan.runtime_spec,
+        "best": plan.best,
+        "recipe": plan.best.recipe,
+        "stages": stages,
+        "modes": {mode for stage in plan.best.stages for mode, count in stage.recompute.items() if count},
+        "recomputed": ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in plan.best.stages),
+        **more,
+    }
+    return [Reason(row["reason"], text_of(row["says"], names)) for row in _rows(name) if _refuses(row, names)]
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    for row in shipped_table("export/objections.yaml")[name]:
+        yield from _rows(row) if isinstance(row, str) else (row,)
+
+
+def _refuses(row: Mapping[str, str], names: Mapping[str, Any]) -> bool:
+    return bool(value_of(row["refuses"], names)) if "refuses" in row else not value_of(row["holds"], names)

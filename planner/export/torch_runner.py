@@ -14,12 +14,11 @@ from planner.errors import SpecError
 from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, positive_number, yaml_of
 from planner.export.named_models import exported_model
-from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.stages import (
     ORDER_FILE,
     VirtualStage,
-    check_modules,
-    check_order,
+    objections_to,
     recomputed_layers,
     virtual_stages,
 )
@@ -153,11 +152,8 @@ def export_torch(plan: Plan) -> TrainerFiles:
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
     of_model = rules_of("export torch-eager")
-    rules = (*of_model, *rules_of("layout torch-eager", "export bf16"))
-    objections = Objections("torch", broken_rules(rules, plan), hint_for(plan, "torch-eager", of_model))
-    check_order(plan, stages, objections)
-    check_modules(stages, objections)
-    objections.raise_any()
+    reasons = broken_rules((*of_model, *rules_of("layout torch-eager", "export bf16")), plan)
+    refuse("torch", [*reasons, *objections_to(plan, "torch", stages)], hint_for(plan, "torch-eager", of_model))
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:

@@ -8,17 +8,14 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.export.environment import node_environment, variables
-from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import BIAS_UPDATE_RATE, FIRST_RUN_STEPS, notes_on_model, run_settings, stated
 from planner.export.stages import (
     ORDER_FILE,
     VirtualStage,
     all_full,
-    check_fsdp2,
-    check_mixture,
-    check_modules,
-    check_order,
     is_looped,
+    objections_to,
     recomputed_layers,
     virtual_stages,
 )
@@ -289,21 +286,11 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torchtitan cannot run the plan."""
-    layout = plan.parallelism
-    of_model = rules_of("export torchtitan")
-    rules = (*of_model, *torchtitan_rules(layout.schedule), *rules_of("export bf16"))
-    objections = Objections("torchtitan", broken_rules(rules, plan), hint_for(plan, "torchtitan", of_model))
-    check_mixture(plan.best, objections)
-    if layout.pp > 1:
-        check_order(plan, stages, objections)
-    check_modules(stages, objections)
-    check_fsdp2(plan, objections)
-    if splits_backward(plan):
-        # VarlenAttention has neither
-        needs = "split backwards need VarlenAttention, which has no"
-        objections.when(layout.cp > 1, "split_backward_with_cp", f"{needs} context parallelism")
-        objections.when(plan.model.spec.attention_sinks, "split_backward_with_sinks", f"{needs} attention sinks")
-    objections.raise_any()
+    layout, of_model = plan.parallelism, rules_of("export torchtitan")
+    reasons = broken_rules((*of_model, *torchtitan_rules(layout.schedule), *rules_of("export bf16")), plan)
+    rows = "torchtitan_pipeline" if layout.pp > 1 else "torchtitan"
+    reasons += objections_to(plan, rows, stages, is_split=splits_backward(plan))
+    refuse("torchtitan", reasons, hint_for(plan, "torchtitan", of_model))
 
 
 def _requirements(plan: Plan) -> Iterator[Requirement]:

@@ -44,7 +44,7 @@ EXCEPTIONS = {
     "planner/specs/base.py": "our own sources, for the docstrings below fields",
     "planner/trace/trace.py": WIRE,
     "planner/validate/rows.py": OWN,
-    "planner/trainers/rules/rule_rows.py": "expressions of our own rules.yaml; a user's file names sets of them alone",
+    "planner/specs/expressions.py": "expressions in our own tables, in which nothing stands that a user gives",
     "planner/probe/device_state.py": "the table that nvidia-smi prints",
     "planner/probe/rank/groups.py": WIRE,
     "planner/observe/lines.py": "logs, inflated a MiB at a time, up to a limit; no line is longer than 64 KiB",

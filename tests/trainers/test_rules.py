@@ -12,12 +12,13 @@ import pytest
 
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
+from planner.specs.expressions import names_in
 from planner.specs.hardware import HardwareSpec
 from planner.specs.model import ModelSpec
 from planner.specs.model_parts import MoESpec
 from planner.specs.training import TrainingSpec
 from planner.trainers.rules.facts import FACTS, TORCH_CLASSES
-from planner.trainers.rules.rule_rows import SIZES, Rule, first_broken, names_in, rule_table, rules_of
+from planner.trainers.rules.rule_rows import SIZES, Rule, first_broken, rule_table, rules_of
 from planner.trainers.spec import RuntimeSpec
 
 MEGATRON_RULES = rules_of("megatron")

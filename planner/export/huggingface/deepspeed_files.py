@@ -14,9 +14,9 @@ from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
 from planner.export.keyed_settings import beginnings, dialect, flat
 from planner.export.named_models import exported_model
-from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
-from planner.export.stages import VirtualStage, all_full, check_modules, check_recompute, virtual_stages
+from planner.export.stages import VirtualStage, objections_to, virtual_stages
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -121,38 +121,9 @@ def _pipeline_files(
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where DeepSpeed cannot run the plan."""
-    layout = plan.parallelism
     of_model = rules_of("export deepspeed")
-    rules = (*of_model, *rules_of("layout deepspeed"))
-    hint = hint_for(plan, "deepspeed", of_model)
-    objections = Objections("deepspeed", broken_rules(rules, plan), hint)
-    check_recompute(plan.best, stages, objections)
-    objections.when(layout.cp > 1, "cp", f"it has no context parallelism like the plan's (cp {layout.cp})")
-    objections.when(layout.schedule not in ("1f1b", "none"), "schedule", f"{layout.schedule}: its pipeline runs 1f1b")
-    objections.when(
-        layout.zero_stage > 1 and layout.pp > 1, "zero_stage", f"ZeRO-{layout.zero_stage} does not go with its pipeline"
-    )
-    objections.when(
-        layout.zero_stage == 0 and layout.dp > 1 and plan.runtime_spec.gradient_bytes == 4,
-        "zero_stage",
-        "without ZeRO it sums gradients of 16 bits in 16 bits: --zero-stage 1 sums them in fp32",
-    )
-    objections.when(layout.sequence_parallel and layout.tp > 1, "sequence_parallel", "it splits no sequence beside tp")
-    objections.when(
-        plan.training.dtype not in ("bf16", "fp16"), "dtype", f"it computes in bf16 or fp16, not {plan.training.dtype}"
-    )
-    objections.when(layout.recompute == "selective", "recompute_selective", "it recomputes whole layers")
-    objections.when(
-        layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"
-    )
-    check_modules(stages, objections)
-    share = plan.runtime_spec.optimizer_offload_fraction
-    objections.when(
-        0 < share < 1 and layout.zero_stage < 3,
-        "optimizer_offload",
-        f"below ZeRO-3 it offloads all or none, not {share:g}",
-    )
-    objections.raise_any()
+    reasons = broken_rules((*of_model, *rules_of("layout deepspeed")), plan)
+    refuse("deepspeed", [*reasons, *objections_to(plan, "deepspeed", stages)], hint_for(plan, "deepspeed", of_model))
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:

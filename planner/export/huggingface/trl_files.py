@@ -16,9 +16,9 @@ from planner.export.huggingface.tuning_settings import (
     quantization_config,
 )
 from planner.export.launchers import nodes_of
-from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.refusal import broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import FIRST_RUN_STEPS
-from planner.export.stages import all_full
+from planner.export.stages import objections_to
 from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
@@ -295,37 +295,19 @@ def export_hf(plan: Plan) -> TrainerFiles:
 
 def _check_expressible(plan: Plan) -> None:
     """Raise Inexpressible, with every reason, where no files of these packages say what the plan says."""
-    layout, runtime, adapters = plan.parallelism, plan.runtime_spec, plan.training.adapters
-    of_model = rules_of("export hf", "export bf16")
-    objections = Objections(
-        "hf", broken_rules((*of_model, *rules_for(runtime)), plan), hint_for(plan, "hf", rules_of("export hf"))
-    )
-    objections.when(layout.recompute == "selective", "recompute_selective", "gradient checkpointing is of whole layers")
-    objections.when(
-        layout.recompute == "full" and not all_full(plan.best), "recompute_some_layers", "it recomputes all or none"
-    )
-    name = plan.best.recipe.get("optimizer", "adamw")
-    objections.when(optimizer_name(plan.best.recipe) is None, "optimizer", f"transformers has no optim for {name}")
-    sharded = sharding_of(plan) == "fsdp2" or layout.zero_stage == 3
-    objections.when(
-        adapters is not None and adapters.base_bits == 8 and sharded,
-        "base_bits",
-        "bitsandbytes' weights of 8 bits are not sharded: --base-bits 4, or --zero-stage 0",
-    )
-    share = runtime.optimizer_offload_fraction
-    objections.when(
-        0 < share < 1 and layout.zero_stage < 3 and not offloads_all(plan),
-        "optimizer_offload",
-        f"below ZeRO-3 DeepSpeed offloads all or none, not {share:g}",
-    )
-    objections.when(
-        sharding_of(plan) == "deepspeed" and layout.shard_size not in (1, layout.dp),
-        "shard_size",
-        f"DeepSpeed shards over all {layout.dp} ranks, not {layout.shard_size}",
-    )
+    of_model = rules_of("export hf")
+    reasons = broken_rules((*of_model, *rules_of("export bf16"), *rules_for(plan.runtime_spec)), plan)
     _, gpus, last = nodes_of(plan)
-    objections.when(gpus != last, "num_gpus", f"accelerate launch starts equally many ranks on each node, not {last}")
-    objections.raise_any()
+    reasons += objections_to(
+        plan,
+        "hf",
+        optimizer=optimizer_name(plan.best.recipe),
+        sharding=sharding_of(plan),
+        offloads_all=offloads_all(plan),
+        gpus=gpus,
+        last=last,
+    )
+    refuse("hf", reasons, hint_for(plan, "hf", of_model))
 
 
 def _adapter_files(plan: Plan) -> tuple[ExportFile, ...]:

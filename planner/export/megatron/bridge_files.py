@@ -20,8 +20,9 @@ from planner.export.megatron.megatron_files import (
 )
 from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, TANH, YARN, all_rows
 from planner.export.megatron.plan_options import SWITCHING
-from planner.export.refusal import Objections
+from planner.export.refusal import refuse
 from planner.export.run_settings import ROTARY_BASE, run_settings, stated
+from planner.export.stages import objections_to
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,
@@ -177,14 +178,8 @@ def arguments_for_bridge(plan: Plan) -> Arguments:
 def bridge_overrides(plan: Plan) -> Overrides:
     """All overrides of a plan. Raises Inexpressible where Megatron-LM or Bridge cannot run it."""
     arguments = arguments_for_bridge(plan)
-    objections = Objections("bridge", [], "export to megatron")
+    refuse("bridge", objections_to(plan, "bridge_positions"), "export to megatron")
     model = plan.model.spec
-    objections.when(
-        model.position_embedding == "learned" and model.max_position_embeddings != plan.training.seq_length,
-        "max_position_embeddings",
-        f"its table has seq_length {plan.training.seq_length} rows, the model's {model.max_position_embeddings}",
-    )
-    objections.raise_any()
     overrides = settings("bridge-unasked") | ({} if model.mla is None else settings("bridge-unasked-latent"))
     for option, value in arguments.items():
         assert option in _KNOWN, option
@@ -291,9 +286,8 @@ def export_bridge(plan: Plan) -> TrainerFiles:
     Raises Inexpressible where Bridge cannot run the plan.
     """
     version = plan.runtime_spec.version
-    objections = Objections("bridge", [], f"plan again with --runtime bridge@{max(_RELEASES)}")
-    objections.when(version and version not in _RELEASES, "version", f"no release has Megatron core {version}")
-    objections.raise_any()
+    unknown = objections_to(plan, "bridge", releases=_RELEASES)
+    refuse("bridge", unknown, f"plan again with --runtime bridge@{max(_RELEASES)}")
     written_for = f"Megatron-Bridge {_RELEASES[version] if version else _NEWEST}"
     overrides = bridge_overrides(plan)
     words = [f"{path}={hydra(value)}" for path, value in overrides.items()]

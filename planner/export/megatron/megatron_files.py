@@ -22,10 +22,10 @@ from planner.export.megatron.plan_options import (
     precision,
     switch_arguments,
 )
-from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
+from planner.export.refusal import Reason, broken_rules, hint_for, notes_on_price, refuse
 from planner.export.run_settings import notes_on_model, run_settings
 from planner.export.spelling import broken_rules_of_recipe, unspelled
-from planner.export.stages import VirtualStage, check_recompute, is_looped, virtual_stages
+from planner.export.stages import VirtualStage, objections_to, virtual_stages
 from planner.export.trainer_files import (
     IMAGE_OF_AMD,
     Arguments,
@@ -41,7 +41,6 @@ from planner.export.trainer_files import (
     header,
     promise,
 )
-from planner.trainers.load import has_dtype
 from planner.trainers.rules.facts import NEW_QUERY_NORM_SINCE, norms_queries_twice, release
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
@@ -130,32 +129,13 @@ def _check_expressible(
     own_schedules: tuple[str, ...],
 ) -> None:
     """Raise Inexpressible, with every reason, where Megatron-LM cannot run the plan."""
-    layout, runtime = plan.parallelism, plan.runtime_spec
-    rules = (*of_model, *rules_of("layout megatron", runtime=runtime))
-    objections = Objections(target, broken_rules(rules, plan), hint_for(plan, target, of_model))
-    objections.when(
-        not has_dtype(runtime, plan.training.dtype), "dtype", f"{written_for(plan)} has no {plan.training.dtype}"
-    )
-    check_recompute(plan.best, stages, objections)
+    reasons = broken_rules((*of_model, *rules_of("layout megatron", runtime=plan.runtime_spec)), plan)
     schedules = (*_SCHEDULES, *own_schedules)
-    objections.when(
-        layout.schedule not in schedules, "schedule", f"{layout.schedule} is none of {', '.join(schedules)}"
-    )
-    is_placed = is_looped(stages, layout.pp) or layout.schedule in own_schedules
-    objections.when(not is_placed, "placement", "virtual stage j must be on rank j mod pp")
-    objections.when(
-        any(stage.mtp and stage.chunk < layout.vpp - 1 for stage in stages),
-        "mtp_placement",
-        "MTP blocks belong to the last chunk of a rank",
-    )
-    objections.when(
-        is_fsdp(plan) and layout.pp > 1, "zero_stage", f"FSDP (zero_stage {layout.zero_stage}) at pp {layout.pp}"
-    )
-    objections.reasons += broken_rules_of_recipe(plan)
-    objections.reasons += unspelled(plan, SWITCH_OPTIONS, "Megatron core")
-    for module, obstacle in _unknown_modules(plan):
-        objections.when(True, "recompute_modules", f"{module} {obstacle}")
-    objections.raise_any()
+    names = {"written_for": written_for(plan), "schedules": schedules, "own_schedules": own_schedules}
+    reasons += objections_to(plan, "megatron", stages, **names)
+    reasons += broken_rules_of_recipe(plan) + unspelled(plan, SWITCH_OPTIONS, "Megatron core")
+    reasons += [Reason("recompute_modules", f"{module} {obstacle}") for module, obstacle in _unknown_modules(plan)]
+    refuse(target, reasons, hint_for(plan, target, of_model))
 
 
 def _unknown_modules(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -10,11 +10,12 @@ from typing import Any
 from planner.errors import SpecError
 from planner.shape import Shape, all_of
 from planner.specs.cluster import ClusterSpec
+from planner.specs.expressions import names_in, truth
 from planner.specs.model import ModelSpec
 from planner.specs.problems import check_names
 from planner.specs.training import Recompute, TrainingSpec
 from planner.trainers.load import RUNTIMES, load_runtime, switches_of
-from planner.trainers.rules.rule_rows import SIZES, Rule, names_in, rule_names, rule_table, rules_of, truth, value_of
+from planner.trainers.rules.rule_rows import SIZES, Rule, rule_names, rule_table, rules_of, value_at
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES, Value
 
@@ -45,7 +46,7 @@ class Setting:
 
     def value_of(self, text: str) -> Any:
         """The value of an expression of rules.yaml; True for one about sizes where there is no shape."""
-        return (self.shape is None and bool(names_in(text) & SIZES)) or value_of(text, self.names, self.shape)
+        return (self.shape is None and bool(names_in(text) & SIZES)) or value_at(text, self.names, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,17 @@ A condition judges one shape, or an array of them, in one call.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache
 from math import inf
-from operator import and_, or_
 from pathlib import Path
-from types import CodeType
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from planner.shape import Shape
+from planner.specs.expressions import names_in, truth, value_of
 from planner.specs.model import ModelSpec
 from planner.specs.reading import load_yaml
 from planner.specs.training import TrainingSpec
@@ -26,67 +24,17 @@ from planner.trainers.spec import RuntimeSpec
 
 SIZES: Final = frozenset(name for name in dir(Shape) if not name.startswith("_"))
 """Names of a shape's sizes in expressions."""
+_KNOWN = FACTS.keys() | {
+    "model", "moe", "training", "runtime", "cluster", "hardware", "value", "recompute", "modules", "switches",
+}  # fmt: skip
 
 
-class _Elementwise(ast.NodeTransformer):
-    """`and`, `or` and `not` as calls, which know arrays; what decides alone leaves the rest unread."""
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        name = "_all" if isinstance(node.op, ast.And) else "_any"
-        nothing = ast.arguments([], [], None, [], [], None, [])
-        return _call(name, [ast.Lambda(nothing, self.visit(value)) for value in node.values])
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        self.generic_visit(node)
-        return _call("_not", [node.operand]) if isinstance(node.op, ast.Not) else node
-
-
-def _call(name: str, arguments: list[ast.expr]) -> ast.Call:
-    return ast.Call(ast.Name(name, ast.Load()), arguments, [])
-
-
-def _joined(join: Callable[[Any, Any], Any], *values: Callable[[], Any]) -> Any:
-    """Values joined by `and` or `or`: the first that decides alone, else the last, or the truths of all arrays."""
-    found, value = None, None
-    for read in values:
-        value = read()
-        if isinstance(value, np.ndarray):
-            found = truth(value) if found is None else join(found, truth(value))
-        elif bool(value) is (join is or_):
-            return value
-    return value if found is None else found
-
-
-def truth(value: Any) -> Any:
-    """A value as true or false, or an array of truths."""
-    return value.astype(bool) if isinstance(value, np.ndarray) else bool(value)
-
-
-_KNOWN = {
-    "_all": partial(_joined, and_),
-    "_any": partial(_joined, or_),
-    "_not": lambda value: np.logical_not(truth(value)),
-    "__builtins__": {},
-    **FACTS,
-}
-
-
-@lru_cache(maxsize=2048)
-def names_in(text: str) -> frozenset[str]:
-    """The names that an expression reads."""
-    return frozenset(node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name))
-
-
-@lru_cache(maxsize=2048)
-def _compiled(text: str, of_arrays: bool) -> CodeType:
-    tree = ast.parse(text, mode="eval")
-    return compile(ast.fix_missing_locations(_Elementwise().visit(tree)) if of_arrays else tree, text, "eval")
-
-
-def value_of(text: str, names: Mapping[str, Any], shape: Shape | None) -> Any:
-    """The value of an expression for a shape, or for arrays of them."""
-    sizes = {name: getattr(shape, name) for name in names_in(text) & SIZES}
-    return eval(_compiled(text, np.ndarray in map(type, sizes.values())), {**_KNOWN, **names, **sizes})
+def value_at(text: str, names: Mapping[str, Any], shape: Shape | None) -> Any:
+    """The value of an expression of rules.yaml for a shape, or for arrays of them."""
+    read = names_in(text)
+    sizes = {name: getattr(shape, name) for name in read & SIZES}
+    known = {name: names[name] if name in names else FACTS[name] for name in read & _KNOWN}
+    return value_of(text, known | sizes, np.ndarray in map(type, sizes.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +65,7 @@ def rule_of(row: Mapping[str, str], runtime: RuntimeSpec | None = None, core: st
     says = f'f"""{says}"""'
 
     def read(text: str, model: ModelSpec, training: TrainingSpec | None, shape: Shape | None) -> Any:
-        return value_of(text, {"model": model, "moe": model.moe, "training": training, "runtime": runtime}, shape)
+        return value_at(text, {"model": model, "moe": model.moe, "training": training, "runtime": runtime}, shape)
 
     def holds(model: ModelSpec, training: TrainingSpec, shape: Shape) -> Any:
         if "stretched" in row and training.seq_length <= original_length(model):
@@ -168,7 +116,7 @@ def _rules(path: str, runtime: RuntimeSpec | None, core: str) -> Iterator[Rule]:
         if isinstance(row, str):
             yield from _rules(row, runtime, core)
         elif "set" in row:
-            yield from _rules(row["set"], runtime, value_of(row["core"], {}, None))
+            yield from _rules(row["set"], runtime, value_at(row["core"], {}, None))
         elif row["reason"] == (reason or row["reason"]) and _is_in(row, runtime, core):
             is_bound = "since" in row or any("runtime." in text for text in row.values())
             yield rule_of(row, runtime, core) if is_bound else _alone(name, number)
@@ -179,7 +127,7 @@ def _is_in(row: Mapping[str, str], runtime: RuntimeSpec | None, core: str) -> bo
     newest: tuple[float, ...] = release(core) or (inf,)
     if ("since" in row and newest >= release(row["since"])) or newest < release(row.get("from", "0")):
         return False
-    return bool(value_of(row.get("where", "True"), {"runtime": runtime}, None))
+    return bool(value_at(row.get("where", "True"), {"runtime": runtime}, None))
 
 
 def schedule_rules(schedule: str) -> tuple[Rule, ...] | None:
