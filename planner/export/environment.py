@@ -31,25 +31,17 @@ def network_of(plan: Plan) -> dict[str, Any]:
 
 def variables(plan: Plan, *names: str) -> dict[str, str]:
     """The variables of rows of settings.yaml that a plan has."""
-    layout, runtime, hardware = plan.parallelism, plan.runtime_spec, plan.cluster.hardware
-    has_nodes, has_verbs = _has_nodes(plan), hardware.network not in _BY_THREADS
-    graphs = bool(runtime.cuda_graphs or runtime.graphed_modules)
+    layout, network = plan.parallelism, plan.cluster.hardware.network
+    has_nodes, has_verbs = _has_nodes(plan), network not in _BY_THREADS
     exchanges = runtime_of(plan).gradient_overlap_fraction > 0 and layout.dp * layout.cp > 1
     facts: dict[str, Any] = {
-        "runtime": runtime,
         "has_nodes": has_nodes,
         "is_large": has_nodes and layout.num_gpus_used >= LARGE and has_verbs,
-        "has_roce": has_nodes and has_verbs and hardware.network != "ib",
-        "is_nvidia": not hardware.is_amd,
-        "graphs": graphs,
-        "segments": not graphs or runtime.version not in _NO_SEGMENTS_IN_GRAPHS,
-        "avoids_streams": "0" if runtime.cuda_graphs else "1",
+        "has_roce": has_nodes and has_verbs and network != "ib",
         # gradients or tokens are exchanged while layers run
         "beside_norms": overlaps_experts(plan) or exchanges,
-        "fp8": plan.training.dtype in ("fp8", "mxfp8"),
-        "mxfp8": plan.training.dtype == "mxfp8",
     }
-    return {variable: value for name in names for variable, value in settings(name, **facts).items()}
+    return {variable: value for name in names for variable, value in settings(name, plan, **facts).items()}
 
 
 def _has_nodes(plan: Plan) -> bool:
@@ -65,8 +57,6 @@ def node_environment(plan: Plan) -> dict[str, str]:
 
 CONNECTIONS, CONNECTIONS_BESIDE_TP = 32, 8
 """Queues to the GPU: in 404 of Megatron-Bridge's recipes, and in those for H100 that overlap experts at TP 2."""
-_NO_SEGMENTS_IN_GRAPHS = ("0.14", "0.15")
-"""Versions of Megatron core that refuse graphs beside expandable segments."""
 _UNORDERED = ("blackwell", "rubin")
 """Architectures on which CUDA_DEVICE_MAX_CONNECTIONS no longer orders communication before compute."""
 

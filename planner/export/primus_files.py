@@ -70,35 +70,20 @@ def torchtitan_keys(plan: Plan) -> Keys:
     """The sections of a plan. Raises Inexpressible."""
     stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
     _check_expressible(plan, stages)
-    run, layout, runtime = run_settings(plan), plan.parallelism, plan.runtime_spec
-    optimizer, is_split = run.optimizer, layout.pp > 1
-    in_pipeline = layout.num_microbatches if is_split else 1
+    run, layout = run_settings(plan), plan.parallelism
     module, flavor = _flavor(plan.model.spec) or ("", "")
-    shard = layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1
-    components = _compiled(plan)
     return settings(
         "primus-torchtitan",
-        layout=layout,
-        training=plan.training,
-        runtime=runtime,
+        plan,
         run=run,
-        optimizer=optimizer,
+        optimizer=run.optimizer,
         module=module,
         flavor=flavor,
         folder=f"{_OUTPUT}/{slug(plan.model.name)}",
-        local_batch=layout.micro_batch_size * in_pipeline,
-        shard=shard,
-        replicas=layout.dp // shard,
-        reshards="never" if layout.zero_stage == 2 else "default",
-        overlaps=runtime.compiled and runtime.tp_overlap_fraction > 0,
-        etp=layout.etp if layout.ep > 1 else 1,
-        schedule=TORCH_CLASSES[layout.schedule] if is_split else None,
-        in_pipeline=layout.micro_batch_size if is_split else None,
-        modules=[_modules(stage) for stage in stages] if is_split else None,
-        compiles=bool(components),
-        components=components or ["model", "loss"],
-        decay_ratio=None if optimizer.decay_fraction == 1 else optimizer.decay_fraction,
-        least_factor=round(optimizer.min_learning_rate / optimizer.learning_rate, 4),
+        shard=layout.shard_size // layout.cp if layout.zero_stage >= 2 else 1,
+        schedule=TORCH_CLASSES[layout.schedule] if layout.pp > 1 else None,
+        modules=[_modules(stage) for stage in stages] if layout.pp > 1 else None,
+        components=_compiled(plan),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from planner.answer import Plan, PricedLayout, StagePlan
 from planner.errors import SpecError
 from planner.export.refusal import Reason
+from planner.export.trainer_files import names_of
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
 from planner.specs.expressions import text_of, value_of
@@ -181,13 +182,7 @@ def objections_to(plan: Plan, name: str, stages: Sequence[VirtualStage] = (), /,
     """The rows of a list of objections.yaml that refuse a plan; `more` are names that only its expressions read."""
     names = {
         **_FACTS,
-        "plan": plan,
-        "layout": plan.parallelism,
-        "model": plan.model.spec,
-        "training": plan.training,
-        "runtime": plan.runtime_spec,
-        "best": plan.best,
-        "recipe": plan.best.recipe,
+        **names_of(plan),
         "stages": stages,
         "modes": {mode for stage in plan.best.stages for mode, count in stage.recompute.items() if count},
         "recomputed": ", ".join(f"stage {stage.stage} {stage.recompute}" for stage in plan.best.stages),

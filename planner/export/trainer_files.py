@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from planner.answer import Plan
+from planner.specs.expressions import value_of
 from planner.specs.reading import shipped_table
 from planner.specs.units import GIB
 
@@ -245,10 +245,25 @@ def rendered(name: str, /, **values: Any) -> str:
     return _environment().get_template(f"{name}.j2").render(values)
 
 
-def settings(file: str, /, **values: Any) -> dict[str, Any]:
-    """The keys of a settings file, by its rows in settings.yaml, which says how they name the values."""
-    found: dict[str, Any] = filled(_tables()[file], values)
+def settings(file: str, plan: Plan | None = None, /, **values: Any) -> dict[str, Any]:
+    """The keys of a settings file, by its rows in settings.yaml, which says how they name values of the plan."""
+    names = values if plan is None else names_of(plan) | values
+    found: dict[str, Any] = filled(_tables()[file], names)
     return found
+
+
+def names_of(plan: Plan) -> dict[str, Any]:
+    """What expressions in our tables may name of a plan."""
+    return {
+        "plan": plan,
+        "layout": plan.parallelism,
+        "model": plan.model.spec,
+        "training": plan.training,
+        "runtime": plan.runtime_spec,
+        "hardware": plan.cluster.hardware,
+        "best": plan.best,
+        "recipe": plan.best.recipe,
+    }
 
 
 @cache
@@ -273,15 +288,7 @@ def filled(row: Any, values: Mapping[str, Any]) -> Any:
         return {key.rstrip("?"): part for key, part in kept.items()}
     if isinstance(row, list):
         return [filled(part, values) for part in row]
-    if not isinstance(row, str) or not row.startswith("="):
-        return row
-    path, _, default = row[1:].partition(" or ")
-    if path.startswith("has "):
-        return path[4:] in values["arguments"]
-    if path.startswith("-"):
-        return values["arguments"].get(path, int(default) if default.isdigit() else default or None)
-    name, _, path = path.partition(".")
-    return attrgetter(path)(values[name]) if path else values[name]
+    return value_of(row[1:], values) if isinstance(row, str) and row.startswith("=") else row
 
 
 def as_json(data: Any) -> str:

@@ -128,30 +128,8 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration: batch, precision, ZeRO, tensor parallelism without a pipeline."""
-    layout, training, runtime, run = plan.parallelism, plan.training, plan.runtime_spec, run_settings(plan)
-    optimizer = run.optimizer
-    is_linear = optimizer.decay_style == "linear"
-    return settings(
-        "deepspeed",
-        layout=layout,
-        training=training,
-        runtime=runtime,
-        run=run,
-        optimizer=optimizer,
-        model=plan.model.spec,
-        bf16=training.dtype == "bf16",
-        fp16=training.dtype != "bf16",
-        accumulated="fp32" if runtime.gradient_bytes == 4 else training.dtype,
-        # one rank shards nothing, and sums in fp32 under ZeRO alone
-        stage=layout.zero_stage or int(runtime.gradient_bytes == 4),
-        overlaps=runtime.gradient_overlap_fraction > 0,
-        offloads=runtime.optimizer_offload_fraction > 0 and layout.zero_stage > 0,
-        curve="WarmupDecayLR" if is_linear else "WarmupCosineLR",
-        linear_rate=optimizer.learning_rate if is_linear else None,
-        cosine_end=None if is_linear else round(optimizer.min_learning_rate / optimizer.learning_rate, 6),
-        recomputes=layout.recompute == "full",
-        splits_tensors=layout.pp == 1 and layout.tp > 1,
-    )
+    run = run_settings(plan)
+    return settings("deepspeed", plan, run=run, optimizer=run.optimizer)
 
 
 def _boundaries(stages: tuple[VirtualStage, ...]) -> list[int]:

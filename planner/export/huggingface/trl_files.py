@@ -102,22 +102,14 @@ def is_in_mixed_precision(plan: Plan) -> bool:
 
 def accelerate_config(plan: Plan) -> dict[str, Any]:
     """Accelerate's configuration of the launch."""
-    nodes, *_ = nodes_of(plan)
-    sharding, layout = sharding_of(plan), plan.parallelism
-    kinds = {"none": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}
-    mixed = "bf16" if is_in_mixed_precision(plan) else "no"
     return settings(
         "accelerate",
-        layout=layout,
-        nodes=nodes,
-        kind=kinds[sharding],
-        fsdp=sharding == "fsdp2",
-        deepspeed=sharding == "deepspeed",
-        replicas=layout.dp // layout.shard_size if sharding == "fsdp2" and layout.shard_size < layout.dp else 0,
-        shards_weights=layout.zero_stage == 3,
+        plan,
+        nodes=nodes_of(plan)[0],
+        sharding=sharding_of(plan),
+        mixed=is_in_mixed_precision(plan),
         offloads_all=offloads_all(plan),
         layer_class=layer_class_of(plan.model.spec),
-        mixed_precision=None if sharding == "deepspeed" else mixed,
     )
 
 
@@ -128,19 +120,7 @@ def offloads_all(plan: Plan) -> bool:
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration; a part of the states stays on the host under ZeRO-3 alone."""
-    layout, runtime = plan.parallelism, plan.runtime_spec
-    share = runtime.optimizer_offload_fraction
-    return settings(
-        "hf-deepspeed",
-        layout=layout,
-        training=plan.training,
-        shards=layout.zero_stage > 0,
-        overlaps=runtime.gradient_overlap_fraction > 0 if layout.zero_stage else None,
-        offloads=share > 0,
-        ratio=share if share < 1 and layout.zero_stage == 3 else None,
-        shards_weights=layout.zero_stage == 3,
-        is_adam=plan.best.recipe.get("optimizer", "adamw") == "adamw",
-    )
+    return settings("hf-deepspeed", plan)
 
 
 ARGUMENTS_FILE = "training_arguments.yaml"
@@ -163,29 +143,15 @@ def attention_name(runtime: RuntimeSpec) -> str:
 
 def training_arguments(plan: Plan) -> dict[str, Any]:
     """Fields of SFTConfig or DPOConfig, and of TrainingArguments."""
-    layout, training, runtime, recipe = plan.parallelism, plan.training, plan.runtime_spec, plan.best.recipe
-    is_dpo, is_masked = training.objective.name == "dpo", training.document_lengths is not None
     return settings(
         "hf-arguments",
-        layout=layout,
-        training=training,
-        runtime=runtime,
-        # of pairs, where an example is two sequences
-        examples=layout.micro_batch_size // training.objective.row.num_sequences,
-        precomputes=training.objective.reference == "precomputed" if is_dpo else None,
-        packs=not is_dpo,
-        packing=None if is_dpo else "bfd" if is_masked and runtime.masks_documents else "wrapped",
-        epochs=1 if training.tokens is None else None,
-        steps=None if training.tokens is None else max(1, round(training.tokens / training.tokens_per_step)),
-        rate=FULL_RATE if training.adapters is None else ADAPTER_RATE,
-        optim=optimizer_name(recipe),
+        plan,
+        is_dpo=plan.training.objective.name == "dpo",
+        rate=FULL_RATE if plan.training.adapters is None else ADAPTER_RATE,
+        optim=optimizer_name(plan.best.recipe),
         mixed=is_in_mixed_precision(plan),
-        recomputes=layout.recompute == "full",
-        liger=bool(recipe.get("liger")),
-        offloads_activations=runtime.offloaded_layers > 0,
-        dtype="float32" if runtime.weight_bytes == 4 and training.adapters is None else "bfloat16",
-        attention=attention_name(runtime),
-        unused=False if sharding_of(plan) == "ddp" else None,
+        attention=attention_name(plan.runtime_spec),
+        sharding=sharding_of(plan),
     )
 
 

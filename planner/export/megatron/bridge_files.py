@@ -190,29 +190,16 @@ def bridge_overrides(plan: Plan) -> Overrides:
 
 def _derived(plan: Plan, arguments: Arguments) -> Overrides:
     """Fields that Bridge spells differently, and fields that its recipes set and a plan must unset."""
-    layout, model, modules = plan.parallelism, plan.model.spec, arguments.get("--recompute-modules")
-    overlaps_p2p = layout.vpp > 1 and "--no-overlap-p2p-communication" not in arguments
-    has_rope = arguments["--position-embedding-type"] == "rope"
-    values: dict[str, Any] = {
+    names = {
         "arguments": arguments,
-        "training": plan.training,
-        "model": model,
-        "chunks": layout.vpp if layout.vpp > 1 else None,
-        "half": "float16" if plan.training.dtype == "fp16" else "bfloat16",
-        "aligns": "--overlap-param-gather" in arguments and layout.vpp > 1,
-        "fuses_rope": has_rope and "--no-rope-fusion" not in arguments,
-        "overlaps_p2p": overlaps_p2p,
-        "batches_p2p": not overlaps_p2p,
-        "graphs": arguments.get("--cuda-graph-impl", "none") != "none",
-        "exp_avg": OF_BRIDGE["moments"].get(str(arguments.get("--exp-avg-dtype"))),
-        "exp_avg_sq": OF_BRIDGE["moments"].get(str(arguments.get("--exp-avg-sq-dtype"))),
-        "recomputed": list(modules) if isinstance(modules, tuple) else None,
+        "overlaps_p2p": plan.parallelism.vpp > 1 and "--no-overlap-p2p-communication" not in arguments,
+        "moments": OF_BRIDGE["moments"],
     }
-    overrides = settings("bridge", **values) | _mixed_precision(plan, arguments) | flag_fields(arguments)
+    overrides = settings("bridge", plan, **names) | _mixed_precision(plan, arguments) | flag_fields(arguments)
     if "--cuda-graph-modules" in arguments:
         # the older name of the field, which recipes set; Megatron core refuses both
         overrides["model.cuda_graph_scope"] = None
-    return overrides if model.mla is None else overrides | settings("bridge-latent", **values)
+    return overrides if plan.model.spec.mla is None else overrides | settings("bridge-latent", plan, **names)
 
 
 def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
@@ -221,16 +208,9 @@ def _mixed_precision(plan: Plan, arguments: Arguments) -> Overrides:
     One recipe holds such a name, which an object replaces; the other holds an object, whose fields are set.
     """
     half, is_latent = plan.training.dtype == "fp16", plan.model.spec.mla is not None
-    in_fp32 = "--accumulate-allreduce-grads-in-fp32" if half else "--grad-reduce-in-bf16"
     name = "float16" if half else "bfloat16"
-    fields = settings(
-        "bridge-precision",
-        arguments=arguments,
-        is_fp16=half,
-        is_bf16=not half,
-        in_fp32=(in_fp32 in arguments) == half,
-        dtype=name if is_latent else {"_target_": f"torch.{name}", "_call_": False},
-    )
+    dtype = name if is_latent else {"_target_": f"torch.{name}", "_call_": False}
+    fields = settings("bridge-precision", arguments=arguments, half=half, dtype=dtype)
     if is_latent:
         return {f"mixed_precision.{field}": value for field, value in fields.items()}
     return {"mixed_precision": {"_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig", **fields}}
