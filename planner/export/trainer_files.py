@@ -248,8 +248,8 @@ def rendered(name: str, /, **values: Any) -> str:
 def settings(file: str, plan: Plan | None = None, /, **values: Any) -> dict[str, Any]:
     """The keys of a settings file, by its rows in settings.yaml, which says how they name values of the plan."""
     names = values if plan is None else names_of(plan) | values
-    found: dict[str, Any] = filled(_tables()[file], names)
-    return found
+    found: dict[str, Any] | None = filled(_tables()[file], names)
+    return found or {}
 
 
 def names_of(plan: Plan) -> dict[str, Any]:

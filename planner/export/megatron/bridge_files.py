@@ -18,7 +18,7 @@ from planner.export.megatron.megatron_files import (
     requirements,
     training_arguments,
 )
-from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, TANH, YARN, all_rows
+from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, TANH, all_rows
 from planner.export.megatron.plan_options import SWITCHING
 from planner.export.refusal import refuse
 from planner.export.run_settings import ROTARY_BASE, run_settings, stated
@@ -53,121 +53,33 @@ def flag_fields(arguments: Arguments) -> dict[str, bool]:
 Overrides = dict[str, Any]
 
 
+_OF_MODEL = (
+    "activation", "windows", "unrotated", "llama3", "linear", "yarn", "experts", "mla", "gemma2", "scale", "gemma3",
+)  # fmt: skip
+"""Sections of settings.yaml that say a model, in their order."""
+
+
 def model_overrides(model: ModelSpec, fuses_activation: bool) -> Overrides:
     """The fields; a field that a recipe sets for its own model is there even where it is the default."""
     model = stated(model)
-    family = family_of(model)
-    overrides: Overrides = {
-        "model.gated_linear_unit": model.gated_mlp,
-        **_activation(model, fuses_activation),
-        **_windows(model),
-        **(_rotary(model) if model.position_embedding == "rope" else {}),
-        **_experts(model),
-    }
-    if family == "mla":
-        overrides |= _latent(model)
-    elif family == "gemma2":
-        overrides |= _gemma2(model)
-    else:
-        overrides["model.softmax_scale"] = model.attention_multiplier
-    if family == "gemma3":
-        overrides |= _gemma3(model)
-    return overrides
-
-
-def _activation(model: ModelSpec, fuses: bool) -> Overrides:
-    """The activation, and its fusion with a bias, which makes every GELU the tanh's."""
-    fused = fuses and model.gated_mlp and model.activation in ("silu", "quick_gelu")
-    name = {"relu2": "squared_relu", "gelu_tanh": TANH}.get(model.activation, model.activation)
-    if fuses and model.activation == "gelu_tanh" and model.has_mlp_bias and not model.gated_mlp:
-        name, fused = "gelu", True
-    return {"model.activation_func": name, "model.bias_activation_fusion": fused}
-
-
-def _windows(model: ModelSpec) -> Overrides:
-    slides = [kind.attention == "sliding" for kind in model.layers]
-    if model.sliding_window is None or not any(slides):
-        return {}
-    nth = every_nth([not slide for slide in slides])
-    skipped: int | list[int] | None = None if all(slides) else nth or [int(slide) for slide in slides]
-    return {"model.window_size": [model.sliding_window - 1, 0], "model.window_attn_skip_freq": skipped}
-
-
-def _rotary(model: ModelSpec) -> Overrides:
-    """How frequencies are stretched, and the layers without rotary positions."""
-    overrides: Overrides = {}
-    n, layers = model.no_rope_layer_interval, model.num_hidden_layers
-    if n is not None and n <= layers:
-        overrides["model.no_rope_freq"] = [int((i + 1) % n == 0) for i in range(layers)]
-    scaling, method = model.rope_scaling, rotary_method(model)
-    if scaling is None or method is None or model.mla is not None:
-        return overrides
-    if method == "llama3":
-        return overrides | {"model.rope_scaling": True, "model.rope_scaling_factor": scaling.factor}
-    if method == "linear":
-        return overrides | {"model.seq_len_interpolation_factor": scaling.factor}
-    return overrides | {
-        **dict(zip((plain for plain, _, _ in YARN), _yarn(scaling), strict=True)),
-        "model.yarn_correction_range_round_to_int": scaling.truncate is not False,
-    }
-
-
-def _yarn(scaling: RopeScalingSpec) -> tuple[float | None, ...]:
-    """Numbers of yarn, in the order of their names; those that are not given are usual.
-
-    Weights of null are those that follow from the factor.
-    """
-    positions = scaling.original_max_position_embeddings or 4096
-    scales = (scaling.beta_fast or 32.0, scaling.beta_slow or 1.0)
-    return (scaling.factor or 1.0, positions, *scales, scaling.mscale, scaling.mscale_all_dim)
-
-
-def _experts(model: ModelSpec) -> Overrides:
-    if model.moe is None and model.mla is None:
-        return {}
-    # the recipe with latent attention has experts
-    return {"model.moe_layer_freq": [int(kind.mlp == "moe") for kind in model.layers]}
-
-
-def _latent(model: ModelSpec) -> Overrides:
-    """Latent attention's own numbers, which the recipe has from DeepSeek-V3; yarn by 1 stretches nothing."""
-    assert model.mla is not None
     method, scaling = rotary_method(model), model.rope_scaling
-    used = scaling if scaling is not None and method == "yarn" else RopeScalingSpec(rope_type="yarn", factor=1.0)
-    return {
-        "model.q_lora_rank": model.mla.q_lora_rank,
-        "model.num_query_groups": model.num_attention_heads,
-        **dict(zip((latent for _, latent, _ in YARN), _yarn(used), strict=True)),
-        "model.mscale": 1.0 if used.mscale is None else used.mscale,
-        "model.mscale_all_dim": used.mscale_all_dim or 0.0,
+    is_stretched = scaling is not None and method == "yarn"
+    is_tanh = model.activation == "gelu_tanh" and model.has_mlp_bias and not model.gated_mlp
+    names = {
+        "model": model,
+        "family": family_of(model),
+        "method": method,
+        "yarn": scaling if is_stretched else RopeScalingSpec(rope_type="yarn", factor=1.0),
+        "slides": [kind.attention == "sliding" for kind in model.layers],
+        "scale": model.attention_multiplier or query_width(model) ** -0.5,
+        "fuses": fuses_activation,
+        "fuses_tanh": fuses_activation and is_tanh,
+        "tanh": TANH,
+        "usual_base": ROTARY_BASE,
+        "every_nth": every_nth,
+        "whole": lambda scalar: round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
     }
-
-
-def _gemma2(model: ModelSpec) -> Overrides:
-    """Capped logits, and the number whose root divides attention's."""
-    scale = model.attention_multiplier or query_width(model) ** -0.5
-    scalar = scale**-2
-    return {
-        "model.query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
-        "model.attn_logit_softcapping": model.attn_logit_softcapping,
-        "model.final_logit_softcapping": model.final_logit_softcapping,
-    }
-
-
-def _gemma3(model: ModelSpec) -> Overrides:
-    """Bases of sliding and of full layers, the latter's stretching, and after how many sliding layers a full one is."""
-    base, method = round(model.rope_theta or ROTARY_BASE), rotary_method(model)
-    factor = model.rope_scaling.factor if model.rope_scaling is not None and method == "linear" else None
-    n = every_nth([kind.attention == "full" for kind in model.layers]) or 1
-    return {
-        "model.rotary_base": [round(model.rope_local_base_freq or base), base],
-        "model.rope_scaling_factor": factor or 1.0,
-        "model.seq_len_interpolation_factor": None,
-        "model.softmax_scale": model.attention_multiplier or query_width(model) ** -0.5,
-        "model.window_size": model.sliding_window,
-        "model.window_attn_skip_freq": None,
-        "model.interleaved_attn_pattern": [n - 1, 1],
-    }
+    return {field: value for name in _OF_MODEL for field, value in settings(f"bridge-{name}", **names).items()}
 
 
 def arguments_for_bridge(plan: Plan) -> Arguments:
