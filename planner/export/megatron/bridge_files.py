@@ -54,7 +54,8 @@ Overrides = dict[str, Any]
 
 
 _OF_MODEL = (
-    "activation", "windows", "unrotated", "llama3", "linear", "yarn", "experts", "mla", "gemma2", "scale", "gemma3",
+    "bridge-activation", "bridge-windows", "bridge-unrotated", "bridge-llama3", "bridge-linear", "bridge-yarn",
+    "bridge-experts", "bridge-mla", "bridge-gemma2", "bridge-scale", "bridge-gemma3",
 )  # fmt: skip
 """Sections of settings.yaml that say a model, in their order."""
 
@@ -79,7 +80,7 @@ def model_overrides(model: ModelSpec, fuses_activation: bool) -> Overrides:
         "every_nth": every_nth,
         "whole": lambda scalar: round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
     }
-    return {field: value for name in _OF_MODEL for field, value in settings(f"bridge-{name}", **names).items()}
+    return {field: value for name in _OF_MODEL for field, value in settings(name, **names).items()}
 
 
 def arguments_for_bridge(plan: Plan) -> Arguments:

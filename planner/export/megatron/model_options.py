@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from operator import attrgetter
 from typing import Any
 
 from planner.errors import SpecError
 from planner.export.megatron.option_rows import (
+    READERS,
     Codec,
     Fields,
     Options,
     decimal,
     given,
-    known,
     layer_flags,
     read_fields,
     sections_of,
@@ -30,7 +29,6 @@ from planner.trainers.rules.facts import every_nth, rotary_method
 _POSITIONS = {
     "learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope", "alibi": "alibi", "none": "none",
 }  # fmt: skip
-_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -41,30 +39,8 @@ def _width(options: Options) -> int:
     return given(options, "--ffn-hidden-size", unasked)
 
 
-def _write_width(model: ModelSpec) -> int:
-    """Width of dense MLPs; of experts where no layer is dense."""
-    return model.intermediate_size or (model.moe.moe_intermediate_size if model.moe else 4 * model.hidden_size)
-
-
-def _read_width(options: Options) -> Fields:
-    dense = "--num-experts" not in options or not all(_have_experts(options))
-    return {"intermediate_size": _width(options) if dense else None}
-
-
 def _head_dim(options: Options) -> int:
     return size(options, "--hidden-size") // max(size(options, "--num-attention-heads"), 1)
-
-
-def _write_groups(model: ModelSpec) -> Arguments:
-    if model.num_key_value_heads == model.num_attention_heads:
-        return {}
-    return {"--group-query-attention": True, "--num-query-groups": model.num_key_value_heads}
-
-
-def _read_groups(options: Options) -> Fields:
-    grouped = "--group-query-attention" in options
-    heads = given(options, "--num-query-groups", 1) if grouped else size(options, "--num-attention-heads")
-    return {"num_key_value_heads": heads}
 
 
 def _write_windows(model: ModelSpec) -> Arguments:
@@ -123,35 +99,6 @@ def _read_base(options: Options) -> Fields:
     return {"rope_theta": float(base) if re.fullmatch(r"\d+(\.0*)?", base) else None}
 
 
-def _read_share(options: Options) -> Fields:
-    share = text(options, "--rotary-percent", "1.0")
-    return {"partial_rotary_factor": float(share) if re.fullmatch(r"[0-9.]+", share) else 1.0}
-
-
-def _write_scaling(model: ModelSpec) -> Arguments:
-    """Stretched frequencies. Latent attention is always yarn there, whose factor 1 stretches nothing."""
-    scaling, method = model.rope_scaling, rotary_method(model)
-    if scaling is None or method is None:
-        return {} if model.mla is None else {"--rotary-scaling-factor": 1.0}
-    factor = scaling.factor or 1.0
-    if method == "llama3":
-        return {"--use-rope-scaling": True, "--rope-scaling-factor": factor}
-    if method == "linear":
-        return {"--rotary-seq-len-interpolation-factor": round(factor)}
-    weights = {"--mscale": scaling.mscale, "--mscale-all-dim": scaling.mscale_all_dim}
-    arguments: Arguments = {option: weight for option, weight in weights.items() if weight is not None}
-    arguments["--rotary-scaling-factor"] = factor
-    if model.mla is None:
-        arguments |= {
-            "--yarn-original-max-position-embeddings": scaling.original_max_position_embeddings or 4096,
-            "--yarn-beta-fast": scaling.beta_fast or 32.0,
-            "--yarn-beta-slow": scaling.beta_slow or 1.0,
-        }
-        if scaling.truncate is False:
-            arguments["--no-yarn-correction-range-round-to-int"] = True
-    return arguments
-
-
 def _read_scaling(options: Options) -> Fields:
     """How frequencies are stretched. Latent attention has yarn, whose numbers without an option are DeepSeek's."""
     is_latent = "--multi-latent-attention" in options
@@ -200,43 +147,6 @@ def _vocabulary(options: Options) -> int | None:
     return vocabulary_of(text(options, "--tokenizer-type", "GPT2BPETokenizer"), tokenizer)
 
 
-def _read_norm(options: Options) -> Fields:
-    return {"norm": "rmsnorm" if options.get("--normalization") == ["RMSNorm"] else "layernorm", "norm_bias": True}
-
-
-def _write_activation(model: ModelSpec) -> Arguments:
-    """SwiGLU, the gated sigmoid of gpt-oss, squared ReLU, GELU: fused with a bias it is the tanh's, else the exact."""
-    if model.gated_mlp:
-        return {"--quick-geglu" if model.activation == "quick_gelu" else "--swiglu": True}
-    if model.activation == "relu2":
-        return {"--squared-relu": True}
-    return {"--no-bias-gelu-fusion": True} if model.activation == "gelu" and model.has_mlp_bias else {}
-
-
-def _read_activation(options: Options) -> Fields:
-    if "--swiglu" in options or "--quick-geglu" in options:
-        return {"gated_mlp": True, "activation": "silu" if "--swiglu" in options else "quick_gelu"}
-    if "--squared-relu" in options:
-        return {"gated_mlp": False, "activation": "relu2"}
-    is_fused = _has_bias(options) and "--no-bias-gelu-fusion" not in options
-    return {"gated_mlp": False, "activation": "gelu_tanh" if is_fused else "gelu"}
-
-
-def _has_bias(options: Options) -> bool:
-    return "--disable-bias-linear" not in options
-
-
-def _write_biases(model: ModelSpec) -> Arguments:
-    if model.has_mlp_bias:
-        return {}
-    return {"--disable-bias-linear": True, **({"--add-qkv-bias": True} if model.qkv_bias else {})}
-
-
-def _read_biases(options: Options) -> Fields:
-    bias = _has_bias(options)
-    return {"bias": bias, "attention_bias": "all" if bias else "qkv" if "--add-qkv-bias" in options else "none"}
-
-
 def _have_experts(options: Options) -> list[bool]:
     """True for each layer that has experts: every n-th from the first on, or as a list says."""
     pattern, num_layers = text(options, "--moe-layer-freq", "1").strip(), size(options, "--num-layers")
@@ -261,86 +171,6 @@ def _write_expert_layers(model: ModelSpec) -> str:
     return "1" if all(flags) else listed(flags)
 
 
-def _write_balance(model: ModelSpec) -> Arguments:
-    """A loss of each sequence, of the batch, or none, and its weight."""
-    assert model.moe is not None
-    weight = model.moe.router_aux_loss_coef or 0.0
-    kind = "none" if not weight else "seq_aux_loss" if model.moe.seq_aux else "aux_loss"
-    return {"--moe-router-load-balancing-type": kind, "--moe-aux-loss-coeff": weight}
-
-
-def _read_balance(options: Options) -> Fields:
-    """The first of the balancing losses; Megatron-LM's weight is 0 unless it is told."""
-    kind = (options.get("--moe-router-load-balancing-type") or ["aux_loss"])[0]
-    weight = decimal(options, "--moe-aux-loss-coeff", 0.0) if kind.endswith("aux_loss") else 0.0
-    return {"moe.router_aux_loss_coef": weight, "moe.seq_aux": kind == "seq_aux_loss" and weight > 0}
-
-
-def _write_router_bias(model: ModelSpec) -> Arguments:
-    assert model.moe is not None
-    if not model.moe.balancing_bias:
-        return {}
-    return {
-        "--moe-router-enable-expert-bias": True,
-        "--moe-router-bias-update-rate": model.moe.bias_update_rate or 0.0,
-    }
-
-
-def _read_router_bias(options: Options) -> Fields:
-    by_bias = "--moe-router-enable-expert-bias" in options
-    return {
-        "moe.balancing_bias": by_bias,
-        "moe.router_bias": _has_bias(options) or by_bias,
-        "moe.bias_update_rate": decimal(options, "--moe-router-bias-update-rate", 1e-3) if by_bias else None,
-    }
-
-
-def _scores_before_choice(model: ModelSpec) -> bool:
-    """Scores that are not normed over the chosen; of a single one the softmax would be 1."""
-    moe = model.moe
-    assert moe is not None
-    return moe.scoring_func == "softmax" and (not moe.norm_topk_prob or moe.num_experts_per_tok == 1)
-
-
-def _read_scores(options: Options) -> Fields:
-    """A softmax over the chosen is the whole one divided by their sum; others are divided where there are several."""
-    score = text(options, "--moe-router-score-function", "softmax")
-    several = given(options, "--moe-router-topk", 2) > 1
-    normed = "--moe-router-pre-softmax" not in options if score == "softmax" else several
-    return {"moe.scoring_func": score, "moe.norm_topk_prob": normed}
-
-
-_GROUPS = {"moe.n_group": "--moe-router-num-groups", "moe.topk_group": "--moe-router-group-topk"}
-
-
-def _write_router_groups(model: ModelSpec) -> dict[str, Any]:
-    return {option: attrgetter(field)(model) for field, option in _GROUPS.items()}
-
-
-def _read_router_groups(options: Options) -> Fields:
-    if not all(name in options for name in _GROUPS.values()):
-        return {}
-    return {field: size(options, name) for field, name in _GROUPS.items()}
-
-
-def _write_further_tokens(model: ModelSpec) -> Arguments:
-    if not model.num_nextn_predict_layers:
-        return {}
-    return {
-        "--mtp-num-layers": model.num_nextn_predict_layers,
-        "--mtp-loss-scaling-factor": model.mtp_loss_scaling_factor or 0.0,
-    }
-
-
-def _read_further_tokens(options: Options) -> Fields:
-    if not given(options, "--mtp-num-layers", 0):
-        return {}
-    return {
-        "num_nextn_predict_layers": size(options, "--mtp-num-layers"),
-        "mtp_loss_scaling_factor": decimal(options, "--mtp-loss-scaling-factor", 0.1),
-    }
-
-
 _NUMBERS = {
     "head_dim": _head_dim,
     # experts are as wide as a dense MLP unless told
@@ -348,59 +178,19 @@ _NUMBERS = {
     "vocabulary": _vocabulary,
 }
 CODECS = {
-    "width": Codec(_write_width, _read_width),
-    "groups": Codec(_write_groups, _read_groups),
-    "sinks": Codec(
-        lambda model: "learnable" if model.attention_sinks else None,
-        lambda options: {"attention_sinks": options.get("--softmax-type") == ["learnable"]},
-    ),
     "windows": Codec(_write_windows, _read_windows),
     "positions": Codec(_write_positions, _read_positions),
     # Megatron-LM reads a whole number
     "base": Codec(lambda model: round(model.rope_theta or ROTARY_BASE), _read_base),
-    "rotated_share": Codec(
-        lambda model: model.partial_rotary_factor if model.partial_rotary_factor < 1 else None, _read_share
-    ),
-    "scaling": Codec(_write_scaling, _read_scaling),
+    "scaling": Codec(None, _read_scaling),
     "unrotated": Codec(_write_unrotated, _read_unrotated),
-    "tied": Codec(
-        lambda model: not model.tie_word_embeddings,
-        lambda options: {"tie_word_embeddings": "--untie-embeddings-and-output-weights" not in options},
-    ),
-    "norm": Codec(lambda model: _NORMS[model.norm], _read_norm),
-    "epsilon": Codec(
-        lambda model: {"--norm-epsilon": model.norm_eps or 0.0},
-        lambda options: {
-            "norm_eps": decimal(options, "--norm-epsilon", decimal(options, "--layernorm-epsilon", 1e-5))
-        },
-    ),
-    # latent attention norms its latents under the same option
-    "qk_norm": Codec(
-        lambda model: model.qk_norm or model.mla is not None,
-        lambda options: {"qk_norm": "--qk-layernorm" in options and "--multi-latent-attention" not in options},
-    ),
-    "activation": Codec(_write_activation, _read_activation),
-    "biases": Codec(_write_biases, _read_biases),
     "expert_layers": Codec(_write_expert_layers, _read_expert_layers),
-    "shared_experts": Codec(
-        lambda model: model.moe.shared_expert_intermediate_size or None,
-        lambda options: {
-            "moe.shared_expert_intermediate_size": given(options, "--moe-shared-expert-intermediate-size", 0)
-        },
-    ),
-    "scores": Codec(lambda model: model.moe.scoring_func or "softmax", _read_scores),
-    "balance": Codec(_write_balance, _read_balance),
-    "router_bias": Codec(_write_router_bias, _read_router_bias),
-    "pre_softmax": Codec(_scores_before_choice, known),
-    "router_groups": Codec(_write_router_groups, _read_router_groups),
-    "routed_scale": Codec(
-        lambda model: model.moe.routed_scaling_factor if model.moe.routed_scaling_factor != 1 else None,
-        lambda options: {
-            "moe.routed_scaling_factor": decimal(options, "--moe-router-topk-scaling-factor") or 1.0
-        },
-    ),
-    "further_tokens": Codec(_write_further_tokens, _read_further_tokens),
-}  # fmt: skip
+}
+READERS |= {
+    "width": _width,
+    "have_experts": _have_experts,
+    "share": lambda share: float(share) if re.fullmatch(r"[0-9.]+", share) else 1.0,
+}
 _SECTIONS = sections_of("model", CODECS, _NUMBERS)
 MODEL_OPTIONS = frozenset[str]().union(*(section.names_read() for section in _SECTIONS.values()))
 """Options that are read for a model."""

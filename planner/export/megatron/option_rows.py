@@ -11,16 +11,18 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from planner.errors import SpecError
-from planner.export.trainer_files import Arguments, ShellText
+from planner.export.trainer_files import Arguments, ShellText, names_of
+from planner.specs.expressions import value_of
+from planner.specs.model import ModelSpec
 from planner.specs.reading import parse_expression, shipped_table
-from planner.trainers.rules.facts import release
+from planner.trainers.rules.facts import release, rotary_method
 
 Options = Mapping[str, list[str]]
 """Option (with its dashes) to the words behind it."""
@@ -170,6 +172,8 @@ class OptionRow(BaseModel):
     field: str = ""
     constant: Any = Field(None, alias="is")
     shell: str = ""
+    write: str = ""
+    reads: dict[str, str] = {}
     by: str = ""
     says: dict[str, bool] = {}
     known: bool = False
@@ -184,10 +188,12 @@ class OptionRow(BaseModel):
     @property
     def is_read(self) -> bool:
         """True if an importer looks at the option by itself."""
-        return bool(self.count or self.amount or self.flag or self.size or self.says or self.known)
+        return bool(self.count or self.amount or self.flag or self.size or self.says or self.known or self.reads)
 
     def value(self, source: Any) -> Any:
         """The value of the option for a model, a plan or a run; None or False where it is left out."""
+        if self.write:
+            return value_of(self.write, _of_model(source) if isinstance(source, ModelSpec) else names_of(source))
         if path := self.count or self.flag or self.field:
             return attrgetter(path)(source)
         if self.size:
@@ -198,6 +204,8 @@ class OptionRow(BaseModel):
 
     def read(self, options: Options, unasked: Mapping[str, Callable[[Options], Any]]) -> Fields:
         """The fields that the options say by this one."""
+        if self.reads:
+            return self._read(_reading(options))
         if self.says:
             return dict(self.says) if self.name in options else {}
         if self.size:
@@ -210,6 +218,34 @@ class OptionRow(BaseModel):
         if self.name in options or (self.count and not self.unasked_by and "unasked" not in self.model_fields_set):
             return {path: number_of(options, self.name)}
         return {path: unasked[self.unasked_by](options) if self.unasked_by else self.unasked}
+
+    def _read(self, names: Mapping[str, Any]) -> Fields:
+        """The fields of `reads`; one with ? is left out where it is null."""
+        found = {path: value_of(text, names) for path, text in self.reads.items()}
+        return {path.rstrip("?"): value for path, value in found.items() if value is not None or path[-1] != "?"}
+
+
+def _of_model(model: ModelSpec) -> dict[str, Any]:
+    method = rotary_method(model)
+    return {
+        "model": model, "moe": model.moe, "mla": model.mla, "scaling": model.rope_scaling, "method": method,
+        "is_yarn": method not in (None, "llama3", "linear"),
+    }  # fmt: skip
+
+
+def _reading(options: Options) -> dict[str, Any]:
+    readers = (text, size, number, positive, decimal, given)
+    return {
+        "options": options,
+        "has": lambda name: name in options,
+        "first": lambda name, default: (options.get(name) or [default])[0],
+        **{reader.__name__: partial(reader, options) for reader in readers},
+        **READERS,
+    }
+
+
+READERS: dict[str, Callable[[Any], Any]] = {}
+"""Functions of all options that `reads` may call, where they need more than an expression."""
 
 
 @cache
@@ -236,8 +272,8 @@ def all_rows() -> Iterator[OptionRow]:
 class Codec(NamedTuple):
     """The way from a source to several options, or to one whose value is no field, and the way back."""
 
-    write: Callable[[Any], Any]
-    """The option's value, or arguments where it is about several."""
+    write: Callable[[Any], Any] | None
+    """The option's value, or arguments where it is about several; None where rows have expressions."""
     read: Callable[[Options], Fields] | None = None
 
 
@@ -254,7 +290,8 @@ class Section:
         arguments: Arguments = {}
         for row in self._once():
             if not version or not row.since or release(row.since) <= release(version):
-                value = self.codecs[row.by].write(source) if row.by else row.value(source)
+                write = self.codecs[row.by].write if row.by and not row.write else row.value
+                value = write(source) if write else None
                 found = value if isinstance(value, dict) else {row.name: value}
                 arguments |= {name: value for name, value in found.items() if value is not None and value is not False}
         return arguments
@@ -278,7 +315,7 @@ class Section:
     def says(self, row: OptionRow) -> Fields:
         """The fields that one of the options says by itself, in some value."""
         codec = self.codecs.get(row.by)
-        return (codec.read({row.name: []}) if codec and codec.read else {}) | row.says
+        return (codec.read({row.name: []}) if codec and codec.read else row.read({row.name: []}, {})) | row.says
 
     def names_read(self) -> frozenset[str]:
         """The options that are read."""

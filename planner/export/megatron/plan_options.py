@@ -61,26 +61,6 @@ def is_fsdp(plan: Plan) -> bool:
     return plan.parallelism.zero_stage >= 2
 
 
-def _write_expert_ranks(plan: Plan) -> Arguments:
-    """Expert parallelism, and tensor parallelism of experts, which would be tp unless told."""
-    layout = plan.parallelism
-    if plan.model.spec.moe is not None:
-        return {"--expert-model-parallel-size": layout.ep, "--expert-tensor-parallel-size": layout.etp}
-    # it asks for as many replicas of experts as of the rest, also where there are none
-    if layout.dp_outermost and layout.cp > 1:
-        return {"--expert-tensor-parallel-size": layout.tp * layout.cp}
-    return {}
-
-
-def _read_expert_ranks(options: Options) -> Fields:
-    fields: Fields = {"ep": positive(options, "--expert-model-parallel-size")}
-    if "--num-experts" not in options:
-        return fields
-    return fields | {
-        "etp": number(options, "--expert-tensor-parallel-size", positive(options, "--tensor-model-parallel-size"))
-    }
-
-
 def _write_stages(plan: Plan) -> Arguments:
     """The split of layers: even stages by their number, all others by a layout string."""
     layout, model = plan.parallelism, plan.model.spec
@@ -90,25 +70,6 @@ def _write_stages(plan: Plan) -> Arguments:
     if not is_even(stages):
         return {"--pipeline-model-parallel-layout": layout_string(stages, model.num_nextn_predict_layers)}
     return {"--num-virtual-stages-per-pipeline-rank": layout.vpp} if layout.vpp > 1 else {}
-
-
-def _write_sharding(plan: Plan) -> Arguments:
-    """Distributed optimizer or FSDP, the ranks it shards over, and the size of its buckets."""
-    layout, runtime, arguments = plan.parallelism, plan.runtime_spec, Arguments()
-    if is_fsdp(plan):
-        strategy = "optim_grads_params" if layout.zero_stage == 3 else "optim_grads"
-        arguments |= {
-            "--use-megatron-fsdp": True,
-            "--data-parallel-sharding-strategy": strategy,
-            "--ckpt-format": "fsdp_dtensor",
-        }
-    if layout.zero_stage >= 1:
-        arguments["--use-distributed-optimizer"] = True
-        if layout.shard_size < layout.dp * layout.cp:
-            arguments["--num-distributed-optimizer-instances"] = layout.dp * layout.cp // layout.shard_size
-    if runtime.gradient_overlap_fraction > 0 and not is_fsdp(plan) and runtime.bucket_parameters is not None:
-        arguments["--ddp-bucket-size"] = runtime.bucket_among(layout.shard_size)
-    return arguments
 
 
 def _read_sharding(options: Options) -> Fields:
@@ -236,45 +197,14 @@ def read_scales(options: Options) -> str | None:
     return f"fp8-{text(options, '--fp8-recipe', 'delayed')}" if read_dtype(options) == "fp8" else None
 
 
-def _is_swiglu(plan: Plan) -> bool:
-    return plan.model.spec.gated_mlp and plan.model.spec.activation == "silu"
-
-
-def _read_attention(options: Options) -> Fields:
-    if "--attention-backend" not in options:
-        return {}
-    return {"flash_attention": text(options, "--attention-backend") not in ("unfused", "local")}
-
-
 PRECISION_OPTIONS = frozenset({
     "--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format", "--fp4-recipe", "--fp8-hybrid", "--fp8-e4m3",
 })  # fmt: skip
 """Options that are read for the dtype; the first two formats have older names."""
 CODECS = {
-    "sequence_parallel": Codec(
-        lambda plan: plan.parallelism.tp > 1 and plan.parallelism.sequence_parallel,
-        lambda options: {
-            "sequence_parallel": "--sequence-parallel" in options
-            and positive(options, "--tensor-model-parallel-size") > 1
-        },
-    ),
-    "rank_order": Codec(
-        lambda plan: plan.parallelism.dp_outermost,
-        lambda options: {"rank_order": "tp-cp-ep-pp-dp"} if "--use-tp-pp-dp-mapping" in options else {},
-    ),
-    "expert_ranks": Codec(_write_expert_ranks, _read_expert_ranks),
     "stages": Codec(_write_stages, _read_stages),
-    "sharding": Codec(_write_sharding, _read_sharding),
+    "sharding": Codec(None, _read_sharding),
     "recompute": Codec(_write_recompute, _read_recompute),
-    "attention_backend": Codec(
-        lambda plan: "auto" if plan.runtime_spec.flash_attention else "unfused", _read_attention
-    ),
-    "unfused_accumulation": Codec(lambda plan: not plan.runtime_spec.fused_grad_accumulation),
-    "unfused_rotary": Codec(
-        lambda plan: not plan.runtime_spec.fused_rotary and plan.model.spec.position_embedding == "rope"
-    ),
-    "unfused_swiglu": Codec(lambda plan: not plan.runtime_spec.fused_activation and _is_swiglu(plan)),
-    "unfused_gelu": Codec(lambda plan: not plan.runtime_spec.fused_activation and not _is_swiglu(plan)),
 }
 _SECTIONS = sections_of("layout", CODECS)
 GRID, RECOMPUTE, KERNELS = (_SECTIONS[name] for name in ("grid", "recompute", "kernels"))
