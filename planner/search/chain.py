@@ -71,18 +71,14 @@ class Chain:
 
     def total(self, quantity: str) -> FloatArray:
         """A quantity of each stage's layers, behind an axis of shapes where the node is of several."""
-        total = np.tensordot(self._of_kinds(quantity, self.node.modes[0]), self.plain, (-1, -1))
+        total = np.tensordot(_of_kinds(self.node, quantity, self.node.modes[0]), self.plain, (-1, -1))
         if self.whole is None:
             return np.asarray(total)
-        return np.asarray(total + np.tensordot(self._of_kinds(quantity, FULL), self.whole, (-1, -1)))
-
-    def _of_kinds(self, quantity: str, mode: Recompute) -> FloatArray:
-        parts = [self.node.layers[kind, mode] for kind in self.node.kinds]
-        return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
+        return np.asarray(total + np.tensordot(_of_kinds(self.node, quantity, FULL), self.whole, (-1, -1)))
 
     def transient_bytes(self) -> FloatArray:
         """The largest transient bytes of any kind of layer on each stage, in whichever mode needs the least."""
-        least = np.min([self._of_kinds("transient_bytes", mode) for mode in self.node.modes], axis=0)
+        least = np.min([_of_kinds(self.node, "transient_bytes", mode) for mode in self.node.modes], axis=0)
         held = self.plain if self.whole is None else self.plain + self.whole
         largest = np.zeros((*least.shape[:-1], *held.shape[:-1]))
         for kind in range(least.shape[-1]):
@@ -116,7 +112,7 @@ def best_split(node: Node) -> Solution | None:
         return None
     if node.whole == "per_stage" and len(node.kinds) > 1:
         return None
-    if not is_deep(node) and not _has_room(node):
+    if not is_deep(node) and not has_room(node):
         return Solution((), (), np.inf, np.inf, ())
     if node.whole != "one_count":
         rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
@@ -124,30 +120,47 @@ def best_split(node: Node) -> Solution | None:
     return _best_count(node)
 
 
-def _has_room(node: Node) -> bool:
-    """False if no split leaves every rank memory: ranks that take as many layers as theirs has room for miss the last.
+def has_room(node: Node) -> npt.NDArray[np.bool_]:
+    """False where no split leaves every rank memory: ranks that take as many layers as theirs has room for miss the
+    last.
 
-    A rank that begins later ends no earlier, so none of them gains by taking fewer.
+    A rank that begins later ends no earlier, so none of them gains by taking fewer. Where the node is of several
+    shapes, there is one of each.
     """
     before = layers_before(tuple(node.runs))
     static, live, transient = (
-        np.min([[float(getattr(node.layers[kind, m], name)) for kind in node.kinds] for m in node.modes], axis=0)
+        np.min([_of_kinds(node, name, mode) for mode in node.modes], axis=0)
         for name in ("static_bytes", "live_bytes", "transient_bytes")
     )
-    first, usable = 0, float(node.usable_bytes) * (1 + TINY)
+    of_first, usable = [each @ before.T for each in (static, live)], np.asarray(node.usable_bytes)[..., None]
+    shape = np.broadcast_shapes(of_first[0].shape, of_first[1].shape, usable.shape)
+    totals = [np.broadcast_to(each, shape) for each in of_first]
+    first, fits = np.zeros(shape[:-1], dtype=np.int64), np.ones(shape[:-1], dtype=bool)
     fewest = _fewest(node, np.arange(node.pp), 0)
     for rank in range(node.pp):
-        held, beside = before[first:] - before[first], beside_layers(node, rank)
-        largest = np.maximum((transient * (held > 0)).max(axis=1), float(beside.transient_bytes))
-        needed = relaxed_peak_bytes(held @ static, node.in_flight[rank] * (held @ live), largest)
-        needed = needed + float(beside.static_bytes + beside.live_bytes)
-        most = int(np.searchsorted(needed, usable, "right")) - 1
-        if most < fewest[rank]:
-            return False
-        first += most
-        if first >= node.num_layers:
-            return True
-    return False
+        beside, at = beside_layers(node, rank), first[..., None]
+        static_bytes, live_bytes = (each - np.take_along_axis(each, at, axis=-1) for each in totals)
+        held = before > before[first][..., None, :]
+        largest = np.maximum((transient[..., None, :] * held).max(axis=-1), column(beside.transient_bytes))
+        needed = relaxed_peak_bytes(static_bytes, node.in_flight[rank] * live_bytes, largest)
+        needed = needed + column(beside.static_bytes + beside.live_bytes)
+        reached = np.count_nonzero(needed <= usable * (1 + TINY), axis=-1) - 1
+        fits &= (first >= node.num_layers) | (reached - first >= fewest[rank])
+        first = np.maximum(np.maximum(reached, first), 0)
+        if not (fits & (first < node.num_layers)).any():
+            break
+    return np.asarray(fits & (first >= node.num_layers))
+
+
+def column(value: Number) -> FloatArray:
+    """A number, or one of each shape, that broadcasts against splits."""
+    return np.asarray(value, dtype=float)[..., None]
+
+
+def _of_kinds(node: Node, quantity: str, mode: Recompute) -> FloatArray:
+    """A quantity of a layer of each kind (last axis) in one recompute mode."""
+    parts = [node.layers[kind, mode] for kind in node.kinds]
+    return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
 
 
 def is_deep(node: Node) -> bool:
@@ -477,8 +490,7 @@ def _rows_s(
 
 def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
     """A quantity of the model's first 0, 1 … L layers in one recompute mode."""
-    of_kinds = np.array([float(getattr(node.layers[kind, mode], quantity)) for kind in node.kinds])
-    return np.asarray(layers_before(tuple(node.runs)) @ of_kinds)
+    return np.asarray(layers_before(tuple(node.runs)) @ _of_kinds(node, quantity, mode))
 
 
 def _ends_s(
