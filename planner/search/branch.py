@@ -284,7 +284,7 @@ class Branch:
         for places in nodes.by_pipeline(rows):
             one, schedule = scalar(shapes.shape, int(rows[places[0]])), nodes.schedules[int(rows[places[0]])]
             splits = splits_of(int(one.pp), int(one.vpp), layers, pricing.runtime, choice)
-            is_chain = splits is None and int(one.vpp) == 1 and len(places) * layers < MAX_CELLS
+            is_chain = splits is None and int(one.vpp) == 1 and len(places) * layers * int(one.pp) < MAX_CELLS
             if int(one.pp) > 1 and (is_chain or splits is not None):
                 alike = together.take(places)
                 sizes = {name: getattr(one, name) for name in ("pp", "vpp", "num_microbatches", "zero_stage")}

@@ -87,18 +87,21 @@ class Chain:
         return largest
 
 
-def beside_layers(node: Node, rank: int) -> PartCost:
-    """Bytes of a rank beside its layers: embedding, head, the hidden states that its stages sent."""
-    held, is_last = node.in_flight_of(rank), rank == node.placement[-1]
-    static: Number = node.short_bytes[rank] if node.short_bytes else 0.0
-    live = (sum(held) - (held[-1] if is_last else 0.0)) * node.sent_bytes
-    transient: Number = 0.0
-    if rank == 0:
-        static, live = static + node.embedding.static_bytes, live + held[0] * node.embedding.live_bytes
-    if is_last:
-        static, live = static + node.head.static_bytes, live + node.head.live_bytes
-        transient = node.head.transient_bytes
-    return PartCost(weights_bytes=static, live_bytes=live, transient_bytes=transient)
+def beside_layers(node: Node) -> PartCost:
+    """Bytes of each rank (last axis) beside its layers: embedding, head, the hidden states that its stages sent."""
+    rank = np.arange(node.pp)
+    first, last = rank == 0, rank == node.placement[-1]
+    held = np.array(node.chunk_in_flight or [[each] * node.vpp for each in node.in_flight], dtype=float)
+    static, live = (
+        [column(getattr(part, name)) for part in (node.embedding, node.head)] for name in ("static_bytes", "live_bytes")
+    )
+    short = np.array(node.short_bytes or [0.0] * node.pp)
+    sent = (held.sum(axis=1) - last * held[:, -1]) * column(node.sent_bytes)
+    return PartCost(
+        weights_bytes=short + first * static[0] + last * static[1],
+        live_bytes=sent + first * held[:, 0] * live[0] + last * live[1],
+        transient_bytes=last * column(node.head.transient_bytes),
+    )
 
 
 def best_split(node: Node) -> Solution | None:
@@ -137,13 +140,14 @@ def has_room(node: Node) -> npt.NDArray[np.bool_]:
     totals = [np.broadcast_to(each, shape) for each in of_first]
     first, fits = np.zeros(shape[:-1], dtype=np.int64), np.ones(shape[:-1], dtype=bool)
     fewest = _fewest(node, np.arange(node.pp), 0)
+    beside = beside_layers(node)
     for rank in range(node.pp):
-        beside, at = beside_layers(node, rank), first[..., None]
+        at, one = first[..., None], slice(rank, rank + 1)
         static_bytes, live_bytes = (each - np.take_along_axis(each, at, axis=-1) for each in totals)
         held = before > before[first][..., None, :]
-        largest = np.maximum((transient[..., None, :] * held).max(axis=-1), column(beside.transient_bytes))
+        largest = np.maximum((transient[..., None, :] * held).max(axis=-1), beside.transient_bytes[..., one])
         needed = relaxed_peak_bytes(static_bytes, node.in_flight[rank] * live_bytes, largest)
-        needed = needed + column(beside.static_bytes + beside.live_bytes)
+        needed = needed + (beside.static_bytes + beside.live_bytes)[..., one]
         reached = np.count_nonzero(needed <= usable * (1 + TINY), axis=-1) - 1
         fits &= (first >= node.num_layers) | (reached - first >= fewest[rank])
         first = np.maximum(np.maximum(reached, first), 0)
@@ -456,10 +460,9 @@ def _with_ends(chain: Chain, quantity: str, rank: IntArray) -> FloatArray:
 
 def _memory(node: Node, first: IntArray, last: IntArray, number: int) -> tuple[FloatArray, IntArray]:
     """Bytes that row 6 of the program leaves free in each cell, and the layers that are recomputed whole there."""
-    beside = [beside_layers(node, each) for each in range(node.pp)]
+    beside = beside_layers(node)
     static, live, transient = (
-        np.array([float(getattr(part, name)) for part in beside])[:, None, None]
-        for name in ("static_bytes", "live_bytes", "transient_bytes")
+        np.asarray(each)[:, None, None] for each in (beside.static_bytes, beside.live_bytes, beside.transient_bytes)
     )
     held = np.asarray(node.in_flight, dtype=float)[:, None, None]
     again = np.minimum(np.full_like(first, max(number, 0)), last - first)

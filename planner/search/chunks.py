@@ -191,10 +191,11 @@ def _fit(chain: Chain) -> npt.NDArray[np.bool_]:
     static, live, transient = chain.total("static_bytes"), chain.total("live_bytes"), chain.transient_bytes()
     fits: npt.NDArray[np.bool_] = np.ones(static.shape[:-1], dtype=bool)
     usable = column(node.usable_bytes) * (1 + TINY)
+    beside = beside_layers(node)
+    kept, loss = beside.static_bytes + beside.live_bytes, beside.transient_bytes
     for rank in range(node.pp):
         at, held = np.flatnonzero(ranks == rank), np.asarray(node.in_flight_of(rank), dtype=float)
-        beside = beside_layers(node, rank)
-        largest = np.maximum(transient[..., at].max(axis=-1), column(beside.transient_bytes))
+        largest = np.maximum(transient[..., at].max(axis=-1), loss[..., rank, None])
         needed = relaxed_peak_bytes(static[..., at].sum(axis=-1), (live[..., at] * held).sum(axis=-1), largest)
-        fits &= needed + column(beside.static_bytes + beside.live_bytes) <= usable
+        fits &= needed + kept[..., rank, None] <= usable
     return fits
