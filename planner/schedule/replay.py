@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.errors import SpecError
 from planner.schedule.actions import B, F, I, IntArray, Schedule, W
@@ -262,14 +263,16 @@ def one_f_one_b_waves(durations: Durations, num_microbatches: int, waits: bool =
     """
     pp, steps, blocks = len(durations.forward_s), num_microbatches, durations.blocking_p2p
     table, (hops_s,) = stage_tables(durations, range(pp))
-    rank, before_s = np.arange(pp), np.roll(hops_s, 1)
+    rank, before_s = np.arange(pp, dtype=np.int64), np.roll(hops_s, 1)
     # of a forward and a backward: place of its source among the ends, its transfer, the one behind it, its seconds
     each = (rank, before_s, hops_s, table[F]), (rank + 2, hops_s, before_s, table[B])
     turns = [[np.where(rank % 2 == parity, *pair) for pair in zip(*each, strict=True)] for parity in (0, 1)]
     ends, start_s, (busy_s, transfer_s, sent_s) = np.full(pp + 2, -np.inf), np.full(pp, np.inf), np.zeros((3, pp))
     ends[0] = ends[-1] = 0.0  # beside ranks that there are; the others have not begun
 
-    def run(at: slice, source: IntArray, hop_s: FloatArray, behind_s: FloatArray, compute_s: FloatArray) -> None:
+    def run(
+        at: slice, source: NDArray[np.int64], hop_s: FloatArray, behind_s: FloatArray, compute_s: FloatArray
+    ) -> None:
         own_s, wait_s = own[at], hop_s[at]
         arrival_s = seen[source[at]] + wait_s
         if blocks:

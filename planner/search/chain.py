@@ -21,7 +21,6 @@ from functools import lru_cache, reduce
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics.cost import PartCost
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
 from planner.shape import FloatArray, Number
@@ -87,8 +86,8 @@ class Chain:
         return largest
 
 
-def beside_layers(node: Node) -> PartCost:
-    """Bytes of each rank (last axis) beside its layers: embedding, head, the hidden states that its stages sent."""
+def beside_layers(node: Node) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Static, kept and transient bytes of each rank (last axis) beside its layers: embedding, head, what it sent."""
     rank = np.arange(node.pp)
     first, last = rank == 0, rank == node.placement[-1]
     held = np.array(node.chunk_in_flight or [[each] * node.vpp for each in node.in_flight], dtype=float)
@@ -97,10 +96,10 @@ def beside_layers(node: Node) -> PartCost:
     )
     short = np.array(node.short_bytes or [0.0] * node.pp)
     sent = (held.sum(axis=1) - last * held[:, -1]) * column(node.sent_bytes)
-    return PartCost(
-        weights_bytes=short + first * static[0] + last * static[1],
-        live_bytes=sent + first * held[:, 0] * live[0] + last * live[1],
-        transient_bytes=last * column(node.head.transient_bytes),
+    return (
+        np.asarray(short + first * static[0] + last * static[1]),
+        np.asarray(sent + first * held[:, 0] * live[0] + last * live[1]),
+        np.asarray(last * column(node.head.transient_bytes)),
     )
 
 
@@ -140,14 +139,14 @@ def has_room(node: Node) -> npt.NDArray[np.bool_]:
     totals = [np.broadcast_to(each, shape) for each in of_first]
     first, fits = np.zeros(shape[:-1], dtype=np.int64), np.ones(shape[:-1], dtype=bool)
     fewest = _fewest(node, np.arange(node.pp), 0)
-    beside = beside_layers(node)
+    beside_static, beside_live, loss = beside_layers(node)
     for rank in range(node.pp):
         at, one = first[..., None], slice(rank, rank + 1)
         static_bytes, live_bytes = (each - np.take_along_axis(each, at, axis=-1) for each in totals)
         held = before > before[first][..., None, :]
-        largest = np.maximum((transient[..., None, :] * held).max(axis=-1), beside.transient_bytes[..., one])
+        largest = np.maximum((transient[..., None, :] * held).max(axis=-1), loss[..., one])
         needed = relaxed_peak_bytes(static_bytes, node.in_flight[rank] * live_bytes, largest)
-        needed = needed + (beside.static_bytes + beside.live_bytes)[..., one]
+        needed = needed + (beside_static + beside_live)[..., one]
         reached = np.count_nonzero(needed <= usable * (1 + TINY), axis=-1) - 1
         fits &= (first >= node.num_layers) | (reached - first >= fewest[rank])
         first = np.maximum(np.maximum(reached, first), 0)
@@ -460,10 +459,7 @@ def _with_ends(chain: Chain, quantity: str, rank: IntArray) -> FloatArray:
 
 def _memory(node: Node, first: IntArray, last: IntArray, number: int) -> tuple[FloatArray, IntArray]:
     """Bytes that row 6 of the program leaves free in each cell, and the layers that are recomputed whole there."""
-    beside = beside_layers(node)
-    static, live, transient = (
-        np.asarray(each)[:, None, None] for each in (beside.static_bytes, beside.live_bytes, beside.transient_bytes)
-    )
+    static, live, transient = (each[:, None, None] for each in beside_layers(node))
     held = np.asarray(node.in_flight, dtype=float)[:, None, None]
     again = np.minimum(np.full_like(first, max(number, 0)), last - first)
     chain = Chain.of(node, first, last, again)

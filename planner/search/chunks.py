@@ -191,8 +191,8 @@ def _fit(chain: Chain) -> npt.NDArray[np.bool_]:
     static, live, transient = chain.total("static_bytes"), chain.total("live_bytes"), chain.transient_bytes()
     fits: npt.NDArray[np.bool_] = np.ones(static.shape[:-1], dtype=bool)
     usable = column(node.usable_bytes) * (1 + TINY)
-    beside = beside_layers(node)
-    kept, loss = beside.static_bytes + beside.live_bytes, beside.transient_bytes
+    *beside, loss = beside_layers(node)
+    kept = beside[0] + beside[1]
     for rank in range(node.pp):
         at, held = np.flatnonzero(ranks == rank), np.asarray(node.in_flight_of(rank), dtype=float)
         largest = np.maximum(transient[..., at].max(axis=-1), loss[..., rank, None])
