@@ -71,8 +71,13 @@ def _next(plan: Plan, saved: str | None) -> str:
     """The command to type next."""
     if not plan.fits:
         return "next  plan explain, with the same options: why, and what would make it fit"
+    from planner.shape import Shape
+    from planner.trainers.rules.recipe import export_rules_for
+
     file = shlex.quote(saved or "plan.json")
     before = "" if saved else "-o plan.json, then "
+    if any(not rule.holds(plan.model.spec, plan.training, Shape()) for rule in export_rules_for(plan.runtime_spec)):
+        return f"next  {before}plan report {file}: what files of your own have to say"
     says = f"next  {before}plan export {file} --to {target_of(plan)}"
     rest = " (--full for the rest)"
     return says + rest if len(says) + len(rest) <= MIN_WIDTH else says

@@ -43,3 +43,8 @@ def test_the_answer_is_one_screen(
     assert max(map(len, lines)) <= COLUMNS
     assert sum(line == "" for line in lines) < 8
     assert lines[-1].startswith("next  ")
+
+
+def test_the_next_command_exports_only_what_a_target_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "deepseek-v4-flash", "-g", "64", "--hardware", "b200", "--no-history"]) == 0
+    assert "plan report" in capsys.readouterr().out.splitlines()[-1]
