@@ -299,6 +299,26 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
     yield from local_copies(f"{module} copies", BF16 * tokens * hidden, shape, runtime, modules)
 
 
+def square(model: ModelSpec, shape: Shape) -> Iterator[Item]:
+    """One square matrix in the place of half a layer (Nemotron-NAS), of which a tensor-parallel rank has its share."""
+    rows, hidden = model.hidden_size / shape.tp, model.hidden_size
+    product = Operator(name="linear", kind="gemm", m=shape.tokens, n=hidden, k=rows, parameters=rows * hidden)
+    yield from leave_tp(product, BF16 * shape.tokens * hidden, shape)
+
+
+def per_layer_input(model: ModelSpec, size: int, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """The part of a layer's own embedding that it adds: gated by the stream, projected, normed; whole on every rank."""
+    hidden, tokens = model.hidden_size, shape.shard_tokens
+    kept = tuple(Saved(name, (tokens, width)) for name, width in (("input", hidden), ("gate", size)))
+    yield Operator(
+        name="layer input gate", kind="gemm", m=tokens, n=size, k=hidden, parameters=size * hidden, saved=kept
+    )
+    yield activation_of("layer input", model, tokens, size, runtime, ())
+    yield Operator(name="layer input up", kind="gemm", m=tokens, n=hidden, k=size, parameters=size * hidden)
+    yield norm("layer input norm", hidden, tokens, model, runtime, saves_output=False)
+    yield residual("layer input residual", hidden, tokens, runtime)
+
+
 def activation_of(
     name: str, model: ModelSpec, rows: Number, width: Number, runtime: RuntimeSpec, modules: tuple[str, ...]
 ) -> Operator:
@@ -380,16 +400,19 @@ def attend_snapshots(name: str, model: ModelSpec, shape: Shape, runtime: Runtime
     return replace(mixed, parameters=2 * hidden, saved=kept)
 
 
-def join_streams(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, Operator]:
-    """The one stream that the final norm reads: weights of the n streams from a product of all of them."""
+def join_streams(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, ...]:
+    """The one stream that the final norm reads: their mean, or by weights from a product of all of them."""
     streams, tokens = model.num_residual_streams, shape.shard_tokens
     width = streams * model.hidden_size
+    passes = _passes("head streams in", (2 * width, model.hidden_size), shape, runtime)
+    if not model.weighs_streams:
+        return (passes,)
     product = Operator(
         name="head maps", kind="gemm", wide=True, m=tokens, n=streams, k=width,
         parameters=streams * width + streams + 1,
         saved=(Saved("streams", (tokens, width)), Saved("maps", (tokens, streams), dtype="fp32")),
     )  # fmt: skip
-    return product, _passes("head streams in", (2 * width, model.hidden_size), shape, runtime)
+    return product, passes
 
 
 def _passes(name: str, moved: tuple[Number, Number], shape: Shape, runtime: RuntimeSpec) -> Operator:
