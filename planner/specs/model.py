@@ -91,6 +91,8 @@ class ModelSpec(Spec):
     """Number under the root of a norm (rms_norm_eps, layer_norm_eps); given none, 1e-5."""
     zero_centered_norm: bool = False
     """Norms multiply by 1 + weight (Gemma, Qwen3-Next)."""
+    norm_in_fp32: bool | None = None
+    """Weights of norms multiply in fp32 before the cast back (OLMo 2); given none, as `zero_centered_norm`."""
     bias: bool = False
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None
@@ -149,6 +151,8 @@ class ModelSpec(Spec):
     """The attention's output is multiplied by a sigmoid of a projection as wide as the queries (Qwen3-Next)."""
     embedding_multiplier: PositiveFloat = 1.0
     """Factor on the embedding (Granite; √hidden_size in Gemma)."""
+    residual_dropout: bool = False
+    """Transformers drops out what attention and MLP add to the residual stream (Seed-OSS)."""
     residual_multiplier: PositiveFloat = 1.0
     """Factor on what attention and the MLP add to the residual stream (Granite)."""
     logits_scaling: PositiveFloat = 1.0

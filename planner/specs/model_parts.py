@@ -215,6 +215,8 @@ class MoESpec(Spec):
     there is one and the experts have no biases."""
     bias_update_rate: NonNegativeFloat | None = None
     """Step by which a balancing bias moves; given none, the trainer's."""
+    router_in_fp32: bool | None = None
+    """Transformers computes the router's logits in fp32. Given none: it does so where a bias balances."""
     scoring_func: ScoringFunction | None = None
     """Function that turns router logits into scores. Given none: sigmoid under a balancing bias, else softmax."""
     norm_topk_prob: bool = True

@@ -63,6 +63,19 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0]), None if ctx.weight is None else torch.empty_like(ctx.weight)
 
 
+class FusedDropout(torch.autograd.Function):
+    """Stands for torch's dropout kernel: it keeps a mask of a byte for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any) -> Any:
+        ctx.save_for_backward(torch.empty_like(rows, dtype=torch.bool))
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return torch.empty_like(gradients[0])
+
+
 class Fused(TorchFunctionMode):
     """Puts kernels that torch fuses on a GPU in the place of what they are made of on meta tensors."""
 
@@ -79,6 +92,15 @@ class Fused(TorchFunctionMode):
             self.record.add(
                 "norm", "elementwise", bytes=2 * _bytes(rows), parameters=self.record.new(weight), kernels=1
             )
+            return output
+        if func is nn.functional.dropout:
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            rows = given["input"]
+            if not given.get("p", 0.5) or not given.get("training", True):
+                return rows
+            with self.record.hidden():
+                output = FusedDropout.apply(rows)  # type: ignore[no-untyped-call]
+            self.record.add("dropout", "elementwise", bytes=2.5 * _bytes(rows), parameters=0, kernels=1)
             return output
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)

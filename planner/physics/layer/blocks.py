@@ -145,10 +145,9 @@ def norm(
     passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
     saved = [Saved("statistics", (2 if model.norm == "layernorm" else 1, tokens), dtype="fp32")]
     if runtime.copies_norm_input and not runtime.fused_norm and model.norm == "rmsnorm":
-        # the input in fp32, and the normalized rows before their weight, which 1 + weight multiplies in fp32
-        rows = Saved(
-            "normalized", (tokens, width), for_weight=True, dtype="fp32" if model.zero_centered_norm else "bf16"
-        )
+        # the input in fp32, and the normalized rows before their weight
+        wide = model.zero_centered_norm if model.norm_in_fp32 is None else model.norm_in_fp32
+        rows = Saved("normalized", (tokens, width), for_weight=True, dtype="fp32" if wide else "bf16")
         saved += [Saved("input", (tokens, width), dtype="fp32"), rows]
     elif saves_input:
         saved.append(Saved("input", (tokens, width)))
@@ -199,7 +198,8 @@ def leave_half(
     if model.num_residual_streams > 1:
         yield spread_streams(name, model, shape, runtime)
     elif adds:
-        yield residual(f"{name} residual", model.hidden_size, shape.shard_tokens, runtime, terms)
+        drops = model.residual_dropout and runtime.runs_transformers
+        yield residual(f"{name} residual", model.hidden_size, shape.shard_tokens, runtime, terms, drops)
 
 
 def cast_copy(name: str, dims: tuple[Number, ...], modules: tuple[str, ...] = ()) -> Operator:
@@ -213,7 +213,9 @@ def cast_copy(name: str, dims: tuple[Number, ...], modules: tuple[str, ...] = ()
     )  # fmt: skip
 
 
-def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec, terms: int = 2) -> Operator:
+def residual(
+    name: str, width: Number, tokens: Number, runtime: RuntimeSpec, terms: int = 2, drops: bool = False
+) -> Operator:
     """The sum x + f(x), which reads two tensors and writes one; the backward adds the two branches' gradients.
 
     A layer whose attention and MLP run side by side has one sum of three `terms`.
@@ -221,16 +223,16 @@ def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec, ter
     Dropout keeps a mask of one byte an element: the forward writes it, and the backward reads it and masks the branch's
     gradient.
     """
-    num_bytes = BF16 * tokens * width
+    num_bytes, drops = BF16 * tokens * width, drops or runtime.dropout
     return Operator(
         name=name,
         kind="elementwise",
         family="residual",
-        forward_bytes=(terms + (1.5 if runtime.dropout else 1)) * num_bytes,
-        backward_bytes=(terms + (3.5 if runtime.dropout else 1)) * num_bytes,
+        forward_bytes=(terms + (1.5 if drops else 1)) * num_bytes,
+        backward_bytes=(terms + (3.5 if drops else 1)) * num_bytes,
         forward_kernels=1,
         backward_kernels=1,
-        saved=(Saved("dropout mask", (tokens, width), dtype="uint8"),) if runtime.dropout else (),
+        saved=(Saved("dropout mask", (tokens, width), dtype="uint8"),) if drops else (),
     )
 
 
