@@ -33,7 +33,11 @@ CLOSED = {
     ),
     "experts": (
         L * (2 * H + ATTENTION + 8 * H + 8 * 4 * H * H) + H * H,
-        [2 * (ATTENTION + 8 * H + 4 * H * H) + 2 * H * S],
+        [2 * (ATTENTION + 8 * H + 5 * H * H) + 2 * H * S, 2 * (ATTENTION + 8 * H + 4 * H * H) + 2 * H * S],
+    ),
+    "looped": (
+        4 * (2 * H + FEED) + 2 * ATTENTION + 2 * (CONV + 5 * H),
+        [2 * (CONV + FEED), 3 * (2 * (ATTENTION + FEED) + 2 * H * S)],
     ),
     "unfused": (L * (2 * H + ATTENTION + FEED), [2 * (ATTENTION + FEED) + 4 * H * S]),
 }

@@ -234,7 +234,7 @@ LAYER_KIND_RULES: tuple[Rule, ...] = (
         "layers_read_the_first_stage",
         lambda model, training, shape: (shape.pp == 1) | (not _reads_before(model)),
         lambda model, training, shape: (
-            f"pp {shape.pp}: layers read embeddings, or keys of earlier layers, that stages do not send on"
+            f"pp {shape.pp}: layers run again, or read embeddings or keys that stages do not send on"
         ),
     ),
     Rule(
@@ -251,7 +251,8 @@ LAYER_KIND_RULES: tuple[Rule, ...] = (
 def _reads_before(model: ModelSpec) -> bool:
     """Layers read what the first stage has, or keys of a layer further back than the pairs of cross-layer attention."""
     shares = [bool(one.shares_keys) for one in model.layer_sizes or ()]
-    return model.per_layer_input_size is not None or any(map(all, pairwise(shares)))
+    is_looped = model.traced is not None and model.traced.is_looped
+    return is_looped or model.per_layer_input_size is not None or any(map(all, pairwise(shares)))
 
 
 def _sparse_kinds(model: ModelSpec) -> bool:
