@@ -180,6 +180,7 @@ def command_line(asked: JobOptions, command: str = "plan") -> str:
 
 
 def _panel(parameter: inspect.Parameter) -> int:
-    """Place in the help of the heading that an option stands under."""
+    """Place in the help of the heading that an option stands under; an argument stands before all."""
     options = getattr(parameter.annotation, "__metadata__", ())
-    return max((_PANELS.index(option.rich_help_panel) for option in options), default=-1)
+    panels = (option.rich_help_panel for option in options)
+    return max((_PANELS.index(panel) for panel in panels if panel in _PANELS), default=-1)
