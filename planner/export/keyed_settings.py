@@ -111,7 +111,7 @@ def settings_of(config: ConfigFile, calls: re.Pattern[str] | None = None) -> Key
     if text.lstrip().startswith("{") and not re.search(r"^\s*#", text, re.MULTILINE):
         data = json_of(text, "give the file of arguments")
         return KeyedSettings(data if isinstance(data, dict) else {}, Script())
-    if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not text.startswith("#!/bin"):
+    if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not re.match(r"#!(?!.*python)", text):
         return _of_python(text, calls)
     if re.search(r"^[\"']?[A-Za-z_]\w*[\"']?:(\s|$)", text, re.MULTILINE) and not re.search(
         r"^\s*--\w", text, re.MULTILINE

@@ -13,48 +13,18 @@ from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun
 from planner.export.keyed_settings import dialect, flat
-from planner.export.named_models import Model, exported_model, model_called, num_layers_of
+from planner.export.named_models import (
+    FLAVORS,
+    Model,
+    exported_model,
+    flavor_of,
+    model_of_flavor,
+    num_layers_of,
+    registered_model,
+)
 from planner.specs.reading import literal, parse_python, parse_toml, printable
 from planner.specs.units import is_count
 from planner.trainers.rules.torch import TORCH_CLASSES
-
-FLAVORS = {
-    ("llama3", "8B"): "llama-3.1-8b",
-    ("llama3", "70B"): "llama-3.1-70b",
-    ("llama3", "405B"): "llama-3.1-405b",
-    ("llama3", "1B"): "llama-3.2-1b",
-    ("deepseek_v3", "671B"): "deepseek-v3",
-    ("deepseek_v3", "236B"): "deepseek-v2",
-    ("deepseek_v3", "16B"): "deepseek-v2-lite",
-    ("qwen3", "8B"): "qwen3-8b",
-    ("qwen3", "32B"): "qwen3-32b",
-    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
-    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
-    ("gpt_oss", "20b"): "gpt-oss-20b",
-    ("gpt_oss", "120b"): "gpt-oss-120b",
-}
-"""(module, flavor) to the model's name here."""
-
-
-_PREFIXES = {
-    "deepseek_v3": "deepseek-",
-    "llama3": "llama-3-",
-    "llama4": "llama-4-",
-    "llama2": "llama-2-",
-    "llama": "llama-3-",
-}
-
-
-def model_of_flavor(name: str, flavor: str) -> Model | None:
-    """The published model of a registry's flavor; None where it is of another size than any."""
-    return FLAVORS.get((name, flavor)) or model_called(f"{_PREFIXES.get(name, f'{name}-')}{flavor}")
-
-
-def flavor_of(module: str, function: str) -> tuple[str, str] | None:
-    """The (module, flavor) that a registered function configures: `llama3_405b` of llama3 is its 405B."""
-    flavor = function.removeprefix(f"{module}_").replace("_", "-").lower()
-    return next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), None)
-
 
 Settings = dict[str, Any]
 """`section.name` to value."""
@@ -129,6 +99,9 @@ def _model(record: CallRecord, config: ConfigFile) -> Settings:
         return settings
     flavor = spec.fields.get("flavor") or next(iter(spec.arguments), None)
     settings["model.flavor"] = flavor if isinstance(flavor, str) else None
+    if model_of_flavor(settings["model.name"], str(flavor)) is None:
+        again = chosen_recipe(Evaluator(config, _NEVER_FOLLOWED - {"model_registry"}), config.recipe, _SECTIONS)
+        settings["model.published"] = registered_model(None if again is None else again.get("model_spec"))
     for converter in spec.fields.get("converters") or []:
         name = (
             converter.kind.rpartition(".")[0] or converter.kind if isinstance(converter, CallRecord) else str(converter)

@@ -318,7 +318,7 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
     """
     is_python = re.search(r"^\s*def |^from |^import ", config.text, re.MULTILINE)
     # a manifest of Kubernetes has programs in its ConfigMap
-    if is_python and not config.text.startswith("#!") and not re.search(r"^apiVersion:", config.text, re.MULTILINE):
+    if is_python and not re.search(r"^#!(?!.*python)|^apiVersion:", config.text, re.MULTILINE):
         return _read_recipe(config)
     words, script, recipe = _words(config)
     fields = dict(_field(word) for word in words)
