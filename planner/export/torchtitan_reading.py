@@ -12,7 +12,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun
-from planner.export.keyed_settings import dialect, flat
+from planner.export.keyed_settings import dialect, flat, refused_settings
 from planner.export.named_models import (
     FLAVORS,
     Model,
@@ -157,6 +157,7 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[st
     text = config.text
     if is_recipe(text):
         settings, unreadable = read_recipe(config)
+        settings["recipe"] = True
     else:
         settings = _toml(text) if _is_toml(text) else {**_of_file(config), **override_settings(script)}
     if not any(name.startswith(("parallelism.", "training.")) for name in settings):
@@ -258,14 +259,15 @@ _LESS_LAYERS = (
 )
 _READ = {
     *_SIZES, *_LESS_LAYERS, _REPLICAS, _SHARDS, "model.name", "model.flavor", "model.published", "model.converters",
-    "job.converters", "module", "config", "base", "dtype", "training.local_batch_size", "training.global_batch_size",
-    "training.seq_len", "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step",
-    "training.max_context_length", "training.compile", "parallelism.expert_tensor_parallel_degree",
-    "parallelism.pipeline_parallel_schedule", "parallelism.num_pp_microbatches",
-    "parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_microbatches",
-    "parallelism.pipeline_parallel_layers_per_stage", "parallelism.module_fqns_per_model_part",
-    "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint",
-    "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option", "compile.enable", "compile.components",
+    "job.converters", "recipe", "module", "config", "base", "dtype", "training.local_batch_size",
+    "training.global_batch_size", "training.seq_len", "training.num_tokens_per_microbatch_per_dp_rank",
+    "training.num_tokens_per_train_step", "training.max_context_length", "training.compile",
+    "parallelism.expert_tensor_parallel_degree", "parallelism.pipeline_parallel_schedule",
+    "parallelism.num_pp_microbatches", "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.pipeline_parallel_microbatches", "parallelism.pipeline_parallel_layers_per_stage",
+    "parallelism.module_fqns_per_model_part", "parallelism.enable_sequence_parallel",
+    "parallelism.fsdp_reshard_after_forward", "activation_checkpoint", "activation_checkpoint.mode",
+    "activation_checkpoint.selective_ac_option", "compile.enable", "compile.components",
     "compile.enable_async_tensor_parallel", "float8.recipe_name", "float8.enable", "debug.deterministic",
 }  # fmt: skip
 _IGNORED = re.compile(
@@ -303,6 +305,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
     if str(settings.get("model.name", "")).startswith("flux"):
         raise SpecError("model: flux is a diffusion model", "only decoder-only transformers are planned")
     layout, _ = _layout(settings, model)
+    refused = [*_refusals(settings, layout, num_layers_of(model)), *refused_settings(settings, "torchtitan")]
     imported = ImportedRun(
         "torchtitan",
         {
@@ -315,11 +318,11 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
             "parallelism": layout,
             "features": _features(settings),
         },
+        refused=refused,
     )
     row = dialect("torchtitan")
     imported.assumed = {name: str(value) for name, value in row.left_out(settings).items()}
     imported.documented = row.documented
-    imported.refused = [*_refusals(settings, layout, num_layers_of(model))]
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
@@ -348,8 +351,6 @@ def _refusals(settings: Settings, layout: dict[str, Any], num_layers: int | None
             yield f"{layout['schedule']} runs {'one stage' if is_single else 'two stages or more'} on a rank"
         elif max(ends) > (num_layers + sum(ends)) // stages:
             yield f"{stages} stages leave fewer layers each than the first or the last has less ({max(ends)})"
-    if settings.get("activation_checkpoint.memory_budget") and _first(settings, "compile.enable") is not True:
-        yield "a memory budget for activations needs compile.enable"
 
 
 def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | None) -> None:

@@ -10,7 +10,16 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, flat, is_on, number, refuse_unset
+from planner.export.keyed_settings import (
+    KeyedSettings,
+    Settings,
+    dialect,
+    flat,
+    is_on,
+    number,
+    refuse_unset,
+    refused_settings,
+)
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
 
@@ -34,6 +43,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     if imported.run["model"] is None and model:
         imported.model_name = str(model)
     _set_batch(imported, settings, is_rl)
+    imported.refused += refused_settings(settings, "verl")
     if is_rl:
         imported.notes.append(
             "one update of the actor is priced (ppo_mini_batch_size × rollout.n sequences as long as prompt and "
@@ -175,7 +185,13 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
     if is_rl:
         run["seq_length"] = (prompt or 512) + (response or 512)
         samples = number(settings, "actor_rollout_ref.rollout.n") or 1
-        run["global_batch_size"] = (number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256) * samples
+        update, prompts = (
+            number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256,
+            number(settings, "data.train_batch_size"),
+        )
+        run["global_batch_size"] = update * samples
+        if (prompts or 1024) < update and not is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")):
+            imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")
         tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu")
         if is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")) and tokens:
             held = tokens * run["parallelism"].get("cp", 1) // run["seq_length"]
