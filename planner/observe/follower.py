@@ -18,6 +18,7 @@ from typing import Any, Literal
 from planner.answer import Interval, Plan
 from planner.errors import SpecError
 from planner.observe.describe import described
+from planner.observe.formats import trainer_of
 from planner.observe.judge import (
     RUN_FRACTION,
     differences,
@@ -29,7 +30,7 @@ from planner.observe.judge import (
     with_mfu,
 )
 from planner.observe.lines import LineSource
-from planner.observe.log_reader import LogReader, trainer_of
+from planner.observe.log_reader import LogReader
 from planner.observe.observation import GapCause, Observation, Observed, SourceFile
 from planner.specs.base import Spec
 
