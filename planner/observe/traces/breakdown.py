@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from planner.observe.traces.events import (
     COMMUNICATION,
-    FAMILIES,
     NAMES,
     NO_EVENTS,
     NONE,
@@ -236,14 +235,12 @@ def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
 
 def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
     taken, times = NONE, []
-    for index, family in enumerate(FAMILIES):
+    for index, name in enumerate(NAMES):
         chosen = computing & (events.family == index)
         if not chosen.any():
             continue
         spans = intersect(_union(events.trace.gpu, chosen), inside)
-        times.append(
-            (family.name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index))
-        )
+        times.append((name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index)))
         taken = merge(taken, spans)
     total = sum(nanoseconds for _, nanoseconds, _, _ in times) or 1
     rows = [

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError
-from planner.observe.traces.events import ranks_of
+from planner.observe.traces.events import TABLES, ranks_of
 from planner.observe.traces.source import Progress, TraceFile, load_plain
 from planner.specs.base import Spec
 from planner.specs.reading import DUMP, label, parse_json, printable
@@ -29,31 +29,8 @@ OTHER = "other"
 ROUNDING = "allocator rounding"
 """The allocator hands out multiples of 512 bytes."""
 
-_FORWARD = r":(forward\w*|__call__|_call_impl|_wrapped_call_impl|call_\w*|.*::forward)$"
-FRAME_PATTERNS = (
-    ("optimizer", r"(distrib\w*_)?optimizer\w*\.py:|/optim/|fused_adam|/muon|adamw?\.py:|emerging_optimizers", False),
-    ("gradients", r"param_and_grad_buffer|accumulate_?grad|AccumulateGrad|grad_buffer|main_grad|foreach_reduce", False),
-    (
-        "gathered parameters",
-        r"foreach_all_gather|_fsdp_param\w*\.py:(init_)?all_gather|unshard|fully_shard_param",
-        False,
-    ),
-    ("communication", r"nccl|c10d|deep_ep|fused_a2a|nvshmem|symm_mem", False),
-    ("activations: loss and logits", r"cross_entropy|vocab_parallel|nll_loss|lm_head|output_layer|logits", True),
-    ("activations: MoE", r"moe|experts?[_.:/]|router|token_dispatch", True),
-    ("activations: attention", r"attention|attn|scaled_dot_product|rotary|rope|sdpa", True),
-    ("activations: MLP", r"mlp|feed_?forward|ffn|swiglu|silu", True),
-    ("activations: norm", r"norm", True),
-    ("activations: embedding", r"embedding", True),
-    ("activations: other modules", r".", True),
-    ("parameters", r":(__init__|_apply|reset_parameters|load_state_dict|to_empty|get_model|build_model|to)$", False),
-    ("backward", r"Engine::|autograd|backward|::apply", False),
-    ("data", r"data_?loader|get_batch|dataset", False),
-)
-"""(category, pattern of one of its frames as `file:function`, whether a forward pass must be below it)."""
-_PATTERNS = tuple(re.compile(pattern, re.IGNORECASE) for _, pattern, _ in FRAME_PATTERNS)
-_IS_FORWARD = re.compile(_FORWARD)
-_FORWARD_BIT = 1 << len(FRAME_PATTERNS)
+_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in TABLES["frames"].items()}
+_IS_FORWARD = re.compile(r":(forward\w*|__call__|_call_impl|_wrapped_call_impl|call_\w*|.*::forward)$")
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _ACTIONS = {*_RESERVES, "alloc", "free_requested", "free_completed", "oom"}
 BLOCK_BYTES = 512
@@ -64,23 +41,26 @@ _LEAST_EVENT_BYTES = 12
 
 
 @lru_cache(maxsize=2**16)
-def _bits(filename: str, function: str) -> int:
-    """The rows of `FRAME_PATTERNS` that a frame matches, and whether it is of a forward pass, as bits."""
+def _rows(filename: str, function: str) -> tuple[frozenset[str], bool]:
+    """The categories whose pattern a frame matches, and whether it is of a forward pass."""
     text = f"{filename}:{function}"
-    bits = sum(1 << index for index, pattern in enumerate(_PATTERNS) if pattern.search(text))
-    return bits | (_FORWARD_BIT if _IS_FORWARD.search(text) else 0)
+    matching = frozenset(name for name, pattern in _PATTERNS.items() if pattern.search(text))
+    return matching, _IS_FORWARD.search(text) is not None
 
 
 def category_of(frames: Any) -> str:
     """The category of an allocation's stack; whatever is no list of frames counts as no stack."""
     if not isinstance(frames, (list, tuple)) or not frames:
         return UNATTRIBUTED
-    bits = 0
-    for frame in frames:
-        if isinstance(frame, dict):
-            bits |= _bits(str(frame.get("filename", ""))[-200:], str(frame.get("name", ""))[:200])
-    rows = (row for index, row in enumerate(FRAME_PATTERNS) if bits & (1 << index))
-    return next((category for category, _, in_forward in rows if bits & _FORWARD_BIT or not in_forward), OTHER)
+    found = [
+        _rows(str(frame.get("filename", ""))[-200:], str(frame.get("name", ""))[:200])
+        for frame in frames
+        if isinstance(frame, dict)
+    ]
+    known = frozenset[str]().union(*(names for names, _ in found))
+    in_forward = any(is_forward for _, is_forward in found)
+    rows = (name for name in _PATTERNS if name in known)
+    return next((name for name in rows if in_forward or not name.startswith("activations")), OTHER)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from planner.errors import SpecError
 from planner.observe.traces.events import (
     EVENT,
     HOST,
+    TABLES,
     Call,
     Events,
     ProcessGroup,
@@ -125,12 +126,6 @@ class EventScanner:
         return bool(data)
 
 
-_KINDS = {
-    "kernel": "gpu", "gpu_memcpy": "gpu", "gpu_memset": "gpu", "memcpy": "gpu", "memset": "gpu",
-    "cuda_runtime": "launches", "cuda_driver": "launches", "runtime": "launches", "hip_runtime": "launches",
-    "xpu_runtime": "launches", "cpu_op": "operators", "operator": "operators", "user_annotation": "marks",
-}  # fmt: skip
-"""The table of each category that is kept, in lower case, those before torch 1.12 among them."""
 MAX_NAME_CHARS = 2000
 MAX_NAMES_CHARS = 2**26
 """Names longer than this in total are counted under one: real traces have some thousand kernels."""
@@ -175,7 +170,7 @@ class _Reader:
     def add(self, event: dict[str, Any]) -> None:
         """Keep one event if it is of use."""
         category = str(event.get("cat")).lower()
-        text, kind = str(event.get("name"))[:MAX_NAME_CHARS], _KINDS.get(category)
+        text, kind = str(event.get("name"))[:MAX_NAME_CHARS], TABLES["tables"].get(category)
         if kind == "operators" and text.startswith("ProfilerStep#"):
             kind = "marks"  # before torch 1.12 a step was an operator
         if kind is None:

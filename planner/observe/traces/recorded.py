@@ -29,6 +29,7 @@ from planner.observe.traces.events import (
     HOST,
     OPTIMIZER,
     PLANNED,
+    TABLES,
     CollectiveTime,
     RankReport,
     RankTrace,
@@ -41,24 +42,7 @@ from planner.observe.traces.source import Progress, TraceFile
 from planner.specs.base import Spec
 from planner.specs.reading import STDIN
 
-DTYPE_BYTES = {
-    "float": 4, "float32": 4, "int": 4, "bfloat16": 2, "half": 2, "float16": 2, "short": 2, "byte": 1, "char": 1,
-    "bool": 1, "long": 8, "double": 8, "int64": 8, "float64": 8, "int32": 4, "int8": 1, "uint8": 1,
-}  # fmt: skip
-"""Bytes of an element, by the names that Kineto writes, in lower case; `float8…` are 1."""
-
-COLLECTIVES = (
-    ("all_reduce", r"all_?reduce"),
-    ("reduce_scatter", r"reduce_?scatter"),
-    ("all_gather", r"all_?gather"),
-    ("all_to_all", r"all_?to_?all"),
-    ("send_recv", r"send|recv"),
-    ("broadcast", r"broadcast"),
-    ("reduce", r"reduce"),
-    ("barrier", r"barrier"),
-)
-"""(kind, pattern) of collectives and of the kernels that run them."""
-_COLLECTIVE_PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in COLLECTIVES)
+_COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
 OTHER_KIND = "other"
 
 
@@ -77,7 +61,7 @@ def bus_factor(kind: str, size: int) -> float:
 def element_bytes(dtype: str) -> int | None:
     """Bytes of one element, None for a name that is not known."""
     lowered = dtype.lower()
-    return 1 if lowered.startswith("float8") else DTYPE_BYTES.get(lowered)
+    return 1 if lowered.startswith("float8") else TABLES["dtype_bytes"].get(lowered)
 
 
 def collective_times(
