@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
@@ -31,49 +31,21 @@ from planner.observe.traces.events import (
 )
 from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.physics.passes import COMM_GROUPS
+from planner.specs.reading import shipped_table
 
-LINK_RATE, SKEW, OVERLAP, EXCHANGES = "link_rate", "skew", "overlap", "exchanges"
-PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = "passes", "gradients", "optimizer", "unattributed"
+EXCHANGES, PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = (
+    "exchanges", "passes", "gradients", "optimizer", "unattributed",
+)  # fmt: skip
 PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER = (
     "compute_products", "compute_attention", "compute_memory_bound", "compute_other",
 )  # fmt: skip
 PIPELINE, HOST_GAPS, DATA, COPIES, WAITS, PROFILER = (
     "pipeline_waits", "host_gaps", "data_loading", "copies", "waits", "profiler",
 )  # fmt: skip
-EXCHANGE_TERMS = {
-    ("tp", LINK_RATE): "tp_link_rate", ("tp", SKEW): "tp_skew", ("tp", EXCHANGES): "tp_exchanges",
-    ("tp", OVERLAP): "tp_overlap", ("cp", LINK_RATE): "cp_link_rate", ("cp", SKEW): "cp_skew",
-    ("cp", EXCHANGES): "cp_exchanges", ("cp", OVERLAP): "cp_overlap", ("ep", LINK_RATE): "ep_link_rate",
-    ("ep", SKEW): "ep_skew", ("ep", EXCHANGES): "ep_exchanges", ("ep", OVERLAP): "ep_overlap",
-    ("dp", LINK_RATE): "dp_link_rate", ("dp", SKEW): "dp_skew", ("dp", EXCHANGES): "dp_exchanges",
-    ("dp", OVERLAP): "dp_overlap",
-}  # fmt: skip
-"""The term of each kind of seconds of a group's exchanges; expert tensor parallelism counts with ep, as in a plan."""
-STEP_TERMS = {
-    PASSES: "passes, with exchanges and bubble", PRODUCTS: "compute: products", ATTENTION: "compute: attention",
-    MEMORY_BOUND: "compute: memory-bound kernels", OTHER: "compute: other kernels",
-    "tp_link_rate": "tensor-parallel: transfers", "tp_skew": "tensor-parallel: late ranks",
-    "tp_exchanges": "tensor-parallel: exchanges", "tp_overlap": "tensor-parallel: overlap",
-    "cp_link_rate": "context-parallel: transfers", "cp_skew": "context-parallel: late ranks",
-    "cp_exchanges": "context-parallel: exchanges", "cp_overlap": "context-parallel: overlap",
-    "ep_link_rate": "expert-parallel: transfers", "ep_skew": "expert-parallel: late ranks",
-    "ep_exchanges": "expert-parallel: exchanges", "ep_overlap": "expert-parallel: overlap",
-    "dp_link_rate": "data-parallel: transfers", "dp_skew": "data-parallel: late ranks",
-    "dp_exchanges": "data-parallel: exchanges", "dp_overlap": "data-parallel: overlap",
-    EXCHANGES: "exchanges of unnamed groups", PIPELINE: "pipeline bubble and transfers",
-    GRADIENTS: "gradients and parameters", OPTIMIZER: "optimizer", HOST_GAPS: "GPU waits for the host",
-    DATA: "waits for data", COPIES: "copies", WAITS: "launched work that waits", PROFILER: "the profiler",
-    UNATTRIBUTED: "not attributed",
-}  # fmt: skip
+GAP_TABLE: dict[str, Any] = shipped_table("observe/gap.yaml")
+STEP_TERMS: dict[str, str] = GAP_TABLE["step_terms"]
 """Terms of the step, measured less predicted seconds, in the order of a waterfall, and how people call them."""
-WALL_TERMS = {
-    "jitter": "jitter of steady steps", "slow_unexplained": "slow steps now and then",
-    "slow_periodic": "slow steps, regularly", "slow_spells": "slow spells",
-    "slow_after_checkpoints": "slow steps after checkpoints", "slow_after_evaluations": "slow steps after evaluations",
-    "warm_up": "warm-up", "checkpoints": "checkpoints", "evaluation": "evaluation", "start_up": "start-up",
-    "interruptions": "interruptions", "steps_made_again": "steps made again", "idle": "idle, or not said",
-    "counted_twice": "counted twice", "log_clock": "clock of the log",
-}  # fmt: skip
+WALL_TERMS: dict[str, str] = GAP_TABLE["wall_terms"]
 """Terms of the wall time: seconds per step beside the steady step."""
 
 
@@ -119,13 +91,13 @@ def differences(measured: Account, expected: Account) -> Iterator[Term]:
     for group in dict.fromkeys((*expected.exchanges, *measured.exchanges)):
         found, wanted = (side.exchanges.get(group, _NONE) for side in (measured, expected))
         if found.late_s is None or wanted.late_s is None:
-            told = {EXCHANGES: ("transfers and waits together took ", found.busy_s, wanted.busy_s)}
+            told = {"exchanges": ("transfers and waits together took ", found.busy_s, wanted.busy_s)}
         else:
             moved_s = found.busy_s - found.late_s, wanted.busy_s - wanted.late_s
-            told = {LINK_RATE: ("transfers took ", *moved_s)}
-            told[SKEW] = ("waits for late ranks took ", found.late_s, wanted.late_s)
-        told[OVERLAP] = ("not hidden behind computing: ", -found.hidden_s, -wanted.hidden_s)
-        rows += [(EXCHANGE_TERMS[group, kind], *row) for kind, row in told.items()]
+            told = {"link_rate": ("transfers took ", *moved_s)}
+            told["skew"] = ("waits for late ranks took ", found.late_s, wanted.late_s)
+        told["overlap"] = ("not hidden behind computing: ", -found.hidden_s, -wanted.hidden_s)
+        rows += [(GAP_TABLE["exchange_terms"][group][kind], *row) for kind, row in told.items()]
     for name, words, is_s, was_s in rows:
         says = f"{words}{in_seconds(is_s)} {measured.where}, {in_seconds(was_s)} {expected.where}"
         yield Term(term=name, seconds=is_s - was_s, evidence=says, recoverable_s=max(0.0, is_s - was_s))

@@ -9,21 +9,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.accounts import beside_steps, waterfall
 from planner.observe.case import ObservedCase, recipe_terms, remedy_of_change, slower_settings
-from planner.observe.gap_rows import (
-    ARGUMENTS,
-    BATCH_TIMER,
-    GAP_ROWS,
-    LONG_LOG,
-    MEMORY_LOG,
-    OF_MEMORY,
-    ONE_TRACE,
-    PIPELINE_TRACES,
-    SNAPSHOT,
-    STAGE_TRACES,
-    Finding,
-    GapRow,
-    RunFiles,
-)
+from planner.observe.gap_rows import GAP_ROWS, LAYOUTS, OF_MEMORY, RECORDINGS, SEES, Finding, GapRow, RunFiles
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Prediction, Term, Verdict
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.plan_file import refuse_contradiction
@@ -96,7 +82,7 @@ def shown_rows(case: ObservedCase, verdict: Verdict | None = None) -> tuple[GapC
     files, settings = RunFiles(case), slower_settings(case, _ROW_OF_SWITCH)
     causes = []
     for row in GAP_ROWS.values():
-        found = next((one for see in row.sees if (one := see(files)) is not None), None)
+        found = next((one for see in SEES.get(row.name, ()) if (one := see(files)) is not None), None)
         if found is not None and row.beside and not _explains(case, found, verdict):
             found = None
         stated = [Finding(term.evidence, term.seconds, name) for name, term in settings.get(row.name, ())]
@@ -133,35 +119,35 @@ def _cause(case: ObservedCase, row: GapRow, found: Finding, switches: Sequence[s
     if prediction is not None and step_s is not None and seconds is not None and row.name not in _SHOWN_BY_PRICE:
         low_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
         seconds = min(seconds, max(0.0, step_s - low_s))
-    remedy = remedy_of_change(case, switches, row.layouts)
+    remedy = remedy_of_change(case, switches, LAYOUTS.get(row.name))
     if remedy is None and row.helps:
         least_s = min(prediction.step_s, step_s or 0.0) if prediction is not None else 0.0
         without_s = max(step_s - seconds, least_s) if step_s is not None and seconds else None
-        remedy = GapRemedy(options=row.options, step_s=without_s, is_priced=False, says=row.helps)
+        remedy = GapRemedy(options=tuple(row.options), step_s=without_s, is_priced=False, says=row.helps)
     return GapCause(name=row.name, seconds=seconds, evidence=found.says, where=found.where, remedy=remedy)
 
 
 def next_recording(case: ObservedCase, gap: Sequence[Term], verdict: Verdict | None, causes: Sequence[GapCause]) -> str:
     """The recording to make of a run that is slow, or takes more memory, and of which no file shows why."""
     if verdict == "memory":
-        return "" if any(cause.name in OF_MEMORY for cause in causes) else _lacking(case, (MEMORY_LOG, SNAPSHOT))
+        return "" if any(cause.name in OF_MEMORY for cause in causes) else _lacking(case, ("memory_log", "snapshot"))
     if verdict != "slow" or any(cause.seconds for cause in causes):
         return ""
     largest = max(gap, key=lambda term: term.seconds, default=None)
     wanted = [row.record for row in GAP_ROWS.values() if largest is not None and largest.term in row.terms]
-    return _lacking(case, (*dict.fromkeys(wanted), ONE_TRACE, STAGE_TRACES, ARGUMENTS))
+    return _lacking(case, (*dict.fromkeys(wanted), "one_trace", "stage_traces", "arguments"))
 
 
 def _lacking(case: ObservedCase, recordings: Iterable[str]) -> str:
     """The first of some recordings that the files do not have yet."""
     ranks, observation = RunFiles(case).ranks, case.observation
     has = {
-        ONE_TRACE: ranks, STAGE_TRACES: ranks[1:], PIPELINE_TRACES: len({rank.stage for rank in ranks}) > 1,
-        BATCH_TIMER: observation.data_s is not None, LONG_LOG: observation.series.steps,
-        MEMORY_LOG: observation.memory_series, SNAPSHOT: case.recorded and case.recorded.snapshots,
-        ARGUMENTS: observation.facts.stated_switches,
+        "one_trace": ranks, "stage_traces": ranks[1:], "pipeline_traces": len({rank.stage for rank in ranks}) > 1,
+        "batch_timer": observation.data_s is not None, "long_log": observation.series.steps,
+        "memory_log": observation.memory_series, "snapshot": case.recorded and case.recorded.snapshots,
+        "arguments": observation.facts.stated_switches,
     }  # fmt: skip
-    return next((one for one in recordings if not has.get(one)), "")
+    return next((RECORDINGS[one] for one in recordings if not has.get(one)), "")
 
 
 def predicted(plan: Plan, source: str) -> Prediction:
