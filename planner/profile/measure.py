@@ -38,7 +38,7 @@ from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
 from planner.probe.rank.pipeline import RankClock
 from planner.probe.run import STEADY_S, Device, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import gather_whole, require_gpu, scatter_sum, this_build
-from planner.profile.record import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
+from planner.profile.measurements import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
 from planner.specs.units import MICRO
 
 FEWEST = 3
