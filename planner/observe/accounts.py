@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from planner.layout.candidate import Candidate
 from planner.layout.price import price_layout
@@ -31,6 +31,7 @@ from planner.observe.traces.events import (
 )
 from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.physics.passes import COMM_GROUPS
+from planner.specs.base import Fields, Texts
 from planner.specs.reading import shipped_table
 
 EXCHANGES, PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = (
@@ -42,7 +43,7 @@ PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER = (
 PIPELINE, HOST_GAPS, DATA, COPIES, WAITS, PROFILER = (
     "pipeline_waits", "host_gaps", "data_loading", "copies", "waits", "profiler",
 )  # fmt: skip
-GAP_TABLE: dict[str, Any] = shipped_table("observe/gap.yaml")
+GAP_TABLE: Fields = shipped_table("observe/gap.yaml")
 STEP_TERMS: dict[str, str] = GAP_TABLE["step_terms"]
 """Terms of the step, measured less predicted seconds, in the order of a waterfall, and how people call them."""
 WALL_TERMS: dict[str, str] = GAP_TABLE["wall_terms"]
@@ -212,7 +213,7 @@ class Traced:
     steps: tuple[TraceStep, ...]
 
     @property
-    def groups(self) -> tuple[str, ...]:
+    def groups(self) -> Texts:
         """The groups that it exchanges with."""
         return tuple(dict.fromkeys(group.group for step in self.steps for group in step.groups))
 

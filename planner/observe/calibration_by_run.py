@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -31,6 +31,7 @@ from planner.profile.probed import (
     opinion_of_context,
     opinion_of_fragmentation,
 )
+from planner.specs.base import Fields, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import GIB
@@ -60,7 +61,7 @@ class RunEvidence(NamedTuple):
     """Half-width that the run itself gives the step: its own spread and the digits that it was printed with."""
     has_log: bool
     """True where a log printed the steps, and not a profiler."""
-    left_out: tuple[str, ...] = ()
+    left_out: Texts = ()
     """Sentences on what was left out, and why."""
     leaks: bool = False
 
@@ -231,7 +232,7 @@ def common_factor(run: PricedRun, evidence: RunEvidence, calibration: Calibratio
     return Factor(value=value, source=source), 0.0
 
 
-def reserved(run: PricedRun, observation: Observation) -> dict[str, Any]:
+def reserved(run: PricedRun, observation: Observation) -> Fields:
     """The fields of a calibration for memory outside the allocator, and for what it holds beyond what is allocated."""
     fields = {"context_gib": _context(run, observation.memory), "fragmentation_fraction": _held(observation.memory)}
     return {name: number for name, number in fields.items() if number is not None}
@@ -328,7 +329,7 @@ def _source(observed: Observed) -> str:
     return f"observed run of {ran}, {plan.parallelism}, {observation.num_steps:,} steps"
 
 
-def _poor(error: float, evidence: RunEvidence) -> tuple[str, ...]:
+def _poor(error: float, evidence: RunEvidence) -> Texts:
     if abs(error) <= POOR:
         return ()
     off = "longer" if error > 0 else "shorter"

@@ -19,6 +19,7 @@ from planner.observe.observation import GapRemedy, Observation, Observed, Predic
 from planner.observe.traces.recorded import Recorded
 from planner.schedule.orders import SCHEDULES
 from planner.shape import RANK_ORDERS, Shape
+from planner.specs.base import Fields, Texts
 from planner.specs.problems import checked
 from planner.specs.training import Parallelism, SearchLimits
 from planner.trainers.generations import described, runtime_of_its_day
@@ -108,7 +109,7 @@ def near(candidate: Candidate, **others: Any) -> Candidate | None:
 def _as_stated(candidate: Candidate, others: Changes) -> Parallelism:
     """The layout as someone would state it, with `others` in place of its own sizes."""
     layout = parallelism_of(candidate)
-    own: dict[str, Any] = {"dp": layout.dp}
+    own: Fields = {"dp": layout.dp}
     if not _CHUNKS & others.keys():
         own["layers_per_stage"] = candidate.split.counts
     if "recompute" not in others:
@@ -118,7 +119,7 @@ def _as_stated(candidate: Candidate, others: Changes) -> Parallelism:
     return layout.replace(**{**own, **others})
 
 
-def recompute_of(candidate: Candidate) -> dict[str, Any]:
+def recompute_of(candidate: Candidate) -> Fields:
     """The fields of a layout that say what is recomputed."""
     split = candidate.split
     if split.recompute == "full":
@@ -141,7 +142,7 @@ def runtime_of(candidate: Candidate) -> RuntimeSpec:
     return settled(candidate.pricing.runtime, candidate.pricing.cluster, candidate.pricing.model)
 
 
-def moves(now: Candidate, layouts: Layouts) -> Iterator[tuple[tuple[str, ...], Candidate]]:
+def moves(now: Candidate, layouts: Layouts) -> Iterator[tuple[Texts, Candidate]]:
     """Layouts that the trainer takes and that fit, with the words of `plan evaluate` that make them of this one."""
     for others in layouts(now):
         moved = near(now, **others)
@@ -150,7 +151,7 @@ def moves(now: Candidate, layouts: Layouts) -> Iterator[tuple[tuple[str, ...], C
             yield tuple(word for pair in words for word in pair), moved
 
 
-def spoken(candidate: Candidate) -> tuple[str, ...]:
+def spoken(candidate: Candidate) -> Texts:
     """The switches of the candidate's trainer, and the fused kernels that no switch of it is about."""
     has = switches_of(candidate.pricing.runtime)
     touched = {field for name in has for field in SWITCHES[name].touched}
@@ -293,7 +294,7 @@ def _text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def other_values(now: Candidate, name: str) -> Iterator[tuple[tuple[str, ...], Candidate]]:
+def other_values(now: Candidate, name: str) -> Iterator[tuple[Texts, Candidate]]:
     """The layout with a switch at each other value that changes no numerics, that its rules allow, and that fits."""
     if name not in spoken(now) or not has_effect(name, setting_of(now)):
         return

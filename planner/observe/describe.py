@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from planner.observe.observation import (
 )
 from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import Steady, steady
+from planner.specs.base import Fields, Texts
 from planner.specs.units import is_count
 
 TIMER_TERMS = (
@@ -190,7 +190,7 @@ COUNTS = ("num_alloc_retries", "num_ooms")
 MEMORY_KINDS = ("allocated_bytes", "max_allocated_bytes", "max_reserved_bytes", "device_bytes")
 
 
-def _beside_steps(record: RunRecord) -> dict[str, Any]:
+def _beside_steps(record: RunRecord) -> Fields:
     """The fields of an observation that need no step."""
     return {
         "timers": tuple(timers_of(record)),
@@ -213,7 +213,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     """The observation of a record, whose statistics are robust."""
     _complete_first_row(record)
     facts = facts_of(record, trainer)
-    common: dict[str, Any] = {"sources": sources, "facts": facts, **_beside_steps(record)}
+    common: Fields = {"sources": sources, "facts": facts, **_beside_steps(record)}
     _last_run(record)
     notes = list(record.notes)
     if record.duplicates:
@@ -365,7 +365,7 @@ def _explained(outlier: Outlier, arguments: dict[str, str]) -> Outlier:
     return outlier
 
 
-def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, tuple[str, ...]]:
+def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, Texts]:
     """Tokens per second of the whole job, and the options that would say it."""
     if facts.global_batch_size and facts.seq_length:
         return facts.global_batch_size * facts.seq_length / step_s, ()
@@ -426,7 +426,7 @@ def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
             )
 
 
-def _peak(record: RunRecord) -> dict[str, Any]:
+def _peak(record: RunRecord) -> Fields:
     for kind, name in (
         ("max_allocated_bytes", "allocated"),
         ("max_reserved_bytes", "reserved"),

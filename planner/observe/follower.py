@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from planner.answer import Interval, Plan
 from planner.errors import SpecError
@@ -32,7 +32,7 @@ from planner.observe.judge import (
 from planner.observe.lines import LineSource
 from planner.observe.log_reader import LogReader
 from planner.observe.observation import GapCause, Observation, Observed, SourceFile
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec
 
 Place = Literal["learning", "warm-up", "in band", "above", "below"]
 DEFAULT_STEPS = 20
@@ -358,7 +358,7 @@ class Follower:
         window, last, is_silent = self.window(), self.last_step(), self.ended == "silent"
         seen = with_mfu(window, self._held) if isinstance(self._held, Plan) else window
         rings = watch.rings or is_silent
-        values: dict[str, Any] = {
+        values: Fields = {
             "step_s": record.seconds[-1],
             "predicted_step_s": self._held.step.step_s if isinstance(self._held, Plan) else None,
             "step": record.numbers[-1], "total_steps": None if last is None else last[1], "num_steps": self.num_steps,

@@ -30,6 +30,7 @@ from planner.observe.record import (
     text_of,
     whole,
 )
+from planner.specs.base import Fields
 from planner.specs.reading import shipped_table
 from planner.specs.units import GB, GIB, KIB, MIB
 
@@ -473,7 +474,7 @@ class Grammar:
     finish: Callable[[RunRecord], None] = lambda record: None
 
     @classmethod
-    def of(cls, rows: list[dict[str, Any]], finish: str = "", note: str = "", **names: Any) -> Grammar:
+    def of(cls, rows: list[Fields], finish: str = "", note: str = "", **names: Any) -> Grammar:
         """A format of the table."""
         way = FINISHES[finish] if finish else (lambda record: record.note(note) if note else None)
         return cls(**names, rows=tuple(LineRow.of(**row) for row in rows), finish=way)

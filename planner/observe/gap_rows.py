@@ -33,6 +33,7 @@ from planner.observe.case import Layouts, ObservedCase, chunked, fewer_recompute
 from planner.observe.observation import MemorySeries
 from planner.observe.steady import SIGMA_OF_MAD, slope_of
 from planner.observe.traces.events import DATA_RANGES, HOST, TraceStep
+from planner.specs.base import Texts
 from planner.specs.units import GIB, MIB
 
 RECORDINGS: Mapping[str, str] = GAP_TABLE["recordings"]
@@ -503,10 +504,10 @@ class GapRow:
     name: str
     says: str
     record: str
-    terms: tuple[str, ...] = ()
+    terms: Texts = ()
     helps: str = ""
-    switches: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    switches: Texts = ()
+    options: Texts = ()
     beside: bool = False
 
     def at(self, where: str) -> str:

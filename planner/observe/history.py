@@ -34,7 +34,7 @@ from planner.observe.observation import Observed
 from planner.plan_file import plan_of
 from planner.profile.probed import LEAST_SENSITIVE, TRANSFER_WIDTH
 from planner.saved import KEY, as_saved, with_digest
-from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec
+from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import checked
 from planner.specs.reading import SAVED, label, load_yaml, printable
@@ -296,7 +296,7 @@ class KeptRun(Spec):
     plan: Plan
 
 
-def kept_run(observed: Observed, where: str) -> tuple[KeptRun, tuple[str, ...]]:
+def kept_run(observed: Observed, where: str) -> tuple[KeptRun, Texts]:
     """An observed run as it is kept, and sentences on what was left out of it. Raises SpecError where it teaches
     nothing about its cluster."""
     cluster = None if observed.plan is None else _as_it_ships(observed.plan, where)

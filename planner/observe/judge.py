@@ -14,6 +14,7 @@ from planner.observe.observation import GapCause, GapRemedy, Observation, Observ
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.plan_file import refuse_contradiction
 from planner.saved import as_saved
+from planner.specs.base import Fields, Texts
 from planner.specs.problems import checked
 from planner.specs.reading import SAVED, label, load_yaml
 from planner.specs.units import GIB
@@ -206,7 +207,7 @@ def of_run(earlier: Observed, source: str) -> Prediction:
 _AXES = ("tp", "cp", "pp", "vpp", "ep", "micro_batch_size")
 
 
-def differences(observation: Observation, plan: Plan) -> tuple[str, ...]:
+def differences(observation: Observation, plan: Plan) -> Texts:
     """The numbers of the job and of the layout that the log states and that the plan has otherwise, in words."""
     facts, layout = observation.facts, plan.parallelism
     pairs = {
@@ -287,12 +288,12 @@ def read_observed(path: str) -> Observed:
     return observed_of(data, where)
 
 
-def is_observed(data: dict[str, Any]) -> bool:
+def is_observed(data: Fields) -> bool:
     """True if what a file held is an observation."""
     return {"observation", "verdict"} <= data.keys()
 
 
-def observed_of(data: dict[str, Any], where: str) -> Observed:
+def observed_of(data: Fields, where: str) -> Observed:
     """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
     edited."""
     data = _without_retired(as_saved(data, where, _HINT))

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 from planner.errors import SpecError
 from planner.observe.describe import described
@@ -17,6 +16,7 @@ from planner.observe.lines import Tally, cleaned, lines
 from planner.observe.mlperf_lines import json_object
 from planner.observe.observation import Observation, SourceFile
 from planner.observe.record import RunRecord, joined, moment, number, text_of
+from planner.specs.base import Fields
 from planner.specs.reading import label, row_of
 from planner.specs.units import GB, GIB, KIB, MIB
 
@@ -244,7 +244,7 @@ class TableColumns:
         if self.gigabytes:
             yield f"{', '.join(self.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3"
 
-    def values(self, row: dict[str, Any]) -> dict[str, float]:
+    def values(self, row: Fields) -> dict[str, float]:
         """The numbers of a row by quantity, times in seconds."""
         return {
             quantity: _moment(str(row.get(name, "")))
@@ -320,7 +320,7 @@ class StepTable:
         self._names = names if is_head else []
         return is_head
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def _take(self, row: Fields) -> None:
         """Take a row; those without a time, as trackers export them, are passed over."""
         record, values = self.record, self._columns.values(row)
         seconds, speed = values.get("seconds", math.nan), values.get("tokens_per_s", math.nan)

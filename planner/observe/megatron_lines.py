@@ -27,6 +27,7 @@ from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import options_of_features, run_of
 from planner.observe.observation import JobFacts
 from planner.observe.record import MOST, FoundLine, RunRecord, Take, moment, named_parts, number, whole
+from planner.specs.base import Fields, Texts
 from planner.specs.reading import InputLimits, parse_yaml, shipped_table
 from planner.specs.units import GB, GIB, MIB, is_count
 
@@ -265,7 +266,7 @@ def _defaults(arguments: dict[str, str]) -> list[str]:
 
 
 def _of_nemo(record: RunRecord) -> ImportedRun:
-    tree: dict[str, Any] = {}
+    tree: Fields = {}
     if sum(map(len, record.arguments.values())) > _MOST_CHARACTERS:
         raise SpecError(f"the log's configuration has more than {_MOST_CHARACTERS:,} characters", "name its file")
     for path, text in record.arguments.items():
@@ -280,7 +281,7 @@ def _of_nemo(record: RunRecord) -> ImportedRun:
     return read_configuration(yaml.safe_dump({"name": "gpt", "trainer": trainer, "model": tree}), "nemo")
 
 
-def _stated_switches(record: RunRecord, imported: ImportedRun) -> tuple[str, ...]:
+def _stated_switches(record: RunRecord, imported: ImportedRun) -> Texts:
     """The features of a run that its arguments name; a part of a dump, or an old one, names few of them."""
     features = imported.run.get("features") or {}
     if "num_layers" not in record.arguments or record.grammar == "dllogger":
@@ -302,7 +303,7 @@ def facts_of(record: RunRecord, trainer: str) -> JobFacts:
     run = {} if imported is None else {name: value for name, value in imported.run.items() if value is not None}
     counts = {name: getattr(stated, name) or _count(run.get(name)) for name in _COUNTS}
     model = run.get("model")
-    found: dict[str, Any] = {
+    found: Fields = {
         "trainer": stated.trainer or (trainer if imported is None or trainer != "megatron" else imported.source),
         "run": run,
         "stated_switches": () if imported is None else _stated_switches(record, imported),

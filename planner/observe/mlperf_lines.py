@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.errors import SpecError
 from planner.observe.record import MAX_NAMES, FoundLine, RunRecord, number, text_of, whole
+from planner.specs.base import Fields
 from planner.specs.reading import parse_json
 from planner.specs.units import GIB, is_count
 
@@ -19,7 +20,7 @@ _FACTS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> Fields:
     """The object in a line; empty where there is none."""
     try:
         data = parse_json(text, "", keeps_last=True)
@@ -61,7 +62,7 @@ def _mllog(record: RunRecord, line: FoundLine) -> None:
         _tracked(record, value, metadata, at_s)
 
 
-def _tracked(record: RunRecord, value: dict[str, Any], metadata: dict[str, Any], at_s: float) -> None:
+def _tracked(record: RunRecord, value: Fields, metadata: Fields, at_s: float) -> None:
     """A step's seconds, or the mean of a block of steps, which is no step: counted, it makes totals 2 to 3% too high.
 
     A block says its throughput (5.0), or only the samples and no step (5.1). `step` counts tokens in 4.1, samples in

@@ -11,6 +11,7 @@ from planner.probe.run import STEADY_S, ChunkSpec, Device, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, violation
 from planner.schedule.replay import Durations
+from planner.specs.base import Texts
 
 DEFAULT_TOLERANCE = 0.1
 """Fraction of a prediction by which a measurement may differ."""
@@ -138,7 +139,7 @@ def fully_shards(layout: PricedLayout, order: Schedule) -> bool:
     return layout.parallelism.zero_stage == 3 and not order.splits_backward
 
 
-def recompute_modules(layout: PricedLayout) -> tuple[str, ...]:
+def recompute_modules(layout: PricedLayout) -> Texts:
     """Selectively recomputed modules that the probe's model can recompute."""
     return tuple(name for name in layout.parallelism.recompute_modules if name in RECOMPUTABLE)
 

@@ -25,6 +25,7 @@ from planner.probe.result import ProbeStart, StartedStage
 from planner.probe.run import ChunkSpec, ProbeRun, num_communicators
 from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
+from planner.specs.base import Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
@@ -109,7 +110,7 @@ class Fitted(NamedTuple):
     """A plan that fits where it is probed, and how it differs from the one that was asked for."""
 
     plan: Plan
-    changes: tuple[str, ...] = ()
+    changes: Texts = ()
     """Sizes that are other than planned, in words; none where the plan fits as it is."""
 
 

@@ -29,7 +29,7 @@ from planner.distribution import DISTRIBUTION, install_line
 from planner.observe.history_place import default_folder
 from planner.probe.verdict.evidence import is_named
 from planner.search.ilp.solver import SolverName, solver_trouble
-from planner.specs.base import Spec
+from planner.specs.base import Ints, Spec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GIB, MIB
@@ -231,7 +231,7 @@ def _trouble(version: str, needs: str) -> Trouble:
     return ""
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _release(version: str) -> Ints:
     """The numbers of a version, so that 1.10 comes after 1.9; what follows them, such as +cpu or rc1, is left out."""
     numbers = re.match(r"\d+(?:\.\d+)*", version)
     release = [int(number) for number in numbers[0].split(".")] if numbers else [0]

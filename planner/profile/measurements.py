@@ -44,7 +44,7 @@ from planner.profile.probed import step_width
 from planner.saved import as_saved, with_digest
 from planner.schedule.orders import build_schedule
 from planner.shape import FloatArray
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Ints, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
 from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
@@ -120,7 +120,7 @@ class ShapesToMeasure:
     streams: tuple[tuple[str, int, int], ...]
     """Operator as `kernel_problems.STREAMS` names it, rows, columns."""
     stages: tuple[StageShape, ...]
-    exchanged_bytes: tuple[int, ...]
+    exchanged_bytes: Ints
     steady_s: float = 0.0
     """Seconds for which an exchange or a stage is measured at least."""
 
@@ -128,7 +128,7 @@ class ShapesToMeasure:
     def of(cls, device: str, steady_s: float = 0.0) -> ShapesToMeasure:
         """The shapes of a kind of device, or the tiny ones (`quick`), as `shapes.yaml` lists them."""
         table = shipped_table("profile/shapes.yaml")[device]
-        shapes: dict[str, Any] = {
+        shapes: Fields = {
             "products": [(m, *nk) for group in table["products"] for m in group["m"] for nk in group["n_k"]],
             "attentions": [
                 AttentionShape(*both, *heads)
@@ -181,7 +181,7 @@ class Measurements(Spec):
     quick: bool
     date: str
     tables: dict[str, list[MeasuredRow]] = Field(default_factory=dict)
-    conditions: tuple[str, ...] = ()
+    conditions: Texts = ()
     """Unusual conditions while rows were measured."""
     under_load: str = ""
     """Clocks, power and temperature under the load of products, in words; empty where the driver does not say."""
@@ -287,7 +287,7 @@ def measured_tiers(
     device, or assumed."""
     machine, table = record.measured.machine, record.table("exchange", "microseconds")
     if machine.device == "cpu":
-        names: tuple[str, ...] = ("gloo",)
+        names: Texts = ("gloo",)
         tiers = [LinkTier(name="gloo", gb_per_s=1.0, latency_us=50.0, source="Not measured: one process")]
     elif known is not None:
         tiers = list(known.tiers)
@@ -326,7 +326,7 @@ def fitted_tier(tier: LinkTier, table: MeasuredTable, innermost: bool, rated: bo
     gb_per_s = 1 / slowness / GB
     share = gb_per_s / tier.gb_per_s if rated and gb_per_s <= tier.gb_per_s else 1.0
     evidence = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
-    changes: dict[str, Any] = {
+    changes: Fields = {
         "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
         "efficiency_fraction": share,
         "latency_us": 1e6 * float(latency_s),
@@ -361,7 +361,7 @@ def profile_of(record: MeasurementRecord) -> Profiled:
     machine, known = record.measured.machine, known_profile(record.measured.machine)
     hardware, residuals = _bare(record, known), list[tuple[str, Residuals]]()
     hardware = hardware.model_copy(update={"efficiency": _start(record, known)})
-    changes: dict[str, Any] = {"evidence": "measured", "source": _source(record, known), "step_width": None}
+    changes: Fields = {"evidence": "measured", "source": _source(record, known), "step_width": None}
     for problem in _problems(record):
         values = fit(problem, hardware)
         hardware = hardware_with(hardware, values)
@@ -443,14 +443,14 @@ def _best_stream(record: MeasurementRecord) -> float:
 def _start(record: MeasurementRecord, known: HardwareSpec | None) -> Efficiency:
     """The efficiencies with which the fits begin; those that nothing was measured for stay."""
     before = Efficiency() if known is None else known.efficiency
-    changes: dict[str, Any] = {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
+    changes: Fields = {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
     if known is None:
         changes["host_us"] = 0.0 if record.measured.machine.device == "cpu" else 20.0
     changes["cudnn"] = (before.cudnn or AttentionEfficiency()) if "cudnn" in _backends(record) else None
     return before.model_copy(update=changes)
 
 
-def _backends(record: MeasurementRecord) -> tuple[str, ...]:
+def _backends(record: MeasurementRecord) -> Texts:
     """Attention kernels that this device runs. Both are kept: trainers take the faster, eager torch its own choice."""
     timed = record.table("attention", "forward_us", "backward_us")
     return tuple(sorted(set(timed.text("backend").tolist()))) if timed.num_rows else ()

@@ -29,6 +29,7 @@ from planner.profile.probed import (
     opinion_of_link,
 )
 from planner.shape import FloatArray
+from planner.specs.base import Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import GB, GIB, MIB
@@ -224,7 +225,7 @@ def _noise(result: ProbeResult) -> float:
     return math.sqrt(sum(spread**2 for spread in spreads) / len(spreads)) if spreads else 0.0
 
 
-def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> tuple[str, ...]:
+def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> Texts:
     """The kernels of attention that the ranks ran, or, where they do not say, the ones that their price is of."""
     expected = expected_kernels(result.run, result.ranks, cluster.hardware)
     return seen_kernels(result.ranks) or tuple(sorted(expected - {"mask"}))

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from planner.errors import PlannerError, SpecError
+from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked
 from planner.specs.traced import Polynomial, TracedOperator, TracedTensor
@@ -58,7 +59,7 @@ def _style(pattern: str, style: str) -> str:
     return known
 
 
-def _told(source: str) -> dict[str, Any]:
+def _told(source: str) -> Fields:
     """The answer of the process that builds and traces the module."""
     kind, _, rest = source.partition(":")
     if kind not in ("module", "hf-code") or not rest or (kind == "module" and ":" not in rest):
@@ -81,7 +82,7 @@ def _told(source: str) -> dict[str, Any]:
             f"{source}: cannot be traced: {last[:200]}",
             "shapes must not depend on data: give experts a fixed capacity or a grouped product",
         )
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: Fields = json.loads(done.stdout)
     return found
 
 
@@ -106,7 +107,7 @@ def fitted(values: Sequence[float]) -> Polynomial:
 def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[int, TracedOperator]:
     """One operation at all lengths: its layer, and its sizes as polynomials."""
     one = same[0]
-    sizes: dict[str, Any] = {
+    sizes: Fields = {
         name: fitted([row[name] for row in same]) for name in ("count", "m", "n", "k", "bytes") if name in one
     }
     if one["kind"] == "attention":
@@ -184,7 +185,7 @@ def _alike(lists: Sequence[tuple[TracedOperator, ...]]) -> list[tuple[TracedOper
 
 def _model(
     source: str, name: str, told: Mapping[str, Any], lists: list[Any], kinds: list[Any], is_split: bool
-) -> dict[str, Any]:
+) -> Fields:
     """The fields of the model: sizes of its embedding and head, and its layers as traced."""
     heads = next((one.heads for operators in kinds for one in operators if one.kind == "attention"), 1)
     hidden, vocab = told["hidden_size"], told["vocab_size"]

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from planner.answer import PricedLayout, Sustained, half_width
 from planner.errors import PlannerError, SpecError
 from planner.layout.runs import Run, parse_run
 from planner.shape import FloatArray
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec
 from planner.specs.problems import nearest
 from planner.specs.units import GIB
 from planner.validate.rows import PRODUCTION, PublishedRun, data_lines, load_rows, model_fields
@@ -322,7 +321,7 @@ class MemoryRow(Spec):
     family: str
     """A name for rows that come from one place, as in `rows.Row`."""
     trust: str
-    run: dict[str, Any]
+    run: Fields
     """The run, in the form of `plan evaluate --runs`."""
     ran_out: bool
 

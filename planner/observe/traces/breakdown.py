@@ -40,6 +40,7 @@ from planner.observe.traces.events import (
     union,
     window,
 )
+from planner.specs.base import Texts
 
 _STEP = re.compile(r"^(?:ProfilerStep#|(?:train_)?step[ _#:]*|iteration[ _#:]*)(\d{1,12})$", re.IGNORECASE)
 _CAPTURE = re.compile(r"(cuda|hip)StreamBeginCapture|(cu|hip|cuda)Graph(Exec)?Instantiate", re.IGNORECASE)
@@ -143,7 +144,7 @@ class Sorted:
     family: NDArray[np.int64]
     group: NDArray[np.int64]
     """An index in `labels`, −1 for what does not communicate."""
-    labels: tuple[str, ...]
+    labels: Texts
     launch: NDArray[np.int64]
     waits: tuple[tuple[str, Spans], ...]
     """Times at which the host waits or is busy with something else, by name."""
@@ -250,7 +251,7 @@ def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tu
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> tuple[str, ...]:
+def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> Texts:
     """The names that take most time, for kernels that no pattern knows."""
     if NAMES[family] != OTHER:
         return ()

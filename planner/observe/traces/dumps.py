@@ -19,7 +19,7 @@ import numpy as np
 from planner.errors import SpecError
 from planner.observe.traces.events import TABLES, ranks_of
 from planner.observe.traces.source import Progress, TraceFile, load_plain
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Ints, Spec, Texts
 from planner.specs.reading import DUMP, label, parse_json, printable
 
 UNATTRIBUTED = "unattributed"
@@ -111,7 +111,7 @@ class SnapshotReport(Spec):
     inactive_bytes: int
     largest_free_block_bytes: int
     out_of_memory: SnapshotOutOfMemory | None
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 class MemoryReplay:
@@ -227,7 +227,7 @@ def _report(where: str, device: int, blocks: Sequence[Mapping[str, Any]], events
     )  # fmt: skip
 
 
-def _blocks(segments: Sequence[Any], where: str, size_bytes: int) -> Iterator[dict[str, Any]]:
+def _blocks(segments: Sequence[Any], where: str, size_bytes: int) -> Iterator[Fields]:
     """Every block of every segment, with the addresses that segments imply where blocks have none."""
     count = 0
     for number, segment in enumerate(segments):
@@ -292,7 +292,7 @@ class FlightDump:
 
     rank: int
     entries: dict[tuple[str, str], list[RecordedCollective]]
-    members: dict[str, tuple[int, ...]]
+    members: dict[str, Ints]
 
 
 class Outstanding(Spec):
@@ -300,9 +300,9 @@ class Outstanding(Spec):
 
     sequence: int
     collective: str
-    waiting: tuple[int, ...]
+    waiting: Ints
     """Ranks that called it."""
-    missing: tuple[int, ...]
+    missing: Ints
     """Ranks of the group, with a dump, that did not: the likely culprits."""
     where: str
     """File, line and function of the first waiting rank's call."""
@@ -323,7 +323,7 @@ class FlightGroup(Spec):
 
     name: str
     description: str
-    ranks: tuple[int, ...]
+    ranks: Ints
     """Its members as its dumps say them, else the ranks whose dumps have entries of it."""
     last_enqueued: dict[int, int]
     last_completed: dict[int, int]
@@ -334,12 +334,12 @@ class FlightGroup(Spec):
 class FlightReport(Spec):
     """Groups in the dumps of some ranks, and the likely cause of a hang."""
 
-    ranks: tuple[int, ...]
-    missing_ranks: tuple[int, ...]
+    ranks: Ints
+    missing_ranks: Ints
     """Members of groups without a dump: they may have died, or were not given."""
     groups: tuple[FlightGroup, ...]
     verdict: str
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 def read_flight_recorder(paths: Sequence[str | Path]) -> FlightReport:
@@ -383,7 +383,7 @@ def _dump(path: str | Path, number: int, num_files: int) -> FlightDump:
     return FlightDump(rank, dict(entries), members)
 
 
-def _rank(data: dict[str, Any], where: str, number: int, num_files: int) -> int:
+def _rank(data: Fields, where: str, number: int, num_files: int) -> int:
     said = data.get("rank")
     if isinstance(said, int) and not isinstance(said, bool) and 0 <= said < 10**7:
         return said
@@ -394,7 +394,7 @@ def _rank(data: dict[str, Any], where: str, number: int, num_files: int) -> int:
     raise SpecError(f"{where}: neither the dump nor its name says its rank", "name it with the rank at the end: nccl_3")
 
 
-def _entry(raw: dict[str, Any], rank: int) -> RecordedCollective:
+def _entry(raw: Fields, rank: int) -> RecordedCollective:
     frames = raw.get("frames")
     frame = frames[0] if isinstance(frames, list) and frames and isinstance(frames[0], dict) else {}
     file = str(frame.get("filename", "")).rpartition("/")[2]

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Ints, Spec, Texts
 from planner.specs.reading import shipped_table
 
-TABLES: dict[str, Any] = shipped_table("observe/traces/names.yaml")
+TABLES: Fields = shipped_table("observe/traces/names.yaml")
 OPTIMIZER, OTHER = "optimizer", "other"
 """The family `other` is of names that no row knows; its share is told, with the largest of them."""
 NAMES = tuple(TABLES["families"])
@@ -54,7 +54,7 @@ class ProcessGroup:
 
     name: str
     description: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: Ints = ()
     size: int | None = None
 
     @property
@@ -93,7 +93,7 @@ def axis_of(group: ProcessGroup, grid: Mapping[str, int] | None = None) -> str:
     return group.label
 
 
-def ranks_of(text: object) -> tuple[int, ...]:
+def ranks_of(text: object) -> Ints:
     """The ranks in a list, or in text such as `[0, 1]`; none where it was truncated or is something else."""
     if isinstance(text, str):
         if "..." in text or not re.fullmatch(r"\[[\d,\s]*\]", text) or len(text) > 10**6:
@@ -105,7 +105,7 @@ def ranks_of(text: object) -> tuple[int, ...]:
     return tuple(entries) if good else ()  # type: ignore[arg-type]
 
 
-def ranks_by_stride(start: object, stride: object, size: object) -> tuple[int, ...]:
+def ranks_by_stride(start: object, stride: object, size: object) -> Ints:
     """The ranks of `Global rank start`, `Global rank stride` and `Group size`."""
     if not all(isinstance(number, int) and 0 <= number < 10**7 for number in (start, stride, size)):
         return ()
@@ -213,7 +213,7 @@ class RankTrace:
     world_size: int | None
     device: str
     origin_ns: int
-    names: tuple[str, ...]
+    names: Texts
     groups: dict[str, ProcessGroup]
     calls: tuple[Call, ...]
     gpu: Events
@@ -225,7 +225,7 @@ class RankTrace:
     """Ranges that the user, the trainer or the profiler annotated, on the host."""
     on_host: bool = False
     """True if the trace holds no GPU's events and `gpu` are operators of the host."""
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
     @property
     def span_ns(self) -> tuple[int, int]:
@@ -264,7 +264,7 @@ class FamilyTime(Spec):
     share_fraction: float
     """Share of the step's computing time."""
     num_kernels: int
-    longest: tuple[str, ...] = ()
+    longest: Texts = ()
     """Names of the longest kernels, for the family `other`."""
 
 
@@ -341,7 +341,7 @@ class RankReport(Spec):
     device: str
     steps: tuple[TraceStep, ...]
     collectives: tuple[CollectiveTime, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 class TraceReport(Spec):
@@ -350,4 +350,4 @@ class TraceReport(Spec):
     ranks: tuple[RankReport, ...]
     clock_error_s: float | None = None
     """How far apart ends of shared collectives are after clocks were aligned (median); None without peers."""
-    not_shown: tuple[str, ...] = ()
+    not_shown: Texts = ()

@@ -30,6 +30,7 @@ from planner.observe.traces.events import (
     ranks_of,
 )
 from planner.observe.traces.source import CHUNK_BYTES, Progress, TraceFile
+from planner.specs.base import Fields
 from planner.specs.reading import printable
 
 EVENTS_KEY = "traceEvents"
@@ -44,14 +45,14 @@ class EventScanner:
     """Iterate over `events()`; then `header` holds what stands beside them."""
 
     def __init__(self, source: TraceFile) -> None:
-        self.header: dict[str, Any] = {}
+        self.header: Fields = {}
         self.num_events = 0
         self._source = source
         self._text, self._at = "", 0
         self._bytes = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
         self._decode = json.JSONDecoder().raw_decode
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[Fields]:
         """Every event, a mapping; SpecError names the place of anything that is none."""
         head = ""
         if self._peek() != "[":  # else the format's bare list
@@ -167,7 +168,7 @@ class _Reader:
         self.origin_us: float | None = None
         self.num_chars = self.num_negative = 0
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: Fields) -> None:
         """Keep one event if it is of use."""
         category = str(event.get("cat")).lower()
         text, kind = str(event.get("name"))[:MAX_NAME_CHARS], TABLES["tables"].get(category)
@@ -182,7 +183,7 @@ class _Reader:
             self.num_negative += 1
             return
         said = event.get("args")
-        arguments: dict[str, Any] = said if isinstance(said, dict) else {}
+        arguments: Fields = said if isinstance(said, dict) else {}
         call, link = self._call(arguments) if "Collective name" in arguments else -1, arguments.get("correlation")
         lane = self.lanes.setdefault((_key(event.get("pid")), _key(event.get("tid"))), len(self.lanes))
         row = (
@@ -199,13 +200,13 @@ class _Reader:
             self.num_chars += len(text) + 100
         return self.names.setdefault(text, len(self.names))
 
-    def _number(self, event: dict[str, Any], key: str) -> float:
+    def _number(self, event: Fields, key: str) -> float:
         value = event.get(key, 0)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LATEST_US:
             return value
         raise self.scanner.broken(f"{key}: {printable(repr(value), 40)} is no number of microseconds")
 
-    def _call(self, arguments: dict[str, Any]) -> int:
+    def _call(self, arguments: Fields) -> int:
         group, size = _text(arguments.get("Process Group Name", "")), arguments.get("Group size")
         if group not in self.groups and len(self.groups) < _MAX_CALLS:
             start, stride = arguments.get("Global rank start"), arguments.get("Global rank stride")

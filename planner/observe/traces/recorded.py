@@ -39,7 +39,7 @@ from planner.observe.traces.events import (
 )
 from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.source import Progress, TraceFile
-from planner.specs.base import Spec
+from planner.specs.base import Spec, Texts
 from planner.specs.reading import STDIN
 
 _COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
@@ -335,7 +335,7 @@ def _refuse_twins(traces: Sequence[RankTrace]) -> None:
             raise SpecError(f"{trace.where}: is of rank {trace.rank}, as {seen[trace.rank]} is", "name one of them")
 
 
-def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: PeerTimes) -> tuple[str, ...]:
+def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: PeerTimes) -> Texts:
     """Sentences on what these traces cannot tell."""
     told = []
     communicates = any((events.group >= 0).any() for events in ranks)
@@ -460,7 +460,7 @@ def _facts(traces: TraceReport | None) -> JobFacts:
     )
 
 
-def _notes(recorded: Recorded) -> tuple[str, ...]:
+def _notes(recorded: Recorded) -> Texts:
     """Sentences on what the files cannot show."""
     notes: list[str] = []
     if recorded.traces:

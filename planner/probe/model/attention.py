@@ -33,6 +33,7 @@ from planner.probe.model.peers import (
 )
 from planner.probe.run import Device
 from planner.probe.torch_build import on_gpu, this_build, torch_release
+from planner.specs.base import Texts
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
 from planner.trainers.documents import calls_flash, window_of
@@ -191,7 +192,7 @@ class KernelsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: set[str] = set()
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> Texts:
         return tuple(sorted(self._names))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -39,6 +39,7 @@ from planner.probe.run import (
     traffic,
     wire_key,
 )
+from planner.specs.base import Ints, Texts
 
 RUN_FILE = "run.json"
 RESULT_FILE, STATUS_FILE, FAILURE_FILE = "rank{}.json", "rank{}.status", "rank{}.failure.json"
@@ -176,7 +177,7 @@ _KEY, _VERDICT = "progress {}", "stands still"
 class Heard(NamedTuple):
     """The last that a rank told, and when that and its sign of life last changed (seconds of this machine's clock)."""
 
-    told: tuple[str, ...]
+    told: Texts
     progress: Progress
 
 
@@ -361,7 +362,7 @@ class RankGroups:
         """Global rank of the same coordinates on another pipeline rank."""
         return self.run.rank(self.place._replace(pp=pp_rank))
 
-    def holders(self, name: str, stage: int) -> tuple[int, ...]:
+    def holders(self, name: str, stage: int) -> Ints:
         """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted."""
         return holders(self.run, name, stage)
 
@@ -379,6 +380,6 @@ class RankGroups:
         run, ranks = self.run, expert_ranks(self.run, self.place)
         return ExpertPeers() if run.ep == 1 else ExpertGroup(run.ep, ranks.index(self.rank), self.mine["ep", ranks])
 
-    def _sharding(self, kind: str, ranks: tuple[int, ...]) -> Sharding:
+    def _sharding(self, kind: str, ranks: Ints) -> Sharding:
         run, group = self.run, self.mine.get((kind, ranks))
         return Sharding(group, len(ranks), ranks.index(self.rank), run.zero, run.dp_stands_for)

@@ -29,6 +29,7 @@ from planner.probe.model.chunk import Chunk
 from planner.probe.model.peers import Surroundings
 from planner.probe.run import Message, SleepSeconds, message_of, needed_by, traffic
 from planner.schedule.actions import Action, Schedule
+from planner.specs.base import Ints
 
 
 class RankClock:
@@ -164,7 +165,7 @@ class Wires:
 class EmulatedWires(Wires):
     """Emulated neighbours: received tensors are made on the device, and tensors sent to other ranks are dropped."""
 
-    def __init__(self, stages: tuple[int, ...], make: Callable[[str], Tensor]) -> None:
+    def __init__(self, stages: Ints, make: Callable[[str], Tensor]) -> None:
         super().__init__()
         self.stages, self.make = stages, make
 

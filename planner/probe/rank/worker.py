@@ -46,6 +46,7 @@ from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dty
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import this_build
+from planner.specs.base import Texts
 
 REFERENCE = "reference is computed"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -237,7 +238,7 @@ class Worker:
         self.device: str = self.run.device
         self.clock_error_s: float | None = None
         """The most by which this rank's clock may differ from rank 0's in the last step."""
-        self.attention_kernels: tuple[str, ...] = ()
+        self.attention_kernels: Texts = ()
         self.monitor = Monitor()
 
     def main(self) -> None:

@@ -15,6 +15,7 @@ from planner.probe.eager import in_eager_torch
 from planner.probe.plan_slice import sampled_stages
 from planner.probe.result import Condition, DeviceState, ProbeResult, RankResult
 from planner.probe.run import SURE_FRACTION, ProbeRun
+from planner.specs.base import Texts
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import gib
@@ -107,18 +108,18 @@ WORDS = {
 }
 
 
-def seen_kernels(ranks: Sequence[RankResult]) -> tuple[str, ...]:
+def seen_kernels(ranks: Sequence[RankResult]) -> Texts:
     return tuple(sorted({kernel for rank in ranks for kernel in rank.attention_kernels}))
 
 
-def unpriced(ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, ...]:
+def unpriced(ranks: Sequence[RankResult], hardware: HardwareSpec) -> Texts:
     """Kernels that ran and that the profile has no numbers of: of attention, and products of experts one by one."""
     priced = PRICED if hardware.efficiency.cudnn is not None else ("flash",)
     attention = tuple(kernel for kernel in seen_kernels(ranks) if kernel not in priced)
     return (*attention, "experts") if any(rank.experts_one_by_one for rank in ranks) else attention
 
 
-def kernel_notes(run: ProbeRun, ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, ...]:
+def kernel_notes(run: ProbeRun, ranks: Sequence[RankResult], hardware: HardwareSpec) -> Texts:
     """Sentences about kernels that ran and that the plan did not expect, or that nothing prices."""
     ran, unknown = seen_kernels(ranks), unpriced(ranks, hardware)
     if unknown:

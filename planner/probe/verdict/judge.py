@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
@@ -28,6 +27,7 @@ from planner.probe.verdict.compare import (
 from planner.probe.verdict.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
 from planner.schedule.orders import in_flight_chunks
 from planner.schedule.replay import Durations, replay
+from planner.specs.base import Fields
 from planner.specs.units import gib
 
 
@@ -153,10 +153,10 @@ def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid:
 MEASURED, PREDICTED = 0, 1
 _MICROSECONDS = 1e6
 
-TraceEvent = dict[str, Any]
+TraceEvent = Fields
 
 
-def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
+def trace_events(plan: Plan, result: ProbeResult) -> Fields:
     """Trace events in µs: a process of measured ranks and one of predicted ranks, with a thread per pipeline rank.
 
     Stages that ran alone are replayed with the seconds that each of them took. If one is missing, there are no events.
