@@ -111,11 +111,15 @@ def in_seconds(value_s: float) -> str:
 
 def planned(candidate: Candidate, pipeline: Pipeline, rank: int, where: str) -> Account:
     """The account of a pipeline rank; it adds up to the candidate's step."""
-    pricing, shape, cost = candidate.pricing, candidate.shape, candidate.rank_costs[rank]
-    kernels, outside = compute_by_kernels(candidate, rank), candidate.outside
+    pricing = candidate.pricing
+    shape = candidate.shape
+    cost = candidate.rank_costs[rank]
+    kernels = compute_by_kernels(candidate, rank)
+    outside = candidate.outside
     busy_s = float(pipeline.busy_s[rank])
     issued_s = busy_s - candidate.num_microbatches * float(cost.total_s)
-    alone_s, uneven_s = float(pricing.unpaired_s(shape)), float(pricing.uneven_s(shape))
+    alone_s = float(pricing.unpaired_s(shape))
+    uneven_s = float(pricing.uneven_s(shape))
     step_overhead_s = float(pricing.runtime.step_overhead_s)
     parts = {
         PRODUCTS: kernels["products_s"], ATTENTION: kernels["attention_s"], MEMORY_BOUND: kernels["memory_bound_s"],
@@ -133,7 +137,8 @@ def planned(candidate: Candidate, pipeline: Pipeline, rank: int, where: str) -> 
 
 def _inside(candidate: Candidate, rank: int, alone_s: float) -> dict[str, GroupExchanges]:
     """The exchanges inside a rank's passes; those that have no other micro-batch beside them show."""
-    cost, times = candidate.rank_costs[rank], candidate.num_microbatches
+    cost = candidate.rank_costs[rank]
+    times = candidate.num_microbatches
     own = [
         one
         for (stage, kind), ones in exchanges_of_passes(candidate).items()
@@ -146,7 +151,9 @@ def _inside(candidate: Candidate, rank: int, alone_s: float) -> dict[str, GroupE
         hidden_s = times * sum(one.hidden_s for one in own if one.group == group)
         late_s = times * sum(one.exposed_s for one in own if one.group == group and one.name == LATE[group])
         if group == "ep":
-            shown_s, hidden_s, late_s = shown_s + alone_s, hidden_s - min(alone_s, hidden_s), 0.0
+            shown_s = shown_s + alone_s
+            hidden_s = hidden_s - min(alone_s, hidden_s)
+            late_s = 0.0
         if shown_s or hidden_s:
             found[group] = GroupExchanges(shown_s + hidden_s, hidden_s, late_s)
     return found
@@ -166,7 +173,8 @@ _LEAST_COVERED = 0.5
 
 def timed(observation: Observation, where: str) -> Account | None:
     """The account of a run by its timers; None where they do not tell passes apart, or cover too little."""
-    breakdown, step_s = observation.breakdown, observation.step_s or 0.0
+    breakdown = observation.breakdown
+    step_s = observation.step_s or 0.0
     parts = {
         term: sum(breakdown.get(name, 0.0) for name in names)
         for term, names in _TIMED.items()
@@ -253,7 +261,8 @@ def wall_s(step: TraceStep) -> float:
 
 def traced_of(case: ObservedCase) -> list[Traced]:
     """The ranks whose traces mark steps; the layout says the stage and the group of those whose traces do not."""
-    traces, grid = case.recorded.traces if case.recorded else None, grid_of(case)
+    traces = case.recorded.traces if case.recorded else None
+    grid = grid_of(case)
     groups = [] if grid is None else [axis for axis in ("tp", "cp", "dp", "pp", "ep") if getattr(grid, axis) > 1]
     found = []
     for report in traces.ranks if traces else ():
@@ -317,7 +326,9 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
             late[_axis_of(row.group, has_pipeline)] += row.wait_s * row.count / max(len(rank.report.steps), 1)
     exchanges: dict[str, GroupExchanges] = {}
     for label in rank.groups:
-        axis, busy_s, shown_s = _axis_of(label, has_pipeline), rank.busy_s(label), rank.shown_s(label)
+        axis = _axis_of(label, has_pipeline)
+        busy_s = rank.busy_s(label)
+        shown_s = rank.shown_s(label)
         had = exchanges.get(axis, _NONE)
         late_s = min(late[axis], had.busy_s + busy_s) if axis in late else None
         exchanges[axis] = GroupExchanges(had.busy_s + busy_s, had.hidden_s + busy_s - shown_s, late_s)
@@ -346,7 +357,8 @@ def waterfall(case: ObservedCase, known: Sequence[Term] = ()) -> tuple[Term, ...
     `known` are what switches cost that the log shows otherwise than the plan (`recipe_terms`): other terms are beside
     the price of the recipe that the run has.
     """
-    step_s, prediction = case.observation.step_s, case.prediction
+    step_s = case.observation.step_s
+    prediction = case.prediction
     if step_s is None or prediction is None:
         return ()
     stated = stated_otherwise(case) if known and prediction.kind == "plan" else ()
@@ -364,7 +376,9 @@ def waterfall(case: ObservedCase, known: Sequence[Term] = ()) -> tuple[Term, ...
 
 def _of_timers(case: ObservedCase, candidate: Candidate | None, where: str) -> list[Term]:
     """Terms by the timers of the log, beside the price or the earlier run's; none where they tell nothing apart."""
-    prediction, observation, expected = case.prediction, case.observation, None
+    prediction = case.prediction
+    observation = case.observation
+    expected = None
     found = timed(observation, "by the log's timers")
     if found is not None and candidate is not None and prediction is not None and prediction.kind == "plan":
         whole = price_layout(candidate).step.breakdown.model_dump()
@@ -376,19 +390,23 @@ def _of_timers(case: ObservedCase, candidate: Candidate | None, where: str) -> l
 
 def _of_traces(case: ObservedCase, candidate: Candidate | None, where: str) -> list[Term]:
     """Terms by the trace of the typical rank beside the plan's rank of its stage, and what a profiler adds."""
-    ranks, step_s = traced_of(case), case.observation.step_s
+    ranks = traced_of(case)
+    step_s = case.observation.step_s
     if candidate is None or not ranks or step_s is None or (case.prediction and case.prediction.kind == "run"):
         return []
-    rank, pp = typical(ranks), int(candidate.shape.pp)
+    rank = typical(ranks)
+    pp = int(candidate.shape.pp)
     stage = 0 if pp == 1 else rank.stage
     if stage is None or stage >= pp:
         return []
-    measured, expected = account_of(rank, pp > 1), planned(candidate, candidate.run(), stage, where)
+    measured = account_of(rank, pp > 1)
+    expected = planned(candidate, candidate.run(), stage, where)
     named = {name: one for name, one in expected.exchanges.items() if name in measured.exchanges}
     unnamed_s = sum(one.busy_s - one.hidden_s for name, one in expected.exchanges.items() if name not in named)
     parts = {**expected.parts, EXCHANGES: expected.parts[EXCHANGES] + unnamed_s}
     expected = replace(expected, parts=parts, exchanges=named)  # groups that a trace does not name are one number
-    terms, traced_s = list(differences(measured, expected)), rank.mean(wall_s)
+    terms = list(differences(measured, expected))
+    traced_s = rank.mean(wall_s)
     if step_s < traced_s and case.has_log:
         says = (
             f"{in_seconds(step_s)} a step in the log, {in_seconds(traced_s)} in the trace, which a profiler slows down"
@@ -413,7 +431,8 @@ def beside_steps(observation: Observation) -> tuple[Term, ...]:
 
     A step counts once, however often it was made.
     """
-    wall, step_s = observation.wall, observation.step_s
+    wall = observation.wall
+    step_s = observation.step_s
     made_again = sum(restart.lost_steps for restart in observation.restarts)
     num_steps = observation.num_steps - made_again
     if wall is None or step_s is None or num_steps < 1:
@@ -451,7 +470,9 @@ def _of_steps(observation: Observation, step_s: float, wall: Wall) -> list[tuple
 
 def _of_wall(observation: Observation, wall: Wall, step_s: float) -> list[tuple[str, float, str]]:
     """Seconds beside steps, and what the log says of them; a line that is printed late claims time twice, and idles."""
-    idle_s, overlap_s, count = wall.idle_s, wall.overlap_s, len(observation.restarts)
+    idle_s = wall.idle_s
+    overlap_s = wall.overlap_s
+    count = len(observation.restarts)
     found = [
         ("checkpoints", wall.checkpoint_s, "training stood still for them"),
         ("evaluation", wall.evaluation_s, "training stood still for it"),

@@ -98,7 +98,8 @@ def near(candidate: Candidate, **others: Any) -> Candidate | None:
         if given.warnings:
             return None
         runtime = pricing.runtime.for_schedules(SCHEDULES[given.schedule].splits_backward)
-        pricing, split = replace(pricing, runtime=runtime), given.split
+        pricing = replace(pricing, runtime=runtime)
+        split = given.split
         if not _CHUNKS & others.keys():
             split = replace(split, mtp_stage=candidate.split.mtp_stage)
         table = pricing.table(given.shape, split.priced_modes)
@@ -245,8 +246,10 @@ def _measured_above(case: ObservedCase, candidate: Candidate) -> float:
 
 def _stated_runtime(case: ObservedCase, candidate: Candidate) -> RuntimeSpec:
     """The trainer as the log's arguments describe it; of another trainer, its words under the plan's own."""
-    run, pricing = case.observation.facts.run, candidate.pricing
-    hardware, model = pricing.cluster.hardware, pricing.model
+    run = case.observation.facts.run
+    pricing = candidate.pricing
+    hardware = pricing.cluster.hardware
+    model = pricing.model
     used = {"precision_recipe": run.get("precision_recipe"), **run["features"]}
     layout = checked(Parallelism, run.get("parallelism") or {}, "the log")
     dated = own_runtime(pricing.runtime)
@@ -258,7 +261,8 @@ def _stated_runtime(case: ObservedCase, candidate: Candidate) -> RuntimeSpec:
 
 def _of_recipe(candidate: Candidate, stated: RuntimeSpec, named: Collection[str]) -> Iterator[StatedDifference]:
     """Switches that the log names, then fused kernels, with another value than the plan's."""
-    setting, has = setting_of(candidate), switches_of(candidate.pricing.runtime)
+    setting = setting_of(candidate)
+    has = switches_of(candidate.pricing.runtime)
     both = {*FUSIONS, *(has.keys() & switches_of(stated).keys())}
     names = [name for name in SWITCHES if name in both and name in named]
     for name in (name for name in names if has_effect(name, setting)):
@@ -298,7 +302,8 @@ def other_values(now: Candidate, name: str) -> Iterator[tuple[Texts, Candidate]]
     """The layout with a switch at each other value that changes no numerics, that its rules allow, and that fits."""
     if name not in spoken(now) or not has_effect(name, setting_of(now)):
         return
-    row, had = SWITCHES[name], SWITCHES[name].value_of(runtime_of(now))
+    row = SWITCHES[name]
+    had = SWITCHES[name].value_of(runtime_of(now))
     own = (row.value_of(own_runtime(now.pricing.runtime)),)
     values = own if name in FUSIONS else switches_of(now.pricing.runtime).get(name, ())
     for value in values:
@@ -353,7 +358,9 @@ def recipe_terms(case: ObservedCase) -> tuple[Term, ...]:
 
 def _costs(case: ObservedCase) -> tuple[tuple[str, Term], ...]:
     """Each setting that the log states otherwise than what it is held against, with what that costs by the price."""
-    before, terms, theirs = layout_before(case), list[tuple[str, Term]](), "the plan"
+    before = layout_before(case)
+    terms = list[tuple[str, Term]]()
+    theirs = "the plan"
     if case.earlier is not None:
         theirs = "the earlier run"
         if not states_switches(ObservedCase(case.earlier.observation)):

@@ -179,7 +179,9 @@ def _titan_step(record: RunRecord, line: FoundLine) -> None:
         record.state |= {"excerpt": f"{step} {tokens_per_s} {at_s}", "begin": f"{step + 1} {at_s}"}
         return
     last_step, last_s = (record.numbers[-1], record.ends[-1]) if record.numbers else (0, math.nan)
-    seconds, covers, goes_on = math.nan, 0, "restarted" not in record.state
+    seconds = math.nan
+    covers = 0
+    goes_on = "restarted" not in record.state
     if step >= first and at_s > first_s and not (last_s >= first_s and goes_on):
         covers = step - int(first) + 1
         seconds = (at_s - first_s) / covers

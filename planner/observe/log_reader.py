@@ -141,7 +141,8 @@ def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) ->
 
 def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, SourceFile]:
     """The record of one file, and what it is."""
-    tally, where = Tally(), label(path)
+    tally = Tally()
+    where = label(path)
     reader = LogReader(where)
     reader.feed(lines(path, tally, advance))
     record = reader.record()
@@ -322,14 +323,17 @@ class StepTable:
 
     def _take(self, row: Fields) -> None:
         """Take a row; those without a time, as trackers export them, are passed over."""
-        record, values = self.record, self._columns.values(row)
-        seconds, speed = values.get("seconds", math.nan), values.get("tokens_per_s", math.nan)
+        record = self.record
+        values = self._columns.values(row)
+        seconds = values.get("seconds", math.nan)
+        speed = values.get("tokens_per_s", math.nan)
         if "seconds" not in values and speed > 0:
             seconds = values["tokens_of_step"] / speed
         if not seconds > 0:
             self._untimed += 1
             return
-        step, count = values.get("step", math.nan), (record.numbers[-1] if record.numbers else 0) + 1
+        step = values.get("step", math.nan)
+        count = (record.numbers[-1] if record.numbers else 0) + 1
         known = math.isfinite(step) and 0 <= step < 2**53
         record.step(int(step) if known else count, seconds, end_s=values.get("moment", math.nan), covers=1)
         for name in ("tokens_per_s", "watts_per_gpu", "clock_mhz"):

@@ -94,7 +94,8 @@ def _memory(record: RunRecord, line: FoundLine) -> None:
 
 
 def _timer(record: RunRecord, name: str, low: str, high: str = "") -> None:
-    low_s, high_s = number(low) * 1e-3, number(high or low) * 1e-3
+    low_s = number(low) * 1e-3
+    high_s = number(high or low) * 1e-3
     if low_s >= 0:
         record.timer(name, low_s, high_s)
         if name in _OUTSIDE:
@@ -146,7 +147,8 @@ def _straggler(record: RunRecord, line: FoundLine) -> None:
     """`MnRtt/Rnk: 3453.08ms/8 | MxRtt/Rnk: 3468.20ms/0 | …`: least and most, each with its rank."""
     found: dict[str, dict[str, tuple[float, int]]] = {}
     for side, word, text, unit, rank in _VALUE.findall(line.match.string):
-        value, name = number(text) * _STRAGGLER_UNITS.get(unit, 1.0), STRAGGLER_NAMES[word]
+        value = number(text) * _STRAGGLER_UNITS.get(unit, 1.0)
+        name = STRAGGLER_NAMES[word]
         value /= 1e3 if name == "power_w" and value > _MOST_WATTS else 1.0
         found.setdefault(name, {})[side] = (value, int(rank))
     for name, sides in found.items():

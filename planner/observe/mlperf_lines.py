@@ -35,8 +35,11 @@ def _value(value: Any) -> float:
 
 def _mllog(record: RunRecord, line: FoundLine) -> None:
     data = json_object(line.match[1])
-    key, value, said = data.get("key"), data.get("value"), data.get("metadata")
-    at_s, metadata = _value(data.get("time_ms")) / 1e3, said if isinstance(said, dict) else {}
+    key = data.get("key")
+    value = data.get("value")
+    said = data.get("metadata")
+    at_s = _value(data.get("time_ms")) / 1e3
+    metadata = said if isinstance(said, dict) else {}
     if not isinstance(key, str) or not math.isfinite(at_s):
         record.note("some lines of MLPerf's log are cut off and were left out")
         return
@@ -72,7 +75,8 @@ def _tracked(record: RunRecord, value: Fields, metadata: Fields, at_s: float) ->
         record.state.setdefault("eval", str(at_s - _value(value[name])))  # some runs print no eval_start
     if "max_memory_usage" in value:
         record.bytes_of(None, max_allocated_bytes=_value(value["max_memory_usage"]) * GIB)
-    name, counted = next((name for name in value if name in _TIMES), None), _value(metadata.get("step"))
+    name = next((name for name in value if name in _TIMES), None)
+    counted = _value(metadata.get("step"))
     if name is None or not math.isfinite(counted):
         return
     if "throughput" in value:
@@ -156,7 +160,8 @@ def _dllogger(record: RunRecord, line: FoundLine) -> None:
         record.restart()
     elif isinstance(step, int) and _TIMES[1] in data:
         # the printed value is the mean of up to five last steps; the clock of the lines says each one
-        seconds, last = _value(data[_TIMES[1]]), record.ends[-1] if record.ends else math.nan
+        seconds = _value(data[_TIMES[1]])
+        last = record.ends[-1] if record.ends else math.nan
         if record.numbers and step == record.numbers[-1] + 1 and at_s > last:
             seconds = at_s - last
             record.note("train_step_timing is a mean over the last steps: seconds are from the times of the lines")

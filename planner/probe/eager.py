@@ -82,7 +82,8 @@ def _with(eager: Plan, cluster: Fields, runtime: Fields) -> Plan:
 
 def static_bytes(eager: Plan, stage: int) -> float:
     """Bytes of a stage before its first forward. Under ZeRO-3 there are neither gathered weights nor gradients yet."""
-    memory, runtime = eager.stages[stage].memory, eager.runtime_spec
+    memory = eager.stages[stage].memory
+    runtime = eager.runtime_spec
     if eager.parallelism.zero_stage == 3:
         return memory.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
     return memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes

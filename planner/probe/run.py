@@ -191,7 +191,8 @@ class Message(NamedTuple):
 def message_of(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action sends: a forward sends to the next stage, a backward (or input gradient) to the one
     before."""
-    local, n = action.stage % schedule.num_model_stages, schedule.num_model_stages
+    local = action.stage % schedule.num_model_stages
+    n = schedule.num_model_stages
     if action.kind == "F" and local < n - 1:
         return Message("F", action.stage + 1, action.microbatch)
     if action.kind in "BI" and local > 0:
@@ -201,7 +202,8 @@ def message_of(schedule: Schedule, action: Action) -> Message | None:
 
 def needed_by(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action waits for, which another action's `message_of` is."""
-    local, n = action.stage % schedule.num_model_stages, schedule.num_model_stages
+    local = action.stage % schedule.num_model_stages
+    n = schedule.num_model_stages
     if action.kind == "F" and local > 0:
         return Message("F", action.stage, action.microbatch)
     if action.kind in "BI" and local < n - 1:
@@ -227,7 +229,8 @@ GroupKey = tuple[str, Ints]
 
 def group_keys(run: ProbeRun) -> list[GroupKey]:
     """The keys of all groups of more than one rank, in the same order on all ranks."""
-    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    pairs = sorted(traffic(run.order))
+    replicas = replica_sets(run)
     places = (Place(*at) for at in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)))
     return list(dict.fromkeys(key for place in places for key in _around(run, place, pairs, replicas)))
 
@@ -250,7 +253,8 @@ def _around(
 def num_communicators(run: ProbeRun) -> list[int]:
     """Number of communicators that a rank of each pipeline stage makes: of all ranks, and of each group and wire that
     it is part of."""
-    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    pairs = sorted(traffic(run.order))
+    replicas = replica_sets(run)
     places = [Place(pp, 0, 0, 0) for pp in range(run.pp)]
     return [1 + sum(run.rank(at) in key[1] for key in set(_around(run, at, pairs, replicas))) for at in places]
 
@@ -355,7 +359,8 @@ def spread_fraction(values: Sequence[float]) -> float | None:
     to either side, whatever the distribution is. `values` come in the order of their measurement, so that a drift shows
     as half the difference between the medians of the first and the second half; the larger of the two counts.
     """
-    num, middle = len(values), median(values) if values else 0.0
+    num = len(values)
+    middle = median(values) if values else 0.0
     if num < 2 or middle <= 0:
         return None
     ranks = (num - 1) / 2 - sqrt(num) / 2, (num - 1) / 2 + sqrt(num) / 2

@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
     """The run that the file `path` and the schedule file beside it describe. Raises SpecError where they are wrong."""
-    data, where = load_yaml(path), label(path)
+    data = load_yaml(path)
+    where = label(path)
     name = data.pop(_CSV, None)
     if not isinstance(name, str):
         raise SpecError(f"{where}: {_CSV} is missing", "export again: plan export plan.json --to torch")

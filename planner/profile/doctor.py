@@ -191,7 +191,8 @@ def installed() -> tuple[Kind, dict[str, tuple[Package, ...]]]:
         lines = [*project.get("dependencies", ()), *(f'{need}; extra == "{e}"' for e in extras for need in extras[e])]
     found: dict[str, list[Package]] = defaultdict(list)
     for match in filter(None, map(_NEED.fullmatch, map(str.strip, lines))):
-        version, needs = version_of(match[1]), match[2].strip("() ")
+        version = version_of(match[1])
+        needs = match[2].strip("() ")
         found[match[3] or ""].append(
             Package(name=match[1], needs=needs, version=version, trouble=_trouble(version, needs))
         )
@@ -200,7 +201,8 @@ def installed() -> tuple[Kind, dict[str, tuple[Package, ...]]]:
 
 def torch_of() -> str:
     """The torch that is installed, by its files; empty where there is none."""
-    version, spec = version_of("torch"), util.find_spec("torch")
+    version = version_of("torch")
+    spec = util.find_spec("torch")
     if spec is None or not version:
         return ""
     paths = [Path(folder) / "version.py" for folder in spec.submodule_search_locations or ()]
@@ -243,7 +245,8 @@ def _release(version: str) -> Ints:
 def examine(default_hardware: str) -> Findings:
     """Everything that `plan doctor` shows of this machine."""
     (kind, packages), (gpus, gpu_trouble) = installed(), find_gpus()
-    libc, last = " ".join(platform.libc_ver()), shipped_fits().fits[-1]
+    libc = " ".join(platform.libc_ver())
+    last = shipped_fits().fits[-1]
     history, num_runs = _history()
     temp, temp_trouble = _temp()
     findings = Findings(

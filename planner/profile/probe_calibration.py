@@ -41,7 +41,8 @@ MOST_LATENCY_FRACTION = 0.5
 
 def link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
     """For each tier that alone carried an exchange, the share of its rate that the largest such exchange reached."""
-    run, shares_by_tier = result.run, dict[int, list[tuple[ProbedExchange, float]]]()
+    run = result.run
+    shares_by_tier = dict[int, list[tuple[ProbedExchange, float]]]()
     for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
         stride = stride_of(exchange, run)
         level = None if stride is None else _tier_alone(exchange.size, stride, cluster)
@@ -106,7 +107,8 @@ def reserved(result: ProbeResult, hardware: HardwareSpec) -> Reserved:
     memories = [rank.memory for rank in result.ranks if rank.memory is not None]
     if not memories:
         return Reserved()
-    alone, each_bytes = result.mode == "stages", hardware.reserved.communicator_bytes
+    alone = result.mode == "stages"
+    each_bytes = hardware.reserved.communicator_bytes
     of_stage = [0] * result.run.pp if alone else num_communicators(result.run)
     made = [of_stage[rank.stage] for rank in result.ranks if rank.memory is not None]
     outside = [memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories]
@@ -237,7 +239,9 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     Predictions are for the probe's own run: its shapes and layers in eager torch, with exchanges where it had peers.
     Passes of one price are one kind. The last rows hold the factors together.
     """
-    run, alone, result_kernels = result.run, result.mode == "stages", seen_kernels(result.ranks)
+    run = result.run
+    alone = result.mode == "stages"
+    result_kernels = seen_kernels(result.ranks)
     measured = _measured(result)
     stages = sorted(measured)
     start = {path: number_at(cluster.hardware.efficiency, path) for path in _paths(result, cluster)}

@@ -97,7 +97,8 @@ def _limited() -> None:
 def fitted(values: Sequence[float]) -> Polynomial:
     """The polynomial c₀ + c₁·s + c₂·s² that has these values at `LENGTHS`."""
     a, b, c = LENGTHS
-    first, second = (values[1] - values[0]) / (b - a), (values[2] - values[1]) / (c - b)
+    first = (values[1] - values[0]) / (b - a)
+    second = (values[2] - values[1]) / (c - b)
     square = (second - first) / (c - a)
     linear = first - square * (a + b)
     constant = values[0] - linear * a - square * a * a
@@ -159,7 +160,8 @@ def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> 
     """Operations between a product split by columns and the next split by rows are split too, and keep a share."""
     if not styles:
         return tuple(operators)
-    settled, is_inside = list[TracedOperator](), False
+    settled = list[TracedOperator]()
+    is_inside = False
     for one in operators:
         is_inside = one.split == "columns" or (is_inside and one.split != "rows")
         # weights between them, of norms say, are whole on every rank only where nothing is split
@@ -188,7 +190,8 @@ def _model(
 ) -> Fields:
     """The fields of the model: sizes of its embedding and head, and its layers as traced."""
     heads = next((one.heads for operators in kinds for one in operators if one.kind == "attention"), 1)
-    hidden, vocab = told["hidden_size"], told["vocab_size"]
+    hidden = told["hidden_size"]
+    vocab = told["vocab_size"]
     ends = vocab * hidden * (1 if told["is_tied"] else 2) + hidden * (2 if told["norm_bias"] else 1)
     own = sum(one.parameters for operators in lists for one in operators)
     return {

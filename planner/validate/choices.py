@@ -333,7 +333,8 @@ def _switches_of(answer: Scored) -> Fields:
 
 def _run_pair(off: Scored, on: Scored) -> PricedPair | None:
     """The pair of two runs of which one has a switch at its plainest value; None where they differ otherwise."""
-    before, after = _switches_of(off), _switches_of(on)
+    before = _switches_of(off)
+    after = _switches_of(on)
     moved = [name for name in {*before, *after} if before.get(name) != after.get(name)]
     if len(moved) != 1 or before.get(moved[0]) != next(iter(SWITCHES[moved[0]].values)):
         return None

@@ -105,7 +105,8 @@ def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
     if trace.on_host or not known.any():
         return on_host
     launched_ns = trace.launches["start"][launch[known]]
-    began, ended = trace.gpu["start"][known], trace.gpu["end"][known]
+    began = trace.gpu["start"][known]
+    ended = trace.gpu["end"][known]
     step: NDArray[np.int64] = np.searchsorted(np.array(starts), launched_ns, side="right") - 1
     inside = (step >= 0) & (launched_ns < np.array(ends)[np.maximum(step, 0)])
     bounds = []
@@ -203,7 +204,8 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
     origin_ns = events.trace.span_ns[0]
     events = events.near(step)
     inside = window(step.start_ns, step.end_ns)
-    gpu, kernels = events.trace.gpu, events.trace.gpu["copy"] == 0
+    gpu = events.trace.gpu
+    kernels = events.trace.gpu["copy"] == 0
     near = (gpu["start"] < step.end_ns) & (gpu["end"] > step.start_ns)
     computing = near & kernels & (events.group < 0)
     compute = intersect(_union(gpu, computing), inside)
@@ -235,7 +237,8 @@ def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
 
 
 def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
-    taken, times = NONE, []
+    taken = NONE
+    times = []
     for index, name in enumerate(NAMES):
         chosen = computing & (events.family == index)
         if not chosen.any():
@@ -266,7 +269,8 @@ def _groups(
     events: Sorted, near: NDArray[np.bool_], inside: Spans, compute: Spans
 ) -> tuple[tuple[GroupTime, ...], Spans]:
     """Communication by group, and all of it."""
-    times, all_of_it = [], NONE
+    times = []
+    all_of_it = NONE
     for index, label in enumerate(events.labels):
         chosen = near & (events.group == index)
         if not chosen.any():
@@ -287,7 +291,8 @@ def _groups(
 
 def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
     """Idle time as host gaps, dependencies and what cannot be told."""
-    gpu, launches = events.trace.gpu, events.trace.launches
+    gpu = events.trace.gpu
+    launches = events.trace.launches
     if events.trace.on_host:  # between operators the host itself is what works
         return idle, NONE, NONE
     if not len(idle) or not len(gpu):

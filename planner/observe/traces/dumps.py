@@ -161,7 +161,8 @@ class MemoryReplay:
         elif action in _RESERVES:
             self._reserved_change[number] = _RESERVES[action] * size
         else:
-            address, rounded = whole(event, "addr", self._where, place), -(-size // BLOCK_BYTES) * BLOCK_BYTES
+            address = whole(event, "addr", self._where, place)
+            rounded = -(-size // BLOCK_BYTES) * BLOCK_BYTES
             if (old := self._live.pop(address, None)) is not None:  # freed, or the ring lost what freed it
                 old.died = number
             elif action == "free_requested":  # allocated before the first event
@@ -175,7 +176,8 @@ class MemoryReplay:
 
     def parts(self) -> tuple[MemoryPart, ...]:
         """All that lives at the largest moment, the first of several, by category, the largest first."""
-        at, sums = int(self.allocated.argmax()), defaultdict[str, list[int]](lambda: [0, 0])
+        at = int(self.allocated.argmax())
+        sums = defaultdict[str, list[int]](lambda: [0, 0])
         for one in self.allocations:
             if one.born <= at < one.died:
                 of_category = sums[category_of(one.frames)]
@@ -210,7 +212,9 @@ def read_snapshot(path: str | Path, progress: Progress | None = None) -> tuple[S
 def _report(where: str, device: int, blocks: Sequence[Mapping[str, Any]], events: list[Any]) -> SnapshotReport:
     replay = MemoryReplay(where, events, blocks)
     free = [block["size"] for block in blocks if block["state"] == "inactive"]
-    inactive, largest, oom = sum(free), max(free, default=0), None
+    inactive = sum(free)
+    largest = max(free, default=0)
+    oom = None
     if replay.failed is not None:
         requested, device_free = replay.failed
         oom = SnapshotOutOfMemory(
@@ -237,7 +241,8 @@ def _blocks(segments: Sequence[Any], where: str, size_bytes: int) -> Iterator[Fi
         count += 1 + len(segment["blocks"])
         if count * _LEAST_EVENT_BYTES > size_bytes:
             raise _error(where, f"its {size_bytes:,} bytes repeat few blocks very often")
-        address, device = whole(segment, "address", where, place), whole(segment, "device", where, place, 0)
+        address = whole(segment, "address", where, place)
+        device = whole(segment, "device", where, place, 0)
         for index, block in enumerate(segment["blocks"]):
             of_block = f"{place}.blocks[{index}]"
             if not isinstance(block, dict):
@@ -364,12 +369,14 @@ def _dump(path: str | Path, number: int, num_files: int) -> FlightDump:
     else:
         with TraceFile(path) as source:
             text = source.read_all(DUMP.num_bytes)
-        data, size_bytes = parse_json(text, where, _HINT, DUMP, keeps_last=True), len(text)
+        data = parse_json(text, where, _HINT, DUMP, keeps_last=True)
+        size_bytes = len(text)
     if not isinstance(data, dict) or not isinstance(data.get("entries"), list):
         raise SpecError(f"{where}: holds no `entries`: it is no flight-recorder dump", _HINT)
     if len(data["entries"]) * _LEAST_ENTRY_BYTES > size_bytes:
         raise SpecError(f"{where}: its {size_bytes:,} bytes repeat few entries very often", _HINT)
-    rank, entries = _rank(data, where, number, num_files), defaultdict(list)
+    rank = _rank(data, where, number, num_files)
+    entries = defaultdict(list)
     for index, raw in enumerate(data["entries"]):
         if not isinstance(raw, dict):
             raise SpecError(f"{where}: entries[{index}]: is no mapping", _HINT)
@@ -464,7 +471,8 @@ def _verdict(groups: Sequence[FlightGroup]) -> str:
             return f"{_name(group)}: ranks differ in the {mismatch.field} of collective {mismatch.sequence}: {told}"
     waiting = [(group, waits) for group in groups for waits in group.outstanding]
     for group, waits in sorted(waiting, key=lambda pair: not pair[1].missing):
-        what, missing = f"{waits.collective} number {waits.sequence}", ", ".join(map(str, waits.missing[:8]))
+        what = f"{waits.collective} number {waits.sequence}"
+        missing = ", ".join(map(str, waits.missing[:8]))
         if not missing:
             return f"{_name(group)}: all ranks given called {what}; it has not ended"
         called = ", ".join(map(str, waits.waiting[:8]))

@@ -127,9 +127,11 @@ def union(starts: Times, ends: Times) -> Spans:
     keep = ends > starts
     if not keep.any():
         return NONE
-    starts, ends = starts[keep], ends[keep]
+    starts = starts[keep]
+    ends = ends[keep]
     order = np.argsort(starts, kind="stable")
-    starts, reach = starts[order], np.maximum.accumulate(ends[order])
+    starts = starts[order]
+    reach = np.maximum.accumulate(ends[order])
     first = np.concatenate([[True], starts[1:] > reach[:-1]])
     last = np.concatenate([first[1:], [True]])
     return np.stack([starts[first], reach[last]], axis=1)

@@ -48,7 +48,8 @@ class EventScanner:
         self.header: Fields = {}
         self.num_events = 0
         self._source = source
-        self._text, self._at = "", 0
+        self._text = ""
+        self._at = 0
         self._bytes = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
         self._decode = json.JSONDecoder().raw_decode
 
@@ -59,7 +60,8 @@ class EventScanner:
             while (match := _LIST.search(self._text)) is None:
                 if not self._more(MAX_VALUE_CHARS):
                     raise self._source.broken(f"holds no `{EVENTS_KEY}`", "name a trace that torch.profiler exported")
-            head, self._at = self._text[: match.end()], match.end() - 1
+            head = self._text[: match.end()]
+            self._at = match.end() - 1
         self._at += 1
         while (mark := self._peek()) != "]":
             if self.num_events:
@@ -73,7 +75,8 @@ class EventScanner:
                 raise self.broken("is not an event, which is a mapping")
             yield event
             self.num_events += 1
-        self._text, self._at = self._text[self._at :], 0
+        self._text = self._text[self._at :]
+        self._at = 0
         while self._more(MAX_VALUE_CHARS):
             pass
         if head:
@@ -100,7 +103,8 @@ class EventScanner:
             self._at = match.end()
             if self._at < len(self._text):
                 return self._text[self._at]
-            self._text, self._at = "", 0
+            self._text = ""
+            self._at = 0
             if not self._more():
                 return ""
 
@@ -112,7 +116,8 @@ class EventScanner:
                 value, self._at = self._decode(self._text, self._at)
                 return value
             except json.JSONDecodeError as error:
-                self._text, self._at = self._text[self._at :], 0
+                self._text = self._text[self._at :]
+                self._at = 0
                 if not self._more(MAX_VALUE_CHARS):
                     raise self.broken(f"not JSON, or the file ends in the middle: {error.msg}") from None
             except (RecursionError, ValueError):  # an integer of thousands of digits
@@ -171,12 +176,14 @@ class _Reader:
     def add(self, event: Fields) -> None:
         """Keep one event if it is of use."""
         category = str(event.get("cat")).lower()
-        text, kind = str(event.get("name"))[:MAX_NAME_CHARS], TABLES["tables"].get(category)
+        text = str(event.get("name"))[:MAX_NAME_CHARS]
+        kind = TABLES["tables"].get(category)
         if kind == "operators" and text.startswith("ProfilerStep#"):
             kind = "marks"  # before torch 1.12 a step was an operator
         if kind is None:
             return
-        start_us, length_us = self._number(event, "ts"), self._number(event, "dur")
+        start_us = self._number(event, "ts")
+        length_us = self._number(event, "dur")
         self.origin_us = float(int(start_us)) if self.origin_us is None else self.origin_us
         start_ns = round((start_us - self.origin_us) * 1e3)
         if length_us < 0:
@@ -184,7 +191,8 @@ class _Reader:
             return
         said = event.get("args")
         arguments: Fields = said if isinstance(said, dict) else {}
-        call, link = self._call(arguments) if "Collective name" in arguments else -1, arguments.get("correlation")
+        call = self._call(arguments) if "Collective name" in arguments else -1
+        link = arguments.get("correlation")
         lane = self.lanes.setdefault((_key(event.get("pid")), _key(event.get("tid"))), len(self.lanes))
         row = (
             start_ns, start_ns + round(length_us * 1e3), lane, self._name(text),
@@ -207,9 +215,11 @@ class _Reader:
         raise self.scanner.broken(f"{key}: {printable(repr(value), 40)} is no number of microseconds")
 
     def _call(self, arguments: Fields) -> int:
-        group, size = _text(arguments.get("Process Group Name", "")), arguments.get("Group size")
+        group = _text(arguments.get("Process Group Name", ""))
+        size = arguments.get("Group size")
         if group not in self.groups and len(self.groups) < _MAX_CALLS:
-            start, stride = arguments.get("Global rank start"), arguments.get("Global rank stride")
+            start = arguments.get("Global rank start")
+            stride = arguments.get("Global rank stride")
             ranks = ranks_of(arguments.get("Process Group Ranks")) or ranks_by_stride(start, stride, size)
             description = _text(arguments.get("Process Group Description", ""))
             self.groups[group] = ProcessGroup(group, description, ranks, size if isinstance(size, int) else None)
@@ -229,9 +239,11 @@ class _Reader:
 
     def traces(self, where: str) -> Iterator[RankTrace]:
         """The tables that were read, one trace a GPU."""
-        header, lanes = self.scanner.header, list(self.lanes)
+        header = self.scanner.header
+        lanes = list(self.lanes)
         gpu, launches, operators, marks, comms = map(self._events, self.tables)
-        warnings, on_host = [], not len(gpu)
+        warnings = []
+        on_host = not len(gpu)
         if on_host:
             gpu = self._of_host(operators, marks)
             warnings.append("no GPU's events: times are of operators on the host (profile with ProfilerActivity.CUDA)")
@@ -259,7 +271,8 @@ class _Reader:
         def named(matches: Callable[[str], object]) -> np.ndarray[Any, np.dtype[np.bool_]]:
             return np.array([bool(matches(name)) for name in self.names], bool)
 
-        communicates, works = named(_COMMUNICATION_ANNOTATION.match), ~named(_BOOKKEEPING.match)
+        communicates = named(_COMMUNICATION_ANNOTATION.match)
+        works = ~named(_BOOKKEEPING.match)
         if communicates.any():  # the operator that calls an exchange returns before it has run
             works &= ~named(lambda name: name.startswith("c10d::"))
         operators = operators[works[operators["name"]]]
@@ -295,7 +308,9 @@ def _configured(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
     groups = {}
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict):
-            name, ranks, size = _text(entry.get("pg_name", "")), ranks_of(entry.get("ranks")), entry.get("pg_size")
+            name = _text(entry.get("pg_name", ""))
+            ranks = ranks_of(entry.get("ranks"))
+            size = entry.get("pg_size")
             if ranks and len(ranks) == size:
                 groups[name] = ProcessGroup(name, _text(entry.get("pg_desc", "")), ranks, size)
     return groups
@@ -304,7 +319,8 @@ def _configured(header: Mapping[str, Any]) -> dict[str, ProcessGroup]:
 def _rank(header: Mapping[str, Any], where: str) -> tuple[int | None, int | None]:
     info = header.get("distributedInfo")
     said = info if isinstance(info, dict) else {}
-    rank, world_size = said.get("rank"), said.get("world_size")
+    rank = said.get("rank")
+    world_size = said.get("world_size")
     if not isinstance(rank, int) or not 0 <= rank < 10**7:
         rank = rank_in_name(where)
     return rank, world_size if isinstance(world_size, int) and world_size > 0 else None

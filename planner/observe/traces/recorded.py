@@ -71,7 +71,8 @@ def collective_times(
 
     `transfer_ns` and `wait_ns`, of an event's index, are what peers' traces separate.
     """
-    transfers, waits = transfer_ns or {}, wait_ns or {}
+    transfers = transfer_ns or {}
+    waits = wait_ns or {}
     trace = events.trace
     indices = defaultdict(list)
     for index in np.flatnonzero(events.group >= 0).tolist():
@@ -252,7 +253,8 @@ def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | Non
 
     A trace that describes its groups, and none of a pipeline, is of a job with one stage.
     """
-    rank, trace = events.trace.rank, events.trace
+    rank = events.trace.rank
+    trace = events.trace
     if rank is None:
         return None
     for group in trace.groups.values():
@@ -301,7 +303,8 @@ def read_traces(
     Raises SpecError for a file that is no trace, and where two files are of one rank.
     """
     read = [rank for path in paths for rank in _cut(path, grid, progress)]
-    ranks, steps = [events for events, _ in read], [cut for _, cut in read]
+    ranks = [events for events, _ in read]
+    steps = [cut for _, cut in read]
     _refuse_twins([events.trace for events in ranks])
     peers = PeerTimes.of(ranks)
     reports = tuple(

@@ -73,7 +73,8 @@ class TraceFile:
         except (OSError, EOFError, zlib.error) as error:
             reason = "ends in the middle" if isinstance(error, EOFError) else f"cannot be inflated: {error}"
             raise self.broken(f"gzip {reason}", "copy the file again") from None
-        before, self._num_inflated = self._num_inflated, self._num_inflated + len(data)
+        before = self._num_inflated
+        self._num_inflated = self._num_inflated + len(data)
         if self._stream is not self._raw:
             most = max(MAX_INFLATION * self._size_bytes, INFLATION_SLACK_BYTES)
             if self._num_inflated > most:
@@ -85,7 +86,8 @@ class TraceFile:
 
     def read_all(self, max_bytes: int) -> bytes:
         """The whole file; SpecError above `max_bytes`."""
-        parts, size = [], 0
+        parts = []
+        size = 0
         while data := self.read():
             size += len(data)
             if size > max_bytes:

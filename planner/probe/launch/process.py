@@ -70,7 +70,8 @@ def message_of(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, ProbeError):
         return text
-    name, nccl = type(error).__name__, _NCCL.search(text)
+    name = type(error).__name__
+    nccl = _NCCL.search(text)
     if nccl is not None:
         cause = last_error(text) or next((line for line in text.splitlines()[1:] if line.strip()), "no cause is known")
         return f"{name}: NCCL {nccl['version']}: {nccl['kind']}: {cause.strip()}"[:500]

@@ -78,7 +78,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[T
         out = out[..., : v.shape[-1]].contiguous()  # a view would keep the padding until the backward
     if rules.sinks is not None:
         lse_with_sinks = torch.logaddexp(lse, to_fp32(rules.sinks).view(-1, 1))
-        out, lse = out * (lse - lse_with_sinks).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype), lse_with_sinks
+        out = out * (lse - lse_with_sinks).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype)
+        lse = lse_with_sinks
     return out, lse, state, unused
 
 
@@ -245,7 +246,8 @@ def _window_mask(model: ModelSpec, positions: Tensor, like: Tensor) -> Tensor | 
 
 def _alibi(model: ModelSpec, positions: Tensor, tp: TensorPeers) -> Tensor:
     """[heads, seq, seq]"""
-    heads, distance = model.num_attention_heads, positions[:, None] - positions
+    heads = model.num_attention_heads
+    distance = positions[:, None] - positions
     slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
     slopes = slopes.chunk(tp.size)[tp.rank]
     return torch.where(distance >= 0, -distance * slopes[:, None, None], -math.inf)
@@ -277,10 +279,15 @@ class ContextAttention(torch.autograd.Function):
         sinks: Tensor | None,
         cp: TensorPeers,
     ) -> Tensor:
-        ctx.mask, ctx.window, ctx.cp = mask, window, cp
+        ctx.mask = mask
+        ctx.window = window
+        ctx.cp = cp
         ctx.flash = takes_flash(q) and mask is None
-        keys, values, rules = gather(k, cp), gather(v, cp), Visibility(mask, window, sinks)
-        outs, saved = [], []
+        keys = gather(k, cp)
+        values = gather(v, cp)
+        rules = Visibility(mask, window, sinks)
+        outs = []
+        saved = []
         for part, end in zip(q.chunk(2), chunk_ends(q, cp), strict=True):
             attend = flash_forward if ctx.flash else plain_forward
             out, *kernel_state = attend(part, keys[:end], values[:end], rules)
@@ -293,10 +300,14 @@ class ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, *saved = ctx.saved_tensors
-        keys, values, rules = gather(k, ctx.cp), gather(v, ctx.cp), Visibility(ctx.mask, ctx.window, sinks)
-        keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
+        keys = gather(k, ctx.cp)
+        values = gather(v, ctx.cp)
+        rules = Visibility(ctx.mask, ctx.window, sinks)
+        keys_grad = torch.zeros_like(keys)
+        values_grad = torch.zeros_like(values)
         sinks_grad = None if sinks is None else torch.zeros_like(sinks)
-        q_grads, half = [], len(saved) // 2
+        q_grads = []
+        half = len(saved) // 2
         backward = flash_backward if ctx.flash else plain_backward
         for number, end in enumerate(chunk_ends(q, ctx.cp)):
             dout, part, part_out = (x.chunk(2)[number] for x in (grad.contiguous(), q, out))
@@ -307,7 +318,8 @@ class ContextAttention(torch.autograd.Function):
             values_grad[:end].add_(dv)
             if sinks_grad is not None and dsinks is not None:
                 sinks_grad += dsinks
-        k_grad, v_grad = scatter(keys_grad, ctx.cp), scatter(values_grad, ctx.cp)
+        k_grad = scatter(keys_grad, ctx.cp)
+        v_grad = scatter(values_grad, ctx.cp)
         return torch.cat(q_grads), k_grad, v_grad, None, None, sinks_grad, None
 
 
@@ -423,8 +435,10 @@ class LatentAttention(CoreAttention):
     def __init__(self, model: ModelSpec, mla: MLASpec, kind: LayerKind, around: Surroundings) -> None:
         super().__init__(model, kind, around, mla.v_head_dim)
         self.mla = mla
-        hidden, heads = model.hidden_size, model.num_attention_heads
-        self.key_heads, self.key_dim = self.heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        hidden = model.hidden_size
+        heads = model.num_attention_heads
+        self.key_heads = self.heads
+        self.key_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         self.q_dims = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
         self.kv_dims = [mla.qk_nope_head_dim, mla.v_head_dim]
         if mla.q_lora_rank is None:

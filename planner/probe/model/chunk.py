@@ -39,7 +39,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings) -> None:
         super().__init__()
-        self.around, self.mlp_name = around, "moe" if kind.mlp == "moe" else "mlp"
+        self.around = around
+        self.mlp_name = "moe" if kind.mlp == "moe" else "mlp"
         self.attention_norm = Norm(model.hidden_size, model)
         self.attention: nn.Module = (
             Attention(model, kind, around) if model.mla is None else LatentAttention(model, model.mla, kind, around)
@@ -147,7 +148,9 @@ class Chunk(nn.Module):
 
     def __init__(self, model: ModelSpec, spec: ChunkSpec, around: Surroundings) -> None:
         super().__init__()
-        self.spec, self.model, self.cp = spec, model, around.cp
+        self.spec = spec
+        self.model = model
+        self.cp = around.cp
         self.embedding = Embedding(model, around) if spec.embedding else None
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(model, model.layers[i], around) for i in range(spec.first_layer, spec.last_layer)}

@@ -189,7 +189,8 @@ class VocabularyCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         log_shares, log_own_share, local = ctx.saved_tensors
         scale = grad / log_shares.shape[0]
-        column, is_own = local.clamp(min=0).unsqueeze(1), (local >= 0).unsqueeze(1)
+        column = local.clamp(min=0).unsqueeze(1)
+        is_own = (local >= 0).unsqueeze(1)
         # the kernel gives g − softmax · sum(g), so −share in one column gives softmax · share in all others
         own_share = scale * log_own_share.exp().unsqueeze(1)
         filled = torch.zeros_like(log_shares).scatter_(1, column, -own_share)
@@ -264,7 +265,9 @@ class ExpertAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, peers: ExpertPeers, sent: list[int], received: list[int]) -> Tensor:
-        ctx.peers, ctx.sent, ctx.received = peers, sent, received
+        ctx.peers = peers
+        ctx.sent = sent
+        ctx.received = received
         return peers.exchange(rows, sent, received)
 
     @staticmethod

@@ -54,7 +54,8 @@ def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) ->
 
     On the meta device the module has no values yet.
     """
-    spec, usual = run.chunk_of(stage), torch.get_default_dtype()
+    spec = run.chunk_of(stage)
+    usual = torch.get_default_dtype()
     torch.set_default_dtype(dtypes(run)[0])
     try:
         with torch.device(device):
@@ -150,7 +151,8 @@ class RankTrainer:
         self.replica_groups = replica_groups or {}
         self.clock = RankClock(device)
         dtype, grad_dtype = dtypes(run)
-        self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
+        self.shape = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around)
+        self.dtype = dtype
         stages = run.stages_of(pp_rank)
         self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
@@ -225,7 +227,8 @@ class RankTrainer:
             action = Action(kind, stage, 0)
             on_action(f"{action} (computing)")
             needed = needed_by(self.run.order, action)
-            tensor, start = None if needed is None else received(needed.kind), self.clock.mark()
+            tensor = None if needed is None else received(needed.kind)
+            start = self.clock.mark()
             self.pipeline.run(action, tensor, [batch], 1.0)
             marks[kind] = start, self.clock.mark()
         return marks
