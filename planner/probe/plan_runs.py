@@ -30,7 +30,7 @@ from planner.probe.result import PlanSlice
 from planner.probe.run import ChunkSpec, ProbeRun, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec
 from planner.specs.model import ModelSpec
 from planner.specs.training import tokens_split
 from planner.specs.units import gib
@@ -213,23 +213,28 @@ def real_run(
         model=plan.model.spec,
         device=options.device,
         dtype="bfloat16",
-        tp=grid.tp,
-        dp=grid.dp,
-        ep=grid.ep,
-        cp=grid.cp,
-        dp_outermost=layout.dp_outermost,
-        zero=layout.zero_stage > 0,
         dp_stands_for=sharing_dp(plan.best) // grid.dp if layout.zero_stage == 1 else 1,
-        fully_sharded=fully_shards(plan.best, order),
-        sequence_parallel=layout.sequence_parallel and grid.tp > 1,
         micro_batch_size=layout.micro_batch_size,
         seq_length=plan.training.seq_length // layout.cp,
         chunks=tuple(chunks),
-        recompute_modules=recompute_modules(plan.best),
         balanced_routing=True,
         **options.repeats,
+        **_as_planned(plan.best, order, grid),
         timeout_s=options.timeout_s,
     )
+
+
+def _as_planned(layout: PricedLayout, order: Schedule, grid: RankGrid) -> Fields:
+    """The fields of a run that are those of its grid and of the plan's layout, whatever the size of the model."""
+    sizes = layout.parallelism
+    return {
+        **{axis: size for axis, size in grid._asdict().items() if axis != "pp"},
+        "dp_outermost": sizes.dp_outermost,
+        "zero": sizes.zero_stage > 0,
+        "fully_sharded": fully_shards(layout, order),
+        "sequence_parallel": sizes.sequence_parallel and grid.tp > 1,
+        "recompute_modules": recompute_modules(layout),
+    }
 
 
 def require_memory(stages: Sequence[StagePlan]) -> None:
@@ -346,18 +351,10 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
     run = ProbeRun.of(
         order,
         model=scaled_model(model, options.hidden_size, chunks[-1].last_layer, SEQ_LENGTH, grid),
-        tp=grid.tp,
-        dp=grid.dp,
-        cp=grid.cp,
-        ep=grid.ep,
-        dp_outermost=layout.parallelism.dp_outermost,
-        zero=layout.parallelism.zero_stage > 0,
-        fully_sharded=fully_shards(layout, order),
-        sequence_parallel=grid.tp > 1 and layout.parallelism.sequence_parallel,
+        **_as_planned(layout, order, grid),
         micro_batch_size=min(2, layout.parallelism.micro_batch_size),
         seq_length=SEQ_LENGTH // grid.cp,
         chunks=chunks,
-        recompute_modules=recompute_modules(layout),
         sleep=scaled_seconds(planned, mean_sleep_s(order, planned)) if options.sleep else None,
         check=not options.sleep,
         warm_up_steps=1 if options.sleep else 0,

@@ -316,16 +316,18 @@ def _profile(gpus: Sequence[Gpu], default_hardware: str) -> str:
 
 def _history() -> tuple[str, int]:
     """The folder of kept runs and their number, or why there is none."""
-    from planner.observe.history import PREFIX, SUFFIX
+    from planner.observe.history import kept_files
 
     folder = default_folder()
     if folder is None:
         return "no home folder, and PLANNER_HISTORY names none", 0
-    if folder.exists() and not folder.is_dir():
+    if not folder.exists():
+        return str(folder), 0
+    if not folder.is_dir():
         return f"{folder} is no folder, so that no runs are kept there", 0
-    with suppress(OSError):
-        return str(folder), sum(1 for _ in folder.glob(f"{PREFIX}*{SUFFIX}"))
-    return f"{folder} cannot be read", 0
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return f"{folder} cannot be read", 0
+    return str(folder), len(kept_files(folder))
 
 
 def _temp() -> tuple[str, str]:

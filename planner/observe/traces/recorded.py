@@ -37,8 +37,7 @@ from planner.observe.traces.events import (
     TraceStep,
     axis_of_description,
 )
-from planner.observe.traces.kineto import read_kineto
-from planner.observe.traces.source import Progress, TraceFile
+from planner.observe.traces.source import Progress, TraceFile, read_kineto
 from planner.specs.base import Spec, Texts
 from planner.specs.reading import STDIN
 

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.errors import ProbeError
 from planner.probe.model.layers import Linear, Norm
 from planner.probe.model.peers import (
-    Enter,
     Surroundings,
     TensorPeers,
     apply,
     chunk_ends,
+    enter,
     gather,
     mark_shard,
     recomputable,
@@ -458,7 +458,7 @@ class LatentAttention(CoreAttention):
         latent, k_rope = self.kv_down(x).split([self.mla.kv_lora_rank, self.mla.qk_rope_head_dim], dim=-1)
         kv = self.kv_up(self.kv_latent_norm(latent)).unflatten(-1, (self.heads, -1))
         k_nope, v = kv.split(self.kv_dims, dim=-1)
-        k_rope = k_rope if self.around.tp.size == 1 else apply(Enter, k_rope, self.around.tp)
+        k_rope = k_rope if self.around.tp.size == 1 else enter(k_rope, self.around.tp)
         k_rope = rotate(k_rope.unsqueeze(2), tables).expand(-1, -1, self.heads, -1)
         q = torch.cat((q_nope, rotate(q_rope, tables)), dim=-1)
         return self.attend(q, torch.cat((k_nope, k_rope), dim=-1), v, tables)

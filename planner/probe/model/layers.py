@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.probe.model.peers import (
-    ExpertAllToAll,
-    Leave,
     Surroundings,
     apply,
+    expert_all_to_all,
+    leave,
     mark_partial,
     mark_shard,
     recomputable,
@@ -186,8 +186,8 @@ class MoE(nn.Module):
             return cast(Tensor, self.experts(rows, weights, sent))
         received = peers.counts(sent)
         num_sent, num_received = self.splits(sent, received, rows.shape[0])
-        rows = apply(ExpertAllToAll, rows, peers, num_sent, num_received)
-        weights = apply(ExpertAllToAll, weights, peers, num_sent, num_received)
+        rows = expert_all_to_all(rows, peers, num_sent, num_received)
+        weights = expert_all_to_all(weights, peers, num_sent, num_received)
         num_local_experts = received.shape[1]
         if num_local_experts > 1:
             expert = torch.arange(num_local_experts, device=rows.device).repeat(peers.size)
@@ -199,7 +199,7 @@ class MoE(nn.Module):
         rows = self.experts(rows, weights, received.sum(0))
         if num_local_experts > 1:
             rows = apply(Reorder, rows, inverse_order, order)
-        return apply(ExpertAllToAll, rows, peers, num_received, num_sent)
+        return expert_all_to_all(rows, peers, num_received, num_sent)
 
     def splits(self, sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
         """Number of rows that go to each peer, and number that come from each.
@@ -333,7 +333,7 @@ class Linear(nn.Module):
         inner_bias = None if row_of_several else self.bias
         y = apply(_Product, x, self.weight, inner_bias, self.around, self.parallel == "column")
         if row_of_several:
-            y = apply(Leave, y, self.around.tp)
+            y = leave(y, self.around.tp)
             return y if self.bias is None else y + self.bias
         return y
 
