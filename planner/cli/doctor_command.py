@@ -17,7 +17,7 @@ SOLVERS = ("highspy", "pulp")
 """The packages that solve integer programs."""
 
 
-def doctor_command(json: o.Json = False) -> None:
+def doctor_command(json: bool = False) -> None:
     """Say what is installed, and what commands lack here: one screen to paste into an issue.
 
     GPUs are found by their driver's tools and torch by its files, so that nothing slow is imported. Names of users and

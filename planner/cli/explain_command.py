@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, job_options
+from planner.cli.options import SearchOptions
 from planner.errors import SpecError, printable
 
 RECIPE_LIMIT_S = 10.0
 """Seconds that `--recipe` takes at most, unless --time-limit says otherwise."""
 
-Program = Annotated[
-    bool, o.text(o.OUTPUT, "--program", None, "Print the integer program of the best layout with its numbers instead.")
-]
-Recipe = Annotated[
-    bool, o.text(o.OUTPUT, "--recipe", None, "Say what each switch is worth, with everything else planned again.")
-]
 
-
-@job_options
 def explain_command(
     asked: SearchOptions,
-    program: Program = False,
-    recipe: Recipe = False,
-    json: o.Json = False,
+    program: bool = False,
+    recipe: bool = False,
+    json: bool = False,
 ) -> None:
     """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
 

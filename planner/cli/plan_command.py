@@ -12,12 +12,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 
-from planner.cli import options as o
-from planner.cli.job_options import LayoutOptions, PlanOptions, SearchOptions, command_line, job_options
+from planner.cli.options import LayoutOptions, PlanOptions, SearchOptions, Word, command_line
 from planner.errors import PlannerError, SpecError, one_line
 
 if TYPE_CHECKING:
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 2**20
 OWN_CHOICE_LIMIT_S = 10.0
-Runs = Annotated[
-    str | None,
-    o.text(o.JOB, "--runs", "FILE", 'Price many: a {"id": …, "run": {…}} a line in, an answer a line out; - is stdin.'),
-]
 OF_THE_JOB = (
     "model", "hardware", "gpus_per_node", "tier", "seq_length", "batch_tokens", "dtype", "runtime", "assume",
     "calibration", "no_history", "allow",
@@ -44,15 +39,14 @@ FEWEST_FOR_PROCESSES = 3
 SUMMARY = "phases.json"
 
 
-@job_options
 def plan_command(
     ctx: typer.Context,
     asked: PlanOptions,
-    full: o.Full = False,
-    show: o.Show = None,
-    json: o.Json = False,
-    output: o.Output = None,
-    force: o.Force = False,
+    full: bool = False,
+    show: Word = None,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Plan how to lay a large model out on N GPUs: the fastest layout that fits, proven, and why not the others.
 
@@ -96,16 +90,15 @@ def _refuse_options_before(ctx: typer.Context) -> None:
         raise SpecError(f"{option}: stands before the command {command}", f"write plan {command} {option} …")
 
 
-@job_options
 def evaluate_command(
     ctx: typer.Context,
     asked: LayoutOptions,
-    runs: Runs = None,
-    full: o.Full = False,
-    show: o.Show = None,
-    json: o.Json = False,
-    output: o.Output = None,
-    force: o.Force = False,
+    runs: Word = None,
+    full: bool = False,
+    show: Word = None,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Price a given layout, fit or not, or a file of many.
 

@@ -6,9 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from planner.cli import options as o
+from planner.cli.options import Word
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,27 +18,14 @@ if TYPE_CHECKING:
 
 RANKED_RIGHT = 0.95
 """A rank correlation that calls for no remark."""
-EVIDENCE = "Evidence"
-Family = Annotated[
-    str | None, o.text(EVIDENCE, "--family", "NAME", "Only the runs of this source, one by one; all for every row.")
-]
-Regrets = Annotated[
-    bool, o.text(EVIDENCE, "--regret", None, "Seconds lost by the layouts ranked first, beside the fastest measured.")
-]
-Add = Annotated[
-    str | None, o.text(EVIDENCE, "--add", "FILE", "Keep a run of yours, which corrects plans: plan observe -o FILE.")
-]
-History = Annotated[
-    str | None, o.text(EVIDENCE, "--history", "DIR", "Keep it there. [$PLANNER_HISTORY, else in your data folder]")
-]
 
 
 def validate_command(
-    family: Family = None,
-    regret: Regrets = False,
-    add: Add = None,
-    history: History = None,
-    json: o.Json = False,
+    family: Word = None,
+    regret: bool = False,
+    add: Word = None,
+    history: Word = None,
+    json: bool = False,
 ) -> None:
     """Hold the planner against published training runs, or against your own.
 

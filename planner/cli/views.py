@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
-
-from planner.cli import options as o
+from planner.cli.options import Whole, Word
 from planner.errors import SpecError
 
 if TYPE_CHECKING:
@@ -22,50 +20,20 @@ if TYPE_CHECKING:
     from planner.layout.candidate import Candidate
 
 _log = logging.getLogger(__name__)
-_WHAT = "What to show"
 MOST_FILES = 6
 """More columns than that cannot be read."""
 
-Saved = Annotated[
-    str, typer.Argument(metavar="FILE", help="What a command saved with -o or --json; - is stdin.", show_default=False)
-]
-Files = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE", help="Files of plan -o, plan probe -o, plan import -o, plan observe -o.", show_default=False
-    ),
-]
-Stage = Annotated[int | None, o.number(_WHAT, "--stage", "One stage. [all, and tensors of the fullest]")]
-Alternative = Annotated[int | None, o.number(_WHAT, "--alternative", "The plan's N-th alternative. [the best]")]
-Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw it over the step: .png or .svg.")]
-Snapshot = Annotated[
-    str | None, o.text(o.OUTPUT, "--snapshot", "FILE", "Write the stage's step for pytorch.org/memory_viz.")
-]
-MemoryOutput = Annotated[str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the answer as JSON; - is stdout.")]
-MicroBatches = Annotated[
-    int | None, o.number(_WHAT, "--micro-batches -m", "Trace a step of fewer micro-batches. [the plan's]")
-]
-TraceOutput = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [trace.json]")]
-ShownPage = Annotated[
-    str | None, o.text(o.OUTPUT, "--page", "FILE", "Write a plan as one HTML file with pictures; - is stdout.")
-]
-ShownTrace = Annotated[
-    str | None, o.text(o.OUTPUT, "--trace", "FILE", "Write a plan's step as a trace for Perfetto; - is stdout.")
-]
-Page = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [report.html]")]
-Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let options that name a file replace it.")]
-
 
 def show_command(
-    file: Saved,
-    page: ShownPage = None,
-    trace: ShownTrace = None,
-    alternative: Alternative = None,
-    micro_batches: MicroBatches = None,
-    full: o.Full = False,
-    show: o.Show = None,
-    json: o.Json = False,
-    force: Force = False,
+    file: str,
+    page: Word = None,
+    trace: Word = None,
+    alternative: Whole = None,
+    micro_batches: Whole = None,
+    full: bool = False,
+    show: Word = None,
+    json: bool = False,
+    force: bool = False,
 ) -> None:
     """Print again what was saved: a plan, a sweep, phases, a comparison, a probe, an observed or imported run.
 
@@ -198,7 +166,7 @@ _KINDS = (
 """The first whose keys a file has is what the file holds."""
 
 
-def report_command(plan: o.PlanFile, output: Page = "report.html", force: Force = False) -> None:
+def report_command(plan: str, output: str = "report.html", force: bool = False) -> None:
     """Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, alternatives, inputs.
 
     \b
@@ -210,11 +178,11 @@ def report_command(plan: o.PlanFile, output: Page = "report.html", force: Force 
 
 
 def trace_command(
-    plan: o.PlanFile,
-    alternative: Alternative = None,
-    micro_batches: MicroBatches = None,
-    output: TraceOutput = "trace.json",
-    force: Force = False,
+    plan: str,
+    alternative: Whole = None,
+    micro_batches: Whole = None,
+    output: str = "trace.json",
+    force: bool = False,
 ) -> None:
     """Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.
 
@@ -271,14 +239,14 @@ def _write_trace(chosen: Plan, file: str, micro_batches: int | None, path: str, 
 
 
 def memory_command(
-    plan: o.PlanFile,
-    stage: Stage = None,
-    alternative: Alternative = None,
-    json: o.Json = False,
-    plot: Plot = None,
-    snapshot: Snapshot = None,
-    output: MemoryOutput = None,
-    force: Force = False,
+    plan: str,
+    stage: Whole = None,
+    alternative: Whole = None,
+    json: bool = False,
+    plot: Word = None,
+    snapshot: Word = None,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.
 
@@ -350,7 +318,7 @@ def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candi
     _log.info("wrote %s, stage %d: open it at pytorch.org/memory_viz", path, stage.stage)
 
 
-def compare_command(files: Files, json: o.Json = False) -> None:
+def compare_command(files: list[str], json: bool = False) -> None:
     """Say what differs between plans, probes and runs (imported, observed), and why one is faster: terms that add up.
 
     The first file is what the others are held against.

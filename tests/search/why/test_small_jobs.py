@@ -12,7 +12,7 @@ import pytest
 from planner.answer import Plan
 from planner.answer.small import Change, LargestModel
 from planner.cli.inputs import read_job, read_limits
-from planner.cli.job_options import PlanOptions
+from planner.cli.options import PlanOptions
 from planner.errors import Infeasible
 from planner.layout.variation import as_without_adapters
 from planner.search.case import Case
