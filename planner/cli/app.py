@@ -12,10 +12,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-import planner
 from planner.cli.options import ASSUMED, DTYPES, FINETUNE, JOB, LAYOUT, OUTPUT, RUN, SEARCH, PlanOptions, declared
 from planner.cli.plan_command import plan_command
-from planner.distribution import DISTRIBUTION
+from planner.distribution import DISTRIBUTION, __version__
 from planner.errors import SpecError, one_line
 from planner.trainers.shipped import calibration_date
 
@@ -448,7 +447,7 @@ def _versions() -> str:
     import platform
     from importlib import metadata
 
-    ours = f"{DISTRIBUTION} {planner.__version__} (calibration of {calibration_date()})"
+    ours = f"{DISTRIBUTION} {__version__} (calibration of {calibration_date()})"
     parts = [ours, f"Python {platform.python_version()}"]
     for name in ("pulp", "highspy", "torch"):
         try:

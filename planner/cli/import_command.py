@@ -229,7 +229,7 @@ def check_command(
     if chosen == "json":
         sys.stdout.write(dumps({"checks": [one.to_json() for one in checks]}))
     elif chosen == "sarif":
-        from planner import __version__
+        from planner.distribution import __version__
         from planner.report.comparison import sarif
 
         sys.stdout.write(dumps(sarif(checks, __version__)))

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from planner.answer import Plan
-from planner.answer.small import Change, LargestModel
+from planner.answer import Change, LargestModel, Plan
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import PlanOptions
 from planner.errors import Infeasible
