@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planner.serve.controls import Question
 
 _log = logging.getLogger(__name__)
-EXTRA = ("matplotlib", "starlette", "uvicorn")
+EXTRA = ("starlette", "uvicorn")
 """The packages of the extra `serve`."""
 START = {"model": "405b", "gpus": "2048"}
 """The job that the page opens with, unless options say another."""
