@@ -66,7 +66,7 @@ def render(findings: Findings) -> Iterator[RenderableType]:
     from planner.report.pieces import columns
 
     yield Text(findings.version, "bold")
-    table = columns("l", None)
+    table = columns("lw")
     for head, text in _lines(findings):
         table.add_row(head, text)
     yield table

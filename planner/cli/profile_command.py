@@ -142,7 +142,7 @@ def _render(profiled: Profiled, sure: str, output: str, plan: Plan | None = None
     from planner.report.pieces import bullets, headed, section
 
     hardware, efficiency = profiled.hardware, profiled.hardware.efficiency
-    table = headed(("", "rows", "median", "p90", "worst"), *"lrrrr")
+    table = headed(("", "rows", "median", "p90", "worst"), "lrrrr")
     for label, left in profiled.residuals:
         table.add_row(label, str(left.num_rows), f"{left.median:.1f}%", f"{left.p90:.1f}%", f"{left.worst:.1f}%")
     peak, gemm = hardware.peak_flops("bf16") or 0.0, efficiency.gemm

@@ -128,7 +128,7 @@ def _render(balanced: Rebalanced, guessed: list[str]) -> list[RenderableType]:
     from planner.report.format import percent, seconds
     from planner.report.pieces import headed, section
 
-    table = headed(("stage", "slowness", "layers", "then", "mb ms", "then"), *"rrrrrr")
+    table = headed(("stage", "slowness", "layers", "then", "mb ms", "then"), "rrrrrr")
     for before, after, factor in zip(
         balanced.before.stages, balanced.after.stages, balanced.after.rank_factors, strict=True
     ):

@@ -150,7 +150,7 @@ def _family_table(scores: list[Score]) -> Table:
     def maybe(value: float | None, text: str = "{:.2f}") -> str:
         return "" if value is None else text.format(value)
 
-    table = columns("l", *"rrrrrrrrr", gap=1)
+    table = columns("lrrrrrrrrr", gap=1)
     table.add_row("family", "n", "median", "p90", "bias", "worst", "naive", "rank", "memory", "in 80%", style="dim")
     for score in scores:
         memory, coverage, naive = (
@@ -185,7 +185,7 @@ def _row_table(scored: Sequence[Scored]) -> Table:
     from planner.report.format import seconds
     from planner.report.pieces import columns
 
-    table = columns(None, *"rrrr")
+    table = columns("wrrrr")
     table.add_row("run", "measured", "predicted", "error", "memory", style="dim")
     for run in scored:
         measured = run.row.measured.step_s
@@ -242,7 +242,7 @@ def regret_table(scores: Sequence[Regret]) -> Table:
     """A line for each family; the last one is of all sweeps."""
     from planner.report.pieces import columns
 
-    table = columns("l", *"rrrrrrrrr", gap=1)
+    table = columns("lrrrrrrrrr", gap=1)
     heads = ("family", "n", "runs", "mean", "median", "p90", "worst", "random", "noise", "perfect")
     table.add_row(*heads, style="dim")
     for score in scores:
@@ -261,7 +261,7 @@ def sweep_table(found: Sequence[PublishedSweep]) -> Table:
     from planner.report.format import seconds
     from planner.report.pieces import columns
 
-    table = columns("r", "r", "r", None)
+    table = columns("rrrw")
     table.add_row("regret", "runs", "took", "ranked first, then measured best", style="dim")
     for sweep in sorted(found, key=lambda sweep: -sweep.regret):
         for place in dict.fromkeys((sweep.chosen, sweep.best)):
@@ -356,7 +356,7 @@ def pair_table(answers: Sequence[PricedPair]) -> Table:
     """One pair a line: measured and predicted gain, their difference in points, and whether the sign is right."""
     from planner.report.pieces import columns
 
-    table = columns(None, *"rrr", "l")
+    table = columns("wrrrl")
     table.add_row("pair", "measured", "predicted", "error", "", style="dim")
     for answer in answers:
         measured = _points(answer.measured)
@@ -373,7 +373,7 @@ def switch_table(answers: Sequence[PricedPair]) -> Table:
     from planner.report.pieces import columns
     from planner.validate.choices import scores
 
-    table = columns("l", *"rrrr", gap=1)
+    table = columns("lrrrr", gap=1)
     table.add_row("switch", "pairs", "sign right", "median error", "worst", style="dim")
     for score in scores(answers):
         table.add_row(
