@@ -48,8 +48,7 @@ def next_command(
     from planner.plan_file import read_plan
     from planner.report.runs import render_next
 
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     read = read_plan(plan)
     if not read.fits:
         raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)

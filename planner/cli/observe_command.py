@@ -49,13 +49,12 @@ def observe_command(
       plan observe --follow train.log --plan plan.json
     """
     from planner.cli.output import show_and_save
-    from planner.files import STDOUT, refuse_to_overwrite
+    from planner.files import refuse_to_overwrite
     from planner.saved import with_digest
 
     if len(files) > MOST_FILES or files.count("-") > 1:
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
-    if output is not None and output != STDOUT:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     if only_slow and not follow:
         raise SpecError("--only-slow: given without --follow", "add --follow, or leave it out")
     if follow:

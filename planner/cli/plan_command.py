@@ -74,8 +74,7 @@ def plan_command(
     limits = read_limits(asked, job)
     shape = Printing(json, full, show)
     shape.names  # noqa: B018 — refused before the search
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     with waiting("searching") as news:
         found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec, news=news)
     best = within(found, asked.days, asked.usd).model_copy(update={"command": command_line(asked)})
@@ -120,8 +119,7 @@ def evaluate_command(
     job = replace(job, runtime_spec=as_consented(job.runtime_spec, ()))
     run, parallelism = read_described(asked, job), read_parallelism(asked)
     shape = Printing(json, full, show)
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     says = run.says_switches
     plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec, says_switches=says)
     plan = plan.model_copy(update={"command": command_line(asked, "plan evaluate")})
@@ -195,8 +193,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
 
     _check_running(asked, path)
     assert asked.gpus is not None
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     old = read_plan(path)
     training = _training_of(asked, old)
     job = Job(old.model.spec, old.cluster, training, old.runtime, old.runtime_spec, {})

@@ -101,8 +101,7 @@ def _refuse_files(output: str | None, trace: str | None, stage: str | None, forc
     if None not in (output, trace) and realpath(str(output)) == realpath(str(trace)):
         raise SpecError(f"-o, --trace: both name {output}", "name two files")
     for path in (output, trace):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+        refuse_to_overwrite(path, force)
 
 
 def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:

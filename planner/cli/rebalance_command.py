@@ -37,8 +37,7 @@ def rebalance_command(
     from planner.plan_file import read_plan
     from planner.search.rebalance import rebalance
 
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     saved = read_plan(plan)
     factors, guessed = _factors(saved, probe, slow_stage)
     balanced = rebalance(saved, factors, *([] if time_limit is None else [_positive(time_limit)]))

@@ -64,8 +64,7 @@ def sweep_command(
     from planner.report.sweep import as_csv, render_sweep
 
     for path in (csv, plot):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+        refuse_to_overwrite(path, force)
     draw = None if plot is None else _drawing_to(plot)
     goal = _goal(asked, deadline, usd)
     answer = _swept(asked, goal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from planner.cli.options import Whole, Word
 from planner.errors import SpecError
@@ -55,114 +55,74 @@ def show_command(
         return
     form = Printing(json, full, show)
     data, where = load_yaml(file, SAVED), label(file)
-    known = [row for row in _KINDS if row.keys <= data.keys()]
-    if not known:
-        hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
-        raise SpecError(f"{where}: is nothing that a command saved", hint)
-    rendered = known[0].draw(data, where, form, alternative)
+    rendered = _drawn(data, where, form, alternative)
     if json:
         sys.stdout.write(dumps(data))
     else:
         print_out(rendered)
 
 
-def _draw_plan(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.plan_file import plan_of, with_alternative
-    from planner.report.terminal import render, screen
-
-    plan = with_alternative(plan_of(data, where), alternative)
-    return render(plan, None, form.names) if form.full or form.names else screen(plan)
-
-
-def _draw_imported(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    return _draw_plan(data["evaluated"], where, form, alternative)
-
-
-def _draw_resume(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.job import Resume
-    from planner.plan_file import plan_of
-    from planner.report.runs import render_resume
-    from planner.specs.problems import checked
-
-    ways = data["resume"]
-    for row in ways.get("spares", ()):
-        row.pop("gpu_hours", None)
-    return render_resume(checked(Resume, ways, where), plan_of(data, where))
-
-
-def _draw_sweep(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.sweep import Sweep
-    from planner.report.sweep import render_sweep
-    from planner.specs.problems import checked
-
-    return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
-
-
-def _draw_comparison(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.compare import Compared, compare
-    from planner.report.comparison import render_comparison
-    from planner.specs.problems import checked
-
-    return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
-
-
-def _draw_phases(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.phases import PhasesAnswer
-    from planner.plan_file import plan_of
-    from planner.report.runs import render_phases
-    from planner.specs.problems import checked
-
-    phases = [{**phase, "plan": plan_of(phase["plan"], where)} for phase in data["phases"]]
-    return render_phases(
-        checked(PhasesAnswer, {**{k: v for k, v in data.items() if k != "schema_version"}, "phases": phases}, where)
-    )
-
-
-def _draw_next(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.next import NextAnswer
-    from planner.report.runs import render_next
-    from planner.specs.problems import checked
-
-    return render_next(checked(NextAnswer, data, where))
-
-
-def _draw_probe(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.cli.measurements import probe_of
-    from planner.cli.probe_report import render
-
-    return render(probe_of(data, where))
-
-
-def _draw_observed(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.observe.judge import observed_of
-    from planner.report.observe import render_observed
-
-    return render_observed(observed_of(data, where))
-
-
 _IMPORTED = {"source", "evaluated", "run"}
 """Keys of what `plan import --json` prints."""
 
 
-class _Kind(NamedTuple):
-    """Something that a command saves: the keys that it has, and what draws it."""
+def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
+    """What a file holds, as the command that saved it shows it: the first kind whose keys are there."""
+    from planner.plan_file import plan_of, with_alternative
+    from planner.specs.problems import checked
 
-    keys: set[str]
-    draw: Callable[[dict[str, Any], str, Printing, int | None], RenderableType]
+    keys = data.keys()
+    if keys >= {"comparisons", "run", "ranks"}:
+        from planner.cli.measurements import probe_of
+        from planner.cli.probe_report import render as render_probe
+
+        return render_probe(probe_of(data, where))
+    if keys >= {"observation", "verdict"}:
+        from planner.observe.judge import observed_of
+        from planner.report.observe import render_observed
+
+        return render_observed(observed_of(data, where))
+    if keys >= {"points", "pareto", "answers"}:
+        from planner.decide.sweep import Sweep
+        from planner.report.sweep import render_sweep
+
+        return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
+    if keys >= {"sides", "differences", "waterfall"}:
+        from planner.decide.compare import Compared, compare
+        from planner.report.comparison import render_comparison
+
+        return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
+    if keys >= {"phases", "changes", "total"} or keys >= {"proposed", "outcomes", "layouts"}:
+        return _drawn_runs(data, where)
+    if keys >= {"schema_version", "best", "resume"}:
+        from planner.decide.job import Resume
+        from planner.report.runs import render_resume
+
+        for row in data["resume"].get("spares", ()):
+            row.pop("gpu_hours", None)
+        return render_resume(checked(Resume, data["resume"], where), plan_of(data, where))
+    if not (keys >= _IMPORTED or keys >= {"schema_version", "best"}):
+        hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
+        raise SpecError(f"{where}: is nothing that a command saved", hint)
+    from planner.report.terminal import render, screen
+
+    plan = with_alternative(plan_of(data["evaluated"] if keys >= _IMPORTED else data, where), alternative)
+    return render(plan, None, form.names) if form.full or form.names else screen(plan)
 
 
-_KINDS = (
-    _Kind({"comparisons", "run", "ranks"}, _draw_probe),
-    _Kind({"observation", "verdict"}, _draw_observed),
-    _Kind({"points", "pareto", "answers"}, _draw_sweep),
-    _Kind({"sides", "differences", "waterfall"}, _draw_comparison),
-    _Kind({"phases", "changes", "total"}, _draw_phases),
-    _Kind({"proposed", "outcomes", "layouts"}, _draw_next),
-    _Kind(_IMPORTED, _draw_imported),
-    _Kind({"schema_version", "best", "resume"}, _draw_resume),
-    _Kind({"schema_version", "best"}, _draw_plan),
-)
-"""The first whose keys a file has is what the file holds."""
+def _drawn_runs(data: dict[str, Any], where: str) -> RenderableType:
+    """The phases of a run, or the trial to do next."""
+    from planner.decide.next import NextAnswer
+    from planner.decide.phases import PhasesAnswer
+    from planner.plan_file import plan_of
+    from planner.report.runs import render_next, render_phases
+    from planner.specs.problems import checked
+
+    if "phases" not in data:
+        return render_next(checked(NextAnswer, data, where))
+    phases = [{**phase, "plan": plan_of(phase["plan"], where)} for phase in data["phases"]]
+    fields = {name: value for name, value in data.items() if name != "schema_version"}
+    return render_phases(checked(PhasesAnswer, {**fields, "phases": phases}, where))
 
 
 def report_command(plan: str, output: str = "report.html", force: bool = False) -> None:
@@ -266,8 +226,7 @@ def memory_command(
     from planner.report.memory import render_memory
 
     for path in (output, plot, snapshot):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+        refuse_to_overwrite(path, force)
     if snapshot == STDOUT:
         raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
     draw = None if plot is None else _drawing_to(plot)
