@@ -213,8 +213,8 @@ def check_command(
       plan check launch.sh --set SEQ_LEN=4096 --gpus 64
     """
     from planner.cli.output import dumps, waiting
-    from planner.decide.check import ORDER, check, priced
-    from planner.errors import SpecError
+    from planner.decide.check import ORDER, Check, check, priced
+    from planner.errors import PlannerError, SpecError
     from planner.specs.problems import nearest
 
     chosen = "json" if json else format
@@ -225,14 +225,22 @@ def check_command(
     with waiting("checking"):
         olds = {} if against is None else {file: _beside(against, file) for file in files}
         before = {old: priced(old, searches=False, **how) for old in dict.fromkeys(olds.values())}
-        checks = [check(file, before.get(olds.get(file, "")), searches=searches, **how) for file in files]
+        checks, failed = list[Check](), dict[str, PlannerError]()
+        for file in files:
+            try:
+                checks.append(check(file, before.get(olds.get(file, "")), searches=searches, **how))
+            except PlannerError as error:
+                failed[file] = error
     if chosen == "json":
-        sys.stdout.write(dumps({"checks": [one.to_json() for one in checks]}))
+        told = [one.to_json() for one in checks]
+        told += [{"new": {"file": file}, **e.to_json(), "exit_code": e.exit_code} for file, e in failed.items()]
+        alone = {} if checks else next(iter(failed.values())).to_json()
+        sys.stdout.write(dumps({"checks": told, **alone}))
     elif chosen == "sarif":
         from planner.distribution import __version__
         from planner.report.comparison import sarif
 
-        sys.stdout.write(dumps(sarif(checks, __version__)))
+        sys.stdout.write(dumps(sarif(checks, __version__, failed)))
     elif chosen == "markdown":
         from planner.report.comparison import markdown
 
@@ -243,7 +251,10 @@ def check_command(
 
         for one in checks:
             show(*render_check(one))
-    raise typer.Exit(max((one.exit_code for one in checks), key=ORDER.index))
+    for problem in failed.values():
+        sys.stderr.write(problem.lines())
+    codes = [*(one.exit_code for one in checks), *(problem.exit_code for problem in failed.values())]
+    raise typer.Exit(max(codes, key=(*ORDER, *sorted({*codes} - {*ORDER})).index))
 
 
 def _beside(against: str, file: str) -> str:

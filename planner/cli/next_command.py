@@ -81,7 +81,9 @@ def _save_trial(plan: Plan, run: NextRun, output: str | None, force: bool) -> No
         return
     trial_plan(plan, run, place).save(output, force=force)
     if output != STDOUT:
-        _log.info("wrote %s: plan export %s --to %s --trials 0 writes the run", output, output, target_of(plan))
+        target = target_of(plan)
+        export = f": plan export {output} --to {target} --trials 0 writes the run" if target else ""
+        _log.info("wrote %s%s", output, export)
 
 
 def _skipped(skip: str | None, count: int) -> frozenset[int]:

@@ -67,7 +67,7 @@ _IMPORTED = {"source", "evaluated", "run"}
 
 
 def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    """What a file holds, as the command that saved it shows it: the first kind whose keys are there."""
+    """The answer in a file as the command that saved it shows it: of the first kind whose keys are there."""
     from planner.plan_file import plan_of, with_alternative
     from planner.specs.problems import checked
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os.path import commonpath
 from pathlib import PurePath
 from typing import Any
@@ -11,8 +11,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.decide.check import Check, CheckedFile
+from planner.decide.check import REFUSED, Check, CheckedFile
 from planner.decide.compare import FIGURES, Compared, Comparison, WaterfallTerm
+from planner.errors import PlannerError
 from planner.report.format import fits_with, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY, NINE_OF_TEN_LOSE, RANKED_FIRST
 from planner.report.pieces import as_group, columns, headed, section
@@ -165,6 +166,7 @@ RULES = {
     "memory": "A GPU has less memory than this configuration needs.",
     "slower": "A step takes longer than under the configuration that this one replaces.",
     "unknown": "A setting that may change seconds or bytes is not known to the planner.",
+    "unreadable": "This is no configuration that can be priced.",
 }
 """The sentence of each kind of finding, by the id under which SARIF lists it."""
 
@@ -189,17 +191,20 @@ def markdown(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def sarif(checks: Sequence[Check], version: str) -> dict[str, Any]:
-    """A SARIF 2.1.0 log: a result for each finding of each file."""
+def sarif(checks: Sequence[Check], version: str, failed: Mapping[str, PlannerError] | None = None) -> dict[str, Any]:
+    """A SARIF 2.1.0 log: a result for each finding of each file, and for each file that could not be priced."""
+    found = [(check.new.file, rule, text) for check in checks for rule, text in _findings(check)]
+    found += [
+        (file, "refused" if e.exit_code == REFUSED else "unreadable", e.message) for file, e in (failed or {}).items()
+    ]
     results = [
         {
             "ruleId": rule,
             "level": "warning" if rule in ("slower", "unknown") else "error",
             "message": {"text": text},
-            "locations": [{"physicalLocation": {"artifactLocation": {"uri": check.new.file}}}],
+            "locations": [{"physicalLocation": {"artifactLocation": {"uri": file}}}],
         }
-        for check in checks
-        for rule, text in _findings(check)
+        for file, rule, text in found
     ]
     rules = [{"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()]
     driver = {"name": "plan check", "version": version, "rules": rules}
