@@ -253,7 +253,7 @@ def settings(file: str, plan: Plan | None = None, /, **values: Any) -> dict[str,
 
 
 def names_of(plan: Plan) -> dict[str, Any]:
-    """What expressions in our tables may name of a plan."""
+    """The parts of a plan by the names that expressions in our tables have for them."""
     return {
         "plan": plan,
         "layout": plan.parallelism,

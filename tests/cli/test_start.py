@@ -75,7 +75,6 @@ def test_a_plan_reads_one_model_one_gpu_and_one_trainer_once_and_no_source() -> 
         "h100-sxm-80gb.yaml",
         "megatron.yaml",
         "nccl.yaml",
-        "rules.yaml",
     ]
     assert sources == []
 

@@ -53,7 +53,8 @@ def test_rows_of_settings_are_filled_and_left_out() -> None:
     layout = SimpleNamespace(pp=4, vpp=1)
     row = {
         "pp": "=layout.pp", "vpp?": "=chunks", "mtp??": "=blocks", "tune??": "=tunes", "flag?": {"if": "=flag", "x": 1},
-        "lr": ["=arguments.get('--lr', 1)", "='--lr' in arguments"], "variable?": {"if": "=layout.pp", "value": "=as it is"},
+        "lr": ["=arguments.get('--lr', 1)", "='--lr' in arguments"],
+        "variable?": {"if": "=layout.pp", "value": "=as it is"},
     }  # fmt: skip
     values = {"layout": layout, "chunks": 0, "blocks": 0, "tunes": None, "flag": False, "arguments": {"--min-lr": 0}}
     assert filled(row, values) == {"pp": 4, "mtp": 0, "lr": [1, False], "variable": "=as it is"}

@@ -134,11 +134,14 @@ def optimizer_name(recipe: dict[str, Value]) -> str | None:
     return OPTIMIZERS.get(str(recipe.get("optimizer", "adamw")))
 
 
-def attention_name(runtime: RuntimeSpec) -> str:
-    """The value of `attn_implementation` for a runtime's attention."""
+def attention_name(runtime: RuntimeSpec, model: ModelSpec) -> str:
+    """The value of `attn_implementation` for a runtime's attention; torch's own takes no soft caps and no sinks."""
     if not runtime.flash_attention:
         return "eager"
-    return _ATTENTION.get(runtime.attention_kernel, "sdpa")
+    if model.attention_sinks:
+        return "kernels-community/vllm-flash-attn3"
+    plain = "sdpa" if model.attn_logit_softcapping is None else "flash_attention_2"
+    return _ATTENTION.get(runtime.attention_kernel, plain)
 
 
 def training_arguments(plan: Plan) -> dict[str, Any]:
@@ -150,7 +153,7 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
         rate=FULL_RATE if plan.training.adapters is None else ADAPTER_RATE,
         optim=optimizer_name(plan.best.recipe),
         mixed=is_in_mixed_precision(plan),
-        attention=attention_name(plan.runtime_spec),
+        attention=attention_name(plan.runtime_spec, plan.model.spec),
         sharding=sharding_of(plan),
     )
 

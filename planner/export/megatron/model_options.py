@@ -171,6 +171,11 @@ def _write_expert_layers(model: ModelSpec) -> str:
     return "1" if all(flags) else listed(flags)
 
 
+def _share(given: str) -> float:
+    """Share of a head's width that is rotated; all of it where nothing, or no number, is given."""
+    return float(given) if re.fullmatch(r"[0-9.]+", given) else 1.0
+
+
 _NUMBERS = {
     "head_dim": _head_dim,
     # experts are as wide as a dense MLP unless told
@@ -189,7 +194,7 @@ CODECS = {
 READERS |= {
     "width": _width,
     "have_experts": _have_experts,
-    "share": lambda share: float(share) if re.fullmatch(r"[0-9.]+", share) else 1.0,
+    "share": _share,
 }
 _SECTIONS = sections_of("model", CODECS, _NUMBERS)
 MODEL_OPTIONS = frozenset[str]().union(*(section.names_read() for section in _SECTIONS.values()))

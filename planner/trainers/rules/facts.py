@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -136,14 +137,18 @@ def isin(value: Number, known: Iterable[int]) -> Any:
 
 def _state_widths(model: ModelSpec) -> dict[str, int]:
     """The numbers of heads or channels of layers with a state that tensor-parallel ranks share evenly, by name."""
-    mamba, linear, sliding = model.mamba, model.linear_attention, model.sliding_heads
+    mamba, linear = model.mamba, model.linear_attention
     widths: dict[str, int | None] = {
         "mamba.num_heads": (mamba.num_heads or None) if mamba else None,
         "mamba.intermediate_size": mamba.intermediate_size if mamba and not mamba.num_heads else None,
         "linear_attention.num_key_heads": linear.num_key_heads if linear else None,
         "hidden_size": None if model.short_conv_kernel is None else model.hidden_size,
-        "sliding_heads.num_attention_heads": sliding.num_attention_heads if sliding else None,
     }
+    own = [("sliding_heads", sizes) for sizes in (model.sliding_heads,) if sizes]
+    own += [(f"layer_sizes[{layer}]", sizes) for layer, sizes in enumerate(model.layer_sizes or ())]
+    for whose, sizes in own:
+        widths[f"{whose}.num_attention_heads"] = sizes.num_attention_heads
+        widths[f"{whose}.intermediate_size"] = sizes.intermediate_size
     return {name: width for name, width in widths.items() if width is not None}
 
 
@@ -163,6 +168,13 @@ def unsplit_state(model: ModelSpec, tp: int) -> str:
     )
     groups = 1 if model.mamba is None else model.mamba.n_groups
     return next(unsplit, f"mamba.n_groups {groups} and tp {tp}: neither is a multiple of the other")
+
+
+def reads_before(model: ModelSpec) -> bool:
+    """Layers read what the first stage has, or keys of a layer further back than the pairs of cross-layer attention."""
+    shares = [bool(one.shares_keys) for one in model.layer_sizes or ()]
+    is_looped = model.traced is not None and model.traced.is_looped
+    return is_looped or model.per_layer_input_size is not None or any(map(all, pairwise(shares)))
 
 
 def has_sparse_kinds(model: ModelSpec) -> bool:
@@ -327,7 +339,7 @@ FACTS: Final[Mapping[str, Any]] = {
     for fact in (
         listed, isclose, isin, where, maximum, tokens_split, has_groups, has_usual_scale, has_local_base, rotary_method,
         has_dense_layers, expert_width, shared_expert_width, kv_heads, instances, splits_states, unsplit_state,
-        has_sparse_kinds, unplain_kinds, core_yarn_scale, other_llama3, other_yarn, norms_queries_twice,
+        has_sparse_kinds, reads_before, unplain_kinds, core_yarn_scale, other_llama3, other_yarn, norms_queries_twice,
         megatron_activations, family_of, is_gemma, is_of_no_recipe, is_gpt_oss, fsdp_ranks, shards_experts,
         tunes, has_more_experts, is_recomputable,
     )

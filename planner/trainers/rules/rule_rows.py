@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from planner.shape import Shape
 from planner.specs.expressions import names_in, truth, value_of
 from planner.specs.model import ModelSpec
-from planner.specs.reading import load_yaml
+from planner.specs.reading import shipped_table
 from planner.specs.training import TrainingSpec
 from planner.trainers.rules.facts import FACTS, original_length, release
 from planner.trainers.spec import RuntimeSpec
@@ -90,7 +89,8 @@ def _named(text: str) -> tuple[str, str]:
 @cache
 def rule_table() -> dict[str, Any]:
     """rules.yaml as it stands."""
-    return load_yaml(Path(__file__).with_name("rules.yaml"))
+    found: dict[str, Any] = shipped_table("trainers/rules/rules.yaml")
+    return found
 
 
 def rule_names(kind: Literal["layout", "export"]) -> tuple[str, ...]:
