@@ -22,11 +22,10 @@ from planner.export.stages import (
     recomputed_layers,
     virtual_stages,
 )
-from planner.export.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles, header
+from planner.export.trainer_files import ExportFile, LaunchCommand, Requirement, TrainerFiles, header, notes_of
 from planner.layout.price import order_of
 from planner.schedule.actions import Schedule
 from planner.schedule.graph import to_torch_csv
-from planner.specs.model import ModelSpec
 from planner.trainers.rules.facts import TORCH_CLASSES, has_groups, rotary_method
 from planner.trainers.rules.rule_rows import rules_of, schedule_rules
 
@@ -158,21 +157,8 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Differences between the plan and what the runner does."""
-    notes = ["the runner trains on random tokens and saves nothing: it shows that the layout runs, and how fast"]
-    kept = sorted(set(plan.as_planned.parallelism.recompute_modules) - _RECOMPUTABLE)
-    if kept:
-        notes.append(f"the runner does not recompute {', '.join(kept)} by themselves: they are kept")
-    if plan.model.spec.partial_rotary_factor < 1:
-        notes.append(f"the runner rotates whole heads, not {plan.model.spec.partial_rotary_factor:g} of each")
-    notes += _left_out(plan.model.spec)
-    exchange = plan.as_planned.runtime_spec.cp_comm_type
-    if plan.parallelism.cp > 1 and exchange != "all_gather":
-        notes.append(f"the runner gathers keys and values over cp, which was planned as {exchange}")
-    return (*notes, *notes_on_price(plan))
-
-
-def _left_out(model: ModelSpec) -> list[str]:
-    """A note on numbers of the model that the runner does not compute with, and that change no time."""
+    planned, model = plan.as_planned, plan.model.spec
+    # numbers of the model that the runner does not compute with, and that change no time
     parts = {
         "rope_scaling": rotary_method(model) is not None,
         "no_rope_layer_interval": model.no_rope_layer_interval is not None,
@@ -181,8 +167,14 @@ def _left_out(model: ModelSpec) -> list[str]:
         "swiglu_limit": model.swiglu_limit is not None,
         "n_group": model.moe is not None and has_groups(model.moe),
     }
-    names = [name for name, is_there in parts.items() if is_there]
-    return [f"the runner computes without the model's {', '.join(names)}, which take no time"] if names else []
+    notes = notes_of(
+        "torch",
+        plan,
+        kept=sorted(set(planned.parallelism.recompute_modules) - _RECOMPUTABLE),
+        left_out=[name for name, is_there in parts.items() if is_there],
+        planned_exchange=planned.runtime_spec.cp_comm_type,
+    )
+    return (*notes, *notes_on_price(plan))
 
 
 def _plan_yaml(plan: Plan, stages: tuple[VirtualStage, ...], order: Schedule) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -23,11 +22,12 @@ from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
     Placeholder,
-    Requirement,
     TrainerFiles,
     header,
+    notes_of,
     promise,
     rendered,
+    requirements_of,
 )
 from planner.layout.price import order_of
 from planner.schedule.graph import to_torch_csv
@@ -251,12 +251,6 @@ def splits_backward(plan: Plan) -> bool:
     return plan.parallelism.pp > 1 and order_of(plan.best).splits_backward
 
 
-UNCOMPILED = (
-    "backwards are split: layers run uncompiled, slower than planned; a compiled one computes its whole backward "
-    "for each part"
-)
-"""torch.compile's backward is one node of the graph, and its donated buffers allow no second pass (torch 2.13)."""
-
 WRITTEN_FOR = "torchtitan 0.3.0 and main of August 2026"
 RECIPE = "planned_recipe"
 
@@ -275,7 +269,7 @@ def export_torchtitan(plan: Plan) -> TrainerFiles:
         arguments={"--module": RECIPE, "--config": "plan"},
         environment={**variables(plan, "environment-torchtitan"), **node_environment(plan)},
         placeholders=PLACEHOLDERS,
-        requirements=tuple(_requirements(plan)),
+        requirements=requirements_of("torchtitan", plan),
         promise=promise(plan, "in the log: tps (tokens/s/GPU) and memory (GiB, max_memory_reserved) of each rank"),
         setup=('export MOCK="${MOCK:-0}" PYTHONPATH="$PLAN_DIR${PYTHONPATH:+:$PYTHONPATH}"',),
         comments=comments,
@@ -293,46 +287,15 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     refuse("torchtitan", reasons, hint_for(plan, "torchtitan", of_model))
 
 
-def _requirements(plan: Plan) -> Iterator[Requirement]:
-    """The packages that the recipe needs on every node."""
-    if plan.parallelism.pp > 1:
-        # torchtitan splits a batch itself, which schedules of torch 2.13 do not take (`arg_mbs`)
-        yield Requirement("torch", "pipelines", "torch", "2.14", "pip install --pre torch, a nightly")
-    else:
-        yield Requirement("torch", "everything", "torch", "2.13", "pip install torch, or a nightly")
-    yield Requirement("torchtitan", "the trainer", hint="pip install torchtitan")
-    if plan.parallelism.cp > 1:
-        yield Requirement("spmd_types", "context parallelism", hint="pip install spmd-types, and a torch nightly")
-    if plan.model.spec.moe is not None and plan.parallelism.ep > 1 and plan.runtime_spec.sends_tokens_once:
-        yield Requirement("deep_ep", "exchanges of experts by DeepEP", hint="install deepseek-ai/DeepEP")
-
-
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Placeholders, and differences between the plan and what torchtitan does."""
     model = plan.model.spec
-    notes = [
+    rate, is_split, moe = balancing_rate(model), splits_backward(plan), stated(model).moe
+    return (
         *run_settings(plan).notes,
-        "initial weights are drawn with a plain std of 0.02",
-    ]
-    notes += [*notes_on_model(model), *_notes_on_balance(model)]
-    if plan.parallelism.recompute == "selective":
-        notes.append("SelectiveAC chooses operations itself: it recomputes others than the plan's modules")
-    if splits_backward(plan):
-        notes += [UNCOMPILED] if plan.runtime_spec.compiled else []
-        notes.append(
-            "backwards are split: VarlenAttention, since FlexAttention is compiled always and then has one backward "
-            "(pytorch/torchtitan issue 3584); it takes FlashAttention 3 on Hopper and 4 on Blackwell"
-        )
-    notes += notes_on_price(plan)
-    if plan.parallelism.cp > 1:
-        notes.append("context parallelism needs spmd_types, and that a torch nightly")
-    return tuple(notes)
-
-
-def _notes_on_balance(model: ModelSpec) -> Iterator[str]:
-    """The means that balance experts instead of a loss, which torchtitan does not have."""
-    moe = stated(model).moe
-    if moe is not None and moe.router_aux_loss_coef:
-        rate = balancing_rate(model)
-        instead = f", and balances by a bias that moves by {rate:g} a step" if rate else ""
-        yield f"it has no load-balancing loss (the model's has weight {moe.router_aux_loss_coef:g}){instead}"
+        *notes_of("torchtitan", plan),
+        *notes_on_model(model),
+        *notes_of("torchtitan-plan", plan, rate=rate, is_split=is_split, moe=moe),
+        *notes_on_price(plan),
+        *notes_of("torchtitan-parallel", plan),
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from planner.answer import Plan
-from planner.specs.expressions import value_of
+from planner.specs.expressions import text_of, value_of
 from planner.specs.reading import shipped_table
 from planner.specs.units import GIB
 
@@ -289,6 +289,24 @@ def filled(row: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(row, list):
         return [filled(part, values) for part in row]
     return value_of(row[1:], values) if isinstance(row, str) and row.startswith("=") else row
+
+
+def notes_of(name: str, plan: Plan, /, **more: Any) -> list[str]:
+    """The notes of a trainer on a plan, by rows of notes.yaml; `more` are names that only they read."""
+    names = names_of(plan) | more
+    return [text_of(row["says"], names) for row in _standing("notes", name, names)]
+
+
+def requirements_of(name: str, plan: Plan | None, /, **more: Any) -> tuple[Requirement, ...]:
+    """The packages that a trainer needs for a plan, by rows of notes.yaml."""
+    names = more if plan is None else names_of(plan) | more
+    rows = _standing("requirements", name, names)
+    return tuple(Requirement(**{key: text_of(cell, names) for key, cell in row.items() if key != "if"}) for row in rows)
+
+
+def _standing(part: str, name: str, names: Mapping[str, Any]) -> list[dict[str, str]]:
+    rows = shipped_table("export/notes.yaml")[part][name]
+    return [row for row in rows if value_of(row.get("if", "True"), names)]
 
 
 def as_json(data: Any) -> str:

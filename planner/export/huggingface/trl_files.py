@@ -23,13 +23,14 @@ from planner.export.trainer_files import (
     ExportFile,
     LaunchCommand,
     Placeholder,
-    Requirement,
     TrainerFiles,
     as_json,
     as_yaml,
     header,
+    notes_of,
     promise,
     rendered,
+    requirements_of,
     settings,
 )
 from planner.specs.model import ModelSpec
@@ -158,23 +159,6 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
     )
 
 
-def notes_on_arguments(plan: Plan) -> list[str]:
-    """The values that no plan decides, and their origins."""
-    adapters = plan.training.adapters
-    rate = f"{ADAPTER_RATE:g}, ten times TRL's own for whole models" if adapters else f"{FULL_RATE:g}, TRL's own"
-    notes = [f"learning_rate {rate}, is a first value: it costs no time, and decides what is learned"]
-    if adapters is not None:
-        notes.append("lora_alpha is twice the rank, as in TRL's defaults; it costs nothing")
-    if plan.training.tokens is None:
-        notes.append("the plan states no tokens: one pass over the data (num_train_epochs); --tokens says how many")
-    if plan.training.objective.name == "dpo":
-        return [*notes, f"every answer was priced with its prompt as {plan.training.seq_length:,} tokens (max_length)"]
-    notes.append(
-        f"sequences are packed to {plan.training.seq_length:,} tokens, as they were priced; packing: false pads instead"
-    )
-    return notes
-
-
 TRAINING_FILE = "train.py"
 LOG = "in the log: seconds of each step, and the first rank's peak in GiB (max_memory_allocated)"
 
@@ -188,27 +172,6 @@ def placeholders_of(plan: Plan) -> tuple[Placeholder, ...]:
         Placeholder("DATASET", "the data: its repository at Hugging Face, or a .jsonl or .parquet file"),
         Placeholder("CHECKPOINTS", "folder for checkpoints, which all nodes share", kind="new folder"),
     )
-
-
-def requirements_of(plan: Plan) -> tuple[Requirement, ...]:
-    """The packages that every node must have."""
-    adapters, attention = plan.training.adapters, plan.runtime_spec.attention_kernel
-    needs = [
-        Requirement("torch", "everything", "torch", "2.6"),
-        Requirement("transformers", "the model", "transformers", "5.0", "pip install transformers"),
-        Requirement("trl", "the trainer", "trl", "1.0", "pip install trl"),
-        Requirement("accelerate", "the launch", "accelerate", "1.7", "pip install accelerate"),
-        Requirement("datasets", "the data", hint="pip install datasets"),
-    ]
-    if adapters is not None:
-        needs.append(Requirement("peft", "adapters", "peft", "0.17", "pip install peft"))
-        if adapters.base_bits < 16:
-            needs.append(
-                Requirement("bitsandbytes", "packed weights", "bitsandbytes", "0.45", "pip install bitsandbytes")
-            )
-    if attention in ("flash", "flash1"):
-        needs.append(Requirement("flash_attn", "attention", hint="pip install flash-attn --no-build-isolation"))
-    return tuple(needs)
 
 
 def training_source(plan: Plan) -> str:
@@ -235,7 +198,7 @@ def export_hf(plan: Plan) -> TrainerFiles:
     Raises Inexpressible for what they cannot run.
     """
     _check_expressible(plan)
-    notes = [*notes_on_arguments(plan), *notes_on_price(plan)]
+    notes = notes_of("hf", plan, full_rate=FULL_RATE, adapter_rate=ADAPTER_RATE) + notes_on_price(plan)
     comments = header(plan, WRITTEN_FOR, notes)
     files = (
         ExportFile(ARGUMENTS_FILE, comments + as_yaml(training_arguments(plan))),
@@ -248,7 +211,7 @@ def export_hf(plan: Plan) -> TrainerFiles:
         starts_ranks=True,
         arguments={},
         placeholders=placeholders_of(plan),
-        requirements=requirements_of(plan),
+        requirements=requirements_of("hf", plan),
         promise=promise(plan, LOG),
         environment={
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -39,9 +39,11 @@ from planner.export.trainer_files import (
     TrainerVersion,
     argv,
     header,
+    notes_of,
     promise,
+    requirements_of,
 )
-from planner.trainers.rules.facts import NEW_QUERY_NORM_SINCE, norms_queries_twice, release
+from planner.trainers.rules.facts import norms_queries_twice, release
 from planner.trainers.rules.rule_rows import Rule, rules_of
 
 DATA_PATH = Placeholder(
@@ -151,47 +153,13 @@ def _unknown_modules(plan: Plan) -> Iterator[tuple[str, str]]:
             yield module, "needs experts"
 
 
-_IMAGE_OF_AMD = f"use the image {IMAGE_OF_AMD}"
-_TRANSFORMER_ENGINE = "pip install --no-build-isolation transformer_engine[pytorch]"
-
-
-def requirements(arguments: Arguments, is_amd: bool = False) -> Iterator[Requirement]:
+def requirements(arguments: Arguments, is_amd: bool = False) -> tuple[Requirement, ...]:
     """The packages that the options need; on AMD GPUs they are builds for ROCm under the same names."""
-    yield Requirement("torch", "everything", package="torch", at_least="2.4")
-    options = options_of(argv(arguments))
-    engine: dict[str, str] = table()["transformer_engine"]
+    options, engine = options_of(argv(arguments)), table()["transformer_engine"]
     asked = [clause for clause in engine if all(holds(part, options) for part in clause.split(" and "))]
-    if asked:
-        newest = max(asked, key=lambda clause: release(engine[clause]))
-        yield Requirement(
-            "transformer_engine.pytorch",
-            newest,
-            "transformer_engine",
-            engine[newest],
-            f"build ROCm/TransformerEngine, or {_IMAGE_OF_AMD}" if is_amd else _TRANSFORMER_ENGINE,
-        )
-    if "--no-gradient-accumulation-fusion" not in arguments:
-        yield Requirement(
-            "fused_weight_gradient_mlp_cuda",
-            "fused gradient accumulation, which the output layer takes from apex",
-            hint=f"build ROCm/apex with --cpp_ext --cuda_ext, or {_IMAGE_OF_AMD}"
-            if is_amd
-            else "build NVIDIA/apex with --cpp_ext --cuda_ext, or use NVIDIA's PyTorch container",
-        )
-    if arguments.get("--moe-token-dispatcher-type") == "flex":
-        yield from _dispatcher(arguments, is_amd)
-
-
-def _dispatcher(arguments: Arguments, is_amd: bool) -> Iterator[Requirement]:
-    """DeepEP, or its branch that has HybridEP."""
-    if arguments.get("--moe-flex-dispatcher-backend") == "hybridep":
-        hint = "install the branch hybrid-ep of deepseek-ai/DeepEP"
-        yield Requirement("deep_ep:HybridEPBuffer", "--moe-flex-dispatcher-backend hybridep", hint=hint)
-    else:
-        hint = "install deepseek-ai/DeepEP, with NVSHMEM where experts span nodes"
-        if is_amd:
-            hint = "install ROCm/DeepEP, with rocSHMEM where experts span nodes"
-        yield Requirement("deep_ep:Buffer", "--moe-flex-dispatcher-backend deepep", hint=hint)
+    newest = max(asked, key=lambda clause: release(engine[clause]), default="")
+    names = {"arguments": arguments, "is_amd": is_amd, "image": IMAGE_OF_AMD}
+    return requirements_of("megatron", None, engine=newest, engine_release=engine.get(newest), **names)
 
 
 _OPTIONS_FILE = "megatron.yaml"
@@ -218,7 +186,7 @@ def export_megatron(plan: Plan) -> TrainerFiles:
         first_run=RunPart(first_run_arguments(plan)),
         training_run=training,
         placeholders=(_CHECKOUT, *PLACEHOLDERS),
-        requirements=tuple(requirements(arguments, plan.cluster.hardware.is_amd)),
+        requirements=requirements(arguments, plan.cluster.hardware.is_amd),
         trainer=TrainerVersion(
             "Megatron core",
             is_exactly=version,
@@ -259,23 +227,6 @@ def _scalar(value: Any) -> Any:
 
 def notes_on_options(plan: Plan) -> tuple[str, ...]:
     """Notes on the options of Megatron-LM, whoever passes them."""
-    runtime, notes = plan.runtime_spec, notes_on_model(plan.model.spec)
-    if norms_queries_twice(plan.model.spec, runtime.version):
-        notes.append(
-            f"since Megatron core {NEW_QUERY_NORM_SINCE} the layer's input is normed once more before queries that are "
-            "not latent: a norm that the published model does not have"
-        )
-    if (
-        plan.parallelism.zero_stage >= 1
-        and runtime.parameter_overlap_fraction
-        and not runtime.gradient_overlap_fraction
-    ):
-        notes.append("gathers of parameters were planned behind compute, which it does only where reductions are, too")
-    if has_published_scales(plan):
-        notes.append(
-            "products are scaled by blocks (--fp8-recipe blockwise), as the model was published; they were priced as "
-            "tensorwise, whose kernels are faster"
-        )
-    if plan.parallelism.num_gpus_spare:
-        notes.append(f"{plan.parallelism.num_gpus_spare} GPUs stay unused")
+    names = {"norms_queries_twice": norms_queries_twice, "has_published_scales": has_published_scales(plan)}
+    notes = [*notes_on_model(plan.model.spec), *notes_of("megatron", plan, **names)]
     return (*notes, *notes_on_price(plan))
