@@ -45,6 +45,16 @@ def test_the_answer_is_one_screen(
     assert lines[-1].startswith("next  ")
 
 
-def test_the_next_command_exports_only_what_a_target_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", "deepseek-v4-flash", "-g", "64", "--hardware", "b200", "--no-history"]) == 0
-    assert "plan report" in capsys.readouterr().out.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("job", "command"),
+    [
+        ("-m deepseek-v4-flash -g 64 --hardware b200", "plan report"),
+        ("-m 8b -g 8 --runtime nanotron", "plan report"),
+        ("-m 8b -g 8 --hardware mi355x", "--to primus"),
+    ],
+)
+def test_the_next_command_exports_only_what_a_target_takes(
+    job: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*job.split(), "--no-history"]) == 0
+    assert command in capsys.readouterr().out.splitlines()[-1]
