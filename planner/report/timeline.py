@@ -14,7 +14,8 @@ from planner.layout.candidate import Candidate
 from planner.layout.price import reprice, with_microbatches
 from planner.report.format import percent, seconds
 from planner.schedule.actions import F
-from planner.schedule.timeline import FloatArray, Timeline
+from planner.schedule.timeline import Timeline
+from planner.shape import FloatArray
 
 LONG = 400_000
 """Actions of a step beyond which a shorter one is replayed: more take a second."""

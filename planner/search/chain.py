@@ -19,14 +19,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
-from planner.shape import FloatArray, Number
+from planner.shape import BoolArray, FloatArray, IntArray, Number
 from planner.specs.training import Recompute
-
-IntArray = npt.NDArray[np.int64]
 
 MAX_CELLS = 1 << 18
 """Most combinations of rank, first layer and number of layers in a dynamic program, which has a dozen such arrays."""
@@ -122,7 +119,7 @@ def best_split(node: Node) -> Solution | None:
     return _best_count(node)
 
 
-def has_room(node: Node) -> npt.NDArray[np.bool_]:
+def has_room(node: Node) -> BoolArray:
     """False where no split leaves every rank memory: ranks that take as many layers as theirs has room for miss the
     last.
 
@@ -385,7 +382,7 @@ class _Line:
 
     def _within(
         self, table: int, limits_s: FloatArray, room: FloatArray, falls: bool = True
-    ) -> tuple[npt.NDArray[np.bool_], FloatArray]:
+    ) -> tuple[BoolArray, FloatArray]:
         """True for each limit that some split stays within, and the most layers of each rank (rows) that do.
 
         A part that falls is looked at where `falls`.
@@ -397,7 +394,7 @@ class _Line:
         none_s, before_s = np.where(rises, none_s, -FAR_S) * inverse, np.where(rises, before_s, 0.0) * inverse
         after = self.fewest[::-1].cumsum()[::-1] - self.fewest
         first, counts = np.zeros(len(limits_s)), np.zeros((node.pp, len(limits_s)))
-        works: npt.NDArray[np.bool_] = np.ones(len(limits_s), dtype=bool)
+        works: BoolArray = np.ones(len(limits_s), dtype=bool)
         for rank in range(node.pp):
             most = limits_s * inverse[:, rank, None] - none_s[:, rank, None] - before_s[:, rank, None] * first
             counts[rank] = np.minimum(np.floor(most.min(axis=0) + TINY * node.num_layers), room[rank])
