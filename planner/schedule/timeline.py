@@ -10,7 +10,8 @@ import numpy as np
 
 from planner.schedule.actions import B, F, IntArray, Schedule, W
 from planner.schedule.graph import Graph
-from planner.shape import BoolArray, FloatArray
+from planner.shape import BoolArray
+from planner.shape import FloatArray as FloatArray
 
 IDLE_CAUSES = ("fill", "activation", "gradient", "imbalance", "transfer", "drain")
 """Causes of a rank's idle time. fill: before its first action. activation, gradient: waits for an activation or a
