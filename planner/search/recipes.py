@@ -251,7 +251,7 @@ def narrower(case: Case) -> Iterator[Case]:
     for dtype in NARROW_DTYPES:
         is_there = case.cluster.hardware.peak_flops(dtype) is not None and has_dtype(case.runtime, dtype)
         if is_there and dtype in case.limits.allow:
-            yield replace(case, training=case.training.model_copy(update={"dtype": dtype}))
+            yield case.trained(dtype=dtype)
 
 
 _ONLY_FASTER = ("bf16_gradients", "bf16_moments")
