@@ -73,17 +73,25 @@ def _next(plan: Plan, saved: str | None) -> str:
         return "next  plan explain, with the same options: why, and what would make it fit"
     file = shlex.quote(saved or "plan.json")
     before = "" if saved else "-o plan.json, then "
-    says = f"next  {before}plan export {file} --to {target_of(plan)}"
+    target = target_of(plan)
+    if target is None:
+        return f"next  {before}plan report {file} for files of your own"
+    says = f"next  {before}plan export {file} --to {target}"
     rest = " (--full for the rest)"
     return says + rest if len(says) + len(rest) <= MIN_WIDTH else says
 
 
-def target_of(plan: Plan) -> str:
-    """The first target that writes files of a plan's trainer."""
+def target_of(plan: Plan) -> str | None:
+    """The first target that writes files of a plan's trainer; None where none builds its model."""
     from planner.export.targets import TRAINERS
+    from planner.shape import Shape
+    from planner.trainers.rules.recipe import export_rules_for
 
-    named = (target.name for target in TRAINERS.values() if plan.runtime_spec.family in target.runtimes)
-    return next(named, "torchrun")
+    runtime = plan.runtime_spec
+    if not all(rule.holds(plan.model.spec, plan.training, Shape()) for rule in export_rules_for(runtime)):
+        return None
+    names = (name for kind in (plan.runtime, runtime.family) for name, to in TRAINERS.items() if kind in to.runtimes)
+    return next(names, None)
 
 
 def warn_of_early_stop(plan: Plan) -> None:

@@ -10,6 +10,7 @@ from planner.answer import Plan
 from planner.export.environment import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
 from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
+from planner.export.named_models import FLAVORS
 from planner.export.refusal import Objections, Reason, broken_rules, hint_for, notes_on_price, unstretched
 from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
 from planner.export.stages import (
@@ -22,7 +23,6 @@ from planner.export.stages import (
     is_looped,
     virtual_stages,
 )
-from planner.export.torchtitan_reading import FLAVORS
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,
@@ -44,6 +44,7 @@ from planner.specs.reading import literal, parse_expression
 from planner.specs.registry import load_model
 from planner.specs.units import is_count
 from planner.trainers.rules.common import BF16_ONLY
+from planner.trainers.rules.megatron import PRIMUS_CORE
 from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_SCHEDULE_RULES, TORCHTITAN_LAYOUT_RULES, TORCHTITAN_RULES
 
 _RELEASE = "torchtitan 0.2.2, which Primus v26.5 pins,"
@@ -251,7 +252,7 @@ def _megatron(plan: Plan) -> _Backend:
         notes=notes_on_megatron(plan),
         version=TrainerVersion(
             "Megatron core",
-            is_exactly=CORE,
+            is_exactly=PRIMUS_CORE,
             folder=_CHECKOUT.name,
             file="third_party/Megatron-LM/megatron/core/package_info.py",
         ),
@@ -383,8 +384,6 @@ def objections_to_recipe(plan: Plan) -> list[Reason]:
     return [Reason("dispatcher", "hybridep is NVIDIA's, deepep is what Primus-Turbo has")] if is_hybrid else []
 
 
-CORE = "0.16"
-"""Megatron core of the commit that Primus v26.5 pins (third_party/Megatron-LM at d3528a21)."""
 _LEFT_OUT = ("data_path", "split", "tokenizer_type", "tokenizer_model", "save", "load", "async_strategy")
 """Arguments of training that Primus has other means for."""
 
@@ -409,5 +408,5 @@ def notes_on_megatron(plan: Plan) -> tuple[str, ...]:
 
 def with_core(plan: Plan) -> tuple[Plan, str]:
     """The plan for the version of Megatron core that Primus pins, and a note where that stretches no positions."""
-    runtime = plan.runtime_spec.model_copy(update={"version": CORE})
+    runtime = plan.runtime_spec.model_copy(update={"version": PRIMUS_CORE})
     return unstretched(plan.model_copy(update={"runtime_spec": runtime}), plan.runtime)

@@ -43,3 +43,18 @@ def test_the_answer_is_one_screen(
     assert max(map(len, lines)) <= COLUMNS
     assert sum(line == "" for line in lines) < 8
     assert lines[-1].startswith("next  ")
+
+
+@pytest.mark.parametrize(
+    ("job", "command"),
+    [
+        ("-m deepseek-v4-flash -g 64 --hardware b200", "plan report"),
+        ("-m 8b -g 8 --runtime nanotron", "plan report"),
+        ("-m 8b -g 8 --hardware mi355x", "--to primus"),
+    ],
+)
+def test_the_next_command_exports_only_what_a_target_takes(
+    job: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*job.split(), "--no-history"]) == 0
+    assert command in capsys.readouterr().out.splitlines()[-1]

@@ -429,6 +429,10 @@ _CAME_WITH: tuple[tuple[str, str, Callable[[ModelSpec], bool], str], ...] = (
 """Versions of Megatron core, a name, the models that it is about, and the thing that came with the version."""
 
 
+PRIMUS_CORE = "0.16"
+"""Megatron core of the commit that Primus v26.5 pins (third_party/Megatron-LM at d3528a21)."""
+
+
 def megatron_model_rules(version: str) -> tuple[Rule, ...]:
     """The rules on models of one version; of the newest where it is empty."""
     left = tuple(rule for rule in MEGATRON_MODEL_RULES if rule is not _QUERY_NORM)

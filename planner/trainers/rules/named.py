@@ -1,7 +1,7 @@
 """Sets of rules by the names that a trainer's file gives, and the rules of Hugging Face's trainers and torchtune's.
 
 They are of shapes, and of exports, for what models and files cannot say. DeepSpeed shards over all replicas; ranks of
-torchtune always shard, and adapters stand where its builders of models put them.
+torchtune always shard.
 """
 
 from __future__ import annotations
@@ -10,9 +10,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from planner.specs.training import ATTENTION, GROUPS, MLP, TrainingSpec
+from planner.specs.training import GROUPS
 from planner.trainers.rules.common import BF16_ONLY, HEADS, UNWRITTEN_RULES, WHOLE_MODEL_RULES, Rule, model_rule
-from planner.trainers.rules.megatron import BRIDGE_MODEL_RULES, MEGATRON_MODEL_RULES, megatron_rules
+from planner.trainers.rules.megatron import (
+    BRIDGE_MODEL_RULES,
+    MEGATRON_MODEL_RULES,
+    PRIMUS_CORE,
+    megatron_model_rules,
+    megatron_rules,
+)
 from planner.trainers.rules.torch import (
     AUTOMODEL_RULES,
     TORCH_EAGER_RULES,
@@ -101,23 +107,6 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
 )
 
 
-_KNOWN = frozenset((*ATTENTION, *MLP, "lm_head"))
-
-
-def _expressible_targets(training: TrainingSpec) -> bool:
-    """The targets are some of attention's projections, all of the MLP's or none, and perhaps the head."""
-    if training.adapters is None or training.adapters.targets == ("all-linear",):
-        return True
-    modules = training.adapters.modules
-    whole = len(modules & frozenset(MLP)) in (0, len(MLP))
-    return modules <= _KNOWN | frozenset(_latent()) and whole and bool(modules & frozenset(ATTENTION))
-
-
-def _latent() -> tuple[str, ...]:
-    """Names that a group brings along and that the models here do not have."""
-    return ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "out_proj")
-
-
 TORCHTUNE_RULES: tuple[Rule, ...] = (
     Rule(
         "zero_stage",
@@ -126,33 +115,6 @@ TORCHTUNE_RULES: tuple[Rule, ...] = (
     ),
 )
 """Rules of layouts."""
-
-TORCHTUNE_MODEL_RULES: tuple[Rule, ...] = (
-    *UNWRITTEN_RULES,
-    Rule(
-        "objective",
-        lambda model, training, shape: training.objective.name == "lm",
-        lambda model, training, shape: (
-            f"{training.objective.name}: recipes that learn the next token are written; --to hf has dpo's"
-        ),
-    ),
-    model_rule("moe", lambda model: model.moe is not None, lambda model: "recipes of dense models are written"),
-    Rule(
-        "adapters.base_bits",
-        lambda model, training, shape: training.adapters is None or training.adapters.base_bits != 8,
-        lambda model, training, shape: "frozen weights are NF4 there, or of 16 bits: --base-bits 4",
-    ),
-    Rule(
-        "adapters.targets",
-        lambda model, training, shape: _expressible_targets(training),
-        lambda model, training, shape: (
-            "adapters stand beside some of attention's projections, and the whole MLP or none of it: "
-            "--lora-targets attention,mlp"
-        ),
-    ),
-)
-"""Rules of models and trainings that hold for all layouts."""
-
 
 RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
     "megatron": megatron_rules,
@@ -168,11 +130,11 @@ RULES: dict[str, Callable[[RuntimeSpec], tuple[Rule, ...]]] = {
 EXPORT_RULES: dict[str, tuple[Rule, ...]] = {
     "megatron": MEGATRON_MODEL_RULES,
     "bridge": BRIDGE_MODEL_RULES,
+    "primus-megatron": megatron_model_rules(PRIMUS_CORE),
     "torchtitan": TORCHTITAN_MODEL_RULES,
     "torch-eager": TORCH_MODEL_RULES,
     "deepspeed": DEEPSPEED_MODEL_RULES,
     "hf": HF_MODEL_RULES,
-    "torchtune": TORCHTUNE_MODEL_RULES,
     "bf16": (BF16_ONLY,),
 }
 """Rules that an export sets to models and dtypes, whatever the layout. What breaks one is priced all the same, with a
