@@ -154,7 +154,7 @@ _TRAINERS = (
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
         mark=r"per_device_train_batch_size|^model_class:|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
-        r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
+        r"|accelerate launch|FastLanguageModel\.|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
         r"|llamafactory-cli train|swift/cli/",
     ),
     TrainerTarget(

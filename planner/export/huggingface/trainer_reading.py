@@ -72,9 +72,10 @@ _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
 _OTHERS = ("neftune_noise_alpha", "unsloth", "use_unsloth")
 _PACKING = ("packing", "sample_packing")
 _COMPILING = ("torch_compile",)
-_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing")
 _CALLS = re.compile(
-    r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments))$"
+    r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments)"
+    r"|BitsAndBytesConfig|get_peft_model|(^|\.)\w*Trainer)$"
 )
 _GRID = {
     "tensor_parallel_size": "tp_size", "context_parallel_size": "cp_size", "sequence_parallel_size": "cp_size",
@@ -159,6 +160,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         and name not in keyed.unread
     }
     imported.assumed, imported.documented = {name: str(v) for name, v in unasked.items()}, tool.documented
+    if settings.get("peft_type"):
+        imported.assumed |= {name: str(value) for name, value in dialect("peft").left_out(settings).items()}
     said, settings = settings, {**unasked, **settings}
     run, layout = imported.run, imported.run["parallelism"]
     if (answer := number(settings, "max_completion_length")) is not None and number(said, *_SEQUENCE) is None:
