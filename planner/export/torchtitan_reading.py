@@ -330,6 +330,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
     if str(settings.get("model.name", "")).startswith("flux"):
         raise SpecError("model: flux is a diffusion model", "only decoder-only transformers are planned")
     layout, _ = _layout(settings, model)
+    refused = [*_refusals(settings, layout, num_layers_of(model))]
     imported = ImportedRun(
         "torchtitan",
         {
@@ -346,7 +347,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
     row = dialect("torchtitan")
     imported.assumed = {name: str(value) for name, value in row.left_out(settings).items()}
     imported.documented = row.documented
-    imported.refused = [*_refusals(settings, layout, num_layers_of(model))]
+    imported.refused = refused
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
@@ -362,9 +363,24 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
     return imported
 
 
+_WITH_GRAPHS = frozenset({
+    "training.max_context_length", "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step",
+    "training.disable_cuda_graphs",
+})  # fmt: skip
+"""Settings of the versions that capture a step in CUDA graphs unless told (trainer.py, July 2026)."""
+
+
 def _refusals(settings: Settings, layout: dict[str, Any], num_layers: int | None) -> Iterator[str]:
     """Why torchtitan ends before its first step, beside the rules of layouts (distributed/pipeline_parallel.py)."""
     pp, each = layout["pp"], _whole(settings, "parallelism.pipeline_parallel_layers_per_stage", 0)
+    graphs = settings.keys() & _WITH_GRAPHS and str(settings.get("training.disable_cuda_graphs")) not in (
+        "True",
+        "true",
+    )
+    if graphs and pp > 1:
+        yield "its CUDA graphs go with no pipeline: set training.disable_cuda_graphs"
+    elif graphs and layout.get("ep", 1) > 1 and "model.moe_comm_backend" not in settings:
+        yield "its CUDA graphs go with no dispatcher that waits for the host: set training.disable_cuda_graphs"
     ends = [_whole(settings, name, 1) for name in _LESS_LAYERS]
     if pp > 1 and num_layers and not isinstance(settings.get("parallelism.module_fqns_per_model_part"), list):
         is_single = layout["schedule"] in ("1f1b", "gpipe")

@@ -127,6 +127,7 @@ def test_a_recipe_with_values_that_only_a_run_knows() -> None:
         ),
         ("--parallelism.pipeline_parallel_first_stage_less_layers 30", "stages leave fewer layers"),
         ("--activation_checkpoint.memory_budget 0.5", "compile.enable"),
+        ("--training.max_context_length 8192", "CUDA graphs"),
     ],
 )
 def test_what_torchtitan_refuses_is_told(options: str, noun: str) -> None:
