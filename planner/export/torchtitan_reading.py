@@ -364,8 +364,8 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
 
 
 _WITH_GRAPHS = frozenset({
-    "training.max_context_length", "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step",
-    "training.disable_cuda_graphs",
+    "training.max_context_length", "training.num_tokens_per_microbatch_per_dp_rank", "training.disable_cuda_graphs",
+    "training.num_tokens_per_train_step",
 })  # fmt: skip
 """Settings of the versions that capture a step in CUDA graphs unless told (trainer.py, July 2026)."""
 
