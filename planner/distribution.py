@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shlex
-import shutil
-import sys
-from pathlib import Path
-
 DISTRIBUTION = "trainplan"
+__version__ = "0.2.0"
 EXTRA_OF_MODULE = {"torch": "probe", "starlette": "serve", "uvicorn": "serve", "matplotlib": "plot"}
 """The extras that bring modules which the planner itself does without."""
 
@@ -19,6 +14,12 @@ def install_line(*extras: str, here: bool = True) -> str:
     Where the planner is installed already, pip takes that one and adds what the extras need; another Python's pip
     would ask an index for it. `here` false is for another machine.
     """
+    import importlib.util
+    import shlex
+    import shutil
+    import sys
+    from pathlib import Path
+
     wanted = f"'{DISTRIBUTION}[{','.join(extras)}]'" if extras else DISTRIBUTION
     python = Path(sys.executable)
     found = shutil.which("pip")

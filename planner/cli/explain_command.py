@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, job_options
+from planner.cli.options import SearchOptions, Word
 from planner.errors import SpecError, printable
 
 if TYPE_CHECKING:
@@ -18,28 +15,14 @@ if TYPE_CHECKING:
 RECIPE_LIMIT_S = 10.0
 """Seconds that `--recipe` takes at most, unless --time-limit says otherwise."""
 
-SavedPlan = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PLAN", help="A plan that -o saved, whose job it is; pins are asked of it.", show_default=False
-    ),
-]
-Program = Annotated[
-    bool, o.text(o.OUTPUT, "--program", None, "Print the integer program of the best layout with its numbers instead.")
-]
-Recipe = Annotated[
-    bool, o.text(o.OUTPUT, "--recipe", None, "Say what each switch is worth, with everything else planned again.")
-]
 
-
-@job_options
 def explain_command(
-    file: SavedPlan = None,
+    file: Word = None,
     *,
     asked: SearchOptions,
-    program: Program = False,
-    recipe: Recipe = False,
-    json: o.Json = False,
+    program: bool = False,
+    recipe: bool = False,
+    json: bool = False,
 ) -> None:
     """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
 
