@@ -124,6 +124,9 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), None)
     if source is None:
         _refuse_unread(config.text)
+        if not re.search(r"(^|\s)--?\w|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", config.text, re.MULTILINE):
+            known = f"the script that launches it; --from NAME if it is one of {', '.join(SOURCES)}"
+            raise SpecError("no trainer that is read has such a file", f"give the file of its settings, or {known}")
         source = UNMARKED
     if source not in SOURCES:
         raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")
