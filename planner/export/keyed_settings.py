@@ -211,6 +211,8 @@ def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettin
             settings |= mapping_of(text)
         else:
             unread[name] = "is not beside the file"
+    # words of the command line come before the file that it names
+    settings |= dict(word.split("=", 1) for word in script.words if re.match(r"[a-z_]\w*=", word))
     for name, words in options.items():
         values = [word for word in words if not word.endswith(".py")]
         key = name.lstrip("-").replace("-", "_")
@@ -218,8 +220,6 @@ def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettin
         settings[key] = (
             (f"${{{unset}}}" if unset else True) if not values else values[0] if len(values) == 1 else values
         )
-    overrides = dict(word.split("=", 1) for word in script.words if re.match(r"[a-z_]\w*=", word))
-    settings |= {name: value for name, value in overrides.items() if name not in settings}
     for name in [word for word in script.words if word.endswith(".py")]:
         # a program that says its arguments itself, under those of the command line
         if calls is not None and (text := config.beside(name)) is not None:
@@ -334,7 +334,11 @@ def num_gpus(options: Options, script: Script) -> int | None:
         or (count([tasks]) if tasks != "1" else None)
     )
     nodes = _first(options, "--nnodes", "--num-nodes", "--nodes") or count(
-        [directives.get("nodes", ""), directives.get("N", ""), *variables.get("PET_NNODES", [])]
+        [
+            directives.get("nodes", ""),
+            directives.get("N", ""),
+            *(word for name in ("PET_NNODES", "NNODES", "NUM_NODES") for word in variables.get(name, [])),
+        ]
     )
     listed = next((options[name][0] for name in ("--include",) if options.get(name)), "").rpartition(":")[2]
     seen = listed or next(iter(variables.get("CUDA_VISIBLE_DEVICES", [])), "")
