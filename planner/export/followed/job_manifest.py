@@ -62,6 +62,8 @@ def _of_row(data: Mapping[str, Any], row: Mapping[str, Any]) -> StartedScript:
 def _of_kubernetes(documents: list[Mapping[str, Any]]) -> StartedScript:
     """The job of the container that has most to say, and of the files it starts from a ConfigMap, on all pods' GPUs."""
     pods = [pod for document in documents for pod in _pods(document, 1, 0)]
+    # Ray's jobs have a command of their own
+    pods += [({"command": ["sh", "-c", said]}, 1) for one in documents if (said := _at(one, "spec.entrypoint"))]
     starts = [pod for pod in pods if pod[0].get("command") or pod[0].get("args")]
     if not starts:
         raise SpecError("no container of the manifest has a command", _HINT)
