@@ -146,7 +146,8 @@ _TRAINERS = (
         "hf", "huggingface.trl_files:export_hf", "huggingface.trainer_reading:read_trainer", runtimes=("hf",),
     ),
     TrainerTarget(
-        "torchtune", None, "huggingface.trainer_reading:read_torchtune", mark=r"_component_: torchtune\.",
+        "torchtune", None, "huggingface.trainer_reading:read_torchtune",
+        mark=r"_component_: torchtune\.|^[^#\n]*\btune run\b",
     ),
     TrainerTarget(
         "accelerate", None, "huggingface.tuning_settings:read_accelerate",

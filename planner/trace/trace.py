@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from planner.errors import PlannerError, SpecError
+from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked
 from planner.specs.traced import Polynomial, TracedOperator, TracedTensor
@@ -42,8 +43,10 @@ def trace(source: str, name: str, shards: Mapping[str, str] | None = None) -> Mo
         raise SpecError(
             f"{source}: has no nn.Embedding, whose width is that of the layers", "embed tokens in the module"
         )
-    rows = [_row([told[str(length)]["rows"][i] for length in LENGTHS], styles) for i in range(len(first["rows"]))]
-    lists = [_merged([row for number, row in rows if number == layer]) for layer in range(first["num_layers"])]
+    rows = _within(
+        [_row([told[str(length)]["rows"][i] for length in LENGTHS], styles) for i in range(len(first["rows"]))], first
+    )
+    lists = [_merged([row for number, row in rows if number == layer]) for layer in first["layers"]]
     lists = _alike([_settled(operators, styles) for operators in lists])
     kinds = list(dict.fromkeys(lists))
     if len(kinds) > MOST_KINDS:
@@ -58,7 +61,7 @@ def _style(pattern: str, style: str) -> str:
     return known
 
 
-def _told(source: str) -> dict[str, Any]:
+def _told(source: str) -> Fields:
     """The answer of the process that builds and traces the module."""
     kind, _, rest = source.partition(":")
     if kind not in ("module", "hf-code") or not rest or (kind == "module" and ":" not in rest):
@@ -81,7 +84,7 @@ def _told(source: str) -> dict[str, Any]:
             f"{source}: cannot be traced: {last[:200]}",
             "shapes must not depend on data: give experts a fixed capacity or a grouped product",
         )
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: Fields = json.loads(done.stdout)
     return found
 
 
@@ -96,7 +99,8 @@ def _limited() -> None:
 def fitted(values: Sequence[float]) -> Polynomial:
     """The polynomial c₀ + c₁·s + c₂·s² that has these values at `LENGTHS`."""
     a, b, c = LENGTHS
-    first, second = (values[1] - values[0]) / (b - a), (values[2] - values[1]) / (c - b)
+    first = (values[1] - values[0]) / (b - a)
+    second = (values[2] - values[1]) / (c - b)
     square = (second - first) / (c - a)
     linear = first - square * (a + b)
     constant = values[0] - linear * a - square * a * a
@@ -106,7 +110,7 @@ def fitted(values: Sequence[float]) -> Polynomial:
 def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[int, TracedOperator]:
     """One operation at all lengths: its layer, and its sizes as polynomials."""
     one = same[0]
-    sizes: dict[str, Any] = {
+    sizes: Fields = {
         name: fitted([row[name] for row in same]) for name in ("count", "m", "n", "k", "bytes") if name in one
     }
     if one["kind"] == "attention":
@@ -121,6 +125,17 @@ def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[
         kept=tuple(TracedTensor(num_bytes=size) for size in kept), **sizes,
     )  # fmt: skip
     return one["layer"], operator
+
+
+def _within(rows: list[tuple[int, TracedOperator]], told: Mapping[str, Any]) -> list[tuple[int, TracedOperator]]:
+    """The operations with products by weights between layers among those of the next; the head's stay outside."""
+    settled = list[tuple[int, TracedOperator]]()
+    following, is_behind = told["layers"][-1], True
+    for layer, one in reversed(rows):
+        following, is_behind = (layer, False) if layer >= 0 else (following, is_behind)
+        is_head = is_behind and one.n[0] == told["vocab_size"]
+        settled.append((following if layer < 0 and one.weight and not is_head else layer, one))
+    return settled[::-1]
 
 
 def _local(module: str) -> str:
@@ -158,7 +173,8 @@ def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> 
     """Operations between a product split by columns and the next split by rows are split too, and keep a share."""
     if not styles:
         return tuple(operators)
-    settled, is_inside = list[TracedOperator](), False
+    settled = list[TracedOperator]()
+    is_inside = False
     for one in operators:
         is_inside = one.split == "columns" or (is_inside and one.split != "rows")
         # weights between them, of norms say, are whole on every rank only where nothing is split
@@ -184,20 +200,22 @@ def _alike(lists: Sequence[tuple[TracedOperator, ...]]) -> list[tuple[TracedOper
 
 def _model(
     source: str, name: str, told: Mapping[str, Any], lists: list[Any], kinds: list[Any], is_split: bool
-) -> dict[str, Any]:
+) -> Fields:
     """The fields of the model: sizes of its embedding and head, and its layers as traced."""
     heads = next((one.heads for operators in kinds for one in operators if one.kind == "attention"), 1)
-    hidden, vocab = told["hidden_size"], told["vocab_size"]
+    hidden = told["hidden_size"]
+    vocab = told["vocab_size"]
     ends = vocab * hidden * (1 if told["is_tied"] else 2) + hidden * (2 if told["norm_bias"] else 1)
     own = sum(one.parameters for operators in lists for one in operators)
     return {
-        "name": name, "source": f"plan models trace {source}", "num_hidden_layers": told["num_layers"],
+        "name": name, "source": f"plan models trace {source}", "num_hidden_layers": len(lists),
         "hidden_size": hidden, "num_attention_heads": heads, "head_dim": max(hidden // heads, 1), "vocab_size": vocab,
         "tie_word_embeddings": told["is_tied"], "position_embedding": "none", "bias": told["norm_bias"],
         "norm": "layernorm" if told["norm_bias"] else "rmsnorm",
         "layer_types": [f"traced{kinds.index(operators)}" for operators in lists], "mlp_layer_types": ["none"],
         "traced": {
             "source": f"{source}, torch {metadata.version('torch')}", "is_split": is_split,
+            "is_looped": told["is_looped"],
             "layers": [[one.model_dump(exclude_defaults=True) for one in operators] for operators in kinds],
             "other_parameters": max(told["num_parameters"] - ends - own, 0),
         },
