@@ -116,7 +116,7 @@ def registered_model(spec: Any) -> dict[str, Any] | None:
     layers = model.fields["layers"]
     blocks = [layer for layer in layers if isinstance(layer, CallRecord)] if isinstance(layers, list) else []
     attention = blocks[-1].get("attention") if blocks and blocks == layers else None
-    if not isinstance(attention, CallRecord) or any(block.fields.keys() - _BLOCK for block in blocks):
+    if model is None or not isinstance(attention, CallRecord) or any(b.fields.keys() - _BLOCK for b in blocks):
         return None
     found = {**_placed(model, _SIZES), **_placed(attention, _ATTENTION)}
     if attention.fields.keys() - _PARTS or not found.keys() >= {"hidden_size", "vocab_size", "num_attention_heads"}:
