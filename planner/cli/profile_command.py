@@ -7,9 +7,9 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from planner.cli import options as o
+from planner.cli.options import Number, Word
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,26 +20,16 @@ if TYPE_CHECKING:
     from planner.specs.efficiency import Efficiency
 
 _log = logging.getLogger(__name__)
-_WHAT, _OUTPUT = "What is measured", "Output"
-DeviceName = Annotated[str | None, o.text(_WHAT, "--device", "cpu|cuda", "What computes. [cuda where torch sees one]")]
-Quick = Annotated[bool, o.text(_WHAT, "--quick", None, "A handful of tiny shapes: to try it out, not to plan with.")]
-Budget = Annotated[
-    float | None, o.text(_WHAT, "--budget", "S", "Seconds for all kernels together. [GPU: 360, CPU: 60]")
-]
-Output = Annotated[str, o.text(_OUTPUT, "--output -o", "FILE", "The profile; - is stdout. [profile.yaml]")]
-ForPlan = Annotated[str | None, o.text(_OUTPUT, "--plan", "FILE", "Price this plan with what was measured.")]
-Force = Annotated[bool, o.text(_OUTPUT, "--force", None, "Replace the file.")]
-Json = Annotated[bool, o.text(_OUTPUT, "--json", None, "Print the profile as JSON beside saving it.")]
 
 
 def profile_command(
-    device: DeviceName = None,
-    quick: Quick = False,
-    budget: Budget = None,
-    plan: ForPlan = None,
-    output: Output = "profile.yaml",
-    force: Force = False,
-    json: Json = False,
+    device: Word = None,
+    quick: bool = False,
+    budget: Number = None,
+    plan: Word = None,
+    output: str = "profile.yaml",
+    force: bool = False,
+    json: bool = False,
 ) -> None:
     """Measure this machine into a hardware profile that plan --hardware reads; eight minutes on a GPU.
 
@@ -150,7 +140,7 @@ def _render(profiled: Profiled, sure: str, output: str, plan: Plan | None = None
     from planner.report.pieces import bullets, headed, section
 
     hardware, efficiency = profiled.hardware, profiled.hardware.efficiency
-    table = headed(("", "rows", "median", "p90", "worst"), *"lrrrr")
+    table = headed(("", "rows", "median", "p90", "worst"), "lrrrr")
     for label, left in profiled.residuals:
         table.add_row(label, str(left.num_rows), f"{left.median:.1f}%", f"{left.p90:.1f}%", f"{left.worst:.1f}%")
     peak, gemm = hardware.peak_flops("bf16") or 0.0, efficiency.gemm

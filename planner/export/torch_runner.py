@@ -140,8 +140,8 @@ def export_torch(plan: Plan) -> TrainerFiles:
         program=f'-m {_RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
         requirements=(
-            Requirement("torch", "everything", "torch", "2.9", install_line("probe")),
-            Requirement("planner.probe.worker", "the runner", hint=install_line("probe")),
+            Requirement("torch", "everything", "torch", "2.9", install_line("probe", here=False)),
+            Requirement("planner.probe.worker", "the runner", hint=install_line("probe", here=False)),
         ),
         environment=node_environment(plan),
         comments=comments,

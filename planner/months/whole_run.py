@@ -18,8 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from planner.answer import SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
-from planner.answer.small import MOST_GPUS
+from planner.answer import MOST_GPUS, SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
 from planner.errors import SpecError
 from planner.months.closed_form import LEAST_RATE, Rhythm, best_interval_s, rhythm_of
 from planner.months.losses import SECONDS_PER_DAY, Fact, Losses, losses_of

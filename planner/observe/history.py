@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from planner import __version__
 from planner.answer import SIGMAS_TO_END, Plan
+from planner.distribution import __version__
 from planner.errors import PlannerError, SpecError
 from planner.files import write_text
 from planner.layout.confidence import hardware_width

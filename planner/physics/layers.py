@@ -19,6 +19,8 @@ from planner.physics.layer.blocks import (
     leave_half,
     leave_tp,
     norm,
+    per_layer_input,
+    square,
 )
 from planner.physics.layer.moe import mixture
 from planner.physics.layer.recurrent import gated_delta, kimi_delta, lightning, mamba1, mamba2, short_conv
@@ -58,6 +60,7 @@ MIXERS: dict[AttentionKind, tuple[Mixer, ...]] = {
     "kimi_delta": (kimi_delta,),
     "lightning": (lightning,),
     "conv": (short_conv,),
+    "linear": (lambda model, kind, shape, runtime: square(model, shape),),
     "none": (),
 }
 """The mixers of each kind of layer, which all read the same norm's output and are summed."""
@@ -87,20 +90,25 @@ def mlp_block(
     if kind.mlp == "none":
         return
     # the router keeps what experts take in as it is
-    is_dense = kind.mlp == "dense"
+    is_dense = kind.mlp != "moe"
     beside = model.parallel_residual if kind.attention != "none" else None
     if beside != "one_norm":
         yield from enter_half(
             "mlp", model, shape, runtime, output_is_cast=is_dense, module="mlp" if is_dense else "layernorm",
             saves_input=beside is None,
         )  # fmt: skip
-    if is_dense:
-        assert model.intermediate_size is not None
-        yield from dense_mlp(model, model.intermediate_size, shape, runtime, "mlp")
+    width = model.of_layer(kind).intermediate_size
+    if kind.mlp == "linear":
+        yield from square(model, shape)
+    elif is_dense:
+        assert width is not None
+        yield from dense_mlp(model, width, shape, runtime, "mlp")
     else:
         assert model.moe is not None
         yield from mixture(model, model.moe, shape, runtime, moe_imbalance)
     yield from leave_half("mlp", model, shape, runtime, terms=2 if beside is None else 3)
+    if model.per_layer_input_size is not None:
+        yield from per_layer_input(model, model.per_layer_input_size, shape, runtime)
 
 
 def decoder_layer(
@@ -108,8 +116,10 @@ def decoder_layer(
 ) -> tuple[Item, ...]:
     """The operators and exchanges of one decoder layer of `kind` on one rank, for one micro-batch."""
     replayed = runtime.graphed_modules if kind.mlp != "dense" else set(runtime.graphed_modules) & {"attn", "mlp"}
+    vectors = model.of_layer(kind).vector_parameters
     return (
         *((_graph_buffers(model, shape),) if replayed else ()),
+        *((Operator(name="vectors", kind="elementwise", parameters=vectors),) if vectors else ()),
         *mixer_block(model, kind, shape, runtime),
         *mlp_block(model, kind, shape, runtime, moe_imbalance),
     )
@@ -166,7 +176,25 @@ def embedding(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Ite
         if model.embedding_norm
         else ()
     )
-    return (*leave_tp(lookup, hidden_bytes, shape), *extra)
+    return (*leave_tp(lookup, hidden_bytes, shape), *extra, *_layer_embeddings(model, shape, runtime))
+
+
+def _layer_embeddings(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Item, ...]:
+    """Embeddings that layers have of their own, and the product of the common one that is added to them (Gemma 4 E)."""
+    if model.per_layer_input_size is None:
+        return ()
+    width, tokens = model.per_layer_input_size * len(model.layers), shape.shard_tokens
+    rows = (model.per_layer_vocab_size or model.vocab_size) / shape.tp
+    kept, moved = (Saved("layer inputs", (tokens, width)),), BF16 * tokens * width
+    product = Operator(
+        name="layer inputs", kind="gemm", m=tokens, n=width, k=model.hidden_size, parameters=width * model.hidden_size
+    )
+    lookup = Operator(
+        name="layer embeddings", kind="elementwise", family="embedding", forward_bytes=2 * moved,
+        backward_bytes=2 * moved, forward_kernels=2, backward_kernels=3, parameters=rows * width, saved=kept,
+    )  # fmt: skip
+    normed = norm("layer inputs norm", width, tokens, model, runtime, saves_output=False)
+    return product, lookup, replace(normed, parameters=model.per_layer_input_size)
 
 
 def vision_tower(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, ...]:

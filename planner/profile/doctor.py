@@ -24,8 +24,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import planner
-from planner.distribution import DISTRIBUTION, install_line
+from planner.distribution import DISTRIBUTION, __version__, install_line
 from planner.observe.history_place import default_folder
 from planner.probe.verdict.evidence import is_named
 from planner.search.ilp.solver import SolverName, solver_trouble
@@ -40,7 +39,7 @@ TOOL_S = 20.0
 Kind = Literal["wheel", "editable", "source tree"]
 """Ways in which the planner may have come here."""
 Trouble = Literal["", "missing", "too old", "too new"]
-EXTRAS = {"plot": "plan report and --plot", "probe": "plan probe and plan profile", "serve": "plan serve"}
+EXTRAS = {"plot": "--plot", "probe": "plan probe and plan profile", "serve": "plan serve"}
 """The extras that commands need; all other commands run without any."""
 SOLVERS: dict[SolverName, bool] = {"HiGHS": True, "CBC": False}
 """Solvers, and if plans need them: CBC only checks what HiGHS proves."""
@@ -168,7 +167,7 @@ def _amd(printed: str) -> Iterator[Gpu]:
             yield Gpu(name=name, memory_gib=int(num_bytes) / GIB if num_bytes.isdigit() else None)
 
 
-PACKAGE = Path(planner.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 _NEED = re.compile(r"([A-Za-z0-9_.-]+)\s*([^;]*?)\s*(?:;(?:.*extra\s*==\s*[\"'](\w+)[\"'])?.*)?")
 _TORCH_FACT = re.compile(r"^(cuda|hip)\b[^=]*= *'([^']+)'", re.MULTILINE)
 
@@ -250,7 +249,7 @@ def examine(default_hardware: str) -> Findings:
     history, num_runs = _history()
     temp, temp_trouble = _temp()
     findings = Findings(
-        version=f"{DISTRIBUTION} {planner.__version__}",
+        version=f"{DISTRIBUTION} {__version__}",
         python=f"{platform.python_implementation()} {platform.python_version()}",
         system=f"{platform.system()} {platform.release()} {platform.machine()}, {libc}".strip(", "),
         kind=kind,

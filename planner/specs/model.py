@@ -16,6 +16,7 @@ from planner.specs.model_parts import (
     AttentionKind,
     CompressedAttentionSpec,
     IndexerSpec,
+    LayerSizesSpec,
     LinearAttentionSpec,
     MambaSpec,
     MLASpec,
@@ -23,7 +24,6 @@ from planner.specs.model_parts import (
     MoESpec,
     RopeScalingSpec,
     ScoringFunction,
-    SlidingHeadsSpec,
     TrainingDefaults,
 )
 from planner.specs.traced import TracedSpec
@@ -34,11 +34,13 @@ class LayerKind(NamedTuple):
 
     attention: AttentionKind
     mlp: MlpKind
+    sizes: int = 0
+    """Number of the layer's sizes among those that layers have, from 1 on; 0 for those of the model."""
 
     def __str__(self) -> str:
-        if self.mlp == "none":
-            return self.attention
-        return self.mlp if self.attention in ("full", "none") else f"{self.mlp}-{self.attention}"
+        both = f"{self.mlp}-{self.attention}"
+        name = self.attention if self.mlp == "none" else self.mlp if self.attention in ("full", "none") else both
+        return f"{name} {self.sizes}" if self.sizes else name
 
 
 _MOE_FIELDS = frozenset(MoESpec.model_fields)
@@ -89,6 +91,8 @@ class ModelSpec(Spec):
     """Number under the root of a norm (rms_norm_eps, layer_norm_eps); given none, 1e-5."""
     zero_centered_norm: bool = False
     """Norms multiply by 1 + weight (Gemma, Qwen3-Next)."""
+    norm_in_fp32: bool | None = None
+    """Weights of norms multiply in fp32 before the cast back (OLMo 2); given none, as `zero_centered_norm`."""
     bias: bool = False
     """Every linear layer of the block has a bias (and so has LayerNorm), unless a field below says otherwise."""
     norm_bias: bool | None = None
@@ -101,9 +105,9 @@ class ModelSpec(Spec):
     """The head has a bias (Phi, GPT-J)."""
     qk_norm: bool = False
     """Norms on queries and keys (Qwen3, Gemma 3)."""
-    qk_norm_over: Literal["head_dim", "per_head", "hidden"] = "head_dim"
+    qk_norm_over: Literal["head_dim", "per_head", "hidden", "plain"] = "head_dim"
     """Extent of such a norm: a head, with one weight for all heads; a head, with a weight for each; all heads at once
-    (OLMo 2)."""
+    (OLMo 2); a head, without weights."""
     pre_norms: bool = True
     """A norm before attention and before the MLP; false where the norms are after them alone (OLMo 2, EXAONE 4)."""
     post_norms: bool = False
@@ -123,8 +127,20 @@ class ModelSpec(Spec):
     """Width of a value head (MiMo-V2); given none, head_dim. Latent attention has its own."""
     values_are_keys: bool = False
     """Values are the keys before their norm and rotation: there is no projection of values (Gemma 4)."""
-    sliding_heads: SlidingHeadsSpec | None = None
+    sliding_heads: LayerSizesSpec | None = None
     """Heads of the sliding layers where they differ from those of the others; null where they do not."""
+    layer_sizes: tuple[LayerSizesSpec, ...] | None = Field(default=None, repr=False)
+    """Sizes of each layer where they differ from the model's, `{}` where they do not; a shorter list repeats."""
+    shares_keys: bool = False
+    """Keys and values are an earlier layer's; said of layers by `layer_sizes`."""
+    per_layer_input_size: PositiveInt | None = Field(default=None, le=10**5)
+    """Width of an embedding that each layer has of its own (Gemma 4 E); null for none."""
+    per_layer_vocab_size: PositiveInt | None = Field(default=None, le=10**8)
+    """Tokens of it; given none, vocab_size."""
+    vector_parameters: NonNegativeInt = Field(default=0, le=10**9)
+    """Parameters of a layer that no other field counts: vectors that scale, gate or are added, in no time."""
+    other_parameters: NonNegativeInt = Field(default=0, le=10**12)
+    """Parameters beside layers, embedding and head that no other field counts."""
     attention_multiplier: PositiveFloat | None = None
     """Scale of the attention logits; given none, 1 / √(width of a query head)."""
     attn_logit_softcapping: PositiveFloat | None = None
@@ -135,6 +151,8 @@ class ModelSpec(Spec):
     """The attention's output is multiplied by a sigmoid of a projection as wide as the queries (Qwen3-Next)."""
     embedding_multiplier: PositiveFloat = 1.0
     """Factor on the embedding (Granite; √hidden_size in Gemma)."""
+    residual_dropout: bool = False
+    """Transformers drops out what attention and MLP add to the residual stream (Seed-OSS)."""
     residual_multiplier: PositiveFloat = 1.0
     """Factor on what attention and the MLP add to the residual stream (Granite)."""
     logits_scaling: PositiveFloat = 1.0
@@ -177,6 +195,8 @@ class ModelSpec(Spec):
     """Streams of the residual that hyper-connections mix (DeepSeek-V4: hc_mult); 1 for a plain sum."""
     mixes_streams: bool = True
     """A map of n × n weights mixes the streams; false where halves of layers alone add to them (Hunyuan 4)."""
+    weighs_streams: bool = True
+    """The head reads streams by weights of their own; false where it reads their mean (GLM-5 Next)."""
     attn_res_block_size: PositiveInt | None = None
     """Layers between snapshots of the residual, to all of which every half layer attends (Kimi-K3); null for none."""
     mamba: MambaSpec | None = None
@@ -242,13 +262,14 @@ class ModelSpec(Spec):
         self._check_patterns()
         if not (self.pre_norms or self.post_norms):
             raise ValueError("pre_norms and post_norms: both false, a layer needs norms before or after its halves")
-        if self.intermediate_size is None and any(kind.mlp == "dense" for kind in self.layers):
+        if any(kind.mlp == "dense" and self.of_layer(kind).intermediate_size is None for kind in self.kinds):
             raise ValueError("intermediate_size is missing and the model has dense layers")
         return self
 
     def _check_patterns(self) -> None:
         """Each list of layers has an entry, none is stated twice, and what its entries need is there."""
-        for name, listed in (("layer_types", self.layer_types), ("mlp_layer_types", self.mlp_layer_types)):
+        for name in ("layer_types", "mlp_layer_types", "layer_sizes"):
+            listed = getattr(self, name)
             if listed is not None and not 0 < len(listed) <= self.num_hidden_layers:
                 raise ValueError(f"{name}: {len(listed)} entries for {self.num_hidden_layers} layers")
         if self.layer_types is not None and self.sliding_window_pattern is not None:
@@ -261,7 +282,7 @@ class ModelSpec(Spec):
         for kind, name in NEEDS.items():
             if kind in kinds and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing and layer_types has {kind} layers")
-        if ("none", "none") in self.kinds:
+        if any(kind[:2] == ("none", "none") for kind in self.kinds):
             raise ValueError("layer_types and mlp_layer_types: a layer is none in both, it does nothing")
         if self.moe is None and any(kind.mlp == "moe" for kind in self.kinds):
             raise ValueError("moe is missing and mlp_layer_types has moe layers")
@@ -269,7 +290,7 @@ class ModelSpec(Spec):
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
         """The kind of each decoder layer, first to last."""
-        return tuple(LayerKind(self._attention(i), self._mlp(i)) for i in range(self.num_hidden_layers))
+        return tuple(LayerKind(self._attention(i), self._mlp(i), self._sizes(i)) for i in range(self.num_hidden_layers))
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -287,20 +308,40 @@ class ModelSpec(Spec):
         return frozenset(kind.attention for kind in self.kinds) - {"full", "sliding", "chunked", "none"} - SPARSE
 
     def of_layer(self, kind: LayerKind) -> ModelSpec:
-        """The model with the heads that attention has on layers of `kind`."""
-        has_own = kind.attention == "sliding" and self.sliding_heads is not None
-        return self._with_sliding_heads if has_own else self
+        """The model with the sizes that layers of `kind` have."""
+        return self._of_kinds.get((kind.attention == "sliding", kind.sizes), self)
 
     @cached_property
-    def _with_sliding_heads(self) -> ModelSpec:
+    def _of_kinds(self) -> dict[tuple[bool, int], ModelSpec]:
         # never the model itself: two equal ones that hold themselves could not be compared
-        heads = {} if self.sliding_heads is None else self.sliding_heads.model_dump(exclude_none=True)
-        return self.model_copy(update=heads)
+        none = LayerSizesSpec()
+        own = {
+            (slides, number): [
+                one for one in (self.sliding_heads if slides else None, sizes) if one not in (None, none)
+            ]
+            for slides in (False, True)
+            for number, sizes in enumerate((none, *self._distinct_sizes))
+        }
+        return {
+            key: self.model_copy(update={name: value for one in parts for name, value in one if value is not None})
+            for key, parts in own.items()
+            if parts
+        }
+
+    @cached_property
+    def _distinct_sizes(self) -> tuple[LayerSizesSpec, ...]:
+        return tuple(dict.fromkeys(sizes for sizes in self.layer_sizes or () if sizes != LayerSizesSpec()))
+
+    def _sizes(self, layer: int) -> int:
+        if not self.layer_sizes:
+            return 0
+        sizes = self.layer_sizes[layer % len(self.layer_sizes)]
+        return self._distinct_sizes.index(sizes) + 1 if sizes in self._distinct_sizes else 0
 
     @property
     def num_other_parameters(self) -> int:
-        """Parameters of a traced module beside its layers, embedding and head."""
-        return 0 if self.traced is None else self.traced.other_parameters
+        """Parameters beside layers, embedding and head."""
+        return self.other_parameters + (0 if self.traced is None else self.traced.other_parameters)
 
     @property
     def residual_size(self) -> float:

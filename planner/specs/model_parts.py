@@ -39,8 +39,9 @@ class OptimizerDefaults(Spec):
     """Source of these numbers; the others are defaults."""
 
 
-class SlidingHeadsSpec(Spec):
-    """Heads of the sliding layers, as far as they differ from those of the other layers (Gemma 4, MiMo-V2)."""
+class LayerSizesSpec(Spec):
+    """Sizes of some layers, as far as they differ from the model's: heads of sliding layers (Gemma 4, MiMo-V2),
+    those of any layer (Nemotron-NAS)."""
 
     num_attention_heads: PositiveInt | None = None
     """Query heads."""
@@ -54,6 +55,14 @@ class SlidingHeadsSpec(Spec):
     """One learned sink logit per query head."""
     values_are_keys: bool | None = None
     """Values are the keys before their norm and rotation: there is no projection of values."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the dense MLP."""
+    shares_keys: bool | None = None
+    """Keys and values are an earlier layer's: there is no projection to them (Gemma 4 E)."""
+    mla: MLASpec | None = None
+    """Latent attention."""
+    vector_parameters: NonNegativeInt | None = None
+    """Parameters of a layer that are vectors."""
 
 
 class MambaSpec(Spec):
@@ -160,13 +169,13 @@ class IndexerSpec(Spec):
 
 AttentionKind = Literal[
     "full", "sliding", "chunked", "indexed", "sparse", "compressed_sparse", "heavily_compressed",
-    "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta", "lightning", "conv", "none",
+    "mamba", "mamba2", "full_mamba2", "gated_delta", "kimi_delta", "lightning", "conv", "linear", "none",
     "traced0", "traced1", "traced2", "traced3", "traced4", "traced5", "traced6", "traced7",
 ]  # fmt: skip
 """Ways to mix tokens. `indexed` layers choose the keys that they attend to, `sparse` ones take an earlier layer's
-choice; `full_mamba2` layers attend and scan side by side;
+choice; `full_mamba2` layers attend and scan side by side, `linear` ones have one square matrix in attention's place;
 `traced` ones are lists of operators of a user's own module."""
-MlpKind = Literal["dense", "moe", "none"]
+MlpKind = Literal["dense", "moe", "linear", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu", "situ"]
 
 NEEDS: dict[AttentionKind, str] = {
@@ -206,6 +215,8 @@ class MoESpec(Spec):
     there is one and the experts have no biases."""
     bias_update_rate: NonNegativeFloat | None = None
     """Step by which a balancing bias moves; given none, the trainer's."""
+    router_in_fp32: bool | None = None
+    """Transformers computes the router's logits in fp32. Given none: it does so where a bias balances."""
     scoring_func: ScoringFunction | None = None
     """Function that turns router logits into scores. Given none: sigmoid under a balancing bias, else softmax."""
     norm_topk_prob: bool = True
@@ -259,7 +270,7 @@ class MLASpec(Spec):
     """Rank of the latents that keys and values share."""
     qk_nope_head_dim: PositiveInt
     """Width of a query or key head without rotary positions."""
-    qk_rope_head_dim: PositiveInt
+    qk_rope_head_dim: NonNegativeInt
     """Width of its rotated part."""
     v_head_dim: PositiveInt
     """Width of a value head."""

@@ -58,3 +58,5 @@ class TracedSpec(Spec):
     """Parameters beside the layers, the embedding and the head."""
     is_split: bool = False
     """A plan of sharding was given, so that tensor parallelism can split the layers."""
+    is_looped: bool = False
+    """Some layers run more than once, one after all others: they stand on one pipeline stage."""

@@ -43,8 +43,10 @@ def trace(source: str, name: str, shards: Mapping[str, str] | None = None) -> Mo
         raise SpecError(
             f"{source}: has no nn.Embedding, whose width is that of the layers", "embed tokens in the module"
         )
-    rows = [_row([told[str(length)]["rows"][i] for length in LENGTHS], styles) for i in range(len(first["rows"]))]
-    lists = [_merged([row for number, row in rows if number == layer]) for layer in range(first["num_layers"])]
+    rows = _within(
+        [_row([told[str(length)]["rows"][i] for length in LENGTHS], styles) for i in range(len(first["rows"]))], first
+    )
+    lists = [_merged([row for number, row in rows if number == layer]) for layer in first["layers"]]
     lists = _alike([_settled(operators, styles) for operators in lists])
     kinds = list(dict.fromkeys(lists))
     if len(kinds) > MOST_KINDS:
@@ -125,6 +127,17 @@ def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[
     return one["layer"], operator
 
 
+def _within(rows: list[tuple[int, TracedOperator]], told: Mapping[str, Any]) -> list[tuple[int, TracedOperator]]:
+    """The operations with products by weights between layers among those of the next; the head's stay outside."""
+    settled = list[tuple[int, TracedOperator]]()
+    following, is_behind = told["layers"][-1], True
+    for layer, one in reversed(rows):
+        following, is_behind = (layer, False) if layer >= 0 else (following, is_behind)
+        is_head = is_behind and one.n[0] == told["vocab_size"]
+        settled.append((following if layer < 0 and one.weight and not is_head else layer, one))
+    return settled[::-1]
+
+
 def _local(module: str) -> str:
     """A module's name inside of its layer: behind the number."""
     parts = module.split(".")
@@ -195,13 +208,14 @@ def _model(
     ends = vocab * hidden * (1 if told["is_tied"] else 2) + hidden * (2 if told["norm_bias"] else 1)
     own = sum(one.parameters for operators in lists for one in operators)
     return {
-        "name": name, "source": f"plan models trace {source}", "num_hidden_layers": told["num_layers"],
+        "name": name, "source": f"plan models trace {source}", "num_hidden_layers": len(lists),
         "hidden_size": hidden, "num_attention_heads": heads, "head_dim": max(hidden // heads, 1), "vocab_size": vocab,
         "tie_word_embeddings": told["is_tied"], "position_embedding": "none", "bias": told["norm_bias"],
         "norm": "layernorm" if told["norm_bias"] else "rmsnorm",
         "layer_types": [f"traced{kinds.index(operators)}" for operators in lists], "mlp_layer_types": ["none"],
         "traced": {
             "source": f"{source}, torch {metadata.version('torch')}", "is_split": is_split,
+            "is_looped": told["is_looped"],
             "layers": [[one.model_dump(exclude_defaults=True) for one in operators] for operators in kinds],
             "other_parameters": max(told["num_parameters"] - ends - own, 0),
         },

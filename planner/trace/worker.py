@@ -63,6 +63,19 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0]), None if ctx.weight is None else torch.empty_like(ctx.weight)
 
 
+class FusedDropout(torch.autograd.Function):
+    """Stands for torch's dropout kernel: it keeps a mask of a byte for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any) -> Any:
+        ctx.save_for_backward(torch.empty_like(rows, dtype=torch.bool))
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return torch.empty_like(gradients[0])
+
+
 class Fused(TorchFunctionMode):
     """Puts kernels that torch fuses on a GPU in the place of what they are made of on meta tensors."""
 
@@ -80,6 +93,15 @@ class Fused(TorchFunctionMode):
             self.record.add(
                 "norm", "elementwise", bytes=2 * _bytes(rows), parameters=self.record.new(weight), kernels=1
             )
+            return output
+        if func is nn.functional.dropout:
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            rows = given["input"]
+            if not given.get("p", 0.5) or not given.get("training", True):
+                return rows
+            with self.record.hidden():
+                output = FusedDropout.apply(rows)  # type: ignore[no-untyped-call]
+            self.record.add("dropout", "elementwise", bytes=2.5 * _bytes(rows), parameters=0, kernels=1)
             return output
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
@@ -117,6 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.layer = -1
         self.path = [""]
         self._is_hidden = False
+        self.entered: list[int] = []
         self.weights = {_storage(one): one.numel() for one in module.parameters()}
         self.met: set[int] = set()
         self.saved: list[weakref.ref[HeldTensor]] = []
@@ -130,6 +153,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.path.append(name)
             if number is not None:
                 self.layer = number
+                self.entered.append(number)
 
         return hook
 
@@ -262,12 +286,28 @@ def _of_transformers(folder: str) -> nn.Module:
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the children of the list of modules that holds most parameters."""
-    lists = [one for one in module.modules() if isinstance(one, (nn.ModuleList, nn.Sequential)) and len(one) > 1]
-    sizes = [sum(weight.numel() for weight in one.parameters()) for one in lists]
-    if not lists or 2 * max(sizes) < sum(weight.numel() for weight in module.parameters()) / 8:
+    """The repeated blocks: children of the list of modules that holds most parameters, and of others like it.
+
+    Others lie beside it, not inside of it or around it, and their blocks have at least a tenth of its blocks' size.
+    """
+    sizes = {
+        one: sum(weight.numel() for weight in one.parameters())
+        for one in module.modules()
+        if isinstance(one, (nn.ModuleList, nn.Sequential)) and len(one) > 1
+    }
+    largest = max(sizes, key=lambda one: sizes[one], default=None)
+    if largest is None or 2 * sizes[largest] < sum(weight.numel() for weight in module.parameters()) / 8:
         return [module]
-    return list(lists[sizes.index(max(sizes))])
+    inside, each = set(largest.modules()), sizes[largest] / len(largest)
+
+    def is_like(other: nn.ModuleList | nn.Sequential) -> bool:
+        blocks = list(other.children())
+        apart = isinstance(other, nn.ModuleList) and other not in inside and largest not in set(other.modules())
+        return apart and all(any(block.children()) for block in blocks) and sizes[other] / len(blocks) > each / 10
+
+    beside = [one for one in sizes if one is largest or is_like(one)]
+    nested = {inner for one in beside for inner in one.modules() if inner is not one}
+    return [block for one in beside if one not in nested for block in one.children()]
 
 
 def traced(source: str, length: int) -> dict[str, Any]:
@@ -289,7 +329,9 @@ def traced(source: str, length: int) -> dict[str, Any]:
     head = next((one for one in heads if table is not None and one.out_features == table.num_embeddings), None)
     return {
         "rows": record.rows,
-        "num_layers": len(layers),
+        # those that ran, in their order
+        "layers": list(dict.fromkeys(record.entered)) or [0],
+        "is_looped": len(record.entered) > len(set(record.entered)),
         "num_parameters": sum(weight.numel() for weight in module.parameters()),
         "vocab_size": None if table is None else table.num_embeddings,
         "hidden_size": None if table is None else table.embedding_dim,

@@ -99,6 +99,8 @@ class Kernels(Group):
     permute_factor: Rate = 1.0
     """Seconds of the permutations of tokens to rows of experts and back over those of fused kernels: above 1 where
     gathers and atomic additions of torch move the rows."""
+    runs_transformers: bool = False
+    """Layers are transformers' own code, whose routers may cast to fp32 and whose layers may drop out."""
     weights_expert_outputs: bool = False
     """Rows are weighted when they are back from the experts, and kept for the router's gradient; without: the experts
     weight them."""

@@ -12,6 +12,7 @@ import yaml
 from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.export import bundle_of, export
+from planner.export.huggingface.trl_files import attention_name
 from planner.export.import_run import read, read_configuration
 from planner.export.refusal import Inexpressible
 from planner.export.targets import TRAINERS
@@ -59,6 +60,14 @@ def test_other_targets_refuse_adapters(target: str, bits: int) -> None:
     assert [
         warning for warning in plan.warnings if "plan export refuses this model" in warning and "adapters" in warning
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("8b", "sdpa"), ("gemma-2-2b", "flash_attention_2"), ("gpt-oss-20b", "kernels-community/vllm-flash-attn3")],
+)
+def test_attention_is_one_that_takes_the_models_caps_and_sinks(name: str, attention: str) -> None:
+    assert attention_name(load_runtime("hf"), load_model(name)) == attention
 
 
 def test_the_hint_of_a_refusal_works() -> None:

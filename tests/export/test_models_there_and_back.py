@@ -56,7 +56,9 @@ def meaning(model: ModelSpec) -> dict[str, Any]:
     if said.moe and said.moe.num_experts_per_tok == 1:
         fields["moe"]["norm_topk_prob"] = False
     if fields["moe"]:
-        fields["moe"] = {k: v for k, v in fields["moe"].items() if k not in ("first_k_dense_replace", "moe_layer_freq")}
+        # which layers have experts is a list of its own; how transformers computes a router is no trainer's
+        others = ("first_k_dense_replace", "moe_layer_freq", "router_in_fp32")
+        fields["moe"] = {k: v for k, v in fields["moe"].items() if k not in others}
     return fields
 
 

@@ -41,6 +41,28 @@ def test_parameters_equal_the_published_ones_whatever_the_trainer(name: str, tot
     assert model_totals(load_model(name), load_runtime(runtime), 4096).num_parameters == total
 
 
+@pytest.mark.parametrize(
+    ("own", "more"),
+    [
+        # 8 heads of 8 over a hidden size of 64: no keys and values, a narrower MLP, one matrix for attention
+        ({"layer_sizes": ({}, {"shares_keys": True})}, {"parameters": -2 * 64 * 64, "forward_flops": -2 * 2 * 64 * 64}),
+        ({"layer_sizes": ({}, {"intermediate_size": 96})}, {"parameters": -3 * 32 * 64}),
+        ({"layer_types": ("full", "linear")}, {"parameters": -3 * 64 * 64}),
+        ({"per_layer_input_size": 8}, {"parameters": 2 * 64 * 8 + 64, "forward_flops": 2 * 2 * 64 * 8}),
+    ],
+)
+def test_a_layer_has_sizes_of_its_own(own: dict[str, object], more: dict[str, float]) -> None:
+    base: dict[str, object] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+    plain, model = (ModelSpec(name="tiny", num_attention_heads=8, **base, **one) for one in ({}, own))  # type: ignore[arg-type]
+    tokens = Shape(seq_length=1)
+    for quantity, difference in more.items():
+        found, was = (
+            sum(float(getattr(op, quantity)) for op in operators_of(decoder_layer(one, one.layers[-1], tokens, TORCH)))
+            for one in (model, plain)
+        )
+        assert found - was == difference
+
+
 @pytest.mark.parametrize("name", model_names())
 def test_layers_of_a_shipped_model_add_up_to_its_total(name: str) -> None:
     model = load_model(name)

@@ -106,6 +106,24 @@ def unfused() -> nn.Module:
     return model
 
 
+class Looped(Odd):
+    """Two blocks, and two others that run three times each."""
+
+    def __init__(self) -> None:
+        super().__init__([Block(Attention(4), Feed()) for _ in range(2)])
+        self.first = nn.ModuleList(Block(GatedConv(), Feed()) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in (*self.first, *self.blocks, *self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def looped() -> nn.Module:
+    return Looped()
+
+
 class Waits(nn.Module):
     """Its shapes depend on the data."""
 

@@ -33,7 +33,11 @@ CLOSED = {
     ),
     "experts": (
         L * (2 * H + ATTENTION + 8 * H + 8 * 4 * H * H) + H * H,
-        [2 * (ATTENTION + 8 * H + 4 * H * H) + 2 * H * S],
+        [2 * (ATTENTION + 8 * H + 5 * H * H) + 2 * H * S, 2 * (ATTENTION + 8 * H + 4 * H * H) + 2 * H * S],
+    ),
+    "looped": (
+        4 * (2 * H + FEED) + 2 * ATTENTION + 2 * (CONV + 5 * H),
+        [2 * (CONV + FEED), 3 * (2 * (ATTENTION + FEED) + 2 * H * S)],
     ),
     "unfused": (L * (2 * H + ATTENTION + FEED), [2 * (ATTENTION + FEED) + 4 * H * S]),
 }
@@ -110,6 +114,9 @@ def test_three_lengths_say_a_polynomial() -> None:
 GQA = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8}
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 4,
          "head_dim": 64}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 512, "num_experts_per_tok": 4}
+LATENT = {"q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+          "num_key_value_heads": 16, "head_dim": 32}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -119,7 +126,11 @@ SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 
         ("llama", GQA, 94_280),
         ("gemma", GQA | {"head_dim": 128}, 102_480),
         ("gpt_neox", {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}, 61_520),
-        ("qwen3_moe", SMALL | {"moe_intermediate_size": 512, "num_experts_per_tok": 4, "num_experts": 16}, 62_300),
+        ("qwen3_moe", SMALL | EXPERTS | {"num_experts": 16}, 62_300),
+        ("olmo2", GQA, 127_056),
+        ("seed_oss", GQA | {"head_dim": 128}, 98_376),
+        ("glm4_moe", SMALL | EXPERTS | {"first_k_dense_replace": 1, "n_routed_experts": 16}, 62_764),
+        ("deepseek_v3", SMALL | EXPERTS | LATENT | {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}, 75_060),
         ("mixtral", SMALL | {"num_local_experts": 8, "num_experts_per_tok": 2}, 79_030),
     ],
 )

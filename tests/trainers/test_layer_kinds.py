@@ -42,6 +42,8 @@ def model_of(kind: str, **fields: Any) -> ModelSpec:
         (model_of("gated_delta", linear_attention=DELTA), {"tp": 4}, "linear_attention.num_key_heads 2"),
         (model_of("mamba2", mamba=MAMBA), {"cp": 2}, "cp 2 splits sequences, and layers of mamba2"),
         (model_of("conv", short_conv_kernel=3), {"cp": 4}, "layers of conv"),
+        (model_of("full", per_layer_input_size=8), {"pp": 2}, "pp 2: layers run again, or read"),
+        (model_of("full", layer_sizes=({}, {"intermediate_size": 36})), {"tp": 8}, "layer_sizes[1].intermediate"),
     ],
 )  # fmt: skip
 def test_a_layout_that_cuts_a_state_is_refused(model: ModelSpec, sizes: dict[str, int], words: str) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from planner import __version__
+from planner.distribution import __version__
 from planner.errors import ProbeError, SpecError
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult

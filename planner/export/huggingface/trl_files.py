@@ -155,11 +155,14 @@ def optimizer_name(recipe: dict[str, Value]) -> str | None:
     return OPTIMIZERS.get(str(recipe.get("optimizer", "adamw")))
 
 
-def attention_name(runtime: RuntimeSpec) -> str:
-    """The value of `attn_implementation` for a runtime's attention."""
+def attention_name(runtime: RuntimeSpec, model: ModelSpec) -> str:
+    """The value of `attn_implementation` for a runtime's attention; torch's own takes no soft caps and no sinks."""
     if not runtime.flash_attention:
         return "eager"
-    return _ATTENTION.get(runtime.attention_kernel, "sdpa")
+    if model.attention_sinks:
+        return "kernels-community/vllm-flash-attn3"
+    plain = "sdpa" if model.attn_logit_softcapping is None else "flash_attention_2"
+    return _ATTENTION.get(runtime.attention_kernel, plain)
 
 
 def training_arguments(plan: Plan) -> dict[str, Any]:
@@ -185,7 +188,7 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
         liger=bool(recipe.get("liger")),
         offloads_activations=runtime.offloaded_layers > 0,
         dtype="float32" if runtime.weight_bytes == 4 and training.adapters is None else "bfloat16",
-        attention=attention_name(runtime),
+        attention=attention_name(runtime, plan.model.spec),
         unused=False if sharding_of(plan) == "ddp" else None,
     )
 

@@ -87,8 +87,9 @@ def attention(model: ModelSpec, kind: LayerKind, shape: Shape, runtime: RuntimeS
         yield from _qkv(model, shape, runtime)
     else:
         yield from latent_qkv(model, model.mla, shape, runtime)
-        if model.attn_output_gate:
-            gates = model.num_attention_heads * model.mla.v_head_dim / shape.tp
+        if model.attn_output_gate or model.attn_head_gate:
+            per_head = model.mla.v_head_dim if model.attn_output_gate else 1
+            gates = model.num_attention_heads * per_head / shape.tp
             product = Operator(
                 name="output gate", kind="gemm", m=shape.tokens, n=gates, k=model.hidden_size,
                 parameters=gates * model.hidden_size,
@@ -142,7 +143,7 @@ def _value_dim(model: ModelSpec) -> int:
 def _columns(model: ModelSpec, heads: Number, kv_heads: Number) -> Number:
     """Columns of the projection to so many heads of queries, their gates, keys and values."""
     values = 0 if model.values_are_keys else _value_dim(model)
-    return _query_columns(model, heads) + kv_heads * (model.head_dim + values)
+    return _query_columns(model, heads) + kv_heads * (model.head_dim + values) * (not model.shares_keys)
 
 
 def _query_columns(model: ModelSpec, heads: Number) -> Number:
@@ -160,7 +161,7 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     width = _qkv_width(model, shape)
     # beyond one key-value head a rank Megatron cuts the projection further, and gathers what it gives
     cut = _columns(model, heads, model.num_key_value_heads / shape.tp)
-    rotates = model.position_embedding == "rope"
+    rotates, own_keys = model.position_embedding == "rope", kv_heads * (not model.shares_keys)
     # eager: q and k are copies after rotation, and v is a view that keeps the whole buffer; else q, k, v are kept once
     keeps_buffer = rotates and not runtime.fused_rotary
     parts = [("qkv", width, False)] if runtime.fused_projections else _three(model, heads, kv_heads)
@@ -185,10 +186,11 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
     if model.query_rank is not None:
         yield from _queries_up(model, model.query_rank, heads, shape, runtime)
     if model.qk_norm:
-        rows, row = shape.tokens * (heads + kv_heads), model.head_dim
+        rows, row = shape.tokens * (heads + own_keys), model.head_dim
         # eager: its input is a view of the buffer, and rotation, which reads its output, keeps nothing
         normed = norm("qk norm", row, rows, model, runtime, saves_output=False, saves_input=not keeps_buffer)
-        weights = 2 if model.qk_norm_over == "head_dim" else heads + kv_heads
+        over = {"head_dim": 2 - model.shares_keys, "plain": 0}
+        weights = over.get(model.qk_norm_over, heads + own_keys)
         if model.qk_norm_over == "hidden":
             # one row of statistics for all heads of queries, one for those of keys
             statistics, *others = normed.saved
@@ -196,9 +198,9 @@ def _qkv(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]
             normed = replace(normed, saved=(statistics, *others))
         yield _with_parameters(normed, weights * model.head_dim * model.norm_weight)
     if rotates:
-        width = (heads + kv_heads) * model.head_dim
+        width = (heads + own_keys) * model.head_dim
         operator = rotary(width, shape.tokens, runtime, ("op",), model.scales_rotation)
-        turned = (("rotated q", heads), ("rotated k", kv_heads))
+        turned = (("rotated q", heads), ("rotated k", own_keys))
         rotated = [Saved(name, (shape.tokens, number, model.head_dim)) for name, number in turned]
         yield _with_saved(operator, *rotated) if keeps_buffer else operator
 
@@ -216,7 +218,13 @@ def _queries_up(model: ModelSpec, rank: int, heads: Number, shape: Shape, runtim
 def _three(model: ModelSpec, heads: Number, kv_heads: Number) -> list[tuple[str, Number, bool]]:
     """The three projections: name, columns, and whether recomputing every other product (`op`) recomputes it."""
     parts = [("q", _query_columns(model, heads), False), ("k", kv_heads * model.head_dim, True)]
-    return parts if model.values_are_keys else [*parts, ("v", kv_heads * _value_dim(model), False)]
+    return (
+        parts[:1]
+        if model.shares_keys
+        else parts
+        if model.values_are_keys
+        else [*parts, ("v", kv_heads * _value_dim(model), False)]
+    )
 
 
 def _with_parameters(operator: Operator, parameters: Number) -> Operator:

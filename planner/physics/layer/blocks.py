@@ -145,10 +145,9 @@ def norm(
     passes, kernels = (1, 1) if runtime.fused_norm else (9, 6)
     saved = [Saved("statistics", (2 if model.norm == "layernorm" else 1, tokens), dtype="fp32")]
     if runtime.copies_norm_input and not runtime.fused_norm and model.norm == "rmsnorm":
-        # the input in fp32, and the normalized rows before their weight, which 1 + weight multiplies in fp32
-        rows = Saved(
-            "normalized", (tokens, width), for_weight=True, dtype="fp32" if model.zero_centered_norm else "bf16"
-        )
+        # the input in fp32, and the normalized rows before their weight
+        wide = model.zero_centered_norm if model.norm_in_fp32 is None else model.norm_in_fp32
+        rows = Saved("normalized", (tokens, width), for_weight=True, dtype="fp32" if wide else "bf16")
         saved += [Saved("input", (tokens, width), dtype="fp32"), rows]
     elif saves_input:
         saved.append(Saved("input", (tokens, width)))
@@ -199,7 +198,8 @@ def leave_half(
     if model.num_residual_streams > 1:
         yield spread_streams(name, model, shape, runtime)
     elif adds:
-        yield residual(f"{name} residual", model.hidden_size, shape.shard_tokens, runtime, terms)
+        drops = model.residual_dropout and runtime.runs_transformers
+        yield residual(f"{name} residual", model.hidden_size, shape.shard_tokens, runtime, terms, drops)
 
 
 def cast_copy(name: str, dims: tuple[Number, ...], modules: tuple[str, ...] = ()) -> Operator:
@@ -213,7 +213,9 @@ def cast_copy(name: str, dims: tuple[Number, ...], modules: tuple[str, ...] = ()
     )  # fmt: skip
 
 
-def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec, terms: int = 2) -> Operator:
+def residual(
+    name: str, width: Number, tokens: Number, runtime: RuntimeSpec, terms: int = 2, drops: bool = False
+) -> Operator:
     """The sum x + f(x), which reads two tensors and writes one; the backward adds the two branches' gradients.
 
     A layer whose attention and MLP run side by side has one sum of three `terms`.
@@ -221,16 +223,16 @@ def residual(name: str, width: Number, tokens: Number, runtime: RuntimeSpec, ter
     Dropout keeps a mask of one byte an element: the forward writes it, and the backward reads it and masks the branch's
     gradient.
     """
-    num_bytes = BF16 * tokens * width
+    num_bytes, drops = BF16 * tokens * width, drops or runtime.dropout
     return Operator(
         name=name,
         kind="elementwise",
         family="residual",
-        forward_bytes=(terms + (1.5 if runtime.dropout else 1)) * num_bytes,
-        backward_bytes=(terms + (3.5 if runtime.dropout else 1)) * num_bytes,
+        forward_bytes=(terms + (1.5 if drops else 1)) * num_bytes,
+        backward_bytes=(terms + (3.5 if drops else 1)) * num_bytes,
         forward_kernels=1,
         backward_kernels=1,
-        saved=(Saved("dropout mask", (tokens, width), dtype="uint8"),) if runtime.dropout else (),
+        saved=(Saved("dropout mask", (tokens, width), dtype="uint8"),) if drops else (),
     )
 
 
@@ -297,6 +299,26 @@ def dense_mlp(model: ModelSpec, intermediate: int, shape: Shape, runtime: Runtim
     if model.has_mlp_bias:
         yield from bias_gradients(module, [factor * width, hidden], shape, runtime)
     yield from local_copies(f"{module} copies", BF16 * tokens * hidden, shape, runtime, modules)
+
+
+def square(model: ModelSpec, shape: Shape) -> Iterator[Item]:
+    """One square matrix in the place of half a layer (Nemotron-NAS), of which a tensor-parallel rank has its share."""
+    rows, hidden = model.hidden_size / shape.tp, model.hidden_size
+    product = Operator(name="linear", kind="gemm", m=shape.tokens, n=hidden, k=rows, parameters=rows * hidden)
+    yield from leave_tp(product, BF16 * shape.tokens * hidden, shape)
+
+
+def per_layer_input(model: ModelSpec, size: int, shape: Shape, runtime: RuntimeSpec) -> Iterator[Item]:
+    """The part of a layer's own embedding that it adds: gated by the stream, projected, normed; whole on every rank."""
+    hidden, tokens = model.hidden_size, shape.shard_tokens
+    kept = tuple(Saved(name, (tokens, width)) for name, width in (("input", hidden), ("gate", size)))
+    yield Operator(
+        name="layer input gate", kind="gemm", m=tokens, n=size, k=hidden, parameters=size * hidden, saved=kept
+    )
+    yield activation_of("layer input", model, tokens, size, runtime, ())
+    yield Operator(name="layer input up", kind="gemm", m=tokens, n=hidden, k=size, parameters=size * hidden)
+    yield norm("layer input norm", hidden, tokens, model, runtime, saves_output=False)
+    yield residual("layer input residual", hidden, tokens, runtime)
 
 
 def activation_of(
@@ -380,16 +402,19 @@ def attend_snapshots(name: str, model: ModelSpec, shape: Shape, runtime: Runtime
     return replace(mixed, parameters=2 * hidden, saved=kept)
 
 
-def join_streams(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, Operator]:
-    """The one stream that the final norm reads: weights of the n streams from a product of all of them."""
+def join_streams(model: ModelSpec, shape: Shape, runtime: RuntimeSpec) -> tuple[Operator, ...]:
+    """The one stream that the final norm reads: their mean, or by weights from a product of all of them."""
     streams, tokens = model.num_residual_streams, shape.shard_tokens
     width = streams * model.hidden_size
+    passes = _passes("head streams in", (2 * width, model.hidden_size), shape, runtime)
+    if not model.weighs_streams:
+        return (passes,)
     product = Operator(
         name="head maps", kind="gemm", wide=True, m=tokens, n=streams, k=width,
         parameters=streams * width + streams + 1,
         saved=(Saved("streams", (tokens, width)), Saved("maps", (tokens, streams), dtype="fp32")),
     )  # fmt: skip
-    return product, _passes("head streams in", (2 * width, model.hidden_size), shape, runtime)
+    return product, passes
 
 
 def _passes(name: str, moved: tuple[Number, Number], shape: Shape, runtime: RuntimeSpec) -> Operator:

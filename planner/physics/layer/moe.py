@@ -28,6 +28,8 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
     pairs = tokens * moe.num_experts_per_tok * (moe.num_experts / scored)
     pair_bytes = BF16 * pairs * sent
     has_bias = moe.router_bias and (model.has_mlp_bias or not runtime.balances_in_buffers)
+    casts = model.balances_by_bias if moe.router_in_fp32 is None else moe.router_in_fp32
+    copied = (Saved("input in fp32", (tokens, hidden), ("moe",), dtype="fp32"),) * (casts and runtime.runs_transformers)
     yield Operator(
         name="router",
         kind="gemm",
@@ -37,7 +39,7 @@ def mixture(model: ModelSpec, moe: MoESpec, shape: Shape, runtime: RuntimeSpec, 
         n=scored,
         k=hidden,
         parameters=scored * (hidden + (1 if has_bias else 0)),
-        saved=(Saved("scores", (2 if runtime.fused_permute else 1, tokens, scored), ("moe",), dtype="fp32"),),
+        saved=(Saved("scores", (2 if runtime.fused_permute else 1, tokens, scored), ("moe",), dtype="fp32"), *copied),
     )
     yield Operator(
         name="route",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-import planner
+from planner.distribution import __version__
 from planner.errors import ProbeError
 from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surroundings, TensorPeers
 from planner.probe.rank.gradients import Sharding
@@ -243,7 +243,7 @@ def what_runs(run: ProbeRun) -> dict[str, str]:
     model = {f"model.{name}": value for name, value in fields.pop("model").items()}
     texts = {name: json.dumps(value) for name, value in {**fields, **model}.items()}
     shown = {name: text if len(text) <= MOST_SHOWN else _hash(text) for name, text in texts.items()}
-    return {"torch": torch.__version__, "planner": planner.__version__, **shown}
+    return {"torch": torch.__version__, "planner": __version__, **shown}
 
 
 def _hash(text: str) -> str:

@@ -119,8 +119,8 @@ INNER: tuple[str, ...] = tuple(_NAMES["inner"])
 """Keys under which a multimodal config holds that of its language model, whose `model_type` decides."""
 WRAPPERS: dict[str, str] = _NAMES["wrappers"]
 """Language models of multimodal configs whose inner config names none."""
-REFUSED: dict[str, str] = _NAMES["refused"]
-"""Decoder-only architectures that the planner has no operators for, and what it lacks; names in lower case."""
+REFUSED: dict[str, str] = {name: lacks for lacks, names in _NAMES["refused"].items() for name in names}
+"""Architectures that the planner has no operators for, and what it lacks; names in lower case."""
 
 _EPSILONS = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "layernorm_epsilon",
@@ -290,7 +290,8 @@ def _tell_unread(config: Config, read: set[str], where: str) -> None:
         and _DECIDES.search(key)
         and not _SAYS_NOTHING.search(key)
     }
-    size = next((key for key in left if re.search(r"hidden_size$|intermediate|latent|expert", key)), None)
+    sizes = [key for key, value in left.items() if not isinstance(value, bool | str)]
+    size = next((key for key in sizes if re.search(r"hidden_size$|intermediate|latent|expert", key)), None)
     if size is not None:
         raise InexpressibleError(f"{size}: {str(left[size])[:60]}: no layer of this architecture here has it")
     if left:
@@ -345,7 +346,10 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
     """The language model's own config and its row of the table."""
     kind = _kind_of_model(config)
     if kind in REFUSED:
-        raise SpecError(f"{where}: model_type: {kind!r} has {REFUSED[kind]}", _YAML_HINT + " with its nearest kin")
+        raise SpecError(
+            f"{where}: model_type: {kind!r} has {REFUSED[kind]}",
+            f"trace it: plan models trace hf-code:{PurePath(where).parent} -o model.yaml",
+        )
     for key in INNER:
         inner = config.get(key)
         if inner is None:
@@ -353,8 +357,9 @@ def _architecture(config: Config, where: str) -> tuple[Config, Architecture]:
         if not isinstance(inner, dict):
             raise SpecError(f"{where}: {key}: {kind_of(inner)}, not a mapping", "give the language model's own config")
         warn_of_towers(config, where)
-        # transformers 5 writes at the top whether the language model's embeddings are tied
+        # transformers 5 writes at the top whether the language model's embeddings are tied, and never ties if not there
         tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        inner = {**inner, **tied} if tied.get("tie_word_embeddings") is False else inner
         named = {"_name_or_path": config.get("_name_or_path")}
         stated = {} if "model_type" in inner else {"model_type": WRAPPERS.get(kind, kind)}
         return _architecture({**tied, **stated, **inner, **named}, where)

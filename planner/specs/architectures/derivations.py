@@ -6,6 +6,7 @@ Each function takes the config of one `model_type` and returns fields of a Model
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 from planner.specs.reading import kind_of
@@ -174,11 +175,15 @@ def falcon(config: Config) -> Derived:
 
 def mpt(config: Config) -> Derived:
     """MPT: no biases unless no_bias is off; ALiBi, else learned positions."""
-    if config.get("qk_ln"):
-        raise InexpressibleError("attn_config.qk_ln: norms of queries and keys in a model of LayerNorms")
     ratio, hidden = config.get("expansion_ratio"), config.get("d_model")
     alibi, has_bias = config.get("alibi", True), config.get("no_bias") is False
+    norms: Derived = {}
+    if config.get("qk_ln"):
+        width, heads = whole(config, "d_model"), whole(config, "n_heads")
+        normed = width + width // heads * whole(config, "kv_n_heads", heads)
+        norms = {"qk_norm": True, "qk_norm_over": "hidden", "vector_parameters": normed * has_bias}
     return {
+        **norms,
         "intermediate_size": _times(ratio, hidden),
         "num_key_value_heads": config.get("kv_n_heads"),
         "bias": has_bias,
@@ -223,12 +228,6 @@ def minicpm(config: Config) -> Derived:
     return fields
 
 
-def inverse_logit_scale(config: Config) -> Derived:
-    """Command R multiplies logits by logit_scale; logits_scaling divides."""
-    scale = config.get("logit_scale")
-    return {"logits_scaling": 1 / scale} if isinstance(scale, int | float) and scale > 0 else {}
-
-
 def root_of_hidden(config: Config) -> Derived:
     """The embedding is multiplied by the root of its width (Gemma)."""
     hidden = config.get("hidden_size")
@@ -265,15 +264,15 @@ def one_for_all(*pairs: tuple[str, str], default: Any = None) -> Callable[[Confi
 
 def hunyuan_experts(config: Config) -> Derived:
     """Hunyuan's experts: all as wide as moe_intermediate_size, else as the MLP; the shared ones one MLP."""
-    if config.get("use_cla"):
-        raise InexpressibleError("use_cla: layers that share keys and values")
     stated = one_for_all(
         ("width", "moe_intermediate_size"), ("shared", "num_shared_expert"), ("num_experts_per_tok", "moe_topk"),
         ("num_experts", "num_experts"),
     )(config)  # fmt: skip
     width = stated["width"] or config.get("intermediate_size")
     shared = 1 if stated["shared"] is None else stated["shared"]
+    followers = whole(config, "cla_share_factor", 2) - 1 if config.get("use_cla") else 0
     return {
+        "layer_sizes": ({}, *({"shares_keys": True},) * followers) if followers else None,
         "moe_intermediate_size": width,
         "num_experts_per_tok": stated["num_experts_per_tok"],
         "num_experts": stated["num_experts"],
@@ -323,11 +322,35 @@ def afmoe(config: Config) -> Derived:
     return root_of_hidden(config) if config.get("mup_enabled") else {}
 
 
-def no_head_norms(config: Config) -> Derived:
-    """Phi's norms of queries and keys, which no published checkpoint has."""
-    if config.get("qk_layernorm"):
-        raise InexpressibleError("qk_layernorm: LayerNorms of queries and keys with biases")
-    return {}
+def layer_norms_of_heads(config: Config) -> Derived:
+    """LayerNorms of queries and keys, whose biases are vectors (Phi, Persimmon)."""
+    if not config.get("qk_layernorm"):
+        return {}
+    return {
+        "qk_norm": True,
+        "vector_parameters": 2 * whole(config, "hidden_size") // whole(config, "num_attention_heads"),
+    }
+
+
+def vectors(field: str, *terms: list[int | str]) -> Callable[[Config], Derived]:
+    """A function that adds up products of numbers and of sizes under keys: the length of vectors beside."""
+
+    def derive(config: Config) -> Derived:
+        return {
+            field: sum(prod(whole(config, one, 0) if isinstance(one, str) else one for one in term) for term in terms)
+        }
+
+    return derive
+
+
+def reciprocal(field: str, key: str) -> Callable[[Config], Derived]:
+    """A function that reads a factor on the logits, by which ours are divided."""
+
+    def derive(config: Config) -> Derived:
+        scale = config.get(key)
+        return {field: 1 / scale} if isinstance(scale, int | float) and scale > 0 else {}
+
+    return derive
 
 
 def neo_sizes(config: Config) -> Derived:
@@ -335,6 +358,16 @@ def neo_sizes(config: Config) -> Derived:
     stated = config.get("intermediate_size")
     width = _times(4, config.get("hidden_size")) if stated is None else stated
     return {"intermediate_size": width, **activation({"hidden_act": config.get("activation_function")})}
+
+
+def doge(config: Config) -> Derived:
+    """Doge has dense layers here: its mixture of single rows is none that the planner knows."""
+    if config.get("is_moe"):
+        raise InexpressibleError("is_moe: experts that are rows of two tables")
+    hidden, heads = whole(config, "hidden_size"), max(whole(config, "num_attention_heads"), 1)
+    keys = whole(config, "num_key_value_heads", heads)
+    fields: Derived = {"vector_parameters": 2 * hidden + keys + keys * keys * hidden // heads}
+    return fields | ({"moe": None} if config.get("num_experts_per_tok") and config.get("keep_window_size", 1) else {})
 
 
 def one_bias(config: Config) -> Derived:
@@ -366,10 +399,3 @@ def mimo_rotary(config: Config) -> Derived:
 def nemotron_activation(config: Config) -> Derived:
     """Nemotron-H's activation has a name of its own."""
     return activation({"hidden_act": config.get("mlp_hidden_act", "relu2")})
-
-
-def falcon_h1(config: Config) -> Derived:
-    """Falcon-H1's scale of the logits, and its biases."""
-    scale = config.get("lm_head_multiplier")
-    fields: Derived = {"logits_scaling": 1 / scale} if isinstance(scale, int | float) and scale > 0 else {}
-    return fields

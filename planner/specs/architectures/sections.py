@@ -124,6 +124,37 @@ def kimi_k3(config: Config) -> Derived:
     }  # fmt: skip
 
 
+def full_delta(config: Config) -> Derived:
+    """Ling's Kimi delta attention, whose gates have full projections."""
+    section = kimi_delta({**config, "linear_conv_kernel_dim": config.get("short_conv_kernel_size") or 4})
+    return {"linear_attention": section["linear_attention"] | {"gate_rank": None}}
+
+
+def glm5_next(config: Config) -> Derived:
+    """GLM-5 Next: Kimi delta attention but on every fourth layer, whose indexer scores pooled keys."""
+    mixer = lists.mixers("kimi_delta", lists.every("full_attention_interval", 4), indexed_attention="indexed")(config)
+    kinds = ["indexed" if kind == "full" else kind for kind in mixer["layer_types"]]
+    pooled = whole(config, "index_head_dim") * (whole(config, "index_kpool") + whole(config, "hidden_size"))
+    sizes = [{"vector_parameters": pooled} if kind == "indexed" else {} for kind in kinds]
+    return {"layer_types": tuple(kinds), "layer_sizes": tuple(sizes)}
+
+
+def dots3(config: Config) -> Derived:
+    """Dots 3: latent attention of other sizes on sliding layers; the others, and the first two, choose keys."""
+    names = {"sliding_attention": "sliding", "indexed_attention": "indexed", "full_attention": "indexed"}
+    kinds = lists.listed(config, names)
+    if kinds is None:
+        kinds = ["indexed" if layer == 0 or layer % 4 == 1 else "sliding" for layer in range(num_layers(config))]
+    given = config.get("per_layer_config")
+    stated = {int(layer): own for layer, own in given.items() if is_count(layer)} if isinstance(given, dict) else {}
+    slide = [layer for layer, kind in enumerate(kinds) if kind == "sliding" and isinstance(stated.get(layer), dict)]
+    own: Derived = stated[slide[0]] if slide else {}
+    sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = {name: whole({**config, **own}, name) for name in sizes}
+    heads = {name: own[name] for name in ("num_attention_heads", "num_key_value_heads") if name in own}
+    return {"layer_types": lists.shortest(kinds), "sliding_heads": {**heads, "mla": latent}}
+
+
 def lightning(config: Config) -> Derived:
     """Lightning attention has the heads of the model, all of them with keys and values of their own."""
     heads = whole(config, "num_attention_heads")
@@ -204,12 +235,6 @@ def minimax_m3(config: Config) -> Derived:
 
 def gemma4_heads(config: Config) -> Derived:
     """Gemma 4: wide heads on layers of full attention, whose values may be their keys; experts beside the MLP."""
-    for key, meaning in (
-        ("hidden_size_per_layer_input", "an embedding of its own for each layer"),
-        ("num_kv_shared_layers", "layers that share keys and values"),
-    ):
-        if config.get(key):
-            raise InexpressibleError(f"{key}: {config[key]!r:.60}: {meaning}")
     width, full = whole(config, "head_dim"), whole(config, "global_head_dim", 512)
     kv_heads, k_eq_v = config.get("num_key_value_heads"), bool(config.get("attention_k_eq_v", False))
     global_kv = (config.get("num_global_key_value_heads") if k_eq_v else None) or kv_heads
@@ -219,11 +244,16 @@ def gemma4_heads(config: Config) -> Derived:
         full, global_kv = first.get("head_dim", full), first.get("num_key_value_heads", global_kv)
     sliding = {"head_dim": width, "num_key_value_heads": kv_heads, "values_are_keys": False}
     fields: Derived = {
-        "head_dim": full,
-        "num_key_value_heads": global_kv,
-        "values_are_keys": k_eq_v,
-        "sliding_heads": sliding,
-    }
+        "head_dim": full, "num_key_value_heads": global_kv, "values_are_keys": k_eq_v, "sliding_heads": sliding,
+        "per_layer_input_size": config.get("hidden_size_per_layer_input") or None,
+        "per_layer_vocab_size": config.get("vocab_size_per_layer_input"),
+    }  # fmt: skip
+    layers = num_layers(config)
+    shared = min(whole(config, "num_kv_shared_layers", 0), layers)
+    if shared > 0:
+        is_wide = bool(config.get("use_double_wide_mlp"))
+        wide = {"intermediate_size": 2 * whole(config, "intermediate_size")} if is_wide else {}
+        fields["layer_sizes"] = ({},) * (layers - shared) + ({"shares_keys": True, **wide},) * shared
     if config.get("enable_moe_block"):
         return fields | {
             "num_experts": config.get("num_experts"), "num_experts_per_tok": config.get("top_k_experts"),
@@ -231,6 +261,41 @@ def gemma4_heads(config: Config) -> Derived:
             "shared_expert_intermediate_size": config.get("intermediate_size"),
         }  # fmt: skip
     return fields
+
+
+def nas_blocks(config: Config) -> Derived:
+    """Nemotron-NAS: each block's attention and MLP have sizes of their own, are one matrix, or are left out.
+
+    A block without both does nothing, and is no layer here.
+    """
+    hidden, heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
+    blocks, kinds = config.get("block_configs"), list[tuple[str, str, Derived]]()
+    for block in blocks if isinstance(blocks, list) else ():
+        halves = block if isinstance(block, dict) else {}
+        attention, mlp = (
+            half if isinstance(half, dict) else {} for half in (halves.get(key) for key in ("attention", "ffn"))
+        )
+        mixer, kind = (
+            "none" if half.get("no_op") else "linear" if half.get("replace_with_linear") else ""
+            for half in (attention, mlp)
+        )
+        sizes: Derived = {}
+        if not mixer:
+            sizes["num_key_value_heads"] = heads // max(whole(attention, "n_heads_in_group"), 1)
+        if not kind:
+            multiple = mlp.get("ffn_mult")
+            if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not 0 < multiple < 10**6:
+                raise InexpressibleError(f"block_configs: ffn_mult: {multiple!r:.60}, expected a number")
+            sizes["intermediate_size"] = -(-int(2 * multiple * hidden / 3) // 256) * 256
+        kinds.append((mixer or "full", kind or "dense", sizes))
+    layers = [kind for kind in kinds if kind[:2] != ("none", "none")]
+    if not layers:
+        raise InexpressibleError(f"block_configs: {str(blocks)[:60]}, expected a list of blocks")
+    return {
+        "num_hidden_layers": len(layers), "layer_types": lists.shortest([mixer for mixer, _, _ in layers]),
+        "mlp_layer_types": lists.shortest([mlp for _, mlp, _ in layers]),
+        "layer_sizes": tuple(sizes for _, _, sizes in layers),
+    }  # fmt: skip
 
 
 def mimo_heads(config: Config) -> Derived:

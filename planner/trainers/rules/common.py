@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from operator import and_
 from typing import Any
 
@@ -192,8 +193,11 @@ def _state_widths(model: ModelSpec) -> dict[str, int]:
         widths["linear_attention.num_key_heads"] = linear.num_key_heads
     if model.short_conv_kernel is not None:
         widths["hidden_size"] = model.hidden_size
-    if model.sliding_heads is not None and model.sliding_heads.num_attention_heads is not None:
-        widths["sliding_heads.num_attention_heads"] = model.sliding_heads.num_attention_heads
+    own = [("sliding_heads", sizes) for sizes in (model.sliding_heads,) if sizes]
+    own += [(f"layer_sizes[{layer}]", sizes) for layer, sizes in enumerate(model.layer_sizes or ())]
+    for where, sizes in own:
+        parts = (("num_attention_heads", sizes.num_attention_heads), ("intermediate_size", sizes.intermediate_size))
+        widths |= {f"{where}.{name}": width for name, width in parts if width is not None}
     return widths
 
 
@@ -227,6 +231,13 @@ LAYER_KIND_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "layers_read_the_first_stage",
+        lambda model, training, shape: (shape.pp == 1) | (not _reads_before(model)),
+        lambda model, training, shape: (
+            f"pp {shape.pp}: layers run again, or read embeddings or keys that stages do not send on"
+        ),
+    ),
+    Rule(
         "traced_layers_not_split",
         lambda model, training, shape: (shape.tp == 1) | (model.traced is None or model.traced.is_split),
         lambda model, training, shape: (
@@ -235,6 +246,13 @@ LAYER_KIND_RULES: tuple[Rule, ...] = (
     ),
 )
 """Rules of every trainer. Megatron-LM can split the sequences of Mamba-2 by heads; that is not priced."""
+
+
+def _reads_before(model: ModelSpec) -> bool:
+    """Layers read what the first stage has, or keys of a layer further back than the pairs of cross-layer attention."""
+    shares = [bool(one.shares_keys) for one in model.layer_sizes or ()]
+    is_looped = model.traced is not None and model.traced.is_looped
+    return is_looped or model.per_layer_input_size is not None or any(map(all, pairwise(shares)))
 
 
 def _sparse_kinds(model: ModelSpec) -> bool:
@@ -251,6 +269,8 @@ def _unplain_kinds(model: ModelSpec) -> list[str]:
 
 _UNWRITTEN: tuple[tuple[str, Callable[[ModelSpec], bool], str], ...] = (
     ("sliding_heads", lambda m: m.sliding_heads is not None, "heads of their own on sliding layers"),
+    ("layer_sizes", lambda m: m.layer_sizes is not None, "sizes of their own for layers"),
+    ("per_layer_input_size", lambda m: m.per_layer_input_size is not None, "embeddings of their own for layers"),
     ("value_head_dim", lambda m: m.value_head_dim not in (None, m.head_dim), "values of another width than keys"),
     ("values_are_keys", lambda m: m.values_are_keys, "keys that are values too"),
     ("attn_head_gate", lambda m: m.attn_head_gate, "gates of whole heads"),
