@@ -111,8 +111,8 @@ def test_the_breakdown_is_timers(tmp_path: Path) -> None:
 
 # saforem2's notes of 2024-04-21; karpathy/nanochat#147; build-nanogpt; verl's FSDPSFTTrainer; fms-fsdp; PaddleNLP
 ARGONNE = (
-    "[2024-04-21 02:45:{0:02}][INFO][training:1251] -  iteration=  {1}/  317892 | elapsed_time_per_iteration_ms=1607.8 | "
-    "global_batch_size=  256 | actual_seqlen= 4096 | samples_per_second=159.2 | TFLOPs=159.66 |"
+    "[2024-04-21 02:45:{0:02}][INFO][training:1251] -  iteration=  {1}/  317892 | elapsed_time_per_iteration_ms=2007.8 | "
+    "global_batch_size=  256 | actual_seqlen= 4096 | samples_per_second=127.5 | TFLOPs=159.66 |"
 )
 CHAT = "step {1:05d}/21400 (0.02%) | loss: 8.89 | lrm: 1.00 | dt: 989.44ms | tok/sec: 529,882 | mfu: 74.13 | total"
 NANO = "step {1:4d}| loss: 10.93 | lr: 6.0000e-05 | norm: 27.0145  | dt: 2713.86ms | tok/sec: 193189.05"
@@ -128,7 +128,7 @@ CHATTED = NEW.replace("{0}", "{1}0").replace("14,130", "{0:02},130")  # no line 
 @pytest.mark.parametrize(
     ("line", "trainer", "step_s"),
     [
-        (ARGONNE, "megatron-deepspeed", 1.6078), (CHAT, "nanochat", 0.98944), (NANO, "nanochat", 2.71386),
+        (ARGONNE, "megatron-deepspeed", 2.0078), (CHAT, "nanochat", 0.98944), (NANO, "nanochat", 2.71386),
         (SFT, "verl", 2.81), (FMS, "fms-fsdp", 1.2355), (PADDLE, "paddlenlp", 80.81), (CHATTED, "deepspeed", 0.2),
     ],
 )  # fmt: skip
