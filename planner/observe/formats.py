@@ -501,6 +501,9 @@ COMMON_ROWS = tuple(LineRow.of(**row) for row in _TABLE["common"])
 LOOKS_LIKE: list[tuple[str, str, str]] = _TABLE["looks_like"]
 """Other files that people have: a pattern of a line, what such a file is, and what is missing or to do."""
 
+COLUMNS: Fields = _TABLE["columns"]
+"""Columns of tables of steps: patterns of their names, and the sizes of units that end them."""
+
 
 def trainer_of(grammar: str) -> str:
     """The trainer whose lines a format has; empty for a table."""
