@@ -31,7 +31,7 @@ plan hardware NAME shows one with its other names, its links and its sources.
 """
 BRIDGED = 2
 """GPUs that an NVLink bridge joins."""
-SHORT_COLUMNS = 17
+SHORT_COLUMNS = 16
 """Columns for the first of a profile's other names, so that a line of the list has at most 80."""
 
 
