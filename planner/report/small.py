@@ -84,7 +84,8 @@ def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> tuple[str, .
     """How it is run: batch, checkpointing, sharding."""
     size, number = layout.micro_batch_size, layout.num_microbatches
     each = " on each GPU" if layout.num_gpus_used > 1 else ""
-    parts = [f"micro-batch {size} × {number} accumulation step{'s' * (number > 1)}{each}", _checkpointing(layout, stage)]
+    steps = f"micro-batch {size} × {number} accumulation step{'s' * (number > 1)}{each}"
+    parts = [steps, _checkpointing(layout, stage)]
     if layout.num_gpus_used > 1:
         parts.append(_SHARDED[layout.zero_stage] + _MEANS.get(sharding, ""))
     if layout.num_gpus_spare:
