@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from planner.answer import Plan
     from planner.probe.run import Device
-    from planner.profile.build_profile import Profiled
-    from planner.profile.record import MeasurementRecord
+    from planner.profile.measurements import MeasurementRecord, Profiled
     from planner.specs.efficiency import Efficiency
 
 _log = logging.getLogger(__name__)
@@ -52,8 +51,7 @@ def profile_command(
         from planner.profile.measure import WAIT_S, Ranks, exchange_rows
     except ModuleNotFoundError as error:
         raise ProbeError(f"measuring needs {error.name}", install_line("probe")) from None
-    from planner.profile.build_profile import profile_of
-    from planner.profile.record import shapes_to_measure
+    from planner.profile.measurements import profile_of, shapes_to_measure
 
     if budget is not None and not budget > 0:
         raise SpecError(f"--budget {budget:g}: must be positive", "seconds for all kernels, such as 120")
@@ -89,7 +87,7 @@ def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ra
     from planner.cli.output import progress
     from planner.files import STDOUT
     from planner.profile.measure import machine_of, measure, monitor_of, tasks
-    from planner.profile.record import MeasurementRecord, shapes_to_measure, sidecar
+    from planner.profile.measurements import MeasurementRecord, shapes_to_measure, sidecar
 
     monitor = monitor_of(kind)  # before anything of this process is on the GPU
     path: Path | None = None if output == STDOUT else sidecar(output, quick)
@@ -110,7 +108,7 @@ def _exchange(record: MeasurementRecord, kind: Device, quick: bool, ranks: objec
     """Exchanges: among the ranks that torchrun started, else among processes started here, once."""
     from planner.errors import ProbeError
     from planner.profile.measure import Ranks, exchange_rows, num_processes, spawned_rows
-    from planner.profile.record import shapes_to_measure
+    from planner.profile.measurements import shapes_to_measure
 
     shapes, tables = shapes_to_measure(kind, quick), record.measured.tables
     sizes, size = shapes.exchanged_bytes, num_processes(kind, record.measured.machine.num_devices)

@@ -17,7 +17,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, json_of, yaml_of
-from planner.export.megatron.option_rows import Options, options_of
+from planner.export.megatron.option_rows import Options, broken_rows, options_of
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
 
@@ -34,6 +34,7 @@ class Dialect:
     marks: tuple[str, ...] = ()
     launched: str = ""
     read: frozenset[str] = frozenset()
+    refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
@@ -71,6 +72,7 @@ def dialect(name: str) -> Dialect:
         tuple(row.get("marks", ())),
         row.get("launched", ""),
         frozenset(row.get("read", "").split()),
+        row.get("refused", {}),
     )
 
 
@@ -89,6 +91,16 @@ def is_off(value: Any) -> bool:
     return value is None or (
         isinstance(value, (bool, str)) and (value in _OFF or value in ("", "none", "None", "null"))
     )
+
+
+def refused_settings(settings: Settings, *names: str) -> list[str]:
+    """Reasons why trainers of these names end before their first step, by their tables."""
+    options: dict[str, list[str]] = {}
+    for name, value in flat(settings).items():
+        items = value if isinstance(value, list) else [value]
+        if not is_off(value) and items:
+            options[str(name)] = ["true" if item is True or item in ("True", "yes") else str(item) for item in items]
+    return [says for name in names for _, says in broken_rows(dialect(name).refused, options)]
 
 
 @dataclass(slots=True)
@@ -112,7 +124,7 @@ def settings_of(config: ConfigFile, calls: re.Pattern[str] | None = None) -> Key
     if text.lstrip().startswith("{") and not re.search(r"^\s*#", text, re.MULTILINE):
         data = json_of(text, "give the file of arguments")
         return KeyedSettings(data if isinstance(data, dict) else {}, Script())
-    if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not text.startswith("#!/bin"):
+    if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not re.match(r"#!(?!.*python)", text):
         return _of_python(text, calls)
     if re.search(r"^[\"']?[A-Za-z_]\w*[\"']?:(\s|$)", text, re.MULTILINE) and not re.search(
         r"^\s*--\w", text, re.MULTILINE

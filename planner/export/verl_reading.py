@@ -17,6 +17,7 @@ from planner.export.keyed_settings import (
     is_on,
     number,
     refuse_unset,
+    refused_settings,
     resolved,
     value_of,
 )
@@ -43,6 +44,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     if imported.run["model"] is None and model:
         imported.model_name = str(model)
     _set_batch(imported, settings, is_rl)
+    imported.refused += refused_settings(settings, "verl")
     if is_rl:
         imported.notes.append(
             "one update of the actor is priced (ppo_mini_batch_size × rollout.n sequences as long as prompt and "
@@ -171,7 +173,13 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
     if is_rl:
         run["seq_length"] = (prompt or 512) + (response or 512)
         samples = number(settings, "actor_rollout_ref.rollout.n") or 1
-        run["global_batch_size"] = (number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256) * samples
+        update, prompts = (
+            number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256,
+            number(settings, "data.train_batch_size"),
+        )
+        run["global_batch_size"] = update * samples
+        if (prompts or 1024) < update and not is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")):
+            imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")
         tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu")
         if is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")) and tokens:
             held = max(1, tokens * layout.get("cp", 1) // run["seq_length"])

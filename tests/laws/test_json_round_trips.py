@@ -25,7 +25,7 @@ from planner.observe.observation import Observed
 from planner.observe.traces.recorded import Recorded
 from planner.probe.result import ProbeResult
 from planner.probe.run import ProbeRun
-from planner.profile.record import Machine
+from planner.profile.measurements import Machine
 from planner.search.why.explanation import Explanation
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec

@@ -60,7 +60,7 @@ def _of_row(data: Mapping[str, Any], row: Mapping[str, Any]) -> Job:
 
 
 def _of_kubernetes(documents: list[Mapping[str, Any]]) -> Job:
-    """The job of the container that has most to say, on as many GPUs as all pods ask for."""
+    """The job of the container that has most to say, and of the files it starts from a ConfigMap, on all pods' GPUs."""
     pods = [pod for document in documents for pod in _pods(document, 1, 0)]
     starts = [pod for pod in pods if pod[0].get("command") or pod[0].get("args")]
     if not starts:
@@ -75,7 +75,10 @@ def _of_kubernetes(documents: list[Mapping[str, Any]]) -> Job:
     inner = next((at + 1 for at, word in enumerate(words[:-1]) if re.fullmatch(r"-\w*c", word)), 0)
     is_script = inner and _SHELLS.fullmatch(words[0])
     script = words[inner] if is_script else " ".join(word if "$" in word else shlex.quote(word) for word in words)
-    return Job(_with(given, script), sum(replicas * each for replicas, each in asks) or None)
+    maps = [document.get("data") for document in documents if document.get("kind") == "ConfigMap"]
+    held = {str(name): str(inner) for data in maps if isinstance(data, Mapping) for name, inner in data.items()}
+    held_too = "".join(f"\n{inner}" for name, inner in held.items() if re.search(rf"/{re.escape(name)}\b", script))
+    return Job(_with(given, script + held_too), sum(replicas * each for replicas, each in asks) or None)
 
 
 def _pods(part: Any, replicas: int, depth: int) -> Iterator[tuple[Mapping[str, Any], int]]:

@@ -36,10 +36,13 @@ from planner.export.keyed_settings import (
     is_on,
     mapping_of,
     number,
+    refused_settings,
     settings_of,
+    table,
     value_of,
 )
 from planner.export.keyed_settings import num_gpus as launched_gpus
+from planner.export.megatron.deepspeed_options import refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
 from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
@@ -149,6 +152,10 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         if missing is not None:
             raise SpecError(f"{missing[:80]} is not beside the file", "put it there, or import it itself")
         raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
+    if not any(name in settings for name in ("learning_rate", *_BATCH)):
+        for key, what in table()["no_decoder"]["keys"].items():
+            if not is_off(settings.get(key)):
+                refuse_other(what, key)
     imported = new_run("huggingface")
     tool = tool or tool_of(settings, config.text)
     unasked = {
@@ -194,6 +201,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         layout["micro_batch_size"] = batch
     steps = number(said, "gradient_accumulation_steps")
     imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
+    stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
+    known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
+    imported.refused = refused_settings(known, "huggingface", tool.name)
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
     for name, value in said.items():
