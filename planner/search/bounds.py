@@ -220,7 +220,7 @@ def beyond_s(shapes: PricedShapes, name: PartName, part: PartCost) -> FloatArray
     forward, backward = shapes.part(part, "forward_total_s"), shapes.part(part, "backward_total_s")
     gathered = gather_s - runtime.parameter_overlap_fraction * forward
     once = reduce_s - reduce_overlap_fraction(runtime, shape) * backward + gathered
-    gradients = reduce_s - runtime.fsdp_overlap_fraction * backward
+    gradients = reduce_s - runtime.gradient_overlap_fraction * backward
     weights = 2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward)
     return _each_time(shape, once / np.asarray(shape.vpp), gradients, gathered, weights)
 
