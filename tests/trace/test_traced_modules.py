@@ -35,6 +35,7 @@ CLOSED = {
         L * (2 * H + ATTENTION + 8 * H + 8 * 4 * H * H) + H * H,
         [2 * (ATTENTION + 8 * H + 5 * H * H) + 2 * H * S, 2 * (ATTENTION + 8 * H + 4 * H * H) + 2 * H * S],
     ),
+    "chunked": (L * (2 * H + ATTENTION + FEED), [2 * (ATTENTION + FEED) + 4 * 2 * H * 64]),
     "looped": (
         4 * (2 * H + FEED) + 2 * ATTENTION + 2 * (CONV + 5 * H),
         [2 * (CONV + FEED), 3 * (2 * (ATTENTION + FEED) + 2 * H * S)],
