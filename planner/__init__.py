@@ -15,6 +15,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from planner.distribution import __version__ as __version__
+
 if TYPE_CHECKING:
     from planner.answer import Plan
     from planner.decide.check import check
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from planner.trainers.spec import RuntimeSpec
     from planner.validate.score import validate_runs
 
-__version__ = "0.2.0"
 
 __all__ = [
     "ClusterSpec",

@@ -61,12 +61,12 @@ def require_working_folder() -> None:
         raise PlannerError("the working directory was removed", "cd to a folder that exists, and run again") from None
 
 
-def refuse_to_overwrite(path: str | Path, force: bool = False) -> None:
+def refuse_to_overwrite(path: str | Path | None, force: bool = False) -> None:
     """Raise SpecError where `write_text` would refuse: a directory, a missing folder, an existing file without `force`.
 
     For the start of a long command; `write_text` checks again.
     """
-    if str(path) == STDOUT:
+    if path is None or str(path) == STDOUT:  # nothing is written, or nothing that could be there
         return
     if not str(path):
         raise SpecError("-o: the name of the file is empty", "name a file, or - for standard output")

@@ -14,8 +14,8 @@ from itertools import pairwise
 from math import isclose
 from typing import Any, Final, TypeVar
 
-from planner import __version__
 from planner.answer import SCHEMA_VERSION, Plan, PricedLayout, StagePlan
+from planner.distribution import __version__
 from planner.errors import PlannerError, SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import assemble

@@ -243,12 +243,3 @@ def priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_plan() -> Callable[..., Plan]:
     """Builds a plan of 405B on 2,048 GPUs, by default one that fits; keywords change sizes of its layout."""
     return _plan
-
-
-@pytest.fixture
-def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports of plans with nothing in the places of their charts, which take most of the time."""
-    from planner.report import page as report
-
-    for name in ("draw_stage_seconds", "draw_steps", "draw_pareto"):
-        monkeypatch.setattr(report, name, lambda *_: report.Html("<svg></svg>"))

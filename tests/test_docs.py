@@ -11,7 +11,7 @@ import pytest
 from planner.cli import main
 from planner.cli.app import COMMANDS
 from planner.cli.inputs import read_job, read_limits
-from planner.cli.job_options import SearchOptions
+from planner.cli.options import SearchOptions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

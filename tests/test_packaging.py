@@ -132,7 +132,7 @@ def test_versions_agree_and_torch_is_not_a_dependency() -> None:
 
 def test_the_name_on_the_index_is_said_in_one_place() -> None:
     assert PROJECT["name"] == DISTRIBUTION
-    assert install_line("probe", "serve") == f"pip install '{DISTRIBUTION}[probe,serve]'"
+    assert install_line("probe", "serve", here=False) == f"pip install '{DISTRIBUTION}[probe,serve]'"
     spelled = re.compile(r"""install_line\("(\w+)"\)|pip install '?planner\b""")
     files = [path for folder in ("planner", "docs", "scripts", "tools") for path in (ROOT / folder).rglob("*")]
     texts = [path.read_text() for path in files if path.is_file() and path.suffix in ("", ".py", ".md")]

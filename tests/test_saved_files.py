@@ -21,7 +21,7 @@ from planner.observe.history import kept_run, read_kept, text_of
 from planner.observe.judge import judged, observed_of
 from planner.observe.log_reader import observe
 from planner.plan_file import plan_of
-from planner.profile.record import Machine, MeasurementRecord
+from planner.profile.measurements import Machine, MeasurementRecord
 from planner.saved import changed_entry, with_digest
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware

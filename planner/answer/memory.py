@@ -9,8 +9,7 @@ from typing import Literal
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from planner.answer.layout import StageMemory
-from planner.answer.quantities import Count, PositiveSeconds, Seconds
+from planner.answer.layout import Count, PositiveSeconds, Seconds, StageMemory
 from planner.specs.base import NonNegativeInt, Spec
 
 MemoryItem = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]

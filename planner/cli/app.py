@@ -12,11 +12,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-import planner
-from planner.cli.job_options import PlanOptions
-from planner.cli.options import ASSUMED, DTYPES, FINETUNE, JOB, LAYOUT, OUTPUT, RUN, SEARCH
+from planner.cli.options import ASSUMED, DTYPES, FINETUNE, JOB, LAYOUT, OUTPUT, RUN, SEARCH, PlanOptions, declared
 from planner.cli.plan_command import plan_command
-from planner.distribution import DISTRIBUTION
+from planner.distribution import DISTRIBUTION, __version__
 from planner.errors import SpecError, one_line
 from planner.trainers.shipped import calibration_date
 
@@ -403,7 +401,7 @@ def _root() -> Any:
         cls=Commands, invoke_without_command=True, subcommand_metavar="[COMMAND]", context_settings=_SETTINGS,
         rich_markup_mode=None,
     )  # fmt: skip
-    app.callback()(plan_command)
+    app.callback()(declared(plan_command, "plan"))
     root = typer.main.get_command(app)
     root.params += [*_parameters(_everywhere), *_parameters(_at_the_top)]
     return root
@@ -413,7 +411,7 @@ def _named(name: str) -> Any:
     """The command of a row, whose module is loaded."""
     row = COMMANDS[name]
     app = typer.Typer(context_settings=_SETTINGS, add_completion=False, rich_markup_mode=None)
-    function = getattr(import_module(row.module), row.function)
+    function = declared(getattr(import_module(row.module), row.function), name)
     app.command(name, cls=Subcommand)(function)
     command: Any = typer.main.get_command(app)
     command.is_of_a_job = getattr(function, "is_of_a_job", False)
@@ -449,7 +447,7 @@ def _versions() -> str:
     import platform
     from importlib import metadata
 
-    ours = f"{DISTRIBUTION} {planner.__version__} (calibration of {calibration_date()})"
+    ours = f"{DISTRIBUTION} {__version__} (calibration of {calibration_date()})"
     parts = [ours, f"Python {platform.python_version()}"]
     for name in ("pulp", "highspy", "torch"):
         try:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
+from planner.cli.options import Word
 from planner.errors import printable
 
 if TYPE_CHECKING:
@@ -35,32 +34,14 @@ BRIDGED = 2
 SHORT_COLUMNS = 17
 """Columns for the first of a profile's other names, so that a line of the list has at most 80."""
 
-ModelName = Annotated[
-    str | None,
-    typer.Argument(metavar="NAME|FILE", help="Show this one with its sources.", autocompletion=o.complete_model),
-]
-Source = Annotated[
-    str | None,
-    typer.Argument(metavar="MODULE", help="With trace: module:FILE.py:FACTORY or hf-code:DIR.", show_default=False),
-]
-_TRACE = "With trace"
-Shard = Annotated[
-    str | None, o.text(_TRACE, "--shard", "FILE", "YAML of module names, or patterns, each colwise or rowwise over tp.")
-]
-TracedOutput = Annotated[str | None, o.text(_TRACE, "--output -o", "FILE", "Write the model; - is stdout. [-]")]
-HardwareName = Annotated[
-    str | None,
-    typer.Argument(metavar="NAME|FILE", help="Show this one with its sources.", autocompletion=o.complete_hardware),
-]
-
 
 def models_command(
-    name: ModelName = None,
-    source: Source = None,
-    shard: Shard = None,
-    output: TracedOutput = None,
-    force: o.Force = False,
-    json: o.Json = False,
+    name: Word = None,
+    source: Word = None,
+    shard: Word = None,
+    output: Word = None,
+    force: bool = False,
+    json: bool = False,
 ) -> None:
     """List the models, show one with its sources, or trace a module of your own into a model file.
 
@@ -145,7 +126,7 @@ def _trace(source: str | None, shard: str | None, output: str | None, force: boo
     )  # fmt: skip
 
 
-def hardware_command(name: HardwareName = None, json: o.Json = False) -> None:
+def hardware_command(name: Word = None, json: bool = False) -> None:
     """List the hardware, or show one with its sources.
 
     \b

@@ -17,7 +17,7 @@ SOLVERS = ("highspy", "pulp")
 """The packages that solve integer programs."""
 
 
-def doctor_command(json: o.Json = False) -> None:
+def doctor_command(json: bool = False) -> None:
     """Say what is installed, and what commands lack here: one screen to paste into an issue.
 
     GPUs are found by their driver's tools and torch by its files, so that nothing slow is imported. Names of users and
@@ -66,7 +66,7 @@ def render(findings: Findings) -> Iterator[RenderableType]:
     from planner.report.pieces import columns
 
     yield Text(findings.version, "bold")
-    table = columns("l", None)
+    table = columns("lw")
     for head, text in _lines(findings):
         table.add_row(head, text)
     yield table

@@ -3,57 +3,53 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, job_options
+from planner.cli.options import SearchOptions, Word
 from planner.errors import SpecError, printable
+
+if TYPE_CHECKING:
+    from planner.cli.inputs import Job
+    from planner.specs.training import SearchLimits
 
 RECIPE_LIMIT_S = 10.0
 """Seconds that `--recipe` takes at most, unless --time-limit says otherwise."""
 
-Program = Annotated[
-    bool, o.text(o.OUTPUT, "--program", None, "Print the integer program of the best layout with its numbers instead.")
-]
-Recipe = Annotated[
-    bool, o.text(o.OUTPUT, "--recipe", None, "Say what each switch is worth, with everything else planned again.")
-]
 
-
-@job_options
 def explain_command(
+    file: Word = None,
+    *,
     asked: SearchOptions,
-    program: Program = False,
-    recipe: Recipe = False,
-    json: o.Json = False,
+    program: bool = False,
+    recipe: bool = False,
+    json: bool = False,
 ) -> None:
     """Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.
 
-    Takes the main job's options. With pins it plans with them and without, and says what refuses them, what does not
-    fit, or where the seconds go; without, what decides against each alternative and what would change the choice.
+    Takes the main job's options, or a saved plan. With pins it plans with them and without, and says what refuses
+    them, what does not fit, or where the seconds go; without, what decides against each alternative and what would
+    change the choice.
 
     \b
     Example:
       plan explain --model 405b --gpus 2048 --tp 16
-      plan explain --model 405b --gpus 2048
+      plan explain plan.json
       plan explain --model 8b --gpus 16 --program
       plan explain --model qwen3-30b --gpus 16 --recipe
     """
     if program and recipe:
         raise SpecError("--program and --recipe: both given", "ask for one of them")
+    job, limits = _asked(file, asked)
     if recipe:
-        _print_recipe(asked, json)
+        _print_recipe(job, limits, asked, json)
         return
     if program:
-        _print_program(asked, json)
+        _print_program(job, limits, json)
         return
-    from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import dumps, show, waiting
     from planner.report.explain import render_explanation
     from planner.search.why.explain import explain
 
-    job = read_job(asked)
-    limits = read_limits(asked, job)
     with waiting("searching"):
         answer = explain(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
     if json:
@@ -62,16 +58,37 @@ def explain_command(
         show(render_explanation(answer))
 
 
-def _print_recipe(asked: SearchOptions, json: bool) -> None:
+def _asked(file: str | None, asked: SearchOptions) -> tuple[Job, SearchLimits]:
+    """The job and the pins of the options, or of a saved plan: a layout that was priced alone is its own pins."""
+    from planner.cli.inputs import Job, read_job, read_limits
+
+    if file is None:
+        job = read_job(asked)
+        return job, read_limits(asked, job)
+    if asked.model is not None or asked.gpus is not None:
+        raise SpecError(f"{file}: a saved plan has a job, and so have --model and --gpus", "give one of them")
+    from planner.answer import Plan
+    from planner.trainers.stated import consented, freed
+
+    saved = Plan.load(file)
+    runtime = saved.runtime_spec
+    job = Job(saved.model.spec, saved.cluster, saved.training, saved.runtime, freed(runtime), {})
+    limits = read_limits(asked, job)
+    given = {"allow": limits.allow or consented(runtime)}
+    layout = saved.parallelism
+    if saved.search is None and not limits.model_dump(include={"tp", "pp", "cp", "ep", "dp"}, exclude_none=True):
+        pins = ("tp", "cp", "ep", "pp", "vpp", "micro_batch_size")
+        return job, limits.model_copy(update=given | {name: (getattr(layout, name),) for name in pins})
+    return job, limits.model_copy(update=given)
+
+
+def _print_recipe(job: Job, limits: SearchLimits, asked: SearchOptions, json: bool) -> None:
     """Plan, set every switch to its other values, and print what that costs."""
-    from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import dumps, progress, show
     from planner.report.explain import render_recipe_table
     from planner.search.case import Case
     from planner.search.why.recipe import other_values, recipe_table
 
-    job = read_job(asked)
-    limits = read_limits(asked, job)
     if asked.time_limit is None:
         limits = limits.model_copy(update={"time_limit_s": RECIPE_LIMIT_S})
     case = Case(job.model, job.cluster, job.training, job.runtime_spec, limits)
@@ -83,15 +100,12 @@ def _print_recipe(asked: SearchOptions, json: bool) -> None:
         show(render_recipe_table(answer))
 
 
-def _print_program(asked: SearchOptions, json: bool) -> None:
+def _print_program(job: Job, limits: SearchLimits, json: bool) -> None:
     """Plan, and print the integer program of the best layout with its numbers."""
-    from planner.cli.inputs import read_job, read_limits
     from planner.cli.output import dumps, waiting
     from planner.search.search import plan
     from planner.search.why.explain import program_text
 
-    job = read_job(asked)
-    limits = read_limits(asked, job)
     with waiting("searching"):
         answer = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec)
     text = program_text(answer, limits=limits)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from planner.cli import options as o
+from planner.cli.options import Whole, Word
 from planner.errors import printable
-from planner.export.targets import LAUNCHERS, TARGETS, TRAINERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,47 +17,18 @@ if TYPE_CHECKING:
     from planner.export.export import Bundle
 
 _log = logging.getLogger(__name__)
-_TARGET, _OUTPUT = "Target", "Output"
-
-
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
-To = Annotated[
-    str,
-    o.text(
-        _TARGET,
-        "--to",
-        "NAME,…",
-        f"A trainer: {', '.join(TRAINERS)}; launchers: {', '.join(LAUNCHERS)}.",
-        autocompletion=o.starting_with(lambda: TARGETS),
-    ),
-]
-Alternative = Annotated[
-    int | None, o.number(_TARGET, "--alternative", "Export the plan's N-th alternative, not its best layout.")
-]
-Trials = Annotated[
-    int | None,
-    o.number(_TARGET, "--trials", "Add the N next best layouts as short runs, and a script that ranks their logs."),
-]
-Image = Annotated[str | None, o.text(_TARGET, "--image", "NAME", "Container image of the Kubernetes manifest.")]
-Folder = Annotated[str | None, o.text(_OUTPUT, "--output -o", "DIR", "Folder to write to. [MODEL-TARGET]")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the files, write nothing.", rich_help_panel=_OUTPUT)]
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace files, and write what does not fit.", rich_help_panel=_OUTPUT)
-]
 
 
 def export_command(
-    plan: PlanFile,
-    to: To,
-    alternative: Alternative = None,
-    image: Image = None,
-    trials: Trials = None,
-    output: Folder = None,
-    dry_run: DryRun = False,
-    force: Force = False,
-    json: o.Json = False,
+    plan: str,
+    to: str,
+    alternative: Whole = None,
+    image: Word = None,
+    trials: Whole = None,
+    output: Word = None,
+    dry_run: bool = False,
+    force: bool = False,
+    json: bool = False,
 ) -> None:
     """Write the files that a trainer or a scheduler takes as they are, or say what it cannot express.
 

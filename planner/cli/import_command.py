@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from planner.cli import options as o
-from planner.cli.job_options import with_options
-from planner.export.targets import SOURCES
+from planner.cli.options import Whole, Word
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,52 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SHOWN = 8
 """Settings that are shown of those that a configuration leaves out."""
-_READ = "What is read"
 
-Configuration = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE",
-        help="A launch script, an argument list, a YAML, a recipe or a ds_config.json; - is stdin.",
-        show_default=False,
-    ),
-]
-From = Annotated[
-    str | None,
-    o.text(
-        _READ,
-        "--from",
-        "NAME",
-        f"{', '.join(SOURCES)}. [what the file looks like]",
-        autocompletion=o.starting_with(lambda: SOURCES),
-    ),
-]
-Recipe = Annotated[
-    str | None,
-    o.text(_READ, "--recipe", "NAME", "The function of a Python file with several recipes."),
-]
-Variables = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="A variable that the script's surroundings give it.",
-        rich_help_panel=_READ,
-        show_default=False,
-    ),
-]
-VocabSize = Annotated[int | None, o.number(_READ, "--vocab-size", "Where only the tokenizer knows.")]
-Output = Annotated[str | None, o.text("Output", "--output -o", "FILE", "Save the run; - is stdout.")]
-NoSearch = Annotated[bool, typer.Option("--no-search", help="Price it, and search nothing.", rich_help_panel=_READ)]
-Files = Annotated[
-    list[str],
-    typer.Argument(metavar="FILE…", help="Launch scripts, recipes, YAMLs; - is stdin.", show_default=False),
-]
-Against = Annotated[
-    str | None,
-    o.text("What is checked", "--against", "OLD", "The file that it replaces; a folder: the one of that name in it."),
-]
-Format = Annotated[str, o.text(o.OUTPUT, "--format", "NAME", "text, markdown, json or sarif. [text]")]
 FORMATS = ("text", "markdown", "json", "sarif")
 
 
@@ -76,17 +29,17 @@ FORMATS = ("text", "markdown", "json", "sarif")
 class ReadOptions:
     """How a configuration is read, and what it leaves open."""
 
-    from_: From = None
-    recipe: Recipe = None
-    model: o.Model = None
-    gpus: o.Gpus = None
-    hardware: o.Hardware = None
-    gpus_per_node: o.GpusPerNode = None
-    seq_length: o.SeqLength = None
-    global_batch_size: o.GlobalBatchSize = None
-    vocab_size: VocabSize = None
-    set_: Variables = None
-    no_search: NoSearch = False
+    from_: Word = None
+    recipe: Word = None
+    model: Word = None
+    gpus: Whole = None
+    hardware: Word = None
+    gpus_per_node: Whole = None
+    seq_length: Whole = None
+    global_batch_size: Whole = None
+    vocab_size: Whole = None
+    set_: list[str] | None = None
+    no_search: bool = False
 
     def variables(self) -> dict[str, str]:
         """The variables of `--set NAME=VALUE`. Raises SpecError for what is none."""
@@ -109,15 +62,14 @@ class ReadOptions:
         }  # fmt: skip
 
 
-@with_options
 def import_command(
-    file: Configuration,
+    file: str,
     asked: ReadOptions,
-    tp: o.Tp = None,
-    pp: o.Pp = None,
-    json: o.Json = False,
-    output: Output = None,
-    force: o.Force = False,
+    tp: Whole = None,
+    pp: Whole = None,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Read the configuration of a run you have, price it, and say what the planner would do instead, and why.
 
@@ -241,14 +193,13 @@ def _told(text: str, other: dict[str, Any] | None) -> str:
     return f"{text} (if {other['if']}: {other['step_s']:.4g} s, {gib:.1f} GiB)"
 
 
-@with_options
 def check_command(
-    files: Files,
-    against: Against = None,
+    files: list[str],
+    against: Word = None,
     *,
     asked: ReadOptions,
-    format: Format = "text",
-    json: o.Json = False,
+    format: str = "text",
+    json: bool = False,
 ) -> None:
     """Say whether a launch file starts, fits and is no worse than the one it replaces: for reviews and pipelines.
 
@@ -262,8 +213,8 @@ def check_command(
       plan check launch.sh --set SEQ_LEN=4096 --gpus 64
     """
     from planner.cli.output import dumps, waiting
-    from planner.decide.check import ORDER, check, priced
-    from planner.errors import SpecError
+    from planner.decide.check import ORDER, Check, check, priced
+    from planner.errors import PlannerError, SpecError
     from planner.specs.problems import nearest
 
     chosen = "json" if json else format
@@ -274,14 +225,22 @@ def check_command(
     with waiting("checking"):
         olds = {} if against is None else {file: _beside(against, file) for file in files}
         before = {old: priced(old, searches=False, **how) for old in dict.fromkeys(olds.values())}
-        checks = [check(file, before.get(olds.get(file, "")), searches=searches, **how) for file in files]
+        checks, failed = list[Check](), dict[str, PlannerError]()
+        for file in files:
+            try:
+                checks.append(check(file, before.get(olds.get(file, "")), searches=searches, **how))
+            except PlannerError as error:
+                failed[file] = error
     if chosen == "json":
-        sys.stdout.write(dumps({"checks": [one.to_json() for one in checks]}))
+        told = [one.to_json() for one in checks]
+        told += [{"new": {"file": file}, **e.to_json(), "exit_code": e.exit_code} for file, e in failed.items()]
+        alone = {} if checks else next(iter(failed.values())).to_json()
+        sys.stdout.write(dumps({"checks": told, **alone}))
     elif chosen == "sarif":
-        from planner import __version__
+        from planner.distribution import __version__
         from planner.report.comparison import sarif
 
-        sys.stdout.write(dumps(sarif(checks, __version__)))
+        sys.stdout.write(dumps(sarif(checks, __version__, failed)))
     elif chosen == "markdown":
         from planner.report.comparison import markdown
 
@@ -292,7 +251,10 @@ def check_command(
 
         for one in checks:
             show(*render_check(one))
-    raise typer.Exit(max((one.exit_code for one in checks), key=ORDER.index))
+    for problem in failed.values():
+        sys.stderr.write(problem.lines())
+    codes = [*(one.exit_code for one in checks), *(problem.exit_code for problem in failed.values())]
+    raise typer.Exit(max(codes, key=(*ORDER, *sorted({*codes} - {*ORDER})).index))
 
 
 def _beside(against: str, file: str) -> str:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
 
-from planner.cli.job_options import JobOptions, LayoutOptions, PlanOptions, SearchOptions
 from planner.cli.measurements import with_history
-from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME
+from planner.cli.options import DEFAULT_HARDWARE, DEFAULT_RUNTIME, JobOptions, LayoutOptions, PlanOptions, SearchOptions
 from planner.errors import SpecError
 from planner.shape import liked_batch
 from planner.specs.base import Spec

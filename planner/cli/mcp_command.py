@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from planner.cli import options as o
-
-Folder = Annotated[
-    str, o.text(o.OUTPUT, "--folder", "DIR", "The folder whose files tools may read, and where they may save. [.]")
-]
-Port = Annotated[int | None, o.number(o.OUTPUT, "--port", "Serve HTTP on 127.0.0.1 in place of stdin and stdout.")]
+from planner.cli.options import Whole
 
 
-def mcp_command(ctx: typer.Context, folder: Folder = ".", port: Port = None) -> None:
+def mcp_command(ctx: typer.Context, folder: str = ".", port: Whole = None) -> None:
     """Offer the planner to agents as tools of the Model Context Protocol, over stdin and stdout.
 
     \b

@@ -227,7 +227,7 @@ def _table(kept: Sequence[KeptPrice], added: str) -> Table:
     from planner.report.format import seconds
     from planner.report.pieces import columns
 
-    table = columns(None, *"rrr")
+    table = columns("wrrr")
     table.add_row("run", "measured", "predicted", "error", style="dim")
     for run in sorted(kept, key=lambda run: (run.job, run.source, run.file)):
         error = f"{100 * (run.predicted_s / run.measured_s - 1):+.1f}%"

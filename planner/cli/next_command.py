@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from planner.cli import options as o
+from planner.cli.options import Number, Word
 from planner.errors import Infeasible, PlannerError, SpecError
 
 if TYPE_CHECKING:
@@ -15,40 +15,19 @@ if TYPE_CHECKING:
     from planner.decide.next import MeasuredChoice, NextRun
 
 _log = logging.getLogger(__name__)
-_KNOWN, _WORTH = "What is known", "What a trial is worth"
 _FITS = "plan --model 8b --gpus 16 -o plan.json searches for one that fits"
-Measured = Annotated[
-    str | None,
-    o.text(_KNOWN, "--measured", "FILE,…", "Runs of layouts of this job: plan observe LOG --plan … -o FILE."),
-]
-History = Annotated[
-    str | None, o.text(_KNOWN, "--history", "DIR", "Runs kept there count. [$PLANNER_HISTORY, else your data folder]")
-]
-NoHistory = Annotated[
-    bool, o.text(_KNOWN, "--no-history", None, "Leave out the runs that `plan validate --add` keeps.")
-]
-Skip = Annotated[
-    str | None, o.text(_KNOWN, "--skip", "N,…", "Numbers of layouts that did not run, such as out of memory.")
-]
-Days = Annotated[
-    float | None,
-    o.number(_WORTH, "--days", "Days of the run that pays for it. [the plan's tokens; else 1]", "N", float, "days"),
-]
-Output = Annotated[
-    str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the plan of that run, for plan export --trials.")
-]
 
 
 def next_command(
-    plan: o.PlanFile,
-    measured: Measured = None,
-    history: History = None,
-    no_history: NoHistory = False,
-    skip: Skip = None,
-    days: Days = None,
-    json: o.Json = False,
-    output: Output = None,
-    force: o.Force = False,
+    plan: str,
+    measured: Word = None,
+    history: Word = None,
+    no_history: bool = False,
+    skip: Word = None,
+    days: Number = None,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Say which one short run to do next: that whose step saves most of the long run, and what it would decide.
 
@@ -69,8 +48,7 @@ def next_command(
     from planner.plan_file import read_plan
     from planner.report.runs import render_next
 
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     read = read_plan(plan)
     if not read.fits:
         raise Infeasible(f"{plan}: its layout does not fit, and no run of it is worth proposing", _FITS)

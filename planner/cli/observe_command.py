@@ -8,12 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
-from planner.cli.job_options import LayoutOptions, job_options
+from planner.cli.options import LayoutOptions, Word
 from planner.errors import OutOfBand, SpecError, printable
 
 if TYPE_CHECKING:
@@ -27,35 +25,17 @@ _log = logging.getLogger(__name__)
 MOST_FILES = 100_000
 _LAYOUT = ("tp", "pp", "dp", "cp", "ep", "vpp", "micro_batch_size", "layers_per_stage", "layout", "zero_stage")
 """Options of which any says that the layout is the options' own."""
-Files = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE",
-        help="Logs, CSV of step times, profiler traces, memory snapshots, flight-recorder dumps; - is stdin.",
-        show_default=False,
-        rich_help_panel=o.JOB,
-    ),
-]
-PlanFile = Annotated[
-    str | None, o.text(o.JOB, "--plan", "FILE", "Hold the run against this plan, or against an earlier observation.")
-]
-Output = Annotated[str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the observation; - is stdout.")]
-Follow = Annotated[
-    bool, o.text(o.FOLLOW, "--follow", None, "Go on as the log grows; exit code 7 when the run leaves its band.")
-]
-OnlySlow = Annotated[bool, o.text(o.FOLLOW, "--only-slow", None, "Only steps above the band end it.")]
 
 
-@job_options
 def observe_command(
-    files: Files,
+    files: list[str],
     asked: LayoutOptions,
-    plan: PlanFile = None,
-    follow: Follow = False,
-    only_slow: OnlySlow = False,
-    json: o.Json = False,
-    output: Output = None,
-    force: o.Force = False,
+    plan: Word = None,
+    follow: bool = False,
+    only_slow: bool = False,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Read a run's log: its steady step, what made steps slow, memory, where the wall time went; beside the prediction.
 
@@ -69,13 +49,12 @@ def observe_command(
       plan observe --follow train.log --plan plan.json
     """
     from planner.cli.output import show_and_save
-    from planner.files import STDOUT, refuse_to_overwrite
+    from planner.files import refuse_to_overwrite
     from planner.saved import with_digest
 
     if len(files) > MOST_FILES or files.count("-") > 1:
         raise SpecError(f"plan observe: {len(files)} files", "name the logs of one job, standard input once")
-    if output is not None and output != STDOUT:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     if only_slow and not follow:
         raise SpecError("--only-slow: given without --follow", "add --follow, or leave it out")
     if follow:

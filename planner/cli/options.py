@@ -1,13 +1,25 @@
-"""Options that several commands share, each declared once; defaults stand in brackets in their help.
+"""The options of all commands: `options.json` has a row for each, and a command declares a parameter of its type.
 
-No option has a default here: a command must be able to tell what was given from what was not.
+    def plan_command(ctx: typer.Context, asked: PlanOptions, json: bool = False) -> None:
+
+A row stands under the command or the class of options that has it (`shared` where several commands do) and under its
+heading in the help: its spelling (none for an argument), what follows it (nothing for a flag), the help with defaults
+in brackets, and the unit of a number or the words that a shell completes. A command that declares a parameter of one of
+the classes below has an option for each field of it. What was not given is None, or False for a flag: no option has a
+default here, because a command must be able to tell what was given from what was not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Annotated, Any
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial, wraps
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import typer
 
@@ -15,7 +27,7 @@ from planner.errors import SpecError
 from planner.rank_orders import RANK_ORDERS
 from planner.specs.shipped import DEFAULT_HARDWARE as DEFAULT_HARDWARE
 from planner.specs.shipped import hardware_names, model_names
-from planner.specs.units import EXAMPLE, UNITS, parse_number, parse_whole, unit_of
+from planner.specs.units import UNITS, parse_number, parse_whole, unit_of
 from planner.trainers.shipped import RUNTIMES
 
 DEFAULT_RUNTIME = "megatron"
@@ -28,365 +40,294 @@ SECTIONS = (
     "rejected", "proof", "corrections", "assumptions", "warnings",
 )  # fmt: skip
 """Sections of an answer, for --show."""
-
-
-def starting_with(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """A shell completion that offers those of `names` that begin as the word does."""
-    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
-
-
-def completing_list(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """The same for the last word of a comma list."""
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
-
-    return complete
-
-
-def _with_aliases(names: Callable[[], dict[str, tuple[str, ...]]]) -> Callable[[], list[str]]:
-    return lambda: [name for canonical, aliases in names().items() for name in (canonical, *aliases)]
-
-
-def complete_switch(incomplete: str) -> list[str]:
-    """Switches for the last word of a comma list, and after its = the values of the switch."""
-    from planner.trainers.switches import SWITCHES, written
-
-    before, comma, last = incomplete.rpartition(",")
-    name, is_named, value = last.partition("=")
-    if is_named:
-        values = SWITCHES[name].values if name in SWITCHES else ()
-        words = [f"{name}={written(each)}" for each in values if written(each).startswith(value)]
-    else:
-        words = [f"{each}=" for each in SWITCHES if each.startswith(last)] + ["default"] * "default".startswith(last)
-    return [f"{before}{comma}{word}" for word in words]
-
-
 DTYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 SCHEDULES = (
     "none", "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
     "dualpipe", "dualpipe-v", "chimera", "pipedream-2bw", "forward-only", "auto",
 )  # fmt: skip
 """The words that shells complete for --dtype and --schedule: those of `Dtype` and the schedules, which load longer."""
-complete_model = starting_with(_with_aliases(model_names))
-complete_hardware = starting_with(_with_aliases(hardware_names))
+Word = str | None
+"""The text of an option, which is not empty."""
+Whole = int | None
+Number = float | None
+Numbers = tuple[float, ...] | None
+"""A whole number, a number, and numbers in a comma list, written as `planner.specs.units` has them."""
+_ORDER = (JOB, FINETUNE, RUN, LAYOUT, SEARCH, ASSUMED, FOLLOW, OUTPUT)
+"""The order of the headings in the help of a command of jobs."""
 
 
-def text(panel: str, names: str, metavar: str | None, what: str, **more: Any) -> Any:
-    """An option that takes text that is not empty, or a flag where `metavar` is None."""
-    if metavar is not None and "parser" not in more:
-        more["parser"] = partial(_not_empty, names.split()[0])
-    return typer.Option(*names.split(), metavar=metavar, help=what, show_default=False, rich_help_panel=panel, **more)
+class OptionRow(NamedTuple):
+    """An option or an argument: a row of `options.json` and the heading that it stands under."""
+
+    heading: str
+    spelling: str
+    metavar: str
+    says: str
+    of: str = ""
+    """The unit of a number, or the name of the words that it may be."""
+
+    @property
+    def name(self) -> str:
+        """Its first spelling."""
+        return self.spelling.partition(" ")[0]
 
 
-def _not_empty(name: str, word: str) -> str:
-    """An empty word is a variable of a script that was never set, and means no default."""
-    if not word:
-        raise SpecError(f"{name}: is empty", f"give it a value, or leave {name} out")
+@cache
+def _rows() -> dict[str, dict[str, OptionRow]]:
+    text = (Path(__file__).parent / "options.json").read_text(encoding="utf-8")
+    return {
+        owner: {name: OptionRow(heading, *row) for heading, rows in headings.items() for name, row in rows.items()}
+        for owner, headings in json.loads(text).items()
+    }
+
+
+def row_of(owners: Sequence[str], name: str) -> OptionRow | None:
+    """The row of a parameter of the first of some commands and classes that has one."""
+    return next((_rows()[owner][name] for owner in owners if name in _rows().get(owner, ())), None)
+
+
+_WORDS: dict[str, Iterable[str]] = {
+    "dtypes": DTYPES, "schedules": SCHEDULES, "sections": SECTIONS, "runtimes": RUNTIMES, "rank_orders": RANK_ORDERS,
+}  # fmt: skip
+
+
+def _names(of: str) -> Iterable[str]:
+    """The words that help lists and shells complete."""
+    if of in _WORDS:
+        return _WORDS[of]
+    if of in ("models", "hardware"):
+        names = model_names() if of == "models" else hardware_names()
+        return [name for canonical, aliases in names.items() for name in (canonical, *aliases)]
+    from planner.export.targets import LAUNCHERS, SOURCES, TARGETS, TRAINERS
+
+    return {"sources": SOURCES, "targets": TARGETS, "trainers": TRAINERS, "launchers": LAUNCHERS}[of]
+
+
+def _completing(of: str) -> Callable[[str], list[str]]:
+    """A shell completion of the last word of a comma list; of a switch after its = also of its values."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        words = _switches(last) if of == "switches" else _names(of)
+        return [f"{before}{comma}{word}" for word in words if word.startswith(last)]
+
+    return complete
+
+
+def _switches(word: str) -> list[str]:
+    from planner.trainers.switches import SWITCHES, written
+
+    name, is_named, _ = word.partition("=")
+    if is_named:
+        return [f"{name}={written(each)}" for each in (SWITCHES[name].values if name in SWITCHES else ())]
+    return [*(f"{each}=" for each in SWITCHES), "default"]
+
+
+def converted(row: OptionRow, kind: Any, word: Any) -> Any:
+    """The value that a word of an option stands for. Raises SpecError for what is none."""
+    if not isinstance(word, str):  # the default of an option that was not given
+        return word
+    kinds = get_args(kind) or (kind,)
+    if not word:  # a variable of a script that was never set, and means no default
+        raise SpecError(f"{row.name}: is empty", f"give it a value, or leave {row.name} out")
+    unit = row.of if row.of in UNITS else unit_of(row.name.removeprefix("--").replace("-", "_"))
+    try:
+        if int in kinds:
+            return parse_whole(word, unit)
+        if float in kinds:
+            return float(parse_number(word, unit))
+        if kind == Numbers:
+            return tuple(float(part) for part in word.split(","))
+        if row.of == "imbalance" and ":" not in word:  # else a histogram, which TrainingSpec reads
+            return float(word)
+    except (ValueError, OverflowError):
+        example = UNITS[unit][1] if {int, float} & {*kinds} else "1"
+        says = f"{row.name}: {word[:60]!r} is not a {'whole number' if int in kinds else 'number'}"
+        raise SpecError(says, f"write {row.name} {example}") from None
     return word
 
 
-def number(
-    panel: str, names: str, what: str, metavar: str = "N", convert: Callable[[str], Any] = int, unit: str = ""
-) -> Any:
-    """An option that takes one number, written as `planner.specs.units` has it."""
-    name, kind = names.split()[0], "whole number" if convert is int else "number"
-    unit = unit or unit_of(name.removeprefix("--").replace("-", "_"))
-
-    def parse(word: Any) -> Any:
-        if not isinstance(word, str):  # the default of an option that was not given
-            return word
-        try:
-            if convert is int:
-                return parse_whole(word, unit)
-            return float(parse_number(word, unit)) if convert is float else convert(word)
-        except (ValueError, OverflowError):
-            example = UNITS[unit][1] if convert in (int, float) else "1"
-            raise SpecError(f"{name}: {word[:60]!r} is not a {kind}", f"write {name} {example}") from None
-
-    return text(panel, names, metavar, what, parser=parse)
-
-
-PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN.json", help="A plan saved with -o; - is stdin.", show_default=False)
-]
-"""The plan that a command reads."""
-
-Model = Annotated[
-    str | None,
-    text(
-        JOB, "--model -m", "NAME|FILE", "`plan models` lists them; or a YAML, or a Hugging Face config.json.",
-        autocompletion=complete_model,
-    ),
-]  # fmt: skip
-Gpus = Annotated[int | None, number(JOB, "--gpus -g", "GPUs in all.")]
-Nodes = Annotated[int | None, number(JOB, "--nodes", "Nodes in all, in place of --gpus.")]
-From = Annotated[
-    str | None, text(JOB, "--from", "PLAN.json", "The plan of a running job, which goes on with other --gpus.")
-]
-Keep = Annotated[
-    str | None, text(JOB, "--keep", "AXIS,…", "With --from, axes to keep, such as tp,pp. [as its checkpoint asks]")
-]
-Hardware = Annotated[
-    str | None,
-    text(
-        JOB, "--hardware", "NAME|FILE", f"`plan hardware` lists it; or a YAML. [{DEFAULT_HARDWARE}]",
-        autocompletion=complete_hardware,
-    ),
-]  # fmt: skip
-GpusPerNode = Annotated[int | None, number(JOB, "--gpus-per-node", "GPUs of a node. [the hardware's]")]
-Tier = Annotated[
-    str | None,
-    text(JOB, "--tier", "NAME:GPUS:GB/S[:Nx],…", f"The network outside NVLink, such as {EXAMPLE}. [the hardware's]"),
-]
-Network = Annotated[
-    str | None, text(JOB, "--network", "KIND", "Between nodes: ib, roce, efa, slingshot or tcp. [the hardware's]")
-]
-Host = Annotated[
-    str | None, text(JOB, "--host", "NAME", "The CPU, such as xeon-8480c, or a rented instance's. [the hardware's]")
-]
-SeqLength = Annotated[int | None, number(JOB, "--seq-length -s", "Tokens of a sequence. [the model's]")]
-GlobalBatchSize = Annotated[
-    int | None, number(JOB, "--global-batch-size -b", "Sequences of an optimizer step. [the model's]")
-]
-BatchTokens = Annotated[
-    str | None,
-    text(
-        JOB,
-        "--batch-tokens",
-        "COUNT",
-        "About as many tokens, such as 16M: the nearest batch that the GPUs divide well.",
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    text(
-        JOB,
-        "--dtype",
-        "NAME",
-        f"What matrix products compute in: {', '.join(DTYPES)}. [bf16]",
-        autocompletion=starting_with(lambda: DTYPES),
-    ),
-]
-Runtime = Annotated[
-    str | None,
-    text(
-        JOB, "--runtime", "NAME[@VERSION]", f"The trainer: {', '.join(RUNTIMES)}, or a YAML. [{DEFAULT_RUNTIME}]",
-        autocompletion=starting_with(lambda: RUNTIMES),
-    ),
-]  # fmt: skip
-Tokens = Annotated[
-    str | None, text(JOB, "--tokens", "COUNT", "Of the whole training run, such as 15T: adds days and cost.")
-]
-
-Days = Annotated[
-    float | None, number(RUN, "--days", "How many tokens so many days train, such as 30.", "N", float, "days")
-]
-Usd = Annotated[float | None, number(RUN, "--usd", "How many tokens so many dollars train, such as 5M.", "X", float)]
-Finetune = Annotated[
-    bool, typer.Option("--finetune", help="Train all weights of a trained model.", rich_help_panel=FINETUNE)
-]
-Lora = Annotated[bool, typer.Option("--lora", help="Train adapters beside frozen weights.", rich_help_panel=FINETUNE)]
-Qlora = Annotated[
-    bool, typer.Option("--qlora", help="Train adapters beside frozen weights of 4 bits.", rich_help_panel=FINETUNE)
-]
-LoraRank = Annotated[int | None, number(FINETUNE, "--lora-rank", "Rank of the adapters. [16]")]
-LoraTargets = Annotated[
-    str | None,
-    text(FINETUNE, "--lora-targets", "NAME,…", "Products with one: all-linear, attention, q_proj, … [all-linear]"),
-]
-LoraDropout = Annotated[
-    float | None, number(FINETUNE, "--lora-dropout", "Share of an adapter's inputs dropped. [0]", "X", float)
-]
-BaseBits = Annotated[int | None, number(FINETUNE, "--base-bits", "Bits of a frozen weight: 4, 8 or 16. [16]")]
-
-Optimizer = Annotated[
-    str | None,
-    text(FINETUNE, "--optimizer", "NAME", "adamw, adamw-8bit, paged-adamw, adafactor, … as --switch has it."),
-]
-
-Objective = Annotated[str | None, text(FINETUNE, "--objective", "NAME", "The loss: lm, dpo, kto or orpo. [lm]")]
-Reference = Annotated[
-    str | None,
-    text(FINETUNE, "--reference", "KIND", "Reference of dpo and kto: model, adapters (without them), precomputed."),
-]
-
-Images = Annotated[
-    str | None,
-    text(JOB, "--images", "N[xTOKENS][:trained]", "Images of a sequence, for a model that sees; 0: text alone. [1]"),
-]
-ExampleLengths = Annotated[
-    str | None,
-    text(FINETUNE, "--example-lengths", "LENGTHS", "Tokens of an example: FILE, MEAN or MEAN:MAX. [a sequence]"),
-]
-Batching = Annotated[
-    str | None, text(FINETUNE, "--batching", "KIND", "packed, or padded to the longest of a micro-batch. [padded]")
-]
-Examples = Annotated[
-    str | None, text(FINETUNE, "--examples", "COUNT", "Examples, such as 50k, in place of --tokens: time and cost.")
-]
-Epochs = Annotated[float | None, number(FINETUNE, "--epochs", "Times that each example is seen. [1]", "X", float)]
-
-Phases = Annotated[
-    str | None, text(JOB, "--phases", "FILE", "Phases of a run, one after the other, with a plan of each.")
-]
-
-Storage = Annotated[
-    float | None, number(RUN, "--storage-gb-per-s", "All ranks together write checkpoints. [0.12 a GPU]", "X", float)
-]
-Failures = Annotated[
-    float | None,
-    number(RUN, "--failures-per-1000-gpu-days", "Unplanned interruptions. [the GPU generation's]", "X", float),
-]
-Spares = Annotated[
-    int | None, number(RUN, "--spares", "Nodes kept to replace those that fail. [the cluster's pool has one]")
-]
-Price = Annotated[
-    float | None, number(RUN, "--usd-per-gpu-hour", "Price of a GPU for an hour. [the profile's]", "X", float, "usd")
-]
-
-Tps = Annotated[str | None, text(LAYOUT, "--tp", "N,N…", "Tensor parallel.")]
-Pps = Annotated[str | None, text(LAYOUT, "--pp", "N,N…", "Pipeline stages.")]
-Dps = Annotated[str | None, text(LAYOUT, "--dp", "N,N…", "Data parallel.")]
-Cps = Annotated[str | None, text(LAYOUT, "--cp", "N,N…", "Context parallel.")]
-Eps = Annotated[str | None, text(LAYOUT, "--ep", "N,N…", "Expert parallel.")]
-Etps = Annotated[str | None, text(LAYOUT, "--etp", "N,N…", "Tensor parallel inside an expert.")]
-Vpps = Annotated[str | None, text(LAYOUT, "--vpp", "N,N…", "Chunks of a stage (interleaving).")]
-MicroBatchSizes = Annotated[str | None, text(LAYOUT, "--micro-batch-size", "N,N…", "Sequences of a micro-batch.")]
-ZeroStages = Annotated[str | None, text(LAYOUT, "--zero-stage", "N,N…", "ZeRO, 0 to 3.")]
-ShardSizes = Annotated[str | None, text(LAYOUT, "--shard-size", "N,N…", "Ranks that ZeRO shards over (HSDP).")]
-Schedules = Annotated[
-    str | None,
-    text(
-        LAYOUT,
-        "--schedule",
-        "NAME,…",
-        "Pipeline schedules, such as 1f1b.",
-        autocompletion=completing_list(lambda: SCHEDULES),
-    ),
-]
-RankOrders = Annotated[
-    str | None, text(LAYOUT, "--rank-order", "ORDER,…", f"Orders of the ranks: {', '.join(RANK_ORDERS)}.")
-]
-Recomputes = Annotated[str | None, text(LAYOUT, "--recompute", "MODE,…", "Of none, selective and full.")]
-
-Tp = Annotated[int | None, number(LAYOUT, "--tp", "Tensor parallel. [1]")]
-Pp = Annotated[int | None, number(LAYOUT, "--pp", "Pipeline stages. [1]")]
-Dp = Annotated[int | None, number(LAYOUT, "--dp", "Data parallel. [all the GPUs]")]
-Cp = Annotated[int | None, number(LAYOUT, "--cp", "Context parallel. [1]")]
-Ep = Annotated[int | None, number(LAYOUT, "--ep", "Expert parallel. [1]")]
-Etp = Annotated[int | None, number(LAYOUT, "--etp", "Tensor parallel inside an expert. [tp; 1 for MoE]")]
-Vpp = Annotated[int | None, number(LAYOUT, "--vpp", "Chunks of a stage (interleaving). [1]")]
-MicroBatchSize = Annotated[int | None, number(LAYOUT, "--micro-batch-size", "Sequences of a micro-batch. [1]")]
-ZeroStage = Annotated[int | None, number(LAYOUT, "--zero-stage", "ZeRO, 0 to 3. [1]")]
-Schedule = Annotated[
-    str | None,
-    text(LAYOUT, "--schedule", "NAME", "Pipeline schedule. [1f1b]", autocompletion=starting_with(lambda: SCHEDULES)),
-]
-RankOrder = Annotated[
-    str | None, text(LAYOUT, "--rank-order", "ORDER", f"Order of the ranks, or {RANK_ORDERS[1]}. [{RANK_ORDERS[0]}]")
-]
-Recompute = Annotated[str | None, text(LAYOUT, "--recompute", "MODE", "none, selective or full. [none]")]
-RecomputeModules = Annotated[
-    str | None, text(LAYOUT, "--recompute-modules", "NAME,…", "What `selective` recomputes. [core_attn]")
-]
-RecomputeLayers = Annotated[
-    int | None, number(LAYOUT, "--recompute-num-layers", "Layers of each stage that `full` recomputes. [all]")
-]
-Fsdp = Annotated[
-    str | None,
-    text(LAYOUT, "--fsdp", "N|all", "Shard weights (or as --zero-stage says) over groups of N ranks, or all."),
-]
-SequenceParallel = Annotated[
-    bool | None, text(LAYOUT, "--sequence-parallel/--no-sequence-parallel", None, "[on where tp > 1]")
-]
-LayersPerStage = Annotated[
-    str | None, text(LAYOUT, "--layers-per-stage", "N,N…", "Layers of each stage, or of each chunk. [as trainers cut]")
-]
-LayoutString = Annotated[str | None, text(LAYOUT, "--layout", "TEXT", "Megatron's --pipeline-model-parallel-layout.")]
-
-Switch = Annotated[
-    str | None,
-    text(
-        LAYOUT,
-        "--switch",
-        "NAME=VALUE,…|default",
-        "Pin switches of the trainer, or leave all at its own values. [chosen]",
-        autocompletion=complete_switch,
-    ),
-]
-Described = Annotated[
-    str | None,
-    text(
-        LAYOUT,
-        "--switch",
-        "NAME=VALUE,…|default",
-        "Switches of the run; default: none but the trainer's. [likely]",
-        autocompletion=complete_switch,
-    ),
-]
-Allow = Annotated[
-    str | None,
-    text(SEARCH, "--allow", "NAME,…", "Switches, or fp8, that change numerics and may be chosen. [none]"),
-]
-
-Top = Annotated[int | None, number(SEARCH, "--top", "Alternatives to show. [5]")]
-TimeLimit = Annotated[float | None, number(SEARCH, "--time-limit", "Seconds to search at most. [30]", "S", float, "s")]
-Fastest = Annotated[
-    bool, text(SEARCH, "--fastest", None, "The fastest first, even where one within 1% is simpler or more robust.")
-]
-TpAcrossNodes = Annotated[bool, text(SEARCH, "--tp-across-nodes", None, "Tensor parallelism may leave a node.")]
-OomRisk = Annotated[
-    float | None,
-    number(SEARCH, "--oom-risk", "Highest risk of running out of memory to accept. [0.1]", "X", float, "fraction"),
-]
-Headroom = Annotated[
-    float | None,
-    number(SEARCH, "--memory-headroom", "To leave free on every GPU, in place of that rule.", "GIB", float, "gib"),
-]
+def _parameter(row: OptionRow | None, own: inspect.Parameter) -> inspect.Parameter:
+    """A parameter as typer reads it."""
+    kind: Any = own.annotation
+    if row is None:
+        return own.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    says = re.sub(r"\{(\w+)\}", lambda found: ", ".join(_names(found[1])), row.says)
+    more: dict[str, Any] = {"metavar": row.metavar or None, "help": says, "show_default": False}
+    if row.of and row.of not in UNITS and row.of != "imbalance":
+        more["autocompletion"] = _completing(row.of)
+    if row.spelling:
+        if row.metavar:
+            more["parser"] = partial(converted, row, kind)
+        option = typer.Option(*row.spelling.split(), rich_help_panel=row.heading, **more)
+    else:
+        option = typer.Argument(**more)
+    kind = Any if kind == Numbers else kind
+    return inspect.Parameter(own.name, inspect.Parameter.KEYWORD_ONLY, default=own.default,
+                             annotation=Annotated[kind, option])  # fmt: skip
 
 
-def _imbalance(word: str) -> float | str:
-    """A number, or a histogram as TrainingSpec reads it."""
-    return word if ":" in word else float(word)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """A job: a model, the GPUs, the training, and the assumptions made otherwise."""
+
+    model: Word = None
+    gpus: Whole = None
+    nodes: Whole = None
+    hardware: Word = None
+    gpus_per_node: Whole = None
+    tier: Word = None
+    network: Word = None
+    host: Word = None
+    seq_length: Whole = None
+    global_batch_size: Whole = None
+    batch_tokens: Word = None
+    images: Word = None
+    dtype: Word = None
+    runtime: Word = None
+    finetune: bool = False
+    lora: bool = False
+    qlora: bool = False
+    lora_rank: Whole = None
+    lora_targets: Word = None
+    lora_dropout: Number = None
+    base_bits: Whole = None
+    optimizer: Word = None
+    objective: Word = None
+    reference: Word = None
+    example_lengths: Word = None
+    batching: Word = None
+    examples: Word = None
+    epochs: Number = None
+    tokens: Word = None
+    storage_gb_per_s: Number = None
+    failures_per_1000_gpu_days: Number = None
+    spares: Whole = None
+    usd_per_gpu_hour: Number = None
+    moe_imbalance: Word = None
+    straggler_fraction: Number = None
+    assume: Word = None
+    calibration: Word = None
+    no_history: bool = False
 
 
-Imbalance = Annotated[
-    str | None,
-    number(
-        ASSUMED, "--moe-imbalance", "Tokens of the fullest expert rank over the mean; or shares: 1.2:0.8,2:0.2. [1]",
-        "X|X:SHARE,…", _imbalance,
-    ),
-]  # fmt: skip
-Straggler = Annotated[
-    float | None, number(ASSUMED, "--straggler-fraction", "How much slower the slowest rank computes. [0]", "X", float)
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions(JobOptions):
+    """A job whose layout is searched: axes pinned by comma lists, and how to search."""
 
-Assume = Annotated[
-    str | None,
-    text(ASSUMED, "--assume", "NAME=X,…", "The runtime's …overlap… fields, network_gb_per_s, host_us, or switches."),
-]
+    tp: Word = None
+    pp: Word = None
+    dp: Word = None
+    cp: Word = None
+    ep: Word = None
+    etp: Word = None
+    vpp: Word = None
+    micro_batch_size: Word = None
+    schedule: Word = None
+    zero_stage: Word = None
+    shard_size: Word = None
+    rank_order: Word = None
+    recompute: Word = None
+    switch: Word = None
+    allow: Word = None
+    top: Whole = None
+    time_limit: Number = None
+    fastest: bool = False
+    tp_across_nodes: bool = False
+    oom_risk: Number = None
+    memory_headroom: Number = None
 
-Calibration = Annotated[
-    str | None,
-    text(ASSUMED, "--calibration", "FILE", "What `plan probe -o` or `plan observe -o` saved corrects the hardware."),
-]
 
-NoHistory = Annotated[
-    bool, text(ASSUMED, "--no-history", None, "Leave out the runs of yours that `plan validate --add` keeps.")
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(SearchOptions):
+    """A job whose layout is searched, or one that runs and goes on with other GPUs, or a run of phases."""
 
-Json = Annotated[bool, text(OUTPUT, "--json", None, "The answer as JSON.")]
-Full = Annotated[bool, text(OUTPUT, "--full", None, "All that is known, not one screen of it.")]
-Show = Annotated[
-    str | None,
-    text(
-        OUTPUT, "--show", "SECTION,…", f"These sections in full: {', '.join(SECTIONS)}.",
-        autocompletion=completing_list(lambda: SECTIONS),
-    ),
-]  # fmt: skip
-Output = Annotated[
-    str | None, text(OUTPUT, "--output -o", "FILE", "Save the plan for other commands to read; - is stdout.")
-]
-Force = Annotated[bool, text(OUTPUT, "--force", None, "Let -o replace a file.")]
+    from_: Word = None
+    keep: Word = None
+    phases: Word = None
+    days: Number = None
+    usd: Number = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions(JobOptions):
+    """A job whose layout is given."""
+
+    tp: Whole = None
+    pp: Whole = None
+    dp: Whole = None
+    cp: Whole = None
+    ep: Whole = None
+    etp: Whole = None
+    vpp: Whole = None
+    micro_batch_size: Whole = None
+    schedule: Word = None
+    zero_stage: Whole = None
+    fsdp: Word = None
+    sequence_parallel: bool | None = None
+    rank_order: Word = None
+    recompute: Word = None
+    recompute_modules: Word = None
+    recompute_num_layers: Whole = None
+    layers_per_stage: Word = None
+    layout: Word = None
+    switch: Word = None
+
+
+def rows_of(options: type[JobOptions]) -> dict[str, tuple[OptionRow, Any]]:
+    """The row and the type of each field of a class of options."""
+    owners, hints = [each.__name__ for each in options.__mro__], get_type_hints(options)
+    found = {field.name: row_of(owners, field.name) for field in fields(options)}
+    return {name: (row, hints[name]) for name, row in found.items() if row is not None}
+
+
+def declared(command: Callable[..., None], name: str) -> Callable[..., None]:
+    """A command with the parameters that typer shall see: options by their rows, those of a class for its fields.
+
+    A command of a job has the headings of its help in one order, under each first the options that jobs share.
+    """
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters: list[inspect.Parameter] = []
+    shared: dict[str, type] = {}
+    for parameter in own.values():
+        options = parameter.annotation
+        if not (isinstance(options, type) and is_dataclass(options)):
+            parameters.append(_parameter(row_of((name, "shared"), parameter.name), parameter))
+            continue
+        shared[parameter.name] = options
+        owners, hints = [*(each.__name__ for each in options.__mro__), "JobOptions"], get_type_hints(options)
+        for field in fields(options):
+            bare = inspect.Parameter(field.name, parameter.kind, default=field.default, annotation=hints[field.name])
+            parameters.append(_parameter(row_of(owners, field.name), bare))
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        asked = {
+            place: options(**{field.name: values.pop(field.name) for field in fields(options)})
+            for place, options in shared.items()
+        }
+        command(**values, **asked)
+
+    run.is_of_a_job = any(issubclass(options, JobOptions) for options in shared.values())  # type: ignore[attr-defined]
+    if run.is_of_a_job:  # type: ignore[attr-defined]
+        parameters.sort(key=lambda parameter: (_place(parameter), parameter.name in own))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _place(parameter: inspect.Parameter) -> int:
+    """Place in the help of the heading that an option stands under."""
+    options = getattr(parameter.annotation, "__metadata__", ())
+    headings = [getattr(option, "rich_help_panel", None) for option in options]
+    return max((_ORDER.index(heading) for heading in headings if heading), default=-1)
+
+
+def command_line(asked: JobOptions, command: str = "plan") -> str:
+    """The words that give `command` these options; a shell takes them as they are."""
+    words = command.split()
+    for name, (row, _) in rows_of(type(asked)).items():
+        value = getattr(asked, name)
+        if value is not None and value is not False:
+            words += [row.name] if value is True else [row.name, str(value)]
+    return shlex.join(words)

@@ -75,7 +75,7 @@ def _next(plan: Plan, saved: str | None) -> str:
     before = "" if saved else "-o plan.json, then "
     target = target_of(plan)
     if target is None:
-        return f"next  {before}plan report {file}: what your own files say"
+        return f"next  {before}plan report {file} for files of your own"
     says = f"next  {before}plan export {file} --to {target}"
     rest = " (--full for the rest)"
     return says + rest if len(says) + len(rest) <= MIN_WIDTH else says

@@ -12,12 +12,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 
-from planner.cli import options as o
-from planner.cli.job_options import LayoutOptions, PlanOptions, SearchOptions, command_line, job_options
+from planner.cli.options import LayoutOptions, PlanOptions, SearchOptions, Word, command_line
 from planner.errors import PlannerError, SpecError, one_line
 
 if TYPE_CHECKING:
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 2**20
 OWN_CHOICE_LIMIT_S = 10.0
-Runs = Annotated[
-    str | None,
-    o.text(o.JOB, "--runs", "FILE", 'Price many: a {"id": …, "run": {…}} a line in, an answer a line out; - is stdin.'),
-]
 OF_THE_JOB = (
     "model", "hardware", "gpus_per_node", "tier", "seq_length", "batch_tokens", "dtype", "runtime", "assume",
     "calibration", "no_history", "allow",
@@ -44,15 +39,14 @@ FEWEST_FOR_PROCESSES = 3
 SUMMARY = "phases.json"
 
 
-@job_options
 def plan_command(
     ctx: typer.Context,
     asked: PlanOptions,
-    full: o.Full = False,
-    show: o.Show = None,
-    json: o.Json = False,
-    output: o.Output = None,
-    force: o.Force = False,
+    full: bool = False,
+    show: Word = None,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Plan how to lay a large model out on N GPUs: the fastest layout that fits, proven, and why not the others.
 
@@ -80,8 +74,7 @@ def plan_command(
     limits = read_limits(asked, job)
     shape = Printing(json, full, show)
     shape.names  # noqa: B018 — refused before the search
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     with waiting("searching") as news:
         found = plan(job.model, job.cluster, job.training, limits=limits, runtime=job.runtime_spec, news=news)
     best = within(found, asked.days, asked.usd).model_copy(update={"command": command_line(asked)})
@@ -96,16 +89,15 @@ def _refuse_options_before(ctx: typer.Context) -> None:
         raise SpecError(f"{option}: stands before the command {command}", f"write plan {command} {option} …")
 
 
-@job_options
 def evaluate_command(
     ctx: typer.Context,
     asked: LayoutOptions,
-    runs: Runs = None,
-    full: o.Full = False,
-    show: o.Show = None,
-    json: o.Json = False,
-    output: o.Output = None,
-    force: o.Force = False,
+    runs: Word = None,
+    full: bool = False,
+    show: Word = None,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Price a given layout, fit or not, or a file of many.
 
@@ -127,8 +119,7 @@ def evaluate_command(
     job = replace(job, runtime_spec=as_consented(job.runtime_spec, ()))
     run, parallelism = read_described(asked, job), read_parallelism(asked)
     shape = Printing(json, full, show)
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     says = run.says_switches
     plan = evaluate(run.model, run.cluster, run.training, parallelism, runtime=run.runtime_spec, says_switches=says)
     plan = plan.model_copy(update={"command": command_line(asked, "plan evaluate")})
@@ -202,8 +193,7 @@ def replan_command(asked: SearchOptions, path: str, keep: str | None, json: bool
 
     _check_running(asked, path)
     assert asked.gpus is not None
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     old = read_plan(path)
     training = _training_of(asked, old)
     job = Job(old.model.spec, old.cluster, training, old.runtime, old.runtime_spec, {})

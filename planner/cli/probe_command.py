@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from planner.cli import options as o
+from planner.cli.options import Number, Whole, Word
 
 if TYPE_CHECKING:
     from planner.answer import Plan
@@ -17,49 +15,25 @@ if TYPE_CHECKING:
     from planner.schedule.actions import Schedule
 
 _log = logging.getLogger(__name__)
-_WHERE, _SMALL, _OUTPUT = "Where it runs", "On the CPU", "Output"
-
-
-def _option(panel: str, name: str, metavar: str | None, help_text: str) -> Any:
-    return typer.Option(*name.split(), metavar=metavar, help=help_text, show_default=False, rich_help_panel=panel)
-
-
-Device = Annotated[str | None, _option(_WHERE, "--device", "cpu|cuda", "What computes. [cuda where torch sees one]")]
-Stage = Annotated[str | None, _option(_WHERE, "--stage", "R|all", "One stage at a time, its peers emulated.")]
-Steps = Annotated[
-    int | None, _option(_WHERE, "--steps", "N", "Steps to measure. [GPU: 1 s of them, until they are sure; CPU: 3]")
-]
-Budget = Annotated[float | None, _option(_WHERE, "--budget", "S", "Seconds of a GPU's measured steps at most. [20]")]
-Timeout = Annotated[float, _option(_WHERE, "--timeout", "S", "Without progress for longer, a rank hangs. [120]")]
-OrderFile = Annotated[str | None, _option(_WHERE, "--order", "FILE.csv", "Run this order (torch's CSV) instead.")]
-Scale = Annotated[int, _option(_SMALL, "--scale", "N", "Hidden size of the model in small. [64]")]
-Processes = Annotated[int, _option(_SMALL, "--processes", "N", "Ranks to start at most. [8]")]
-Sleep = Annotated[bool, _option(_SMALL, "--sleep", None, "Sleep for the planned seconds: measures the bubble.")]
-DryRun = Annotated[bool, _option(_WHERE, "--dry-run", None, "Print commands, environment, bytes; start nothing.")]
-Tolerance = Annotated[
-    float | None, _option(_OUTPUT, "--tolerance", "X", "Of a prediction: off by more is a mismatch. [0.1]")
-]
-Output = Annotated[str | None, _option(_OUTPUT, "--output -o", "FILE", "Save what was measured; - is stdout.")]
-Trace = Annotated[str | None, _option(_OUTPUT, "--trace", "FILE", "Measured beside predicted, for ui.perfetto.dev.")]
 
 
 def probe_command(
-    plan: o.PlanFile,
-    device: Device = None,
-    stage: Stage = None,
-    steps: Steps = None,
-    budget: Budget = None,
-    timeout: Timeout = 120.0,
-    order: OrderFile = None,
-    scale: Scale = 64,
-    processes: Processes = 8,
-    sleep: Sleep = False,
-    dry_run: DryRun = False,
-    tolerance: Tolerance = None,
-    trace: Trace = None,
-    json: o.Json = False,
-    output: Output = None,
-    force: o.Force = False,
+    plan: str,
+    device: Word = None,
+    stage: Word = None,
+    steps: Whole = None,
+    budget: Number = None,
+    timeout: float = 120.0,
+    order: Word = None,
+    scale: int = 64,
+    processes: int = 8,
+    sleep: bool = False,
+    dry_run: bool = False,
+    tolerance: Number = None,
+    trace: Word = None,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Run the plan's pipeline for a few steps, and put measured beside predicted.
 
@@ -127,8 +101,7 @@ def _refuse_files(output: str | None, trace: str | None, stage: str | None, forc
     if None not in (output, trace) and realpath(str(output)) == realpath(str(trace)):
         raise SpecError(f"-o, --trace: both name {output}", "name two files")
     for path in (output, trace):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+        refuse_to_overwrite(path, force)
 
 
 def _warn(plan: Plan, result: ProbeResult, tolerance: float | None) -> None:

@@ -120,7 +120,7 @@ def _repeated(result: ProbeResult) -> str:
 
 
 def _checks(result: ProbeResult) -> Table:
-    table = columns("l", "l", None)
+    table = columns("llw")
     for check in result.checks:
         table.add_row("ok" if check.passed else "FAILED", check.name, check.detail)
     return table
@@ -128,7 +128,7 @@ def _checks(result: ProbeResult) -> Table:
 
 def comparison_table(comparisons: Iterable[ComparedQuantity]) -> Table:
     """A row for each quantity."""
-    table = headed(("", "stage", "predicted", "measured", "error", ""), *"llrrrl")
+    table = headed(("", "stage", "predicted", "measured", "error", ""), "llrrrl")
     for comparison in comparisons:
         error, write = comparison.error_fraction, _SHOWN[comparison.unit]
         table.add_row(
@@ -145,7 +145,7 @@ def comparison_table(comparisons: Iterable[ComparedQuantity]) -> Table:
 def _activity(result: ProbeResult) -> Table:
     """A row for each stage; it names the rank that it shows where a stage has several."""
     has_peers = result.run.world_size > result.run.pp
-    table = headed(("stage", "busy", "waits", "idle by cause"), "r", "r", "r", None)
+    table = headed(("stage", "busy", "waits", "idle by cause"), "rrrw")
     for stage in result.activity:
         causes = sorted(stage.idle_s.items(), key=lambda item: -item[1])
         table.add_row(
@@ -235,7 +235,7 @@ def _verdict(result: ProbeResult) -> str:
 def render_start(start: ProbeStart) -> Group:
     """The report of `plan probe --dry-run`: commands, environment and bytes of all ranks, of which none was started."""
     parts = ("weights", "gradients", "optimizer", "held", "moment", "reserved", "total")
-    table = headed(("stage", "ranks", "layers", *parts), *"rrlrrrrrrr")
+    table = headed(("stage", "ranks", "layers", *parts), "rrlrrrrrrr")
     for stage in start.stages:
         held = (
             stage.weights_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.activations_bytes,

@@ -7,40 +7,29 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from planner.cli import options as o
+from planner.cli.options import Number, Word
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.answer import Plan
     from planner.probe.run import Device
-    from planner.profile.build_profile import Profiled
-    from planner.profile.record import MeasurementRecord
+    from planner.profile.measurements import MeasurementRecord, Profiled
     from planner.specs.efficiency import Efficiency
 
 _log = logging.getLogger(__name__)
-_WHAT, _OUTPUT = "What is measured", "Output"
-DeviceName = Annotated[str | None, o.text(_WHAT, "--device", "cpu|cuda", "What computes. [cuda where torch sees one]")]
-Quick = Annotated[bool, o.text(_WHAT, "--quick", None, "A handful of tiny shapes: to try it out, not to plan with.")]
-Budget = Annotated[
-    float | None, o.text(_WHAT, "--budget", "S", "Seconds for all kernels together. [GPU: 360, CPU: 60]")
-]
-Output = Annotated[str, o.text(_OUTPUT, "--output -o", "FILE", "The profile; - is stdout. [profile.yaml]")]
-ForPlan = Annotated[str | None, o.text(_OUTPUT, "--plan", "FILE", "Price this plan with what was measured.")]
-Force = Annotated[bool, o.text(_OUTPUT, "--force", None, "Replace the file.")]
-Json = Annotated[bool, o.text(_OUTPUT, "--json", None, "Print the profile as JSON beside saving it.")]
 
 
 def profile_command(
-    device: DeviceName = None,
-    quick: Quick = False,
-    budget: Budget = None,
-    plan: ForPlan = None,
-    output: Output = "profile.yaml",
-    force: Force = False,
-    json: Json = False,
+    device: Word = None,
+    quick: bool = False,
+    budget: Number = None,
+    plan: Word = None,
+    output: str = "profile.yaml",
+    force: bool = False,
+    json: bool = False,
 ) -> None:
     """Measure this machine into a hardware profile that plan --hardware reads; eight minutes on a GPU.
 
@@ -62,8 +51,7 @@ def profile_command(
         from planner.profile.measure import WAIT_S, Ranks, exchange_rows
     except ModuleNotFoundError as error:
         raise ProbeError(f"measuring needs {error.name}", install_line("probe")) from None
-    from planner.profile.build_profile import profile_of
-    from planner.profile.record import shapes_to_measure
+    from planner.profile.measurements import profile_of, shapes_to_measure
 
     if budget is not None and not budget > 0:
         raise SpecError(f"--budget {budget:g}: must be positive", "seconds for all kernels, such as 120")
@@ -99,7 +87,7 @@ def _measured(kind: Device, quick: bool, budget_s: float | None, output: str, ra
     from planner.cli.output import progress
     from planner.files import STDOUT
     from planner.profile.measure import machine_of, measure, monitor_of, tasks
-    from planner.profile.record import MeasurementRecord, shapes_to_measure, sidecar
+    from planner.profile.measurements import MeasurementRecord, shapes_to_measure, sidecar
 
     monitor = monitor_of(kind)  # before anything of this process is on the GPU
     path: Path | None = None if output == STDOUT else sidecar(output, quick)
@@ -120,7 +108,7 @@ def _exchange(record: MeasurementRecord, kind: Device, quick: bool, ranks: objec
     """Exchanges: among the ranks that torchrun started, else among processes started here, once."""
     from planner.errors import ProbeError
     from planner.profile.measure import Ranks, exchange_rows, num_processes, spawned_rows
-    from planner.profile.record import shapes_to_measure
+    from planner.profile.measurements import shapes_to_measure
 
     shapes, tables = shapes_to_measure(kind, quick), record.measured.tables
     sizes, size = shapes.exchanged_bytes, num_processes(kind, record.measured.machine.num_devices)
@@ -152,7 +140,7 @@ def _render(profiled: Profiled, sure: str, output: str, plan: Plan | None = None
     from planner.report.pieces import bullets, headed, section
 
     hardware, efficiency = profiled.hardware, profiled.hardware.efficiency
-    table = headed(("", "rows", "median", "p90", "worst"), *"lrrrr")
+    table = headed(("", "rows", "median", "p90", "worst"), "lrrrr")
     for label, left in profiled.residuals:
         table.add_row(label, str(left.num_rows), f"{left.median:.1f}%", f"{left.p90:.1f}%", f"{left.worst:.1f}%")
     peak, gemm = hardware.peak_flops("bf16") or 0.0, efficiency.gemm

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from planner.cli import options as o
+from planner.cli.options import Number, Word
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -15,25 +13,15 @@ if TYPE_CHECKING:
     from planner.answer import Plan, StagePlan
     from planner.search.rebalance import Rebalanced
 
-_MEASURED = "How slow the stages are"
-ProbeFile = Annotated[
-    str | None,
-    typer.Argument(metavar="PROBE.json", help="What `plan probe PLAN.json -o` measured.", show_default=False),
-]
-SlowStage = Annotated[
-    str | None, o.text(_MEASURED, "--slow-stage", "R:X,…", "Stage R takes X times as long as planned (no probe).")
-]
-TimeLimit = Annotated[float | None, o.number(o.SEARCH, "--time-limit", "Seconds to look at most. [10]", "S", float)]
-
 
 def rebalance_command(
-    plan: o.PlanFile,
-    probe: ProbeFile = None,
-    slow_stage: SlowStage = None,
-    time_limit: TimeLimit = None,
-    json: o.Json = False,
-    output: o.Output = None,
-    force: o.Force = False,
+    plan: str,
+    probe: Word = None,
+    slow_stage: Word = None,
+    time_limit: Number = None,
+    json: bool = False,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Move layers between stages that a probe found slow and fast, and say what it gains.
 
@@ -49,8 +37,7 @@ def rebalance_command(
     from planner.plan_file import read_plan
     from planner.search.rebalance import rebalance
 
-    if output is not None:
-        refuse_to_overwrite(output, force)
+    refuse_to_overwrite(output, force)
     saved = read_plan(plan)
     factors, guessed = _factors(saved, probe, slow_stage)
     balanced = rebalance(saved, factors, *([] if time_limit is None else [_positive(time_limit)]))
@@ -140,7 +127,7 @@ def _render(balanced: Rebalanced, guessed: list[str]) -> list[RenderableType]:
     from planner.report.format import percent, seconds
     from planner.report.pieces import headed, section
 
-    table = headed(("stage", "slowness", "layers", "then", "mb ms", "then"), *"rrrrrr")
+    table = headed(("stage", "slowness", "layers", "then", "mb ms", "then"), "rrrrrr")
     for before, after, factor in zip(
         balanced.before.stages, balanced.after.stages, balanced.after.rank_factors, strict=True
     ):

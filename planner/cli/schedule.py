@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from planner.cli import options as o
+from planner.cli.options import Number, Numbers, Whole, Word
 
 if TYPE_CHECKING:
     from planner.schedule.actions import Schedule
@@ -15,82 +13,32 @@ if TYPE_CHECKING:
     from planner.schedule.synthesis import Synthesis
     from planner.schedule.timeline import Timeline
 
-STAGES, FILES = "Stages", "Files"
 AUTO = "auto"
 MAX_CHUNKS = 2**21
 """Micro-batches times virtual stages; more would take minutes and gigabytes."""
 
 
-def _names() -> list[str]:
-    from planner.schedule.orders import SCHEDULES
-
-    return [*SCHEDULES, AUTO]
-
-
-def _seconds(word: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in word.split(","))
-
-
-Name = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="NAME|FILE.csv",
-        help="A schedule such as 1f1b or zb-v, auto to find one, or a file in torch's CSV format.",
-        autocompletion=o.starting_with(_names),
-    ),
-]
-Pp = Annotated[int, o.number(STAGES, "--pp", "Pipeline ranks. [4]")]
-MicroBatches = Annotated[int, o.number(STAGES, "--micro-batches -m", "Micro-batches of a step. [8]")]
-Vpp = Annotated[int | None, o.number(STAGES, "--vpp", "Chunks per rank. [what the schedule needs]")]
-Group = Annotated[int | None, o.number(STAGES, "--group", "Micro-batches per interleaving group. [pp]")]
-Forward = Annotated[
-    Any, o.number(STAGES, "--forward", "Seconds of a rank's forward, or one per rank. [1]", "S,S…", _seconds)
-]
-Backward = Annotated[
-    Any, o.number(STAGES, "--backward", "Of its whole backward. [twice the forward]", "S,S…", _seconds)
-]
-WeightGrad = Annotated[Any, o.number(STAGES, "--weight-grad", "Of that, the weight gradient. [half]", "S,S…", _seconds)]
-P2p = Annotated[float, o.number(STAGES, "--p2p", "Seconds of one transfer. [0]", "S", float)]
-Blocking = Annotated[bool, o.text(STAGES, "--blocking", None, "Ranks wait for their transfers.")]
-SlowStages = Annotated[
-    list[str] | None, o.text(STAGES, "--slow-stage", "R:FACTOR", "Slow rank, such as 3:1.2; may be repeated.")
-]
-SlowLinks = Annotated[
-    list[str] | None, o.text(STAGES, "--slow-link", "A-B:FACTOR", "Slow link, such as 1-2:5; may be repeated.")
-]
-Sizes = Annotated[Any, o.number(STAGES, "--sizes", "Relative length of each micro-batch.", "X,X…", _seconds)]
-InFlight = Annotated[
-    float | None,
-    o.number(STAGES, "--in-flight", "auto: whole micro-batches a rank may hold. [any number]", "N", float),
-]
-Compare = Annotated[bool, o.text(o.OUTPUT, "--compare", None, "Every schedule for these stages, side by side.")]
-Svg = Annotated[str | None, o.text(FILES, "--svg", "FILE", "Draw the timeline as SVG.")]
-Trace = Annotated[str | None, o.text(FILES, "--trace", "FILE", "Chrome trace events; opens in Perfetto.")]
-Force = Annotated[bool, o.text(FILES, "--force", None, "Let these replace files.")]
-Csv = Annotated[str | None, o.text(FILES, "--csv", "FILE", "The order, as torch.distributed.pipelining loads it.")]
-
-
 def schedule_command(
-    name: Name = None,
-    pp: Pp = 4,
-    micro_batches: MicroBatches = 8,
-    vpp: Vpp = None,
-    group: Group = None,
-    forward: Forward = None,
-    backward: Backward = None,
-    weight_grad: WeightGrad = None,
-    p2p: P2p = 0.0,
-    blocking: Blocking = False,
-    slow_stage: SlowStages = None,
-    slow_link: SlowLinks = None,
-    sizes: Sizes = None,
-    in_flight: InFlight = None,
-    compare: Compare = False,
-    json: o.Json = False,
-    svg: Svg = None,
-    trace: Trace = None,
-    csv: Csv = None,
-    force: Force = False,
+    name: Word = None,
+    pp: int = 4,
+    micro_batches: int = 8,
+    vpp: Whole = None,
+    group: Whole = None,
+    forward: Numbers = None,
+    backward: Numbers = None,
+    weight_grad: Numbers = None,
+    p2p: float = 0.0,
+    blocking: bool = False,
+    slow_stage: list[str] | None = None,
+    slow_link: list[str] | None = None,
+    sizes: Numbers = None,
+    in_flight: Number = None,
+    compare: bool = False,
+    json: bool = False,
+    svg: Word = None,
+    trace: Word = None,
+    csv: Word = None,
+    force: bool = False,
 ) -> None:
     """Draw, time or compare pipeline schedules.
 

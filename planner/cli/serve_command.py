@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, command_line, job_options
+from planner.cli.options import SearchOptions, Whole, command_line, converted, rows_of
 from planner.distribution import install_line
 from planner.errors import PlannerError, SpecError
 
@@ -18,17 +18,13 @@ if TYPE_CHECKING:
     from planner.serve.controls import Question
 
 _log = logging.getLogger(__name__)
-EXTRA = ("matplotlib", "starlette", "uvicorn")
+EXTRA = ("starlette", "uvicorn")
 """The packages of the extra `serve`."""
 START = {"model": "405b", "gpus": "2048"}
 """The job that the page opens with, unless options say another."""
 
-Port = Annotated[int | None, o.number(o.OUTPUT, "--port", "Port on 127.0.0.1; 0 takes a free one. [8008]")]
-Open = Annotated[bool, o.text(o.OUTPUT, "--open", None, "Open the page in the browser.")]
 
-
-@job_options
-def serve_command(asked: SearchOptions, port: Port = None, open: Open = False) -> None:
+def serve_command(asked: SearchOptions, port: Whole = None, open: bool = False) -> None:
     """Serve the planner as a page: controls change the plan, its memory and its timeline. Ctrl-C ends it.
 
     The page opens with the job of the options. It answers this machine only, and keeps nothing on disk. Files of
@@ -77,13 +73,13 @@ def read_question(options: Mapping[str, str], said: set[str] | None = None) -> Q
     from planner.search.case import Case
     from planner.serve.controls import Question
 
-    hints = get_type_hints(SearchOptions, include_extras=True)
+    rows = rows_of(SearchOptions)
     values: dict[str, Any] = {}
     for name, text in options.items():
-        if name not in hints:
+        if name not in rows:
             raise SpecError(f"--{name.replace('_', '-')[:60]}: no such option", "`plan -h` lists the options")
-        parse = getattr(hints[name].__metadata__[0], "parser", None)
-        values[name] = parse(text) if parse else True if hints[name].__origin__ is bool else text
+        row, kind = rows[name]
+        values[name] = converted(row, kind, text) if row.metavar else True
     asked = SearchOptions(**values)
     job = read_job(asked, said)
     case = Case(job.model, job.cluster, job.training, job.runtime_spec, read_limits(asked, job))

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from planner.cli import options as o
-from planner.cli.job_options import SearchOptions, job_options
+from planner.cli.options import Number, SearchOptions, Word
 from planner.errors import SpecError
 from planner.specs.units import parse_whole
 
@@ -30,42 +30,23 @@ NUMBERS: tuple[str, ...] = (
 )  # fmt: skip
 
 
-Gpus = Annotated[str | None, o.text(o.JOB, "--gpus -g", "N,N…|A..B|auto", "GPUs in all; auto: the fewest.")]
-SeqLengths = Annotated[str | None, o.text(o.JOB, "--seq-length -s", "N,N…", "Tokens of a sequence. [the model's]")]
-GlobalBatchSizes = Annotated[
-    str | None, o.text(o.JOB, "--global-batch-size -b", "N,N…", "Sequences of an optimizer step. [the model's]")
-]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions(SearchOptions):
     """A job of which some options have several values: each combination is a point."""
 
-    gpus: Gpus = None  # type: ignore[assignment]
-    seq_length: SeqLengths = None  # type: ignore[assignment]
-    global_batch_size: GlobalBatchSizes = None  # type: ignore[assignment]
+    gpus: Word = None  # type: ignore[assignment]
+    seq_length: Word = None  # type: ignore[assignment]
+    global_batch_size: Word = None  # type: ignore[assignment]
 
 
-Deadline = Annotated[
-    float | None, o.number(o.RUN, "--deadline", "The run has to end by then.", "30d|6w|12h", float, "days")
-]
-Usd = Annotated[
-    float | None, o.number(o.RUN, "--usd --budget", "The run may cost so much, such as 5M.", "X", float, "usd")
-]
-Csv = Annotated[str | None, o.text(o.OUTPUT, "--csv", "FILE", "Write all points; - is stdout.")]
-Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw them: .png or .svg.")]
-Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let --csv and --plot replace a file.")]
-
-
-@job_options
 def sweep_command(
     asked: SweepOptions,
-    deadline: Deadline = None,
-    usd: Usd = None,
-    json: o.Json = False,
-    csv: Csv = None,
-    plot: Plot = None,
-    force: Force = False,
+    deadline: Number = None,
+    usd: Number = None,
+    json: bool = False,
+    csv: Word = None,
+    plot: Word = None,
+    force: bool = False,
 ) -> None:
     """Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.
 
@@ -83,8 +64,7 @@ def sweep_command(
     from planner.report.sweep import as_csv, render_sweep
 
     for path in (csv, plot):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+        refuse_to_overwrite(path, force)
     draw = None if plot is None else _drawing_to(plot)
     goal = _goal(asked, deadline, usd)
     answer = _swept(asked, goal)

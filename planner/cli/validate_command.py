@@ -6,9 +6,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from planner.cli import options as o
+from planner.cli.options import Word
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,27 +18,14 @@ if TYPE_CHECKING:
 
 RANKED_RIGHT = 0.95
 """A rank correlation that calls for no remark."""
-EVIDENCE = "Evidence"
-Family = Annotated[
-    str | None, o.text(EVIDENCE, "--family", "NAME", "Only the runs of this source, one by one; all for every row.")
-]
-Regrets = Annotated[
-    bool, o.text(EVIDENCE, "--regret", None, "Seconds lost by the layouts ranked first, beside the fastest measured.")
-]
-Add = Annotated[
-    str | None, o.text(EVIDENCE, "--add", "FILE", "Keep a run of yours, which corrects plans: plan observe -o FILE.")
-]
-History = Annotated[
-    str | None, o.text(EVIDENCE, "--history", "DIR", "Keep it there. [$PLANNER_HISTORY, else in your data folder]")
-]
 
 
 def validate_command(
-    family: Family = None,
-    regret: Regrets = False,
-    add: Add = None,
-    history: History = None,
-    json: o.Json = False,
+    family: Word = None,
+    regret: bool = False,
+    add: Word = None,
+    history: Word = None,
+    json: bool = False,
 ) -> None:
     """Hold the planner against published training runs, or against your own.
 
@@ -163,7 +150,7 @@ def _family_table(scores: list[Score]) -> Table:
     def maybe(value: float | None, text: str = "{:.2f}") -> str:
         return "" if value is None else text.format(value)
 
-    table = columns("l", *"rrrrrrrrr", gap=1)
+    table = columns("lrrrrrrrrr", gap=1)
     table.add_row("family", "n", "median", "p90", "bias", "worst", "naive", "rank", "memory", "in 80%", style="dim")
     for score in scores:
         memory, coverage, naive = (
@@ -198,7 +185,7 @@ def _row_table(scored: Sequence[Scored]) -> Table:
     from planner.report.format import seconds
     from planner.report.pieces import columns
 
-    table = columns(None, *"rrrr")
+    table = columns("wrrrr")
     table.add_row("run", "measured", "predicted", "error", "memory", style="dim")
     for run in scored:
         measured = run.row.measured.step_s
@@ -255,7 +242,7 @@ def regret_table(scores: Sequence[Regret]) -> Table:
     """A line for each family; the last one is of all sweeps."""
     from planner.report.pieces import columns
 
-    table = columns("l", *"rrrrrrrrr", gap=1)
+    table = columns("lrrrrrrrrr", gap=1)
     heads = ("family", "n", "runs", "mean", "median", "p90", "worst", "random", "noise", "perfect")
     table.add_row(*heads, style="dim")
     for score in scores:
@@ -274,7 +261,7 @@ def sweep_table(found: Sequence[PublishedSweep]) -> Table:
     from planner.report.format import seconds
     from planner.report.pieces import columns
 
-    table = columns("r", "r", "r", None)
+    table = columns("rrrw")
     table.add_row("regret", "runs", "took", "ranked first, then measured best", style="dim")
     for sweep in sorted(found, key=lambda sweep: -sweep.regret):
         for place in dict.fromkeys((sweep.chosen, sweep.best)):
@@ -369,7 +356,7 @@ def pair_table(answers: Sequence[PricedPair]) -> Table:
     """One pair a line: measured and predicted gain, their difference in points, and whether the sign is right."""
     from planner.report.pieces import columns
 
-    table = columns(None, *"rrr", "l")
+    table = columns("wrrrl")
     table.add_row("pair", "measured", "predicted", "error", "", style="dim")
     for answer in answers:
         measured = _points(answer.measured)
@@ -386,7 +373,7 @@ def switch_table(answers: Sequence[PricedPair]) -> Table:
     from planner.report.pieces import columns
     from planner.validate.choices import scores
 
-    table = columns("l", *"rrrr", gap=1)
+    table = columns("lrrrr", gap=1)
     table.add_row("switch", "pairs", "sign right", "median error", "worst", style="dim")
     for score in scores(answers):
         table.add_row(

@@ -5,67 +5,34 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from planner.cli import options as o
+from planner.cli.options import Whole, Word
 from planner.errors import SpecError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.answer import Plan
-    from planner.answer.memory import MemoryAnswer, MemoryOfStage
+    from planner.answer import MemoryAnswer, MemoryOfStage, Plan
     from planner.cli.output import Printing
     from planner.decide.compare import Compared
     from planner.layout.candidate import Candidate
 
 _log = logging.getLogger(__name__)
-_WHAT = "What to show"
 MOST_FILES = 6
 """More columns than that cannot be read."""
 
-Saved = Annotated[
-    str, typer.Argument(metavar="FILE", help="What a command saved with -o or --json; - is stdin.", show_default=False)
-]
-Files = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILE", help="Files of plan -o, plan probe -o, plan import -o, plan observe -o.", show_default=False
-    ),
-]
-Stage = Annotated[int | None, o.number(_WHAT, "--stage", "One stage. [all, and tensors of the fullest]")]
-Alternative = Annotated[int | None, o.number(_WHAT, "--alternative", "The plan's N-th alternative. [the best]")]
-Plot = Annotated[str | None, o.text(o.OUTPUT, "--plot", "FILE", "Draw it over the step: .png or .svg.")]
-Snapshot = Annotated[
-    str | None, o.text(o.OUTPUT, "--snapshot", "FILE", "Write the stage's step for pytorch.org/memory_viz.")
-]
-MemoryOutput = Annotated[str | None, o.text(o.OUTPUT, "--output -o", "FILE", "Save the answer as JSON; - is stdout.")]
-MicroBatches = Annotated[
-    int | None, o.number(_WHAT, "--micro-batches -m", "Trace a step of fewer micro-batches. [the plan's]")
-]
-TraceOutput = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [trace.json]")]
-ShownPage = Annotated[
-    str | None, o.text(o.OUTPUT, "--page", "FILE", "Write a plan as one HTML file with pictures; - is stdout.")
-]
-ShownTrace = Annotated[
-    str | None, o.text(o.OUTPUT, "--trace", "FILE", "Write a plan's step as a trace for Perfetto; - is stdout.")
-]
-Page = Annotated[str, o.text(o.OUTPUT, "--output -o", "FILE", "File to write; - is stdout. [report.html]")]
-Force = Annotated[bool, o.text(o.OUTPUT, "--force", None, "Let options that name a file replace it.")]
-
 
 def show_command(
-    file: Saved,
-    page: ShownPage = None,
-    trace: ShownTrace = None,
-    alternative: Alternative = None,
-    micro_batches: MicroBatches = None,
-    full: o.Full = False,
-    show: o.Show = None,
-    json: o.Json = False,
-    force: Force = False,
+    file: str,
+    page: Word = None,
+    trace: Word = None,
+    alternative: Whole = None,
+    micro_batches: Whole = None,
+    full: bool = False,
+    show: Word = None,
+    json: bool = False,
+    force: bool = False,
 ) -> None:
     """Print again what was saved: a plan, a sweep, phases, a comparison, a probe, an observed or imported run.
 
@@ -88,117 +55,77 @@ def show_command(
         return
     form = Printing(json, full, show)
     data, where = load_yaml(file, SAVED), label(file)
-    known = [row for row in _KINDS if row.keys <= data.keys()]
-    if not known:
-        hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
-        raise SpecError(f"{where}: is nothing that a command saved", hint)
-    rendered = known[0].draw(data, where, form, alternative)
+    rendered = _drawn(data, where, form, alternative)
     if json:
         sys.stdout.write(dumps(data))
     else:
         print_out(rendered)
 
 
-def _draw_plan(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.plan_file import plan_of, with_alternative
-    from planner.report.terminal import render, screen
-
-    plan = with_alternative(plan_of(data, where), alternative)
-    return render(plan, None, form.names) if form.full or form.names else screen(plan)
-
-
-def _draw_imported(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    return _draw_plan(data["evaluated"], where, form, alternative)
-
-
-def _draw_resume(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.job import Resume
-    from planner.plan_file import plan_of
-    from planner.report.runs import render_resume
-    from planner.specs.problems import checked
-
-    ways = data["resume"]
-    for row in ways.get("spares", ()):
-        row.pop("gpu_hours", None)
-    return render_resume(checked(Resume, ways, where), plan_of(data, where))
-
-
-def _draw_sweep(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.sweep import Sweep
-    from planner.report.sweep import render_sweep
-    from planner.specs.problems import checked
-
-    return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
-
-
-def _draw_comparison(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.compare import Compared, compare
-    from planner.report.comparison import render_comparison
-    from planner.specs.problems import checked
-
-    return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
-
-
-def _draw_phases(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.phases import PhasesAnswer
-    from planner.plan_file import plan_of
-    from planner.report.runs import render_phases
-    from planner.specs.problems import checked
-
-    phases = [{**phase, "plan": plan_of(phase["plan"], where)} for phase in data["phases"]]
-    return render_phases(
-        checked(PhasesAnswer, {**{k: v for k, v in data.items() if k != "schema_version"}, "phases": phases}, where)
-    )
-
-
-def _draw_next(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.decide.next import NextAnswer
-    from planner.report.runs import render_next
-    from planner.specs.problems import checked
-
-    return render_next(checked(NextAnswer, data, where))
-
-
-def _draw_probe(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.cli.measurements import probe_of
-    from planner.cli.probe_report import render
-
-    return render(probe_of(data, where))
-
-
-def _draw_observed(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
-    from planner.observe.judge import observed_of
-    from planner.report.observe import render_observed
-
-    return render_observed(observed_of(data, where))
-
-
 _IMPORTED = {"source", "evaluated", "run"}
 """Keys of what `plan import --json` prints."""
 
 
-class _Kind(NamedTuple):
-    """Something that a command saves: the keys that it has, and what draws it."""
+def _drawn(data: dict[str, Any], where: str, form: Printing, alternative: int | None) -> RenderableType:
+    """The answer in a file as the command that saved it shows it: of the first kind whose keys are there."""
+    from planner.plan_file import plan_of, with_alternative
+    from planner.specs.problems import checked
 
-    keys: set[str]
-    draw: Callable[[dict[str, Any], str, Printing, int | None], RenderableType]
+    keys = data.keys()
+    if keys >= {"comparisons", "run", "ranks"}:
+        from planner.cli.measurements import probe_of
+        from planner.cli.probe_report import render as render_probe
+
+        return render_probe(probe_of(data, where))
+    if keys >= {"observation", "verdict"}:
+        from planner.observe.judge import observed_of
+        from planner.report.observe import render_observed
+
+        return render_observed(observed_of(data, where))
+    if keys >= {"points", "pareto", "answers"}:
+        from planner.decide.sweep import Sweep
+        from planner.report.sweep import render_sweep
+
+        return render_sweep(checked(Sweep, {name: data[name] for name in ("points", "goal") if name in data}, where))
+    if keys >= {"sides", "differences", "waterfall"}:
+        from planner.decide.compare import Compared, compare
+        from planner.report.comparison import render_comparison
+
+        return render_comparison(compare([checked(Compared, side, where) for side in data["sides"]]))
+    if keys >= {"phases", "changes", "total"} or keys >= {"proposed", "outcomes", "layouts"}:
+        return _drawn_runs(data, where)
+    if keys >= {"schema_version", "best", "resume"}:
+        from planner.decide.job import Resume
+        from planner.report.runs import render_resume
+
+        for row in data["resume"].get("spares", ()):
+            row.pop("gpu_hours", None)
+        return render_resume(checked(Resume, data["resume"], where), plan_of(data, where))
+    if not (keys >= _IMPORTED or keys >= {"schema_version", "best"}):
+        hint = "save a plan with plan --model 8b --gpus 64 -o plan.json"
+        raise SpecError(f"{where}: is nothing that a command saved", hint)
+    from planner.report.terminal import render, screen
+
+    plan = with_alternative(plan_of(data["evaluated"] if keys >= _IMPORTED else data, where), alternative)
+    return render(plan, None, form.names) if form.full or form.names else screen(plan)
 
 
-_KINDS = (
-    _Kind({"comparisons", "run", "ranks"}, _draw_probe),
-    _Kind({"observation", "verdict"}, _draw_observed),
-    _Kind({"points", "pareto", "answers"}, _draw_sweep),
-    _Kind({"sides", "differences", "waterfall"}, _draw_comparison),
-    _Kind({"phases", "changes", "total"}, _draw_phases),
-    _Kind({"proposed", "outcomes", "layouts"}, _draw_next),
-    _Kind(_IMPORTED, _draw_imported),
-    _Kind({"schema_version", "best", "resume"}, _draw_resume),
-    _Kind({"schema_version", "best"}, _draw_plan),
-)
-"""The first whose keys a file has is what the file holds."""
+def _drawn_runs(data: dict[str, Any], where: str) -> RenderableType:
+    """The phases of a run, or the trial to do next."""
+    from planner.decide.next import NextAnswer
+    from planner.decide.phases import PhasesAnswer
+    from planner.plan_file import plan_of
+    from planner.report.runs import render_next, render_phases
+    from planner.specs.problems import checked
+
+    if "phases" not in data:
+        return render_next(checked(NextAnswer, data, where))
+    phases = [{**phase, "plan": plan_of(phase["plan"], where)} for phase in data["phases"]]
+    fields = {name: value for name, value in data.items() if name != "schema_version"}
+    return render_phases(checked(PhasesAnswer, {**fields, "phases": phases}, where))
 
 
-def report_command(plan: o.PlanFile, output: Page = "report.html", force: Force = False) -> None:
+def report_command(plan: str, output: str = "report.html", force: bool = False) -> None:
     """Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, alternatives, inputs.
 
     \b
@@ -210,11 +137,11 @@ def report_command(plan: o.PlanFile, output: Page = "report.html", force: Force 
 
 
 def trace_command(
-    plan: o.PlanFile,
-    alternative: Alternative = None,
-    micro_batches: MicroBatches = None,
-    output: TraceOutput = "trace.json",
-    force: Force = False,
+    plan: str,
+    alternative: Whole = None,
+    micro_batches: Whole = None,
+    output: str = "trace.json",
+    force: bool = False,
 ) -> None:
     """Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.
 
@@ -271,14 +198,14 @@ def _write_trace(chosen: Plan, file: str, micro_batches: int | None, path: str, 
 
 
 def memory_command(
-    plan: o.PlanFile,
-    stage: Stage = None,
-    alternative: Alternative = None,
-    json: o.Json = False,
-    plot: Plot = None,
-    snapshot: Snapshot = None,
-    output: MemoryOutput = None,
-    force: Force = False,
+    plan: str,
+    stage: Whole = None,
+    alternative: Whole = None,
+    json: bool = False,
+    plot: Word = None,
+    snapshot: Word = None,
+    output: Word = None,
+    force: bool = False,
 ) -> None:
     """Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.
 
@@ -299,8 +226,7 @@ def memory_command(
     from planner.report.memory import render_memory
 
     for path in (output, plot, snapshot):
-        if path is not None:
-            refuse_to_overwrite(path, force)
+        refuse_to_overwrite(path, force)
     if snapshot == STDOUT:
         raise SpecError("--snapshot: - is no file", "name one, such as --snapshot stage.pickle")
     draw = None if plot is None else _drawing_to(plot)
@@ -350,7 +276,7 @@ def _write_snapshot(answer: MemoryAnswer, stage: MemoryOfStage, candidate: Candi
     _log.info("wrote %s, stage %d: open it at pytorch.org/memory_viz", path, stage.stage)
 
 
-def compare_command(files: Files, json: o.Json = False) -> None:
+def compare_command(files: list[str], json: bool = False) -> None:
     """Say what differs between plans, probes and runs (imported, observed), and why one is faster: terms that add up.
 
     The first file is what the others are held against.

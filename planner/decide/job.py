@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from planner.answer import Interval, Layout, Plan
-from planner.answer.quantities import Difference
+from planner.answer import Difference, Interval, Layout, Plan
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.price import reprice

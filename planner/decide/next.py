@@ -26,8 +26,17 @@ from typing import Literal
 
 import numpy as np
 
-from planner.answer import SIGMAS_TO_END, Interval, Plan, PricedLayout, StepTime, half_width
-from planner.answer.quantities import Count, PositiveSeconds, Quantity
+from planner.answer import (
+    SIGMAS_TO_END,
+    Count,
+    Interval,
+    Plan,
+    PositiveSeconds,
+    PricedLayout,
+    Quantity,
+    StepTime,
+    half_width,
+)
 from planner.layout.price import price_layout, reprice
 from planner.layout.variation import switch_variants
 from planner.shape import FloatArray

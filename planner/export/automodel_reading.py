@@ -8,11 +8,20 @@ from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.tuning_settings import read_adapters
 from planner.export.imported_run import ConfigFile, ImportedRun
-from planner.export.keyed_settings import Dialect, Settings, dialect, flat, is_on, mapping_of, number
+from planner.export.keyed_settings import (
+    Dialect,
+    Settings,
+    dialect,
+    flat,
+    is_on,
+    mapping_of,
+    number,
+    resolved,
+    value_of,
+)
 from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
-from planner.export.verl_reading import value_of
 
 _MODES = {"True": "full", "False": "none", "None": "none"}
 _EVERY = ("*", "*_proj", "all-linear", "[]")
@@ -27,7 +36,7 @@ _PARENTS = 4
 
 def read_automodel(config: ConfigFile) -> ImportedRun:
     """The run of a recipe's YAML. Raises SpecError for what is none."""
-    return _of_automodel("automodel", flat(mapping_of(config.text)), None)
+    return _of_automodel("automodel", resolved(flat(mapping_of(config.text))), None)
 
 
 def _of_automodel(name: str, settings: Settings, num_gpus: int | None) -> ImportedRun:
@@ -108,7 +117,7 @@ def _list_unread(imported: ImportedRun, row: Dialect, settings: Settings, found:
 
 def read_nemo_rl(config: ConfigFile) -> ImportedRun:
     """The run of a YAML, or of a script with overrides: one update of the policy, or a fine-tuning."""
-    settings = _merged(config)
+    settings = resolved(_merged(config))
     if not any(path.startswith("policy.") for path in settings):
         raise SpecError("no settings of a policy", "give the file that --config names, or put it beside the script")
     gpus = _trainers_gpus(settings)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from planner.errors import SpecError
+from planner.export.followed.job_manifest import job_of
 from planner.export.imported_run import ConfigFile
 from planner.export.imported_run import ImportedRun as ImportedRun
 from planner.export.keyed_settings import table
@@ -104,7 +106,10 @@ def _refuse_unread(text: str) -> None:
 
 
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
-    """The run of a configuration, as `read` gives it."""
+    """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
+    job = job_of(config.text)
+    if job is not None:
+        config = replace(config, text=job.script)
     source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), None)
     if source is None:
         _refuse_unread(config.text)
@@ -114,6 +119,10 @@ def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     if config.recipe is not None and not re.search(r"^\s*(def|from|import) ", config.text, re.MULTILINE):
         raise SpecError(f"--recipe: {config.recipe[:80]!r}: the file has no functions to choose from", "leave it out")
     try:
-        return READERS[source].read(config.filled())
+        imported = READERS[source].read(config.filled())
     except RecursionError:
         raise SpecError("the configuration is nested too deeply", "give a simpler file") from None
+    if job is not None:
+        imported.run["num_gpus"] = imported.run.get("num_gpus") or job.num_gpus
+        imported.run.setdefault("hardware", job.hardware)
+    return imported

@@ -116,7 +116,7 @@ def _shipped() -> tuple[tuple[str, ModelSpec], ...]:
 
 _GRID = re.compile(
     r"(tensor|pipeline|context|expert|sequence|data|model)[-_.]*(model[-_.]*)?parallel|parallelism|\b(tp|pp|cp|ep|dp)(_size|_degree)?$"
-    r"|num[-_](layers|experts|attention)|hidden[-_]size|(micro|global|train)[-_]batch|seq[-_]?len|nnodes|nproc|world[-_]size"
+    r"|num[-_](layers(?![-_]at)|experts|attention)|hidden[-_]size|(micro|global|train)[-_]batch|seq[-_]?len|nnodes|nproc|world[-_]size"
 )
 """Names of settings that say a layout, a batch or a model's sizes."""
 

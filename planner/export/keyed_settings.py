@@ -7,8 +7,9 @@ mean.
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, json_of, yaml_of
-from planner.export.megatron.option_rows import Options, options_of
+from planner.export.megatron.option_rows import Options, broken_rows, options_of
 from planner.specs.reading import literal, parse_python, shipped_table
 from planner.specs.units import is_count
 
@@ -33,6 +34,7 @@ class Dialect:
     marks: tuple[str, ...] = ()
     launched: str = ""
     read: frozenset[str] = frozenset()
+    refused: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def is_harmless(self, key: str) -> bool:
         """The key moves neither the bytes nor the seconds of a step."""
@@ -70,6 +72,7 @@ def dialect(name: str) -> Dialect:
         tuple(row.get("marks", ())),
         row.get("launched", ""),
         frozenset(row.get("read", "").split()),
+        row.get("refused", {}),
     )
 
 
@@ -88,6 +91,16 @@ def is_off(value: Any) -> bool:
     return value is None or (
         isinstance(value, (bool, str)) and (value in _OFF or value in ("", "none", "None", "null"))
     )
+
+
+def refused_settings(settings: Settings, *names: str) -> list[str]:
+    """Reasons why trainers of these names end before their first step, by their tables."""
+    options: dict[str, list[str]] = {}
+    for name, value in flat(settings).items():
+        items = value if isinstance(value, list) else [value]
+        if not is_off(value) and items:
+            options[str(name)] = ["true" if item is True or item in ("True", "yes") else str(item) for item in items]
+    return [says for name in names for _, says in broken_rows(dialect(name).refused, options)]
 
 
 @dataclass(slots=True)
@@ -111,13 +124,13 @@ def settings_of(config: ConfigFile, calls: re.Pattern[str] | None = None) -> Key
     if text.lstrip().startswith("{") and not re.search(r"^\s*#", text, re.MULTILINE):
         data = json_of(text, "give the file of arguments")
         return KeyedSettings(data if isinstance(data, dict) else {}, Script())
-    if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not text.startswith("#!/bin"):
+    if re.search(r"^\s*(import|from) \w", text, re.MULTILINE) and not re.match(r"#!(?!.*python)", text):
         return _of_python(text, calls)
     if re.search(r"^[\"']?[A-Za-z_]\w*[\"']?:(\s|$)", text, re.MULTILINE) and not re.search(
         r"^\s*--\w", text, re.MULTILINE
     ):
         return KeyedSettings(mapping_of(text), Script())
-    return _of_script(config)
+    return _of_script(config, calls)
 
 
 def mapping_of(text: str) -> Settings:
@@ -128,6 +141,57 @@ def mapping_of(text: str) -> Settings:
     return data
 
 
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_RESOLVERS: Mapping[str, Callable[[float, float], float]] = {
+    "mul": operator.mul, "multiply": operator.mul, "div": operator.truediv, "divide": operator.truediv,
+    "int_div": operator.floordiv, "floordiv": operator.floordiv, "add": operator.add, "sum": operator.add,
+    "sub": operator.sub, "subtract": operator.sub, "max": max, "min": min,
+}  # fmt: skip
+"""OmegaConf's resolvers that trainers register, of two numbers."""
+_MAX_DEPTH, _MAX_TEXT = 16, 2_000
+
+
+def resolved(settings: Settings) -> Settings:
+    """The settings with OmegaConf's `${section.name}` and `${mul:2,${…}}` put in; unknown ones stay as they are."""
+
+    def value(match: re.Match[str]) -> str:
+        name, colon, rest = match[1].partition(":")
+        words = [word.strip(" '\"") for word in rest.split(",")]
+        if not colon:
+            found = settings.get(name.strip())
+            return match[0] if isinstance(found, (dict, list)) or name.strip() not in settings else str(found)
+        if name in ("oc.select", "oc.env") and len(words) == 2:
+            return str(settings.get(words[0], words[1]))
+        if name not in _RESOLVERS or len(words) != 2 or not all(re.fullmatch(r"-?\d{1,12}(\.\d+)?", w) for w in words):
+            return match[0]
+        first, second = map(float, words)
+        made = _RESOLVERS[name](first, second) if second or "div" not in name else 0.0
+        return str(int(made)) if made == int(made) else str(made)
+
+    found = dict(settings)
+    for key, said in settings.items():
+        text = said
+        for _ in range(_MAX_DEPTH):
+            if not isinstance(text, str) or "${" not in text or len(text) > _MAX_TEXT:
+                break
+            text = _INNERMOST.sub(value, text)
+        found[key] = value_of(text) if text != said else said
+    return found
+
+
+def value_of(text: str) -> Any:
+    """The value that a word of an override says."""
+    words = {"True": True, "False": False, "None": None, "null": None, "true": True, "false": False, "": None}
+    if text in words:
+        return words[text]
+    if re.fullmatch(r"-?\d{1,18}", text):
+        return int(text)
+    try:
+        return json_of(text.replace("'", '"'), "") if text.startswith("[") else text
+    except SpecError:
+        return text
+
+
 def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
     """Nested tables as `section.name`."""
     settings: Settings = {}
@@ -136,7 +200,7 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
     return settings
 
 
-def _of_script(config: ConfigFile) -> KeyedSettings:
+def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettings:
     script = read_script(config.text, config.beside)
     options = options_of(script.words)
     settings, unread = Settings(), dict[str, str]()
@@ -156,8 +220,13 @@ def _of_script(config: ConfigFile) -> KeyedSettings:
         )
     overrides = dict(word.split("=", 1) for word in script.words if re.match(r"[a-z_]\w*=", word))
     settings |= {name: value for name, value in overrides.items() if name not in settings}
+    for name in [word for word in script.words if word.endswith(".py")]:
+        # a program that says its arguments itself, under those of the command line
+        if calls is not None and (text := config.beside(name)) is not None:
+            said = _of_python(text, calls)
+            settings, unread = {**said.settings, **settings}, {**said.unread, **unread}
     gpus = num_gpus({n.replace("_", "-"): w for n, w in options.items()}, script)
-    return KeyedSettings(settings, script, gpus, unread)
+    return KeyedSettings(settings, script, gpus, {name: why for name, why in unread.items() if name not in settings})
 
 
 def _of_python(text: str, calls: re.Pattern[str] | None) -> KeyedSettings:
@@ -225,17 +294,21 @@ def num_gpus(options: Options, script: Script) -> int | None:
         or count(
             [directives.get("gpus-per-node", "").rpartition(":")[2], directives.get("gres", "").rpartition(":")[2]]
         )
-        or count([word for name in ("GPUS_PER_NODE", "NPROC_PER_NODE") for word in variables.get(name, [])])
+        or count([w for n in ("GPUS_PER_NODE", "NPROC_PER_NODE", "PET_NPROC_PER_NODE") for w in variables.get(n, [])])
         or (count([tasks]) if tasks != "1" else None)
     )
     nodes = _first(options, "--nnodes", "--num-nodes", "--nodes") or count(
-        [directives.get("nodes", ""), directives.get("N", "")]
+        [directives.get("nodes", ""), directives.get("N", ""), *variables.get("PET_NNODES", [])]
     )
+    listed = next((options[name][0] for name in ("--include",) if options.get(name)), "").rpartition(":")[2]
+    seen = listed or next(iter(variables.get("CUDA_VISIBLE_DEVICES", [])), "")
+    cards = len(seen.split(",")) if re.fullmatch(r"\d+(,\d+)*", seen) else None
     world = count([word for name in ("WORLD_SIZE", "NUM_GPUS", "NGPUS", "N_GPUS") for word in variables.get(name, [])])
+    per_node = per_node or (cards if listed else None)
     if per_node and nodes:
         return per_node * nodes
     is_counted = any(name in options for name in ("--nnodes", "--num-nodes"))
-    return world or (per_node if per_node and not is_counted else None)
+    return world or (per_node if per_node and not is_counted else None if is_counted else cards)
 
 
 def _first(options: Options, *names: str) -> int | None:

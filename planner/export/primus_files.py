@@ -10,6 +10,7 @@ from planner.answer import Plan
 from planner.export.environment import primus_environment
 from planner.export.megatron.megatron_files import LOG, megatron_arguments, notes_on_options, training_arguments
 from planner.export.megatron.option_rows import NEGATED, PRIMUS_SCHEDULES, key_of
+from planner.export.named_models import FLAVORS
 from planner.export.refusal import Objections, Reason, broken_rules, hint_for, notes_on_price, unstretched
 from planner.export.run_settings import FIRST_RUN_STEPS, notes_on_model, run_settings
 from planner.export.stages import (
@@ -22,7 +23,6 @@ from planner.export.stages import (
     is_looped,
     virtual_stages,
 )
-from planner.export.torchtitan_reading import FLAVORS
 from planner.export.trainer_files import (
     Arguments,
     ExportFile,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.followed.shell_script import read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, least_gpus
-from planner.export.keyed_settings import flat
+from planner.export.keyed_settings import flat, number
 from planner.export.megatron.bridge_reading import model_of_recipe
 from planner.export.megatron.keyed_reading import add_lora
+from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, model_called, moe_of
 from planner.export.primus_keys import check_is_transformer, run_of_keys, torchtitan_features
 from planner.export.torchtitan_reading import of_today, run_of_settings
@@ -51,7 +54,7 @@ def _resolved(value: Any) -> Any:
 
 def _scalar(text: str) -> Any:
     """The value of a default: true, false, nothing, a number, else the text."""
-    words = {"true": True, "false": False, "null": None, "": None}
+    words = {"true": True, "false": False, "null": None, "none": None, "": None}
     if text.lower() in words:
         return words[text.lower()]
     if re.fullmatch(r"-?\d{1,30}", text):
@@ -138,6 +141,7 @@ commit fd1eeab, August 2026)."""
 
 def read_primus(config: ConfigFile) -> ImportedRun:
     """The run that an experiment describes. Raises SpecError for what is none, and for trainers of no GPT."""
+    config, given = _launched(config)
     module = trainer_of(_experiment(config))
     name = str(module.get("model") or "")
     if module.get("framework") == "megatron":
@@ -145,18 +149,34 @@ def read_primus(config: ConfigFile) -> ImportedRun:
             check_is_transformer({"model_type": "mamba" if found[0] == "zebra" else found[0]})
         if isinstance(said := module.get("overrides"), dict):
             check_is_transformer(said)
-    values, overrides, missing = values_of(config)
+    values, overrides, missing = values_of(config, given)
     framework = str(module["framework"])
     imported = READERS[framework](values, overrides, re.sub(r"\.ya?ml$", "", name))
     if missing and framework != "megatron_bridge" and exported_gpus(config.text) is None:
         said_by = " and ".join(missing)
         imported.notes.append(f"no checkout of Primus around the experiment has {said_by}: what they set is not read")
     _name_model(imported, name)
+    if nodes := number({"NNODES": given.pop("NNODES", None)}, "NNODES"):
+        imported.run["num_gpus"] = nodes * _GPUS_OF_A_NODE
     _place(imported, config)
     return imported
 
 
-def values_of(config: ConfigFile) -> tuple[Tree, Tree, list[str]]:
+def _launched(config: ConfigFile) -> tuple[ConfigFile, Tree]:
+    """The experiment that a script starts, and what it overrides; a YAML is its own, and overrides nothing."""
+    if re.search(r"^(modules|extends):", config.text, re.MULTILINE):
+        return config, {}
+    script = read_script(config.text, config.beside)
+    options = {name.lstrip("-"): words for name, words in options_of(script.words).items()}
+    [name, *_] = [*options.pop("config", []), *script.variables.get("EXP", []), ""]
+    if (text := config.beside(name)) is None or config.path is None:
+        raise SpecError(f"{name[:80]}: the experiment is not beside the script", "give the experiment's YAML")
+    given = {name: _scalar(words[0]) for name, words in options.items() if len(words) == 1}
+    given["NNODES"] = next(iter(script.variables.get("NNODES", [])), None)
+    return replace(config, text=text, path=config.path.parent / name), given
+
+
+def values_of(config: ConfigFile, given: Tree | None = None) -> tuple[Tree, Tree, list[str]]:
     """All values that the trainer gets, those that the experiment itself says, and the presets that are missing."""
     module = trainer_of(_experiment(config))
     framework = str(module.get("framework"))
@@ -169,6 +189,7 @@ def values_of(config: ConfigFile) -> tuple[Tree, Tree, list[str]]:
     overrides = module.get("overrides") or {}
     if not isinstance(overrides, dict):
         raise SpecError(f"overrides: is {kind_of(overrides)}, expected a mapping", "write `key: value` lines")
+    overrides = overrides | {name: value for name, value in (given or {}).items() if name != "NNODES"}
     if "config" not in module:
         return overrides, overrides, []
     of_model = preset(config, "models", framework, module.get("model"))

@@ -90,7 +90,9 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "primus", "primus_files:export_primus", "primus_reading:read_primus",
-        mark=r"^modules:\s*$(?s:.*)^  (pre|post)_trainer:\s*$", runtimes=("primus-megatron", "primus-torchtitan"),
+        mark=r"^modules:\s*$(?s:.*)^  (pre|post)_trainer:\s*$|\bprimus-cli (direct|slurm|container)\b"
+        r"|^\s*(export )?EXP=\S+\.ya?ml",
+        runtimes=("primus-megatron", "primus-torchtitan"),
     ),
     TrainerTarget(
         "bridge", "megatron.bridge_files:export_bridge", "megatron.bridge_reading:read_bridge",
@@ -144,7 +146,8 @@ _TRAINERS = (
         "hf", "huggingface.trl_files:export_hf", "huggingface.trainer_reading:read_trainer", runtimes=("hf",),
     ),
     TrainerTarget(
-        "torchtune", None, "huggingface.trainer_reading:read_torchtune", mark=r"_component_: torchtune\.",
+        "torchtune", None, "huggingface.trainer_reading:read_torchtune",
+        mark=r"_component_: torchtune\.|^[^#\n]*\btune run\b",
     ),
     TrainerTarget(
         "accelerate", None, "huggingface.tuning_settings:read_accelerate",
@@ -152,7 +155,7 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
-        mark=r"per_device_train_batch_size|^model_class:|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
+        mark=r"per_device_train_batch_size|^(model_class|finetuning_type|infer_backend|export_dir):|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
         r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
         r"|llamafactory-cli train|swift/cli/",
     ),

@@ -148,8 +148,8 @@ def export_torch(plan: Plan) -> TrainerFiles:
         program=f'-m {runner} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
         requirements=(
-            Requirement("torch", "everything", "torch", "2.9", install_line("probe")),
-            Requirement(runner, "the runner", hint=install_line("probe")),
+            Requirement("torch", "everything", "torch", "2.9", install_line("probe", here=False)),
+            Requirement(runner, "the runner", hint=install_line("probe", here=False)),
         ),
         environment=node_environment(plan),
         comments=comments,

@@ -12,49 +12,19 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun
-from planner.export.keyed_settings import dialect, flat
-from planner.export.named_models import Model, exported_model, model_called, num_layers_of
+from planner.export.keyed_settings import dialect, flat, refused_settings
+from planner.export.named_models import (
+    FLAVORS,
+    Model,
+    exported_model,
+    flavor_of,
+    model_of_flavor,
+    num_layers_of,
+    registered_model,
+)
 from planner.specs.reading import literal, parse_python, parse_toml, printable
 from planner.specs.units import is_count
 from planner.trainers.rules.torch import TORCH_CLASSES
-
-FLAVORS = {
-    ("llama3", "8B"): "llama-3.1-8b",
-    ("llama3", "70B"): "llama-3.1-70b",
-    ("llama3", "405B"): "llama-3.1-405b",
-    ("llama3", "1B"): "llama-3.2-1b",
-    ("deepseek_v3", "671B"): "deepseek-v3",
-    ("deepseek_v3", "236B"): "deepseek-v2",
-    ("deepseek_v3", "16B"): "deepseek-v2-lite",
-    ("qwen3", "8B"): "qwen3-8b",
-    ("qwen3", "32B"): "qwen3-32b",
-    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
-    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
-    ("gpt_oss", "20b"): "gpt-oss-20b",
-    ("gpt_oss", "120b"): "gpt-oss-120b",
-}
-"""(module, flavor) to the model's name here."""
-
-
-_PREFIXES = {
-    "deepseek_v3": "deepseek-",
-    "llama3": "llama-3-",
-    "llama4": "llama-4-",
-    "llama2": "llama-2-",
-    "llama": "llama-3-",
-}
-
-
-def model_of_flavor(name: str, flavor: str) -> Model | None:
-    """The published model of a registry's flavor; None where it is of another size than any."""
-    return FLAVORS.get((name, flavor)) or model_called(f"{_PREFIXES.get(name, f'{name}-')}{flavor}")
-
-
-def flavor_of(module: str, function: str) -> tuple[str, str] | None:
-    """The (module, flavor) that a registered function configures: `llama3_405b` of llama3 is its 405B."""
-    flavor = function.removeprefix(f"{module}_").replace("_", "-").lower()
-    return next((names for names in FLAVORS if (names[0], names[1].lower()) == (module, flavor)), None)
-
 
 Settings = dict[str, Any]
 """`section.name` to value."""
@@ -129,6 +99,9 @@ def _model(record: CallRecord, config: ConfigFile) -> Settings:
         return settings
     flavor = spec.fields.get("flavor") or next(iter(spec.arguments), None)
     settings["model.flavor"] = flavor if isinstance(flavor, str) else None
+    if model_of_flavor(settings["model.name"], str(flavor)) is None:
+        again = chosen_recipe(Evaluator(config, _NEVER_FOLLOWED - {"model_registry"}), config.recipe, _SECTIONS)
+        settings["model.published"] = registered_model(None if again is None else again.get("model_spec"))
     for converter in spec.fields.get("converters") or []:
         name = (
             converter.kind.rpartition(".")[0] or converter.kind if isinstance(converter, CallRecord) else str(converter)
@@ -184,6 +157,7 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[st
     text = config.text
     if is_recipe(text):
         settings, unreadable = read_recipe(config)
+        settings["recipe"] = True
     else:
         settings = _toml(text) if _is_toml(text) else {**_of_file(config), **override_settings(script)}
     if not any(name.startswith(("parallelism.", "training.")) for name in settings):
@@ -285,14 +259,15 @@ _LESS_LAYERS = (
 )
 _READ = {
     *_SIZES, *_LESS_LAYERS, _REPLICAS, _SHARDS, "model.name", "model.flavor", "model.published", "model.converters",
-    "job.converters", "module", "config", "base", "dtype", "training.local_batch_size", "training.global_batch_size",
-    "training.seq_len", "training.num_tokens_per_microbatch_per_dp_rank", "training.num_tokens_per_train_step",
-    "training.max_context_length", "training.compile", "parallelism.expert_tensor_parallel_degree",
-    "parallelism.pipeline_parallel_schedule", "parallelism.num_pp_microbatches",
-    "parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_microbatches",
-    "parallelism.pipeline_parallel_layers_per_stage", "parallelism.module_fqns_per_model_part",
-    "parallelism.enable_sequence_parallel", "parallelism.fsdp_reshard_after_forward", "activation_checkpoint",
-    "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option", "compile.enable", "compile.components",
+    "job.converters", "recipe", "module", "config", "base", "dtype", "training.local_batch_size",
+    "training.global_batch_size", "training.seq_len", "training.num_tokens_per_microbatch_per_dp_rank",
+    "training.num_tokens_per_train_step", "training.max_context_length", "training.compile",
+    "parallelism.expert_tensor_parallel_degree", "parallelism.pipeline_parallel_schedule",
+    "parallelism.num_pp_microbatches", "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.pipeline_parallel_microbatches", "parallelism.pipeline_parallel_layers_per_stage",
+    "parallelism.module_fqns_per_model_part", "parallelism.enable_sequence_parallel",
+    "parallelism.fsdp_reshard_after_forward", "activation_checkpoint", "activation_checkpoint.mode",
+    "activation_checkpoint.selective_ac_option", "compile.enable", "compile.components",
     "compile.enable_async_tensor_parallel", "float8.recipe_name", "float8.enable", "debug.deterministic",
 }  # fmt: skip
 _IGNORED = re.compile(
@@ -330,6 +305,7 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
     if str(settings.get("model.name", "")).startswith("flux"):
         raise SpecError("model: flux is a diffusion model", "only decoder-only transformers are planned")
     layout, _ = _layout(settings, model)
+    refused = [*_refusals(settings, layout, num_layers_of(model)), *refused_settings(settings, "torchtitan")]
     imported = ImportedRun(
         "torchtitan",
         {
@@ -342,11 +318,11 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
             "parallelism": layout,
             "features": _features(settings),
         },
+        refused=refused,
     )
     row = dialect("torchtitan")
     imported.assumed = {name: str(value) for name, value in row.left_out(settings).items()}
     imported.documented = row.documented
-    imported.refused = [*_refusals(settings, layout, num_layers_of(model))]
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
@@ -375,8 +351,6 @@ def _refusals(settings: Settings, layout: dict[str, Any], num_layers: int | None
             yield f"{layout['schedule']} runs {'one stage' if is_single else 'two stages or more'} on a rank"
         elif max(ends) > (num_layers + sum(ends)) // stages:
             yield f"{stages} stages leave fewer layers each than the first or the last has less ({max(ends)})"
-    if settings.get("activation_checkpoint.memory_budget") and _first(settings, "compile.enable") is not True:
-        yield "a memory budget for activations needs compile.enable"
 
 
 def _read_recompute(imported: ImportedRun, settings: Settings, model: Model | None) -> None:

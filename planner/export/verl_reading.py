@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.trainer_reading import run_of_arguments
-from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
-from planner.export.keyed_settings import KeyedSettings, Settings, dialect, flat, is_on, number, refuse_unset
+from planner.export.imported_run import ConfigFile, ImportedRun, yaml_of
+from planner.export.keyed_settings import (
+    KeyedSettings,
+    Settings,
+    dialect,
+    flat,
+    is_on,
+    number,
+    refuse_unset,
+    refused_settings,
+    resolved,
+    value_of,
+)
 from planner.export.megatron.keyed_reading import add_lora, read_keys
 from planner.export.named_models import model_called
 
@@ -34,6 +44,7 @@ def read_verl(config: ConfigFile) -> ImportedRun:
     if imported.run["model"] is None and model:
         imported.model_name = str(model)
     _set_batch(imported, settings, is_rl)
+    imported.refused += refused_settings(settings, "verl")
     if is_rl:
         imported.notes.append(
             "one update of the actor is priced (ppo_mini_batch_size × rollout.n sequences as long as prompt and "
@@ -46,7 +57,7 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     """The overrides by their paths, and the words of the launch."""
     if re.search(r"^\w+:\s*$", config.text, re.MULTILINE) and not re.search(r"^\S+ .*\\$", config.text, re.MULTILINE):
         data = yaml_of(config.text, "give the configuration's file")
-        return (flat(data) if isinstance(data, dict) else {}), ""
+        return resolved(flat(data) if isinstance(data, dict) else {}), ""
     script = read_script(config.text, config.beside)
     found: Settings = {}
     words = max(script.commands, key=lambda words: sum("=" in word for word in words), default=[])
@@ -60,19 +71,6 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
     if launched or gpus:
         found.setdefault("trainer.n_gpus_per_node", value_of(launched[1] if launched else gpus[0]))
     return found, " ".join(word for word in words if word.endswith((".yaml", "megatron_trainer", "megatron")))
-
-
-def value_of(text: str) -> Any:
-    """The value that a word of an override says."""
-    words = {"True": True, "False": False, "None": None, "null": None, "true": True, "false": False, "": None}
-    if text in words:
-        return words[text]
-    if re.fullmatch(r"-?\d{1,18}", text):
-        return int(text)
-    try:
-        return json_of(text.replace("'", '"'), "") if text.startswith("[") else text
-    except SpecError:
-        return text
 
 
 def _num_gpus(settings: Settings) -> int | None:
@@ -175,11 +173,22 @@ def _set_batch(imported: ImportedRun, settings: Settings, is_rl: bool) -> None:
     if is_rl:
         run["seq_length"] = (prompt or 512) + (response or 512)
         samples = number(settings, "actor_rollout_ref.rollout.n") or 1
-        run["global_batch_size"] = (number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256) * samples
+        update, prompts = (
+            number(settings, f"{_ACTOR}ppo_mini_batch_size") or 256,
+            number(settings, "data.train_batch_size"),
+        )
+        run["global_batch_size"] = update * samples
+        if (prompts or 1024) < update and not is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")):
+            imported.refused.append(f"data.train_batch_size {prompts or 1024} is below ppo_mini_batch_size {update}")
         tokens = number(settings, f"{_ACTOR}ppo_max_token_len_per_gpu")
         if is_on(settings.get(f"{_ACTOR}use_dynamic_bsz")) and tokens:
-            held = tokens * run["parallelism"].get("cp", 1) // run["seq_length"]
-            run["parallelism"]["micro_batch_size"] = max(1, held)
+            held = max(1, tokens * layout.get("cp", 1) // run["seq_length"])
+            ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
+            each = max(1, run["global_batch_size"] * ranks // (run["num_gpus"] or ranks))
+            # as many of a rank's sequences as fit, in micro-batches of one size
+            layout["micro_batch_size"] = max(size for size in range(1, min(held, each) + 1) if each % size == 0)
+            if held > layout["micro_batch_size"] < each:
+                imported.notes.append(f"dynamic micro-batches hold up to {held} such sequences: priced as of one size")
     else:
         run["seq_length"] = number(settings, "data.max_length") or 1024
         run["global_batch_size"] = number(settings, "data.train_batch_size") or 256

@@ -11,8 +11,8 @@ from math import inf
 from types import MappingProxyType
 from typing import get_args
 
-from planner import __version__
 from planner.answer import Goodput, Layout, ModelSummary, Plan, PricedLayout, RunCost, SearchReport
+from planner.distribution import __version__
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.confidence import headroom_bytes

@@ -16,8 +16,15 @@ from planner.physics.cost import CostTable, PartCost
 from planner.physics.memory import sent_bytes
 from planner.physics.pricing import Pricing
 from planner.schedule.actions import Schedule
-from planner.schedule.orders import build_schedule, lead_passes, passes_behind, placement
-from planner.schedule.replay import Durations, makespan_s, replay
+from planner.schedule.orders import (
+    SCHEDULES,
+    build_schedule,
+    in_flight_microbatches,
+    lead_passes,
+    passes_behind,
+    placement,
+)
+from planner.schedule.replay import Durations, makespan_s, one_f_one_b_waves, replay
 from planner.schedule.timeline import Timeline
 from planner.shape import FloatArray, Number, Shape, maximum
 from planner.trainers.spec import RuntimeSpec
@@ -33,6 +40,8 @@ LONG_ROUNDS = 256
 """The most rounds of such a long step that are replayed."""
 MOST_ACTIONS = 3 << 19
 """The most actions that are replayed at once, in a few hundred megabytes: pipelines that need more are not priced."""
+WIDE = 16
+"""Least ranks of plain 1F1B whose passes are timed in waves of all ranks, instead of one by one."""
 MOST_STAGES = 2048
 """The most virtual stages of a pipeline that is priced: the seconds that it takes grow with their square."""
 
@@ -111,7 +120,33 @@ def pipeline_s(shape: Shape, durations: Durations, schedule: str) -> float:
     settled_s = _extrapolated_s(shape, durations, schedule)
     if settled_s is not None:
         return settled_s
-    return makespan_s(build_schedule(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches)), durations)
+    return _makespan_s(schedule, int(shape.pp), int(shape.vpp), int(shape.num_microbatches), durations)
+
+
+def _in_waves(schedule: str, pp: int, durations: Durations) -> bool:
+    """True for plain 1F1B of so many ranks that its replay by waves is the quicker one."""
+    return SCHEDULES[schedule].bound == "one_f_one_b" and pp >= WIDE and durations.microbatch_sizes is None
+
+
+def _makespan_s(schedule: str, pp: int, vpp: int, num_microbatches: int, durations: Durations) -> float:
+    if _in_waves(schedule, pp, durations):
+        return float(one_f_one_b_waves(durations, num_microbatches, waits=False).end_s.max())
+    return makespan_s(build_schedule(schedule, pp, vpp, num_microbatches), durations)
+
+
+def _replayed(schedule: str, pp: int, vpp: int, num_microbatches: int, durations: Durations) -> Pipeline:
+    if not _in_waves(schedule, pp, durations):
+        return _pipeline(replay(build_schedule(schedule, pp, vpp, num_microbatches), durations))
+    waves = one_f_one_b_waves(durations, num_microbatches)
+    makespan_s = float(waves.end_s.max())
+    return Pipeline(
+        num_microbatches=num_microbatches,
+        makespan_s=makespan_s,
+        busy_s=waves.busy_s,
+        transfer_s=waves.transfer_s,
+        in_flight_microbatches=np.array(in_flight_microbatches(schedule, pp, vpp, num_microbatches)),
+        slant_s=makespan_s - float((waves.end_s - waves.start_s).max()),
+    )
 
 
 def run_pipeline(
@@ -135,8 +170,8 @@ def run_pipeline(
     if repeats:
         makespan = _extrapolated_s(shape, durations, schedule) if known_s is None else known_s
     if makespan is None:
-        return _pipeline(replay(build_schedule(schedule, pp, vpp, wanted), durations))
-    rounds = _pipeline(replay(build_schedule(schedule, pp, vpp, _short_of(shape, STEADY_ROUNDS[1])), durations))
+        return _replayed(schedule, pp, vpp, wanted, durations)
+    rounds = _replayed(schedule, pp, vpp, _short_of(shape, STEADY_ROUNDS[1]), durations)
     times = wanted / rounds.num_microbatches
     busy = rounds.busy_s * times
     # the fill's transfers are no more for a longer step: the time that a rank does not compute is the most it can wait
@@ -168,7 +203,7 @@ def _extrapolated_s(shape: Shape, durations: Durations, schedule: str) -> float 
     first, second = STEADY_ROUNDS
     while True:
         few, more = (_short_of(shape, rounds) for rounds in (first, second))
-        few_s, more_s = (makespan_s(build_schedule(schedule, pp, vpp, m), durations) for m in (few, more))
+        few_s, more_s = (_makespan_s(schedule, pp, vpp, m, durations) for m in (few, more))
         slope_s = (more_s - few_s) / (more - few)
         if _is_settled(slope_s, durations, placement(schedule, pp, vpp)):
             return more_s + slope_s * (wanted - more)

@@ -103,7 +103,8 @@ class Rhythm:
     def effective_fraction(self, interval_s: float) -> Number:
         """The share of the time that trains, with `interval_s` of training between two checkpoints."""
         rate = np.maximum(self.failures_per_s, LEAST_RATE)
-        restarts, intervals = rate * (self.restart_s + self.write_s), rate * (interval_s + self.stall_s)
+        restarts = rate * (self.restart_s + self.write_s)
+        intervals = rate * (interval_s + self.stall_s)
         lost = np.exp(np.minimum(restarts, _MOST)) * np.expm1(np.minimum(intervals, _MOST))
         fraction: Number = (1 - self.evaluation_fraction) * rate * interval_s / lost
         return fraction
@@ -132,12 +133,15 @@ def _start_s(losses: Losses, of: Callable[[Fact], Number], failures_per_s: Numbe
     does so where it loses less by that (`standstill.going_on_s`, without the seconds that every failure takes). Without
     a word about spares the cluster's pool has a node for every new job.
     """
-    start_s, spares = of(losses.restart_s), losses.num_spare_nodes
+    start_s = of(losses.restart_s)
+    spares = losses.num_spare_nodes
     if spares is None:
         return start_s
-    share, repair_s = of(losses.node_loss_fraction), of(losses.repair_s)
+    share = of(losses.node_loss_fraction)
+    repair_s = of(losses.repair_s)
     none_free = all_in_repair(share * failures_per_s * repair_s, spares)
-    alone_s, fraction = start_s + repair_s / (spares + 1), losses.rate_without_node_fraction
+    alone_s = start_s + repair_s / (spares + 1)
+    fraction = losses.rate_without_node_fraction
     if fraction:
         again_s = start_s + transfer_s
         alone_s = np.minimum(

@@ -179,8 +179,10 @@ class Losses:
 def losses_of(cluster: ClusterSpec, operations: OperationsSpec, num_gpus: int, checkpoint_bytes: float,
               asynchronous: bool) -> Losses:  # fmt: skip
     """The figures for a job of `num_gpus`: those given, else the defaults for its GPUs."""
-    facts, given = load_facts(), operations
-    rate, storage = given.failures_per_1000_gpu_days, given.storage_gb_per_s
+    facts = load_facts()
+    given = operations
+    rate = given.failures_per_1000_gpu_days
+    storage = given.storage_gb_per_s
     return Losses(
         num_gpus=num_gpus,
         failures_per_1000_gpu_days=_failures(facts, cluster) if rate is None else stated(rate),
@@ -198,7 +200,8 @@ def losses_of(cluster: ClusterSpec, operations: OperationsSpec, num_gpus: int, c
 
 
 def _failures(facts: Facts, cluster: ClusterSpec) -> Fact:
-    rates, silicon = facts.failures_per_1000_gpu_days, cluster.hardware.architecture.lower()
+    rates = facts.failures_per_1000_gpu_days
+    silicon = cluster.hardware.architecture.lower()
     return rates["rack"] if cluster.is_rack else rates.get(silicon, rates["other"])
 
 
@@ -214,7 +217,8 @@ def all_in_repair(in_repair: Any, num_spare_nodes: int) -> Any:
     Failures are independent of each other, so that the number of nodes in repair has this distribution however long
     each repair takes (Palm). `in_repair` is a number, or an array.
     """
-    term, fewer = np.exp(-in_repair), 0.0
+    term = np.exp(-in_repair)
+    fewer = 0.0
     for count in range(num_spare_nodes):
         fewer = fewer + term
         term = term * in_repair / (count + 1)
@@ -243,7 +247,9 @@ def failure_kinds(losses: Losses, cluster: ClusterSpec) -> tuple[FailureKind, ..
     joins, the rack's own switches. A tier that joins fewer nodes than that is the switch's reach. Their failures are
     taken out of those that cost no node.
     """
-    facts, rate, lost = load_facts(), losses.failures_per_day, losses.node_loss_fraction.value
+    facts = load_facts()
+    rate = losses.failures_per_day
+    lost = losses.node_loss_fraction.value
     num_switches, num_nodes = _switches(cluster, losses.num_gpus)
     switch = facts.switch_failures_per_year.times(num_switches / DAYS_PER_YEAR)
     rest = max(rate.value * (1 - lost) - switch.value, 0.0)
@@ -259,7 +265,8 @@ def failure_kinds(losses: Losses, cluster: ClusterSpec) -> tuple[FailureKind, ..
 
 def _switches(cluster: ClusterSpec, num_gpus: int) -> tuple[int, int]:
     """Switches that the job's nodes hang on, and nodes that one of them takes along."""
-    facts, node = load_facts(), cluster.node_size
+    facts = load_facts()
+    node = cluster.node_size
     if cluster.is_rack:
         racks = math.ceil(num_gpus / cluster.nvlink_domain_size)
         return racks * round(facts.rack_switches.value), math.ceil(cluster.nvlink_domain_size / node)
@@ -282,9 +289,11 @@ def with_sustained(layout: PricedLayout, straggler_fraction: float = 0.0) -> Pri
     factor's interval, as variances, at each end. A slow rank that the step already waits for is part of the factor,
     and is taken out of it, down to the jitter that clean runs show.
     """
-    facts, step = load_facts(), layout.step
+    facts = load_facts()
+    step = layout.step
     factor = max(facts.sustained_factor.value / (1 + straggler_fraction), facts.jitter_factor.value)
-    step_s, benchmark_s = factor * step.step_s, step.step_s_interval or (step.step_s, step.step_s)
+    step_s = factor * step.step_s
+    benchmark_s = step.step_s_interval or (step.step_s, step.step_s)
     known = half_width((facts.sustained_factor.low, facts.sustained_factor.high))
     low, high = (math.hypot(known, _excess(abs(math.log(end_s / step.step_s)))) for end_s in benchmark_s)
     found = Sustained(

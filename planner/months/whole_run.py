@@ -18,8 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from planner.answer import SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
-from planner.answer.small import MOST_GPUS
+from planner.answer import MOST_GPUS, SIGMAS_TO_END, Goodput, Interval, PricedLayout, RunCost
 from planner.errors import SpecError
 from planner.months.closed_form import LEAST_RATE, Rhythm, best_interval_s, rhythm_of
 from planner.months.losses import SECONDS_PER_DAY, Fact, Losses, losses_of
@@ -73,7 +72,8 @@ def _wall_s(rhythm: Rhythm, interval_s: float, trained_s: FloatArray, random: np
     restart_s = (np.expm1(np.minimum(rate * rhythm.restart_s, 50.0)) / rate)[column]
     safe_s = np.maximum(gaps_s - np.asarray(rhythm.write_s)[column], 0.0)
     gained_s = interval_s * np.floor(safe_s / (interval_s + np.asarray(rhythm.stall_s)[column]))
-    done_s, spent_s = np.cumsum(gained_s, axis=1), np.cumsum(gaps_s + restart_s, axis=1)
+    done_s = np.cumsum(gained_s, axis=1)
+    spent_s = np.cumsum(gaps_s + restart_s, axis=1)
     wall_s = _at_the_end(rhythm, interval_s, trained_s, done_s, spent_s)
     stretched_s: FloatArray = wall_s / np.maximum(1 - np.asarray(rhythm.evaluation_fraction), 0.5)
     return stretched_s
@@ -128,7 +128,8 @@ def whole_run(
     rhythm = rhythm_of(losses, lambda fact: fact.value)
     interval_s = best_interval_s(rhythm)
     if rhythm.effective_fraction(interval_s) < _LEAST_FRACTION:
-        between_s, restart_s = 1 / rhythm.failures_per_s, float(rhythm.restart_s)
+        between_s = 1 / rhythm.failures_per_s
+        restart_s = float(rhythm.restart_s)
         raise SpecError(
             f"--tokens: the run never ends: an interruption every {between_s:.3g} s, and {restart_s:.3g} s to restart",
             "leave --tokens out, or give fewer --failures-per-1000-gpu-days",
@@ -173,7 +174,8 @@ def save_interval_s(
 
 def check_spares(cluster: ClusterSpec, training: TrainingSpec) -> None:
     """Refuse more spare nodes than the job has nodes."""
-    spares, nodes = training.operations.num_spare_nodes, math.ceil(cluster.num_gpus / cluster.node_size)
+    spares = training.operations.num_spare_nodes
+    nodes = math.ceil(cluster.num_gpus / cluster.node_size)
     if spares is not None and spares > nodes:
         raise SpecError(f"--spares: {spares:,} spare nodes for a job of {nodes:,}", f"--spares {nodes} is the most")
 
@@ -215,7 +217,8 @@ def _goodput(losses: Losses, rhythm: Rhythm, interval_s: float, runs: Simulated)
 
 
 def _cost(cluster: ClusterSpec, training: TrainingSpec, days: float, days_interval: Interval) -> RunCost:
-    hardware, operations = cluster.hardware, training.operations
+    hardware = cluster.hardware
+    operations = training.operations
     num_gpus = cluster.num_gpus + (operations.num_spare_nodes or 0) * cluster.node_size
     gpu_hours = 24 * days * num_gpus
     price = hardware.usd_per_gpu_hour if operations.usd_per_gpu_hour is None else operations.usd_per_gpu_hour

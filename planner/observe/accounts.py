@@ -31,49 +31,22 @@ from planner.observe.traces.events import (
 )
 from planner.observe.traces.events import OTHER as OTHER_FAMILY
 from planner.physics.passes import COMM_GROUPS
+from planner.specs.base import Fields, Texts
+from planner.specs.reading import shipped_table
 
-LINK_RATE, SKEW, OVERLAP, EXCHANGES = "link_rate", "skew", "overlap", "exchanges"
-PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = "passes", "gradients", "optimizer", "unattributed"
+EXCHANGES, PASSES, GRADIENTS, OPTIMIZER, UNATTRIBUTED = (
+    "exchanges", "passes", "gradients", "optimizer", "unattributed",
+)  # fmt: skip
 PRODUCTS, ATTENTION, MEMORY_BOUND, OTHER = (
     "compute_products", "compute_attention", "compute_memory_bound", "compute_other",
 )  # fmt: skip
 PIPELINE, HOST_GAPS, DATA, COPIES, WAITS, PROFILER = (
     "pipeline_waits", "host_gaps", "data_loading", "copies", "waits", "profiler",
 )  # fmt: skip
-EXCHANGE_TERMS = {
-    ("tp", LINK_RATE): "tp_link_rate", ("tp", SKEW): "tp_skew", ("tp", EXCHANGES): "tp_exchanges",
-    ("tp", OVERLAP): "tp_overlap", ("cp", LINK_RATE): "cp_link_rate", ("cp", SKEW): "cp_skew",
-    ("cp", EXCHANGES): "cp_exchanges", ("cp", OVERLAP): "cp_overlap", ("ep", LINK_RATE): "ep_link_rate",
-    ("ep", SKEW): "ep_skew", ("ep", EXCHANGES): "ep_exchanges", ("ep", OVERLAP): "ep_overlap",
-    ("dp", LINK_RATE): "dp_link_rate", ("dp", SKEW): "dp_skew", ("dp", EXCHANGES): "dp_exchanges",
-    ("dp", OVERLAP): "dp_overlap",
-}  # fmt: skip
-"""The term of each kind of seconds of a group's exchanges; expert tensor parallelism counts with ep, as in a plan."""
-STEP_TERMS = {
-    PASSES: "passes, with exchanges and bubble", PRODUCTS: "compute: products", ATTENTION: "compute: attention",
-    MEMORY_BOUND: "compute: memory-bound kernels", OTHER: "compute: other kernels",
-    "tp_link_rate": "tensor-parallel: transfers", "tp_skew": "tensor-parallel: late ranks",
-    "tp_exchanges": "tensor-parallel: exchanges", "tp_overlap": "tensor-parallel: overlap",
-    "cp_link_rate": "context-parallel: transfers", "cp_skew": "context-parallel: late ranks",
-    "cp_exchanges": "context-parallel: exchanges", "cp_overlap": "context-parallel: overlap",
-    "ep_link_rate": "expert-parallel: transfers", "ep_skew": "expert-parallel: late ranks",
-    "ep_exchanges": "expert-parallel: exchanges", "ep_overlap": "expert-parallel: overlap",
-    "dp_link_rate": "data-parallel: transfers", "dp_skew": "data-parallel: late ranks",
-    "dp_exchanges": "data-parallel: exchanges", "dp_overlap": "data-parallel: overlap",
-    EXCHANGES: "exchanges of unnamed groups", PIPELINE: "pipeline bubble and transfers",
-    GRADIENTS: "gradients and parameters", OPTIMIZER: "optimizer", HOST_GAPS: "GPU waits for the host",
-    DATA: "waits for data", COPIES: "copies", WAITS: "launched work that waits", PROFILER: "the profiler",
-    UNATTRIBUTED: "not attributed",
-}  # fmt: skip
+GAP_TABLE: Fields = shipped_table("observe/gap.yaml")
+STEP_TERMS: dict[str, str] = GAP_TABLE["step_terms"]
 """Terms of the step, measured less predicted seconds, in the order of a waterfall, and how people call them."""
-WALL_TERMS = {
-    "jitter": "jitter of steady steps", "slow_unexplained": "slow steps now and then",
-    "slow_periodic": "slow steps, regularly", "slow_spells": "slow spells",
-    "slow_after_checkpoints": "slow steps after checkpoints", "slow_after_evaluations": "slow steps after evaluations",
-    "warm_up": "warm-up", "checkpoints": "checkpoints", "evaluation": "evaluation", "start_up": "start-up",
-    "interruptions": "interruptions", "steps_made_again": "steps made again", "idle": "idle, or not said",
-    "counted_twice": "counted twice", "log_clock": "clock of the log",
-}  # fmt: skip
+WALL_TERMS: dict[str, str] = GAP_TABLE["wall_terms"]
 """Terms of the wall time: seconds per step beside the steady step."""
 
 
@@ -119,13 +92,13 @@ def differences(measured: Account, expected: Account) -> Iterator[Term]:
     for group in dict.fromkeys((*expected.exchanges, *measured.exchanges)):
         found, wanted = (side.exchanges.get(group, _NONE) for side in (measured, expected))
         if found.late_s is None or wanted.late_s is None:
-            told = {EXCHANGES: ("transfers and waits together took ", found.busy_s, wanted.busy_s)}
+            told = {"exchanges": ("transfers and waits together took ", found.busy_s, wanted.busy_s)}
         else:
             moved_s = found.busy_s - found.late_s, wanted.busy_s - wanted.late_s
-            told = {LINK_RATE: ("transfers took ", *moved_s)}
-            told[SKEW] = ("waits for late ranks took ", found.late_s, wanted.late_s)
-        told[OVERLAP] = ("not hidden behind computing: ", -found.hidden_s, -wanted.hidden_s)
-        rows += [(EXCHANGE_TERMS[group, kind], *row) for kind, row in told.items()]
+            told = {"link_rate": ("transfers took ", *moved_s)}
+            told["skew"] = ("waits for late ranks took ", found.late_s, wanted.late_s)
+        told["overlap"] = ("not hidden behind computing: ", -found.hidden_s, -wanted.hidden_s)
+        rows += [(GAP_TABLE["exchange_terms"][group][kind], *row) for kind, row in told.items()]
     for name, words, is_s, was_s in rows:
         says = f"{words}{in_seconds(is_s)} {measured.where}, {in_seconds(was_s)} {expected.where}"
         yield Term(term=name, seconds=is_s - was_s, evidence=says, recoverable_s=max(0.0, is_s - was_s))
@@ -138,11 +111,15 @@ def in_seconds(value_s: float) -> str:
 
 def planned(candidate: Candidate, pipeline: Pipeline, rank: int, where: str) -> Account:
     """The account of a pipeline rank; it adds up to the candidate's step."""
-    pricing, shape, cost = candidate.pricing, candidate.shape, candidate.rank_costs[rank]
-    kernels, outside = compute_by_kernels(candidate, rank), candidate.outside
+    pricing = candidate.pricing
+    shape = candidate.shape
+    cost = candidate.rank_costs[rank]
+    kernels = compute_by_kernels(candidate, rank)
+    outside = candidate.outside
     busy_s = float(pipeline.busy_s[rank])
     issued_s = busy_s - candidate.num_microbatches * float(cost.total_s)
-    alone_s, uneven_s = float(pricing.unpaired_s(shape)), float(pricing.uneven_s(shape))
+    alone_s = float(pricing.unpaired_s(shape))
+    uneven_s = float(pricing.uneven_s(shape))
     step_overhead_s = float(pricing.runtime.step_overhead_s)
     parts = {
         PRODUCTS: kernels["products_s"], ATTENTION: kernels["attention_s"], MEMORY_BOUND: kernels["memory_bound_s"],
@@ -160,7 +137,8 @@ def planned(candidate: Candidate, pipeline: Pipeline, rank: int, where: str) -> 
 
 def _inside(candidate: Candidate, rank: int, alone_s: float) -> dict[str, GroupExchanges]:
     """The exchanges inside a rank's passes; those that have no other micro-batch beside them show."""
-    cost, times = candidate.rank_costs[rank], candidate.num_microbatches
+    cost = candidate.rank_costs[rank]
+    times = candidate.num_microbatches
     own = [
         one
         for (stage, kind), ones in exchanges_of_passes(candidate).items()
@@ -173,7 +151,9 @@ def _inside(candidate: Candidate, rank: int, alone_s: float) -> dict[str, GroupE
         hidden_s = times * sum(one.hidden_s for one in own if one.group == group)
         late_s = times * sum(one.exposed_s for one in own if one.group == group and one.name == LATE[group])
         if group == "ep":
-            shown_s, hidden_s, late_s = shown_s + alone_s, hidden_s - min(alone_s, hidden_s), 0.0
+            shown_s = shown_s + alone_s
+            hidden_s = hidden_s - min(alone_s, hidden_s)
+            late_s = 0.0
         if shown_s or hidden_s:
             found[group] = GroupExchanges(shown_s + hidden_s, hidden_s, late_s)
     return found
@@ -193,7 +173,8 @@ _LEAST_COVERED = 0.5
 
 def timed(observation: Observation, where: str) -> Account | None:
     """The account of a run by its timers; None where they do not tell passes apart, or cover too little."""
-    breakdown, step_s = observation.breakdown, observation.step_s or 0.0
+    breakdown = observation.breakdown
+    step_s = observation.step_s or 0.0
     parts = {
         term: sum(breakdown.get(name, 0.0) for name in names)
         for term, names in _TIMED.items()
@@ -240,7 +221,7 @@ class Traced:
     steps: tuple[TraceStep, ...]
 
     @property
-    def groups(self) -> tuple[str, ...]:
+    def groups(self) -> Texts:
         """The groups that it exchanges with."""
         return tuple(dict.fromkeys(group.group for step in self.steps for group in step.groups))
 
@@ -280,7 +261,8 @@ def wall_s(step: TraceStep) -> float:
 
 def traced_of(case: ObservedCase) -> list[Traced]:
     """The ranks whose traces mark steps; the layout says the stage and the group of those whose traces do not."""
-    traces, grid = case.recorded.traces if case.recorded else None, grid_of(case)
+    traces = case.recorded.traces if case.recorded else None
+    grid = grid_of(case)
     groups = [] if grid is None else [axis for axis in ("tp", "cp", "dp", "pp", "ep") if getattr(grid, axis) > 1]
     found = []
     for report in traces.ranks if traces else ():
@@ -344,7 +326,9 @@ def account_of(rank: Traced, has_pipeline: bool) -> Account:
             late[_axis_of(row.group, has_pipeline)] += row.wait_s * row.count / max(len(rank.report.steps), 1)
     exchanges: dict[str, GroupExchanges] = {}
     for label in rank.groups:
-        axis, busy_s, shown_s = _axis_of(label, has_pipeline), rank.busy_s(label), rank.shown_s(label)
+        axis = _axis_of(label, has_pipeline)
+        busy_s = rank.busy_s(label)
+        shown_s = rank.shown_s(label)
         had = exchanges.get(axis, _NONE)
         late_s = min(late[axis], had.busy_s + busy_s) if axis in late else None
         exchanges[axis] = GroupExchanges(had.busy_s + busy_s, had.hidden_s + busy_s - shown_s, late_s)
@@ -373,7 +357,8 @@ def waterfall(case: ObservedCase, known: Sequence[Term] = ()) -> tuple[Term, ...
     `known` are what switches cost that the log shows otherwise than the plan (`recipe_terms`): other terms are beside
     the price of the recipe that the run has.
     """
-    step_s, prediction = case.observation.step_s, case.prediction
+    step_s = case.observation.step_s
+    prediction = case.prediction
     if step_s is None or prediction is None:
         return ()
     stated = stated_otherwise(case) if known and prediction.kind == "plan" else ()
@@ -391,7 +376,9 @@ def waterfall(case: ObservedCase, known: Sequence[Term] = ()) -> tuple[Term, ...
 
 def _of_timers(case: ObservedCase, candidate: Candidate | None, where: str) -> list[Term]:
     """Terms by the timers of the log, beside the price or the earlier run's; none where they tell nothing apart."""
-    prediction, observation, expected = case.prediction, case.observation, None
+    prediction = case.prediction
+    observation = case.observation
+    expected = None
     found = timed(observation, "by the log's timers")
     if found is not None and candidate is not None and prediction is not None and prediction.kind == "plan":
         whole = price_layout(candidate).step.breakdown.model_dump()
@@ -403,19 +390,23 @@ def _of_timers(case: ObservedCase, candidate: Candidate | None, where: str) -> l
 
 def _of_traces(case: ObservedCase, candidate: Candidate | None, where: str) -> list[Term]:
     """Terms by the trace of the typical rank beside the plan's rank of its stage, and what a profiler adds."""
-    ranks, step_s = traced_of(case), case.observation.step_s
+    ranks = traced_of(case)
+    step_s = case.observation.step_s
     if candidate is None or not ranks or step_s is None or (case.prediction and case.prediction.kind == "run"):
         return []
-    rank, pp = typical(ranks), int(candidate.shape.pp)
+    rank = typical(ranks)
+    pp = int(candidate.shape.pp)
     stage = 0 if pp == 1 else rank.stage
     if stage is None or stage >= pp:
         return []
-    measured, expected = account_of(rank, pp > 1), planned(candidate, candidate.run(), stage, where)
+    measured = account_of(rank, pp > 1)
+    expected = planned(candidate, candidate.run(), stage, where)
     named = {name: one for name, one in expected.exchanges.items() if name in measured.exchanges}
     unnamed_s = sum(one.busy_s - one.hidden_s for name, one in expected.exchanges.items() if name not in named)
     parts = {**expected.parts, EXCHANGES: expected.parts[EXCHANGES] + unnamed_s}
     expected = replace(expected, parts=parts, exchanges=named)  # groups that a trace does not name are one number
-    terms, traced_s = list(differences(measured, expected)), rank.mean(wall_s)
+    terms = list(differences(measured, expected))
+    traced_s = rank.mean(wall_s)
     if step_s < traced_s and case.has_log:
         says = (
             f"{in_seconds(step_s)} a step in the log, {in_seconds(traced_s)} in the trace, which a profiler slows down"
@@ -440,7 +431,8 @@ def beside_steps(observation: Observation) -> tuple[Term, ...]:
 
     A step counts once, however often it was made.
     """
-    wall, step_s = observation.wall, observation.step_s
+    wall = observation.wall
+    step_s = observation.step_s
     made_again = sum(restart.lost_steps for restart in observation.restarts)
     num_steps = observation.num_steps - made_again
     if wall is None or step_s is None or num_steps < 1:
@@ -478,7 +470,9 @@ def _of_steps(observation: Observation, step_s: float, wall: Wall) -> list[tuple
 
 def _of_wall(observation: Observation, wall: Wall, step_s: float) -> list[tuple[str, float, str]]:
     """Seconds beside steps, and what the log says of them; a line that is printed late claims time twice, and idles."""
-    idle_s, overlap_s, count = wall.idle_s, wall.overlap_s, len(observation.restarts)
+    idle_s = wall.idle_s
+    overlap_s = wall.overlap_s
+    count = len(observation.restarts)
     found = [
         ("checkpoints", wall.checkpoint_s, "training stood still for them"),
         ("evaluation", wall.evaluation_s, "training stood still for it"),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from planner.answer import Plan
 from planner.errors import SpecError
@@ -31,6 +31,7 @@ from planner.profile.probed import (
     opinion_of_context,
     opinion_of_fragmentation,
 )
+from planner.specs.base import Fields, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import GIB
@@ -60,7 +61,7 @@ class RunEvidence(NamedTuple):
     """Half-width that the run itself gives the step: its own spread and the digits that it was printed with."""
     has_log: bool
     """True where a log printed the steps, and not a profiler."""
-    left_out: tuple[str, ...] = ()
+    left_out: Texts = ()
     """Sentences on what was left out, and why."""
     leaks: bool = False
 
@@ -77,7 +78,8 @@ def evidence_of(observed: Observed, plan: Plan | None, cluster: ClusterSpec | No
     if differing := differences(observation, plan):
         hint = "plan observe its log with --plan of that job"
         raise SpecError(f"{where}: the log is of another job than its plan: {'; '.join(differing)}", hint)
-    ours, theirs = cluster.hardware.name, plan.cluster.hardware.name
+    ours = cluster.hardware.name
+    theirs = plan.cluster.hardware.name
     if ours != theirs:
         raise SpecError(f"{where}: is of a run on {theirs}, which says nothing about {ours}", f"--hardware {theirs}")
     has_log = bool(observation.series.seconds) or not isinstance(observed, ObservedFiles)
@@ -109,7 +111,8 @@ def _own_width(observation: Observation) -> float:
 
 def _without_other_causes(observed: Observed, step_s: float, has_log: bool, where: str) -> RunEvidence:
     """The step less what causes take that are no property of the hardware."""
-    left_s, left_out = step_s, []
+    left_s = step_s
+    left_out = []
     for cause in observed.causes:
         if cause.name not in OF_THE_STEP:
             continue
@@ -180,7 +183,8 @@ class PricedRun:
 
     def sensitivity(self, calibration: Calibration = NO_CALIBRATION) -> float:
         """Change of the step by a change of all kernels, in natural logarithms: 1 where nothing else takes time."""
-        low, high = self.with_kernels(-STEP, calibration), self.with_kernels(STEP, calibration)
+        low = self.with_kernels(-STEP, calibration)
+        high = self.with_kernels(STEP, calibration)
         return math.log(high / low) / (2 * STEP)
 
     def log_kernels(self, step_s: float, calibration: Calibration = NO_CALIBRATION) -> float | None:
@@ -196,16 +200,21 @@ class PricedRun:
             if abs(at) < CLOSE or high - low < CLOSE:
                 return middle
             if at > 0:
-                high, above, below = middle, at, below / 2
+                high = middle
+                above = at
+                below = below / 2
             else:
-                low, below, above = middle, at, above / 2
+                low = middle
+                below = at
+                above = above / 2
         return middle
 
 
 def common_factor(run: PricedRun, evidence: RunEvidence, calibration: Calibration, where: str) -> tuple[Factor, float]:
     """The factor on all kernels with which the priced step is the measured one, and the error that stays, in natural
     logarithms. Raises SpecError where no factor that such GPUs can have does."""
-    step_s, planned_s = evidence.step_s, run.step_s(calibration)
+    step_s = evidence.step_s
+    planned_s = run.step_s(calibration)
     error = math.log(step_s / planned_s)
     sensitivity = run.sensitivity(calibration)
     source = f"a step of {step_s:.4g} s, priced {planned_s:.4g}"
@@ -231,7 +240,7 @@ def common_factor(run: PricedRun, evidence: RunEvidence, calibration: Calibratio
     return Factor(value=value, source=source), 0.0
 
 
-def reserved(run: PricedRun, observation: Observation) -> dict[str, Any]:
+def reserved(run: PricedRun, observation: Observation) -> Fields:
     """The fields of a calibration for memory outside the allocator, and for what it holds beyond what is allocated."""
     fields = {"context_gib": _context(run, observation.memory), "fragmentation_fraction": _held(observation.memory)}
     return {name: number for name, number in fields.items() if number is not None}
@@ -322,13 +331,14 @@ def from_run(observed: Observed, cluster: ClusterSpec, where: str = "the run") -
 
 
 def _source(observed: Observed) -> str:
-    plan, observation = observed.plan, observed.observation
+    plan = observed.plan
+    observation = observed.observation
     assert plan is not None
     ran = f"{plan.model.name} on {plan.cluster.num_gpus:,} × {plan.cluster.hardware.name}, {plan.runtime}"
     return f"observed run of {ran}, {plan.parallelism}, {observation.num_steps:,} steps"
 
 
-def _poor(error: float, evidence: RunEvidence) -> tuple[str, ...]:
+def _poor(error: float, evidence: RunEvidence) -> Texts:
     if abs(error) <= POOR:
         return ()
     off = "longer" if error > 0 else "shorter"

@@ -19,6 +19,7 @@ from planner.observe.observation import GapRemedy, Observation, Observed, Predic
 from planner.observe.traces.recorded import Recorded
 from planner.schedule.orders import SCHEDULES
 from planner.shape import RANK_ORDERS, Shape
+from planner.specs.base import Fields, Texts
 from planner.specs.problems import checked
 from planner.specs.training import Parallelism, SearchLimits
 from planner.trainers.generations import described, runtime_of_its_day
@@ -97,7 +98,8 @@ def near(candidate: Candidate, **others: Any) -> Candidate | None:
         if given.warnings:
             return None
         runtime = pricing.runtime.for_schedules(SCHEDULES[given.schedule].splits_backward)
-        pricing, split = replace(pricing, runtime=runtime), given.split
+        pricing = replace(pricing, runtime=runtime)
+        split = given.split
         if not _CHUNKS & others.keys():
             split = replace(split, mtp_stage=candidate.split.mtp_stage)
         table = pricing.table(given.shape, split.priced_modes)
@@ -108,7 +110,7 @@ def near(candidate: Candidate, **others: Any) -> Candidate | None:
 def _as_stated(candidate: Candidate, others: Changes) -> Parallelism:
     """The layout as someone would state it, with `others` in place of its own sizes."""
     layout = parallelism_of(candidate)
-    own: dict[str, Any] = {"dp": layout.dp}
+    own: Fields = {"dp": layout.dp}
     if not _CHUNKS & others.keys():
         own["layers_per_stage"] = candidate.split.counts
     if "recompute" not in others:
@@ -118,7 +120,7 @@ def _as_stated(candidate: Candidate, others: Changes) -> Parallelism:
     return layout.replace(**{**own, **others})
 
 
-def recompute_of(candidate: Candidate) -> dict[str, Any]:
+def recompute_of(candidate: Candidate) -> Fields:
     """The fields of a layout that say what is recomputed."""
     split = candidate.split
     if split.recompute == "full":
@@ -141,7 +143,7 @@ def runtime_of(candidate: Candidate) -> RuntimeSpec:
     return settled(candidate.pricing.runtime, candidate.pricing.cluster, candidate.pricing.model)
 
 
-def moves(now: Candidate, layouts: Layouts) -> Iterator[tuple[tuple[str, ...], Candidate]]:
+def moves(now: Candidate, layouts: Layouts) -> Iterator[tuple[Texts, Candidate]]:
     """Layouts that the trainer takes and that fit, with the words of `plan evaluate` that make them of this one."""
     for others in layouts(now):
         moved = near(now, **others)
@@ -150,7 +152,7 @@ def moves(now: Candidate, layouts: Layouts) -> Iterator[tuple[tuple[str, ...], C
             yield tuple(word for pair in words for word in pair), moved
 
 
-def spoken(candidate: Candidate) -> tuple[str, ...]:
+def spoken(candidate: Candidate) -> Texts:
     """The switches of the candidate's trainer, and the fused kernels that no switch of it is about."""
     has = switches_of(candidate.pricing.runtime)
     touched = {field for name in has for field in SWITCHES[name].touched}
@@ -244,8 +246,10 @@ def _measured_above(case: ObservedCase, candidate: Candidate) -> float:
 
 def _stated_runtime(case: ObservedCase, candidate: Candidate) -> RuntimeSpec:
     """The trainer as the log's arguments describe it; of another trainer, its words under the plan's own."""
-    run, pricing = case.observation.facts.run, candidate.pricing
-    hardware, model = pricing.cluster.hardware, pricing.model
+    run = case.observation.facts.run
+    pricing = candidate.pricing
+    hardware = pricing.cluster.hardware
+    model = pricing.model
     used = {"precision_recipe": run.get("precision_recipe"), **run["features"]}
     layout = checked(Parallelism, run.get("parallelism") or {}, "the log")
     dated = own_runtime(pricing.runtime)
@@ -257,7 +261,8 @@ def _stated_runtime(case: ObservedCase, candidate: Candidate) -> RuntimeSpec:
 
 def _of_recipe(candidate: Candidate, stated: RuntimeSpec, named: Collection[str]) -> Iterator[StatedDifference]:
     """Switches that the log names, then fused kernels, with another value than the plan's."""
-    setting, has = setting_of(candidate), switches_of(candidate.pricing.runtime)
+    setting = setting_of(candidate)
+    has = switches_of(candidate.pricing.runtime)
     both = {*FUSIONS, *(has.keys() & switches_of(stated).keys())}
     names = [name for name in SWITCHES if name in both and name in named]
     for name in (name for name in names if has_effect(name, setting)):
@@ -293,11 +298,12 @@ def _text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def other_values(now: Candidate, name: str) -> Iterator[tuple[tuple[str, ...], Candidate]]:
+def other_values(now: Candidate, name: str) -> Iterator[tuple[Texts, Candidate]]:
     """The layout with a switch at each other value that changes no numerics, that its rules allow, and that fits."""
     if name not in spoken(now) or not has_effect(name, setting_of(now)):
         return
-    row, had = SWITCHES[name], SWITCHES[name].value_of(runtime_of(now))
+    row = SWITCHES[name]
+    had = SWITCHES[name].value_of(runtime_of(now))
     own = (row.value_of(own_runtime(now.pricing.runtime)),)
     values = own if name in FUSIONS else switches_of(now.pricing.runtime).get(name, ())
     for value in values:
@@ -352,7 +358,9 @@ def recipe_terms(case: ObservedCase) -> tuple[Term, ...]:
 
 def _costs(case: ObservedCase) -> tuple[tuple[str, Term], ...]:
     """Each setting that the log states otherwise than what it is held against, with what that costs by the price."""
-    before, terms, theirs = layout_before(case), list[tuple[str, Term]](), "the plan"
+    before = layout_before(case)
+    terms = list[tuple[str, Term]]()
+    theirs = "the plan"
     if case.earlier is not None:
         theirs = "the earlier run"
         if not states_switches(ObservedCase(case.earlier.observation)):

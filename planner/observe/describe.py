@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from planner.observe.observation import (
 )
 from planner.observe.record import FallBack, RunRecord
 from planner.observe.steady import Steady, steady
+from planner.specs.base import Fields, Texts
 from planner.specs.units import is_count
 
 TIMER_TERMS = (
@@ -85,7 +85,8 @@ def breakdown_of(record: RunRecord, step_s: float) -> dict[str, float]:
             found[outer] -= found.get(term, 0.0)
     total = sum(found.values())
     if step_s < total <= step_s * (1 + _MOST_OVER_FRACTION):
-        found, total = {term: seconds * step_s / total for term, seconds in found.items()}, step_s
+        found = {term: seconds * step_s / total for term, seconds in found.items()}
+        total = step_s
     # timers inside each other, or of micro-batches, are no parts of a step
     return {**found, "unattributed_s": step_s - total} if total <= step_s else {"unattributed_s": step_s}
 
@@ -190,7 +191,7 @@ COUNTS = ("num_alloc_retries", "num_ooms")
 MEMORY_KINDS = ("allocated_bytes", "max_allocated_bytes", "max_reserved_bytes", "device_bytes")
 
 
-def _beside_steps(record: RunRecord) -> dict[str, Any]:
+def _beside_steps(record: RunRecord) -> Fields:
     """The fields of an observation that need no step."""
     return {
         "timers": tuple(timers_of(record)),
@@ -213,7 +214,7 @@ def described(record: RunRecord, trainer: str, sources: tuple[SourceFile, ...]) 
     """The observation of a record, whose statistics are robust."""
     _complete_first_row(record)
     facts = facts_of(record, trainer)
-    common: dict[str, Any] = {"sources": sources, "facts": facts, **_beside_steps(record)}
+    common: Fields = {"sources": sources, "facts": facts, **_beside_steps(record)}
     _last_run(record)
     notes = list(record.notes)
     if record.duplicates:
@@ -270,10 +271,12 @@ def _in_a_hole(record: RunRecord, step_s: float) -> str:
     """A sentence where steps are of two kinds, and hardly any takes as long as the median of all."""
     seconds = np.frombuffer(record.seconds, dtype=float)
     near = np.count_nonzero(np.abs(seconds / step_s - 1) < 0.03)
-    low, high = seconds[seconds < step_s], seconds[seconds > step_s]
+    low = seconds[seconds < step_s]
+    high = seconds[seconds > step_s]
     if len(seconds) < 2 * LEAST_OF_RUN or near > 0.02 * len(seconds) or not (len(low) and len(high)):
         return ""
-    low_s, high_s = float(np.median(low)), float(np.median(high))
+    low_s = float(np.median(low))
+    high_s = float(np.median(high))
     if high_s <= (1 + MOST_APART) * low_s:
         return ""
     return f"no step is said: steps are of two kinds, of {low_s:.4g} and of {high_s:.4g} s, and none takes the median"
@@ -298,8 +301,10 @@ def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:
     """A sentence where the wall clock or the tokens per second of the same log say another step by over 10%."""
     said = [(step_s * ratio, "by the times of its lines") for ratio in (_wall_ratio(record),) if ratio]
     batch = None if record.state.get("batch") == "grows" else facts.global_batch_size
-    length, gpus = facts.seq_length, facts.num_gpus
-    per_gpu, speed = record.middle("tokens_per_s_per_gpu"), record.middle("tokens_per_s")
+    length = facts.seq_length
+    gpus = facts.num_gpus
+    per_gpu = record.middle("tokens_per_s_per_gpu")
+    speed = record.middle("tokens_per_s")
     speed = per_gpu * gpus if per_gpu and gpus else speed
     if batch and length and speed:
         said.append((batch * length / speed, "by its tokens per second"))
@@ -314,7 +319,8 @@ def _contradicted(record: RunRecord, facts: JobFacts, step_s: float) -> str:
 def _wall_ratio(record: RunRecord) -> float | None:
     """Seconds between lines of steps over those that the lines say, where nothing else is said to lie between them."""
     ends, seconds = (np.frombuffer(values, dtype=float) for values in (record.ends, record.seconds))
-    lengths, apart = (seconds * np.asarray(record.covers, dtype=float))[1:], np.diff(ends)
+    lengths = (seconds * np.asarray(record.covers, dtype=float))[1:]
+    apart = np.diff(ends)
     for kind, begin, end in record.activities:
         row = int(np.searchsorted(ends, end))
         if kind in _WALL_KINDS and 0 < row < len(ends):
@@ -323,7 +329,8 @@ def _wall_ratio(record: RunRecord) -> float | None:
     for row in (*record.marks, *(back.row for back in record.backs)):
         if 0 < row < len(ends):
             is_plain[row - 1] = False
-    lengths, apart = lengths[is_plain], apart[is_plain]
+    lengths = lengths[is_plain]
+    apart = apart[is_plain]
     if len(apart) < LEAST_APART or len(apart) < len(ends) // 2:
         return None
     if not np.all(ends == np.floor(ends)) or float(np.median(apart)) >= LEAST_OF_WHOLE_S:
@@ -331,7 +338,8 @@ def _wall_ratio(record: RunRecord) -> float | None:
     unbroken = apart <= 2 * lengths + 2  # a pause that nobody names is no step
     if 2 * np.count_nonzero(unbroken) < len(apart):
         return float(np.median(apart / lengths))
-    total_s, cut = float(lengths[unbroken].sum()), len(ends) - np.count_nonzero(unbroken)
+    total_s = float(lengths[unbroken].sum())
+    cut = len(ends) - np.count_nonzero(unbroken)
     ratio = float(apart[unbroken].sum()) / total_s
     return ratio if abs(ratio - 1) > cut / total_s else None  # each stretch is known to a second
 
@@ -365,7 +373,7 @@ def _explained(outlier: Outlier, arguments: dict[str, str]) -> Outlier:
     return outlier
 
 
-def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, tuple[str, ...]]:
+def _tokens_per_s(record: RunRecord, facts: JobFacts, step_s: float) -> tuple[float | None, Texts]:
     """Tokens per second of the whole job, and the options that would say it."""
     if facts.global_batch_size and facts.seq_length:
         return facts.global_batch_size * facts.seq_length / step_s, ()
@@ -426,7 +434,7 @@ def memory_series(record: RunRecord) -> Iterator[MemorySeries]:
             )
 
 
-def _peak(record: RunRecord) -> dict[str, Any]:
+def _peak(record: RunRecord) -> Fields:
     for kind, name in (
         ("max_allocated_bytes", "allocated"),
         ("max_reserved_bytes", "reserved"),

@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from planner.answer import Interval, Plan
 from planner.errors import SpecError
 from planner.observe.describe import described
+from planner.observe.formats import trainer_of
 from planner.observe.judge import (
     RUN_FRACTION,
     differences,
@@ -29,9 +30,9 @@ from planner.observe.judge import (
     with_mfu,
 )
 from planner.observe.lines import LineSource
-from planner.observe.log_reader import LogReader, trainer_of
+from planner.observe.log_reader import LogReader
 from planner.observe.observation import GapCause, Observation, Observed, SourceFile
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec
 
 Place = Literal["learning", "warm-up", "in band", "above", "below"]
 DEFAULT_STEPS = 20
@@ -71,13 +72,15 @@ class BandWatch:
 
     def start(self) -> None:
         """The trainer started, or started anew: what comes first may be slow."""
-        self._warm_up_left, self.side = self.allowed_steps, 0
+        self._warm_up_left = self.allowed_steps
+        self.side = 0
         self._recent.clear()
         self.out.clear()
 
     def settle(self, band: Band) -> None:
         """Take another band; the steps so far count no more."""
-        self.band, self.side = band, 0
+        self.band = band
+        self.side = 0
         self.out.clear()
 
     def take(self, seconds: float, covers: int, explained: bool) -> None:
@@ -211,11 +214,15 @@ class Follower:
     ended: Ended = ""
 
     def __post_init__(self) -> None:
-        self._reader, self._grammar, self._seen = LogReader(self.where), "", 0
+        self._reader = LogReader(self.where)
+        self._grammar = ""
+        self._seen = 0
         self._held: Plan | Observed | None = None
         """The origin of the band: a plan, an earlier run, or the run's own first steps."""
         self._held_source = ""
-        self._step_at_s, self._shown, self._in_burst = self.now(), 0, 0
+        self._step_at_s = self.now()
+        self._shown = 0
+        self._in_burst = 0
 
     def standings(self) -> Iterator[FollowedRun]:
         """The run as it stands, once in as many steps as ring the alarm, until it ends."""
@@ -246,7 +253,9 @@ class Follower:
         return True
 
     def _ends(self) -> Ended:
-        record, band, last = self._reader.leading(), self.watch.band, self.last_step()
+        record = self._reader.leading()
+        band = self.watch.band
+        last = self.last_step()
         if self.watch.rings:
             return "alarm"
         if last is not None and last[0] >= last[1]:
@@ -262,7 +271,9 @@ class Follower:
         self._reader.feed((line,))
         record = self._reader.leading()
         if record.grammar != self._grammar:
-            self._grammar, self._seen, self.num_steps = record.grammar, 0, 0
+            self._grammar = record.grammar
+            self._seen = 0
+            self.num_steps = 0
         if len(record.numbers) < self._seen:  # another run begins in the same file
             self._seen = 0
             self.watch.start()
@@ -320,23 +331,28 @@ class Follower:
 
     def _hold(self, held: Plan | Observed, source: str, ends_s: Interval | None) -> None:
         assert ends_s is not None, "plans and runs have intervals"
-        self._held, self._held_source = held, source
+        self._held = held
+        self._held_source = source
         self.watch.settle(Band(*ends_s, source))
 
     def last_step(self) -> tuple[int, int] | None:
         """The number of the last step made, and of the run's last one, by its log or by its tokens."""
-        record, plan = self._reader.leading(), self._held if isinstance(self._held, Plan) else None
+        record = self._reader.leading()
+        plan = self._held if isinstance(self._held, Plan) else None
         facts = record.job_facts()
         tokens = self.total_tokens or (plan.training.tokens if plan else None)
         batch = facts.global_batch_size or (plan.training.global_batch_size if plan else None)
-        length, asked = facts.seq_length or (plan.training.seq_length if plan else None), facts.num_steps_asked
+        length = facts.seq_length or (plan.training.seq_length if plan else None)
+        asked = facts.num_steps_asked
         if not asked and tokens and batch and length:
             asked = math.ceil(tokens / (batch * length))
         return (record.numbers[-1], asked) if record.numbers and asked else None
 
     def window(self) -> Observation:
         """The observation of the last steps: those out of the band, else `WINDOW_STEPS`."""
-        record, steps, rows = self._reader.leading(), self.watch.out_steps or WINDOW_STEPS, 0
+        record = self._reader.leading()
+        steps = self.watch.out_steps or WINDOW_STEPS
+        rows = 0
         while rows < len(record.numbers) and steps > 0:
             rows += 1
             steps -= record.covers[-rows]
@@ -350,14 +366,17 @@ class Follower:
 
     def standing(self, final: bool = False) -> FollowedRun:
         """The run as it stands now."""
-        watch, record = self.watch, self._reader.leading()
+        watch = self.watch
+        record = self._reader.leading()
         found = FollowedRun(source=self.where, final=final, allowed_steps=watch.allowed_steps)
         if not record.numbers:
             return found.model_copy(update={"says": "no line of a step yet"})
-        window, last, is_silent = self.window(), self.last_step(), self.ended == "silent"
+        window = self.window()
+        last = self.last_step()
+        is_silent = self.ended == "silent"
         seen = with_mfu(window, self._held) if isinstance(self._held, Plan) else window
         rings = watch.rings or is_silent
-        values: dict[str, Any] = {
+        values: Fields = {
             "step_s": record.seconds[-1],
             "predicted_step_s": self._held.step.step_s if isinstance(self._held, Plan) else None,
             "step": record.numbers[-1], "total_steps": None if last is None else last[1], "num_steps": self.num_steps,
@@ -382,7 +401,8 @@ def sentence(watch: BandWatch) -> str:
     """The place of a run to its band, in words."""
     if watch.band is None:
         return "learning the run's own band from its first steady steps: nothing was predicted"
-    low_s, high_s = watch.band.low_s, watch.band.high_s
+    low_s = watch.band.low_s
+    high_s = watch.band.high_s
     band = f"the band {f'of {low_s:.4g} to' if low_s else 'up to'} {high_s:.4g} s ({watch.band.source})"
     says = {"in band": f"in {band}", "warm-up": f"warm-up, held against {band}"}
     return says.get(watch.place, f"{watch.place} {band} for {watch.out_steps:,} steps")

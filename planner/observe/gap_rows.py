@@ -16,6 +16,7 @@ from statistics import median
 import numpy as np
 
 from planner.observe.accounts import (
+    GAP_TABLE,
     HOST_GAPS,
     PIPELINE,
     Account,
@@ -32,19 +33,11 @@ from planner.observe.case import Layouts, ObservedCase, chunked, fewer_recompute
 from planner.observe.observation import MemorySeries
 from planner.observe.steady import SIGMA_OF_MAD, slope_of
 from planner.observe.traces.events import DATA_RANGES, HOST, TraceStep
+from planner.specs.base import Texts
 from planner.specs.units import GIB, MIB
 
-_PROFILE = "torch.profiler for 5 steps with profiler.step()"
-PLAN = "hold it against its plan: plan observe … --plan plan.json, or --model, --gpus and the layout"
-ONE_TRACE = f"a trace of one rank: {_PROFILE}, then plan observe rank0.json.gz"
-STAGE_TRACES = f"traces of all ranks of one stage: {_PROFILE} on each, then plan observe rank*.json.gz"
-PIPELINE_TRACES = f"traces of a rank of every stage: {_PROFILE} on each, then plan observe rank*.json.gz"
-BATCH_TIMER = "a timer of batches: --timing-log-level 2, or a record_function around the loader in a trace"
-LONG_LOG = "a log of a hundred steps with a line for each (--log-interval 1)"
-MEMORY_LOG = "lines of memory: --log-memory-interval 10, or torch.cuda.memory_stats() every few steps"
-SNAPSHOT = "a memory snapshot: torch.cuda.memory._record_memory_history(), then _dump_snapshot(), then plan observe it"
-ARGUMENTS = "the arguments that the trainer prints at its start, in the same log"
-DUMPS = "flight-recorder dumps of all ranks: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1"
+RECORDINGS: Mapping[str, str] = GAP_TABLE["recordings"]
+"""How to record what would show a row."""
 OF_MEMORY = ("fragmentation", "leak", "out_of_memory")
 """Rows that answer for memory and for no seconds."""
 
@@ -491,29 +484,31 @@ def _recomputed_with_room(files: RunFiles) -> Finding | None:
     return Finding(f"{says} of a step", gain_s)
 
 
+SEES: Mapping[str, tuple[Callable[[RunFiles], Finding | None], ...]] = {
+    "straggler_rank": (slow_rank,), "slow_link": (slow_link,), "no_ep_overlap": (unhidden("ep"),),
+    "exposed_dp": (unhidden("dp"), gradient_timers), "host_bound": (host_gaps,), "attention_kernel": (slow_attention,),
+    "clocks": (low_clocks,), "expert_imbalance": (uneven_experts,), "bubble": (standing_stages,),
+    "data_stall": (data_waits,), "recompute_unneeded": (_recomputed_with_room,), "checkpoint_stall": (saving,),
+    "garbage_collection": (collecting,), "fragmentation": (fragments,), "leak": (growing_memory,),
+    "out_of_memory": (out_of_memory,), "hang": (hung_collective,),
+}  # fmt: skip
+"""Looks for a row's mechanism, one after the other; none where only the log's own arguments can show it."""
+LAYOUTS: Mapping[str, Layouts] = {"bubble": chunked, "recompute_unneeded": fewer_recomputed}
+"""Layouts near the run's own that may help, priced."""
+
+
 @dataclass(frozen=True, slots=True)
 class GapRow:
-    """One thing that may be wrong with a run."""
+    """One thing that may be wrong with a run, as `gap.yaml` has it."""
 
     name: str
     says: str
-    """The row in words; `one rank` in it stands for the rank or stage, where one is known."""
-    terms: tuple[str, ...]
-    """Terms of the waterfall that hold its seconds."""
-    sees: tuple[Callable[[RunFiles], Finding | None], ...]
-    """Look for its mechanism, one after the other; none where only the log's own arguments can show it."""
     record: str
-    """How to record what would show it."""
-    helps: str
-    """The advice about it, in words; empty where the priced change says it."""
-    switches: tuple[str, ...] = ()
-    """Switches whose other value may help, priced; a log that states a slower one is evidence."""
-    layouts: Layouts | None = None
-    """Layouts near the run's own that may help, priced."""
-    options: tuple[str, ...] = ()
-    """Words for the trainer's environment."""
+    terms: Texts = ()
+    helps: str = ""
+    switches: Texts = ()
+    options: Texts = ()
     beside: bool = False
-    """True where its evidence is a number beside the price: without a gap that it explains it says nothing."""
 
     def at(self, where: str) -> str:
         """The row in words, of a rank or stage that is known."""
@@ -522,60 +517,5 @@ class GapRow:
         return f"{self.says} ({where})" if where else self.says
 
 
-GAP_ROWS: Mapping[str, GapRow] = {
-    row.name: row
-    for row in (
-        GapRow("straggler_rank", "one rank is slower than the others",
-               ("tp_skew", "cp_skew", "ep_skew", "dp_skew", "waits", "pipeline_waits"), (slow_rank,),
-               STAGE_TRACES, "look at what runs on its node, or put another one in its place"),
-        GapRow("slow_link", "a link is slower than it should be",
-               ("tp_link_rate", "cp_link_rate", "ep_link_rate", "dp_link_rate"), (slow_link,),
-               STAGE_TRACES, "measure the links with nccl-tests or rccl-tests (all_reduce_perf -b 64M -e 2G -f 2)",
-               beside=True),
-        GapRow("no_ep_overlap", "exchanges of experts are not hidden", ("ep_overlap", "ep_exchanges"),
-               (unhidden("ep"),), ONE_TRACE,
-               "exchanges of experts beside another micro-batch's products",
-               ("ep_overlap", "dispatcher", "shared_expert_overlap"), beside=True),
-        GapRow("exposed_dp", "gradients and parameters are not exchanged behind computing",
-               ("dp_overlap", "dp_exchanges", "gradients"), (unhidden("dp"), gradient_timers),
-               ONE_TRACE, "exchanges of gradients and weights behind computing",
-               ("overlap_grad_reduce", "overlap_param_gather"), beside=True),
-        GapRow("host_bound", "the host launches work too slowly", ("host_gaps",), (host_gaps,), ONE_TRACE,
-               "CUDA graphs, torch.compile, larger micro-batches, or free cores on the hosts",
-               ("cuda_graph", "sync_free_moe"), beside=True),
-        GapRow("attention_kernel", "attention runs in a slow kernel", ("compute_attention",), (slow_attention,),
-               ONE_TRACE, "a fused kernel for attention", ("attention_kernel", "flash_attention"), beside=True),
-        GapRow("unfused_kernels", "kernels are not fused", ("compute_memory_bound", "compute_other"), (),
-               ARGUMENTS, "fused kernels, or torch.compile",
-               ("compile", "cross_entropy_fusion", "activation_fusion", "gradient_accumulation_fusion",
-                "grouped_gemm"), beside=True),
-        GapRow("clocks", "GPUs run at a lower clock", ("compute_products",), (low_clocks,),
-               "clocks while it runs: nvidia-smi -q -d CLOCK,PERFORMANCE,POWER (amd-smi metric --clock --power)",
-               "look at clocks, heat and power limits while it runs"),
-        GapRow("expert_imbalance", "experts get uneven numbers of tokens", ("ep_skew",), (uneven_experts,),
-               STAGE_TRACES, "balance the experts' load, by a larger auxiliary loss or by biases"),
-        GapRow("bubble", "stages wait for each other longer than their order says", ("pipeline_waits",),
-               (standing_stages,), PIPELINE_TRACES, "more chunks on a rank, or more micro-batches", (), chunked,
-               beside=True),
-        GapRow("data_stall", "training waits for data", ("data_loading",), (data_waits,), BATCH_TIMER,
-               "more processes that load data (num_workers), or data on a local disk"),
-        GapRow("recompute_unneeded", "layers are recomputed although memory is left", (), (_recomputed_with_room,),
-               MEMORY_LOG, "fewer layers recomputed", (), fewer_recomputed),
-        GapRow("recipe", "a switch has a slower value than it might", (), (), ARGUMENTS, ""),
-        GapRow("checkpoint_stall", "training waits for its checkpoints", ("checkpoints", "slow_after_checkpoints"),
-               (saving,), LONG_LOG, "checkpoints written beside the training (--async-save)"),
-        GapRow("garbage_collection", "Python collects garbage at different times on different ranks",
-               ("slow_periodic",), (collecting,), LONG_LOG,
-               "garbage collected by all ranks at the same steps (--manual-gc --manual-gc-interval 100)"),
-        GapRow("fragmentation", "the allocator's memory is in fragments", (), (fragments,), SNAPSHOT,
-               "segments grow in place of new ones", options=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)),
-        GapRow("leak", "memory is kept that is not needed any more", (), (growing_memory,), MEMORY_LOG,
-               "record torch.cuda.memory._record_memory_history() for a few steps and plan observe the snapshot; "
-               "tensors kept from step to step (losses without .item()) are the rule"),
-        GapRow("out_of_memory", "memory ran out", (), (out_of_memory,), SNAPSHOT,
-               "plan memory plan.json shows what fills the fullest stage; recompute more, or shard more"),
-        GapRow("hang", "a collective never ended", (), (hung_collective,), DUMPS,
-               "give the flight-recorder dumps of all ranks: they name the rank that never came"),
-    )
-}  # fmt: skip
-"""Every row by the name that `causes` has; another is a row here and a function in `evidence`."""
+GAP_ROWS: Mapping[str, GapRow] = {name: GapRow(name, **row) for name, row in GAP_TABLE["rows"].items()}
+"""Every row by the name that `causes` has; another is a row there and a function in `SEES`."""

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from planner import __version__
 from planner.answer import SIGMAS_TO_END, Plan
+from planner.distribution import __version__
 from planner.errors import PlannerError, SpecError
 from planner.files import write_text
 from planner.layout.confidence import hardware_width
@@ -34,7 +34,7 @@ from planner.observe.observation import Observed
 from planner.plan_file import plan_of
 from planner.profile.probed import LEAST_SENSITIVE, TRANSFER_WIDTH
 from planner.saved import KEY, as_saved, with_digest
-from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec
+from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.problems import checked
 from planner.specs.reading import SAVED, label, load_yaml, printable
@@ -153,7 +153,8 @@ def prices_of(folder: Path, price: Callable[[Path], KeptPrice]) -> Prices:
 
     A file that holds no run is left out, with the reason. The prices are written back where the folder allows it.
     """
-    files, known = kept_files(folder), _saved(folder)
+    files = kept_files(folder)
+    known = _saved(folder)
     if known.files == files and known.planner_version == __version__:
         return known
     same = {name for name, state in files.items() if known.files.get(name) == state}
@@ -296,7 +297,7 @@ class KeptRun(Spec):
     plan: Plan
 
 
-def kept_run(observed: Observed, where: str) -> tuple[KeptRun, tuple[str, ...]]:
+def kept_run(observed: Observed, where: str) -> tuple[KeptRun, Texts]:
     """An observed run as it is kept, and sentences on what was left out of it. Raises SpecError where it teaches
     nothing about its cluster."""
     cluster = None if observed.plan is None else _as_it_ships(observed.plan, where)
@@ -325,7 +326,8 @@ def kept_run(observed: Observed, where: str) -> tuple[KeptRun, tuple[str, ...]]:
 
 def name_of(observed: Observed) -> str:
     """The name of a run's file: the same log is the same run, whatever the planner said of it."""
-    plan, observation = observed.plan, observed.observation
+    plan = observed.plan
+    observation = observed.observation
     assert plan is not None
     told = [observation.step_s, observation.step_s_spread, observation.num_steps, observation.series.seconds]
     text = json.dumps([job_of(plan), plan.cluster.hardware.name, plan.runtime_spec.family, told])
@@ -346,7 +348,8 @@ def text_of(run: KeptRun) -> str:
 
 def read_kept(path: Path) -> KeptRun:
     """The run in a file; SpecError where it holds none, or was edited."""
-    data, where = load_yaml(path, SAVED), label(path)
+    data = load_yaml(path, SAVED)
+    where = label(path)
     if not isinstance(data.get("plan"), dict):
         raise SpecError(f"{where}: is no run that plan validate --add kept", f"rm {where}")
     data = as_saved(data, where, f"rm {where} forgets the run; plan validate --add keeps it again")
@@ -365,14 +368,16 @@ def price_of(run: KeptRun, file: str) -> KeptPrice:
     Raises SpecError where kernels decide nothing, or no plausible factor explains the run.
     """
     plan = run.plan
-    cluster, runtime = plan.cluster, plan.runtime_spec
+    cluster = plan.cluster
+    runtime = plan.runtime_spec
     if "hardware" in run.shipped:
         cluster = cluster.changed(hardware=load_hardware(cluster.hardware.name))
     if "runtime" in run.shipped:
         runtime = _renewed(runtime) or runtime
     priced = PricedRun.of(plan.model_copy(update={"runtime_spec": runtime}), cluster)
     layout = price_layout(priced.candidate(), exact=False)
-    sensitivity, log_kernels = priced.sensitivity(), priced.log_kernels(run.step_s)
+    sensitivity = priced.sensitivity()
+    log_kernels = priced.log_kernels(run.step_s)
     asked = f"{file}: its step of {run.step_s:.4g} s, priced {layout.step.step_s:.4g},"
     if sensitivity < LEAST_SENSITIVE:
         raise SpecError(f"{asked} is held up by host and links, and says little of kernels", "add another run")

@@ -9,25 +9,12 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.observe.accounts import beside_steps, waterfall
 from planner.observe.case import ObservedCase, recipe_terms, remedy_of_change, slower_settings
-from planner.observe.gap_rows import (
-    ARGUMENTS,
-    BATCH_TIMER,
-    GAP_ROWS,
-    LONG_LOG,
-    MEMORY_LOG,
-    OF_MEMORY,
-    ONE_TRACE,
-    PIPELINE_TRACES,
-    SNAPSHOT,
-    STAGE_TRACES,
-    Finding,
-    GapRow,
-    RunFiles,
-)
+from planner.observe.gap_rows import GAP_ROWS, LAYOUTS, OF_MEMORY, RECORDINGS, SEES, Finding, GapRow, RunFiles
 from planner.observe.observation import GapCause, GapRemedy, Observation, Observed, Prediction, Term, Verdict
 from planner.observe.traces.recorded import ObservedFiles, Recorded
 from planner.plan_file import refuse_contradiction
 from planner.saved import as_saved
+from planner.specs.base import Fields, Texts
 from planner.specs.problems import checked
 from planner.specs.reading import SAVED, label, load_yaml
 from planner.specs.units import GIB
@@ -40,7 +27,8 @@ def judged(
 
     A `doubt` whether the prediction is of this run, in words, leaves the verdict open.
     """
-    observation, prediction = with_mfu(observation, plan), predicted(plan, source)
+    observation = with_mfu(observation, plan)
+    prediction = predicted(plan, source)
     plan = plan.model_copy(update={"alternatives": (), "search": None})
     if differing := differences(observation, plan):
         doubt = f"the log is of another job than {source}: {'; '.join(differing)}"
@@ -68,7 +56,8 @@ def judged_alone(observation: Observation, recorded: Recorded | None = None) -> 
 def _told(case: ObservedCase) -> Observed:
     """All that is said of a case."""
     verdict, says = (None, "") if case.prediction is None else verdict_of(case.observation, case.prediction)
-    gap, causes = waterfall(case, recipe_terms(case)), shown_rows(case, verdict)
+    gap = waterfall(case, recipe_terms(case))
+    causes = shown_rows(case, verdict)
     return Observed(
         observation=case.observation,
         prediction=case.prediction,
@@ -93,10 +82,11 @@ _SHOWN_BY_PRICE = ("recompute_unneeded", "recipe")
 
 def shown_rows(case: ObservedCase, verdict: Verdict | None = None) -> tuple[GapCause, ...]:
     """The rows whose mechanism the files show, the one that takes most first, each with its remedy."""
-    files, settings = RunFiles(case), slower_settings(case, _ROW_OF_SWITCH)
+    files = RunFiles(case)
+    settings = slower_settings(case, _ROW_OF_SWITCH)
     causes = []
     for row in GAP_ROWS.values():
-        found = next((one for see in row.sees if (one := see(files)) is not None), None)
+        found = next((one for see in SEES.get(row.name, ()) if (one := see(files)) is not None), None)
         if found is not None and row.beside and not _explains(case, found, verdict):
             found = None
         stated = [Finding(term.evidence, term.seconds, name) for name, term in settings.get(row.name, ())]
@@ -112,7 +102,8 @@ def shown_rows(case: ObservedCase, verdict: Verdict | None = None) -> tuple[GapC
 
 def _explains(case: ObservedCase, found: Finding, verdict: Verdict | None) -> bool:
     """True where the step is longer than predicted, and the finding takes a fair part of that; alone, of anything."""
-    step_s, prediction = case.observation.step_s, case.prediction
+    step_s = case.observation.step_s
+    prediction = case.prediction
     if prediction is None or step_s is None:
         return True
     gap_s = step_s - prediction.step_s
@@ -129,44 +120,48 @@ def _cause(case: ObservedCase, row: GapRow, found: Finding, switches: Sequence[s
 
     Where no change of the job is priced there is the advice, and the step without the row, never below the prediction.
     """
-    prediction, step_s, seconds = case.prediction, case.observation.step_s, found.seconds
+    prediction = case.prediction
+    step_s = case.observation.step_s
+    seconds = found.seconds
     if prediction is not None and step_s is not None and seconds is not None and row.name not in _SHOWN_BY_PRICE:
         low_s = (prediction.step_s_interval or (prediction.step_s, 0.0))[0]
         seconds = min(seconds, max(0.0, step_s - low_s))
-    remedy = remedy_of_change(case, switches, row.layouts)
+    remedy = remedy_of_change(case, switches, LAYOUTS.get(row.name))
     if remedy is None and row.helps:
         least_s = min(prediction.step_s, step_s or 0.0) if prediction is not None else 0.0
         without_s = max(step_s - seconds, least_s) if step_s is not None and seconds else None
-        remedy = GapRemedy(options=row.options, step_s=without_s, is_priced=False, says=row.helps)
+        remedy = GapRemedy(options=tuple(row.options), step_s=without_s, is_priced=False, says=row.helps)
     return GapCause(name=row.name, seconds=seconds, evidence=found.says, where=found.where, remedy=remedy)
 
 
 def next_recording(case: ObservedCase, gap: Sequence[Term], verdict: Verdict | None, causes: Sequence[GapCause]) -> str:
     """The recording to make of a run that is slow, or takes more memory, and of which no file shows why."""
     if verdict == "memory":
-        return "" if any(cause.name in OF_MEMORY for cause in causes) else _lacking(case, (MEMORY_LOG, SNAPSHOT))
+        return "" if any(cause.name in OF_MEMORY for cause in causes) else _lacking(case, ("memory_log", "snapshot"))
     if verdict != "slow" or any(cause.seconds for cause in causes):
         return ""
     largest = max(gap, key=lambda term: term.seconds, default=None)
     wanted = [row.record for row in GAP_ROWS.values() if largest is not None and largest.term in row.terms]
-    return _lacking(case, (*dict.fromkeys(wanted), ONE_TRACE, STAGE_TRACES, ARGUMENTS))
+    return _lacking(case, (*dict.fromkeys(wanted), "one_trace", "stage_traces", "arguments"))
 
 
 def _lacking(case: ObservedCase, recordings: Iterable[str]) -> str:
     """The first of some recordings that the files do not have yet."""
-    ranks, observation = RunFiles(case).ranks, case.observation
+    ranks = RunFiles(case).ranks
+    observation = case.observation
     has = {
-        ONE_TRACE: ranks, STAGE_TRACES: ranks[1:], PIPELINE_TRACES: len({rank.stage for rank in ranks}) > 1,
-        BATCH_TIMER: observation.data_s is not None, LONG_LOG: observation.series.steps,
-        MEMORY_LOG: observation.memory_series, SNAPSHOT: case.recorded and case.recorded.snapshots,
-        ARGUMENTS: observation.facts.stated_switches,
+        "one_trace": ranks, "stage_traces": ranks[1:], "pipeline_traces": len({rank.stage for rank in ranks}) > 1,
+        "batch_timer": observation.data_s is not None, "long_log": observation.series.steps,
+        "memory_log": observation.memory_series, "snapshot": case.recorded and case.recorded.snapshots,
+        "arguments": observation.facts.stated_switches,
     }  # fmt: skip
-    return next((one for one in recordings if not has.get(one)), "")
+    return next((RECORDINGS[one] for one in recordings if not has.get(one)), "")
 
 
 def predicted(plan: Plan, source: str) -> Prediction:
     """The price of a plan's best layout, as an observation is held against it."""
-    step, stage = plan.step, plan.best.worst_stage.memory
+    step = plan.step
+    stage = plan.best.worst_stage.memory
     return Prediction(
         source=source,
         model=plan.model.name,
@@ -193,8 +188,10 @@ def of_run(earlier: Observed, source: str) -> Prediction:
 
     Raises SpecError where it has no step.
     """
-    observation, known = earlier.observation, earlier.prediction
-    step_s, peak = observation.step_s, observation.peak_memory_bytes
+    observation = earlier.observation
+    known = earlier.prediction
+    step_s = observation.step_s
+    peak = observation.peak_memory_bytes
     if step_s is None:
         raise SpecError(f"{source}: the run in it has no steps", "name a plan, or observe a log with steps")
     low_s, high_s = observation.step_s_spread or (step_s, step_s)
@@ -220,9 +217,10 @@ def of_run(earlier: Observed, source: str) -> Prediction:
 _AXES = ("tp", "cp", "pp", "vpp", "ep", "micro_batch_size")
 
 
-def differences(observation: Observation, plan: Plan) -> tuple[str, ...]:
+def differences(observation: Observation, plan: Plan) -> Texts:
     """The numbers of the job and of the layout that the log states and that the plan has otherwise, in words."""
-    facts, layout = observation.facts, plan.parallelism
+    facts = observation.facts
+    layout = plan.parallelism
     pairs = {
         "GPUs": (facts.num_gpus, plan.cluster.num_gpus),
         "global batch size": (facts.global_batch_size, plan.training.global_batch_size),
@@ -261,7 +259,8 @@ def verdict_of(observation: Observation, prediction: Prediction) -> tuple[Verdic
         return None, "no step was found to hold against the prediction"
     low_s, high_s = prediction.step_s_interval or (prediction.step_s, prediction.step_s)
     slack_s = step_s * observation.step_s_precision_fraction
-    by, off = step_s / prediction.step_s - 1, step_s / prediction.step_s
+    by = step_s / prediction.step_s - 1
+    off = step_s / prediction.step_s
     excess = excess_bytes(observation, prediction)
     memory = f"{excess / GIB:.1f} GiB more {observation.peak_memory_kind} than predicted"
     more = f"; memory: {memory}" if excess else ""
@@ -280,7 +279,8 @@ def excess_bytes(observation: Observation, prediction: Prediction) -> float:
     Allocated bytes are held against torch's peak, with the room above it that the interval of the total has; others
     against the upper end of the total.
     """
-    peak, interval = observation.peak_memory_bytes, prediction.total_memory_interval
+    peak = observation.peak_memory_bytes
+    interval = prediction.total_memory_interval
     if peak is None or not prediction.peak_memory_bytes:  # an earlier run may have printed none
         return 0.0
     if observation.peak_memory_kind != "allocated":
@@ -295,25 +295,27 @@ _HINT = "an observation is not for editing: run plan observe … -o observed.jso
 
 def read_observed(path: str) -> Observed:
     """The observation in a file, `-` for stdin; SpecError where the file holds none."""
-    data, where = load_yaml(path, SAVED), label(path)
+    data = load_yaml(path, SAVED)
+    where = label(path)
     if not is_observed(data):
         raise SpecError(f"{where}: is no observation", "save one with plan observe train.log -o observed.json")
     return observed_of(data, where)
 
 
-def is_observed(data: dict[str, Any]) -> bool:
+def is_observed(data: Fields) -> bool:
     """True if what a file held is an observation."""
     return {"observation", "verdict"} <= data.keys()
 
 
-def observed_of(data: dict[str, Any], where: str) -> Observed:
+def observed_of(data: Fields, where: str) -> Observed:
     """The observation in what a file held, with what traces show beside it; SpecError where a field is wrong, or was
     edited."""
     data = _without_retired(as_saved(data, where, _HINT))
     observed = checked(ObservedFiles if "recorded" in data else Observed, data, where)
     if observed.plan is not None:
         refuse_contradiction(observed.plan, f"{where}: plan")
-    step_s, known = observed.observation.step_s, observed.prediction
+    step_s = observed.observation.step_s
+    known = observed.prediction
     breakdown = observed.observation.breakdown
     sums = [("observation.breakdown", step_s, list(breakdown.values()))]
     if known is not None:

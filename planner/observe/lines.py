@@ -80,7 +80,8 @@ def lines(path: str, tally: Tally, advance: Callable[[], None] = lambda: None) -
     `advance` is called for each MiB. A file that is cut off, or damaged further on, gives the lines before that, and
     `tally` the reason. Raises SpecError for a file that is missing, empty or binary.
     """
-    where, rest = label(path), b""
+    where = label(path)
+    rest = b""
     with opened(path) as file:
         for block in _blocks(file, tally, where, advance):
             first, *others = split(block)
@@ -166,7 +167,8 @@ class NewLines:
 
     def last(self) -> list[bytes]:
         """The line without an end, where nothing can follow it."""
-        rest, self.rest = self.rest, b""
+        rest = self.rest
+        self.rest = b""
         return [rest] if rest else []
 
 
@@ -176,7 +178,9 @@ class FileEnd:
     def __init__(self, path: str, say: Callable[[str], None] = lambda text: None) -> None:
         if path.endswith(".gz"):
             raise _packed(label(path))
-        self.path, self._say, self._said = path, say, ""
+        self.path = path
+        self._say = say
+        self._said = ""
         self._file: int | None = None
         self._begun = False
         self._identity = self._offset = 0
@@ -226,7 +230,8 @@ class FileEnd:
             half = "; half a line before that is left out" if self._lines.rest else ""
             self._begin_again(f"is another file now, which is read from its begin{half}")
             os.close(self._file)
-        self._file, self._identity = file, found.st_ino
+        self._file = file
+        self._identity = found.st_ino
         return True
 
     def _begin_again(self, says: str) -> None:

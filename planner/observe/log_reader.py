@@ -8,29 +8,20 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 from planner.errors import SpecError
-from planner.observe.clocked_formats import CLOCKED_GRAMMARS, DLLOGGER, MLPERF, json_object
 from planner.observe.describe import described
-from planner.observe.line_formats import (
-    COMMON_ROWS,
-    ONE_LINE_GRAMMARS,
-    moment,
-    number,
-    text_of,
-)
+from planner.observe.formats import COMMON_ROWS, GRAMMARS, LOOKS_LIKE, trainer_of
 from planner.observe.lines import Tally, cleaned, lines
-from planner.observe.megatron_lines import BRIDGE, MEGATRON
+from planner.observe.mlperf_lines import json_object
 from planner.observe.observation import Observation, SourceFile
-from planner.observe.record import RunRecord, joined
+from planner.observe.record import RunRecord, joined, moment, number, text_of
+from planner.specs.base import Fields
 from planner.specs.reading import label, row_of
 from planner.specs.units import GB, GIB, KIB, MIB
 
-GRAMMARS = (MEGATRON, BRIDGE, *ONE_LINE_GRAMMARS, *CLOCKED_GRAMMARS, MLPERF, DLLOGGER)
-"""Every format of lines."""
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
-_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.needle.encode()) for _, row in _ROWS})))
+_NEEDLES = re.compile(b"|".join(sorted({re.escape(row.holds.encode()) for _, row in _ROWS})))
 """Words that lines worth a look hold."""
 _BAR = "progress bar"
 _RANKS = {grammar.name: grammar.rank for grammar in GRAMMARS}
@@ -80,12 +71,9 @@ class LogReader:
                 self._look(line)
             text, rank = cleaned(line) if _NEEDLES.search(line) is not None else ("", None)
             for index, row in _ROWS if text else ():
-                if row.needle in text and (match := row.pattern.search(text)) is not None:
-                    record = self.records[index]
-                    record.state.pop("rank", None)
-                    record.state |= {} if rank is None else {"rank": str(rank)}
-                    record.num_words += 1
-                    row.take(record, match)
+                if row.holds in text and (match := row.pattern.search(text)) is not None:
+                    self.records[index].num_words += 1
+                    row.take(self.records[index], row.found(match, rank))
 
     def _look(self, line: bytes) -> None:
         self._looks_left -= 1
@@ -151,14 +139,10 @@ def observe(paths: Sequence[str], advance: Callable[[], None] = lambda: None) ->
     return described(record, trainer_of(grammar), tuple(source for _, source in read))
 
 
-def trainer_of(grammar: str) -> str:
-    """The trainer whose lines a format has; empty for a table."""
-    return next((known.trainer for known in GRAMMARS if known.name == grammar), "")
-
-
 def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, SourceFile]:
     """The record of one file, and what it is."""
-    tally, where = Tally(), label(path)
+    tally = Tally()
+    where = label(path)
     reader = LogReader(where)
     reader.feed(lines(path, tally, advance))
     record = reader.record()
@@ -176,29 +160,6 @@ def _read_file(path: str, advance: Callable[[], None]) -> tuple[RunRecord, Sourc
     return record, source
 
 
-LOOKS_LIKE = (
-    (r"'loss': .{1,80}'learning_rate': ", "lines of Hugging Face's Trainer, which have no times",
-     "add its progress bar, which goes to stderr (2>&1), or its last line with train_runtime"),
-    (r"Step \d+ \| loss:", "lines of torchtune's metric logger, which have no times",
-     "add its progress bar, which goes to stderr (2>&1)"),
-    (r"Epoch \d+.{0,40}%\|.*v_num=", "Lightning's progress bar, which counts micro-batches and no steps",
-     "log a step's seconds to a CSV with a column step_time_s"),
-    (r"\biter \d+ step \d+.{0,80}iter time: ", "LitGPT's lines, which time micro-batches and no steps",
-     "log a step's seconds to a CSV with a column step_time_s"),
-    (r"Iter\(train\) \[|tgs \(tokens/gpu/second\)|Progress on:train|'perf/step_time'",
-     "lines of a trainer that is not known (mmengine's, InternLM's, levanter's or slime's)",
-     "log a step's seconds to a CSV with a column step_time_s"),
-    (r"Avg generation throughput|Decode batch\.|\"POST /v1/", "a log of a server that generates text",
-     "name the log of a trainer"),
-    (r"# +size +count +type|Avg bus bandwidth", "nccl-tests' output", "plan profile measures links itself"),
-    (r"NCCL INFO ", "NCCL's own messages, without a trainer's", "name the trainer's output"),
-    (r"NVIDIA-SMI \d|\| GPU-Util ", "nvidia-smi's output", "name the trainer's output"),
-    (r"^\s*(?:torchrun|srun|#SBATCH|#!/bin/(?:ba)?sh)|pretrain_gpt\.py", "a script that launches a job",
-     "plan import reads scripts; name the output of the job here"),
-    (r"^\s*\"?(?:hidden_size|num_hidden_layers|_target_)\"?:", "a configuration", "plan import reads configurations"),
-    (r"Traceback \(most recent call last\)", "a traceback before the first step", "name a log that has steps"),
-)  # fmt: skip
-"""Other files that people have: a pattern of a line, what such a file is, and what is missing or to do."""
 _LIKE = re.compile(b"|".join(b"(" + pattern.encode() + b")" for pattern, _, _ in LOOKS_LIKE))
 
 
@@ -284,7 +245,7 @@ class TableColumns:
         if self.gigabytes:
             yield f"{', '.join(self.gigabytes)}: a GB is taken as 10^9 bytes, not as 1024^3"
 
-    def values(self, row: dict[str, Any]) -> dict[str, float]:
+    def values(self, row: Fields) -> dict[str, float]:
         """The numbers of a row by quantity, times in seconds."""
         return {
             quantity: _moment(str(row.get(name, "")))
@@ -360,16 +321,19 @@ class StepTable:
         self._names = names if is_head else []
         return is_head
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def _take(self, row: Fields) -> None:
         """Take a row; those without a time, as trackers export them, are passed over."""
-        record, values = self.record, self._columns.values(row)
-        seconds, speed = values.get("seconds", math.nan), values.get("tokens_per_s", math.nan)
+        record = self.record
+        values = self._columns.values(row)
+        seconds = values.get("seconds", math.nan)
+        speed = values.get("tokens_per_s", math.nan)
         if "seconds" not in values and speed > 0:
             seconds = values["tokens_of_step"] / speed
         if not seconds > 0:
             self._untimed += 1
             return
-        step, count = values.get("step", math.nan), (record.numbers[-1] if record.numbers else 0) + 1
+        step = values.get("step", math.nan)
+        count = (record.numbers[-1] if record.numbers else 0) + 1
         known = math.isfinite(step) and 0 <= step < 2**53
         record.step(int(step) if known else count, seconds, end_s=values.get("moment", math.nan), covers=1)
         for name in ("tokens_per_s", "watts_per_gpu", "clock_mhz"):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import yaml
@@ -23,45 +25,22 @@ from planner.export.megatron.deepspeed_options import DEEPSPEED_OPTIONS as DEEPS
 from planner.export.megatron.deepspeed_options import as_megatron, read_zero
 from planner.export.megatron.option_rows import options_of
 from planner.export.megatron.script_reading import options_of_features, run_of
-from planner.observe.line_formats import (
-    MOST,
-    Grammar,
-    fact,
-    fields,
-    line_row,
-    mark,
-    moment,
-    number,
-    rank_of,
-    step_row,
-    take_beside,
-    whole,
-)
 from planner.observe.observation import JobFacts
-from planner.observe.record import RunRecord
-from planner.specs.reading import InputLimits, parse_yaml
+from planner.observe.record import MOST, FoundLine, RunRecord, Take, moment, named_parts, number, whole
+from planner.specs.base import Fields, Texts
+from planner.specs.reading import InputLimits, parse_yaml, shipped_table
 from planner.specs.units import GB, GIB, MIB, is_count
 
-_MS = 1e-3
-LINE_FIELDS = {
-    "elapsed time per iteration (ms)": ("seconds", _MS, ""),
-    "elapsed time per iteration (s)": ("seconds", 1.0, "megatron-deepspeed"),
-    "throughput per GPU (TFLOP/s/GPU)": ("tflops", 1.0, ""),
-    "throughput (TFLOP/s/GPU)": ("tflops", 1.0, ""),
-    "compute per GPU (TFLOP/s/GPU)": ("tflops", 1.0, "primus"),
-    "TFLOPs": ("tflops", 1.0, ""),
-    "tokens per GPU (tokens/s/GPU)": ("tokens_per_s_per_gpu", 1.0, "primus"),
-    "tokens-per-second-per-gpu": ("tokens_per_s_per_gpu", 1.0, ""),
-    "global batch size": ("global_batch_size", 1.0, ""),
-    "samples per second": ("samples_per_s", 1.0, ""),
-    "samples/sec": ("samples_per_s", 1.0, "gpt-neox"),
-    "power per GPU (W/GPU)": ("watts_per_gpu", 1.0, ""),
-    "memory(GiB)": ("max_reserved_bytes", GIB, ""),
-    "mem-allocated-gigabytes": ("allocated_bytes", GB, ""),
-    "mem-max-allocated-gigabytes": ("max_allocated_bytes", GB, ""),
-    "mem-max-reserved-gigabytes": ("max_reserved_bytes", GB, ""),
-}
-"""Fields of the line by the trainers' own names: the quantity, its unit, and the trainer that alone prints it."""
+_UNITS = {"ms": 1e-3, "GiB": GIB, "GB": GB}
+
+
+@cache
+def line_fields() -> dict[str, tuple[str, float, str]]:
+    """Fields of the line by the trainers' own names: the quantity, its unit, and the trainer that alone prints it."""
+    rows = shipped_table("observe/log_formats.yaml")["iteration"].items()
+    return {name: (means, _UNITS.get(unit, 1.0), trainer) for name, (means, unit, trainer) in rows}
+
+
 _MEMORY_KINDS = {
     "allocated": "allocated_bytes", "max allocated": "max_allocated_bytes", "max reserved": "max_reserved_bytes",
     "total device memory used": "device_bytes",
@@ -80,79 +59,76 @@ _LAYOUT = (
 """Arguments that make another job of a run."""
 
 
-def _iteration(record: RunRecord, match: re.Match[str]) -> None:
-    begin = match.string[: match.start()]
-    found = (fields(begin) if "|" in begin else {}) | fields(match[3])
+def _iteration(record: RunRecord, line: FoundLine) -> None:
+    text = line.match.string
+    found = (named_parts(line.before) if "|" in line.before else {}) | named_parts(line.match[3])
     values: dict[str, float] = {}
-    for name, (means, unit, trainer) in LINE_FIELDS.items():
-        if (text := found.get(name)) is not None:
-            values.setdefault(means, number(text) * unit)
+    for name, (means, unit, trainer) in line_fields().items():
+        if (said := found.get(name)) is not None:
+            values.setdefault(means, number(said) * unit)
             # Primus prints now/average
-            trainer = "primus" if means == "seconds" and "/" in text else trainer
+            trainer = "primus" if means == "seconds" and "/" in said else trainer
             record.facts |= {"trainer": trainer} if trainer else {}
-    seconds, rank = values.pop("seconds", math.nan), rank_of(record)
-    covers = whole(record.arguments.get("log_interval")) if not record.numbers else 0
-    if "elapsed time per iteration" not in match.string or not record.step(
-        int(match[1]), seconds, end_s=moment(begin), covers=covers or 0, rank=rank
+    seconds = values.pop("seconds", math.nan)
+    covers = 0 if record.numbers else whole(record.arguments.get("log_interval")) or 0
+    if "elapsed time per iteration" not in text or not record.step(
+        int(line.match[1]), seconds, end_s=line.at_s, covers=covers, rank=line.rank
     ):
         return
     batch = values.get("global_batch_size", 0)
     if record.facts.get("global_batch_size", batch) != batch and batch and len(record.numbers) > 1:
         record.state["batch"] = "grows"
-    if (used := _DEVICE_MEMORY.search(match[3])) is not None:
+    if (used := _DEVICE_MEMORY.search(line.match[3])) is not None:
         values["device_bytes"] = number(used[1]) * GIB  # a GB of Primus is a GiB: an MI300X has 191.98
-    if (ranks := _RANKS.search(begin)) is not None:
+    if (ranks := _RANKS.search(line.before)) is not None:
         values["num_gpus"] = int(ranks[1])
-    take_beside(record, {**values, "num_steps_asked": number(match[2])})  # a Megatron-RL job has `infinity`
+    record.take({**values, "num_steps_asked": number(line.match[2])})  # a Megatron-RL job has `infinity`
 
 
-def _memory(record: RunRecord, match: re.Match[str]) -> None:
+def _memory(record: RunRecord, line: FoundLine) -> None:
     """A rank's memory; ranks that print at once leave several on a line."""
-    for rank, step, text in _MEMORY.findall(match.string):
-        found = fields(text)
+    for rank, step, text in _MEMORY.findall(line.match.string):
+        found = named_parts(text)
         kinds = {kind: number(found[name]) * MIB for name, kind in _MEMORY_KINDS.items() if name in found}
         record.bytes_of(int(rank), whole(step), **kinds)
 
 
 def _timer(record: RunRecord, name: str, low: str, high: str = "") -> None:
-    low_s, high_s = number(low) * _MS, number(high or low) * _MS
+    low_s = number(low) * 1e-3
+    high_s = number(high or low) * 1e-3
     if low_s >= 0:
         record.timer(name, low_s, high_s)
         if name in _OUTSIDE:
             record.mark(_OUTSIDE[name], high_s)
 
 
-def _timers_on_a_line(record: RunRecord, match: re.Match[str]) -> None:
-    for name, value in fields(match[1]).items():
+def _timers_on_a_line(record: RunRecord, line: FoundLine) -> None:
+    for name, value in named_parts(line.match[1]).items():
         _timer(record, name, value)
 
 
-def _dump_begins(record: RunRecord, match: re.Match[str]) -> None:
+def _dump_begins(record: RunRecord, line: FoundLine) -> None:
     record.state["dump"] = "yes"
     record.restart()
 
 
-def _dump_ends(record: RunRecord, match: re.Match[str]) -> None:
+def _dump_ends(record: RunRecord, line: FoundLine) -> None:
     record.state.pop("dump", None)
     record.starts_with(" ".join(record.arguments.get(name, "") for name in _LAYOUT))
 
 
-def _argument(record: RunRecord, match: re.Match[str]) -> None:
+def _argument(record: RunRecord, line: FoundLine) -> None:
     """A line of the dump, else a timer whose greatest value alone is printed."""
+    name, value = line.match.groups()
     if record.state.get("dump"):
-        record.argument(match[1], match[2].strip())
-    elif record.state.get("timers") and re.fullmatch(r"\d+\.\d+", match[2].strip()):
-        _timer(record, match[1], match[2])
+        record.argument(name, value.strip())
+    elif record.state.get("timers") and re.fullmatch(r"\d+\.\d+", value.strip()):
+        _timer(record, name, value)
 
 
-def _sizes(record: RunRecord, match: re.Match[str]) -> None:
-    for name, size in re.findall(r"([\w-]+?)[- ]size: (\d{1,9})", match.string):
+def _sizes(record: RunRecord, line: FoundLine) -> None:
+    for name, size in re.findall(r"([\w-]+?)[- ]size: (\d{1,9})", line.match.string):
         record.argument({"world": "world_size"}.get(name, f"{name.replace('-', '_')}_size"), size)
-
-
-def _bridge_step(record: RunRecord, match: re.Match[str]) -> None:
-    record.facts["trainer"] = "megatron-bridge"
-    record.prints("tflops", number(match[1]))
 
 
 _STRAGGLER_UNITS = {"ms": 1e-3, "us": 1e-6, "s": 1.0, "%": 1e-2}
@@ -167,11 +143,12 @@ _MOST_WATTS = 1e4
 """No GPU takes more: such a number is in milliwatts, as NVML has it."""
 
 
-def _straggler(record: RunRecord, match: re.Match[str]) -> None:
+def _straggler(record: RunRecord, line: FoundLine) -> None:
     """`MnRtt/Rnk: 3453.08ms/8 | MxRtt/Rnk: 3468.20ms/0 | …`: least and most, each with its rank."""
     found: dict[str, dict[str, tuple[float, int]]] = {}
-    for side, word, text, unit, rank in _VALUE.findall(match.string):
-        value, name = number(text) * _STRAGGLER_UNITS.get(unit, 1.0), STRAGGLER_NAMES[word]
+    for side, word, text, unit, rank in _VALUE.findall(line.match.string):
+        value = number(text) * _STRAGGLER_UNITS.get(unit, 1.0)
+        name = STRAGGLER_NAMES[word]
         value /= 1e3 if name == "power_w" and value > _MOST_WATTS else 1.0
         found.setdefault(name, {})[side] = (value, int(rank))
     for name, sides in found.items():
@@ -181,31 +158,8 @@ def _straggler(record: RunRecord, match: re.Match[str]) -> None:
                 record.timer(_STRAGGLER_TIMERS[name], sides["Mn"][0], sides["Mx"][0])
 
 
-_NAME = r"([A-Za-z][\w/-]{0,80})"
-_ROWS = (
-    line_row("iteration", r"iteration\s+(\d{1,15})\s*/\s*(\d{1,15}|infinity)\s*\|(.*)", _iteration),
-    line_row("memory (MB)", r"\[Rank \d", _memory),
-    line_row("time (ms) |", r"^\s*(?:\[.{0,40}\] )?time \(ms\) \|(.*)", _timers_on_a_line),
-    line_row("across ranks (ms)", r"\((min), max\) time|(max) time|times across",
-             lambda record, match: record.state.update({"timers": match[1] or match[2] or "all"})),
-    line_row(": (", rf"^\s*{_NAME} \.*: \((\d[\d.]{{0,20}}), (\d[\d.]{{0,20}})\)",
-             lambda record, match: _timer(record, *match.groups())),
-    line_row("- arguments -", r"-{5,} arguments -{5,}", _dump_begins),
-    line_row("- end of ", r"-{5,} end of arguments -{5,}", _dump_ends),
-    line_row(" ..", r"^\s+([A-Za-z][\w/-]{0,80}) \.{2,60}:? (.{0,4000})$", _argument),
-    line_row("datetime: ", r"datetime: (\d{4}-.{10,40})", lambda record, match: record.time(moment(match[1]))),
-    line_row("using world size", r"using world size: (\d+)", _sizes),
-    line_row("/Rnk", r"M[nx](?:Rtt|Etpt)/Rnk", _straggler),
-    line_row("saving checkpoint", r"saving checkpoint at iteration", mark("checkpoint")),
-    line_row("saved checkpoint", r"successfully saved checkpoint", mark("checkpoint")),
-    line_row("validation loss at", r"validation loss at iteration", mark("evaluation")),
-    line_row("Step Time : ", r"Step Time : [\d.]+ ?s GPU utilization: ([\d.]+)", _bridge_step),
-    line_row("train_batch_size", r":print\] +train_batch_size \.{2,80} (\d{1,9})\s*$", fact("global_batch_size")),
-    line_row("total number of parameters", r"total number of parameters:? *(\d+)", fact("num_parameters")),
-)  # fmt: skip
-
-
-def _finish(record: RunRecord) -> None:
+def finish(record: RunRecord) -> None:
+    """Take the facts that the arguments state."""
     if size := whole(record.arguments.get("world_size")):
         record.facts["num_gpus"] = size
     for name in ("seq_length", "global_batch_size"):
@@ -213,19 +167,13 @@ def _finish(record: RunRecord) -> None:
             record.facts.setdefault(name, value)
 
 
-MEGATRON = Grammar("megatron", "megatron", _ROWS, finish=_finish)
-BRIDGE = Grammar(
-    "megatron-bridge",
-    "megatron-bridge",
-    (
-        step_row(
-            "Step Time : ", r"Step Time : (?P<s><N>) ?s GPU utilization", {"tflops": (r"utilization: ([\d.]+)", 1.0)}
-        ),
-    ),
-    rank=1,
-    finish=lambda record: record.note("the lines have no step numbers: they are counted as they come"),
-)
-"""The output of rank 0 alone, which has no line of an iteration."""
+TAKES: Mapping[str, Take] = {
+    "iteration": _iteration, "memory": _memory, "timers_on_a_line": _timers_on_a_line, "argument": _argument,
+    "timer": lambda record, line: _timer(record, *line.match.groups()), "dump_begins": _dump_begins,
+    "datetime": lambda record, line: record.time(moment(line.match[1])), "dump_ends": _dump_ends, "sizes": _sizes,
+    "straggler": _straggler,
+}  # fmt: skip
+"""The functions that rows of `log_formats.yaml` name."""
 
 
 _NEGATED = {
@@ -320,7 +268,7 @@ def _defaults(arguments: dict[str, str]) -> list[str]:
 
 
 def _of_nemo(record: RunRecord) -> ImportedRun:
-    tree: dict[str, Any] = {}
+    tree: Fields = {}
     if sum(map(len, record.arguments.values())) > _MOST_CHARACTERS:
         raise SpecError(f"the log's configuration has more than {_MOST_CHARACTERS:,} characters", "name its file")
     for path, text in record.arguments.items():
@@ -335,7 +283,7 @@ def _of_nemo(record: RunRecord) -> ImportedRun:
     return read_configuration(yaml.safe_dump({"name": "gpt", "trainer": trainer, "model": tree}), "nemo")
 
 
-def _stated_switches(record: RunRecord, imported: ImportedRun) -> tuple[str, ...]:
+def _stated_switches(record: RunRecord, imported: ImportedRun) -> Texts:
     """The features of a run that its arguments name; a part of a dump, or an old one, names few of them."""
     features = imported.run.get("features") or {}
     if "num_layers" not in record.arguments or record.grammar == "dllogger":
@@ -357,7 +305,7 @@ def facts_of(record: RunRecord, trainer: str) -> JobFacts:
     run = {} if imported is None else {name: value for name, value in imported.run.items() if value is not None}
     counts = {name: getattr(stated, name) or _count(run.get(name)) for name in _COUNTS}
     model = run.get("model")
-    found: dict[str, Any] = {
+    found: Fields = {
         "trainer": stated.trainer or (trainer if imported is None or trainer != "megatron" else imported.source),
         "run": run,
         "stated_switches": () if imported is None else _stated_switches(record, imported),

@@ -5,12 +5,12 @@ Readers of logs, traces and snapshots each fill what their files show; what a fi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from planner.answer import Interval, Plan
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Ints, Spec, Texts
 
 
 class RankSpread(Spec):
@@ -81,16 +81,16 @@ class JobFacts(Spec):
     """Rank of the adapters that are trained in the place of the weights; None where no line says so."""
     num_steps_asked: int | None = None
     """The number of the last step that the run is to make."""
-    run: dict[str, Any] = Field(default_factory=dict)
+    run: Fields = Field(default_factory=dict)
     """The run in the words of `plan evaluate --runs`, as far as an argument dump or a configuration states it."""
-    stated_switches: tuple[str, ...] = ()
+    stated_switches: Texts = ()
     """The features in it that the log names, and `recompute`; the others are what the trainer does unasked."""
 
 
 class StepSeries(Spec):
     """The steps in the order of the log; of very many, every `stride`-th row."""
 
-    steps: tuple[int, ...] = ()
+    steps: Ints = ()
     """Numbers of the optimizer steps, each the last one that its row covers."""
     seconds: tuple[float, ...] = ()
     """Mean seconds of the steps that a row covers."""
@@ -103,7 +103,7 @@ class Outlier(Spec):
     """Steps that took longer than the noise of the others, under one name."""
 
     kind: OutlierKind
-    steps: tuple[int, ...]
+    steps: Ints
     """The numbers of the first steps of this kind."""
     num_steps: int
     extra_s: float
@@ -155,9 +155,9 @@ class MemorySeries(Spec):
     kind: Literal["allocated", "max_allocated", "max_reserved", "device", "reserved"]
     """Bytes in use at the line, or the highest since the begin or the line before; 0.2 said `reserved` of these."""
     rank: int | None = None
-    steps: tuple[int, ...]
+    steps: Ints
     """The step before each line."""
-    num_bytes: tuple[int, ...]
+    num_bytes: Ints
 
 
 class FailedAllocation(Spec):
@@ -236,9 +236,9 @@ class Observation(Spec):
     watts_per_gpu: float | None = None
     clock_mhz: float | None = None
     wall: Wall | None = None
-    notes: tuple[str, ...] = ()
+    notes: Texts = ()
     """Sentences on what the files leave open or show beside."""
-    asks: tuple[str, ...] = ()
+    asks: Texts = ()
     """Options that would say what the files do not, such as `--global-batch-size N`."""
 
 
@@ -276,7 +276,7 @@ class Term(Spec):
 class GapRemedy(Spec):
     """A change of the job, and the step that it would give."""
 
-    options: tuple[str, ...]
+    options: Texts
     """Words of `plan`'s command line, or of the trainer's environment; empty where neither helps."""
     step_s: float | None = None
     """Seconds of the step with it; None where nothing tells."""

@@ -1,14 +1,95 @@
-"""The record that the rows of a format fill: compact arrays of steps, and what is known of everything else."""
+"""The record that the rows of a format fill: compact arrays of steps, and what is known of everything else.
+
+Before it stand the numbers, moments and words that a text holds, and the line that a row found.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from statistics import median
 
 from planner.observe.observation import FailedAllocation, HungCollective, JobFacts
+
+_ISO = re.compile(r"(\d{4})-?(\d\d)-?(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
+_AMERICAN = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)")
+_FLOAT = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?")
+MOST = 2**53
+"""More of anything is no count: the first whole number that a float cannot tell from the next."""
+FACTS = ("num_gpus", "global_batch_size", "seq_length", "num_steps_asked", "num_parameters")
+"""Numbers of a line that are facts of the job."""
+
+
+def number(text: str | None) -> float:
+    """The number at the begin of a text, commas of thousands left out; not a number where there is none."""
+    match = _FLOAT.match(text.strip().removeprefix("np.float64(").replace(",", "")) if text else None
+    return float(match[0]) if match else math.nan
+
+
+def whole(text: str | None) -> int | None:
+    """The whole number in a text; None where there is none, or one that no file of a trainer has."""
+    value = number(text)
+    return int(value) if math.isfinite(value) and value == int(value) and 0 <= value < MOST else None
+
+
+def moment(text: str) -> float:
+    """The first date and time in a text as seconds since 1970, taken as UTC; not a number where there is none."""
+    fraction = None
+    if (match := _ISO.search(text)) is not None:
+        *parts, fraction = match.groups()
+    elif (match := _AMERICAN.search(text)) is not None:
+        month, day, year, *clock = match.groups()
+        parts = [year, month, day, *clock]
+    else:
+        return math.nan
+    try:
+        year_, month_, day_, hour, minute, second = map(int, parts)
+        at_s = datetime(year_, month_, day_, hour, minute, second, tzinfo=UTC).timestamp()
+    except (ValueError, OverflowError):
+        return math.nan
+    return at_s + (int(fraction) / 10 ** len(fraction) if fraction else 0.0)
+
+
+def named_parts(text: str, separator: str = "|") -> dict[str, str]:
+    """`a: 1 | b: 2` as a mapping; of equal names the first counts."""
+    found: dict[str, str] = {}
+    for part in text.split(separator):
+        name, colon, value = part.rpartition(": ") if ": " in part else part.rpartition(":")
+        if colon:
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def text_of(value: str) -> str:
+    """A name from a log: printable, and not long."""
+    return "".join(letter for letter in value.strip() if letter.isprintable())[:120]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLine:
+    """A line that a row's pattern was found in."""
+
+    match: re.Match[str]
+    numbers: Mapping[str, float]
+    """The numbers that the row names, those that the line has."""
+    rank: int | None = None
+    """The rank that the launcher names before the line."""
+
+    @property
+    def before(self) -> str:
+        """The text before what was found."""
+        return self.match.string[: self.match.start()]
+
+    @property
+    def at_s(self) -> float:
+        """The moment that stands before it."""
+        return moment(self.before)
+
 
 MOST_VALUES = 4_000
 """The most values of a series of memory; of more, the higher of every two, so that the last one always stays."""
@@ -216,6 +297,15 @@ class RunRecord:
         if math.isfinite(low[0]) and math.isfinite(high[0]) and len(rows) < MAX_TIMER_VALUES:
             rows.append((low, high))
 
+    def take(self, numbers: Mapping[str, float], rank: int | None = None) -> None:
+        """Take numbers by their names: facts of the job, bytes of a rank, and what the trainer works out itself."""
+        for name, value in numbers.items():
+            if name in FACTS and 1 <= value < MOST:
+                self.facts[name] = int(value)
+            elif name not in FACTS and not name.endswith("_bytes"):
+                self.prints(name, value)
+        self.bytes_of(rank, **{name: value for name, value in numbers.items() if name.endswith("_bytes")})
+
     def prints(self, name: str, value: float | None) -> None:
         """Take a number that the trainer works out itself."""
         if value is not None and math.isfinite(value) and value > 0:
@@ -240,6 +330,10 @@ class RunRecord:
         """The facts that single lines state."""
         known = {name: value for name, value in self.facts.items() if name in JobFacts.model_fields}
         return JobFacts.model_validate(known)
+
+
+Take = Callable[[RunRecord, FoundLine], None]
+"""Takes a line that a row of a format found into the record."""
 
 
 def _add(series: list[tuple[int, float]], step: int, value: float) -> None:

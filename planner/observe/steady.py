@@ -73,10 +73,12 @@ def steady(
     for start, end in pairwise((*starts, len(seconds))):
         most = max(1, int((end - start) * _MOST_WARMUP_FRACTION)) if end - start > 1 else 0
         if _LEAST_FOR_HALF <= end - start < _LEAST_FOR_DRIFT:  # of few rows, half may be warm-up: the others say it
-            most, later = (end - start) // 2, slice(end - (end - start + 1) // 2, end)
+            most = (end - start) // 2
+            later = slice(end - (end - start + 1) // 2, end)
             limit = min(limit, _limit(*_level(seconds[later], covers[later]), precision_fraction))
         elif end - start < _LEAST_FOR_HALF and end > start + 1 and numbers[start] <= covers[start]:
-            most, limit = end - start - 1, (1 + _FEW_FRACTION) * float(seconds[start:end].min())
+            most = end - start - 1
+            limit = (1 + _FEW_FRACTION) * float(seconds[start:end].min())
         row = start
         while row < start + most and seconds[row] > limit:
             warmup[row] = True
@@ -119,7 +121,8 @@ def slope_of(x: Floats, y: Floats) -> float:
     """Theil and Sen's slope, the median of those of all pairs of points with growing x; of many, a part is taken."""
     rows = np.unique(np.linspace(0, len(x) - 1, _MOST_FOR_DRIFT).astype(int))
     first, second = np.triu_indices(len(rows), 1)
-    apart, risen = x[rows][second] - x[rows][first], y[rows][second] - y[rows][first]
+    apart = x[rows][second] - x[rows][first]
+    risen = y[rows][second] - y[rows][first]
     slopes = risen[apart > 0] / apart[apart > 0]
     return float(np.median(slopes)) if len(slopes) else 0.0
 

@@ -175,6 +175,7 @@ class Pricing:
         total_s: Number = 0.0
         for seconds, count in passes:
             total_s = total_s + count * PartCost(**seconds).total_s
+        self._latest.clear()  # the layers of a whole grid are large
         return total_s
 
     def layer(self, kind: LayerKind, shape: Shape) -> tuple[Item, ...]:

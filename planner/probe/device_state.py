@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec, Texts
 
 SYS, PROC = Path("/sys"), Path("/proc")
 MOST_S = 20.0
@@ -27,8 +27,6 @@ UNDER_LOAD_AFTER_S = 0.3
 BUSY_FRACTION, SETTLED_S = 0.05, 1.5
 """A GPU that was busier than this before anything ran is looked at again after so many seconds: a process that has just
 ended shows in the last second's average."""
-Fields = dict[str, Any]
-"""Fields of DeviceState; `lists_this` if the driver lists this process, `lists_run` if any of this run."""
 When = Literal["before", "within", "after"]
 NVIDIA_FIELDS = {
     "clocks.sm": "clock_mhz",
@@ -70,9 +68,9 @@ class DeviceState(Spec):
     temperature_c: float | None = None
     busy_fraction: float | None = None
     """Share of about the last second in which any kernel ran on it."""
-    throttle_reasons: tuple[str, ...] = ()
+    throttle_reasons: Texts = ()
     """Reasons why clocks are lower than asked for, in the driver's words; idleness is none."""
-    other_processes: tuple[str, ...] = ()
+    other_processes: Texts = ()
     """Processes on the GPU that are not of this run."""
     other_bytes: int | None = None
     """Memory that they hold."""
@@ -176,7 +174,7 @@ def _parent(pid: str) -> str:
 
 
 def state_of(fields: Fields, when: When) -> DeviceState:
-    """The state that a driver's answer describes."""
+    """The state that a driver's answer describes; `lists_this` of this process, `lists_run` of any of this run."""
     if when != "before" and not fields.get("lists_this"):
         fields = fields | {"other_processes": (), "other_bytes": None}
     if when == "before" and fields.get("lists_run") and not fields.get("other_processes"):

@@ -9,13 +9,13 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
 from planner.layout.price import layout_again, reprice
 from planner.probe.plan_slice import recompute_modules
 from planner.schedule.orders import SCHEDULES
+from planner.specs.base import Fields
 from planner.specs.training import TrainingSpec
 from planner.trainers.documents import torch_took
 from planner.trainers.load import load_runtime
@@ -25,7 +25,7 @@ EAGER = load_runtime("torch-eager").model_copy(update={"clips_gradients": True})
 """The trainer that a probe's ranks are: eager torch that clips gradients."""
 FUSED_NORMS_SINCE = (2, 9)
 """The first version of torch whose GPUs run RMSNorm as one kernel (pytorch/pytorch#153666)."""
-MASTERS_ARE_WEIGHTS: dict[str, Any] = {"weight_bytes": 4, "optimizer_bytes": 8}
+MASTERS_ARE_WEIGHTS: Fields = {"weight_bytes": 4, "optimizer_bytes": 8}
 """Under ZeRO-3 the ranks' sharded weights are the fp32 masters (fully_shard)."""
 FAST_GB_PER_S = 1e9
 """The rate of links that take no time."""
@@ -69,7 +69,7 @@ def without_exchanges(eager: Plan) -> Plan:
     return _with(eager, cluster, {"collective_sync_us": 0.0, "exchange_kernels": 0.0})
 
 
-def _with(eager: Plan, cluster: dict[str, Any], runtime: dict[str, Any]) -> Plan:
+def _with(eager: Plan, cluster: Fields, runtime: Fields) -> Plan:
     """The same layout, priced with other fields of its cluster and of its runtime."""
     changed = eager.model_copy(
         update={
@@ -82,7 +82,8 @@ def _with(eager: Plan, cluster: dict[str, Any], runtime: dict[str, Any]) -> Plan
 
 def static_bytes(eager: Plan, stage: int) -> float:
     """Bytes of a stage before its first forward. Under ZeRO-3 there are neither gathered weights nor gradients yet."""
-    memory, runtime = eager.stages[stage].memory, eager.runtime_spec
+    memory = eager.stages[stage].memory
+    runtime = eager.runtime_spec
     if eager.parallelism.zero_stage == 3:
         return memory.optimizer_bytes * (1 + runtime.weight_bytes / runtime.optimizer_bytes)
     return memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes

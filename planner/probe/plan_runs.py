@@ -30,7 +30,7 @@ from planner.probe.result import PlanSlice
 from planner.probe.run import ChunkSpec, ProbeRun, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.replay import replay
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec
 from planner.specs.model import ModelSpec
 from planner.specs.training import tokens_split
 from planner.specs.units import gib
@@ -39,7 +39,8 @@ from planner.trainers.rules.torch import runner_objection
 
 def require_runnable(plan: Plan, options: ProbeOptions) -> None:
     """Raise ProbeError where the probe has no modules, no exchanges or no kernels for the plan's layers."""
-    layout, model = plan.parallelism, plan.model.spec
+    layout = plan.parallelism
+    model = plan.model.spec
     if model.moe is not None and layout.etp > 1:
         raise ProbeError(f"the probe shards no single expert: etp {layout.etp} must be 1", "plan again with --etp 1")
     if model.moe is not None and layout.tp > 1 and not layout.sequence_parallel:
@@ -72,7 +73,8 @@ def require_layers(plan: Plan) -> None:
             f"{plan.model.name} cannot be probed: {objection}",
             "probe a plan of a plain model of its size, such as llama-3.1-8b",
         )
-    model, seq_length = plan.model.spec, plan.training.seq_length
+    model = plan.model.spec
+    seq_length = plan.training.seq_length
     if model.position_embedding == "learned" and seq_length > (model.max_position_embeddings or 0):
         raise ProbeError(
             f"{plan.model.name} has {model.max_position_embeddings} learned positions for sequences of {seq_length}",
@@ -82,7 +84,9 @@ def require_layers(plan: Plan) -> None:
 
 def require_split(plan: Plan, options: ProbeOptions) -> None:
     """Raise ProbeError where the probe cannot split the plan's sequences over its context-parallel ranks."""
-    layout, model, seq_length = plan.parallelism, plan.model.spec, plan.training.seq_length
+    layout = plan.parallelism
+    model = plan.model.spec
+    seq_length = plan.training.seq_length
     if layout.cp == 1:
         return
     unit = tokens_split(layout.cp, layout.tp if layout.sequence_parallel else 1)
@@ -196,7 +200,8 @@ def ranks_run(plan: Plan, options: ProbeOptions, num_gpus: int) -> tuple[ProbeRu
 
 def stages_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
     """The run of stages alone, with all ranks that share something, of which one runs at a time."""
-    layout, asked = plan.best, plan.parallelism
+    layout = plan.best
+    asked = plan.parallelism
     order = slice_schedule(layout, asked.pp, max(4, MICROBATCHES_PER_STAGE * asked.pp))
     grid = RankGrid(asked.pp, sharing_dp(layout), asked.cp, asked.tp, asked.ep)
     run = real_run(plan, options, order, real_chunks(layout, order, range(asked.pp)), grid)
@@ -213,23 +218,28 @@ def real_run(
         model=plan.model.spec,
         device=options.device,
         dtype="bfloat16",
-        tp=grid.tp,
-        dp=grid.dp,
-        ep=grid.ep,
-        cp=grid.cp,
-        dp_outermost=layout.dp_outermost,
-        zero=layout.zero_stage > 0,
         dp_stands_for=sharing_dp(plan.best) // grid.dp if layout.zero_stage == 1 else 1,
-        fully_sharded=fully_shards(plan.best, order),
-        sequence_parallel=layout.sequence_parallel and grid.tp > 1,
         micro_batch_size=layout.micro_batch_size,
         seq_length=plan.training.seq_length // layout.cp,
         chunks=tuple(chunks),
-        recompute_modules=recompute_modules(plan.best),
         balanced_routing=True,
         **options.repeats,
+        **_as_planned(plan.best, order, grid),
         timeout_s=options.timeout_s,
     )
+
+
+def _as_planned(layout: PricedLayout, order: Schedule, grid: RankGrid) -> Fields:
+    """The fields of a run that are those of its grid and of the plan's layout, whatever the size of the model."""
+    sizes = layout.parallelism
+    return {
+        **{axis: size for axis, size in grid._asdict().items() if axis != "pp"},
+        "dp_outermost": sizes.dp_outermost,
+        "zero": sizes.zero_stage > 0,
+        "fully_sharded": fully_shards(layout, order),
+        "sequence_parallel": sizes.sequence_parallel and grid.tp > 1,
+        "recompute_modules": recompute_modules(layout),
+    }
 
 
 def require_memory(stages: Sequence[StagePlan]) -> None:
@@ -334,7 +344,8 @@ SEQ_LENGTH = 16
 
 def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
     """The run of processes on a CPU, and its grid of ranks."""
-    layout, model = plan.best, plan.model.spec
+    layout = plan.best
+    model = plan.model.spec
     grid = fit_processes(layout, options.num_processes, most_dp=1 if options.sleep else 2)
     if options.order is not None:
         grid = grid._replace(pp=options.order.pp)
@@ -345,18 +356,10 @@ def laptop_run(plan: Plan, options: ProbeOptions) -> tuple[ProbeRun, RankGrid]:
     run = ProbeRun.of(
         order,
         model=scaled_model(model, options.hidden_size, chunks[-1].last_layer, SEQ_LENGTH, grid),
-        tp=grid.tp,
-        dp=grid.dp,
-        cp=grid.cp,
-        ep=grid.ep,
-        dp_outermost=layout.parallelism.dp_outermost,
-        zero=layout.parallelism.zero_stage > 0,
-        fully_sharded=fully_shards(layout, order),
-        sequence_parallel=grid.tp > 1 and layout.parallelism.sequence_parallel,
+        **_as_planned(layout, order, grid),
         micro_batch_size=min(2, layout.parallelism.micro_batch_size),
         seq_length=SEQ_LENGTH // grid.cp,
         chunks=chunks,
-        recompute_modules=recompute_modules(layout),
         sleep=scaled_seconds(planned, mean_sleep_s(order, planned)) if options.sleep else None,
         check=not options.sleep,
         warm_up_steps=1 if options.sleep else 0,

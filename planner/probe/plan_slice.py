@@ -11,6 +11,7 @@ from planner.probe.run import STEADY_S, ChunkSpec, Device, SleepSeconds
 from planner.schedule.actions import Schedule
 from planner.schedule.orders import build_schedule, violation
 from planner.schedule.replay import Durations
+from planner.specs.base import Texts
 
 DEFAULT_TOLERANCE = 0.1
 """Fraction of a prediction by which a measurement may differ."""
@@ -71,7 +72,9 @@ def fit_processes(layout: PricedLayout, num_processes: int, most_dp: int) -> Ran
     """The largest slice of the plan's ranks in `num_processes`: data parallelism is given up first, then tensor and
     context parallelism down to 1 (on the CPU only their presence matters), then pipeline stages."""
     parallelism = layout.parallelism
-    tp, cp, dp = min(parallelism.tp, 2), min(parallelism.cp, 2), min(parallelism.dp, most_dp)
+    tp = min(parallelism.tp, 2)
+    cp = min(parallelism.cp, 2)
+    dp = min(parallelism.dp, most_dp)
     dp = max(1, min(dp, num_processes // (parallelism.pp * cp * tp)))
     tp = tp if parallelism.pp * dp * cp * tp <= num_processes else 1
     cp = cp if parallelism.pp * dp * cp * tp <= num_processes else 1
@@ -138,14 +141,15 @@ def fully_shards(layout: PricedLayout, order: Schedule) -> bool:
     return layout.parallelism.zero_stage == 3 and not order.splits_backward
 
 
-def recompute_modules(layout: PricedLayout) -> tuple[str, ...]:
+def recompute_modules(layout: PricedLayout) -> Texts:
     """Selectively recomputed modules that the probe's model can recompute."""
     return tuple(name for name in layout.parallelism.recompute_modules if name in RECOMPUTABLE)
 
 
 def real_chunks(layout: PricedLayout, order: Schedule, stages: Sequence[int]) -> tuple[ChunkSpec, ...]:
     """Virtual stages with the plan's own layers; `stages` are the plan's stages that the pipeline ranks stand for."""
-    n, num_chunks_seen = order.num_model_stages, [0] * order.pp
+    n = order.num_model_stages
+    num_chunks_seen = [0] * order.pp
     chunks = []
     for virtual in range(n):
         rank = order.stage_to_rank[virtual]
@@ -171,7 +175,8 @@ def _span(stage: StagePlan, index: int, vpp: int) -> tuple[int, int]:
     chunks."""
     if vpp == len(stage.chunks):
         return stage.chunks[index]
-    first, layers = stage.chunks[0][0], stage.num_layers
+    first = stage.chunks[0][0]
+    layers = stage.num_layers
     return first + layers * index // vpp, first + layers * (index + 1) // vpp
 
 
@@ -185,7 +190,8 @@ def scaled_chunks(chunks: Sequence[ChunkSpec], most_layers: int) -> tuple[ChunkS
     """The chunks shrunk in proportion to at most `most_layers` layers each. A chunk that has layers keeps at least
     one."""
     largest = max(chunk.num_layers for chunk in chunks)
-    scaled, first = [], 0
+    scaled = []
+    first = 0
     for chunk in chunks:
         layers = max(1, round(chunk.num_layers * min(1.0, most_layers / largest))) if chunk.num_layers else 0
         share = chunk.num_recomputed / chunk.num_layers if chunk.num_layers else 0

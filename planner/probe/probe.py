@@ -91,7 +91,8 @@ def of_plan(result: ProbeResult, plan: Plan, fitted: Fitted) -> ProbeResult:
 
 def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
     """Run each distinct stage alone, then replay the whole pipeline with the measured seconds."""
-    fitted, of = Fitted(plan), partial(stages_run, options=options)
+    fitted = Fitted(plan)
+    of = partial(stages_run, options=options)
     if options.device == "cuda":
         fitted = made_to_fit(plan, lambda changed: of(changed)[0], capacity_bytes(plan), alone=True)
     return of_plan(_probe_stages(fitted.plan, options, *of(fitted.plan)), plan, fitted)
@@ -99,7 +100,9 @@ def probe_stages(plan: Plan, options: ProbeOptions) -> ProbeResult:
 
 def _probe_stages(plan: Plan, options: ProbeOptions, run: ProbeRun, grid: RankGrid) -> ProbeResult:
     eager = in_eager_torch(plan, alone=True)
-    layout, asked, order = eager.best, eager.best.parallelism, run.order
+    layout = eager.best
+    asked = eager.best.parallelism
+    order = run.order
     require_fully_shard(run)
     stands_for = stand_in_stages(layout)
     is_judged = judges_seconds(plan, options) and asked.zero_stage <= 1
@@ -116,7 +119,8 @@ def _probe_stages(plan: Plan, options: ProbeOptions, run: ProbeRun, grid: RankGr
         if measured.out_of_memory is not None:
             break
     eager = in_eager_torch(plan, seen_kernels(ranks), alone=True)
-    least, priced = without_waits(eager), not unpriced(ranks, plan.cluster.hardware)
+    least = without_waits(eager)
+    priced = not unpriced(ranks, plan.cluster.hardware)
     keeps_up = host_keeps_up(eager, least, options.tolerance_fraction)
     for rank in ranks:
         stage = rank.stage
@@ -128,7 +132,8 @@ def _probe_stages(plan: Plan, options: ProbeOptions, run: ProbeRun, grid: RankGr
         rank_of_stage = {rank.stage: rank for rank in ranks}
         step_s = replayed_step_s(eager, [rank_of_stage[stage] for stage in stands_for])
         step_tolerance = tolerance if priced and all(keeps_up) else None
-        planned_s, least_s = eager.step.step_s, least.step.step_s
+        planned_s = eager.step.step_s
+        least_s = least.step.step_s
         comparisons.append(compared("step", "s", planned_s, step_s, step_tolerance, least=least_s))
     measured = measured.model_copy(update={"ranks": tuple(ranks)})
     part = describe_slice(plan, grid, order, options, [f"one of {asked.num_gpus_used:,} ranks at a time"])
@@ -148,8 +153,11 @@ def probe_joined(plan: Plan, options: ProbeOptions) -> ProbeResult | None:
 
     Raises ProbeError where the rank fails.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    grid, stages, fitted = RankGrid(1, 1, 1, 1, 1), list[int](), Fitted(plan)
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    grid = RankGrid(1, 1, 1, 1, 1)
+    stages = list[int]()
+    fitted = Fitted(plan)
 
     def make() -> ProbeRun:
         nonlocal grid, stages, fitted

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, model_validator
 
 from planner.probe.device_state import DeviceState as DeviceState
 from planner.probe.run import Place, ProbeRun
-from planner.specs.base import Spec
+from planner.specs.base import Spec, Texts
 
 Finite = Annotated[float | None, AfterValidator(lambda value: value if value is None or isfinite(value) else None)]
 """A number, or None where training has diverged: JSON has no word for a number that is not finite."""
@@ -135,7 +135,7 @@ class RankResult(Spec):
     peak_in_flight_chunks: int
     memory: ProbedMemory | None = None
     checks: tuple[ProbeCheck, ...] = ()
-    attention_kernels: tuple[str, ...] = ()
+    attention_kernels: Texts = ()
     """The kernels of attention that ran, as profiles name them; none where no attention ran on a GPU."""
     experts_one_by_one: bool = False
     """True where this torch has no grouped product for this GPU: each expert's is a launch of its own, for which the
@@ -232,10 +232,10 @@ class PlanSlice(Spec):
 
     asked: str
     run: str
-    reduced: tuple[str, ...] = ()
+    reduced: Texts = ()
     """Sizes that are smaller than in the plan."""
-    verified: tuple[str, ...] = ()
-    extrapolated: tuple[str, ...] = ()
+    verified: Texts = ()
+    extrapolated: Texts = ()
 
 
 class ProbeResult(Spec):
@@ -265,14 +265,14 @@ class ProbeResult(Spec):
     plan_step_s: float | None = None
     """Seconds of a step that the plan predicts for that trainer; the run is eager torch and is compared with the price
     of eager torch. Null where the plan's own stages did not run."""
-    notes: tuple[str, ...] = ()
+    notes: Texts = ()
     """Sentences on what the comparisons are of, where that is not what the plan said."""
     loss: float | None = None
     conditions: tuple[Condition, ...] = ()
     """Unusual conditions while GPUs were measured. Where the run contradicts the plan, these may be why."""
     run: ProbeRun
     ranks: tuple[RankResult, ...] = ()
-    made_to_fit: tuple[str, ...] = ()
+    made_to_fit: Texts = ()
     """How what ran differs from the plan because eager torch needs more memory than the plan's trainer."""
     out_of_memory: RankOutOfMemory | None = None
     predicted_bytes: int | None = None
@@ -358,7 +358,7 @@ class ProbeStart(Spec):
     plan: str
     num_ranks: int
     num_nodes: int
-    made_to_fit: tuple[str, ...]
+    made_to_fit: Texts
     capacity_bytes: int
     stages: tuple[StartedStage, ...]
     commands: dict[str, str]

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import model_validator
 
 from planner.schedule.actions import Action, ActionList, Schedule
-from planner.specs.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from planner.specs.base import Ints, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Spec, Texts
 from planner.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
@@ -85,14 +85,14 @@ class ProbeRun(Spec):
     seq_length: PositiveInt
     """Tokens of a sequence that one rank holds: 1/cp of it."""
     schedule: str
-    ranks: tuple[tuple[str, ...], ...]
+    ranks: tuple[Texts, ...]
     """Actions of each pipeline rank, spelled as torch does: 3F0."""
-    stage_to_rank: tuple[int, ...]
+    stage_to_rank: Ints
     num_microbatches: PositiveInt
     num_directions: PositiveInt = 1
     chunks: tuple[ChunkSpec, ...]
     """One per virtual stage of one copy of the model."""
-    recompute_modules: tuple[str, ...] = ()
+    recompute_modules: Texts = ()
     """Modules of every layer that are recomputed (selective)."""
     balanced_routing: bool = False
     sleep: tuple[SleepSeconds, ...] | None = None
@@ -171,7 +171,7 @@ class ProbeRun(Spec):
         outer = place.dp * self.pp + place.pp if self.dp_outermost else place.pp * self.dp + place.dp
         return (outer * self.cp + place.cp) * self.tp + place.tp
 
-    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+    def stages_of(self, pp_rank: int) -> Ints:
         """Virtual stages that a pipeline rank holds, both copies of a bidirectional schedule included."""
         return tuple(stage for stage, rank in enumerate(self.stage_to_rank) if rank == pp_rank)
 
@@ -191,7 +191,8 @@ class Message(NamedTuple):
 def message_of(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action sends: a forward sends to the next stage, a backward (or input gradient) to the one
     before."""
-    local, n = action.stage % schedule.num_model_stages, schedule.num_model_stages
+    local = action.stage % schedule.num_model_stages
+    n = schedule.num_model_stages
     if action.kind == "F" and local < n - 1:
         return Message("F", action.stage + 1, action.microbatch)
     if action.kind in "BI" and local > 0:
@@ -201,7 +202,8 @@ def message_of(schedule: Schedule, action: Action) -> Message | None:
 
 def needed_by(schedule: Schedule, action: Action) -> Message | None:
     """The message that an action waits for, which another action's `message_of` is."""
-    local, n = action.stage % schedule.num_model_stages, schedule.num_model_stages
+    local = action.stage % schedule.num_model_stages
+    n = schedule.num_model_stages
     if action.kind == "F" and local > 0:
         return Message("F", action.stage, action.microbatch)
     if action.kind in "BI" and local < n - 1:
@@ -221,19 +223,20 @@ def traffic(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
     return wires
 
 
-GroupKey = tuple[str, tuple[int, ...]]
+GroupKey = tuple[str, Ints]
 """The purpose of a group, and its global ranks."""
 
 
 def group_keys(run: ProbeRun) -> list[GroupKey]:
     """The keys of all groups of more than one rank, in the same order on all ranks."""
-    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    pairs = sorted(traffic(run.order))
+    replicas = replica_sets(run)
     places = (Place(*at) for at in product(range(run.pp), range(run.dp), range(run.cp), range(run.tp)))
     return list(dict.fromkeys(key for place in places for key in _around(run, place, pairs, replicas)))
 
 
 def _around(
-    run: ProbeRun, place: Place, pairs: Sequence[tuple[int, int]], replicas: Sequence[tuple[int, ...]]
+    run: ProbeRun, place: Place, pairs: Sequence[tuple[int, int]], replicas: Sequence[Ints]
 ) -> Iterator[GroupKey]:
     """The groups of the ranks beside a place, and of the wires and replicas of its pipeline."""
     keys: list[GroupKey] = [
@@ -250,7 +253,8 @@ def _around(
 def num_communicators(run: ProbeRun) -> list[int]:
     """Number of communicators that a rank of each pipeline stage makes: of all ranks, and of each group and wire that
     it is part of."""
-    pairs, replicas = sorted(traffic(run.order)), replica_sets(run)
+    pairs = sorted(traffic(run.order))
+    replicas = replica_sets(run)
     places = [Place(pp, 0, 0, 0) for pp in range(run.pp)]
     return [1 + sum(run.rank(at) in key[1] for key in set(_around(run, at, pairs, replicas))) for at in places]
 
@@ -261,45 +265,45 @@ def wire_key(run: ProbeRun, place: Place, pair: tuple[int, int]) -> GroupKey:
     return direction, pipeline_ranks(run, place, pair)
 
 
-def tensor_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+def tensor_ranks(run: ProbeRun, place: Place) -> Ints:
     return tuple(run.rank(place._replace(tp=tp)) for tp in range(run.tp))
 
 
-def context_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+def context_ranks(run: ProbeRun, place: Place) -> Ints:
     return tuple(run.rank(place._replace(cp=cp)) for cp in range(run.cp))
 
 
-def data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+def data_ranks(run: ProbeRun, place: Place) -> Ints:
     """Ranks that apply the same weights to other tokens, over dp and cp."""
     return tuple(run.rank(place._replace(dp=dp, cp=cp)) for dp, cp in product(range(run.dp), range(run.cp)))
 
 
-def expert_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+def expert_ranks(run: ProbeRun, place: Place) -> Ints:
     """Ranks that share a set of experts: neighbours within a stage, tp innermost."""
     stage, unit = _within_stage(run, place)
     first = unit // run.ep * run.ep
     return stage[first : first + run.ep]
 
 
-def expert_data_ranks(run: ProbeRun, place: Place) -> tuple[int, ...]:
+def expert_data_ranks(run: ProbeRun, place: Place) -> Ints:
     """Ranks of the stage that hold the same experts."""
     stage, unit = _within_stage(run, place)
     return stage[unit % run.ep :: run.ep]
 
 
-def _within_stage(run: ProbeRun, place: Place) -> tuple[tuple[int, ...], int]:
+def _within_stage(run: ProbeRun, place: Place) -> tuple[Ints, int]:
     """The ranks of the stage, and this rank's number among them."""
     coordinates = product(range(run.dp), range(run.cp), range(run.tp))
     stage = tuple(run.rank(Place(place.pp, *within)) for within in coordinates)
     return stage, (place.dp * run.cp + place.cp) * run.tp + place.tp
 
 
-def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: tuple[int, ...]) -> tuple[int, ...]:
+def pipeline_ranks(run: ProbeRun, place: Place, pp_ranks: Ints) -> Ints:
     """Global ranks with the same coordinates on several pipeline ranks, sorted."""
     return tuple(sorted(run.rank(place._replace(pp=pp)) for pp in pp_ranks))
 
 
-def holders(run: ProbeRun, name: str, stage: int) -> tuple[int, ...]:
+def holders(run: ProbeRun, name: str, stage: int) -> Ints:
     """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted.
 
     Both copies of a bidirectional schedule hold it. An embedding is also held by the ranks of a tied head or of
@@ -316,7 +320,7 @@ def holders(run: ProbeRun, name: str, stage: int) -> tuple[int, ...]:
     return tuple(sorted({run.stage_to_rank[s] for s in stages}))
 
 
-def replica_sets(run: ProbeRun) -> list[tuple[int, ...]]:
+def replica_sets(run: ProbeRun) -> list[Ints]:
     """Sets of pipeline ranks that hold the same parameters, in the same order on all ranks."""
     sets = {holders(run, "layers", stage) for stage in range(len(run.stage_to_rank))}
     sets |= {holders(run, name, 0) for name in ("embedding.weight", "embedding.positions")}
@@ -355,7 +359,8 @@ def spread_fraction(values: Sequence[float]) -> float | None:
     to either side, whatever the distribution is. `values` come in the order of their measurement, so that a drift shows
     as half the difference between the medians of the first and the second half; the larger of the two counts.
     """
-    num, middle = len(values), median(values) if values else 0.0
+    num = len(values)
+    middle = median(values) if values else 0.0
     if num < 2 or middle <= 0:
         return None
     ranks = (num - 1) / 2 - sqrt(num) / 2, (num - 1) / 2 + sqrt(num) / 2

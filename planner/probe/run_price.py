@@ -25,6 +25,7 @@ from planner.probe.result import ProbeStart, StartedStage
 from planner.probe.run import ChunkSpec, ProbeRun, num_communicators
 from planner.schedule.orders import SCHEDULES
 from planner.shape import Shape
+from planner.specs.base import Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute
@@ -90,13 +91,15 @@ def run_bytes(run: ProbeRun, cluster: ClusterSpec, alone: bool = False) -> list[
     zero_stage = 3 if run.fully_sharded else int(run.zero)
     shape = run_shape(run, run.dp * run.dp_stands_for, zero_stage)
     pricing = _priced(run, cluster, shape, (), alone)
-    table, places = pricing.table(shape), run.stage_to_rank
+    table = pricing.table(shape)
+    places = run.stage_to_rank
     with_embedding = {rank for stage, rank in enumerate(places) if run.chunk_of(stage).embedding}
     heads = {rank: table.head_beside_embedding if rank in with_embedding else table.head for rank in places}
     costs = [_cost(run, run.chunk_of(stage), table, heads[rank]) for stage, rank in enumerate(places)]
     held = durations_of(pricing, table, costs, places).activation_bytes
     assert held is not None
-    made, each_bytes = [0] * run.pp if alone else num_communicators(run), cluster.hardware.reserved.communicator_bytes
+    made = [0] * run.pp if alone else num_communicators(run)
+    each_bytes = cluster.hardware.reserved.communicator_bytes
     ranks = zip(by_rank(costs, places), activation_peaks_bytes(run.order, held), made, strict=True)
     priced = float(communicators(shape))
     return [
@@ -109,7 +112,7 @@ class Fitted(NamedTuple):
     """A plan that fits where it is probed, and how it differs from the one that was asked for."""
 
     plan: Plan
-    changes: tuple[str, ...] = ()
+    changes: Texts = ()
     """Sizes that are other than planned, in words; none where the plan fits as it is."""
 
 
@@ -144,7 +147,8 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
                 f"{gib(least):.1f} with one recomputed layer a stage",
                 "plan with --runtime torch-eager, or prove the order and the gradients with --device cpu",
             )
-        plan, fewest = with_layers(plan, most), most
+        plan = with_layers(plan, most)
+        fewest = most
         changes.append(f"layers of a chunk {largest} → {most}")
     if fewest:
         changes.append(f"{fewest} layers of each chunk are recomputed whole, or more as planned")
@@ -155,7 +159,8 @@ def made_to_fit(plan: Plan, run_of: Callable[[Plan], ProbeRun], capacity_bytes: 
 def _with_known_zero(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan, under ZeRO-1 where it shards what the ranks cannot: gradients alone, or weights beside split
     backwards."""
-    zero, splits = plan.parallelism.zero_stage, SCHEDULES[named_schedule(plan)].splits_backward
+    zero = plan.parallelism.zero_stage
+    splits = SCHEDULES[named_schedule(plan)].splits_backward
     if zero <= 1 or (zero == 3 and not splits):
         return plan, []
     return _with_zero(plan, 1), [
@@ -175,7 +180,8 @@ def _with_zero(plan: Plan, stage: int) -> Plan:
 
 def _first(counts: range, holds: Callable[[int], bool]) -> int | None:
     """The first of `counts` for which something holds that holds for all after it, too; None where it never does."""
-    low, high = 0, len(counts)
+    low = 0
+    high = len(counts)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(counts[middle]) else (middle + 1, high)
@@ -186,7 +192,8 @@ def recomputing(plan: Plan, count: int) -> Plan:
     """The plan with at least `count` layers of each chunk recomputed whole."""
 
     def stage(planned: StagePlan) -> StagePlan:
-        layers, full = planned.num_layers, planned.recompute.get("full", 0)
+        layers = planned.num_layers
+        full = planned.recompute.get("full", 0)
         more = sum(min(count, last - first) for first, last in planned.chunks)
         if more <= full:
             return planned
@@ -199,7 +206,8 @@ def recomputing(plan: Plan, count: int) -> Plan:
 
 def with_layers(plan: Plan, most: int) -> Plan:
     """The plan with the first `most` layers of each chunk, and a model that has no others."""
-    kept, moved = list[int](), dict[tuple[int, int], tuple[int, int]]()
+    kept = list[int]()
+    moved = dict[tuple[int, int], tuple[int, int]]()
     for first, last in sorted(chunk for stage in plan.stages for chunk in stage.chunks):
         begin = len(kept)
         kept += range(first, min(last, first + most))
@@ -254,11 +262,13 @@ def what_starts(plan: Plan, options: ProbeOptions, probe: str) -> ProbeStart:
     Raises ProbeError where the probe cannot run it.
     """
     require_runnable(plan, options)
-    num_ranks, node = plan.parallelism.num_gpus_used, plan.cluster.node_size
+    num_ranks = plan.parallelism.num_gpus_used
+    node = plan.cluster.node_size
     capacity_bytes = plan.cluster.hardware.memory_bytes
     fitted = made_to_fit(plan, lambda changed: ranks_run(changed, options, num_ranks)[0], capacity_bytes)
     run, _, _ = ranks_run(fitted.plan, options, num_ranks)
-    each, nodes = min(node, run.world_size), -(-run.world_size // node)
+    each = min(node, run.world_size)
+    nodes = -(-run.world_size // node)
     queues = {"GPU_MAX_HW_QUEUES": "16"} if plan.cluster.hardware.is_amd else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     stages = [
         StartedStage(

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend
 from planner.errors import ProbeError
 from planner.probe.device_state import amd_driver, nvidia_driver, nvidia_state
 from planner.probe.run import Device
+from planner.specs.base import Fields
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class TorchBuild:
     """The silicon generation of a device's properties."""
     driver: Callable[[], str]
     """The driver's version; empty where it does not say."""
-    state: Callable[[str], dict[str, Any]]
+    state: Callable[[str], Fields]
     """The state of the GPU with an id, as fields of DeviceState; none where the driver does not say."""
 
 

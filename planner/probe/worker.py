@@ -12,7 +12,6 @@ import sys
 import traceback
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from planner.errors import PlannerError, ProbeError, SpecError
 from planner.probe.launch.joined import joins_others, run_rank
@@ -20,6 +19,7 @@ from planner.probe.model.attention import require_flash
 from planner.probe.result import RankFailure, RankResult
 from planner.probe.run import Device, ProbeRun
 from planner.probe.torch_build import default_device, require_gpu
+from planner.specs.base import Fields, Texts
 from planner.specs.problems import checked
 from planner.specs.reading import CSV, label, load_yaml, parse_rows, read_text
 from planner.specs.training import tokens_split
@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_run(path: str | Path, device: Device = "cuda") -> ProbeRun:
     """The run that the file `path` and the schedule file beside it describe. Raises SpecError where they are wrong."""
-    data, where = load_yaml(path), label(path)
+    data = load_yaml(path)
+    where = label(path)
     name = data.pop(_CSV, None)
     if not isinstance(name, str):
         raise SpecError(f"{where}: {_CSV} is missing", "export again: plan export plan.json --to torch")
@@ -81,7 +82,7 @@ def _share(run: ProbeRun, where: str) -> int:
     return run.seq_length // run.cp
 
 
-def read_actions(text: str) -> tuple[tuple[str, ...], ...]:
+def read_actions(text: str) -> tuple[Texts, ...]:
     """The actions of each rank. The two actions of an overlapped pair follow each other."""
     rows = []
     for row in parse_rows(text, "the schedule is no CSV", "export again: plan export plan.json --to torch"):
@@ -107,7 +108,7 @@ def _joined(run: ProbeRun) -> tuple[RankResult, ...]:
     return outcome
 
 
-def summary(run: ProbeRun, results: tuple[RankResult, ...]) -> dict[str, Any]:
+def summary(run: ProbeRun, results: tuple[RankResult, ...]) -> Fields:
     """Seconds of each step on the slowest rank, losses, and the most any rank allocated."""
     steps = [max(rank.steps[i].step_s for rank in results) for i in range(len(results[0].steps))]
     last = next(rank for rank in results if rank.stage == run.stage_to_rank[-1])

@@ -24,12 +24,11 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import planner
-from planner.distribution import DISTRIBUTION, install_line
+from planner.distribution import DISTRIBUTION, __version__, install_line
 from planner.observe.history_place import default_folder
 from planner.probe.verdict.evidence import is_named
 from planner.search.ilp.solver import SolverName, solver_trouble
-from planner.specs.base import Spec
+from planner.specs.base import Ints, Spec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GIB, MIB
@@ -40,7 +39,7 @@ TOOL_S = 20.0
 Kind = Literal["wheel", "editable", "source tree"]
 """Ways in which the planner may have come here."""
 Trouble = Literal["", "missing", "too old", "too new"]
-EXTRAS = {"plot": "plan report and --plot", "probe": "plan probe and plan profile", "serve": "plan serve"}
+EXTRAS = {"plot": "--plot", "probe": "plan probe and plan profile", "serve": "plan serve"}
 """The extras that commands need; all other commands run without any."""
 SOLVERS: dict[SolverName, bool] = {"HiGHS": True, "CBC": False}
 """Solvers, and if plans need them: CBC only checks what HiGHS proves."""
@@ -168,7 +167,7 @@ def _amd(printed: str) -> Iterator[Gpu]:
             yield Gpu(name=name, memory_gib=int(num_bytes) / GIB if num_bytes.isdigit() else None)
 
 
-PACKAGE = Path(planner.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 _NEED = re.compile(r"([A-Za-z0-9_.-]+)\s*([^;]*?)\s*(?:;(?:.*extra\s*==\s*[\"'](\w+)[\"'])?.*)?")
 _TORCH_FACT = re.compile(r"^(cuda|hip)\b[^=]*= *'([^']+)'", re.MULTILINE)
 
@@ -191,7 +190,8 @@ def installed() -> tuple[Kind, dict[str, tuple[Package, ...]]]:
         lines = [*project.get("dependencies", ()), *(f'{need}; extra == "{e}"' for e in extras for need in extras[e])]
     found: dict[str, list[Package]] = defaultdict(list)
     for match in filter(None, map(_NEED.fullmatch, map(str.strip, lines))):
-        version, needs = version_of(match[1]), match[2].strip("() ")
+        version = version_of(match[1])
+        needs = match[2].strip("() ")
         found[match[3] or ""].append(
             Package(name=match[1], needs=needs, version=version, trouble=_trouble(version, needs))
         )
@@ -200,7 +200,8 @@ def installed() -> tuple[Kind, dict[str, tuple[Package, ...]]]:
 
 def torch_of() -> str:
     """The torch that is installed, by its files; empty where there is none."""
-    version, spec = version_of("torch"), util.find_spec("torch")
+    version = version_of("torch")
+    spec = util.find_spec("torch")
     if spec is None or not version:
         return ""
     paths = [Path(folder) / "version.py" for folder in spec.submodule_search_locations or ()]
@@ -231,7 +232,7 @@ def _trouble(version: str, needs: str) -> Trouble:
     return ""
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _release(version: str) -> Ints:
     """The numbers of a version, so that 1.10 comes after 1.9; what follows them, such as +cpu or rc1, is left out."""
     numbers = re.match(r"\d+(?:\.\d+)*", version)
     release = [int(number) for number in numbers[0].split(".")] if numbers else [0]
@@ -243,11 +244,12 @@ def _release(version: str) -> tuple[int, ...]:
 def examine(default_hardware: str) -> Findings:
     """Everything that `plan doctor` shows of this machine."""
     (kind, packages), (gpus, gpu_trouble) = installed(), find_gpus()
-    libc, last = " ".join(platform.libc_ver()), shipped_fits().fits[-1]
+    libc = " ".join(platform.libc_ver())
+    last = shipped_fits().fits[-1]
     history, num_runs = _history()
     temp, temp_trouble = _temp()
     findings = Findings(
-        version=f"{DISTRIBUTION} {planner.__version__}",
+        version=f"{DISTRIBUTION} {__version__}",
         python=f"{platform.python_implementation()} {platform.python_version()}",
         system=f"{platform.system()} {platform.release()} {platform.machine()}, {libc}".strip(", "),
         kind=kind,
@@ -313,16 +315,18 @@ def _profile(gpus: Sequence[Gpu], default_hardware: str) -> str:
 
 def _history() -> tuple[str, int]:
     """The folder of kept runs and their number, or why there is none."""
-    from planner.observe.history import PREFIX, SUFFIX
+    from planner.observe.history import kept_files
 
     folder = default_folder()
     if folder is None:
         return "no home folder, and PLANNER_HISTORY names none", 0
-    if folder.exists() and not folder.is_dir():
+    if not folder.exists():
+        return str(folder), 0
+    if not folder.is_dir():
         return f"{folder} is no folder, so that no runs are kept there", 0
-    with suppress(OSError):
-        return str(folder), sum(1 for _ in folder.glob(f"{PREFIX}*{SUFFIX}"))
-    return f"{folder} cannot be read", 0
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return f"{folder} cannot be read", 0
+    return str(folder), len(kept_files(folder))
 
 
 def _temp() -> tuple[str, str]:

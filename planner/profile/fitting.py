@@ -39,12 +39,14 @@ def least_squares(
     soft-L1(z) = 2·(√(1 + z²) − 1), so that a few shapes for which a library chose badly do not bend the physics. Ends
     where an iteration lowers the sum by less than its share `tolerance`.
     """
-    x, damping = np.clip(start, low, high), 1e-3
+    x = np.clip(start, low, high)
+    damping = 1e-3
     current = residuals(x)
     for _ in range(MAX_ITERATIONS):
         weights = np.sqrt(counts) * (1 + (current / scale) ** 2) ** -0.25
         jacobian = _jacobian(residuals, x, current, high) * weights[:, None]
-        gradient, hessian = jacobian.T @ (weights * current), jacobian.T @ jacobian
+        gradient = jacobian.T @ (weights * current)
+        hessian = jacobian.T @ jacobian
         before = soft_l1(current, scale, counts)
         for _ in range(8):
             trial = np.clip(
@@ -57,7 +59,8 @@ def least_squares(
             damping *= 4
         else:
             break
-        x, current = trial, moved
+        x = trial
+        current = moved
         if before - soft_l1(current, scale, counts) < tolerance * before:
             break
     return x
@@ -204,7 +207,8 @@ def gemm_problem(tables: Tables) -> FitProblem:
     """Dense bf16 products, three passes."""
     table = tables["gemm"]
     m, n, k = (table.number(c) for c in "mnk")
-    op, timed = Operator(name="gemm", kind="gemm", m=m, n=n, k=k), ProductCells(table)
+    op = Operator(name="gemm", kind="gemm", m=m, n=n, k=k)
+    timed = ProductCells(table)
 
     def predict(hardware: HardwareSpec, bench: BenchNumbers) -> FloatArray:
         return floored(cold(timed.seconds(op, hardware), {"boost": 0.0, "boost_us": 1.0, **bench}), bench)

@@ -38,7 +38,8 @@ from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
 from planner.probe.rank.pipeline import RankClock
 from planner.probe.run import STEADY_S, Device, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import gather_whole, require_gpu, scatter_sum, this_build
-from planner.profile.record import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
+from planner.profile.measurements import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
+from planner.specs.base import Ints, Texts
 from planner.specs.units import MICRO
 
 FEWEST = 3
@@ -343,7 +344,7 @@ def measure(
     return left_out
 
 
-KINDS: dict[Device, tuple[str, ...]] = {
+KINDS: dict[Device, Texts] = {
     "cuda": ("all_gather", "reduce_scatter", "all_reduce"),
     "cpu": ("all_gather", "all_reduce"),  # gloo scatters sums by reducing all of them
 }
@@ -422,7 +423,7 @@ def spawned_rows(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _child(folder: Path, device: Device, ranks: Ranks, sizes: tuple[int, ...], steady_s: float) -> None:
+def _child(folder: Path, device: Device, ranks: Ranks, sizes: Ints, steady_s: float) -> None:
     if sys.platform == "linux":  # a laptop's own name often leads nowhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = cast(Any, dist).FileStore(str(folder / "store"), ranks.size)

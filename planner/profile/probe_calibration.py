@@ -29,6 +29,7 @@ from planner.profile.probed import (
     opinion_of_link,
 )
 from planner.shape import FloatArray
+from planner.specs.base import Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
 from planner.specs.units import GB, GIB, MIB
@@ -40,7 +41,8 @@ MOST_LATENCY_FRACTION = 0.5
 
 def link_shares(result: ProbeResult, cluster: ClusterSpec) -> dict[str, Share]:
     """For each tier that alone carried an exchange, the share of its rate that the largest such exchange reached."""
-    run, shares_by_tier = result.run, dict[int, list[tuple[ProbedExchange, float]]]()
+    run = result.run
+    shares_by_tier = dict[int, list[tuple[ProbedExchange, float]]]()
     for exchange in (exchange for rank in result.ranks for exchange in rank.exchanges):
         stride = stride_of(exchange, run)
         level = None if stride is None else _tier_alone(exchange.size, stride, cluster)
@@ -105,7 +107,8 @@ def reserved(result: ProbeResult, hardware: HardwareSpec) -> Reserved:
     memories = [rank.memory for rank in result.ranks if rank.memory is not None]
     if not memories:
         return Reserved()
-    alone, each_bytes = result.mode == "stages", hardware.reserved.communicator_bytes
+    alone = result.mode == "stages"
+    each_bytes = hardware.reserved.communicator_bytes
     of_stage = [0] * result.run.pp if alone else num_communicators(result.run)
     made = [of_stage[rank.stage] for rank in result.ranks if rank.memory is not None]
     outside = [memory.device_used_bytes - memory.peak_reserved_bytes for memory in memories]
@@ -224,7 +227,7 @@ def _noise(result: ProbeResult) -> float:
     return math.sqrt(sum(spread**2 for spread in spreads) / len(spreads)) if spreads else 0.0
 
 
-def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> tuple[str, ...]:
+def kernels_that_ran(result: ProbeResult, cluster: ClusterSpec) -> Texts:
     """The kernels of attention that the ranks ran, or, where they do not say, the ones that their price is of."""
     expected = expected_kernels(result.run, result.ranks, cluster.hardware)
     return seen_kernels(result.ranks) or tuple(sorted(expected - {"mask"}))
@@ -236,7 +239,9 @@ def passes(result: ProbeResult, cluster: ClusterSpec) -> FitProblem:
     Predictions are for the probe's own run: its shapes and layers in eager torch, with exchanges where it had peers.
     Passes of one price are one kind. The last rows hold the factors together.
     """
-    run, alone, result_kernels = result.run, result.mode == "stages", seen_kernels(result.ranks)
+    run = result.run
+    alone = result.mode == "stages"
+    result_kernels = seen_kernels(result.ranks)
     measured = _measured(result)
     stages = sorted(measured)
     start = {path: number_at(cluster.hardware.efficiency, path) for path in _paths(result, cluster)}

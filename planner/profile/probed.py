@@ -228,7 +228,8 @@ def doubt(
     errors, slopes = _linear(problem, hardware, fitted)
     weights = problem.weights**2 / np.sqrt(1 + (errors * problem.weights / SCALE) ** 2)
     room = [np.log([bounds[side] / fitted[path] for path, bounds in problem.free.items()]) for side in (1, 2)]
-    left_out, moves = [], [np.zeros(len(start))]
+    left_out = []
+    moves = [np.zeros(len(start))]
     for partition in partitions:
         errors_out = np.zeros(num_passes)
         for part in sorted(set(partition)):

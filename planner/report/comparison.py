@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os.path import commonpath
 from pathlib import PurePath
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.decide.check import Check, CheckedFile
+from planner.decide.check import REFUSED, Check, CheckedFile
 from planner.decide.compare import FIGURES, Compared, Comparison, WaterfallTerm
+from planner.errors import PlannerError
 from planner.report.format import fits_with, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN, LEAST_SHARE, MEMORY, NINE_OF_TEN_LOSE, RANKED_FIRST
-from planner.report.pieces import columns, headed, section
+from planner.report.pieces import as_group, columns, headed, section
 from planner.trainers.switches import Value, written
 
 TERMS = {
@@ -45,12 +46,9 @@ TERMS = {
 _CLOSE = "That is closer than predictions can tell layouts apart"
 
 
-def render_comparison(comparison: Comparison) -> Group:
+@as_group
+def render_comparison(comparison: Comparison) -> Iterator[RenderableType]:
     """The whole answer, made for 80 columns."""
-    return Group(*_sections(comparison))
-
-
-def _sections(comparison: Comparison) -> Iterator[RenderableType]:
     sides, names = comparison.sides, short_names([side.name for side in comparison.sides])
     for side, name, rows in zip(sides[1:], names[1:], comparison.waterfalls, strict=True):
         yield Text(says(sides[0], side, names[0], name, rows), style="bold")
@@ -126,7 +124,7 @@ def _is_close(first: Compared, other: Compared) -> bool:
 def _facts(comparison: Comparison, names: Sequence[str], facts: Sequence[str]) -> RenderableType:
     if not facts:
         return Text("nothing of the job, the layout or the recipe")
-    table = headed(("", *names), "l", *[None] * len(names), style="dim")
+    table = headed(("", *names), "l" + "w" * len(names), style="dim")
     for name in facts:
         table.add_row(name, *(_value(value) for value in comparison.differences[name]))
     return table
@@ -137,7 +135,7 @@ def _value(value: Value | None) -> str:
 
 
 def _memory(comparison: Comparison, names: Sequence[str], items: Sequence[str]) -> Table:
-    table = headed(("", *names), "l", *[None] * len(names), style="dim")
+    table = headed(("", *names), "l" + "w" * len(names), style="dim")
     words = {**MEMORY, "peak_allocated_bytes": "peak of the allocator"}
     for name in (item for item in words if item in items):
         values = comparison.differences[name]
@@ -149,7 +147,7 @@ def _waterfall(
     rows: Sequence[WaterfallTerm], first: Compared, other: Compared, first_name: str, other_name: str
 ) -> Table:
     like_s = max(first.step_s, other.step_s)
-    table = headed(("", first_name, other_name, "difference"), "l", "r", "r", "r", style="dim")
+    table = headed(("", first_name, other_name, "difference"), "lrrr", style="dim")
     for row in rows:
         if max(abs(row.first_s), abs(row.other_s)) >= LEAST_SHARE * like_s:
             numbers = (seconds(row.first_s, like_s), seconds(row.other_s, like_s), signed_seconds(row.seconds, like_s))
@@ -168,6 +166,7 @@ RULES = {
     "memory": "A GPU has less memory than this configuration needs.",
     "slower": "A step takes longer than under the configuration that this one replaces.",
     "unknown": "A setting that may change seconds or bytes is not known to the planner.",
+    "unreadable": "This is no configuration that can be priced.",
 }
 """The sentence of each kind of finding, by the id under which SARIF lists it."""
 
@@ -176,7 +175,7 @@ def render_check(check: Check) -> Iterator[RenderableType]:
     """The file's name, and a line for each question."""
     new = check.new
     yield Text(f"{new.file}: {new.model} on {new.num_gpus:,} × {new.hardware}, {new.source}", style="bold")
-    table = columns("l", None)
+    table = columns("lw")
     for title, text in _questions(check):
         table.add_row(title, text)
     yield table
@@ -192,17 +191,20 @@ def markdown(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def sarif(checks: Sequence[Check], version: str) -> dict[str, Any]:
-    """A SARIF 2.1.0 log: a result for each finding of each file."""
+def sarif(checks: Sequence[Check], version: str, failed: Mapping[str, PlannerError] | None = None) -> dict[str, Any]:
+    """A SARIF 2.1.0 log: a result for each finding of each file, and for each file that could not be priced."""
+    found = [(check.new.file, rule, text) for check in checks for rule, text in _findings(check)]
+    found += [
+        (file, "refused" if e.exit_code == REFUSED else "unreadable", e.message) for file, e in (failed or {}).items()
+    ]
     results = [
         {
             "ruleId": rule,
             "level": "warning" if rule in ("slower", "unknown") else "error",
             "message": {"text": text},
-            "locations": [{"physicalLocation": {"artifactLocation": {"uri": check.new.file}}}],
+            "locations": [{"physicalLocation": {"artifactLocation": {"uri": file}}}],
         }
-        for check in checks
-        for rule, text in _findings(check)
+        for file, rule, text in found
     ]
     rules = [{"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()]
     driver = {"name": "plan check", "version": version, "rules": rules}

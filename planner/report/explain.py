@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -12,7 +12,7 @@ from planner.answer import Layout, PricedLayout
 from planner.report.causes import Difference, matters, memory_differences, step_differences
 from planner.report.format import fits_with, gibibytes, percent, seconds, signed_seconds
 from planner.report.labels import MEMORY, corrections_title, manner, sizes
-from planner.report.pieces import bullets, columns, section
+from planner.report.pieces import as_group, bullets, columns, section
 from planner.report.recipe import LEAST_GAIN, named
 from planner.report.rows import Table
 from planner.report.small import room_lines, rows_of
@@ -34,12 +34,9 @@ def _named(layout: Layout, best: Layout) -> str:
     return ", ".join([sizes(layout), *(part for part in manner(layout) if part not in manner(best))])
 
 
-def render_explanation(answer: Explanation) -> Group:
+@as_group
+def render_explanation(answer: Explanation) -> Iterator[RenderableType]:
     """The whole answer, made for 80 columns."""
-    return Group(*_sections(answer))
-
-
-def _sections(answer: Explanation) -> Iterator[RenderableType]:
     fits = answer.verdict != "does_not_fit"
     question = f"Why not {asked(answer.asked)}?" if answer.asked else f"Why {'this layout' if fits else 'no layout'}?"
     yield Text(f"{question} {answer.job}", style="bold")
@@ -75,14 +72,14 @@ def _small_job(answer: Explanation) -> Iterator[RenderableType]:
 
 
 def _corrections(corrections: Iterable[Correction]) -> RichTable:
-    table = columns("l", None)
+    table = columns("lw")
     for correction in corrections:
         table.add_row(correction.name, correction.says)
     return table
 
 
 def _layouts(answer: Explanation) -> RichTable:
-    table = columns("l", None, "r")
+    table = columns("lwr")
     table.add_row("best", sizes(answer.best.parallelism), seconds(answer.best.step.step_s))
     if answer.pinned is None:
         table.add_row("asked", asked(answer.asked), "none")
@@ -96,7 +93,7 @@ def _layouts(answer: Explanation) -> RichTable:
 
 
 def _why_refused(answer: Explanation) -> Iterator[RenderableType]:
-    table = columns("r", "l", None)
+    table = columns("rlw")
     for reason, count in answer.rejections.items():
         example = Text(answer.rejection_examples.get(reason, ""), style="dim")
         table.add_row(f"{count:,}", reason.replace("_", " "), example)
@@ -109,7 +106,7 @@ def _why_refused(answer: Explanation) -> Iterator[RenderableType]:
 
 
 def _lifts(answer: Explanation) -> RichTable:
-    table = columns("l", None, "r", "r")
+    table = columns("lwrr")
     for lift in answer.lifts:
         table.add_row(
             lift.change,
@@ -125,7 +122,7 @@ def _heads(table: RichTable, *heads: str) -> None:
 
 
 def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Difference]) -> RichTable:
-    table, like_s = columns("l", "r", "r", "r"), answer.best.step.step_s
+    table, like_s = columns("lrrr"), answer.best.step.step_s
     _heads(table, "", "best", "asked", "difference")
     for difference in shown:
         table.add_row(
@@ -142,7 +139,7 @@ def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Differen
 
 
 def _memory(answer: Explanation, pinned: PricedLayout) -> RichTable:
-    table = columns("l", "r", "r", "r")
+    table = columns("lrrr")
     _heads(
         table,
         "",
@@ -186,7 +183,7 @@ def _moving(answer: Explanation) -> list[ChangedAssumption]:
 
 
 def _beaten(answer: Explanation) -> RichTable:
-    table = columns("r", "r", None)
+    table = columns("rrw")
     for rank, beaten in enumerate(answer.beaten, start=1):
         more = beaten.layout.step.step_s / answer.best.step.step_s - 1
         table.add_row(
@@ -202,7 +199,7 @@ def _beaten(answer: Explanation) -> RichTable:
 
 
 def _assumptions(answer: Explanation) -> RichTable:
-    table = columns("l", None)
+    table = columns("lw")
     for assumption in sorted(_moving(answer), key=lambda assumption: not assumption.changes_the_choice):
         table.add_row("yes" if assumption.changes_the_choice else "no", Text(f"if {assumption.says}"))
         if assumption.changes_the_choice:
@@ -220,7 +217,7 @@ def _instead(assumption: ChangedAssumption, best: Layout) -> str:
 
 
 def _constraints(constraints: Iterable[Constraint]) -> RichTable:
-    table = columns("l", "l", None)
+    table = columns("llw")
     for constraint in constraints:
         gain = f"{percent(constraint.gain_fraction)} more tokens a second" if constraint.binds else "nothing gained"
         table.add_row(
@@ -231,12 +228,9 @@ def _constraints(constraints: Iterable[Constraint]) -> RichTable:
     return table
 
 
-def render_recipe_table(answer: RecipeTable) -> Group:
+@as_group
+def render_recipe_table(answer: RecipeTable) -> Iterator[RenderableType]:
     """The whole table, made for 80 columns."""
-    return Group(*_recipe_sections(answer))
-
-
-def _recipe_sections(answer: RecipeTable) -> Iterator[RenderableType]:
     yield Text(f"What is each switch worth? {answer.job}", style="bold")
     yield ""
     yield Text(f"{sizes(answer.parallelism)}: {seconds(answer.step_s)}")
@@ -252,7 +246,7 @@ def _recipe_sections(answer: RecipeTable) -> Iterator[RenderableType]:
 
 def _worths(answer: RecipeTable) -> RichTable:
     """The chosen value of each switch in bold, and below it its others."""
-    table = columns("l", "l", "r", "r", None)
+    table = columns("llrrw")
     for switch in filter(_switch_matters, answer.switches):
         note = "" if switch.has_effect else "no effect here"
         chosen = Text(written(switch.value), style="bold")

@@ -151,6 +151,8 @@ svg.plot path.shade { opacity: .3; }
 svg.plot path.turns { fill: var(--both); }
 svg.plot path.hop { fill: #59636e; }
 svg.plot path.whisker { stroke: var(--ink); stroke-width: 1.2; fill: none; }
+svg.plot path.interval { stroke-width: 3; opacity: .45; }
+svg.plot path.front { stroke: var(--soft); stroke-dasharray: 2 3; }
 """
 """The look of `planner.report.pictures`, with the colours of the page around it."""
 STYLE = (

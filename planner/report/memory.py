@@ -7,26 +7,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
+from planner.answer import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
 from planner.report.format import gibibytes, percent, seconds
 from planner.report.labels import MEMORY
-from planner.report.pieces import bullets, headed, section
+from planner.report.pieces import as_group, bullets, headed, section
 
 _MOST_GROUPS = 16
 _MOST_STAGES = 16
 _SHORT = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspace": "work", "reserved": "resvd"}
 
 
-def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Group:
+@as_group
+def render_memory(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[RenderableType]:
     """The stages' peaks, the largest tensors of `stage`, and what would make room there."""
-    return Group(*_sections(answer, stage))
-
-
-def _sections(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[RenderableType]:
     capacity = gibibytes(stage.capacity_bytes)
     yield Text(f"{answer.model}  {answer.layout}", style="bold")
     yield section(f"Memory at the peak of each stage, GiB of the GPU's {capacity}", _stages(answer))
@@ -47,7 +44,7 @@ def _sections(answer: MemoryAnswer, stage: MemoryOfStage) -> Iterator[Renderable
 def _stages(answer: MemoryAnswer) -> Table:
     items = [name for name in MEMORY if name != "total_bytes"]
     heads = [_SHORT.get(MEMORY[name], MEMORY[name]) for name in items]
-    table = headed(("stage", *heads, "total", "peak at"), *"r" * (len(items) + 3), style="bold")
+    table = headed(("stage", *heads, "total", "peak at"), "r" * (len(items) + 3), style="bold")
     for first, last in _alike(answer.stages):
         sizes = [gibibytes(getattr(first.memory, name)) for name in items]
         name = str(first.stage) if first is last else f"{first.stage}–{last.stage}"
@@ -67,9 +64,7 @@ def _alike(stages: Sequence[MemoryOfStage]) -> Iterator[tuple[MemoryOfStage, Mem
 
 
 def _largest(answer: MemoryAnswer, stage: MemoryOfStage) -> Table:
-    table = headed(
-        ("GiB", "item", "tensor", "number", "gone with", "step"), "r", "l", None, "r", None, "r", style="bold"
-    )
+    table = headed(("GiB", "item", "tensor", "number", "gone with", "step"), "rlwrwr", style="bold")
     groups = grouped(stage.tensors)
     for group in groups[:_MOST_GROUPS]:
         change = group.cheapest(answer.changes)
@@ -89,7 +84,7 @@ def _longer(answer: MemoryAnswer, change: MemoryChange) -> str:
 
 
 def _changes(answer: MemoryAnswer, stage: MemoryOfStage) -> Table:
-    table = headed(("change", "peak", "frees", "step", ""), None, "r", "r", "r", "r", style="bold")
+    table = headed(("change", "peak", "frees", "step", ""), "wrrrr", style="bold")
     for change in answer.changes:
         peak = change.peak_bytes[stage.stage]
         freed = gibibytes(stage.peak_bytes - peak)

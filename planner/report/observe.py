@@ -22,7 +22,7 @@ from planner.observe.traces.recorded import Recorded, steady
 from planner.report.format import bar, digits, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.labels import BREAKDOWN, LEAST_SHARE
 from planner.report.months import duration
-from planner.report.pieces import TextBar, bullets, columns, headed, section
+from planner.report.pieces import TextBar, as_group, bullets, columns, headed, section
 from planner.specs.reading import printable
 
 if TYPE_CHECKING:
@@ -47,12 +47,9 @@ _KINDS = {
 }
 
 
-def render_observed(observed: Observed) -> Group:
+@as_group
+def render_observed(observed: Observed) -> Iterator[RenderableType]:
     """The whole answer, made for 80 columns."""
-    return Group(*_sections(observed))
-
-
-def _sections(observed: Observed) -> Iterator[RenderableType]:
     observation, prediction = observed.observation, observed.prediction
     if says := conclusion(observed):
         yield Text(f"{says[0].upper()}{says[1:]}.", style="bold")
@@ -97,7 +94,7 @@ def _what(observation: Observation) -> str:
 def _step(observation: Observation, prediction: Prediction | None) -> Table:
     step_s = observation.step_s
     assert step_s is not None
-    table = columns("l", "r", None)
+    table = columns("lrw")
     like_s = step_s if prediction is None else min(step_s, prediction.step_s)
     spread = observation.step_s_spread
     around = "" if spread is None else f"{span(*spread, like_s)} for 8 of 10"
@@ -152,7 +149,7 @@ def _says(outlier: Outlier) -> str:
 
 
 def _wall(wall: Wall) -> Table:
-    table = columns("l", "r", "r", None)
+    table = columns("lrrw")
     for name, label in _WALL.items():
         value = getattr(wall, name)
         if value:
@@ -168,7 +165,7 @@ def _wall(wall: Wall) -> Table:
 
 def _memory(observation: Observation, prediction: Prediction | None) -> RenderableType:
     peak, kind = observation.peak_memory_bytes or 0, observation.peak_memory_kind
-    table = columns("l", "r", None)
+    table = columns("lrw")
     printed = len(observation.memory)
     whose = "of the one rank that prints it" if printed == 1 else f"of the fullest of {printed} ranks that print it"
     table.add_row(f"peak {kind}", f"{gibibytes(peak)} GiB", whose)
@@ -181,7 +178,7 @@ def _memory(observation: Observation, prediction: Prediction | None) -> Renderab
     ranks = [rank for rank in observation.memory if rank.rank is not None]
     if len(ranks) < 2:
         return table
-    by_rank = headed(("rank", "allocated", "reserved, GiB"), "l", "r", "r")
+    by_rank = headed(("rank", "allocated", "reserved, GiB"), "lrr")
     for rank in sorted(
         ranks, key=lambda rank: -(rank.max_allocated_bytes or rank.max_reserved_bytes or rank.device_bytes or 0)
     )[:_MOST_RANKS]:
@@ -191,7 +188,7 @@ def _memory(observation: Observation, prediction: Prediction | None) -> Renderab
 
 
 def _timers(observation: Observation) -> Table:
-    table = headed(("timer", "least", "most"), "l", "r", "r")
+    table = headed(("timer", "least", "most"), "lrr")
     ranked = sorted(observation.timers, key=lambda timer: -timer.max_s)
     for timer in ranked[:_MOST_TIMERS]:
         table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s))
@@ -201,7 +198,7 @@ def _timers(observation: Observation) -> Table:
 
 
 def _terms(prediction: Prediction) -> Table:
-    table = columns("l", "r")
+    table = columns("lr")
     for name, value in prediction.breakdown.items():
         if value:
             table.add_row(BREAKDOWN.get(name, name), seconds(value))
@@ -254,7 +251,7 @@ def gap_section(observed: Observed) -> RenderableType | None:
     every = (*observed.waterfall, *observed.beside)
     largest_s = max(abs(term.seconds) for term in every)
     like_s = min(step_s, prediction.step_s) if prediction else step_s
-    table = headed(("", "", "", "to win back"), "l", "r", "l", "r", style="dim")
+    table = headed(("", "", "", "to win back"), "lrlr", style="dim")
     if prediction is not None and observed.waterfall:
         table.add_row("predicted step", seconds(prediction.step_s, like_s), "", "", style="bold")
         _add_terms(table, observed.waterfall, like_s, largest_s, LEAST_SHARE * step_s)
@@ -343,7 +340,7 @@ def _cause(cause: GapCause, step_s: float | None) -> Iterator[RenderableType]:
 
 
 def _details(cause: GapCause, step_s: float | None) -> Table:
-    table = columns("l", None)
+    table = columns("lw")
     table.add_row("seen", cause.evidence)
     if cause.seconds:
         share = f", {percent(cause.seconds / step_s)} of it" if step_s else ""
@@ -433,7 +430,7 @@ def _traces(report: TraceReport) -> Iterator[RenderableType]:
 
 def _parts(steps: Sequence[TraceStep], on_host: bool) -> Table:
     wall_s = sum(step.wall_s for step in steps) / len(steps)
-    table = columns("l", "r", "r", None)
+    table = columns("lrrw")
     for name, told in _PARTS.items():
         value = sum(getattr(step, name) for step in steps) / len(steps)
         told = "between operators" if on_host and name == "host_gaps_s" else told
@@ -449,7 +446,7 @@ def _families(steps: Sequence[TraceStep]) -> RenderableType:
         for family in step.families:
             total[family.family] += family.seconds / len(steps)
     whole = sum(total.values()) or 1.0
-    table = columns("l", "r", "r", None)
+    table = columns("lrrw")
     for name, value in sorted(total.items(), key=lambda item: -item[1]):
         table.add_row(name, seconds(value), percent(value / whole), TextBar(value / whole, _WIDEST_BAR))
     unknown = dict.fromkeys(name for step in steps for family in step.families for name in family.longest)
@@ -459,7 +456,7 @@ def _families(steps: Sequence[TraceStep]) -> RenderableType:
 
 
 def _groups(steps: Sequence[TraceStep]) -> Table:
-    table = headed(("group", "running", "behind computing", "exposed"), "l", "r", "r", "r")
+    table = headed(("group", "running", "behind computing", "exposed"), "lrrr")
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for step in steps:
         for group in step.groups:
@@ -471,7 +468,7 @@ def _groups(steps: Sequence[TraceStep]) -> Table:
 
 
 def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
-    table = headed(("exchange", "group", "MB", "times", "transfer", "wait", "GB/s"), "l", "l", "r", "r", "r", "r", "r")
+    table = headed(("exchange", "group", "MB", "times", "transfer", "wait", "GB/s"), "llrrrrr")
     for row in sorted(rows, key=lambda row: -row.median_s * row.count)[:_MOST_ROWS]:
         rate = "" if row.bus_gb_per_s is None else f"{'≥ ' if row.at_least else ''}{row.bus_gb_per_s:.1f}"
         transfer, wait = (
@@ -485,7 +482,7 @@ def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
 
 
 def _snapshot(report: SnapshotReport) -> RenderableType:
-    table = columns("l", "r", "r", None)
+    table = columns("lrrw")
     for part in report.parts:
         share = part.num_bytes / (report.peak_bytes or 1)
         table.add_row(part.category, f"{gibibytes(part.num_bytes)} GiB", percent(share), TextBar(share, _WIDEST_BAR))
@@ -508,7 +505,7 @@ def _snapshot_says(report: SnapshotReport) -> Iterator[str]:
 
 
 def _flight(report: FlightReport) -> RenderableType:
-    table = headed(("group", "ranks", "called", "ended", "outstanding", "differ"), "l", "r", "r", "r", "r", "r")
+    table = headed(("group", "ranks", "called", "ended", "outstanding", "differ"), "lrrrrr")
     for group in report.groups[:_MOST_ROWS]:
         called = f"{max(group.last_enqueued.values(), default=0):,}"
         ended = f"{min(group.last_completed.values(), default=0):,}"

@@ -15,11 +15,6 @@ from typing import Any
 
 from planner.answer import Plan
 from planner.files import write_text
-from planner.report.charts import (
-    draw_pareto,
-    draw_stage_seconds,
-    draw_steps,
-)
 from planner.report.format import gibibytes, large, percent
 from planner.report.html import (
     Card,
@@ -31,14 +26,13 @@ from planner.report.html import (
     folded,
     joined,
     page,
-    picture,
     section,
     share_bar,
     table,
     tag,
 )
 from planner.report.labels import LEAST_SHARE, MEMORY
-from planner.report.pictures import pictures
+from planner.report.pictures import pareto, pictures, stage_seconds, steps
 from planner.report.rows import MFU, STAGE_HEADS, Entry, Figure, ReportSection, StepShare, Table
 from planner.report.view import SECTIONS, View, view_of
 
@@ -73,8 +67,7 @@ def _in_full(plan: Plan, view: View, shown: ReportSection, drawn_of: Mapping[str
     """A section with the pictures that a terminal has no room for."""
     match shown.name:
         case "seconds":
-            says = "Each stage over all micro-batches of a step, whose end is the line."
-            yield beside(breakdown(view), picture(draw_stage_seconds(plan.best), says))
+            yield beside(breakdown(view), stage_seconds(plan.best))
         case "alternatives":
             yield from _alternatives(view)
         case "stages":
@@ -114,11 +107,7 @@ def _alternatives(view: View) -> Iterator[Html]:
     heads = ("", "layout", "step", "GiB", "fits with", "MFU", "how, and what it trades against the best")
     rows = [(e.name, e.sizes, e.step, e.peak, e.fit, percent(e.mfu), _how(e)) for e in entries]
     yield table(heads, rows, "lnrrrrl", folds=True)
-    sure = "Grey is the best's interval: a prediction alone cannot tell layouts apart whose intervals reach into it."
-    yield beside(
-        picture(draw_steps(entries), sure if view.best.step_s_interval else ""),
-        picture(draw_pareto(entries, view.capacity_bytes), "Filled: no other is faster in less memory."),
-    )
+    yield beside(steps(entries), pareto(entries, view.capacity_bytes))
 
 
 def _how(entry: Entry) -> str:

@@ -1,27 +1,43 @@
-"""Pictures of page and report as SVG: memory of each stage, memory over the step, and the pipeline's timeline."""
+"""Pictures of page and report as SVG: memory and seconds of each stage, memory over the step, the alternatives, and the
+pipeline's timeline."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.answer import Plan
+from planner.answer import Plan, PricedLayout
 from planner.layout.memory_curve import MemoryCurve, memory_curves
-from planner.report.charts import ACTION_COLOURS, MEMORY_COLOURS, PALETTE, envelope
 from planner.report.format import gibibytes, seconds, unit_for
 from planner.report.html import PLOT_STYLE, Html, folded, joined, picture, tag
 from planner.report.labels import MEMORY
+from planner.report.rows import Entry
 from planner.report.timeline import DrawnStep, Window, caption, shown_step
 from planner.schedule.actions import KINDS
 from planner.schedule.replay import replay
 from planner.schedule.timeline import Timeline
 from planner.specs.units import GIB
 
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
+"""Okabe and Ito's palette, which colour-blind eyes tell apart."""
+MEMORY_COLOURS = {
+    "weights": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#009E73",
+    "activations": "#E69F00",
+    "logits": "#D55E00",
+    "workspace": "#CC79A7",
+    "reserved": "#999999",
+}
+"""Colour of each item of a stage's memory, in every chart."""
+ACTION_COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#009E73", "W": "#E69F00"}
+"""Colour of a forward, a backward, an input gradient and a weight gradient."""
 _BAR = 0.42
 """Half the width of a stage's bar, where stages are one apart."""
 _LEAST_SLOTS = 6
@@ -56,33 +72,106 @@ def pictures(plan: Plan) -> dict[str, Html]:
 def stacks(plan: Plan, capacity_bytes: int) -> Html:
     """A bar per stage of what fills its GPU, and the capacity as a line."""
     totals = [stage.memory.total_bytes for stage in plan.stages]
-    number, room = len(totals), max(0, _LEAST_SLOTS - len(totals)) / 2
     worst = plan.best.worst_stage
     label = (
         f"Memory of each stage by item. The fullest, stage {worst.stage}, needs "
         f"{gibibytes(worst.memory.total_bytes)} of {gibibytes(capacity_bytes)} GiB."
     )
-    high = 1.08 * max(capacity_bytes, *totals) / GIB
-    plot = Plot(label, (-0.6 - room, number - 0.4 + room), (0.0, high), "stage", "GiB", marked=(0.0, number - 1.0))
-    at, below = np.arange(number, dtype=np.float64), np.zeros(number)
-    used = []
-    for name, label in MEMORY.items():
-        sizes = np.array([getattr(stage.memory, name) for stage in plan.stages]) / GIB
-        if name == "total_bytes" or not sizes.any():
-            continue
-        plot.boxes(at - _BAR, at + _BAR, below, below + sizes, fill=MEMORY_COLOURS[label])
-        below += sizes
-        used.append((label, MEMORY_COLOURS[label]))
+    plot = _of_stages(label, len(totals), 1.08 * max(capacity_bytes, *totals) / GIB, "GiB")
+    items = {name: label for name, label in MEMORY.items() if name != "total_bytes"}
+    legend = plot.stack(
+        (label, MEMORY_COLOURS[label], [getattr(stage.memory, name) / GIB for stage in plan.stages])
+        for name, label in items.items()
+    )
     _capacity(plot, capacity_bytes)
     for each in plan.stages:
         if (ends := each.memory.total_bytes_interval) is not None:
             plot.line([each.stage] * 2, [end / GIB for end in ends], class_="whisker")
-    for stage, total in enumerate(totals):
-        hint = tag("title", f"stage {stage}: {gibibytes(total)} GiB")
-        x, wide = plot.across(stage - 0.5), plot.across(stage + 0.5) - plot.across(stage - 0.5)
-        spans = {"x": f"{x:.1f}", "width": f"{wide:.1f}", "y": "0", "height": f"{plot.height:g}"}
-        plot.inside.append(tag("rect", hint, **spans, fill="transparent"))
-    return picture(plot.svg(), keys(used))
+    plot.hint(f"stage {stage}: {gibibytes(total)} GiB" for stage, total in enumerate(totals))
+    return picture(plot.svg(), legend)
+
+
+def stage_seconds(layout: PricedLayout) -> Html:
+    """A bar per stage: its computing and its exchanges over all micro-batches, and the rest of the step."""
+    step_s, stages, count = layout.step.step_s, layout.stages, layout.parallelism.num_microbatches
+    factor, unit = unit_for(step_s)
+    spent = {
+        "forward": (ACTION_COLOURS["F"], [count * stage.forward_s for stage in stages]),
+        "backward": (ACTION_COLOURS["B"], [count * stage.backward_s for stage in stages]),
+        "exchanges": (PALETTE[1], [count * (stage.forward_comm_s + stage.backward_comm_s) for stage in stages]),
+    }
+    used = [sum(values) for values in zip(*(values for _, values in spent.values()), strict=True)]
+    spent["waits and the rest"] = ("var(--line)", [max(step_s - each, 0.0) for each in used])
+    label = f"Seconds of each stage in a step of {seconds(step_s)}"
+    plot = _of_stages(label, len(stages), 1.05 * max(step_s, *used) * factor, f"{unit} of a step")
+    legend = plot.stack((name, colour, [each * factor for each in values]) for name, (colour, values) in spent.items())
+    plot.line(plot.x, [step_s * factor] * 2, class_="whisker")
+    items = (
+        ", ".join(f"{name} {seconds(each[at], step_s)}" for name, (_, each) in spent.items())
+        for at in range(len(stages))
+    )
+    plot.hint(f"stage {stage.stage}: {said}" for stage, said in zip(stages, items, strict=True))
+    return picture(plot.svg(), legend, "Each stage over all micro-batches of a step, whose end is the line.")
+
+
+def _of_stages(label: str, number: int, high: float, title: str) -> Plot:
+    """A plot with a place for the bar of each stage."""
+    room = max(0, _LEAST_SLOTS - number) / 2
+    return Plot(label, (-0.6 - room, number - 0.4 + room), (0.0, high), "stage", title, marked=(0.0, number - 1.0))
+
+
+def steps(entries: Sequence[Entry]) -> Html:
+    """The step of each layout with its 80% interval; the first of them is the best, whose interval is a band."""
+    factor, unit = unit_for(entries[0].step_s)
+    ends = [[end * factor for end in entry.step_s_interval or (entry.step_s, entry.step_s)] for entry in entries]
+    low, high = min(end for end, _ in ends), max(end for _, end in ends)
+    margin = 0.05 * (high - low or low)
+    has_bars = entries[0].step_s_interval is not None
+    label = f"The step of the best layout and its {len(entries) - 1} alternatives with intervals"
+    x_title = f"step, {unit}; bars are 80% intervals" if has_bars else f"step, {unit}"
+    last = len(entries) - 0.5
+    plot = Plot(label, (low - margin, high + margin), (last, -0.5), x_title, "alternative; 0 is the best", whole=True)
+    if has_bars:
+        left, right = (np.array([end]) for end in ends[0])
+        plot.boxes(left, right, np.array([last]), np.array([-0.5]), fill="var(--line)", opacity="0.4")
+    for row, (entry, own) in enumerate(zip(entries, ends, strict=True)):
+        plot.line(own, [row, row], stroke=PALETTE[not row], class_="interval")
+        plot.dot(entry.step_s * factor, row, PALETTE[not row], f"{entry.name} {entry.sizes}: {entry.step}")
+    says = "Grey is the best's interval: a prediction alone cannot tell layouts apart whose intervals reach into it."
+    return picture(plot.svg(), says if has_bars else "")
+
+
+def front(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that no other one beats in both step and memory, the fastest first."""
+    kept: list[Entry] = []
+    for entry in sorted(entries, key=lambda entry: (entry.step_s, entry.peak_bytes)):
+        if not kept or entry.peak_bytes < kept[-1].peak_bytes:
+            kept.append(entry)
+    return kept
+
+
+def pareto(entries: Sequence[Entry], capacity_bytes: int) -> Html:
+    """Step against memory of the fullest GPU, with its interval; a line joins those that none beats in both."""
+    factor, unit = unit_for(entries[0].step_s)
+    best, capacity = front(entries), capacity_bytes / GIB
+    peaks = [e.peak_bytes_interval or (e.peak_bytes, e.peak_bytes) for e in entries]
+    places, sizes = [e.step_s * factor for e in entries], [capacity, *(each / GIB for ends in peaks for each in ends)]
+    (left, right), (low, high) = ((min(each), max(each)) for each in (places, sizes))
+    aside, above = 0.08 * (right - left or left), 0.12 * (high - low or high)
+    label = "Step against memory of the fullest GPU, for the best layout and its alternatives"
+    x, y = (left - aside, right + aside), (max(low - above, 0.0), high + above)
+    plot = Plot(label, x, y, f"step, {unit}", "GiB of the fullest GPU")
+    along, down = np.repeat([(e.step_s * factor, e.peak_bytes / GIB) for e in best], 2, axis=0).T
+    plot.line(along[1:], down[:-1], class_="front")
+    _capacity(plot, capacity_bytes)
+    for number, (entry, ends, at) in enumerate(zip(entries, peaks, places, strict=True)):
+        colour, peak = PALETTE[not number], entry.peak_bytes / GIB
+        plot.line([at, at], [end / GIB for end in ends], stroke=colour, class_="interval")
+        says = f"{entry.name} {entry.sizes}: {entry.step}, {gibibytes(entry.peak_bytes)} GiB"
+        plot.dot(at, peak, colour, says, "" if entry in best else "var(--page)")
+        # neighbours may lie on each other: one is named above and the other below
+        plot.text(entry.name.rstrip("."), at, peak, dx="5", dy="12" if number % 2 == 0 and number else "0")
+    return picture(plot.svg(), "Filled: no other is faster in less memory.")
 
 
 def curve(curves: tuple[MemoryCurve, ...], capacity_bytes: int) -> Html:
@@ -246,6 +335,30 @@ def _shade(colour: str, chunk: int, chunks: int) -> str:
 
 
 FloatArray = npt.NDArray[np.float64]
+COLUMNS = 240
+"""Columns of a curve; of what happens within one, only the most and the least can be seen."""
+
+
+class Envelope(NamedTuple):
+    """The least and the most of a curve within each of its columns, and the times between columns."""
+
+    edges_s: FloatArray
+    low: FloatArray
+    high: FloatArray
+
+
+def envelope(times_s: FloatArray, values: FloatArray, columns: int = COLUMNS) -> Envelope:
+    """A step function, `values[i]` from `times_s[i]` on, by columns of equal width from its first time to its last."""
+    edges_s = np.linspace(times_s[0], times_s[-1], columns + 1)
+    first = np.maximum(np.searchsorted(times_s, edges_s[:-1], "right") - 1, 0)
+    end = np.maximum(np.searchsorted(times_s, edges_s[1:], "left"), first + 1)
+    end[-1] = len(values)
+    pairs = np.column_stack((first, end)).ravel()
+    padded = np.append(values, values[-1])
+    low, high = (extreme.reduceat(padded, pairs)[::2] for extreme in (np.minimum, np.maximum))
+    return Envelope(edges_s, low, high)
+
+
 _LEFT, _RIGHT, _TOP, _FOOT = 40.0, 8.0, 14.0, 32.0
 
 
@@ -294,6 +407,29 @@ class Plot:
     def text(self, words: object, x: float, y: float, **style: object) -> None:
         """Words at a point of the axes."""
         self.inside.append(tag("text", words, x=f"{self.across(x):.1f}", y=f"{self.down(y) - 3:.1f}", **style))
+
+    def dot(self, x: float, y: float, colour: str, hint: str, fill: str = "") -> None:
+        """A point, filled with its colour or another, and the text that appears where the pointer rests on it."""
+        place = {"cx": f"{self.across(x):.1f}", "cy": f"{self.down(y):.1f}"}
+        self.inside.append(tag("circle", tag("title", hint), **place, r="3.5", stroke=colour, fill=fill or colour))
+
+    def stack(self, parts: Iterable[tuple[str, str, Sequence[float]]]) -> Html:
+        """Bars one above the other, of each part that is anything, by its name and colour; returns the legend."""
+        used, below = list[tuple[str, str]](), np.zeros(1)
+        for name, colour, values in parts:
+            sizes, at = np.array(values), np.arange(len(values), dtype=np.float64)
+            if sizes.any():
+                self.boxes(at - _BAR, at + _BAR, below + 0 * at, below + sizes, fill=colour)
+                below = below + sizes
+                used.append((name, colour))
+        return keys(used)
+
+    def hint(self, texts: Iterable[str]) -> None:
+        """The text that appears where the pointer rests on the place of each bar."""
+        for at, words in enumerate(texts):
+            x, wide = self.across(at - 0.5), self.across(at + 0.5) - self.across(at - 0.5)
+            spans = {"x": f"{x:.1f}", "width": f"{wide:.1f}", "y": "0", "height": f"{self.height:g}"}
+            self.inside.append(tag("rect", tag("title", words), **spans, fill="transparent"))
 
     def svg(self, **place: str) -> Html:
         """The whole drawing, at a place of another one where one is given."""

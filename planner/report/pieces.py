@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, group
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
@@ -31,17 +31,24 @@ def section(title: str, body: RenderableType) -> Group:
     return Group("", Text(title, style="bold"), Padding(body, (0, 0, 0, 1)))
 
 
-def columns(*justify: str | None, gap: int = 2) -> Table:
-    """A table without lines: a column per word of `justify`, l or r, that may wrap where it is None."""
+as_group = group()
+"""Makes one renderable of all that a function yields."""
+Rows = Iterable[Iterable[RenderableType]]
+
+
+def columns(align: str, rows: Rows = (), gap: int = 2) -> Table:
+    """A table without lines: a column per letter of `align`, l, r, n (left too) or w (left, and wraps)."""
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=False)
-    for where in justify:
-        table.add_column(justify="right" if where == "r" else "left", no_wrap=where is not None)
+    for side in align:
+        table.add_column(justify="right" if side == "r" else "left", no_wrap=side != "w")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def headed(heads: Iterable[str], *justify: str | None, style: str = "", gap: int = 2) -> Table:
+def headed(heads: Iterable[str], align: str, rows: Rows = (), style: str = "", gap: int = 2) -> Table:
     """`columns` with a head over each."""
-    table = columns(*justify, gap=gap)
+    table = columns(align, rows, gap)
     table.show_header = True
     for column, head in zip(table.columns, heads, strict=True):
         column.header = Text(head, style=style)
@@ -63,7 +70,4 @@ class TextBar:
 
 def bullets(lines: Iterable[str]) -> Table:
     """One bullet a line, wrapped beside it."""
-    table = columns("l", None)
-    for line in lines:
-        table.add_row("·", line)
-    return table
+    return columns("lw", (("·", line) for line in lines))

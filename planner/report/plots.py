@@ -1,27 +1,84 @@
-"""A sweep and a stage's memory as pictures that matplotlib draws."""
+"""A sweep and a stage's memory as pictures that matplotlib draws (extra `plot`), loaded where one is asked for.
+
+`figure()` makes an empty figure, `image()` writes it. The same figure makes the same bytes, whatever the user's own
+matplotlib settings are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from planner.answer import Interval
-from planner.answer.memory import MemoryOfStage
+from planner.answer import Interval, MemoryOfStage
 from planner.decide.sweep import Point, Sweep
 from planner.errors import SpecError
 from planner.files import write_bytes
-from planner.report.charts import INK, MEMORY_COLOURS, PALETTE, draw_capacity, drawing, envelope, figure, image
 from planner.report.format import gibibytes, large, unit_for
+from planner.report.pictures import MEMORY_COLOURS, PALETTE, envelope
 from planner.report.sweep import swept_axes
 from planner.specs.units import GIB
 from planner.trainers.switches import written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+logging.getLogger("matplotlib").setLevel(logging.WARNING)  # a first run would note that it looks for fonts
+INK, SOFT, LINE, ALARM, PAPER = "#1c2128", "#59636e", "#d5dae0", "#b3261e", "#fefefe"
+"""Colours of text, quiet text, grids, alarms and background."""
+_SETTINGS = {
+    "svg.hashsalt": "planner", "svg.fonttype": "none", "font.size": 9, "text.color": INK, "axes.labelcolor": SOFT,
+    "axes.edgecolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "grid.color": LINE, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "legend.frameon": False, "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "system-ui", "sans-serif"], "text.parse_math": False,
+}  # fmt: skip
+_LOCK = RLock()
+"""A lock, since all threads share matplotlib's settings."""
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """A context with our matplotlib settings in place of the user's own."""
+    from matplotlib import style
+
+    with _LOCK, style.context(["default", _SETTINGS]):
+        yield
+
+
+def figure(width_in: float, height_in: float) -> Figure:
+    """An empty figure. Draw on it inside `with drawing():`, which gives new axes our settings."""
+    from matplotlib.figure import Figure
+
+    with drawing():
+        return Figure(figsize=(width_in, height_in), layout="constrained")
+
+
+def image(drawn: Figure, kind: Literal["png", "svg", "pdf"]) -> bytes:
+    """The figure as a file's bytes."""
+    file = io.BytesIO()
+    dates: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with drawing():
+        drawn.savefig(file, format=kind, dpi=150, metadata=dates[kind])
+    return file.getvalue()
+
+
+def draw_capacity(axes: Any, capacity_bytes: int, most_bytes: float) -> None:
+    """The line of the GPU's memory, and an axis of GiB that has room for it."""
+    capacity = capacity_bytes / GIB
+    axes.axhline(capacity, color=ALARM, linestyle="--", linewidth=1.1)
+    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    axes.annotate(f"GPU {capacity:.1f}", (1.0, capacity), xytext=(0, 2), color=ALARM, fontsize=8, **place)
+    axes.set_ylim(0, 1.09 * max(capacity, most_bytes / GIB))
+    axes.yaxis.get_major_locator().set_params(nbins=5)
+    axes.set_ylabel("GiB")
+
 
 MARKERS = "osD^vPX"
 SUFFIXES = (".png", ".svg")

@@ -16,15 +16,12 @@ from planner.decide.phases import LayoutChange, PhaseAnswer, PhasesAnswer
 from planner.report.format import digits, fits_with, large, percent, seconds
 from planner.report.labels import manner, sizes
 from planner.report.months import duration
-from planner.report.pieces import bullets, columns, headed, section
+from planner.report.pieces import as_group, bullets, columns, headed, section
 
 
-def render_phases(run: PhasesAnswer) -> Group:
+@as_group
+def render_phases(run: PhasesAnswer) -> Iterator[RenderableType]:
     """The whole answer, made for 80 columns."""
-    return Group(*_run_sections(run))
-
-
-def _run_sections(run: PhasesAnswer) -> Iterator[RenderableType]:
     yield Text(says_run(run), style="bold")
     yield section("The phases", _phases(run))
     yield section("Their layouts", _layouts(run))
@@ -68,7 +65,7 @@ def _span(interval: Interval, write: Callable[[float], str]) -> str:
 
 def _phases(run: PhasesAnswer) -> Table:
     heads = ("phase", "tokens", "batch", "sequence", "step", "tokens/s", "MFU", "days", "±")
-    table = headed(heads, "l", *["r"] * (len(heads) - 1), style="dim")
+    table = headed(heads, "l" + "r" * (len(heads) - 1), style="dim")
     for phase in run.phases:
         width = "–" if phase.days_interval is None else percent(half_width(phase.days_interval), 0)
         table.add_row(
@@ -87,7 +84,7 @@ def _batch(phase: PhaseAnswer) -> str:
 
 
 def _layouts(run: PhasesAnswer) -> Table:
-    table = headed(("phase", "layout", ""), "l", None, "l", style="dim")
+    table = headed(("phase", "layout", ""), "lwl", style="dim")
     layouts = [phase.plan.parallelism for phase in run.phases]
     differs = len({(layout.zero_stage, layout.shard_size < layout.dp * layout.cp) for layout in layouts}) > 1
     for phase, layout in zip(run.phases, layouts, strict=True):
@@ -102,7 +99,7 @@ def _days(days: float) -> str:
 
 def _stops(run: PhasesAnswer) -> Table:
     """Every stop, what it is for, and what it would be to keep the layout."""
-    table = headed(("stop", "for its", "takes", "to keep the layout"), "l", "l", "r", None, style="dim")
+    table = headed(("stop", "for its", "takes", "to keep the layout"), "llrw", style="dim")
     for change in run.changes:
         names = f"{_short(change.before)} → {_short(change.after)}"
         table.add_row(names, change.why, duration(change.stop_s), _keeping(change))
@@ -183,12 +180,9 @@ _MANY = 6
 """Rows of spare nodes that are shown at most."""
 
 
-def render_resume(resume: Resume, plan: Plan) -> Group:
+@as_group
+def render_resume(resume: Resume, plan: Plan) -> Iterator[RenderableType]:
     """The whole answer, made for 80 columns."""
-    return Group(*_resume_sections(resume, plan))
-
-
-def _resume_sections(resume: Resume, plan: Plan) -> Iterator[RenderableType]:
     yield Text(says_resume(resume, plan), style="bold")
     if not resume.choices:
         return
@@ -251,7 +245,7 @@ def _table(resume: Resume) -> Table:
     """A row for each way; those that are closed have no figures."""
     grows = resume.num_gpus_lost < 0
     heads = ("", "", "GPUs", "idle", "batch", "tokens/s", "change", "back in", "pays after", "loses")
-    table = _headed(heads, "llrrrrrrrr")
+    table = headed(heads, "llrrrrrrrr", style="dim", gap=1)
     for number, choice in enumerate(resume.choices):
         mark = "→" if number == resume.recommended else " "
         cells = [f"{choice.global_batch_size:,}", large(choice.tokens_per_s)]
@@ -268,19 +262,10 @@ def _table(resume: Resume) -> Table:
     return table
 
 
-def _headed(heads: Iterable[str], justify: str) -> Table:
-    """A table with a head over each column, and one blank between two: ten columns fit."""
-    table = columns(*justify, gap=1)
-    table.show_header = True
-    for column, head in zip(table.columns, heads, strict=True):
-        column.header = Text(head, style="dim")
-    return table
-
-
 def _notes(resume: Resume) -> Iterator[RenderableType]:
     """Below the table, the layout of each way, what its checkpoint needs, and what it changes."""
     yield Text("")
-    table = columns("l", "l", None, gap=1)
+    table = columns("llw", gap=1)
     for number, choice in enumerate(resume.choices):
         lines = [choice.layout]
         if choice.kind == "wait":
@@ -309,7 +294,7 @@ def _conditions(choice: Choice) -> Iterator[str]:
 
 def _failures(failures: Iterable[Failure]) -> Table:
     heads = ("lost", "nodes", "a day", "the job", "each loses", "tokens/s then", "GPU-h a day")
-    table = _headed(heads, "lrrlrrr")
+    table = headed(heads, "lrrlrrr", style="dim", gap=1)
     total = 0.0
     for failure in failures:
         total += failure.gpu_hours_per_day
@@ -331,7 +316,7 @@ def _rate(per_day: float) -> str:
 
 
 def _spares(resume: Resume) -> Table:
-    table = _headed(("spare nodes", "none free", "idle", "lost", "together", ""), "rrrrrl")
+    table = headed(("spare nodes", "none free", "idle", "lost", "together", ""), "rrrrrl", style="dim", gap=1)
     for number in _shown(resume):
         row = resume.spares[number]
         none_free = "under 0.1%" if row.none_free_fraction < 1e-3 else percent(row.none_free_fraction)
@@ -411,7 +396,7 @@ def render_next(answer: NextAnswer) -> Group:
         parts.append(section("What it decides", bullets(map(_outcome, answer.outcomes))))
     elif answer.outcomes:
         parts.append(section("What it decides", "Nothing by itself: what is run next is held against it."))
-    table = headed(("", "layout", "step", "80% interval", "fastest", "saves"), "r", None, *"rrrr", style="dim")
+    table = headed(("", "layout", "step", "80% interval", "fastest", "saves"), "rwrrrr", style="dim")
     for one in answer.layouts[:MOST_TRIALS]:
         step = "measured" if one.measured_s else percent(one.saved_fraction, 2)
         low, high = one.expected_s_interval

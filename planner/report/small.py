@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from planner.answer import Change, Layout, Plan, Room, StagePlan, small
+from planner.answer import Change, Layout, Plan, Room, StagePlan
+from planner.answer import is_small as is_small_job
 from planner.report.format import digits, fits_with, gibibytes, large, percent, seconds, signed_seconds, span
 from planner.report.months import cost_figures, duration
 from planner.report.rows import MFU, Figure, StepShare
@@ -48,7 +49,7 @@ class MemoryItem:
 def is_small(plan: Plan) -> bool:
     """True for the plan of a small job that splits no layer and has no stages."""
     sizes = plan.parallelism
-    return small.is_small(plan.cluster.num_gpus, plan.training, plan.runtime_spec) and sizes.pp * sizes.tp == 1
+    return is_small_job(plan.cluster.num_gpus, plan.training, plan.runtime_spec) and sizes.pp * sizes.tp == 1
 
 
 def trained(plan: Plan) -> tuple[str, ...]:

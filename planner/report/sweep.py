@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Mapping
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,18 +14,15 @@ from planner.answer import Interval, Layout, half_width
 from planner.decide.sweep import Point, Sweep
 from planner.report.format import digits, fits_with, large, percent, seconds
 from planner.report.months import duration
-from planner.report.pieces import bullets, headed, section
+from planner.report.pieces import as_group, bullets, headed, section
 from planner.trainers.switches import Value, written
 
 _MARKS = {"fewest_gpus": "fewest GPUs", "cheapest": "cheapest", "fastest": "fastest"}
 
 
-def render_sweep(sweep: Sweep) -> Group:
+@as_group
+def render_sweep(sweep: Sweep) -> Iterator[RenderableType]:
     """The whole answer, made for 80 columns."""
-    return Group(*_sections(sweep))
-
-
-def _sections(sweep: Sweep) -> Iterator[RenderableType]:
     yield Text(says(sweep), style="bold")
     yield section("The points", _table(sweep, SPEEDS))
     if costs := _costs(sweep):
@@ -155,8 +152,8 @@ def _cells(point: Point, sweep: Sweep) -> list[str]:
 
 def _table(sweep: Sweep, figures: Mapping[str, Column]) -> Table:
     axes = [axis.replace("_", " ") for axis in swept_axes(sweep)]
-    sides = ["r"] * len(axes) + [None if head == LAYOUT else "r" for head in figures]
-    table = headed((*axes, *figures), *sides, style="dim", gap=1 if LAYOUT in figures else 2)
+    sides = "r" * len(axes) + "".join("w" if head == LAYOUT else "r" for head in figures)
+    table = headed((*axes, *figures), sides, style="dim", gap=1 if LAYOUT in figures else 2)
     for number, point in enumerate(sweep.points):
         cells = [column(point) for column in figures.values()]
         table.add_row(*_cells(point, sweep), *cells, style="bold" if number in sweep.pareto else "")

@@ -91,8 +91,8 @@ def _part(part: Table | tuple[Entry, ...] | tuple[str, ...]) -> RenderableType:
 def table(shown: Table) -> RenderableType:
     """A table of a report; bars are as wide as there is room."""
     is_crowded = len(shown.align) > 7
-    bars = [None] if shown.bars else []
-    drawn = columns(*({"w": None, "n": "l"}.get(side, side) for side in shown.align), *bars, gap=1 if is_crowded else 2)
+    bars = "w" if shown.bars else ""
+    drawn = columns(shown.align + bars, gap=1 if is_crowded else 2)
     if shown.heads:
         heads = ["\n".join(head.rsplit(" ", 1)) if shown.has_narrow_heads else head for head in shown.heads]
         drawn.add_row(*(Text(head, style="dim") for head in heads), *("" for _ in bars))
@@ -251,7 +251,7 @@ def _title(text: str) -> Text:
 
 def _one_line(pairs: Iterable[tuple[str, str]], wrapped: int = 0) -> Padding:
     """Subjects and sentences, a line each whatever is in them but for the first `wrapped` ones."""
-    drawn = columns("l", None)
+    drawn = columns("lw")
     for number, (name, text) in enumerate(pairs):
         drawn.add_row(name, text if number < wrapped else _cut(text))
     return Padding(drawn, (0, 0, 0, 1))
@@ -276,7 +276,7 @@ def _beside(view: View, memory: Table) -> RichTable:
 
 
 def _changes(rows: Sequence[small.ChangeRow]) -> Padding:
-    drawn = columns("l", "r", "r", None)
+    drawn = columns("lrrw")
     for row in rows:
         drawn.add_row(*row.cells[:3], _cut(row.remark, "dim"))
     return Padding(drawn, (0, 0, 0, 1))

@@ -11,9 +11,7 @@ tail_r  Σ_{q<s} (b_q + c_q), from its last gradient to the front
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -55,8 +53,20 @@ def in_flight_bounds_s(
     head + ⌈M/k⌉ trips (+ tail).
     Transfers within a rank take no time. Blocking transfers are bounded like all others.
     """
-    trips = _Trips.through(durations, stage_to_rank, num_microbatches, splits_backward)
-    return np.array([trips.bound_s(rank, k) for rank, k in enumerate(max_in_flight_chunks)])
+    table, boundaries_s = stage_tables(durations, stage_to_rank)
+    given = durations.microbatch_sizes
+    # a list of ones would take gigabytes where a batch has billions of sequences
+    sizes = np.ones(1) if given is None else np.asarray(given, dtype=np.float64)
+    return trip_bounds_s(
+        (table[F], table[I], table[W]) if splits_backward else (table[F], table[B], np.zeros(len(stage_to_rank))),
+        boundaries_s[0][:-1],
+        stage_to_rank,
+        num_microbatches if given is None else len(sizes),
+        max_in_flight_chunks,
+        splits_backward=splits_backward,
+        sizes=(float(sizes.min()), float(sizes.max()), num_microbatches if given is None else float(sizes.sum())),
+        hidden_fraction=durations.pair_overlap_fraction,
+    )
 
 
 def trip_bounds_s(
@@ -67,124 +77,47 @@ def trip_bounds_s(
     max_in_flight_chunks: Sequence[int],
     *,
     splits_backward: bool = False,
+    sizes: tuple[float, float, float] | None = None,
+    hidden_fraction: float = 0.0,
 ) -> FloatArray:
-    """`in_flight_bounds_s` of many pipelines at once: rows are ranks, columns the pipelines.
+    """`in_flight_bounds_s` of many pipelines at once: the last axis is of ranks, those before it of pipelines.
 
-    `stages_s` has f, b and what may follow at any time (0, or w where the backward is split) of each pipeline (rows)
-    and virtual stage (columns), `hop_s` the seconds of each boundary between two stages.
+    `stages_s` has f, b (i where the backward is split) and what may follow at any time (0, or w where it is split) of
+    each virtual stage (last axis), `hop_s` the seconds of each boundary between two stages. `sizes` are the least, the
+    largest and the sum of the micro-batches' relative sizes; overlapped pairs hide `hidden_fraction` of a half.
     """
     forward_s, backward_s, weight_s = stages_s
-    trips = _Trips(
-        stage_to_rank=stage_to_rank,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        weight_s=weight_s,
-        hop_s=hop_s,
-        num_microbatches=num_microbatches,
-        size_least=1.0,
-        size_most=1.0,
-        size_total=float(num_microbatches),
-        hidden_fraction=0.0,
-        splits_backward=splits_backward,
-    )
-    return np.array([trips.bound_s(rank, k) for rank, k in enumerate(max_in_flight_chunks)])
+    least, most, total = sizes or (1.0, 1.0, float(num_microbatches))
+    pp, k = max(stage_to_rank) + 1, np.asarray(max_in_flight_chunks)
+    stages = np.argsort(stage_to_rank, kind="stable").reshape(pp, -1)
+    first, last = stages[:, 0], stages[:, -1]
+    sent, there, back = (_sums(each) for each in (hop_s, forward_s, backward_s))
+    of_rank = [each[..., stages].sum(axis=-1) for each in stages_s]
+
+    # seconds from the start of a pass on each stage to the last stage, and from there until one on the stage may start
+    rest_s = sent[..., -1:] - sent
+    away_s, above_s = (each[..., -1:] - each[..., :-1] + rest_s for each in (there, back))
+    home_s, below_s = (each[..., -1:] - each[..., 1:] + rest_s for each in (back, there))
+    head_s, tail_s = (least * (each + sent)[..., first] for each in (there[..., :-1], back[..., :-1]))
+    before_s = least * (away_s[..., first] + home_s[..., last]) - most * k * forward_s[..., stages].max(axis=-1)
+    after_s = least * (above_s[..., first] + below_s[..., last]) - most * k * backward_s[..., stages].max(axis=-1)
+    before_s, after_s = np.maximum(before_s, 0.0), np.maximum(after_s, 0.0)
+    lives_s = (away_s + home_s + backward_s + weight_s)[..., stages].sum(axis=-1)
+    times = num_microbatches / k
+    slots_s = least * lives_s * (np.ceil(times) if stages.shape[1] == 1 else times)
+    hidden_s = hidden_fraction * np.minimum(of_rank[0], of_rank[1] + of_rank[2])
+    chain_s = total * (of_rank[0] + of_rank[1] - hidden_s)
+    if splits_backward:
+        # the longest way from the last input gradient of the first stage to the end of a weight gradient before it
+        way_s = back[..., :-1] + sent
+        longest_s = way_s + np.maximum.accumulate(weight_s - way_s, axis=-1)
+        later_s = np.maximum(total * of_rank[2], least * longest_s[..., first])
+        return np.asarray(head_s + np.maximum(before_s + chain_s + later_s, slots_s))
+    both_count = num_microbatches * stages.shape[1] > k
+    waits_s = np.where(both_count, before_s + after_s, np.maximum(before_s, after_s))
+    return np.asarray(head_s + np.maximum(waits_s + chain_s, slots_s) + tail_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trips:
-    stage_to_rank: Sequence[int]
-    forward_s: FloatArray
-    backward_s: FloatArray
-    """Seconds that each stage adds to a gradient's way: b, or i where the backward is split."""
-    weight_s: FloatArray
-    """Seconds of each stage that may follow at any time: 0, or w where the backward is split."""
-    hop_s: FloatArray
-    num_microbatches: int
-    size_least: float
-    """The smallest relative size of a micro-batch."""
-    size_most: float
-    size_total: float
-    hidden_fraction: float
-    splits_backward: bool
-
-    @classmethod
-    def through(
-        cls, durations: Durations, stage_to_rank: Sequence[int], num_microbatches: int, splits_backward: bool
-    ) -> _Trips:
-        table, boundaries_s = stage_tables(durations, stage_to_rank)
-        given = durations.microbatch_sizes
-        # a list of ones would take gigabytes where a batch has billions of sequences
-        sizes = np.ones(1) if given is None else np.asarray(given, dtype=np.float64)
-        return cls(
-            stage_to_rank=stage_to_rank,
-            forward_s=table[F],
-            backward_s=table[I] if splits_backward else table[B],
-            weight_s=table[W] if splits_backward else np.zeros(len(stage_to_rank)),
-            hop_s=boundaries_s[0][:-1],
-            num_microbatches=num_microbatches if given is None else len(sizes),
-            size_least=float(sizes.min()),
-            size_most=float(sizes.max()),
-            size_total=float(num_microbatches) if given is None else float(sizes.sum()),
-            hidden_fraction=durations.pair_overlap_fraction,
-            splits_backward=splits_backward,
-        )
-
-    def bound_s(self, rank: int, k: int) -> FloatArray:
-        stages = [stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank]
-        first, last = stages[0], stages[-1]
-        least, most, total = self.size_least, self.size_most, self.size_total
-        hops_s = self.hop_s[..., :first].sum(axis=-1)
-        head_s = least * (self.forward_s[..., :first].sum(axis=-1) + hops_s)
-        tail_s = least * (self.backward_s[..., :first].sum(axis=-1) + hops_s)
-        before_s = least * self._below_s(first, last) - most * k * self.forward_s[..., stages].max(axis=-1)
-        after_s = least * self._above_s(first, last) - most * k * self.backward_s[..., stages].max(axis=-1)
-        before_s, after_s = np.maximum(before_s, 0.0), np.maximum(after_s, 0.0)
-        chain_s = total * self._unhidden_s(stages)
-        if self.splits_backward:
-            weights_s = total * self.weight_s[..., stages].sum(axis=-1)
-            rest_s = np.maximum(weights_s, least * self._last_weight_gradient_s(first))
-            return np.asarray(
-                np.maximum(head_s + before_s + chain_s + rest_s, head_s + least * self._slots_s(stages, k))
-            )
-        both_count = self.num_microbatches * len(stages) > k
-        waits_s = before_s + after_s if both_count else np.maximum(before_s, after_s)
-        return np.asarray(head_s + np.maximum(waits_s + chain_s, least * self._slots_s(stages, k)) + tail_s)
-
-    def _unhidden_s(self, stages: list[int]) -> FloatArray:
-        """Seconds of forward and backward of one micro-batch on the rank, less the most that overlapped pairs hide."""
-        forward_s = self.forward_s[..., stages].sum(axis=-1)
-        backward_s = self.backward_s[..., stages].sum(axis=-1)
-        full_backward_s = backward_s + self.weight_s[..., stages].sum(axis=-1)
-        return np.asarray(forward_s + backward_s - self.hidden_fraction * np.minimum(forward_s, full_backward_s))
-
-    def _below_s(self, first: int, last: int) -> FloatArray:
-        """Seconds from the start of a forward on stage `first` to the start of its backward on stage `last`."""
-        down_s = self.forward_s[..., first:].sum(axis=-1) + self.hop_s[..., first:].sum(axis=-1)
-        back_s = self.backward_s[..., last + 1 :].sum(axis=-1) + self.hop_s[..., last:].sum(axis=-1)
-        return np.asarray(down_s + back_s)
-
-    def _above_s(self, first: int, last: int) -> FloatArray:
-        """Seconds from the end of a forward on stage `last` to the end of its backward on stage `first`."""
-        down_s = self.forward_s[..., last + 1 :].sum(axis=-1) + self.hop_s[..., last:].sum(axis=-1)
-        back_s = self.backward_s[..., first:].sum(axis=-1) + self.hop_s[..., first:].sum(axis=-1)
-        return np.asarray(down_s + back_s)
-
-    def _slots_s(self, stages: list[int], k: int) -> FloatArray:
-        """The least seconds that k slots need to hold all activations of the rank, one after the other."""
-        lives_s = [
-            self._below_s(stage, stage) + self.backward_s[..., stage] + self.weight_s[..., stage] for stage in stages
-        ]
-        if len(stages) == 1:
-            return np.asarray(math.ceil(self.num_microbatches / k) * lives_s[0])
-        return np.asarray(self.num_microbatches * np.sum(lives_s, axis=0) / k)
-
-    def _last_weight_gradient_s(self, first: int) -> FloatArray:
-        """Seconds of the longest way from the last input gradient of stage `first` to the end of a weight gradient.
-
-        The weight gradient may be of `first` or of a stage before it.
-        """
-        longest_s, trip_s = self.weight_s[..., first], np.zeros(self.weight_s.shape[:-1])
-        for stage in range(first - 1, -1, -1):
-            trip_s = trip_s + self.hop_s[..., stage] + self.backward_s[..., stage]
-            longest_s = np.maximum(longest_s, trip_s + self.weight_s[..., stage])
-        return np.asarray(longest_s)
+def _sums(values: FloatArray) -> FloatArray:
+    """Sums of the first 0, 1 … n values along the last axis."""
+    return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)

@@ -19,9 +19,6 @@ from planner.errors import SpecError
 from planner.schedule.actions import Action, ActionList, B, F, I, IntArray, Schedule, W, keeps_latest
 from planner.specs.reading import parse_rows
 
-WIDE = 64
-"""Least ranks whose actions are ordered and timed level by level, in arrays."""
-
 
 class DeadlockError(SpecError):
     """An error for action lists that cannot be run in their order, because ranks wait for each other."""
@@ -45,11 +42,6 @@ class Graph:
     """Positions of each rank's actions, in list order."""
     redirected: bool
     """True where the consumers of an overlapped forward wait for the end of its pair."""
-    levels: IntArray
-    """Begins of levels among the actions of many ranks, and the last end: no action of a level waits for another.
-
-    Empty for fewer ranks than `WIDE`, whose actions are timed one by one.
-    """
 
     @property
     def num_actions(self) -> int:
@@ -75,11 +67,7 @@ def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
     if overlap:
         _redirect_to_pairs(schedule, source)
     bounds = np.concatenate(([0], np.cumsum(lengths)))
-    wide = _levels(source, bounds) if schedule.pp >= WIDE else None
-    if wide is None:
-        order, levels = _topological_order(schedule, source.tolist(), bounds.tolist()), np.zeros(0, dtype=np.int32)
-    else:
-        order, levels = wide
+    order = _topological_order(schedule, source.tolist(), bounds.tolist())
     position = np.empty(num_actions + 1, dtype=np.int32)
     position[order] = np.arange(1, num_actions + 1, dtype=np.int32)
     position[-1] = 0  # where index −1, "none", lands
@@ -94,7 +82,6 @@ def compile_schedule(schedule: Schedule, overlap: bool = False) -> Graph:
         source=position[source[order]],
         position=tuple(np.split(position[:-1], bounds[1:-1])),
         redirected=overlap,
-        levels=levels,
     )
 
 
@@ -169,27 +156,6 @@ def _redirect_to_pairs(schedule: Schedule, source: IntArray) -> None:
         forwards = first + np.array(pairs, dtype=np.int32)
         source[np.isin(source, forwards)] += 1
         first += len(actions)
-
-
-def _levels(source: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray] | None:
-    """All actions level by level, with the begin of each level; None where ranks wait for each other.
-
-    In each level every rank runs its next action if what that waits for is of an earlier level.
-    """
-    done = np.zeros(len(source) + 1, dtype=bool)
-    done[-1] = True  # where −1, "none", looks
-    cursor, end = bounds[:-1].copy(), bounds[1:]
-    levels = []
-    while len(left := np.flatnonzero(cursor < end)):
-        next_ones = cursor[left]
-        ready = done[source[next_ones]]
-        if not ready.any():
-            return None
-        levels.append(next_ones[ready])
-        done[levels[-1]] = True
-        cursor[left[ready]] += 1
-    sizes = [0, *map(len, levels)]
-    return np.concatenate(levels).astype(np.int32), np.cumsum(sizes, dtype=np.int32)
 
 
 def _topological_order(schedule: Schedule, source: list[int], bounds: list[int]) -> IntArray:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.errors import SpecError
 from planner.schedule.actions import B, F, I, IntArray, Schedule, W
@@ -57,8 +58,7 @@ class Durations:
 def makespan_s(schedule: Schedule, durations: Durations) -> float:
     """Seconds from the first action to the end of the last: `replay(...).makespan_s` without the timeline."""
     graph = compile_schedule(schedule, _overlaps(schedule, durations))
-    ends = _sweep(graph, _costs(schedule, graph, durations))
-    return max(ends) if isinstance(ends, list) else float(ends.max())
+    return max(_sweep(graph, _costs(schedule, graph, durations)))
 
 
 def replay(schedule: Schedule, durations: Durations) -> Timeline:
@@ -220,11 +220,9 @@ def _vector(name: str, values: Sequence[float], length: int) -> FloatArray:
     return array
 
 
-def _sweep(graph: Graph, costs: Costs) -> list[float] | FloatArray:
+def _sweep(graph: Graph, costs: Costs) -> list[float]:
     """End of each action, behind the sentinel's 0: the time when both its rank and its input are ready, plus its
     seconds."""
-    if len(graph.levels):
-        return _sweep_levels(graph, costs)
     ends = [0.0]
     append = ends.append
     if costs.exchange_s is None:
@@ -239,19 +237,63 @@ def _sweep(graph: Graph, costs: Costs) -> list[float] | FloatArray:
     return ends
 
 
-def _sweep_levels(graph: Graph, costs: Costs) -> FloatArray:
-    """`_sweep` of all actions of a level at once."""
-    ends, exchange_s = np.zeros(graph.num_actions + 1), costs.exchange_s
-    for first, last in pairwise(graph.levels.tolist()):
-        free = ends[graph.previous[first:last]]
-        if exchange_s is not None:
-            free += exchange_s[first:last]
-        arrival = ends[graph.source[first:last]] + costs.hop_s[first:last]
-        ends[first + 1 : last + 1] = np.maximum(free, arrival) + costs.compute_s[first:last]
-    return ends
-
-
 def _rows(*columns: IntArray | FloatArray) -> Iterator[tuple[Any, ...]]:
     """The columns row by row, as Python's numbers; a stretch of them at a time, since they are large."""
     starts = range(0, len(columns[0]), STRETCH)
     return chain.from_iterable(zip(*(one[at : at + STRETCH].tolist() for one in columns), strict=True) for at in starts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waves:
+    """Seconds of a step of plain 1F1B on each rank (arrays along the ranks)."""
+
+    start_s: FloatArray
+    end_s: FloatArray
+    busy_s: FloatArray
+    transfer_s: FloatArray
+    """Seconds in which the rank waits for a transfer that is under way."""
+
+
+def one_f_one_b_waves(durations: Durations, num_microbatches: int, waits: bool = True) -> Waves:
+    """`replay` of plain 1F1B to the last bit, without its actions: what all ranks run at a time is a wave of arrays.
+
+    Counted in passes, rank r runs the forward of micro-batch m at r + m, until wave pp − 1. From then on ranks run a
+    forward and a backward in turn, backward k at 2·pp − 1 − r + 2·k, and backwards alone when forwards are over. So
+    each pass takes what its rank's neighbour has run last. Without `waits` only the ends are worked out.
+    """
+    pp, steps, blocks = len(durations.forward_s), num_microbatches, durations.blocking_p2p
+    table, (hops_s,) = stage_tables(durations, range(pp))
+    rank, before_s = np.arange(pp, dtype=np.int64), np.roll(hops_s, 1)
+    # of a forward and a backward: place of its source among the ends, its transfer, the one behind it, its seconds
+    each = (rank, before_s, hops_s, table[F]), (rank + 2, hops_s, before_s, table[B])
+    turns = [[np.where(rank % 2 == parity, *pair) for pair in zip(*each, strict=True)] for parity in (0, 1)]
+    ends, start_s, (busy_s, transfer_s, sent_s) = np.full(pp + 2, -np.inf), np.full(pp, np.inf), np.zeros((3, pp))
+    ends[0] = ends[-1] = 0.0  # beside ranks that there are; the others have not begun
+
+    def run(
+        at: slice, source: NDArray[np.int64], hop_s: FloatArray, behind_s: FloatArray, compute_s: FloatArray
+    ) -> None:
+        own_s, wait_s = own[at], hop_s[at]
+        arrival_s = seen[source[at]] + wait_s
+        if blocks:
+            wait_s = np.maximum(sent_s[at], wait_s)
+            sent_s[at] = behind_s[at]
+        begin_s = np.maximum(own_s + wait_s if blocks else own_s, arrival_s)
+        if waits:
+            waited_s = np.minimum(wait_s, begin_s - own_s)
+            transfer_s[at] += np.where(np.isfinite(own_s), waited_s, 0.0)
+            start_s[at] = np.minimum(start_s[at], begin_s)
+            busy_s[at] += compute_s[at]
+        ends[1:-1][at] = begin_s + compute_s[at]
+
+    for wave in range(2 * (pp + steps) - 2):
+        seen = ends.copy()
+        own, over, first = seen[1:-1], wave - 2 * steps + 2, max(0, 2 * pp - 1 - wave)
+        if wave < pp:
+            run(slice(max(0, wave - steps + 1), wave + 1), *each[0])
+        elif over <= first:
+            run(slice(first, pp), *turns[wave % 2])
+        else:  # ranks before `over` have no forward left, and rest every second wave
+            run(slice(over, pp), *turns[wave % 2])
+            run(slice(first + (first + wave + 1) % 2, min(over, pp, 2 * (pp + steps) - 2 - wave), 2), *each[1])
+    return Waves(start_s, ends[1:-1], busy_s, transfer_s)

@@ -437,18 +437,27 @@ def _holding_bound_s(
     rate = again / (in_flight * saved)
     tight = np.floor(free / (static + in_flight * (live - saved))) if may_recompute else roomy
     exists = np.arange(in_flight.shape[1])[None, :] < np.asarray(shapes.shape.pp)[:, None]
-    low, high = least_s, np.maximum(count * (seconds + again)[:, 0] + beside_s.max(axis=1), least_s)
+    most, spare_s, layer_s = np.where(exists, tight, 0.0), rate * free, seconds + rate * (static + in_flight * live)
+    high = np.maximum(count * (seconds + again)[:, 0] + beside_s.max(axis=1), least_s)
+
+    def enough(rows: npt.NDArray[np.int64], busiest_s: FloatArray) -> npt.NDArray[np.bool_]:
+        busy = np.maximum(busiest_s[:, None] - beside_s[rows], 0.0)
+        layers = np.minimum(busy / seconds[rows], most[rows])
+        if may_recompute:
+            layers = np.minimum(layers, np.maximum((busy + spare_s[rows]) / layer_s[rows], 0))
+        return np.asarray(np.floor(layers + 1e-9).sum(axis=1) >= count)
+
+    fits = most.sum(axis=1) >= count
+    rows = np.flatnonzero(fits)
+    rows = rows[~enough(rows, least_s[rows])]
+    low, high = least_s[rows], high[rows]
     for _ in range(BISECTIONS):
         middle = np.sqrt(low * high)
-        busy = np.maximum(middle[:, None] - beside_s, 0.0)
-        layers = busy / seconds
-        if may_recompute:
-            layers_in_memory = (busy + rate * free) / (seconds + rate * (static + in_flight * live))
-            layers = np.minimum(layers, np.maximum(layers_in_memory, 0))
-        layers = np.floor(np.minimum(layers, tight) + 1e-9)
-        enough = (layers * exists).sum(axis=1) >= count
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    return np.where((tight * exists).sum(axis=1) < count, np.inf, low)
+        holds = enough(rows, middle)
+        low, high = np.where(holds, low, middle), np.where(holds, middle, high)
+    bound_s = np.where(fits, least_s, np.inf)
+    bound_s[rows] = low
+    return bound_s
 
 
 def schedule_bound_s(shapes: PricedShapes, busiest_s: FloatArray, base: Recompute, orders: Orders) -> FloatArray:

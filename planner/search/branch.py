@@ -21,7 +21,7 @@ from planner.layout.candidate import Candidate, Split, even_counts
 from planner.physics.cost import CostTable
 from planner.schedule.orders import SCHEDULES
 from planner.search.case import Deadline
-from planner.search.chain import best_split, is_deep
+from planner.search.chain import MAX_CELLS, best_split, has_room, is_deep
 from planner.search.chunks import (
     bounded,
     few_splits,
@@ -53,9 +53,9 @@ from planner.trainers.spec import RuntimeSpec
 
 PRICED = 32
 """Number of nodes that are priced together with the one that is solved next."""
-SHARPENED = 512
-"""Number of nodes that are bounded by their own splits together, once a layout is known."""
-OPENED = 128
+SHARPENED, FIRST_SHARPENED = 2048, 256
+"""Number of nodes that are bounded by their own splits together, once a layout is known and before."""
+OPENED = 2048
 """Number of nodes that stand for any set of modules and are opened together."""
 NOISE = 1e-4
 """Part of a bound by which a replay may be below it, since the solver stops at such a gap."""
@@ -130,7 +130,7 @@ class Branch:
                 self._open([(shapes.take(block), limits) for shapes, limits in priced], coarse[block], frontier)
                 block = next(blocks, None)
             self._leave(frontier.cut(cutoff))
-            sharpened = SHARPENED if self.candidates else PRICED
+            sharpened = SHARPENED if self.candidates else FIRST_SHARPENED
             if not self._late() and (frontier.open_sets(OPENED) or frontier.sharpen(sharpened, self._sharp_bound_s)):
                 continue
             node = frontier.take()
@@ -282,14 +282,17 @@ class Branch:
         layers, pricing = shapes.pricing.model.num_hidden_layers, shapes.pricing
         together = shapes.cost_table(rows)
         for places in nodes.by_pipeline(rows):
-            one = scalar(shapes.shape, int(rows[places[0]]))
+            one, schedule = scalar(shapes.shape, int(rows[places[0]])), nodes.schedules[int(rows[places[0]])]
             splits = splits_of(int(one.pp), int(one.vpp), layers, pricing.runtime, choice)
-            if splits is not None and int(one.pp) > 1:
+            is_chain = splits is None and int(one.vpp) == 1 and len(places) * layers * int(one.pp) < MAX_CELLS
+            if int(one.pp) > 1 and (is_chain or splits is not None):
                 alike = together.take(places)
                 sizes = {name: getattr(one, name) for name in ("pp", "vpp", "num_microbatches", "zero_stage")}
                 table = replace(alike, shape=replace(alike.shape, **sizes))
-                *_, least_s = bounded(pricing, table, nodes.schedules[int(rows[places[0]])], choice, splits)
-                bound_s[places] = least_s.min(axis=-1)
+                if splits is None:
+                    bound_s[places] = np.where(has_room(node_of(pricing, table, choice, schedule)), 0.0, np.inf)
+                else:
+                    bound_s[places] = bounded(pricing, table, schedule, choice, splits)[-1].min(axis=-1)
         return bound_s
 
     def _solve(self, node: Open) -> None:

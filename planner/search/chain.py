@@ -21,7 +21,6 @@ from functools import lru_cache, reduce
 import numpy as np
 import numpy.typing as npt
 
-from planner.physics.cost import PartCost
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
 from planner.shape import FloatArray, Number
@@ -71,18 +70,14 @@ class Chain:
 
     def total(self, quantity: str) -> FloatArray:
         """A quantity of each stage's layers, behind an axis of shapes where the node is of several."""
-        total = np.tensordot(self._of_kinds(quantity, self.node.modes[0]), self.plain, (-1, -1))
+        total = np.tensordot(_of_kinds(self.node, quantity, self.node.modes[0]), self.plain, (-1, -1))
         if self.whole is None:
             return np.asarray(total)
-        return np.asarray(total + np.tensordot(self._of_kinds(quantity, FULL), self.whole, (-1, -1)))
-
-    def _of_kinds(self, quantity: str, mode: Recompute) -> FloatArray:
-        parts = [self.node.layers[kind, mode] for kind in self.node.kinds]
-        return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
+        return np.asarray(total + np.tensordot(_of_kinds(self.node, quantity, FULL), self.whole, (-1, -1)))
 
     def transient_bytes(self) -> FloatArray:
         """The largest transient bytes of any kind of layer on each stage, in whichever mode needs the least."""
-        least = np.min([self._of_kinds("transient_bytes", mode) for mode in self.node.modes], axis=0)
+        least = np.min([_of_kinds(self.node, "transient_bytes", mode) for mode in self.node.modes], axis=0)
         held = self.plain if self.whole is None else self.plain + self.whole
         largest = np.zeros((*least.shape[:-1], *held.shape[:-1]))
         for kind in range(least.shape[-1]):
@@ -91,18 +86,21 @@ class Chain:
         return largest
 
 
-def beside_layers(node: Node, rank: int) -> PartCost:
-    """Bytes of a rank beside its layers: embedding, head, the hidden states that its stages sent."""
-    held, is_last = node.in_flight_of(rank), rank == node.placement[-1]
-    static: Number = node.short_bytes[rank] if node.short_bytes else 0.0
-    live = (sum(held) - (held[-1] if is_last else 0.0)) * node.sent_bytes
-    transient: Number = 0.0
-    if rank == 0:
-        static, live = static + node.embedding.static_bytes, live + held[0] * node.embedding.live_bytes
-    if is_last:
-        static, live = static + node.head.static_bytes, live + node.head.live_bytes
-        transient = node.head.transient_bytes
-    return PartCost(weights_bytes=static, live_bytes=live, transient_bytes=transient)
+def beside_layers(node: Node) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Static, kept and transient bytes of each rank (last axis) beside its layers: embedding, head, what it sent."""
+    rank = np.arange(node.pp)
+    first, last = rank == 0, rank == node.placement[-1]
+    held = np.array(node.chunk_in_flight or [[each] * node.vpp for each in node.in_flight], dtype=float)
+    static, live = (
+        [column(getattr(part, name)) for part in (node.embedding, node.head)] for name in ("static_bytes", "live_bytes")
+    )
+    short = np.array(node.short_bytes or [0.0] * node.pp)
+    sent = (held.sum(axis=1) - last * held[:, -1]) * column(node.sent_bytes)
+    return (
+        np.asarray(short + first * static[0] + last * static[1]),
+        np.asarray(sent + first * held[:, 0] * live[0] + last * live[1]),
+        np.asarray(last * column(node.head.transient_bytes)),
+    )
 
 
 def best_split(node: Node) -> Solution | None:
@@ -116,7 +114,7 @@ def best_split(node: Node) -> Solution | None:
         return None
     if node.whole == "per_stage" and len(node.kinds) > 1:
         return None
-    if not is_deep(node) and not _has_room(node):
+    if not is_deep(node) and not has_room(node):
         return Solution((), (), np.inf, np.inf, ())
     if node.whole != "one_count":
         rows = _rows_of(node, -1 if node.whole == "per_stage" else 0, node.cutoff_s)
@@ -124,30 +122,48 @@ def best_split(node: Node) -> Solution | None:
     return _best_count(node)
 
 
-def _has_room(node: Node) -> bool:
-    """False if no split leaves every rank memory: ranks that take as many layers as theirs has room for miss the last.
+def has_room(node: Node) -> npt.NDArray[np.bool_]:
+    """False where no split leaves every rank memory: ranks that take as many layers as theirs has room for miss the
+    last.
 
-    A rank that begins later ends no earlier, so none of them gains by taking fewer.
+    A rank that begins later ends no earlier, so none of them gains by taking fewer. Where the node is of several
+    shapes, there is one of each.
     """
     before = layers_before(tuple(node.runs))
     static, live, transient = (
-        np.min([[float(getattr(node.layers[kind, m], name)) for kind in node.kinds] for m in node.modes], axis=0)
+        np.min([_of_kinds(node, name, mode) for mode in node.modes], axis=0)
         for name in ("static_bytes", "live_bytes", "transient_bytes")
     )
-    first, usable = 0, float(node.usable_bytes) * (1 + TINY)
+    of_first, usable = [each @ before.T for each in (static, live)], np.asarray(node.usable_bytes)[..., None]
+    shape = np.broadcast_shapes(of_first[0].shape, of_first[1].shape, usable.shape)
+    totals = [np.broadcast_to(each, shape) for each in of_first]
+    first, fits = np.zeros(shape[:-1], dtype=np.int64), np.ones(shape[:-1], dtype=bool)
     fewest = _fewest(node, np.arange(node.pp), 0)
+    beside_static, beside_live, loss = beside_layers(node)
     for rank in range(node.pp):
-        held, beside = before[first:] - before[first], beside_layers(node, rank)
-        largest = np.maximum((transient * (held > 0)).max(axis=1), float(beside.transient_bytes))
-        needed = relaxed_peak_bytes(held @ static, node.in_flight[rank] * (held @ live), largest)
-        needed = needed + float(beside.static_bytes + beside.live_bytes)
-        most = int(np.searchsorted(needed, usable, "right")) - 1
-        if most < fewest[rank]:
-            return False
-        first += most
-        if first >= node.num_layers:
-            return True
-    return False
+        at, one = first[..., None], slice(rank, rank + 1)
+        static_bytes, live_bytes = (each - np.take_along_axis(each, at, axis=-1) for each in totals)
+        held = before > before[first][..., None, :]
+        largest = np.maximum((transient[..., None, :] * held).max(axis=-1), loss[..., one])
+        needed = relaxed_peak_bytes(static_bytes, node.in_flight[rank] * live_bytes, largest)
+        needed = needed + (beside_static + beside_live)[..., one]
+        reached = np.count_nonzero(needed <= usable * (1 + TINY), axis=-1) - 1
+        fits &= (first >= node.num_layers) | (reached - first >= fewest[rank])
+        first = np.maximum(np.maximum(reached, first), 0)
+        if not (fits & (first < node.num_layers)).any():
+            break
+    return np.asarray(fits & (first >= node.num_layers))
+
+
+def column(value: Number) -> FloatArray:
+    """A number, or one of each shape, that broadcasts against splits."""
+    return np.asarray(value, dtype=float)[..., None]
+
+
+def _of_kinds(node: Node, quantity: str, mode: Recompute) -> FloatArray:
+    """A quantity of a layer of each kind (last axis) in one recompute mode."""
+    parts = [node.layers[kind, mode] for kind in node.kinds]
+    return np.stack(np.broadcast_arrays(*(getattr(part, quantity) for part in parts)), axis=-1)
 
 
 def is_deep(node: Node) -> bool:
@@ -443,11 +459,7 @@ def _with_ends(chain: Chain, quantity: str, rank: IntArray) -> FloatArray:
 
 def _memory(node: Node, first: IntArray, last: IntArray, number: int) -> tuple[FloatArray, IntArray]:
     """Bytes that row 6 of the program leaves free in each cell, and the layers that are recomputed whole there."""
-    beside = [beside_layers(node, each) for each in range(node.pp)]
-    static, live, transient = (
-        np.array([float(getattr(part, name)) for part in beside])[:, None, None]
-        for name in ("static_bytes", "live_bytes", "transient_bytes")
-    )
+    static, live, transient = (each[:, None, None] for each in beside_layers(node))
     held = np.asarray(node.in_flight, dtype=float)[:, None, None]
     again = np.minimum(np.full_like(first, max(number, 0)), last - first)
     chain = Chain.of(node, first, last, again)
@@ -477,8 +489,7 @@ def _rows_s(
 
 def _before(node: Node, quantity: str, mode: Recompute) -> FloatArray:
     """A quantity of the model's first 0, 1 … L layers in one recompute mode."""
-    of_kinds = np.array([float(getattr(node.layers[kind, mode], quantity)) for kind in node.kinds])
-    return np.asarray(layers_before(tuple(node.runs)) @ of_kinds)
+    return np.asarray(layers_before(tuple(node.runs)) @ _of_kinds(node, quantity, mode))
 
 
 def _ends_s(

@@ -20,9 +20,9 @@ from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.schedule.bounds import any_order_bounds_s, trip_bounds_s
 from planner.schedule.orders import SCHEDULES
-from planner.search.chain import TINY, Chain, IntArray, beside_layers
+from planner.search.chain import TINY, Chain, IntArray, beside_layers, column
 from planner.search.ilp.node import Node, RecomputeChoice, node_of
-from planner.shape import FloatArray, Number
+from planner.shape import FloatArray
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec
 
@@ -162,8 +162,8 @@ def least_steps_s(
 
     def of_stages(quantity: str) -> FloatArray:
         total = chain.total(quantity)
-        total[..., 0] += _column(getattr(node.embedding, quantity))
-        total[..., -1] += _column(getattr(node.head, quantity))
+        total[..., 0] += column(getattr(node.embedding, quantity))
+        total[..., -1] += column(getattr(node.head, quantity))
         return total
 
     splits, steps = node.bound == "split_backward", node.num_microbatches
@@ -173,7 +173,7 @@ def least_steps_s(
     if node.bound == "interleaved":
         slots = [min(round(held * node.vpp), steps * node.vpp) for held in node.in_flight]
     hop_s = np.broadcast_to(
-        _column(node.p2p_s)[..., None] * (ranks[1:] != ranks[:-1]), (*forward_s.shape[:-1], len(ranks) - 1)
+        column(node.p2p_s)[..., None] * (ranks[1:] != ranks[:-1]), (*forward_s.shape[:-1], len(ranks) - 1)
     )
     bounds_s = trip_bounds_s((forward_s, *back_s), hop_s, node.placement, steps, slots, splits_backward=splits)
     seconds = {"forward_s": forward_s, "input_grad_s": input_s, "weight_grad_s": weight_s}
@@ -181,13 +181,8 @@ def least_steps_s(
     on_rank = [ranks == rank for rank in range(node.pp)]
     parts = [PartCost(**{name: each[..., at].sum(axis=-1) for name, each in seconds.items()}) for at in on_rank]
     exposed_s, optimizer_s, tail_s = outside_seconds(pricing, table, parts, schedule)
-    step_s = bounds_s.max(axis=0) + exposed_s + optimizer_s + _column(tail_s)
+    step_s = bounds_s.max(axis=-1) + exposed_s + optimizer_s + column(tail_s)
     return np.where(_fit(chain), step_s, np.inf)
-
-
-def _column(value: Number) -> FloatArray:
-    """A number, or one of each shape, that broadcasts against splits."""
-    return np.asarray(value, dtype=float)[..., None]
 
 
 def _fit(chain: Chain) -> npt.NDArray[np.bool_]:
@@ -195,11 +190,12 @@ def _fit(chain: Chain) -> npt.NDArray[np.bool_]:
     node, ranks = chain.node, np.asarray(chain.node.placement)
     static, live, transient = chain.total("static_bytes"), chain.total("live_bytes"), chain.transient_bytes()
     fits: npt.NDArray[np.bool_] = np.ones(static.shape[:-1], dtype=bool)
-    usable = _column(node.usable_bytes) * (1 + TINY)
+    usable = column(node.usable_bytes) * (1 + TINY)
+    *beside, loss = beside_layers(node)
+    kept = beside[0] + beside[1]
     for rank in range(node.pp):
         at, held = np.flatnonzero(ranks == rank), np.asarray(node.in_flight_of(rank), dtype=float)
-        beside = beside_layers(node, rank)
-        largest = np.maximum(transient[..., at].max(axis=-1), _column(beside.transient_bytes))
+        largest = np.maximum(transient[..., at].max(axis=-1), loss[..., rank, None])
         needed = relaxed_peak_bytes(static[..., at].sum(axis=-1), (live[..., at] * held).sum(axis=-1), largest)
-        fits &= needed + _column(beside.static_bytes + beside.live_bytes) <= usable
+        fits &= needed + kept[..., rank, None] <= usable
     return fits

@@ -66,9 +66,6 @@ HybridEP takes fewer multiprocessors than DeepEP from the products beside it. Re
 layers without synchronization."""
 _WITHOUT_WHICH = {"sync_free_moe", "sharding"}
 """Switches without which the rest of their bundles is none."""
-FAST_HOST_GB_PER_S = 200.0
-"""Least rate of a host's link, in one direction, from which on layouts are searched whose activations wait on the host:
-above what PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
 LEAST_GAIN = 5e-4
 """Least share of a step for which a switch leaves the trainer's own value."""
 REPLAN_GAIN = 0.02
@@ -125,18 +122,17 @@ class Recipes:
         return [runtime for runtime in starts if [SWITCHES[name].value_of(runtime) for name in saving] != own]
 
     def offloading(self, runtimes: Sequence[RuntimeSpec]) -> list[RuntimeSpec]:
-        """The runtimes with activations on the host, if the host's link is fast enough to hide that."""
-        if self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S:
-            return []
+        """The runtimes with activations on the host, where that is free to choose."""
         values = self.free.get("activation_offload", ())[1:]
         others = [switched(runtime, {"activation_offload": value}) for runtime in runtimes for value in values]
         return [runtime for runtime in others if not any(broken_recipe_rules(self._setting(runtime)))]
 
     @property
-    def offloads_slowly(self) -> bool:
-        """True if activations could wait on a host whose link is too slow for that to be searched."""
-        slow = self.case.cluster.hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S
-        return slow and len(self.free.get("activation_offload", ())) > 1
+    def offers_offloading(self) -> bool:
+        """True if activations could wait on a host whose link is so slow that this needs a consent, not given."""
+        name, hardware, limits = "activation_offload", self.case.cluster.hardware, self.case.limits
+        held = limits.switches == "default" or name in (*pinned_by(self.case), *limits.allow)
+        return not held and any(consent_of(name, v, hardware) for v in switches_of(self.case.runtime).get(name, ()))
 
     def moves(self, candidate: Candidate) -> Iterator[tuple[str, Value, Candidate]]:
         """Every legal change of one switch of a candidate that has an effect on it, priced on the same layout."""
@@ -174,6 +170,22 @@ class Recipes:
             moved = candidate.priced_as(pricing.recomputing(modules)) if modules else candidate
             if moved is not candidate and not any(broken_recipe_rules(setting_of(moved))):
                 yield moved
+
+    def recomputing_less(self, candidate: Candidate) -> Candidate:
+        """The candidate without recomputed modules, one after the other, as long as it fits and its ranks have less to
+        do."""
+
+        def busiest_s(each: Candidate) -> float:
+            return max(float(cost.total_s) for cost in each.rank_costs)
+
+        while candidate.split.base == "selective":
+            plain = replace(candidate, split=replace(candidate.split, base="none"))
+            fitting = [each for each in (*self.module_moves(candidate), plain) if each.fits]
+            lightest = min(fitting, key=busiest_s, default=candidate)
+            if busiest_s(lightest) >= busiest_s(candidate):
+                break
+            candidate = lightest
+        return candidate
 
     def refined(self, candidate: Candidate, deadline: Deadline) -> Candidate:
         """The candidate after the moves of single switches and modules that make its step shorter, the largest gain
@@ -317,9 +329,10 @@ def _offers(best: Candidate, recipes: Recipes) -> Iterator[Offer]:
         return
     held, hardware = set(limits.switches or {}), pricing.cluster.hardware
     for name, values in switches_of(pricing.runtime).items():
-        for value in values:
-            if consent_of(name, value, hardware) and name not in (*limits.allow, *held):
-                yield from _offer(best, recipes, name, value, {name: value})
+        needing = [v for v in values if consent_of(name, v, hardware) and name not in (*limits.allow, *held)]
+        found = [offer for value in needing for offer in _offer(best, recipes, name, value, {name: value})]
+        # of the modules whose inputs may wait elsewhere those that gain most
+        yield from sorted(found, key=lambda offer: offer.step_s)[: 1 if SWITCHES[name].only_saves_memory else None]
     for bundle in BUNDLES:
         needed = [name for name, value in bundle.items() if consent_of(name, value, hardware)]
         if needed and not held & set(bundle) and any(name not in limits.allow for name in needed):
@@ -346,9 +359,11 @@ def _offer(
     has = switches_of(best.pricing.runtime)
     if any(part not in has.get(switch, ()) for switch, part in bundle.items()):
         return
-    moved = recipes.moved(best, bundle)
+    saves = any(SWITCHES[switch].only_saves_memory for switch in bundle)
+    moved = None if saves and best.split.base != "selective" else recipes.moved(best, bundle)
     if moved is None or not moved.fits:
         return
+    moved = recipes.recomputing_less(moved) if saves else moved
     now_s = best.step_s if now_s is None else now_s
     if moved.step_s >= now_s * (1 - LEAST_OFFER):
         return

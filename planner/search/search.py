@@ -250,9 +250,8 @@ def _unsearched(rounds: Sequence[FoundLayouts], schedules: Sequence[str], recipe
     all_sets = [shapes.module_sets for found in rounds for shapes, _ in found.priced]
     if any(sets is not None and len(sets.tables) >= MAX_SETS for sets in all_sets):
         yield "other sets of modules"
-    if recipes.offloads_slowly:
-        value = written(recipes.free["activation_offload"][1])
-        yield f"activations on a host behind PCIe (--switch activation_offload={value})"
+    if recipes.offers_offloading:
+        yield "activations on a host behind PCIe (--allow activation_offload)"
     if recipes.free:
         yield "other bundles of switches"
     elif recipes.has_switches:

@@ -250,7 +250,7 @@ def download(name: str, plan: Plan, own: Form) -> Download:
     stem = slug(plan.model.name) + (f"-alternative-{number}" if number else "")
     match name:
         case "report.html":
-            from planner.report.page import report_page  # draws with matplotlib, which takes a while to load
+            from planner.report.page import report_page
 
             return Download(f"{stem}.html", "text/html; charset=utf-8", report_page(chosen).encode())
         case "plan.json":

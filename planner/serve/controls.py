@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Literal, get_args
 
 from planner.errors import SpecError
@@ -59,6 +60,7 @@ def asked(read: Reader, options: Options) -> Question:
     return question
 
 
+Kind = Literal["number", "text", "select", "flag"]
 Form = Mapping[str, str]
 """The texts of the page's controls by name; empty ones were not given."""
 NETWORK = "network_gb_per_s"
@@ -77,7 +79,7 @@ class Control:
     label: str
     hint: str = ""
     """Words beside it: the unit, or how it is written."""
-    kind: Literal["number", "text", "select", "flag"] = "text"
+    kind: Kind = "text"
     choices: tuple[str, ...] = ()
     """The values of a select, the first standing for what was not given."""
 
@@ -97,98 +99,32 @@ class ControlGroup:
             yield from part
 
 
-_ANY = ""
 SWITCHES_PART = "Switches"
 """The heading below which a control stands for each switch of the trainer."""
-GROUPS = (
-    ControlGroup(
-        "Job",
-        {
-            "": (
-                Control("model", "Model", kind="select"),
-                Control("gpus", "GPUs", "in all", "number"),
-                Control("tokens", "Tokens of the run", "adds days, cost"),
-                Control("hardware", "GPU", kind="select"),
-                Control("seq_length", "Sequence", "tokens", "number"),
-                Control("global_batch_size", "Batch", "sequences", "number"),
-                Control("dtype", "Products in", kind="select", choices=(_ANY, *get_args(Dtype))),
-                Control("batch_tokens", "Batch tokens", "such as 16M"),
-                Control("runtime", "Trainer", kind="select"),
-                Control("images", "Images of a sequence", "4x256, 0: text alone"),
-            )
-        },
-        is_open=True,
-    ),
-    ControlGroup(
-        "Hardware, fine-tuning, run",
-        {
-            "Hardware": (
-                Control("nodes", "Nodes", "not GPUs", "number"),
-                Control("gpus_per_node", "GPUs of a node", kind="number"),
-                Control(NETWORK, "GB/s of a GPU", "between nodes", "number"),
-                Control("network", "Network", "ib, roce, efa, …"),
-                Control("host", "CPU", "such as xeon-8480c"),
-                Control("tier", "Network tiers", "NAME:GPUS:GB/S[:Nx],…"),
-                Control("memory_headroom", "GiB left free", kind="number"),
-                Control("oom_risk", "Risk of OOM", "0.1 accepts 10%", "number"),
-            ),
-            "Fine-tuning": (
-                Control("finetune", "All weights of a trained model", kind="flag"),
-                Control("lora", "LoRA: adapters beside frozen weights", kind="flag"),
-                Control("qlora", "QLoRA: frozen weights of 4 bits", kind="flag"),
-                Control("lora_rank", "Rank", kind="number"),
-                Control("lora_dropout", "Dropout", kind="number"),
-                Control("lora_targets", "Adapters on", "all-linear, attention, q_proj, …"),
-                Control("base_bits", "Frozen bits", kind="select", choices=(_ANY, "4", "8", "16")),
-                Control("optimizer", "Optimizer", kind="select", choices=(_ANY, *OPTIMIZERS)),
-                Control("objective", "Objective", kind="select", choices=(_ANY, *OBJECTIVES)),
-                Control("reference", "Reference", kind="select", choices=(_ANY, *get_args(Reference))),
-                Control("examples", "Examples", "such as 50k"),
-                Control("epochs", "Epochs", kind="number"),
-                Control("example_lengths", "Their tokens", "MEAN:MAX"),
-                Control("batching", "Batches", kind="select", choices=(_ANY, "packed", "padded")),
-            ),
-            "The whole run": (
-                Control("usd_per_gpu_hour", "$ a GPU-hour", kind="number"),
-                Control("storage_gb_per_s", "Storage", "GB/s of all ranks", "number"),
-                Control("failures_per_1000_gpu_days", "Failures", "in 1,000 GPU-days", "number"),
-                Control("spares", "Spare nodes", kind="number"),
-            ),
-        },
-    ),
-    ControlGroup(
-        "Layout, switches, search",
-        {
-            "Pin the layout": (
-                Control("tp", "TP", "8 or 4,8"),
-                Control("pp", "PP"),
-                Control("cp", "CP"),
-                Control("dp", "DP"),
-                Control("ep", "EP"),
-                Control("etp", "ETP"),
-                Control("vpp", "VPP"),
-                Control("micro_batch_size", "Micro-batch"),
-                Control("zero_stage", "ZeRO"),
-                Control("shard_size", "Shard over"),
-                Control("recompute", "Recompute", "none,full"),
-                Control("schedule", "Schedules", "such as 1f1b,zb-v"),
-                Control("rank_order", "Rank order", kind="select", choices=(_ANY, *RANK_ORDERS)),
-                Control("tp_across_nodes", "TP may leave a node", kind="flag"),
-            ),
-            "Assumptions and search": (
-                Control("allow", "Allow", "what changes numerics, such as fp8"),
-                Control("moe_imbalance", "Fullest expert", "× the mean", "number"),
-                Control("straggler_fraction", "Slowest rank", "slower by", "number"),
-                Control("assume", "Assume", "NAME=X,…"),
-                Control("top", "Alternatives", kind="number"),
-                Control("time_limit", "Seconds", "to search", "number"),
-                Control("no_history", "Without your own runs", kind="flag"),
-                Control("fastest", "The fastest, however fragile", kind="flag"),
-            ),
-            SWITCHES_PART: (Control("switch", "Switches", "those not pinned", "select", (_ANY, "default")),),
-        },
-    ),
-)
+_CHOICES = {
+    "dtypes": get_args(Dtype), "optimizers": OPTIMIZERS, "objectives": OBJECTIVES, "references": get_args(Reference),
+    "rank_orders": RANK_ORDERS,
+}  # fmt: skip
+"""The values of selects by the names that rows have for them."""
+
+
+def _groups() -> Iterator[ControlGroup]:
+    """The groups of `controls.json`; a row has a label, words beside it, its kind, and the values of a select."""
+    rows = json.loads(files("planner.serve").joinpath("controls.json").read_text(encoding="utf-8"))
+    for title, parts in rows.items():
+        controls = {
+            part: tuple(_control(name, *row) for name, row in rows_of_part.items())
+            for part, rows_of_part in parts.items()
+        }
+        yield ControlGroup(title, controls, is_open=title == "Job")
+
+
+def _control(name: str, label: str, hint: str, kind: Kind, choices: str | list[str] = "") -> Control:
+    values = _CHOICES[choices] if isinstance(choices, str) and choices else choices
+    return Control(name, label, hint, kind, ("", *values) if values else ())
+
+
+GROUPS = tuple(_groups())
 CONTROLS = {control.name: control for group in GROUPS for control in group.controls}
 
 

@@ -18,10 +18,10 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
 from pydantic import BaseModel, Field
 
-from planner import __version__
 from planner.answer import Layout, StepTime
 from planner.decide.check import CheckedFile
 from planner.decide.next import NextAnswer
+from planner.distribution import __version__
 from planner.specs.training import Dtype
 
 READS = ToolAnnotations(read_only_hint=True, idempotent_hint=True, open_world_hint=False)

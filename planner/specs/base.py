@@ -39,6 +39,10 @@ Rate = Annotated[PositiveFloat, AfterValidator(_in_range)]
 """A rate, a size, a price or a factor of a machine or a trainer, in the unit of its name."""
 Overhead = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False, strict=True)]
 """Seconds, bytes or a count that a machine or a trainer adds to what can be computed."""
+Fields = dict[str, Any]
+"""Values by the names of what they are: of a spec, of an object in a file, of a change."""
+Texts = tuple[str, ...]
+Ints = tuple[int, ...]
 Width = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False, strict=True)]
 """Half-width of an interval in natural logarithms."""
 

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from planner.errors import PlannerError, SpecError
+from planner.specs.base import Fields
 from planner.specs.model import ModelSpec
 from planner.specs.problems import checked
 from planner.specs.traced import Polynomial, TracedOperator, TracedTensor
@@ -63,7 +64,7 @@ def _style(pattern: str, style: str) -> str:
     return known
 
 
-def _told(source: str) -> dict[str, Any]:
+def _told(source: str) -> Fields:
     """The answer of the process that builds and traces the module."""
     kind, _, rest = source.partition(":")
     if kind not in ("module", "hf-code") or not rest or (kind == "module" and ":" not in rest):
@@ -86,7 +87,7 @@ def _told(source: str) -> dict[str, Any]:
             f"{source}: cannot be traced: {last[:200]}",
             "shapes must not depend on data: give experts a fixed capacity or a grouped product",
         )
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: Fields = json.loads(done.stdout)
     return found
 
 
@@ -101,7 +102,8 @@ def _limited() -> None:
 def fitted(values: Sequence[float]) -> Polynomial:
     """The polynomial c₀ + c₁·s + c₂·s² that has these values at `LENGTHS`."""
     a, b, c = LENGTHS
-    first, second = (values[1] - values[0]) / (b - a), (values[2] - values[1]) / (c - b)
+    first = (values[1] - values[0]) / (b - a)
+    second = (values[2] - values[1]) / (c - b)
     square = (second - first) / (c - a)
     linear = first - square * (a + b)
     constant = values[0] - linear * a - square * a * a
@@ -111,7 +113,7 @@ def fitted(values: Sequence[float]) -> Polynomial:
 def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[int, TracedOperator]:
     """One operation at all lengths: its layer, and its sizes as polynomials."""
     one = same[0]
-    sizes: dict[str, Any] = {
+    sizes: Fields = {
         name: fitted([row[name] for row in same]) for name in ("count", "m", "n", "k", "bytes") if name in one
     }
     if one["kind"] == "attention":
@@ -194,7 +196,8 @@ def _settled(operators: Sequence[TracedOperator], styles: Mapping[str, str]) -> 
     """Operations between a product split by columns and the next split by rows are split too, and keep a share."""
     if not styles:
         return tuple(operators)
-    settled, is_inside = list[TracedOperator](), False
+    settled = list[TracedOperator]()
+    is_inside = False
     for one in operators:
         is_inside = one.split == "columns" or (is_inside and one.split != "rows")
         # weights between them, of norms say, are whole on every rank only where nothing is split
@@ -220,10 +223,11 @@ def _alike(lists: Sequence[tuple[TracedOperator, ...]]) -> list[tuple[TracedOper
 
 def _model(
     source: str, name: str, told: Mapping[str, Any], lists: list[Any], kinds: list[Any], is_split: bool
-) -> dict[str, Any]:
+) -> Fields:
     """The fields of the model: sizes of its embedding and head, and its layers as traced."""
     heads = next((one.heads for operators in kinds for one in operators if one.kind == "attention"), 1)
-    hidden, vocab = told["hidden_size"], told["vocab_size"]
+    hidden = told["hidden_size"]
+    vocab = told["vocab_size"]
     ends = vocab * hidden * (1 if told["is_tied"] else 2) + hidden * (2 if told["norm_bias"] else 1)
     own = sum(one.parameters for operators in lists for one in operators)
     return {

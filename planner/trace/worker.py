@@ -86,7 +86,8 @@ class Fused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.rms_norm:
-            rows, weight = args[0], kwargs.get("weight", args[2] if len(args) > 2 else None)
+            rows = args[0]
+            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
             with self.record.hidden():
                 output = FusedNorm.apply(rows, weight)  # type: ignore[no-untyped-call]
             self.record.add(
@@ -106,7 +107,9 @@ class Fused(TorchFunctionMode):
             return func(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
-        query, key, value = given["query"], given["key"], given["value"]
+        query = given["query"]
+        key = given["key"]
+        value = given["value"]
         with self.record.hidden():
             output = FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
         self.record.add(
@@ -123,7 +126,8 @@ class HeldTensor:
     __slots__ = ("__weakref__", "row", "tensor")
 
     def __init__(self, tensor: torch.Tensor, row: int) -> None:
-        self.tensor, self.row = tensor, row
+        self.tensor = tensor
+        self.row = row
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -132,7 +136,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module, layers: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows: list[dict[str, Any]] = []
-        self.layer, self.path, self._is_hidden, self.entered = -1, [""], False, list[int]()
+        self.layer = -1
+        self.path = [""]
+        self._is_hidden = False
+        self.entered: list[int] = []
         self.weights = {_storage(one): one.numel() for one in module.parameters()}
         self.met: set[int] = set()
         self.saved: list[weakref.ref[HeldTensor]] = []
@@ -186,9 +193,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_hidden or name in VIEWS:
             return output
         tensors = [one for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor)]
-        has_weight, parameters = any(_storage(one) in self.weights for one in tensors), self.new(*tensors)
+        has_weight = any(_storage(one) in self.weights for one in tensors)
+        parameters = self.new(*tensors)
         if name == "convolution" and args[8] == 1:
-            steps, kernel = output.numel() // output.shape[1], args[1].numel() // args[1].shape[0]
+            steps = output.numel() // output.shape[1]
+            kernel = args[1].numel() // args[1].shape[0]
             self.add(name, "gemm", count=1, m=steps, n=output.shape[1], k=kernel, weight=True, parameters=parameters)
             return output
         if name in PRODUCTS:
@@ -219,7 +228,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         met = set(self.weights)
         for held in filter(None, (one() for one in self.saved)):
-            tensor, key = held.tensor, _storage(held.tensor)
+            tensor = held.tensor
+            key = _storage(held.tensor)
             is_number = tensor.dtype in (torch.int64, torch.int32) and tensor.numel() == 1
             if key not in met and held.row >= 0 and not is_number:
                 self.rows[held.row]["kept"].append(tensor.untyped_storage().nbytes())

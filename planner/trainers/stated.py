@@ -23,6 +23,9 @@ MOST_LOSS = 0.01
 """Share of a step that a chosen switch may cost at the lower end of its gain."""
 UNFAMILIAR = 2.0
 """Factor on what a gain may be too large by on a network that the host drives, where few ablations were published."""
+FAST_HOST_GB_PER_S = 200.0
+"""Least rate of a host's link, in one direction, from which on activations wait on the host without consent: above what
+PCIe has, below NVLink-C2C. All recipes of Megatron-Bridge that offload are for GB200 and GB300."""
 _MAX_ENTRIES = 1_000
 _TRUTH = {"true": True, "false": False}
 
@@ -159,8 +162,11 @@ CARRIERS: Final = {"deepep": "ibgda", "hybridep": "hybridep"}
 def consent_of(name: str, value: Value, hardware: HardwareSpec) -> str:
     """The thing that a value changes and that is not done without consent; empty where it needs none.
 
-    A dispatcher whose transport nobody is known to gain from on the network at hand needs it, too.
+    So does what nobody is known to gain from: a dispatcher's transport on another network than its own, and activations
+    that wait on a host behind PCIe.
     """
+    if name == "activation_offload" and value != "none" and hardware.host.link_gb_per_s < FAST_HOST_GB_PER_S:
+        return "where activations wait: behind PCIe, where no gain was measured"
     carrier = CARRIERS.get(str(value), "nccl") if name == "dispatcher" and hardware.network else "nccl"
     if carrier != "nccl" and hardware.network not in transport_of(carrier).networks:
         return f"to a transport that is unproven on {hardware.network}"

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -28,7 +28,7 @@ from pydantic import Field
 from planner.errors import PlannerError
 from planner.layout.runs import parse_run
 from planner.shape import FloatArray
-from planner.specs.base import PositiveFloat, Spec
+from planner.specs.base import Fields, PositiveFloat, Spec, Texts
 from planner.trainers.stated import consent_of, least_gain
 from planner.trainers.switches import SWITCHES
 from planner.validate.rows import PublishedRun, data_lines, model_fields
@@ -52,7 +52,7 @@ class PublishedSweep:
     """The layouts that a source measured for one job; arrays have one entry per layout."""
 
     family: str
-    ids: tuple[str, ...]
+    ids: Texts
     """The first run of each layout."""
     predicted_s: FloatArray
     measured_s: FloatArray
@@ -218,13 +218,13 @@ class Ablation(Spec):
     """The switch first, then model, GPUs, and what tells the pair from others."""
     source: str
     """The document and the table that the numbers are from."""
-    run: dict[str, Any]
+    run: Fields
     """The run that both sides have in common, in the form of `plan evaluate --runs`."""
-    off: dict[str, Any]
-    on: dict[str, Any]
+    off: Fields
+    on: Fields
     """Features of the run that only one side has, or has with this value."""
-    off_run: dict[str, Any] = Field(default_factory=dict)
-    on_run: dict[str, Any] = Field(default_factory=dict)
+    off_run: Fields = Field(default_factory=dict)
+    on_run: Fields = Field(default_factory=dict)
     """Other fields of the run that only one side has; those of `parallelism` are added to the common ones."""
     measured: Sides
     bundle: bool = False
@@ -232,7 +232,7 @@ class Ablation(Spec):
     note: str = ""
     """The things that were inferred, and others that may differ."""
 
-    def side(self, name: Literal["off", "on"]) -> dict[str, Any]:
+    def side(self, name: Literal["off", "on"]) -> Fields:
         """The run of one side."""
         features, fields = (self.on, self.on_run) if name == "on" else (self.off, self.off_run)
         run = {**self.run, **fields}
@@ -326,14 +326,15 @@ def run_pairs(scored: Iterable[Scored]) -> list[PricedPair]:
     return [pair for runs in jobs.values() for off in runs for on in runs if (pair := _run_pair(off, on)) is not None]
 
 
-def _switches_of(answer: Scored) -> dict[str, Any]:
+def _switches_of(answer: Scored) -> Fields:
     features = answer.row.run.get("features", {})
     return {name: value for name, value in features.items() if name in SWITCHES and not SWITCHES[name].is_described}
 
 
 def _run_pair(off: Scored, on: Scored) -> PricedPair | None:
     """The pair of two runs of which one has a switch at its plainest value; None where they differ otherwise."""
-    before, after = _switches_of(off), _switches_of(on)
+    before = _switches_of(off)
+    after = _switches_of(on)
     moved = [name for name in {*before, *after} if before.get(name) != after.get(name)]
     if len(moved) != 1 or before.get(moved[0]) != next(iter(SWITCHES[moved[0]].values)):
         return None

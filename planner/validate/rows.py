@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Literal
 
 from planner.layout.runs import Run, parse_run
-from planner.specs.base import PositiveFloat, Spec
+from planner.specs.base import Fields, PositiveFloat, Spec, Texts
 from planner.specs.registry import load_hardware
 
 HELD_OUT = (
@@ -77,10 +77,10 @@ class PublishedRun(Spec):
     """How far the row is trusted: A is fully specified and consistent, B has one field inferred, C needs care."""
     weight: PositiveFloat
     """The row's weight: one over how often the same configuration was published."""
-    run: dict[str, Any]
+    run: Fields
     """The run, in the form of `plan evaluate --runs`."""
     measured: PublishedFigures
-    assumed: tuple[str, ...] = ()
+    assumed: Texts = ()
     """Fields of the run that the source does not state."""
 
     @property
@@ -127,12 +127,12 @@ def load_rows() -> tuple[PublishedRun, ...]:
     return tuple(rows)
 
 
-def model_fields() -> dict[str, Any]:
+def model_fields() -> Fields:
     """The models that published runs share, by the names that these runs call them."""
     return {line["key"]: line["model"] for line in data_lines("models.jsonl")}
 
 
-def data_lines(name: str) -> list[dict[str, Any]]:
+def data_lines(name: str) -> list[Fields]:
     """The objects of a file of `data/`, one a line."""
     text = (resources.files(__package__) / "data" / name).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

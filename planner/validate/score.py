@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from planner.answer import PricedLayout, Sustained, half_width
 from planner.errors import PlannerError, SpecError
 from planner.layout.runs import Run, parse_run
 from planner.shape import FloatArray
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Spec
 from planner.specs.problems import nearest
 from planner.specs.units import GIB
 from planner.validate.rows import PRODUCTION, PublishedRun, data_lines, load_rows, model_fields
@@ -155,7 +154,8 @@ def score(name: str, scored: Iterable[Scored], naive: Mapping[str, float] | None
     sizes = np.abs(errors)
     worst = int(sizes.argmax())
     memory = [(abs(p.memory_error), p.row.weight) for p in priced if p.memory_error is not None]
-    spread, groups = repeat_spread([answer.row for answer in priced]), _ranked(priced)
+    spread = repeat_spread([answer.row for answer in priced])
+    groups = _ranked(priced)
     covered = [(float(p.in_interval), p.row.weight) for p in priced if p.in_interval is not None]
     intervals = [(p.layout.step.step_s_interval, p.row.weight) for p in priced if p.layout is not None]
     widths = [(half_width(interval), weight) for interval, weight in intervals if interval is not None]
@@ -220,7 +220,8 @@ def naive_errors(scored: Iterable[Scored]) -> dict[str, float]:
     kinds: dict[tuple[str, bool, bool], list[tuple[str, str, float]]] = defaultdict(list)
     for answer in scored:
         if answer.layout is not None:
-            row, layout = answer.row, answer.layout
+            row = answer.row
+            layout = answer.layout
             reached = layout.step.model_tflops_per_gpu * layout.step.step_s / row.measured.step_s
             kind = row.run["hardware"], row.is_mixture, row.run.get("dtype", "bf16") in ("bf16", "fp16")
             kinds[kind].append((row.id, row.family, reached))
@@ -287,7 +288,8 @@ def _rank_ceiling(groups: Sequence[Sequence[Scored]], spread: float) -> float | 
     ceilings = []
     for group in groups:
         truth, _ = _per_sequence(group)
-        ranks, noise = _ranks(truth), np.exp(rng.normal(0.0, spread, (NUM_DRAWS, len(truth))))
+        ranks = _ranks(truth)
+        noise = np.exp(rng.normal(0.0, spread, (NUM_DRAWS, len(truth))))
         # noise leaves no ties: positions in sorted order are the ranks
         seen = np.corrcoef(ranks, (truth * noise).argsort(axis=1).argsort(axis=1))[0, 1:] if ranks.std() else 0.0
         ceilings.append((float(np.mean(seen)), len(group)))
@@ -322,7 +324,7 @@ class MemoryRow(Spec):
     family: str
     """A name for rows that come from one place, as in `rows.Row`."""
     trust: str
-    run: dict[str, Any]
+    run: Fields
     """The run, in the form of `plan evaluate --runs`."""
     ran_out: bool
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CODE_PAGES = Path(__file__).parents[2] / "docs" / "reference" / "code"
-INIT = Path(__file__).parents[2] / "planner" / "__init__.py"
+INIT = Path(__file__).parents[2] / "planner" / "distribution.py"
 CODE = re.compile(r"(?<![\[`])`(planner/[\w/]+)\.py(?::(\w+(?:\.\w+)*))?`(?!`)")
 """A module of ours and, behind a colon, what is in it."""
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)

@@ -13,7 +13,7 @@ from reference import schemas
 import planner
 from planner import errors
 from planner.cli.app import COMMANDS, _root
-from planner.observe.gap_rows import GAP_ROWS
+from planner.observe.gap_rows import GAP_ROWS, RECORDINGS, SEES
 from planner.schedule.orders import SCHEDULES
 from planner.trainers.load import RUNTIMES, checkpoint_of, load_runtime, since_of, switches_of, versions_of
 from planner.trainers.rules.recipe import RECIPE_RULES, export_rules_for, rules_for
@@ -164,18 +164,18 @@ def gap() -> str:
     lines = [
         "# Rows of the gap",
         "",
-        "What `plan observe` may find that makes a run slow or takes its memory, from `planner/observe/gap_rows.py`;",
+        "What `plan observe` may find that makes a run slow or takes its memory, from `planner/observe/gap.yaml`;",
         "[Observe](../OBSERVE.md#the-gap) says when one is shown. Switches are changed and priced.",
         "",
         "| row | is | evidence | what would show it | what to do |",
         "|---|---|---|---|---|",
     ]
     for name, row in GAP_ROWS.items():
-        seen = [_sentence(see.__doc__) for see in row.sees]
+        seen = [_sentence(see.__doc__) for see in SEES.get(name, ())]
         seen += ["The log's own arguments."] if row.switches or not seen else []
         priced = ", ".join(f"`{switch}`" for switch in row.switches)
         helps = "; ".join(filter(None, (row.helps, priced)))
-        lines.append(f"| `{name}` | {row.says} | {' '.join(seen)} | {row.record} | {helps} |")
+        lines.append(f"| `{name}` | {row.says} | {' '.join(seen)} | {RECORDINGS[row.record]} | {helps} |")
     return "\n".join([*lines, ""])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli.inputs import read_job, read_limits
-from planner.cli.job_options import JobOptions, SearchOptions, command_line
+from planner.cli.options import JobOptions, SearchOptions, command_line
 from planner.errors import SpecError
 from planner.layout.evaluate import evaluate
 from planner.report.months import cost_figures

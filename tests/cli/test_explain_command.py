@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,15 @@ def test_the_recipe_is_explained_switch_by_switch(capsys: pytest.CaptureFixture[
 def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *JOB, "--recipe", "--program"]) == 2
     assert "--program and --recipe: both given" in capsys.readouterr().err
+
+
+def test_a_saved_plan_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that was planned says why it is best, one that was priced why it is not."""
+    small = ["--model", "llama-3.2-1b", "--gpus", "8", "-s", "2048", "-b", "64"]
+    planned, priced = str(tmp_path / "planned.json"), str(tmp_path / "priced.json")
+    assert main([*small, "-o", planned]) == main(["evaluate", *small, "--tp", "2", "--dp", "4", "-o", priced]) == 0
+    capsys.readouterr()
+    assert explained([planned], capsys)["verdict"] == "chosen"
+    assert explained([priced], capsys)["asked"]["tp"] == [2]
+    assert explained([planned, "--tp", "16"], capsys)["reason"] == "more_ranks_than_gpus"
+    assert main(["explain", planned, "--model", "8b"]) == 2

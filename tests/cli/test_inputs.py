@@ -10,7 +10,7 @@ import pytest
 
 from planner.cli import inputs
 from planner.cli.inputs import Job
-from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions
+from planner.cli.options import JobOptions, LayoutOptions, SearchOptions
 from planner.errors import SpecError
 from planner.specs.training import Parallelism, SearchLimits
 

@@ -10,7 +10,7 @@ import pytest
 
 from planner.cli import main
 from planner.cli.inputs import Job, read_job
-from planner.cli.job_options import JobOptions
+from planner.cli.options import JobOptions
 from planner.errors import SpecError
 
 PRICED = ["evaluate", "--model", "8b", "--gpus", "16", "--tp", "8"]

@@ -10,7 +10,7 @@ import pytest
 
 from planner.cli import main
 from planner.cli.inputs import read_described, read_job, read_limits
-from planner.cli.job_options import LayoutOptions, SearchOptions
+from planner.cli.options import LayoutOptions, SearchOptions
 from planner.errors import SpecError
 from planner.trainers.switches import written
 

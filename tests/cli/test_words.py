@@ -10,7 +10,7 @@ import pytest
 
 from planner.cli import main
 from planner.cli.inputs import read_job
-from planner.cli.job_options import PlanOptions
+from planner.cli.options import PlanOptions
 from planner.errors import SpecError
 
 

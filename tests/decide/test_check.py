@@ -91,6 +91,12 @@ def test_a_grid_that_does_not_divide_is_refused_too(tmp_path: Path, capsys: pyte
     path.write_text(SCRIPT.replace("--global-batch-size 256", "--global-batch-size 250"))
     assert main(["check", str(path), "--no-search"]) == 8
     assert "global_batch_size: 250" in capsys.readouterr().err
+    assert main(["check", str(path), "--no-search", "--json"]) == 8
+    assert json.loads(capsys.readouterr().out)["checks"][0]["exit_code"] == 8
+    (tmp_path / "notes.sh").write_text("echo nothing")
+    assert main(["check", str(path), str(tmp_path / "notes.sh"), "--no-search", "--format", "sarif"]) == 2
+    results = json.loads(capsys.readouterr().out)["runs"][0]["results"]
+    assert [result["ruleId"] for result in results] == ["refused", "unreadable"]
 
 
 def test_a_variable_is_given_and_an_old_file_is_read_once(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from samples import layout_of
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
-from planner.export.import_run import read_configuration
+from planner.export.import_run import read, read_configuration
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
+from planner.specs.model import ModelSpec
 
 Planned = Callable[..., Plan]
 
@@ -139,3 +141,50 @@ def test_what_torchtitan_refuses_is_told(options: str, noun: str) -> None:
     found = read_configuration(text + options)
     assert found.run["model"] == "llama-3.1-70b"
     assert [noun in reason for reason in found.refused] == [True]
+
+
+REGISTRY = """
+from torchtitan.models.common import MoE, RMSNorm, Trainer, TrainingConfig
+
+def _layers(dim):
+    return [
+        Block.Config(
+            attention=Attention.Config(
+                dim=dim, n_heads=16, n_kv_heads=4, qkv_linear=Fused.Config(wqkv=Linear.Config(bias=True)),
+                rope=Rope.Config(theta=500000.0), sliding_window_size=128 if layer % 2 == 0 else None,
+            ),
+            feed_forward=Ffn.Config(w1=Linear.Config(in_features=dim, out_features=3 * dim)) if layer < 2 else None,
+            moe=None if layer < 2 else MoE.Config(
+                num_experts=8, router=Router.Config(top_k=2, score_func="sigmoid"),
+                routed_experts=Routed.Config(inner_experts=Experts.Config(hidden_dim=96)),
+            ),
+        )
+        for layer in range(6)
+    ]
+
+def _small():
+    return Model.Config(dim=256, vocab_size=2048, layers=_layers(256))
+
+def model_registry(flavor, converters=None):
+    return ModelSpec(name="mine", flavor=flavor, model={"small": _small}[flavor]())
+"""
+
+
+def test_a_model_of_a_trees_own_registry_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "__init__.py").write_text(REGISTRY)
+    recipe = tmp_path / "config_registry.py"
+    recipe.write_text(
+        "from . import model_registry\ndef mine_small():\n    return Trainer.Config(model_spec=model_registry('small'),"
+        " training=TrainingConfig(seq_len=2048), parallelism=ParallelismConfig(tensor_parallel_degree=2))\n"
+    )
+    model = ModelSpec.model_validate(read(recipe).complete(num_gpus=8, hardware="h100")["model"])
+    assert (model.num_hidden_layers, model.hidden_size, model.head_dim, model.num_key_value_heads) == (6, 256, 16, 4)
+    assert (model.attention_bias, model.sliding_window, model.layer_types) == ("qkv", 128, ("sliding", "full") * 3)
+    assert model.moe is not None
+    assert (model.moe.num_experts_per_tok, model.moe.moe_intermediate_size, model.moe.first_k_dense_replace) == (
+        2,
+        96,
+        2,
+    )
+    (tmp_path / "__init__.py").write_text(REGISTRY.replace("Attention.Config(", "Attention.Config(\n o_gate=1,"))
+    assert read(recipe).run["model"] is None

@@ -19,7 +19,7 @@ from planner.layout.evaluate import evaluate
 from planner.observe.history import KeptPrice, kept_run, name_of, price_of, text_of
 from planner.observe.observation import Observed
 from planner.probe.eager import in_eager_torch
-from planner.profile.record import Machine
+from planner.profile.measurements import Machine
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec

@@ -25,7 +25,7 @@ from planner.observe.judge import judged_alone
 from planner.observe.log_reader import observe
 from planner.observe.traces.recorded import kinds_of, observation_of, read_recorded
 from planner.plan_file import read_plan
-from planner.profile.record import MeasurementRecord
+from planner.profile.measurements import MeasurementRecord
 from planner.report.trace import plan_trace
 from planner.serve.app import _asked_for
 from planner.serve.controls import Catalogue, asked, options_of

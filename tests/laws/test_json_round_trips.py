@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from laws.counting import law
 from laws.values import values_of
-from planner.answer import Plan, PricedLayout
-from planner.answer.memory import MemoryAnswer
+from planner.answer import MemoryAnswer, Plan, PricedLayout
 from planner.decide.compare import Comparison
 from planner.decide.job import Resume
 from planner.decide.phases import PhaseAnswer
@@ -25,7 +24,7 @@ from planner.observe.observation import Observed
 from planner.observe.traces.recorded import Recorded
 from planner.probe.result import ProbeResult
 from planner.probe.run import ProbeRun
-from planner.profile.record import Machine
+from planner.profile.measurements import Machine
 from planner.search.why.explanation import Explanation
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec

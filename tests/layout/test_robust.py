@@ -10,7 +10,7 @@ import pytest
 
 from planner.answer import AS_PLANNED, Plan, RobustStep
 from planner.cli.inputs import read_described, read_job
-from planner.cli.job_options import JobOptions, LayoutOptions
+from planner.cli.options import JobOptions, LayoutOptions
 from planner.layout import variation as robust
 from planner.layout.evaluate import evaluate
 from planner.layout.price import reprice

@@ -9,12 +9,12 @@ from written import BEGIN_S, LLAMA_8B, arguments, iteration, iterations, mlperf,
 
 from planner.errors import SpecError
 from planner.observe import record as record_module
-from planner.observe.log_reader import GRAMMARS
+from planner.observe.formats import GRAMMARS
 
 
 def test_grammars_have_names_and_rows() -> None:
     assert len({grammar.name for grammar in GRAMMARS}) == len(GRAMMARS)
-    assert all(row.needle for grammar in GRAMMARS for row in grammar.rows)
+    assert all(row.holds for grammar in GRAMMARS for row in grammar.rows)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ from written import LLAMA_8B, arguments, iterations, read
 from planner.answer import Plan
 from planner.cli import main
 from planner.layout.evaluate import evaluate
-from planner.observe.case import ObservedCase, recipe_terms, running, stated_otherwise
+from planner.observe.case import (
+    ObservedCase,
+    fewer_recomputed,
+    recipe_terms,
+    remedy_of_change,
+    running,
+    stated_otherwise,
+)
 from planner.observe.judge import judged, judged_beside, of_run, predicted
 from planner.observe.observation import Observation, Observed
 from planner.plan_file import plan_of
@@ -79,6 +86,25 @@ def test_terms_add_up_to_the_price_of_the_logs_recipe(
     now = running(case)
     assert now is not None
     assert now.step_s == pytest.approx(priced.step.step_s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "switches", "layouts", "options"),
+    [
+        ({"tp_comm_overlap": False}, ("tp_comm_overlap",), None, ("--switch", "tp_comm_overlap=true")),
+        ({"tp_comm_overlap": True}, ("tp_comm_overlap",), None, None), ({}, (), None, None),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, (),
+            fewer_recomputed, ("--recompute", "none"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_remedy_is_the_fastest_change_that_wins(
+    planned: Plan, tmp_path: Path, changes: Any, switches: Any, layouts: Any, options: Any
+) -> None:
+    remedy = remedy_of_change(beside(planned, observed(tmp_path, **changes)), switches, layouts)
+    assert (None if remedy is None else remedy.options) == options
+    assert remedy is None or 0 < (remedy.step_s or 0.0) < 9.0
 
 
 def test_what_the_log_shows_off_is_a_row_with_a_priced_remedy(planned: Plan, tmp_path: Path) -> None:

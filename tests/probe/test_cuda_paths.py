@@ -37,7 +37,7 @@ from planner.profile.measure import (  # noqa: E402
     machine_of,
     tasks,
 )
-from planner.profile.record import QUICK  # noqa: E402
+from planner.profile.measurements import QUICK  # noqa: E402
 
 GIB = 2**30
 

@@ -34,7 +34,7 @@ from planner.profile.measure import (  # noqa: E402
     machine_of,
     tasks,
 )
-from planner.profile.record import GPU  # noqa: E402
+from planner.profile.measurements import GPU  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 
 # torch 2.13 has new names for exchanges

@@ -12,9 +12,20 @@ import pytest
 
 from planner.physics.communication import collective_s
 from planner.probe.run_price import chunk_costs
-from planner.profile.build_profile import fitted_tier, known_profile, profile_of
 from planner.profile.fitting import STREAMS, MeasuredTable
-from planner.profile.record import CPU, GPU, QUICK, Machine, MeasuredRow, MeasurementRecord, shapes_to_measure, sidecar
+from planner.profile.measurements import (
+    CPU,
+    GPU,
+    QUICK,
+    Machine,
+    MeasuredRow,
+    MeasurementRecord,
+    fitted_tier,
+    known_profile,
+    profile_of,
+    shapes_to_measure,
+    sidecar,
+)
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import LinkTier
 from planner.specs.registry import load_hardware

@@ -42,7 +42,6 @@ def renamed(plan: Plan, name: str) -> Plan:
     )
 
 
-@pytest.mark.usefixtures("without_charts")
 def test_everything_a_plan_says_is_there(make_plan: MakePlan) -> None:
     plan = make_plan()
     shown = page(plan).text
@@ -75,18 +74,15 @@ def test_hostile_names_are_said_and_change_nothing(make_plan: MakePlan) -> None:
     assert hostile.text.count(HOSTILE) == tame.text.count("tame") > 10
 
 
-@pytest.mark.usefixtures("without_charts")
 def test_names_that_no_file_can_hold_do_not_stop_it(make_plan: MakePlan) -> None:
     render_html(renamed(make_plan(), "half a pair \ud800"), DRAWN).encode()
 
 
-@pytest.mark.usefixtures("without_charts")
 def test_what_does_not_fit_says_so_first(make_plan: MakePlan) -> None:
     shown = page(make_plan(total_gib=90.0, fits=False)).text
     assert "Does not fit: stage 0 needs 90.0 GiB, 10.9 more than the GPU's 79.1" in shown.split("Stages, on GPUs")[0]
 
 
-@pytest.mark.usefixtures("without_charts")
 def test_an_evaluated_layout_has_neither_alternatives_nor_rejections(make_plan: MakePlan) -> None:
     shown = page(make_plan(searched=False)).text
     assert "Alternatives" not in shown
@@ -94,7 +90,6 @@ def test_an_evaluated_layout_has_neither_alternatives_nor_rejections(make_plan: 
     assert "solver" not in shown
 
 
-@pytest.mark.usefixtures("without_charts")
 def test_seconds_of_the_step_add_up(make_plan: MakePlan) -> None:
     shown = page(make_plan()).text.split("Where the")[1].split("On the rank")[0]
     found = [float(number) for number in re.findall(r"([0-9.]+) s [0-9.]+%", shown)]
@@ -114,7 +109,7 @@ def test_headings_are_in_order_and_charts_and_tables_say_what_they_are(make_plan
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
-    charts = [found for name, found in shown.elements if name == "svg" and found.get("class") == "chart"]
+    charts = [found for name, found in shown.elements if name == "svg" and found.get("class") == "plot"]
     labels = [found["aria-label"] for found in charts]
     assert len(set(labels)) == len(labels) == 3
     assert all(found["role"] == "img" for found in charts)
@@ -126,7 +121,6 @@ def test_headings_are_in_order_and_charts_and_tables_say_what_they_are(make_plan
     assert len(set(names)) == len(names), "drawings share no names"
 
 
-@pytest.mark.usefixtures("without_charts")
 def test_the_command_that_made_it_stands_at_the_top(make_plan: MakePlan) -> None:
     command = "plan --model '<b>.yaml' --gpus 2048"
     shown = page(make_plan().model_copy(update={"command": command}))
@@ -134,7 +128,6 @@ def test_the_command_that_made_it_stands_at_the_top(make_plan: MakePlan) -> None
     assert "pre" not in [name for name, _ in page(make_plan()).elements]
 
 
-@pytest.mark.usefixtures("without_charts")
 def test_stages_that_hold_the_same_are_one_row_and_all_of_them_are_folded(make_plan: MakePlan) -> None:
     html = render_html(make_plan(pp=63, num_microbatches=64), DRAWN)
     short, folded = html.split("<details>")[:2]

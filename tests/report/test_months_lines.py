@@ -15,7 +15,6 @@ from planner.report.terminal import render
 from planner.report.view import view_of
 
 MakePlan = Callable[..., Plan]
-pytestmark = pytest.mark.usefixtures("without_charts")
 GOODPUT = Goodput(
     effective_fraction=0.942,
     interval=(0.91, 0.963),

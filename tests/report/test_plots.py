@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.decide.sweep import Goal, Point, Sweep
-from planner.report.charts import image
-from planner.report.plots import draw_sweep, drawn_sweep, series_of
+from planner.report.plots import draw_sweep, drawn_sweep, image, series_of
 
 
 def point(gpus: int, hardware: str, days: float | None) -> Point:

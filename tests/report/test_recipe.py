@@ -11,7 +11,7 @@ from rich.console import Console
 
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal
 from planner.cli.inputs import read_job, read_limits
-from planner.cli.job_options import SearchOptions
+from planner.cli.options import SearchOptions
 from planner.report.recipe import differences, named, recipe_heading, recipe_lines, says_offer, says_refusal
 from planner.report.terminal import render
 from planner.report.view import view_of

@@ -16,7 +16,6 @@ from planner.report.rows import Robust, robust_of
 from planner.report.terminal import render
 
 MakePlan = Callable[..., Plan]
-pytestmark = pytest.mark.usefixtures("without_charts")
 NAMES = (
     AS_PLANNED,
     "no overlap: no collective hides",

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from planner.layout.evaluate import evaluate
-from planner.report.charts import ACTION_COLOURS
-from planner.report.pictures import pipeline, timeline_file
+from planner.report.pictures import ACTION_COLOURS, pipeline, timeline_file
 from planner.report.timeline import MOST, WHOLE, DrawnStep, caption, shown_step
 from planner.schedule.compare import RankSeconds
 from planner.schedule.orders import build_schedule

@@ -18,7 +18,6 @@ from planner.report.terminal import render
 from planner.report.view import SECTIONS, View, view_of
 
 MakePlan = Callable[..., Plan]
-pytestmark = pytest.mark.usefixtures("without_charts")
 
 
 def terminal(plan: Plan) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from planner.errors import SpecError
 from planner.schedule.orders import SCHEDULES, Action, Schedule, build_schedule
-from planner.schedule.replay import Durations, makespan_s, replay, steady_step_s
+from planner.schedule.replay import Durations, makespan_s, one_f_one_b_waves, replay, steady_step_s
 from planner.schedule.timeline import IDLE_CAUSES, Timeline
 
 RandomShape = Callable[[str, random.Random], tuple[int, int, int]]
@@ -175,6 +175,23 @@ def test_replay_equals_the_definition(random_shape: RandomShape, name: str, bloc
         for actions, end_s in zip(schedule.ranks, timeline.end_s, strict=True):
             assert [ends[action] for action in actions] == pytest.approx(end_s.tolist())
         assert makespan_s(schedule, durations) == timeline.makespan_s
+
+
+def test_waves_are_the_replay_of_plain_1f1b() -> None:
+    """To the last bit: with fewer and with more micro-batches than ranks, and with transfers of both kinds."""
+    rng = random.Random(0)
+    for _ in range(60):
+        pp, num_microbatches = rng.randint(2, 9), rng.randint(1, 20)
+        stages = ([rng.random() for _ in range(pp)] for _ in range(3))
+        hops = [rng.choice([0.0, rng.random()]) for _ in range(pp - 1)]
+        durations = Durations(*stages, p2p_s=hops, blocking_p2p=rng.random() < 0.5)
+        timeline = replay(build_schedule("1f1b", pp, 1, num_microbatches), durations)
+        waves = one_f_one_b_waves(durations, num_microbatches)
+        assert one_f_one_b_waves(durations, num_microbatches, waits=False).end_s.max() == timeline.makespan_s
+        assert waves.start_s.tolist() == [start[0] for start in timeline.start_s]
+        assert waves.end_s.tolist() == [end[-1] for end in timeline.end_s]
+        assert waves.busy_s.tolist() == timeline.busy_s.tolist()
+        np.testing.assert_allclose(waves.transfer_s, timeline.transfer_s, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -23,7 +23,7 @@ from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime, switches_of
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules
-from planner.trainers.switches import SWITCHES
+from planner.trainers.switches import SWITCHES, Value
 
 SLOW: dict[str, Any] = {
     "model": toy_model(6, moe=MOE), "cluster": toy_cluster(8, network_gb_per_s=5.0, nvlink_gb_per_s=40.0),
@@ -110,14 +110,23 @@ def test_what_is_chosen_is_legal_and_takes_nothing_without_consent(
             assert value == own or value not in SWITCHES[name].consent or name in allowed
 
 
-def test_a_consent_buys_what_was_offered() -> None:
-    without = of_job("qwen3-30b", "h100", 16)
-    offer = next(offer for offer in without.best.offers if offer.switch == "bf16_gradients")
-    assert (offer.changes, offer.allow) == ("numerics", ("bf16_gradients",))
-    given = of_job("qwen3-30b", "h100", 16, allow=("bf16_gradients",))
-    assert given.best.recipe["bf16_gradients"] is True
+@pytest.mark.parametrize(
+    ("job", "switch", "value", "changes"),
+    [
+        (("qwen3-30b", "h100", 16), "bf16_gradients", True, "numerics"),
+        (("mixtral-8x22b", "h100", 64), "activation_offload", "moe_act", "where activations wait"),
+    ],
+)
+def test_a_consent_buys_what_was_offered(job: tuple[str, str, int], switch: str, value: Value, changes: str) -> None:
+    without = of_job(*job)
+    offer = next(offer for offer in without.best.offers if offer.switch == switch)
+    assert (offer.changes.split(":")[0], offer.allow) == (changes, (switch,))
+    given = of_job(*job, allow=(switch,))
+    assert given.best.recipe[switch] == value
     assert given.step.step_s <= offer.step_s * 1.005 < without.step.step_s * 1.005
-    assert all(offer.switch != "bf16_gradients" for offer in given.best.offers)
+    assert all(offer.switch != switch for offer in given.best.offers)
+    unsearched = [" ".join(answer.search.unsearched) for answer in (without, given) if answer.search]
+    assert [switch in left_out for left_out in unsearched] == [switch == "activation_offload", False]
 
 
 def test_a_narrow_dtype_is_chosen_with_consent_only() -> None:

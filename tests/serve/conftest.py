@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 from served import SMALL, Running
 
-from planner.cli.job_options import SearchOptions
-from planner.cli.options import DEFAULT_HARDWARE
+from planner.cli.options import DEFAULT_HARDWARE, SearchOptions
 from planner.cli.serve_command import read_question, start_of
 from planner.serve.app import application
 from planner.serve.desk import Desk

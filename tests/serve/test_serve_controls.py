@@ -9,7 +9,7 @@ import pytest
 from served import SMALL
 
 from planner.answer import Plan
-from planner.cli.job_options import SearchOptions
+from planner.cli.options import SearchOptions
 from planner.cli.serve_command import read_question
 from planner.errors import SpecError
 from planner.search.search import plan

@@ -37,6 +37,8 @@ LARGE = "files of gigabytes in pieces, with limits of its own on bytes, inflatio
 EXCEPTIONS = {
     "planner/profile/doctor.py": "the tables that nvidia-smi and rocm-smi print, and our own package's metadata",
     "planner/layout/runs.py": OWN,
+    "planner/cli/options.py": OWN,
+    "planner/serve/controls.py": OWN,
     "planner/profile/measure.py": WIRE,
     "planner/report/small.py": OWN,
     "planner/serve/mcp_server.py": "requests of a client, a line each, with a limit",
@@ -47,8 +49,7 @@ EXCEPTIONS = {
     "planner/probe/device_state.py": "the table that nvidia-smi prints",
     "planner/probe/rank/groups.py": WIRE,
     "planner/observe/lines.py": "logs, inflated a MiB at a time, up to a limit; no line is longer than 64 KiB",
-    "planner/observe/traces/kineto.py": LARGE,
-    "planner/observe/traces/source.py": "inflated up to a limit; an unpickler that knows no class, in bounded memory",
+    "planner/observe/traces/source.py": f"an unpickler that knows no class, in bounded memory; {LARGE}",
 }
 """Modules that call a parser themselves, and why they may."""
 

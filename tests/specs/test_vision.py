@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.cli.inputs import read_job
-from planner.cli.job_options import JobOptions
+from planner.cli.options import JobOptions
 from planner.errors import SpecError
 from planner.physics.layers import model_totals, vision_tower
 from planner.physics.operators import num_parameters, saved_bytes

@@ -16,8 +16,7 @@ from planner.probe.model.attention import (  # noqa: E402
     plain_backward,
     plain_forward,
 )
-from planner.profile.build_profile import known_profile  # noqa: E402
-from planner.profile.record import Machine  # noqa: E402
+from planner.profile.measurements import Machine, known_profile  # noqa: E402
 from planner.specs.hardware import HardwareSpec  # noqa: E402
 from tools.gpu_check import parts  # noqa: E402
 from tools.gpu_check.cases import CASES, StageCase  # noqa: E402

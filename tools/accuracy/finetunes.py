@@ -320,7 +320,7 @@ def show_runs(as_json: bool) -> None:
 
 def run_table(tuned: Sequence[Tuned]) -> Table:
     """One run a line: measured step and peak with the errors of their predictions, and the risk beside the outcome."""
-    table = columns(None, *"rrrrr", gap=1)
+    table = columns("wrrrrr", gap=1)
     table.add_row("run", "step", "error", "GiB", "error", "risk", style="dim")
     for one in tuned:
         measured = one.row.measured
@@ -335,7 +335,7 @@ def run_table(tuned: Sequence[Tuned]) -> Table:
 
 def score_table(tuned: Sequence[Tuned]) -> Table:
     """A line for each source: median errors, shares inside intervals, and what was expected of runs that fit or not."""
-    table = columns("l", *"rrrrrrrr", gap=1)
+    table = columns("lrrrrrrrr", gap=1)
     table.add_row("source", "steps", "median", "inside", "peaks", "median", "inside", "fitted", "ran out", style="dim")
     for score in score_finetunes(tuned):
         table.add_row(

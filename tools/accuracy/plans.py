@@ -234,7 +234,7 @@ def point_out(beside: Sequence[Beside]) -> None:
 
 
 def gain_table(beside: Sequence[Beside]) -> Table:
-    table = columns("l", *"rrrrrrrr", gap=1)
+    table = columns("lrrrrrrrr", gap=1)
     heads = ("family", "n", "median", "least", "no fit", "refused", "unsearched", "late", "slower")
     table.add_row(*heads, style="dim")
     for gain in gains(beside):
@@ -246,7 +246,7 @@ def gain_table(beside: Sequence[Beside]) -> Table:
 
 
 def beside_table(beside: Sequence[Beside]) -> Table:
-    table = columns(None, "r", "r", "r", None, None)
+    table = columns("wrrrww")
     table.add_row("run", "published", "chosen", "speed-up", "choice", "", style="dim")
     for pair in beside:
         published = pair.published.step.step_s

@@ -96,7 +96,7 @@ def show_unsaid(scored: Sequence[Scored], as_json: bool) -> None:
     if not found:
         show("none of these runs counts")
         return
-    table = columns("l", *"rrrrr", gap=1)
+    table = columns("lrrrrr", gap=1)
     table.add_row("runs", "n", "in 80%", "unsaid", "± said", "± unsaid", style="dim")
     for kind in found:
         shares = (percent(kind.said_coverage, 0), percent(kind.coverage, 0))

@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from planner import __version__
+from planner.distribution import __version__
 from planner.errors import ProbeError, SpecError
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult
 from planner.probe.run import Device
 from planner.probe.torch_build import require_gpu
-from planner.profile.build_profile import known_profile
+from planner.profile.measurements import known_profile
 from planner.profile.probe_calibration import from_probe
 from planner.search.case import Deadline
 from planner.specs.hardware import HardwareSpec

@@ -25,7 +25,7 @@ from planner.probe.run import Device
 from planner.probe.verdict.compare import compare_stage
 from planner.probe.verdict.evidence import load_in_words, seen_kernels
 from planner.profile.measure import machine_of
-from planner.profile.record import Machine
+from planner.profile.measurements import Machine
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import load_hardware
 from planner.specs.units import gib

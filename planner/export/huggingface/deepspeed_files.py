@@ -12,7 +12,7 @@ from planner.answer import Plan
 from planner.errors import SpecError
 from planner.export.environment import node_environment
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, positive_number
-from planner.export.keyed_settings import beginnings, dialect, flat
+from planner.export.keyed_settings import beginnings, dialect, flat, refused_settings
 from planner.export.named_models import exported_model
 from planner.export.refusal import Objections, broken_rules, hint_for, notes_on_price
 from planner.export.run_settings import FIRST_RUN_STEPS, run_settings
@@ -339,13 +339,16 @@ def read_deepspeed(config: ConfigFile) -> ImportedRun:
         unknown=found.unknown,
         assumed={path: str(value) for path, value in row.left_out(flat(data)).items()},
         documented=row.documented,
+        refused=refused_settings(data, "deepspeed"),
     )
     imported.notes.append("a DeepSpeed configuration names no model, sequence length or pipeline: add them as options")
     if found.dtype is None:
         imported.notes.append("neither bf16 nor fp16 is enabled, so that it trains in fp32: priced as bf16")
     steps = found.accumulation_steps or 1
     if found.train_batch_size and found.micro_batch_size:
-        dp = found.train_batch_size // (found.micro_batch_size * steps)
+        dp, rest = divmod(found.train_batch_size, found.micro_batch_size * steps)
+        if rest:
+            imported.refused.append(f"train_batch_size is no multiple of {found.micro_batch_size} × {steps}")
         imported.notes.append(
             f"{found.train_batch_size} sequences, micro-batches of {found.micro_batch_size}, {steps} a step: dp {dp}"
         )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.errors import SpecError
+from planner.export.followed.shell_script import read_script
 from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME
 from planner.export.huggingface.tuning_settings import (
     ACCELERATE_FILE,
@@ -35,9 +36,15 @@ from planner.export.keyed_settings import (
     is_on,
     mapping_of,
     number,
+    refused_settings,
     settings_of,
+    table,
+    value_of,
 )
+from planner.export.keyed_settings import num_gpus as launched_gpus
+from planner.export.megatron.deepspeed_options import refuse_other
 from planner.export.megatron.keyed_reading import is_adapter, read_adapter
+from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
 from planner.specs.training import MLP
 
@@ -145,6 +152,10 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         if missing is not None:
             raise SpecError(f"{missing[:80]} is not beside the file", "put it there, or import it itself")
         raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
+    if not any(name in settings for name in ("learning_rate", *_BATCH)):
+        for key, what in table()["no_decoder"]["keys"].items():
+            if not is_off(settings.get(key)):
+                refuse_other(what, key)
     imported = new_run("huggingface")
     tool = tool or tool_of(settings, config.text)
     unasked = {
@@ -190,6 +201,9 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         layout["micro_batch_size"] = batch
     steps = number(said, "gradient_accumulation_steps")
     imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
+    stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
+    known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
+    imported.refused = refused_settings(known, "huggingface", tool.name)
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
     for name, value in said.items():
@@ -338,7 +352,7 @@ _RANKS = re.compile(r"--nproc[-_]per[-_]node[ =](\d{1,4})")
 
 def read_torchtune(config: ConfigFile) -> ImportedRun:
     """The run of a recipe. Raises SpecError for what is none, or trains something else than all weights or adapters."""
-    data = yaml_of(config.text, _HINT)
+    data, num_gpus = _recipe_of(config)
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise SpecError("the file has no model with a _component_", _HINT)
     component = str(data["model"].get("_component_", ""))
@@ -348,7 +362,7 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
         "torchtune",
         {
             "model": exported_model(config.text) or model,
-            "num_gpus": _num_gpus(config.text),
+            "num_gpus": num_gpus,
             "runtime": "torchtune",
             "seq_length": _number(_section(data, "tokenizer"), "max_seq_len"),
             "global_batch_size": None,
@@ -377,10 +391,36 @@ def read_torchtune(config: ConfigFile) -> ImportedRun:
     return imported
 
 
-def _num_gpus(text: str) -> int | None:
-    """The GPUs of our own export, or of the command in a recipe's comments."""
+def _recipe_of(config: ConfigFile) -> tuple[Any, int | None]:
+    """A recipe's settings under the overrides of a `tune run`, and the GPUs of its launch or of its comments."""
+    text, overrides, gpus = config.text, Settings(), None
+    if re.search(r"^[^#\n]*\btune run\b", text, re.MULTILINE):
+        script = read_script(text, config.beside)
+        words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
+        options = options_of(words)
+        name = next(iter(options.get("--config", [])), "")
+        overrides = {
+            path: value_of(value) for path, equals, value in (word.partition("=") for word in words)
+            if equals and re.fullmatch(r"[a-z_][\w.]*", path)
+        }  # fmt: skip
+        gpus = launched_gpus(options, script) or (1 if "single_device" in " ".join(words) else None)
+        text = config.beside(name) or ""
+        if not text:
+            shipped = not name.endswith((".yaml", ".yml"))
+            own = f"{name.rpartition('/')[2]}.yaml"
+            hint = f"tune cp {name} {own}, then plan import {own}" if shipped else "put it there"
+            raise SpecError(f"{name or '--config'} is not beside the file", hint)
+    data = yaml_of(text, _HINT)
+    for path, value in overrides.items() if isinstance(data, dict) else ():
+        *parents, last = path.split(".")
+        section: Any = data
+        for parent in parents:
+            section = section.setdefault(parent, {}) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section[last] = value
     ranks = _RANKS.search(text)
-    return exported_gpus(text) or (int(ranks[1]) if ranks is not None else 1 if "single_device" in text else None)
+    said = int(ranks[1]) if ranks is not None else 1 if "single_device" in text else None
+    return data, gpus or exported_gpus(text) or said
 
 
 def _read_layout(imported: ImportedRun, data: dict[str, Any]) -> None:

@@ -10,7 +10,15 @@ from typing import Any
 from planner.errors import SpecError
 from planner.export.huggingface.deepspeed_files import DEEPSPEED_RUNTIME, DeepSpeedConfig, parse_json, read_config
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of
-from planner.export.keyed_settings import dialect, flat, is_on, mapping_of, number, refuse_unset
+from planner.export.keyed_settings import (
+    dialect,
+    flat,
+    is_on,
+    mapping_of,
+    number,
+    refuse_unset,
+    refused_settings,
+)
 from planner.export.named_models import has_towers, model_called, num_layers_of
 from planner.specs.model import ModelSpec
 from planner.specs.training import ATTENTION, GROUPS, LATENT, TARGETS, AdapterSpec
@@ -292,6 +300,7 @@ def read_accelerate(config: ConfigFile) -> ImportedRun:
         path: str(value) for path, value in row.left_out(given).items() if path.partition(".")[0] in settings
     }
     imported.documented = row.documented
+    imported.refused = refused_settings(settings, "accelerate")
     note_sections(imported, given)
     return imported
 

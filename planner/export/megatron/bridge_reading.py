@@ -13,6 +13,7 @@ from planner.export.followed.python_recipe import Evaluator, chosen_recipe
 from planner.export.followed.python_values import CallRecord, Unknown
 from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
+from planner.export.keyed_settings import refused_settings
 from planner.export.megatron.keyed_reading import add_lora
 from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_FLAGS, TANH, YARN, Options, options_of
 from planner.export.megatron.script_reading import run_of
@@ -305,6 +306,7 @@ def sort_fields(fields: Fields, ignored: dict[str, str], unknown: dict[str, str]
         (ignored if is_off or IGNORED.match(path) else unknown)[path] = str(value)[:200]
 
 
+_LENGTHS = ("model.seq_length", "dataset.seq_length")
 _RANKS = ("--nnodes", "--nproc-per-node")
 """The options of torchrun that say how many ranks there are."""
 _MARKS = ("model", "train", "ddp", "mixed_precision")
@@ -318,7 +320,7 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
     """
     is_python = re.search(r"^\s*def |^from |^import ", config.text, re.MULTILINE)
     # a manifest of Kubernetes has programs in its ConfigMap
-    if is_python and not config.text.startswith("#!") and not re.search(r"^apiVersion:", config.text, re.MULTILINE):
+    if is_python and not re.search(r"^#!(?!.*python)|^apiVersion:", config.text, re.MULTILINE):
         return _read_recipe(config)
     words, script, recipe = _words(config)
     fields = dict(_field(word) for word in words)
@@ -439,6 +441,10 @@ def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> Imp
     if isinstance(fields.get("model.pipeline_model_parallel_layout"), Unread):
         # nobody can tell what a layout that is not read refuses
         imported.refused = []
+    imported.refused += refused_settings(dict(fields), "bridge")
+    lengths = {fields[path] for path in _LENGTHS if isinstance(fields.get(path), int)}
+    if len(lengths) > 1:
+        imported.refused.append(f"{' and '.join(_LENGTHS)} are to be equal, not {sorted(lengths)}")
     return imported
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from planner.errors import SpecError
 from planner.export.imported_run import ImportedRun
@@ -141,20 +141,23 @@ def check_is_gpt(words: Sequence[str], options: Options) -> None:
     if other := re.search(
         r"\b(swift|megatron|llamafactory-cli)\s+(infer|deploy|export|eval|sample|rollout|chat)", begun
     ):
-        _refuse(rows["commands"].get(other[2], "no training"), begun)
+        refuse_other(rows["commands"].get(other[2], "no training"), begun)
     for pattern, what in rows["programs"].items():
         if re.search(pattern, programs):
-            _refuse(what, next((word for word in words if re.search(pattern, word)), programs).strip().splitlines()[0])
+            refuse_other(
+                what, next((word for word in words if re.search(pattern, word)), programs).strip().splitlines()[0]
+            )
     for pattern, what in rows["options"].items():
         if option := next((name for name in options if re.match(pattern, name)), None):
-            _refuse(what, option)
+            refuse_other(what, option)
     for option, marks in rows["values"].items():
         [(pattern, what)] = marks.items()
         if re.search(pattern, " ".join(options.get(option, []))):
-            _refuse(what, option)
+            refuse_other(what, option)
 
 
-def _refuse(what: str, where: str) -> None:
+def refuse_other(what: str, where: str) -> NoReturn:
+    """Raise SpecError for what `where` says to be no training of a decoder."""
     raise SpecError(
         f"{where[:80]}: this is {what}",
         "only decoder-only transformers in training are planned; give the script of one",

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from planner.errors import SpecError
 from planner.export.trainer_files import Arguments, ShellText
 from planner.specs.reading import parse_expression, shipped_table
+from planner.specs.units import is_count
 from planner.trainers.rules.common import release
 
 Options = Mapping[str, list[str]]
@@ -289,10 +290,23 @@ class Section:
 def holds(clause: str, options: Options) -> bool:
     """`--option`, `--option word|word` or `--option > 1` holds of options."""
     name, *words = clause.split()
-    if words[:1] == [">"]:
-        return (number(options, name, 0) or 0) > int(words[1])
     said = re.findall(r"[^\s,\[\]]+", text(options, name))
+    if words[:1] == [">"]:
+        return len(said) == 1 and is_count(said[0]) and int(said[0]) > int(words[1])
     return name in options and (not words or not {*said}.isdisjoint(words[0].split("|")))
+
+
+def broken_rows(rows: Mapping[str, Mapping[str, Any]], options: Options) -> Iterator[tuple[str, str]]:
+    """The refusals of a table that options meet: their names, and the options that do not go together."""
+    for name, row in rows.items():
+        given = next((clause for clause in row["given"] if holds(clause, options)), None)
+        if given is None or not all(holds(clause, options) for clause in row.get("beside", ())):
+            continue
+        needs, excludes = row.get("needs", ()), row.get("excludes", ())
+        if needs and not any(holds(clause, options) for clause in needs):
+            yield name, f"{given} needs {' or '.join(needs)}"
+        if any(holds(clause, options) for clause in excludes):
+            yield name, f"{given} takes no {' and no '.join(excludes)}"
 
 
 def known(options: Options) -> Fields:

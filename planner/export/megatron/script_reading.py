@@ -18,7 +18,7 @@ from planner.export.megatron.deepspeed_options import (
     read_zero,
 )
 from planner.export.megatron.model_options import MODEL_OPTIONS, read_model
-from planner.export.megatron.option_rows import Options, holds, number, options_of, read_fields, text
+from planner.export.megatron.option_rows import Options, broken_rows, number, options_of, read_fields, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
     KERNELS,
@@ -207,8 +207,8 @@ _TAKES_WORDS = (
 """Options that are read and take words; of the others some take none."""
 
 
-_PARSED = ("megatron", "slime", "primus")
-"""Trainers that Megatron-LM's own parser starts."""
+_PARSERS = {"megatron": ("parser", "main"), "slime": ("parser",), "primus": ("parser",)}
+"""Trainers that Megatron-LM's own parser starts: that of main, or an older one that they bring along."""
 
 
 def _run_of(
@@ -245,7 +245,7 @@ def _run_of(
     imported.refused = []
     if source not in ("megatron-deepspeed", "neox"):
         around = {name: script.variables[name] for name in script.variables if name == "CUDA_DEVICE_MAX_CONNECTIONS"}
-        imported.refused = refusals({**described, **around}, source in _PARSED)
+        imported.refused = refusals({**described, **around}, _PARSERS.get(source, ()))
     unsaid = unexplained(SWITCH_OPTIONS, {name: words or True for name, words in options.items()})
     sort_unread(options, {*READ_OPTIONS, *also_read} - unsaid, imported)
     return imported
@@ -288,27 +288,18 @@ def _assumptions(options: Options) -> Iterator[str]:
         yield "--seq-length is missing: as long as --max-position-embeddings"
 
 
-def refusals(options: Options, is_parsed: bool = True) -> list[str]:
+def refusals(options: Options, parsers: Collection[str] = _PARSERS["megatron"]) -> list[str]:
     """Why the trainer ends before its first step. Raises SpecError where it would build fewer layers than there are."""
-    return [says for _, says in named_refusals(options, is_parsed)]
+    return [says for _, says in named_refusals(options, parsers)]
 
 
-def named_refusals(options: Options, is_parsed: bool = True) -> Iterator[tuple[str, str]]:
+def named_refusals(options: Options, parsers: Collection[str] = _PARSERS["megatron"]) -> Iterator[tuple[str, str]]:
     """Each refusal by its name: those of the table, of stages, and of sizes that do not divide.
 
-    `is_parsed` where Megatron-LM's own parser takes the options, which refuses more than Megatron core.
+    `parsers` are those of Megatron-LM that take the options, which refuse more than Megatron core.
     """
-    for name, row in option_table()["refused"].items():
-        if not is_parsed and row.get("by") == "parser":
-            continue
-        given = next((clause for clause in row["given"] if holds(clause, options)), None)
-        if given is None or not all(holds(clause, options) for clause in row.get("beside", ())):
-            continue
-        needs, excludes = row.get("needs", ()), row.get("excludes", ())
-        if needs and not any(holds(clause, options) for clause in needs):
-            yield name, f"{given} needs {' or '.join(needs)}"
-        if any(holds(clause, options) for clause in excludes):
-            yield name, f"{given} takes no {' and no '.join(excludes)}"
+    rows = option_table()["refused"].items()
+    yield from broken_rows({name: row for name, row in rows if row.get("by") in (None, *parsers)}, options)
     yield from _refused_stages(options)
     positions, length, heads, groups, hidden = (
         number(options, f"--{name}", 0) or 0
@@ -316,11 +307,11 @@ def named_refusals(options: Options, is_parsed: bool = True) -> Iterator[tuple[s
             "max-position-embeddings", "seq-length", "num-attention-heads", "num-query-groups", "hidden-size",
         )
     )  # fmt: skip
-    if is_parsed and 0 < positions < length:
+    if parsers and 0 < positions < length:
         yield "positions_below_sequence", f"--max-position-embeddings {positions} is below --seq-length {length}"
     if "--group-query-attention" in options and heads and groups and heads % groups:
         yield "group_sizes", f"{heads} heads are no multiple of {groups} groups"
-    if is_parsed and "--kv-channels" not in options and hidden and heads and hidden % heads:
+    if parsers and "--kv-channels" not in options and hidden and heads and hidden % heads:
         yield "heads_without_channels", f"hidden size {hidden} is no multiple of {heads} heads"
 
 

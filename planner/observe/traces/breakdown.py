@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from planner.observe.traces.events import (
     COMMUNICATION,
-    FAMILIES,
     NAMES,
     NO_EVENTS,
     NONE,
@@ -41,6 +40,7 @@ from planner.observe.traces.events import (
     union,
     window,
 )
+from planner.specs.base import Texts
 
 _STEP = re.compile(r"^(?:ProfilerStep#|(?:train_)?step[ _#:]*|iteration[ _#:]*)(\d{1,12})$", re.IGNORECASE)
 _CAPTURE = re.compile(r"(cuda|hip)StreamBeginCapture|(cu|hip|cuda)Graph(Exec)?Instantiate", re.IGNORECASE)
@@ -105,7 +105,8 @@ def _on_gpu(trace: RankTrace, starts: list[int], ends: list[int]) -> list[int]:
     if trace.on_host or not known.any():
         return on_host
     launched_ns = trace.launches["start"][launch[known]]
-    began, ended = trace.gpu["start"][known], trace.gpu["end"][known]
+    began = trace.gpu["start"][known]
+    ended = trace.gpu["end"][known]
     step: NDArray[np.int64] = np.searchsorted(np.array(starts), launched_ns, side="right") - 1
     inside = (step >= 0) & (launched_ns < np.array(ends)[np.maximum(step, 0)])
     bounds = []
@@ -144,7 +145,7 @@ class Sorted:
     family: NDArray[np.int64]
     group: NDArray[np.int64]
     """An index in `labels`, −1 for what does not communicate."""
-    labels: tuple[str, ...]
+    labels: Texts
     launch: NDArray[np.int64]
     waits: tuple[tuple[str, Spans], ...]
     """Times at which the host waits or is busy with something else, by name."""
@@ -203,7 +204,8 @@ def break_down(events: Sorted, step: StepWindow) -> TraceStep:
     origin_ns = events.trace.span_ns[0]
     events = events.near(step)
     inside = window(step.start_ns, step.end_ns)
-    gpu, kernels = events.trace.gpu, events.trace.gpu["copy"] == 0
+    gpu = events.trace.gpu
+    kernels = events.trace.gpu["copy"] == 0
     near = (gpu["start"] < step.end_ns) & (gpu["end"] > step.start_ns)
     computing = near & kernels & (events.group < 0)
     compute = intersect(_union(gpu, computing), inside)
@@ -235,15 +237,14 @@ def _union(gpu: Events, chosen: NDArray[np.bool_]) -> Spans:
 
 
 def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tuple[FamilyTime, ...]:
-    taken, times = NONE, []
-    for index, family in enumerate(FAMILIES):
+    taken = NONE
+    times = []
+    for index, name in enumerate(NAMES):
         chosen = computing & (events.family == index)
         if not chosen.any():
             continue
         spans = intersect(_union(events.trace.gpu, chosen), inside)
-        times.append(
-            (family.name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index))
-        )
+        times.append((name, length_ns(subtract(spans, taken)), int(chosen.sum()), _largest(events, chosen, index)))
         taken = merge(taken, spans)
     total = sum(nanoseconds for _, nanoseconds, _, _ in times) or 1
     rows = [
@@ -253,7 +254,7 @@ def _families(events: Sorted, computing: NDArray[np.bool_], inside: Spans) -> tu
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> tuple[str, ...]:
+def _largest(events: Sorted, chosen: NDArray[np.bool_], family: int) -> Texts:
     """The names that take most time, for kernels that no pattern knows."""
     if NAMES[family] != OTHER:
         return ()
@@ -268,7 +269,8 @@ def _groups(
     events: Sorted, near: NDArray[np.bool_], inside: Spans, compute: Spans
 ) -> tuple[tuple[GroupTime, ...], Spans]:
     """Communication by group, and all of it."""
-    times, all_of_it = [], NONE
+    times = []
+    all_of_it = NONE
     for index, label in enumerate(events.labels):
         chosen = near & (events.group == index)
         if not chosen.any():
@@ -289,7 +291,8 @@ def _groups(
 
 def _idle(events: Sorted, idle: Spans) -> tuple[Spans, Spans, Spans]:
     """Idle time as host gaps, dependencies and what cannot be told."""
-    gpu, launches = events.trace.gpu, events.trace.launches
+    gpu = events.trace.gpu
+    launches = events.trace.launches
     if events.trace.on_host:  # between operators the host itself is what works
         return idle, NONE, NONE
     if not len(idle) or not len(gpu):

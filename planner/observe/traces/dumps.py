@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from planner.errors import SpecError
-from planner.observe.traces.events import ranks_of
+from planner.observe.traces.events import TABLES, ranks_of
 from planner.observe.traces.source import Progress, TraceFile, load_plain
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Ints, Spec, Texts
 from planner.specs.reading import DUMP, label, parse_json, printable
 
 UNATTRIBUTED = "unattributed"
@@ -29,31 +29,8 @@ OTHER = "other"
 ROUNDING = "allocator rounding"
 """The allocator hands out multiples of 512 bytes."""
 
-_FORWARD = r":(forward\w*|__call__|_call_impl|_wrapped_call_impl|call_\w*|.*::forward)$"
-FRAME_PATTERNS = (
-    ("optimizer", r"(distrib\w*_)?optimizer\w*\.py:|/optim/|fused_adam|/muon|adamw?\.py:|emerging_optimizers", False),
-    ("gradients", r"param_and_grad_buffer|accumulate_?grad|AccumulateGrad|grad_buffer|main_grad|foreach_reduce", False),
-    (
-        "gathered parameters",
-        r"foreach_all_gather|_fsdp_param\w*\.py:(init_)?all_gather|unshard|fully_shard_param",
-        False,
-    ),
-    ("communication", r"nccl|c10d|deep_ep|fused_a2a|nvshmem|symm_mem", False),
-    ("activations: loss and logits", r"cross_entropy|vocab_parallel|nll_loss|lm_head|output_layer|logits", True),
-    ("activations: MoE", r"moe|experts?[_.:/]|router|token_dispatch", True),
-    ("activations: attention", r"attention|attn|scaled_dot_product|rotary|rope|sdpa", True),
-    ("activations: MLP", r"mlp|feed_?forward|ffn|swiglu|silu", True),
-    ("activations: norm", r"norm", True),
-    ("activations: embedding", r"embedding", True),
-    ("activations: other modules", r".", True),
-    ("parameters", r":(__init__|_apply|reset_parameters|load_state_dict|to_empty|get_model|build_model|to)$", False),
-    ("backward", r"Engine::|autograd|backward|::apply", False),
-    ("data", r"data_?loader|get_batch|dataset", False),
-)
-"""(category, pattern of one of its frames as `file:function`, whether a forward pass must be below it)."""
-_PATTERNS = tuple(re.compile(pattern, re.IGNORECASE) for _, pattern, _ in FRAME_PATTERNS)
-_IS_FORWARD = re.compile(_FORWARD)
-_FORWARD_BIT = 1 << len(FRAME_PATTERNS)
+_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in TABLES["frames"].items()}
+_IS_FORWARD = re.compile(r":(forward\w*|__call__|_call_impl|_wrapped_call_impl|call_\w*|.*::forward)$")
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _ACTIONS = {*_RESERVES, "alloc", "free_requested", "free_completed", "oom"}
 BLOCK_BYTES = 512
@@ -64,23 +41,26 @@ _LEAST_EVENT_BYTES = 12
 
 
 @lru_cache(maxsize=2**16)
-def _bits(filename: str, function: str) -> int:
-    """The rows of `FRAME_PATTERNS` that a frame matches, and whether it is of a forward pass, as bits."""
+def _rows(filename: str, function: str) -> tuple[frozenset[str], bool]:
+    """The categories whose pattern a frame matches, and whether it is of a forward pass."""
     text = f"{filename}:{function}"
-    bits = sum(1 << index for index, pattern in enumerate(_PATTERNS) if pattern.search(text))
-    return bits | (_FORWARD_BIT if _IS_FORWARD.search(text) else 0)
+    matching = frozenset(name for name, pattern in _PATTERNS.items() if pattern.search(text))
+    return matching, _IS_FORWARD.search(text) is not None
 
 
 def category_of(frames: Any) -> str:
     """The category of an allocation's stack; whatever is no list of frames counts as no stack."""
     if not isinstance(frames, (list, tuple)) or not frames:
         return UNATTRIBUTED
-    bits = 0
-    for frame in frames:
-        if isinstance(frame, dict):
-            bits |= _bits(str(frame.get("filename", ""))[-200:], str(frame.get("name", ""))[:200])
-    rows = (row for index, row in enumerate(FRAME_PATTERNS) if bits & (1 << index))
-    return next((category for category, _, in_forward in rows if bits & _FORWARD_BIT or not in_forward), OTHER)
+    found = [
+        _rows(str(frame.get("filename", ""))[-200:], str(frame.get("name", ""))[:200])
+        for frame in frames
+        if isinstance(frame, dict)
+    ]
+    known = frozenset[str]().union(*(names for names, _ in found))
+    in_forward = any(is_forward for _, is_forward in found)
+    rows = (name for name in _PATTERNS if name in known)
+    return next((name for name in rows if in_forward or not name.startswith("activations")), OTHER)
 
 
 @dataclass(slots=True)
@@ -131,7 +111,7 @@ class SnapshotReport(Spec):
     inactive_bytes: int
     largest_free_block_bytes: int
     out_of_memory: SnapshotOutOfMemory | None
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 class MemoryReplay:
@@ -181,7 +161,8 @@ class MemoryReplay:
         elif action in _RESERVES:
             self._reserved_change[number] = _RESERVES[action] * size
         else:
-            address, rounded = whole(event, "addr", self._where, place), -(-size // BLOCK_BYTES) * BLOCK_BYTES
+            address = whole(event, "addr", self._where, place)
+            rounded = -(-size // BLOCK_BYTES) * BLOCK_BYTES
             if (old := self._live.pop(address, None)) is not None:  # freed, or the ring lost what freed it
                 old.died = number
             elif action == "free_requested":  # allocated before the first event
@@ -195,7 +176,8 @@ class MemoryReplay:
 
     def parts(self) -> tuple[MemoryPart, ...]:
         """All that lives at the largest moment, the first of several, by category, the largest first."""
-        at, sums = int(self.allocated.argmax()), defaultdict[str, list[int]](lambda: [0, 0])
+        at = int(self.allocated.argmax())
+        sums = defaultdict[str, list[int]](lambda: [0, 0])
         for one in self.allocations:
             if one.born <= at < one.died:
                 of_category = sums[category_of(one.frames)]
@@ -230,7 +212,9 @@ def read_snapshot(path: str | Path, progress: Progress | None = None) -> tuple[S
 def _report(where: str, device: int, blocks: Sequence[Mapping[str, Any]], events: list[Any]) -> SnapshotReport:
     replay = MemoryReplay(where, events, blocks)
     free = [block["size"] for block in blocks if block["state"] == "inactive"]
-    inactive, largest, oom = sum(free), max(free, default=0), None
+    inactive = sum(free)
+    largest = max(free, default=0)
+    oom = None
     if replay.failed is not None:
         requested, device_free = replay.failed
         oom = SnapshotOutOfMemory(
@@ -247,7 +231,7 @@ def _report(where: str, device: int, blocks: Sequence[Mapping[str, Any]], events
     )  # fmt: skip
 
 
-def _blocks(segments: Sequence[Any], where: str, size_bytes: int) -> Iterator[dict[str, Any]]:
+def _blocks(segments: Sequence[Any], where: str, size_bytes: int) -> Iterator[Fields]:
     """Every block of every segment, with the addresses that segments imply where blocks have none."""
     count = 0
     for number, segment in enumerate(segments):
@@ -257,7 +241,8 @@ def _blocks(segments: Sequence[Any], where: str, size_bytes: int) -> Iterator[di
         count += 1 + len(segment["blocks"])
         if count * _LEAST_EVENT_BYTES > size_bytes:
             raise _error(where, f"its {size_bytes:,} bytes repeat few blocks very often")
-        address, device = whole(segment, "address", where, place), whole(segment, "device", where, place, 0)
+        address = whole(segment, "address", where, place)
+        device = whole(segment, "device", where, place, 0)
         for index, block in enumerate(segment["blocks"]):
             of_block = f"{place}.blocks[{index}]"
             if not isinstance(block, dict):
@@ -312,7 +297,7 @@ class FlightDump:
 
     rank: int
     entries: dict[tuple[str, str], list[RecordedCollective]]
-    members: dict[str, tuple[int, ...]]
+    members: dict[str, Ints]
 
 
 class Outstanding(Spec):
@@ -320,9 +305,9 @@ class Outstanding(Spec):
 
     sequence: int
     collective: str
-    waiting: tuple[int, ...]
+    waiting: Ints
     """Ranks that called it."""
-    missing: tuple[int, ...]
+    missing: Ints
     """Ranks of the group, with a dump, that did not: the likely culprits."""
     where: str
     """File, line and function of the first waiting rank's call."""
@@ -343,7 +328,7 @@ class FlightGroup(Spec):
 
     name: str
     description: str
-    ranks: tuple[int, ...]
+    ranks: Ints
     """Its members as its dumps say them, else the ranks whose dumps have entries of it."""
     last_enqueued: dict[int, int]
     last_completed: dict[int, int]
@@ -354,12 +339,12 @@ class FlightGroup(Spec):
 class FlightReport(Spec):
     """Groups in the dumps of some ranks, and the likely cause of a hang."""
 
-    ranks: tuple[int, ...]
-    missing_ranks: tuple[int, ...]
+    ranks: Ints
+    missing_ranks: Ints
     """Members of groups without a dump: they may have died, or were not given."""
     groups: tuple[FlightGroup, ...]
     verdict: str
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 def read_flight_recorder(paths: Sequence[str | Path]) -> FlightReport:
@@ -384,12 +369,14 @@ def _dump(path: str | Path, number: int, num_files: int) -> FlightDump:
     else:
         with TraceFile(path) as source:
             text = source.read_all(DUMP.num_bytes)
-        data, size_bytes = parse_json(text, where, _HINT, DUMP, keeps_last=True), len(text)
+        data = parse_json(text, where, _HINT, DUMP, keeps_last=True)
+        size_bytes = len(text)
     if not isinstance(data, dict) or not isinstance(data.get("entries"), list):
         raise SpecError(f"{where}: holds no `entries`: it is no flight-recorder dump", _HINT)
     if len(data["entries"]) * _LEAST_ENTRY_BYTES > size_bytes:
         raise SpecError(f"{where}: its {size_bytes:,} bytes repeat few entries very often", _HINT)
-    rank, entries = _rank(data, where, number, num_files), defaultdict(list)
+    rank = _rank(data, where, number, num_files)
+    entries = defaultdict(list)
     for index, raw in enumerate(data["entries"]):
         if not isinstance(raw, dict):
             raise SpecError(f"{where}: entries[{index}]: is no mapping", _HINT)
@@ -403,7 +390,7 @@ def _dump(path: str | Path, number: int, num_files: int) -> FlightDump:
     return FlightDump(rank, dict(entries), members)
 
 
-def _rank(data: dict[str, Any], where: str, number: int, num_files: int) -> int:
+def _rank(data: Fields, where: str, number: int, num_files: int) -> int:
     said = data.get("rank")
     if isinstance(said, int) and not isinstance(said, bool) and 0 <= said < 10**7:
         return said
@@ -414,7 +401,7 @@ def _rank(data: dict[str, Any], where: str, number: int, num_files: int) -> int:
     raise SpecError(f"{where}: neither the dump nor its name says its rank", "name it with the rank at the end: nccl_3")
 
 
-def _entry(raw: dict[str, Any], rank: int) -> RecordedCollective:
+def _entry(raw: Fields, rank: int) -> RecordedCollective:
     frames = raw.get("frames")
     frame = frames[0] if isinstance(frames, list) and frames and isinstance(frames[0], dict) else {}
     file = str(frame.get("filename", "")).rpartition("/")[2]
@@ -484,7 +471,8 @@ def _verdict(groups: Sequence[FlightGroup]) -> str:
             return f"{_name(group)}: ranks differ in the {mismatch.field} of collective {mismatch.sequence}: {told}"
     waiting = [(group, waits) for group in groups for waits in group.outstanding]
     for group, waits in sorted(waiting, key=lambda pair: not pair[1].missing):
-        what, missing = f"{waits.collective} number {waits.sequence}", ", ".join(map(str, waits.missing[:8]))
+        what = f"{waits.collective} number {waits.sequence}"
+        missing = ", ".join(map(str, waits.missing[:8]))
         if not missing:
             return f"{_name(group)}: all ranks given called {what}; it has not ended"
         called = ", ".join(map(str, waits.waiting[:8]))

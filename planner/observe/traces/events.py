@@ -1,7 +1,6 @@
 """A rank's trace: kernels by family, process groups, events, sets of time; and the answers made of them, in seconds.
 
-The first row of a table that matches wins. Names are public: cuBLAS, CUTLASS, hipBLASLt (`Cijk_…`), Composable Kernel,
-AITER, cuDNN, PyTorch's `at::native`, Inductor's `triton_…`, Transformer Engine, Apex, Megatron-LM, DeepEP, NCCL, RCCL.
+The names that they have are tables of `names.yaml`; the first row that matches wins.
 """
 
 from __future__ import annotations
@@ -16,94 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.specs.base import Spec
+from planner.specs.base import Fields, Ints, Spec, Texts
+from planner.specs.reading import shipped_table
 
-
-@dataclass(frozen=True, slots=True)
-class KernelFamily:
-    """Kernels that do the same kind of work."""
-
-    name: str
-    pattern: str
-
-
-OPTIMIZER = "optimizer"
-OTHER = "other"
-"""The family of names that no row knows; its share is told, with the largest of them."""
-
-FAMILIES = (
-    KernelFamily(
-        "communication",
-        r"nccl|rccl|^gloo:|c10d::|multimem_\w*(reduce|gather)|(one|two)_?shot_all_?reduce|cross_device_reduce|symm_mem"
-        r"|nvshmem|ishmem|deep_?ep|hybrid_?ep|(intranode|internode)::|low_latency::|allreduce_\w*kernel|mscclpp?"
-        r"|userbuffers|all_?gather_kernel|reduce_?scatter_kernel|quick_?reduce",
-    ),
-    KernelFamily("fused by Inductor", r"^triton_(poi|red|per|for|unk|_)"),
-    KernelFamily(
-        "attention",
-        r"flash|fmha|attn|attention|scaled_dot_product|sdpa|\bmha_|sage_fwd|cudnn_generated_.*sdp|_attn_|mla_",
-    ),
-    KernelFamily(
-        "MoE routing",
-        r"permute_kernel|unpermute|moe_|_moe|topk|top_k|router|gating|expert|group_?token|token_dispatch|sinkhorn"
-        r"|sort_chunks|row_id_map|aux_loss|(gatherTopK|sbtopk|mbtopk)",
-    ),
-    KernelFamily(
-        OPTIMIZER,
-        r"adam|\blamb(?!da)|adagrad|muon|newton_?schulz|multi_tensor|_foreach_|fused_sgd|optimizer|l2norm",
-    ),
-    KernelFamily("loss", r"cross_?entropy|nll_loss|log_?softmax|logsumexp|vocab_parallel"),
-    KernelFamily("softmax", r"soft_?max"),
-    KernelFamily(
-        "norm",
-        r"layer_?norm|rms_?norm|batch_?norm|group_?norm|\bln_(fwd|bwd)|_ln_|GammaBeta|RowwiseMoments|bn_(fw|bw)_|Welford"
-        r"|native_norm|rmsnorm",
-    ),
-    KernelFamily("position embedding", r"rotary|rope"),
-    KernelFamily(
-        "scan",
-        r"selective_scan|mamba|chunk_(scan|state|cumsum|fwd|bwd)|ssd_|causal_conv1d|gated_delta|state_passing",
-    ),
-    KernelFamily(
-        "convolution",
-        r"conv(?!ert)|im2col|col2im|max_pool|average_pool|winograd|wgrad_alg|dgrad_engine|wgrad2d|scudnn"
-        r"|implicit_gemm|igemm_(fwd|bwd|wrw)|fprop|dgrad_opt",
-    ),
-    KernelFamily(
-        "gemm",
-        r"gemm|Cijk_|nvjet|cublas|matmul|cutlass|splitk_?reduce|\bbmm_|gemv|_mm_|\bck::kernel_|addmm"
-        r"|aten::(mm|bmm|linear)|xmma_|hipblaslt|mma_|dot_kernel|deep_?gemm|tensile",
-    ),
-    KernelFamily("embedding", r"embedding|pooled_embs|indexing_backward|index_?select|vectorized_gather"),
-    KernelFamily(
-        "casts and quantisation",
-        r"quant|cast_transpose|fp8|mxfp|amax|float8|_to_copy|to_float|(b?float16|half)_copy|(?<!no)cast",
-    ),
-    KernelFamily(
-        "copies",
-        r"copy|CatArray|transpose|contiguous|aten::(cat|clone|to|stack|fill_|zero_)|memcpy|memset|ToN[hc]|pad",
-    ),
-    KernelFamily(
-        "elementwise",
-        r"elementwise|Functor|gelu|silu|swiglu|geglu|\brelu|dropout|bias|act_and_mul|activation|tanh|sigmoid"
-        r"|aten::(add|mul|sub|div|normal|uniform|rand|exp|neg|pow|sqrt|masked_fill|where|copy)|distribution_|SubTensorOp",
-    ),
-    KernelFamily("reductions", r"reduce|aten::(sum|mean|max|min|norm)|argmax|argmin|cunn_|Reduce"),
-    KernelFamily(
-        "sorting and indexing", r"cub::|sort|scatter|gather|index|cumsum|scan|nonzero|unique|thrust|rocprim|hipcub"
-    ),
-    KernelFamily("dispatch on the host", r"^aten::|^autograd::|Backward\d*$|^torch::|^detach$"),
-    KernelFamily(OTHER, ""),
-)
-
-NAMES = tuple(family.name for family in FAMILIES)
-_PATTERNS = tuple(re.compile(family.pattern, re.IGNORECASE) for family in FAMILIES)
+TABLES: Fields = shipped_table("observe/traces/names.yaml")
+OPTIMIZER, OTHER = "optimizer", "other"
+"""The family `other` is of names that no row knows; its share is told, with the largest of them."""
+NAMES = tuple(TABLES["families"])
+_PATTERNS = [re.compile("|".join(parts), re.IGNORECASE) for parts in TABLES["families"].values()]
 COMMUNICATION = 0
 """The index of the one family that communicates."""
 
 
 def family_of(name: str) -> int:
-    """The index in FAMILIES of a kernel's name."""
+    """The index in NAMES of a kernel's name."""
     return next(index for index, pattern in enumerate(_PATTERNS) if pattern.search(name))
 
 
@@ -112,23 +37,7 @@ def families_of(names: Sequence[str]) -> NDArray[np.int64]:
     return np.array([family_of(name) for name in names], np.int64)
 
 
-AXES = (
-    # dispatch of tokens over experts and the tensor ranks inside them
-    ("ep", r"expert_tensor_and_model"),
-    ("etp", r"expert_tensor|\betp\b|mesh_etp"),
-    ("edp", r"expert_data|data_modulo_expert|\befsdp\b|mesh_(efsdp|edp|ep_dp|dp_shard_mod_ep)"),
-    ("ep", r"expert_model|expert_parallel|\bep(_group)?\b|_ep\b|deep_?ep|hybrid_?ep"),
-    ("embedding", r"embedding_group|embd"),
-    ("pp", r"pipeline|\bpp\b|_pp\b"),
-    ("cp", r"^(hierarchical_)?context_parallel|^cp$|mesh_cp\b|ulysses|\bsp\b|sequence_parallel"),
-    ("tp", r"^tensor_model_parallel|^tensor_parallel|^tp$|mesh_tp\b|^tensor_and_context|^tp_cp"),
-    ("dp", r"data_parallel|\bdp\b|mesh_(dp|fsdp|hsdp|dp_\w+)|fsdp|zero|intra_distributed|inter_distributed|\bddp\b"),
-    ("model", r"^model_parallel|^mp$"),
-    ("world", r"default_pg|^world"),
-)
-"""(axis, pattern) of a group's description, in lower case; the first that matches wins."""
-
-_AXIS_PATTERNS = tuple((axis, re.compile(pattern)) for axis, pattern in AXES)
+_AXIS_PATTERNS = [(axis, re.compile(pattern)) for axis, pattern in TABLES["axes"]]
 GRID_ORDER = ("tp", "cp", "dp", "pp")
 """From ranks beside each other to ranks far apart, as Megatron and torchtitan lay them out."""
 UNKNOWN = "unknown"
@@ -145,7 +54,7 @@ class ProcessGroup:
 
     name: str
     description: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: Ints = ()
     size: int | None = None
 
     @property
@@ -184,7 +93,7 @@ def axis_of(group: ProcessGroup, grid: Mapping[str, int] | None = None) -> str:
     return group.label
 
 
-def ranks_of(text: object) -> tuple[int, ...]:
+def ranks_of(text: object) -> Ints:
     """The ranks in a list, or in text such as `[0, 1]`; none where it was truncated or is something else."""
     if isinstance(text, str):
         if "..." in text or not re.fullmatch(r"\[[\d,\s]*\]", text) or len(text) > 10**6:
@@ -196,7 +105,7 @@ def ranks_of(text: object) -> tuple[int, ...]:
     return tuple(entries) if good else ()  # type: ignore[arg-type]
 
 
-def ranks_by_stride(start: object, stride: object, size: object) -> tuple[int, ...]:
+def ranks_by_stride(start: object, stride: object, size: object) -> Ints:
     """The ranks of `Global rank start`, `Global rank stride` and `Group size`."""
     if not all(isinstance(number, int) and 0 <= number < 10**7 for number in (start, stride, size)):
         return ()
@@ -218,9 +127,11 @@ def union(starts: Times, ends: Times) -> Spans:
     keep = ends > starts
     if not keep.any():
         return NONE
-    starts, ends = starts[keep], ends[keep]
+    starts = starts[keep]
+    ends = ends[keep]
     order = np.argsort(starts, kind="stable")
-    starts, reach = starts[order], np.maximum.accumulate(ends[order])
+    starts = starts[order]
+    reach = np.maximum.accumulate(ends[order])
     first = np.concatenate([[True], starts[1:] > reach[:-1]])
     last = np.concatenate([first[1:], [True]])
     return np.stack([starts[first], reach[last]], axis=1)
@@ -304,7 +215,7 @@ class RankTrace:
     world_size: int | None
     device: str
     origin_ns: int
-    names: tuple[str, ...]
+    names: Texts
     groups: dict[str, ProcessGroup]
     calls: tuple[Call, ...]
     gpu: Events
@@ -316,7 +227,7 @@ class RankTrace:
     """Ranges that the user, the trainer or the profiler annotated, on the host."""
     on_host: bool = False
     """True if the trace holds no GPU's events and `gpu` are operators of the host."""
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
     @property
     def span_ns(self) -> tuple[int, int]:
@@ -355,7 +266,7 @@ class FamilyTime(Spec):
     share_fraction: float
     """Share of the step's computing time."""
     num_kernels: int
-    longest: tuple[str, ...] = ()
+    longest: Texts = ()
     """Names of the longest kernels, for the family `other`."""
 
 
@@ -432,7 +343,7 @@ class RankReport(Spec):
     device: str
     steps: tuple[TraceStep, ...]
     collectives: tuple[CollectiveTime, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 class TraceReport(Spec):
@@ -441,4 +352,4 @@ class TraceReport(Spec):
     ranks: tuple[RankReport, ...]
     clock_error_s: float | None = None
     """How far apart ends of shared collectives are after clocks were aligned (median); None without peers."""
-    not_shown: tuple[str, ...] = ()
+    not_shown: Texts = ()

@@ -29,6 +29,7 @@ from planner.observe.traces.events import (
     HOST,
     OPTIMIZER,
     PLANNED,
+    TABLES,
     CollectiveTime,
     RankReport,
     RankTrace,
@@ -36,29 +37,11 @@ from planner.observe.traces.events import (
     TraceStep,
     axis_of_description,
 )
-from planner.observe.traces.kineto import read_kineto
-from planner.observe.traces.source import Progress, TraceFile
-from planner.specs.base import Spec
+from planner.observe.traces.source import Progress, TraceFile, read_kineto
+from planner.specs.base import Spec, Texts
 from planner.specs.reading import STDIN
 
-DTYPE_BYTES = {
-    "float": 4, "float32": 4, "int": 4, "bfloat16": 2, "half": 2, "float16": 2, "short": 2, "byte": 1, "char": 1,
-    "bool": 1, "long": 8, "double": 8, "int64": 8, "float64": 8, "int32": 4, "int8": 1, "uint8": 1,
-}  # fmt: skip
-"""Bytes of an element, by the names that Kineto writes, in lower case; `float8…` are 1."""
-
-COLLECTIVES = (
-    ("all_reduce", r"all_?reduce"),
-    ("reduce_scatter", r"reduce_?scatter"),
-    ("all_gather", r"all_?gather"),
-    ("all_to_all", r"all_?to_?all"),
-    ("send_recv", r"send|recv"),
-    ("broadcast", r"broadcast"),
-    ("reduce", r"reduce"),
-    ("barrier", r"barrier"),
-)
-"""(kind, pattern) of collectives and of the kernels that run them."""
-_COLLECTIVE_PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in COLLECTIVES)
+_COLLECTIVE_PATTERNS = [(kind, re.compile(text, re.IGNORECASE)) for kind, text in TABLES["collectives"].items()]
 OTHER_KIND = "other"
 
 
@@ -77,7 +60,7 @@ def bus_factor(kind: str, size: int) -> float:
 def element_bytes(dtype: str) -> int | None:
     """Bytes of one element, None for a name that is not known."""
     lowered = dtype.lower()
-    return 1 if lowered.startswith("float8") else DTYPE_BYTES.get(lowered)
+    return 1 if lowered.startswith("float8") else TABLES["dtype_bytes"].get(lowered)
 
 
 def collective_times(
@@ -87,7 +70,8 @@ def collective_times(
 
     `transfer_ns` and `wait_ns`, of an event's index, are what peers' traces separate.
     """
-    transfers, waits = transfer_ns or {}, wait_ns or {}
+    transfers = transfer_ns or {}
+    waits = wait_ns or {}
     trace = events.trace
     indices = defaultdict(list)
     for index in np.flatnonzero(events.group >= 0).tolist():
@@ -268,7 +252,8 @@ def stage_of(events: Sorted, grid: Mapping[str, int] | None = None) -> int | Non
 
     A trace that describes its groups, and none of a pipeline, is of a job with one stage.
     """
-    rank, trace = events.trace.rank, events.trace
+    rank = events.trace.rank
+    trace = events.trace
     if rank is None:
         return None
     for group in trace.groups.values():
@@ -317,7 +302,8 @@ def read_traces(
     Raises SpecError for a file that is no trace, and where two files are of one rank.
     """
     read = [rank for path in paths for rank in _cut(path, grid, progress)]
-    ranks, steps = [events for events, _ in read], [cut for _, cut in read]
+    ranks = [events for events, _ in read]
+    steps = [cut for _, cut in read]
     _refuse_twins([events.trace for events in ranks])
     peers = PeerTimes.of(ranks)
     reports = tuple(
@@ -351,7 +337,7 @@ def _refuse_twins(traces: Sequence[RankTrace]) -> None:
             raise SpecError(f"{trace.where}: is of rank {trace.rank}, as {seen[trace.rank]} is", "name one of them")
 
 
-def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: PeerTimes) -> tuple[str, ...]:
+def _not_shown(ranks: Sequence[Sorted], reports: Sequence[RankReport], peers: PeerTimes) -> Texts:
     """Sentences on what these traces cannot tell."""
     told = []
     communicates = any((events.group >= 0).any() for events in ranks)
@@ -476,7 +462,7 @@ def _facts(traces: TraceReport | None) -> JobFacts:
     )
 
 
-def _notes(recorded: Recorded) -> tuple[str, ...]:
+def _notes(recorded: Recorded) -> Texts:
     """Sentences on what the files cannot show."""
     notes: list[str] = []
     if recorded.traces:

@@ -314,7 +314,8 @@ def run_rank(make: Callable[[], ProbeRun], timeout_s: float) -> tuple[ProbeRun, 
 
     Raises ProbeError where ranks do not meet, do not agree, or fail; the rank that failed is named.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     with run_folder(keeps_after_error=False) as folder, removed_when_ended(folder):
         store = meet(rank, world_size, max(timeout_s, MEET_S))
         try:

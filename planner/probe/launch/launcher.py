@@ -256,7 +256,9 @@ def process_context() -> ForkServerContext:
 
 class _StartedRanks:
     def __init__(self, run: ProbeRun, folder: Path, child: Child, ranks: Sequence[int]) -> None:
-        self.run, self.folder, self.ranks = run, folder, ranks
+        self.run = run
+        self.folder = folder
+        self.ranks = ranks
         context = process_context()
         self.processes: list[BaseProcess] = [
             context.Process(target=child, args=(folder, rank, number), daemon=True) for number, rank in enumerate(ranks)
@@ -324,10 +326,12 @@ class _StartedRanks:
         for started in self.processes:
             if started.exitcode is None and started.pid is not None:
                 os.kill(started.pid, signal.SIGUSR1)
-        deadline, sizes = time.monotonic() + GRACE_S, [0] * len(running)
+        deadline = time.monotonic() + GRACE_S
+        sizes = [0] * len(running)
         while time.monotonic() < deadline:
             time.sleep(5 * POLL_S)
-            before, sizes = sizes, [_size(self.folder / STACK_FILE.format(rank)) for rank in running]
+            before = sizes
+            sizes = [_size(self.folder / STACK_FILE.format(rank)) for rank in running]
             if all(sizes) and sizes == before:
                 return
 

@@ -25,59 +25,11 @@ from planner.probe.rank.training import trainer_alone
 from planner.probe.rank.worker import StepLoop, Worker
 from planner.probe.result import FailureKind, MeasuredRun, RankFailure, RankOutOfMemory, StepSeconds
 from planner.probe.run import ProbeRun
+from planner.specs.reading import shipped_table
 
-HINTS: dict[FailureKind, str] = {
-    "host_memory": "this machine's memory is too small; on the CPU a smaller --scale or fewer --processes take less",
-    "lost_peer": "the other ranks say more",
-    "disagreement": "each of the ranks 0 to WORLD_SIZE - 1 is started once, with one plan, one set of options and one "
-    "installation",
-    "duplicate_gpu": "start one rank per GPU (torchrun --nproc-per-node, srun --ntasks-per-node with --gpus-per-node)",
-    "shared_memory": "give /dev/shm more space (docker run --shm-size 8g or --ipc host), or set NCCL_SHM_DISABLE=1",
-    "network": "NCCL_SOCKET_IFNAME (on the CPU GLOO_SOCKET_IFNAME) names the interface that reaches the other ranks; "
-    "NCCL_DEBUG=INFO shows those that were tried",
-    "device": "nvidia-smi or rocm-smi, and the kernel's log (dmesg), say what is wrong with the GPU; "
-    "CUDA_VISIBLE_DEVICES leaves it out",
-}
+_FAILURES = shipped_table("probe/launch/failures.yaml")
+HINTS: dict[FailureKind, str] = _FAILURES["hints"]
 """The hint for each kind of failure that has one."""
-TEXTS: tuple[tuple[FailureKind, tuple[str, ...]], ...] = (
-    ("duplicate_gpu", ("Duplicate GPU detected", "share one GPU")),
-    ("shared_memory", ("shared memory segment", "shared memory file", "/dev/shm/")),
-    ("host_memory", ("can't allocate memory", "Failed to malloc", "CUDA host alloc", "Cannot allocate memory")),
-    (
-        "out_of_memory",
-        (
-            "CUDA error: out of memory", "HIP error: out of memory", "STATUS_ALLOC_FAILED", "'out of memory'",
-            "Failed to CUDA malloc", "Failed to CUDA calloc",
-        ),
-    ),
-    (
-        "device",
-        (
-            "uncorrectable ECC", "ECC error", "fallen off the bus", "driver version is insufficient", "-capable device",
-            "busy or unavailable", "system not yet initialized", "'unknown error'", "CUDA error: unknown error",
-            "HIP error: unknown error", "CUDA driver initialization failed", "NVLink error",
-        ),
-    ),
-    (
-        "lost_peer",
-        (
-            "Connection closed by", "Connection reset by peer", "Connection was likely closed",
-            "Broken pipe", "ommunicator was aborted",
-            "Application timeout caused pair closure", "Watchdog caught collective operation timeout",
-        ),
-    ),
-    (
-        "network",
-        (
-            "onnect to ", "no socket interface found", "listening interface", "NET/IB", "ibv_", "NET/OFI",
-            "No route to host", "no device found matching", "connectFullMesh",
-        ),
-    ),
-    ("lost_peer", ("ncclRemoteError", "remote process exited")),
-)  # fmt: skip
-"""Texts by which CUDA, HIP, cuBLAS, gloo and NCCL (RCCL has NCCL's) say what happened, in the order in which they are
-tried. Sources: WARN lines of NVIDIA/nccl (alloc.h, shmutils.cc, socket.cc, init.cc, net_ib), error strings of CUDA. An
-NCCL that can allocate nothing names the allocation last, not the CUDA error before it."""
 CONSEQUENCES: tuple[FailureKind, ...] = ("network", "lost_peer")
 """Kinds that a rank may see because another one has failed; the least telling comes last."""
 _NCCL = re.compile(r"NCCL error in: \S+?,? (?P<kind>[^\n]*?)(?: \(run with [^\n]*?\))?, NCCL version (?P<version>\S+)")
@@ -110,7 +62,7 @@ def kind_of(error: BaseException) -> FailureKind:
 
 
 def _kind_in(text: str) -> FailureKind | None:
-    return next((kind for kind, texts in TEXTS if any(known in text for known in texts)), None)
+    return next((kind for kind, texts in _FAILURES["texts"] if any(known in text for known in texts)), None)
 
 
 def message_of(error: BaseException) -> str:
@@ -118,7 +70,8 @@ def message_of(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, ProbeError):
         return text
-    name, nccl = type(error).__name__, _NCCL.search(text)
+    name = type(error).__name__
+    nccl = _NCCL.search(text)
     if nccl is not None:
         cause = last_error(text) or next((line for line in text.splitlines()[1:] if line.strip()), "no cause is known")
         return f"{name}: NCCL {nccl['version']}: {nccl['kind']}: {cause.strip()}"[:500]

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.errors import ProbeError
 from planner.probe.model.layers import Linear, Norm
 from planner.probe.model.peers import (
-    Enter,
     Surroundings,
     TensorPeers,
     apply,
     chunk_ends,
+    enter,
     gather,
     mark_shard,
     recomputable,
@@ -33,6 +33,7 @@ from planner.probe.model.peers import (
 )
 from planner.probe.run import Device
 from planner.probe.torch_build import on_gpu, this_build, torch_release
+from planner.specs.base import Texts
 from planner.specs.model import LayerKind, ModelSpec
 from planner.specs.model_parts import MLASpec
 from planner.trainers.documents import calls_flash, window_of
@@ -77,7 +78,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, rules: Visibility) -> tuple[T
         out = out[..., : v.shape[-1]].contiguous()  # a view would keep the padding until the backward
     if rules.sinks is not None:
         lse_with_sinks = torch.logaddexp(lse, to_fp32(rules.sinks).view(-1, 1))
-        out, lse = out * (lse - lse_with_sinks).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype), lse_with_sinks
+        out = out * (lse - lse_with_sinks).exp().permute(2, 0, 1).unsqueeze(-1).to(out.dtype)
+        lse = lse_with_sinks
     return out, lse, state, unused
 
 
@@ -191,7 +193,7 @@ class KernelsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: set[str] = set()
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> Texts:
         return tuple(sorted(self._names))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,7 +246,8 @@ def _window_mask(model: ModelSpec, positions: Tensor, like: Tensor) -> Tensor | 
 
 def _alibi(model: ModelSpec, positions: Tensor, tp: TensorPeers) -> Tensor:
     """[heads, seq, seq]"""
-    heads, distance = model.num_attention_heads, positions[:, None] - positions
+    heads = model.num_attention_heads
+    distance = positions[:, None] - positions
     slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float32) / heads)
     slopes = slopes.chunk(tp.size)[tp.rank]
     return torch.where(distance >= 0, -distance * slopes[:, None, None], -math.inf)
@@ -276,10 +279,15 @@ class ContextAttention(torch.autograd.Function):
         sinks: Tensor | None,
         cp: TensorPeers,
     ) -> Tensor:
-        ctx.mask, ctx.window, ctx.cp = mask, window, cp
+        ctx.mask = mask
+        ctx.window = window
+        ctx.cp = cp
         ctx.flash = takes_flash(q) and mask is None
-        keys, values, rules = gather(k, cp), gather(v, cp), Visibility(mask, window, sinks)
-        outs, saved = [], []
+        keys = gather(k, cp)
+        values = gather(v, cp)
+        rules = Visibility(mask, window, sinks)
+        outs = []
+        saved = []
         for part, end in zip(q.chunk(2), chunk_ends(q, cp), strict=True):
             attend = flash_forward if ctx.flash else plain_forward
             out, *kernel_state = attend(part, keys[:end], values[:end], rules)
@@ -292,10 +300,14 @@ class ContextAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, *saved = ctx.saved_tensors
-        keys, values, rules = gather(k, ctx.cp), gather(v, ctx.cp), Visibility(ctx.mask, ctx.window, sinks)
-        keys_grad, values_grad = torch.zeros_like(keys), torch.zeros_like(values)
+        keys = gather(k, ctx.cp)
+        values = gather(v, ctx.cp)
+        rules = Visibility(ctx.mask, ctx.window, sinks)
+        keys_grad = torch.zeros_like(keys)
+        values_grad = torch.zeros_like(values)
         sinks_grad = None if sinks is None else torch.zeros_like(sinks)
-        q_grads, half = [], len(saved) // 2
+        q_grads = []
+        half = len(saved) // 2
         backward = flash_backward if ctx.flash else plain_backward
         for number, end in enumerate(chunk_ends(q, ctx.cp)):
             dout, part, part_out = (x.chunk(2)[number] for x in (grad.contiguous(), q, out))
@@ -306,7 +318,8 @@ class ContextAttention(torch.autograd.Function):
             values_grad[:end].add_(dv)
             if sinks_grad is not None and dsinks is not None:
                 sinks_grad += dsinks
-        k_grad, v_grad = scatter(keys_grad, ctx.cp), scatter(values_grad, ctx.cp)
+        k_grad = scatter(keys_grad, ctx.cp)
+        v_grad = scatter(values_grad, ctx.cp)
         return torch.cat(q_grads), k_grad, v_grad, None, None, sinks_grad, None
 
 
@@ -422,8 +435,10 @@ class LatentAttention(CoreAttention):
     def __init__(self, model: ModelSpec, mla: MLASpec, kind: LayerKind, around: Surroundings) -> None:
         super().__init__(model, kind, around, mla.v_head_dim)
         self.mla = mla
-        hidden, heads = model.hidden_size, model.num_attention_heads
-        self.key_heads, self.key_dim = self.heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        hidden = model.hidden_size
+        heads = model.num_attention_heads
+        self.key_heads = self.heads
+        self.key_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         self.q_dims = [mla.qk_nope_head_dim, mla.qk_rope_head_dim]
         self.kv_dims = [mla.qk_nope_head_dim, mla.v_head_dim]
         if mla.q_lora_rank is None:
@@ -443,7 +458,7 @@ class LatentAttention(CoreAttention):
         latent, k_rope = self.kv_down(x).split([self.mla.kv_lora_rank, self.mla.qk_rope_head_dim], dim=-1)
         kv = self.kv_up(self.kv_latent_norm(latent)).unflatten(-1, (self.heads, -1))
         k_nope, v = kv.split(self.kv_dims, dim=-1)
-        k_rope = k_rope if self.around.tp.size == 1 else apply(Enter, k_rope, self.around.tp)
+        k_rope = k_rope if self.around.tp.size == 1 else enter(k_rope, self.around.tp)
         k_rope = rotate(k_rope.unsqueeze(2), tables).expand(-1, -1, self.heads, -1)
         q = torch.cat((q_nope, rotate(q_rope, tables)), dim=-1)
         return self.attend(q, torch.cat((k_nope, k_rope), dim=-1), v, tables)

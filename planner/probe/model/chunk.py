@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from planner.probe.model.attention import Attention, AttentionTables, LatentAttention
 from planner.probe.model.layers import DenseMLP, Linear, MoE, Norm
 from planner.probe.model.peers import (
-    HiddenToSequence,
-    Leave,
-    LeaveByView,
     Surroundings,
-    apply,
+    hidden_to_sequence,
+    leave,
+    leave_by_view,
     mark_partial,
     mark_replica,
     mark_shard,
@@ -39,7 +38,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: ModelSpec, kind: LayerKind, around: Surroundings) -> None:
         super().__init__()
-        self.around, self.mlp_name = around, "moe" if kind.mlp == "moe" else "mlp"
+        self.around = around
+        self.mlp_name = "moe" if kind.mlp == "moe" else "mlp"
         self.attention_norm = Norm(model.hidden_size, model)
         self.attention: nn.Module = (
             Attention(model, kind, around) if model.mla is None else LatentAttention(model, model.mla, kind, around)
@@ -91,7 +91,7 @@ class Embedding(nn.Module):
             local = tokens - tp.rank * self.rows
             inside = (local >= 0) & (local < self.rows)
             x = functional.embedding(local.where(inside, 0), self.weight).where(inside.unsqueeze(-1), 0)
-            x = apply(LeaveByView if tp.sequence_parallel else Leave, x, tp)
+            x = leave_by_view(x, tp) if tp.sequence_parallel else leave(x, tp)
         if self.positions is not None:
             positions = shard(self.positions[: tokens.shape[0] * self.around.cp.size], self.around.cp)
             first = tp.rank * x.shape[0] if tp.sequence_parallel else 0
@@ -130,7 +130,7 @@ class MTPBlock(nn.Module):
         """Hidden states and embeddings of the next tokens, both [seq/tp, batch, hidden] → hidden states."""
         joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), dim=-1)
         x = self.projection(joined)
-        x = x if self.tp.size == 1 else apply(HiddenToSequence, x, self.tp)
+        x = x if self.tp.size == 1 else hidden_to_sequence(x, self.tp)
         out: Tensor = self.layer(x, tables)
         return out
 
@@ -147,7 +147,9 @@ class Chunk(nn.Module):
 
     def __init__(self, model: ModelSpec, spec: ChunkSpec, around: Surroundings) -> None:
         super().__init__()
-        self.spec, self.model, self.cp = spec, model, around.cp
+        self.spec = spec
+        self.model = model
+        self.cp = around.cp
         self.embedding = Embedding(model, around) if spec.embedding else None
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(model, model.layers[i], around) for i in range(spec.first_layer, spec.last_layer)}

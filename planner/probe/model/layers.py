@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.probe.model.peers import (
-    ExpertAllToAll,
-    Leave,
     Surroundings,
     apply,
+    expert_all_to_all,
+    leave,
     mark_partial,
     mark_shard,
     recomputable,
@@ -142,7 +142,8 @@ class MoE(nn.Module):
 
     def __init__(self, model: ModelSpec, moe: MoESpec, around: Surroundings) -> None:
         super().__init__()
-        self.moe, self.around = moe, around
+        self.moe = moe
+        self.around = around
         self.router = Linear(model.hidden_size, moe.num_experts, around, bias=moe.router_bias)
         self.experts = Experts(model, moe, around)
         width = moe.shared_expert_intermediate_size
@@ -169,7 +170,8 @@ class MoE(nn.Module):
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each token, both [tokens, num_experts_per_tok]."""
         scores = to_fp32(self.router(tokens)).softmax(dim=-1)
-        num_experts, k = self.moe.num_experts, self.moe.num_experts_per_tok
+        num_experts = self.moe.num_experts
+        k = self.moe.num_experts_per_tok
         if self.around.balanced_routing:
             chosen = torch.arange(tokens.shape[0] * k, device=tokens.device).view(-1, k) % num_experts
             weights = scores.gather(1, chosen)
@@ -184,19 +186,20 @@ class MoE(nn.Module):
             return cast(Tensor, self.experts(rows, weights, sent))
         received = peers.counts(sent)
         num_sent, num_received = self.splits(sent, received, rows.shape[0])
-        rows = apply(ExpertAllToAll, rows, peers, num_sent, num_received)
-        weights = apply(ExpertAllToAll, weights, peers, num_sent, num_received)
+        rows = expert_all_to_all(rows, peers, num_sent, num_received)
+        weights = expert_all_to_all(weights, peers, num_sent, num_received)
         num_local_experts = received.shape[1]
         if num_local_experts > 1:
             expert = torch.arange(num_local_experts, device=rows.device).repeat(peers.size)
             expert = expert.repeat_interleave(received.flatten(), output_size=rows.shape[0])  # does not wait for a GPU
             order = expert.argsort(stable=True)
             inverse_order = order.argsort()
-            rows, weights = apply(Reorder, rows, order, inverse_order), weights.index_select(0, order)
+            rows = apply(Reorder, rows, order, inverse_order)
+            weights = weights.index_select(0, order)
         rows = self.experts(rows, weights, received.sum(0))
         if num_local_experts > 1:
             rows = apply(Reorder, rows, inverse_order, order)
-        return apply(ExpertAllToAll, rows, peers, num_received, num_sent)
+        return expert_all_to_all(rows, peers, num_received, num_sent)
 
     def splits(self, sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
         """Number of rows that go to each peer, and number that come from each.
@@ -204,7 +207,8 @@ class MoE(nn.Module):
         The host waits for a GPU to tell them, once a layer. Where routing is balanced it knows them, and runs ahead of
         the GPU here as elsewhere.
         """
-        peers, num_experts = self.around.ep, self.moe.num_experts
+        peers = self.around.ep
+        num_experts = self.moe.num_experts
         if not self.around.balanced_routing:
             to_peers, from_peers = torch.stack((sent.view(peers.size, -1).sum(1), received.sum(1))).tolist()
             return to_peers, from_peers
@@ -226,8 +230,10 @@ class Experts(nn.Module):
 
     def __init__(self, model: ModelSpec, moe: MoESpec, around: Surroundings) -> None:
         super().__init__()
-        self.model, self.around = model, around
-        local, width = moe.num_experts // around.ep.size, moe.moe_intermediate_size
+        self.model = model
+        self.around = around
+        local = moe.num_experts // around.ep.size
+        width = moe.moe_intermediate_size
         factor = 2 if model.gated_mlp else 1
         self.up = nn.Parameter(torch.empty(local, factor * width, model.hidden_size))
         self.down = nn.Parameter(torch.empty(local, model.hidden_size, width))
@@ -303,8 +309,10 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         tp = around.tp.size
-        self.around, self.parallel = around, parallel
-        rows, columns = out_features, in_features // tp if parallel == "row" else in_features
+        self.around = around
+        self.parallel = parallel
+        rows = out_features
+        columns = in_features // tp if parallel == "row" else in_features
         if parallel == "column":
             sections = sections or ((out_features, out_features // tp),)
             rows = sum(local for _, local in sections)
@@ -325,7 +333,7 @@ class Linear(nn.Module):
         inner_bias = None if row_of_several else self.bias
         y = apply(_Product, x, self.weight, inner_bias, self.around, self.parallel == "column")
         if row_of_several:
-            y = apply(Leave, y, self.around.tp)
+            y = leave(y, self.around.tp)
             return y if self.bias is None else y + self.bias
         return y
 
@@ -335,13 +343,16 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroundings, enters: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parameter = weight  # where it is recomputed, what was saved is another tensor, without main gradient
-        ctx.around, ctx.enters, ctx.has_bias = around, enters, bias is not None
+        ctx.around = around
+        ctx.enters = enters
+        ctx.has_bias = bias is not None
         return functional.linear(around.tp.enter(x) if enters else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        tp, enters = ctx.around.tp, ctx.enters
+        tp = ctx.around.tp
+        enters = ctx.enters
         rows = grad.reshape(-1, grad.shape[-1])
         inputs = (tp.enter(x) if enters else x).reshape(-1, x.shape[-1])
         x_grad = None

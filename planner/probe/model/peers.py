@@ -189,7 +189,8 @@ class VocabularyCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         log_shares, log_own_share, local = ctx.saved_tensors
         scale = grad / log_shares.shape[0]
-        column, is_own = local.clamp(min=0).unsqueeze(1), (local >= 0).unsqueeze(1)
+        column = local.clamp(min=0).unsqueeze(1)
+        is_own = (local >= 0).unsqueeze(1)
         # the kernel gives g − softmax · sum(g), so −share in one column gives softmax · share in all others
         own_share = scale * log_own_share.exp().unsqueeze(1)
         filled = torch.zeros_like(log_shares).scatter_(1, column, -own_share)
@@ -204,72 +205,56 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     return result
 
 
-class Enter(torch.autograd.Function):
-    """Bring a sequence shard to all tensor-parallel ranks; its gradient is summed over them."""
+Way = Callable[[Tensor], Tensor]
+
+
+class Exchange(torch.autograd.Function):
+    """An exchange among peers, and the one that its gradient takes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: TensorPeers) -> Tensor:
-        ctx.peers = peers
-        return peers.enter(x)
+    def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.enter_grad(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
-class Leave(torch.autograd.Function):
-    """Sum the tensor-parallel ranks' parts and shard the sequence again."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, peers: TensorPeers) -> Tensor:
-        ctx.peers = peers
-        return peers.leave(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.leave_grad(grad.contiguous()), None
+def enter(x: Tensor, peers: TensorPeers) -> Tensor:
+    """A sequence shard brought to all tensor-parallel ranks; its gradient is summed over them."""
+    return apply(Exchange, x, peers.enter, peers.enter_grad)
 
 
-class LeaveByView(torch.autograd.Function):
-    """Sum the tensor-parallel ranks' parts; the sequence shard is a view of the sum and keeps all of it alive."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, peers: TensorPeers) -> Tensor:
-        ctx.peers = peers
-        return peers.all_reduce(y).chunk(peers.size)[peers.rank]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.peers.all_gather(grad.contiguous()), None
+def leave(y: Tensor, peers: TensorPeers) -> Tensor:
+    """The sum of the tensor-parallel ranks' parts, the sequence sharded again."""
+    return apply(Exchange, y, peers.leave, lambda grad: peers.leave_grad(grad.contiguous()))
 
 
-class HiddenToSequence(torch.autograd.Function):
+def leave_by_view(y: Tensor, peers: TensorPeers) -> Tensor:
+    """The same sum, of which the sequence shard is a view that keeps all of it alive."""
+    own: Way = lambda x: peers.all_reduce(x).chunk(peers.size)[peers.rank]  # noqa: E731
+    return apply(Exchange, y, own, lambda grad: peers.all_gather(grad.contiguous()))
+
+
+def hidden_to_sequence(x: Tensor, peers: TensorPeers) -> Tensor:
     """[seq, batch, hidden/tp] → [seq/tp, batch, hidden]; without sequence parallelism → [seq, batch, hidden]."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: TensorPeers) -> Tensor:
-        ctx.peers = peers
+    def there(x: Tensor) -> Tensor:
         whole = peers.all_gather(x.movedim(-1, 0).contiguous()).movedim(0, -1)
         return (whole.chunk(peers.size)[peers.rank] if peers.sequence_parallel else whole).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        peers = ctx.peers
+    def back(grad: Tensor) -> Tensor:
         whole = peers.all_gather(grad.contiguous()) if peers.sequence_parallel else grad
-        return whole.chunk(peers.size, dim=-1)[peers.rank].contiguous(), None
+        return whole.chunk(peers.size, dim=-1)[peers.rank].contiguous()
+
+    return apply(Exchange, x, there, back)
 
 
-class ExpertAllToAll(torch.autograd.Function):
+def expert_all_to_all(rows: Tensor, peers: ExpertPeers, sent: list[int], received: list[int]) -> Tensor:
     """All-to-all of rows; the gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, peers: ExpertPeers, sent: list[int], received: list[int]) -> Tensor:
-        ctx.peers, ctx.sent, ctx.received = peers, sent, received
-        return peers.exchange(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.peers.exchange(grad, ctx.received, ctx.sent), None, None, None
+    there = partial(peers.exchange, sent=sent, received=received)
+    return apply(Exchange, rows, there, partial(peers.exchange, sent=received, received=sent))
 
 
 def shard(sequence: Tensor, cp: TensorPeers) -> Tensor:

@@ -56,7 +56,8 @@ def measure_exchanges(trainer: RankTrainer, on_exchange: Callable[[str], None] =
     on_exchange("tp (computing)")
     tp = trainer.around.tp
     if tp.size > 1:
-        shard, group = trainer.empty(), cast(Any, tp).group
+        shard = trainer.empty()
+        group = cast(Any, tp).group
         gathered = shard.repeat(tp.size if tp.sequence_parallel else 1, 1, 1)
         if tp.sequence_parallel:
             seconds = _seconds(trainer, group, lambda: tp.all_gather(shard))
@@ -70,7 +71,8 @@ def measure_exchanges(trainer: RankTrainer, on_exchange: Callable[[str], None] =
         seconds = _seconds(trainer, cast(Any, cp).group, lambda: cp.all_gather(keys))
         exchanges.append(_exchange("cp all-gather", cp.size, cp.size * keys.nbytes, seconds, passes=1))
     for flat in trainer.flat:
-        group, size = flat.sharding.group, flat.sharding.size
+        group = flat.sharding.group
+        size = flat.sharding.size
         for name, num_bytes, passes, call in flat.exchanges() if group is not None else ():
             on_exchange(f"{name} (computing)")
             exchanges.append(_exchange(name, size, num_bytes, _seconds(trainer, group, call), passes))
@@ -88,7 +90,8 @@ def _keys(trainer: RankTrainer) -> Iterator[Tensor]:
 
 
 def _seconds(trainer: RankTrainer, group: Any, call: Callable[[], object]) -> Seconds:
-    run, device = trainer.run, trainer.device
+    run = trainer.run
+    device = trainer.device
     repeats = Repeats(FEWEST_ROUNDS, run.steady_s, min(2 * run.steady_s, run.most_s))
     # not of all ranks: some have fewer exchanges than others
     together = partial(barrier, device, group), partial(slowest_s, device=device, group=group)
@@ -163,7 +166,8 @@ def with_quiet_seconds(
 ) -> tuple[ChunkSeconds, ...]:
     """The chunks with their quiet seconds. All ranks call this together, because ranks of one stage exchange tensors
     within it; so all of them must know how often each chunk runs."""
-    run, passes = trainer.run, dict[int, Passes]((chunk.stage, []) for chunk in chunks)
+    run = trainer.run
+    passes = dict[int, Passes]((chunk.stage, []) for chunk in chunks)
     seconds = _largest(trainer, {chunk.stage: chunk.forward_s + chunk.backward_s for chunk in chunks})
     unsure = set(passes)
     for _ in range(MOST_ROUNDS if run.most_s else 1):
@@ -195,7 +199,8 @@ def _spread(passes: Passes) -> float:
 def _passes(trainer: RankTrainer, stage: int, count: int, on_action: Callable[[str], None]) -> Passes:
     """Seconds of `count` micro-batches, one after the other, behind one that is not counted. The GPU is waited for when
     all of them are under way."""
-    batch, clock = trainer.own_batch(), trainer.clock
+    batch = trainer.own_batch()
+    clock = trainer.clock
     messages = {"F": trainer.empty().normal_(), "B": trainer.empty().normal_()}
     clock.start()
     marks = [

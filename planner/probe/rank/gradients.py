@@ -97,14 +97,16 @@ class FlatParameters:
         grad_dtype: torch.dtype,
         learning_rate: float,
     ) -> None:
-        self.parameters, self.sharding = [*counted, *others], sharding
+        self.parameters = [*counted, *others]
+        self.sharding = sharding
         first = self.parameters[0]
         total = sum(p.numel() for p in self.parameters)
         self.num_counted = sum(p.numel() for p in counted)
         size, rank = (sharding.size, sharding.rank) if sharding.zero else (1, 0)
         num_shards = size * sharding.stands_for
         shard_size = -(-total // num_shards)
-        padded, part_size = shard_size * num_shards, shard_size * sharding.stands_for
+        padded = shard_size * num_shards
+        part_size = shard_size * sharding.stands_for
         self.grads = torch.zeros(padded, dtype=grad_dtype, device=first.device)
         self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
         start = 0
@@ -162,7 +164,8 @@ class FlatParameters:
         start = 0
         for parameter in self.parameters:
             end = start + parameter.numel()
-            first, last = max(start, self.shard.start), min(end, self.shard.stop)
+            first = max(start, self.shard.start)
+            last = min(end, self.shard.stop)
             if first < last:
                 yield GradientShard(parameter, slice(first - start, last - start), self.grads[first:last])
             start = end
@@ -275,7 +278,9 @@ class ShardedParameters:
     def __init__(
         self, counted: Sequence[nn.Parameter], others: Sequence[nn.Parameter], sharding: Sharding, learning_rate: float
     ) -> None:
-        self.parameters, self.counted, self.sharding = [*counted, *others], counted, sharding
+        self.parameters = [*counted, *others]
+        self.counted = counted
+        self.sharding = sharding
         self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, fused=True, **cast(Any, ADAM))
         allocate_moments(self.optimizer)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-import planner
+from planner.distribution import __version__
 from planner.errors import ProbeError
 from planner.probe.model.peers import ExpertGroup, ExpertPeers, GroupPeers, Surroundings, TensorPeers
 from planner.probe.rank.gradients import Sharding
@@ -39,6 +39,7 @@ from planner.probe.run import (
     traffic,
     wire_key,
 )
+from planner.specs.base import Ints, Texts
 
 RUN_FILE = "run.json"
 RESULT_FILE, STATUS_FILE, FAILURE_FILE = "rank{}.json", "rank{}.status", "rank{}.failure.json"
@@ -132,7 +133,8 @@ class StatusFile:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SIZE)
         self._lock = threading.Lock()
-        self.phase, self.detail = "", ""
+        self.phase = ""
+        self.detail = ""
         self.enter("start")
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -176,7 +178,7 @@ _KEY, _VERDICT = "progress {}", "stands still"
 class Heard(NamedTuple):
     """The last that a rank told, and when that and its sign of life last changed (seconds of this machine's clock)."""
 
-    told: tuple[str, ...]
+    told: Texts
     progress: Progress
 
 
@@ -184,7 +186,9 @@ class SharedProgress:
     """The words of all ranks in a store. The clocks of their machines differ: what counts is when the words changed."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
         self.heard: dict[int, Heard] = {}
         self.start_s = time.monotonic()
 
@@ -198,7 +202,9 @@ class SharedProgress:
         return {rank: self._hear(rank) for rank in range(self.world_size if self.rank == 0 else 1)}
 
     def _hear(self, rank: int) -> Progress:
-        now_s, key, before = time.monotonic(), _KEY.format(rank), self.heard.get(rank)
+        now_s = time.monotonic()
+        key = _KEY.format(rank)
+        before = self.heard.get(rank)
         if before is None and not self.store.check([key]):
             return Progress("start", "", self.start_s, self.start_s)
         told = tuple(self.store.get(key).decode().split("|"))
@@ -237,7 +243,7 @@ def what_runs(run: ProbeRun) -> dict[str, str]:
     model = {f"model.{name}": value for name, value in fields.pop("model").items()}
     texts = {name: json.dumps(value) for name, value in {**fields, **model}.items()}
     shown = {name: text if len(text) <= MOST_SHOWN else _hash(text) for name, text in texts.items()}
-    return {"torch": torch.__version__, "planner": planner.__version__, **shown}
+    return {"torch": torch.__version__, "planner": __version__, **shown}
 
 
 def _hash(text: str) -> str:
@@ -308,7 +314,8 @@ def _linger(store: Any, rank: int, world_size: int) -> None:
 def disagreement(everyone: Sequence[Identity]) -> str | None:
     """The first mismatch in words: something that two ranks do not share, or a GPU that they do (NCCL refuses that),
     or an interface that leads to no other machine; else None."""
-    devices, first = dict[tuple[str, str], int](), everyone[0]
+    devices = dict[tuple[str, str], int]()
+    first = everyone[0]
     for rank, one in enumerate(everyone):
         differ = [name for name in first.same if one.same.get(name) != first.same[name]]
         if differ:
@@ -361,24 +368,28 @@ class RankGroups:
         """Global rank of the same coordinates on another pipeline rank."""
         return self.run.rank(self.place._replace(pp=pp_rank))
 
-    def holders(self, name: str, stage: int) -> tuple[int, ...]:
+    def holders(self, name: str, stage: int) -> Ints:
         """Pipeline ranks that hold the parameter `name` of virtual stage `stage`, sorted."""
         return holders(self.run, name, stage)
 
     def _tensor_peers(self) -> TensorPeers:
-        run, ranks = self.run, tensor_ranks(self.run, self.place)
+        run = self.run
+        ranks = tensor_ranks(self.run, self.place)
         if run.tp == 1:
             return TensorPeers()
         return GroupPeers(run.tp, self.place.tp, run.sequence_parallel, self.mine["tp", ranks])
 
     def _context_peers(self) -> TensorPeers:
-        run, ranks = self.run, context_ranks(self.run, self.place)
+        run = self.run
+        ranks = context_ranks(self.run, self.place)
         return TensorPeers() if run.cp == 1 else GroupPeers(run.cp, self.place.cp, group=self.mine["cp", ranks])
 
     def _expert_peers(self) -> ExpertPeers:
-        run, ranks = self.run, expert_ranks(self.run, self.place)
+        run = self.run
+        ranks = expert_ranks(self.run, self.place)
         return ExpertPeers() if run.ep == 1 else ExpertGroup(run.ep, ranks.index(self.rank), self.mine["ep", ranks])
 
-    def _sharding(self, kind: str, ranks: tuple[int, ...]) -> Sharding:
-        run, group = self.run, self.mine.get((kind, ranks))
+    def _sharding(self, kind: str, ranks: Ints) -> Sharding:
+        run = self.run
+        group = self.mine.get((kind, ranks))
         return Sharding(group, len(ranks), ranks.index(self.rank), run.zero, run.dp_stands_for)

@@ -29,6 +29,7 @@ from planner.probe.model.chunk import Chunk
 from planner.probe.model.peers import Surroundings
 from planner.probe.run import Message, SleepSeconds, message_of, needed_by, traffic
 from planner.schedule.actions import Action, Schedule
+from planner.specs.base import Ints
 
 
 class RankClock:
@@ -52,7 +53,8 @@ class RankClock:
         """Set the time zero from which marks count."""
         if self.is_cuda:
             torch.cuda.synchronize()
-        self.origin, self.zero_s = self.mark(), 0.0
+        self.origin = self.mark()
+        self.zero_s = 0.0
 
     def seconds(self, mark: Any) -> float:
         """Seconds from time zero to a mark; waits for the GPU."""
@@ -94,7 +96,8 @@ class StepRecord:
         action."""
         for action, ready, start, end in self.marks:
             on_action(f"{action} (waiting)")
-            ready_s, start_s = clock.seconds(ready), clock.seconds(start)
+            ready_s = clock.seconds(ready)
+            start_s = clock.seconds(start)
             on_action(f"{action} (computing)")
             self.actions.append(ActionTimes(action, ready_s, start_s, clock.seconds(end)))
 
@@ -123,7 +126,8 @@ def start_together(clock: RankClock, rank: int, device: str, is_shared: bool) ->
 
 def _offset(clock: RankClock, rank: int, device: str) -> tuple[float, float | None]:
     """The seconds by which this rank's clock is ahead of rank 0's, and the most by which that is wrong."""
-    token, marks = torch.zeros((), device=device), list[tuple[Any, Any]]()
+    token = torch.zeros((), device=device)
+    marks = list[tuple[Any, Any]]()
     for _ in range(NUM_SUMS):
         entered = clock.mark()
         dist.all_reduce(token)
@@ -164,9 +168,10 @@ class Wires:
 class EmulatedWires(Wires):
     """Emulated neighbours: received tensors are made on the device, and tensors sent to other ranks are dropped."""
 
-    def __init__(self, stages: tuple[int, ...], make: Callable[[str], Tensor]) -> None:
+    def __init__(self, stages: Ints, make: Callable[[str], Tensor]) -> None:
         super().__init__()
-        self.stages, self.make = stages, make
+        self.stages = stages
+        self.make = make
 
     def send(self, message: Message, tensor: Tensor) -> None:
         if message.stage in self.stages:
@@ -189,8 +194,11 @@ class GroupWires(Wires):
     ) -> None:
         """`global_rank` of a pipeline rank beside this one; `groups` by (sender, receiver); `empty` makes a message."""
         super().__init__()
-        self.schedule, self.pp_rank, self.global_rank = schedule, pp_rank, global_rank
-        self.groups, self.empty = groups, empty
+        self.schedule = schedule
+        self.pp_rank = pp_rank
+        self.global_rank = global_rank
+        self.groups = groups
+        self.empty = empty
         self.expected = {pair: messages for pair, messages in traffic(schedule).items() if pair[1] == pp_rank}
         self.coming: dict[tuple[int, int], deque[Message]] = {}
         self.posted: dict[tuple[int, int], tuple[Message, Tensor, Any]] = {}
@@ -240,7 +248,8 @@ class GroupWires(Wires):
 
     def _post(self, pair: tuple[int, int]) -> None:
         if self.coming[pair]:
-            message, buffer = self.coming[pair].popleft(), self.empty()
+            message = self.coming[pair].popleft()
+            buffer = self.empty()
             work = dist.irecv(buffer, self.global_rank(pair[0]), group=self.groups[pair])
             self.posted[pair] = (message, buffer, work)
 
@@ -340,7 +349,8 @@ class SleepingPipeline(RankPipeline):
         self, *args: Any, durations: Sequence[SleepSeconds], empty: Callable[[], Tensor], **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.durations, self.empty = durations, empty
+        self.durations = durations
+        self.empty = empty
 
     def run(
         self, action: Action, received: Tensor | None, batches: Sequence[tuple[Tensor, Tensor]], loss_weight: float
@@ -348,7 +358,8 @@ class SleepingPipeline(RankPipeline):
         forward_s, input_grad_s, weight_grad_s = self.durations[action.stage % len(self.durations)]
         seconds = {"F": forward_s, "B": input_grad_s + weight_grad_s, "I": input_grad_s, "W": weight_grad_s}
         time.sleep(seconds[action.kind])
-        key, nothing = (action.stage, action.microbatch), self.empty()
+        key = (action.stage, action.microbatch)
+        nothing = self.empty()
         if action.kind == "F":
             self.saved[key] = SavedForward(None, nothing)
         elif action.kind == "W":

@@ -26,6 +26,7 @@ from planner.probe.rank.pipeline import EmulatedWires, RankClock, RankPipeline, 
 from planner.probe.result import StepSeconds
 from planner.probe.run import ProbeRun, needed_by
 from planner.schedule.actions import Action
+from planner.specs.base import Ints
 from planner.specs.model import ModelSpec
 
 
@@ -53,7 +54,8 @@ def build_chunk(run: ProbeRun, stage: int, around: Surroundings, device: str) ->
 
     On the meta device the module has no values yet.
     """
-    spec, usual = run.chunk_of(stage), torch.get_default_dtype()
+    spec = run.chunk_of(stage)
+    usual = torch.get_default_dtype()
     torch.set_default_dtype(dtypes(run)[0])
     try:
         with torch.device(device):
@@ -72,7 +74,7 @@ class Parameters:
     """Parameters of a rank by the ranks over which gradients are summed: dense ones over dp·cp, experts over
     expert-dp."""
 
-    def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], tuple[int, ...]]) -> None:
+    def __init__(self, run: ProbeRun, chunks: dict[int, Chunk], holders: Callable[[str, int], Ints]) -> None:
         self.run = run
         self.named: list[tuple[str, int, nn.Parameter]] = [
             (whole_name(name, parameter), stage, parameter)
@@ -104,9 +106,9 @@ class Parameters:
             ):
                 yield main_gradient(parameter)
 
-    def replicas(self) -> dict[tuple[int, ...], dict[str, list[Tensor]]]:
+    def replicas(self) -> dict[Ints, dict[str, list[Tensor]]]:
         """Main gradients of parameters that are held more than once, by holders and by name."""
-        by_holders: dict[tuple[int, ...], dict[str, list[nn.Parameter]]] = {}
+        by_holders: dict[Ints, dict[str, list[nn.Parameter]]] = {}
         for name, stage, parameter in self.named:
             by_holders.setdefault(self.holders[name, stage], {}).setdefault(name, []).append(parameter)
         return {
@@ -141,15 +143,16 @@ class RankTrainer:
         device: str,
         dense: Sharding,
         expert: Sharding,
-        holders: Callable[[str, int], tuple[int, ...]] = lambda name, stage: (0,),
-        replica_groups: dict[tuple[int, ...], Any] | None = None,
+        holders: Callable[[str, int], Ints] = lambda name, stage: (0,),
+        replica_groups: dict[Ints, Any] | None = None,
         dp_rank: int = 0,
     ) -> None:
         self.run, self.around, self.device, self.dp_rank = run, around, device, dp_rank
         self.replica_groups = replica_groups or {}
         self.clock = RankClock(device)
         dtype, grad_dtype = dtypes(run)
-        self.shape, self.dtype = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around), dtype
+        self.shape = hidden_shape(run.model, run.seq_length, run.micro_batch_size, around)
+        self.dtype = dtype
         stages = run.stages_of(pp_rank)
         self.chunks: dict[int, Chunk] = {}
         self.flat: list[FlatParameters | ShardedParameters] = []
@@ -224,7 +227,8 @@ class RankTrainer:
             action = Action(kind, stage, 0)
             on_action(f"{action} (computing)")
             needed = needed_by(self.run.order, action)
-            tensor, start = None if needed is None else received(needed.kind), self.clock.mark()
+            tensor = None if needed is None else received(needed.kind)
+            start = self.clock.mark()
             self.pipeline.run(action, tensor, [batch], 1.0)
             marks[kind] = start, self.clock.mark()
         return marks

@@ -46,6 +46,7 @@ from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dty
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
 from planner.probe.torch_build import this_build
+from planner.specs.base import Texts
 
 REFERENCE = "reference is computed"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -64,7 +65,8 @@ def compute_reference(run: ProbeRun, num_steps: int, on_batch: Callable[[str], N
     """Train the whole model on the whole batch for `num_steps` steps; `on_batch` hears of each micro-batch."""
     around = Surroundings(balanced_routing=run.balanced_routing)
     dtype, _ = dtypes(run)
-    layers, has_mtp = run.model.num_hidden_layers, any(chunk.mtp for chunk in run.chunks)
+    layers = run.model.num_hidden_layers
+    has_mtp = any(chunk.mtp for chunk in run.chunks)
     spec = ChunkSpec(first_layer=0, last_layer=layers, embedding=True, head=True, mtp=has_mtp)
     model = Chunk(run.model, spec, around).to(dtype)
     initialise(model, run.seed)
@@ -104,12 +106,14 @@ def check_gradients(
     """Compare this rank's shard of the summed gradients with the gradients of one process."""
     names = {id(parameter): name for name, _, parameter in parameters.named}
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
-    worst, worst_name = 0.0, ""
+    worst = 0.0
+    worst_name = ""
     for parameter, elements, gradient in (part for flat in flats for part in flat.gradient_shards()):
         expected = shard_of(reference.grads[names[id(parameter)]], parameter, around).flatten()[elements]
         error = float((gradient - expected).abs().max()) / largest if gradient.numel() else 0.0
         if not error <= worst:  # also when it is no number
-            worst, worst_name = error, names[id(parameter)]
+            worst = error
+            worst_name = names[id(parameter)]
     passed = worst <= TOLERANCES[dtype]
     detail = f"largest error {worst:.1e} of the largest gradient, at {worst_name}" if worst else "equal to the last bit"
     return ProbeCheck(name="gradients", passed=passed, detail=detail)
@@ -167,7 +171,8 @@ class StepLoop:
     """
 
     def __init__(self, run: ProbeRun, agree: Callable[[bool], bool] = bool) -> None:
-        self.run, self.agree = run, agree
+        self.run = run
+        self.agree = agree
         self.warm_up, self.steps = list[StepSeconds](), list[StepSeconds]()
         self.actions: list[ActionTimes] = []
         """The actions of all measured steps."""
@@ -231,13 +236,15 @@ class Worker:
         """Without a `store` all ranks share the folder, and meet in a file there. `address`: where this rank answers;
         `on_agreement` hears those of all ranks."""
         self.folder, self.rank, self.local_rank, self.local = folder, rank, local_rank, store is None
-        self.store, self.address, self.on_agreement = store, address, on_agreement
+        self.store = store
+        self.address = address
+        self.on_agreement = on_agreement
         self.run = ProbeRun.model_validate_json((folder / RUN_FILE).read_text())
         self.status = StatusFile(folder / STATUS_FILE.format(rank))
         self.device: str = self.run.device
         self.clock_error_s: float | None = None
         """The most by which this rank's clock may differ from rank 0's in the last step."""
-        self.attention_kernels: tuple[str, ...] = ()
+        self.attention_kernels: Texts = ()
         self.monitor = Monitor()
 
     def main(self) -> None:
@@ -357,7 +364,8 @@ class Worker:
 
     def build(self, grid: RankGroups) -> RankTrainer:
         """Stages, optimizer state and wires of this rank."""
-        run, place = self.run, grid.place
+        run = self.run
+        place = grid.place
         self.status.at("")
         trainer: RankTrainer
 

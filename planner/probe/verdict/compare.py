@@ -59,7 +59,8 @@ def bubble_fraction(ranks: Sequence[RankResult]) -> float:
 
 def activity(run: ProbeRun, ranks: Sequence[RankResult]) -> tuple[StageActivity, ...]:
     """Utilisation, waits, idle time by cause and queue of each stage's busiest rank, for which its peers wait."""
-    total_s, activities = span_s(ranks), []
+    total_s = span_s(ranks)
+    activities = []
     for stage in range(run.pp):
         rank = max((rank for rank in ranks if rank.stage == stage), key=busy_s)
         sent = sent_to(run.order, [other for other in ranks if other.replica == rank.replica])
@@ -153,7 +154,9 @@ def replayed_step_s(eager: Plan, stages: Sequence[RankResult]) -> float:
 
 def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Durations:
     """Durations of every virtual stage: compute as measured for stages alone, exchanges and host time as planned."""
-    planned, seconds, num_chunks_seen = priced.durations, [], [0] * len(stages)
+    planned = priced.durations
+    seconds = []
+    num_chunks_seen = [0] * len(stages)
     for stage, (rank, cost) in enumerate(zip(priced.placement, priced.costs, strict=True)):
         chunk = stages[rank].chunks[num_chunks_seen[rank]]
         num_chunks_seen[rank] += 1
@@ -167,7 +170,8 @@ def durations_alone(priced: Candidate, stages: Sequence[RankResult]) -> Duration
 def beside_messages_s(run: ProbeRun, ranks: Sequence[RankResult]) -> float:
     """Seconds by which the pipeline is longer because messages take a part of the GPUs that compute beside them: its
     replay with the chunks' seconds within the step, less that with their own seconds."""
-    among, alone = list[SleepSeconds](), list[SleepSeconds]()
+    among = list[SleepSeconds]()
+    alone = list[SleepSeconds]()
     for stage in range(run.order.num_model_stages):
         chunks = [c for rank in ranks for c in rank.chunks if c.stage % run.order.num_model_stages == stage]
         if not any(chunk.quiet_forward_s is not None for chunk in chunks):
@@ -240,7 +244,8 @@ def planned_s(cluster: ClusterSpec, run: ProbeRun, exchange: ProbedExchange) -> 
 def compare_bubble(run: ProbeRun, ranks: Sequence[RankResult]) -> list[ComparedQuantity]:
     """The bubble and the length of a step of sleeping ranks, beside the replay of the same seconds."""
     assert run.sleep is not None
-    timeline, stages = replay(run.order, replay_durations(run.sleep)), by_stage(run, ranks)
+    timeline = replay(run.order, replay_durations(run.sleep))
+    stages = by_stage(run, ranks)
     measured = bubble_fraction(stages)
     return [
         ComparedQuantity(
@@ -268,9 +273,11 @@ def compare_pipeline(
         replace(replay_durations(planned_seconds(each.best, run.order, plan_stages)), p2p_s=hops_s(plan.cluster, run))
         for each in (plan, least)
     )
-    timeline, waits = replay(run.order, planned), []
+    timeline = replay(run.order, planned)
+    waits = []
     for number, stage in enumerate(plan_stages):
-        starts_s, ends_s = timeline.start_s[number].tolist(), timeline.end_s[number].tolist()
+        starts_s = timeline.start_s[number].tolist()
+        ends_s = timeline.end_s[number].tolist()
         planned_s = sum(starts_s) - sum(ends_s[:-1])
         measured_s = median(waited_s(rank) for rank in ranks if rank.stage == number)
         waits.append(compared("wait for messages", "s", planned_s, measured_s, None, stage))
@@ -371,7 +378,8 @@ def host_keeps_up(eager: Plan, least: Plan, tolerance_fraction: float) -> list[b
 
 def _optimizer_s(plan: Plan, stage: StagePlan) -> tuple[float, float]:
     """The price of an optimizer step, and this with the launches that it leaves out, or the host's time for them."""
-    hardware, kinds = plan.cluster.hardware, 1 if plan.model.spec.moe is None else 2
+    hardware = plan.cluster.hardware
+    kinds = 1 if plan.model.spec.moe is None else 2
     num_kernels = OPTIMIZER_KERNELS * kinds
     launched_s = stage.optimizer_s + num_kernels * kernels.launch_s(hardware)
     return stage.optimizer_s, max(launched_s, num_kernels * compute.issue_s(hardware, plan.runtime_spec))
@@ -386,8 +394,10 @@ def _compare_memory(
 ) -> list[ComparedQuantity]:
     """Bytes of the fullest rank of a stage. They are judged up to ZeRO-1. Beyond it, gathered weights and gradients
     come and go, and under ZeRO-2 the run keeps all gradients."""
-    planned, static = plan.stages[plan_stage].memory, static_bytes(plan, plan_stage)
-    peak, reserved_factor = planned.peak_allocated_bytes, 1 + plan.cluster.hardware.reserved.fragmentation_fraction
+    planned = plan.stages[plan_stage].memory
+    static = static_bytes(plan, plan_stage)
+    peak = planned.peak_allocated_bytes
+    reserved_factor = 1 + plan.cluster.hardware.reserved.fragmentation_fraction
     tolerance = tolerance_fraction if plan.parallelism.zero_stage <= 1 else None
     peak_tolerance = tolerance if holds_as_planned and knows_peak(plan) else None
     rows = (

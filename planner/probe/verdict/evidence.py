@@ -15,6 +15,7 @@ from planner.probe.eager import in_eager_torch
 from planner.probe.plan_slice import sampled_stages
 from planner.probe.result import Condition, DeviceState, ProbeResult, RankResult
 from planner.probe.run import SURE_FRACTION, ProbeRun
+from planner.specs.base import Texts
 from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import gib
@@ -59,7 +60,8 @@ def objection_to_device(device: str, torch_version: str, hardware: HardwareSpec)
             f"ran on a slice of a GPU ({slice_of[0]}), which is another card than {hardware.name}",
             "plan profile -o slice.yaml measures the slice: plan with --hardware slice.yaml",
         )
-    ours, theirs = "AMD" if hardware.is_amd else "NVIDIA", _vendor(device, torch_version)
+    ours = "AMD" if hardware.is_amd else "NVIDIA"
+    theirs = _vendor(device, torch_version)
     known = hardware_names()
     named = [name for name, aliases in known.items() if any(_names(one, device) for one in (name, *aliases))]
     alike = named or [name for name in known if name.split("-")[0] in _words(device)]
@@ -107,20 +109,21 @@ WORDS = {
 }
 
 
-def seen_kernels(ranks: Sequence[RankResult]) -> tuple[str, ...]:
+def seen_kernels(ranks: Sequence[RankResult]) -> Texts:
     return tuple(sorted({kernel for rank in ranks for kernel in rank.attention_kernels}))
 
 
-def unpriced(ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, ...]:
+def unpriced(ranks: Sequence[RankResult], hardware: HardwareSpec) -> Texts:
     """Kernels that ran and that the profile has no numbers of: of attention, and products of experts one by one."""
     priced = PRICED if hardware.efficiency.cudnn is not None else ("flash",)
     attention = tuple(kernel for kernel in seen_kernels(ranks) if kernel not in priced)
     return (*attention, "experts") if any(rank.experts_one_by_one for rank in ranks) else attention
 
 
-def kernel_notes(run: ProbeRun, ranks: Sequence[RankResult], hardware: HardwareSpec) -> tuple[str, ...]:
+def kernel_notes(run: ProbeRun, ranks: Sequence[RankResult], hardware: HardwareSpec) -> Texts:
     """Sentences about kernels that ran and that the plan did not expect, or that nothing prices."""
-    ran, unknown = seen_kernels(ranks), unpriced(ranks, hardware)
+    ran = seen_kernels(ranks)
+    unknown = unpriced(ranks, hardware)
     if unknown:
         return (
             f"{in_words(unknown)} ran, of which the profile has no numbers: forward, backward, pipeline and peak are "
@@ -191,7 +194,8 @@ def conditions_of_states(states: Iterable[DeviceState]) -> Iterator[Condition]:
             yield Condition(text=f"the GPU was busy before the run: {others}", is_fault=True)
         elif state.other_processes:
             yield Condition(text=f"the GPU was shared with {others}")
-        limit_w, usual_w = state.power_limit_w, state.default_power_limit_w
+        limit_w = state.power_limit_w
+        usual_w = state.default_power_limit_w
         if limit_w is not None and usual_w is not None and limit_w < LOWERED_FRACTION * usual_w:
             yield Condition(text=f"the power limit is {limit_w:.0f} W, {usual_w:.0f} by default")
         if state.when != "before":
@@ -210,7 +214,8 @@ def _of_clocks(state: DeviceState) -> Iterator[Condition]:
         return
     assert state.clock_mhz is not None
     assert state.max_clock_mhz is not None
-    share, set_by = state.clock_mhz / state.max_clock_mhz, SETTINGS & set(state.throttle_reasons)
+    share = state.clock_mhz / state.max_clock_mhz
+    set_by = SETTINGS & set(state.throttle_reasons)
     clocks = f"{state.clock_mhz:.0f} of {state.max_clock_mhz:.0f} MHz under load"
     limit_w = state.power_limit_w
     below_limit = state.power_w is not None and limit_w is not None and state.power_w < AT_LIMIT_FRACTION * limit_w
@@ -228,7 +233,8 @@ def load_in_words(state: DeviceState) -> str:
             return []
         return [f"{value:.0f} {unit}" if most is None else f"{value:.0f} of {most:.0f} {unit}"]
 
-    clock, power = of(state.clock_mhz, state.max_clock_mhz, "MHz"), of(state.power_w, state.power_limit_w, "W")
+    clock = of(state.clock_mhz, state.max_clock_mhz, "MHz")
+    power = of(state.power_w, state.power_limit_w, "W")
     return ", ".join([*clock, *power, *of(state.temperature_c, None, "°C"), *state.throttle_reasons])
 
 
@@ -314,7 +320,8 @@ def slowness(plan: Plan, result: ProbeResult, where: str = "the probe") -> tuple
             f"{where}: is of a plan with other inputs", "probe this plan: plan probe plan.json -o probe.json"
         )
     _require_same_stages(layout, result, where)
-    pp, alone = layout.parallelism.pp, result.mode == "stages"
+    pp = layout.parallelism.pp
+    alone = result.mode == "stages"
     stage_of = list(range(pp)) if alone else sampled_stages(pp, result.run.pp)
     factors = {
         stage_of[stage]: _factor(layout, stage_of[stage], [rank for rank in result.ranks if rank.stage == stage], alone)

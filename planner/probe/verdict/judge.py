@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any
 
 from planner.answer import Plan, StagePlan
 from planner.errors import ProbeError
@@ -28,6 +27,7 @@ from planner.probe.verdict.compare import (
 from planner.probe.verdict.evidence import conditions_of, kernel_notes, seen_kernels, unpriced
 from planner.schedule.orders import in_flight_chunks
 from planner.schedule.replay import Durations, replay
+from planner.specs.base import Fields
 from planner.specs.units import gib
 
 
@@ -42,12 +42,15 @@ def probe_result(
 ) -> ProbeResult:
     """The result of a probe. `step_s` is given where no rank ran a whole step, `eager` where the plan's own stages
     ran."""
-    ranks, run, alone = measured.ranks, measured.run, options.stages is not None
+    ranks = measured.ranks
+    run = measured.run
+    alone = options.stages is not None
     complete = bool(ranks) and not alone
     same_steps = zip(*(rank.steps for rank in ranks), strict=True) if complete else ()
     steps = [max(step.step_s for step in same) for same in same_steps]
     steps_by_rank = [steps] if complete else [[step.step_s for step in rank.steps] for rank in ranks]
-    out_of_memory, pp = measured.out_of_memory, plan.parallelism.pp
+    out_of_memory = measured.out_of_memory
+    pp = plan.parallelism.pp
     stage_of = list(range(pp)) if alone else sampled_stages(pp, run.pp)
     plan_slice = plan_slice if ranks else plan_slice.model_copy(update={"verified": ()})
     predicted = None if out_of_memory is None else (eager or plan).stages[stage_of[out_of_memory.stage]]
@@ -81,7 +84,8 @@ def probe_result(
 def _refuse_expected(stage: StagePlan, plan: Plan) -> None:
     """Raise ProbeError if the plan predicts that the stage runs out of memory in eager torch: then nothing contradicts
     it."""
-    needed_bytes, capacity_bytes = stage.memory.total_bytes, plan.cluster.hardware.memory_bytes
+    needed_bytes = stage.memory.total_bytes
+    capacity_bytes = plan.cluster.hardware.memory_bytes
     if needed_bytes > capacity_bytes:
         raise ProbeError(
             f"stage {stage.stage} ran out of memory as predicted: eager torch, which the probe runs, needs "
@@ -101,7 +105,9 @@ def judge_ranks(
     another number of micro-batches in flight.
     """
     eager = in_eager_torch(plan, seen_kernels(measured.ranks))
-    least, order, comparisons = without_waits(eager), measured.run.order, list[ComparedQuantity]()
+    least = without_waits(eager)
+    order = measured.run.order
+    comparisons = list[ComparedQuantity]()
     layout = plan.parallelism
     is_faithful = grid.ep == layout.ep and layout.zero_stage <= 1
     tolerance = options.tolerance_fraction if is_faithful else None
@@ -142,7 +148,8 @@ def judges_seconds(plan: Plan, options: ProbeOptions) -> bool:
 
 def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid: RankGrid) -> ProbeResult:
     """The result of processes on a CPU: what they proved, and the bubble where they slept."""
-    run, model = measured.run, plan.model.spec
+    run = measured.run
+    model = plan.model.spec
     comparisons = compare_bubble(run, measured.ranks) if options.sleep and measured.ranks else []
     reduced = [
         f"{name} {getattr(model, name)} → {getattr(run.model, name)}" for name in ("hidden_size", "num_hidden_layers")
@@ -153,10 +160,10 @@ def judge_laptop(plan: Plan, options: ProbeOptions, measured: MeasuredRun, grid:
 MEASURED, PREDICTED = 0, 1
 _MICROSECONDS = 1e6
 
-TraceEvent = dict[str, Any]
+TraceEvent = Fields
 
 
-def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
+def trace_events(plan: Plan, result: ProbeResult) -> Fields:
     """Trace events in µs: a process of measured ranks and one of predicted ranks, with a thread per pipeline rank.
 
     Stages that ran alone are replayed with the seconds that each of them took. If one is missing, there are no events.
@@ -167,7 +174,8 @@ def trace_events(plan: Plan, result: ProbeResult) -> dict[str, Any]:
     elif result.mode == "stages":
         rank_of_stage = {rank.stage: rank for rank in result.ranks}
         eager = in_eager_torch(plan, seen_kernels(result.ranks), alone=True)
-        stands_for, priced = stand_in_stages(eager.best), repriced(eager)
+        stands_for = stand_in_stages(eager.best)
+        priced = repriced(eager)
         if rank_of_stage.keys() >= set(stands_for):
             alone = durations_alone(priced, [rank_of_stage[stage] for stage in stands_for])
             events = [
@@ -189,7 +197,8 @@ def _measured(result: ProbeResult) -> Iterator[TraceEvent]:
 
 
 def _predicted(plan: Plan, result: ProbeResult) -> Iterator[TraceEvent]:
-    run, seconds = result.run, result.run.sleep
+    run = result.run
+    seconds = result.run.sleep
     if seconds is None:
         stages = sampled_stages(plan.parallelism.pp, run.pp)
         seconds = planned_seconds(in_eager_torch(plan, seen_kernels(result.ranks)).best, run.order, stages)
@@ -206,7 +215,8 @@ def _replayed(pid: int, name: str, result: ProbeResult, seconds: Durations, time
     timeline = replay(result.run.order, seconds)
     yield _process(pid, name)
     for rank, actions in enumerate(result.run.ranks):
-        starts, ends = (times * timeline.start_s[rank]).tolist(), (times * timeline.end_s[rank]).tolist()
+        starts = (times * timeline.start_s[rank]).tolist()
+        ends = (times * timeline.end_s[rank]).tolist()
         for action, start_s, end_s in zip(actions, starts, ends, strict=True):
             yield _span(pid, rank, action, start_s, end_s)
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.answer import Plan, PricedLayout
-from planner.answer.small import Room
+from planner.answer import Plan, PricedLayout, Room
 from planner.errors import Infeasible, SolverError
 from planner.layout import variation
 from planner.layout.candidate import Candidate, price_together

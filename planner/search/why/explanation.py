@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from planner.answer import SCHEMA_VERSION, Layout, PricedLayout
-from planner.answer.small import Change, Room
+from planner.answer import SCHEMA_VERSION, Change, Layout, PricedLayout, Room
 from planner.report.causes import Cause, Difference, memory_differences, step_differences
 from planner.specs.base import Spec
 from planner.specs.hardware import Correction

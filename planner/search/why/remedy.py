@@ -16,7 +16,7 @@ from itertools import chain
 from math import inf, log
 from typing import Any
 
-from planner.answer.small import MOST_GPUS
+from planner.answer import MOST_GPUS
 from planner.errors import Infeasible, SpecError
 from planner.layout.price import parallelism_of
 from planner.layout.variation import Variation

@@ -15,8 +15,8 @@ from math import floor, inf, isfinite
 from types import MappingProxyType
 from typing import Any
 
-from planner.answer import Plan, small
-from planner.answer.small import Change, LargestModel, LongestSequence, Method, Room
+from planner.answer import Change, LargestModel, LongestSequence, Method, Plan, Room
+from planner.answer import is_small as is_small_job
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import pricing_of
@@ -45,7 +45,7 @@ _METHODS: tuple[tuple[Method, int | None], ...] = (("qlora", 4), ("lora", 16), (
 
 def is_small(case: Case) -> bool:
     """True for a small job."""
-    return small.is_small(case.cluster.num_gpus, case.training, case.runtime)
+    return is_small_job(case.cluster.num_gpus, case.training, case.runtime)
 
 
 def with_room(found: Plan, case: Case) -> Plan:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner.observe.accounts import STEP_TERMS, WALL_TERMS
+from planner.observe.accounts import STEP_TERMS, WALL_TERMS, GroupExchanges
 from planner.observe.case import ObservedCase
-from planner.observe.gap_rows import GAP_ROWS, GapRow
+from planner.observe.gap_rows import GAP_ROWS, SEES, GapRow, RunFiles, uneven_experts
 from planner.observe.judge import judged_alone, judged_beside, shown_rows
 from planner.observe.observation import (
     FailedAllocation,
@@ -19,6 +19,7 @@ from planner.observe.observation import (
     Observation,
     ObservedMemory,
     Outlier,
+    Prediction,
     RankSpread,
     SourceFile,
     StepSeries,
@@ -184,6 +185,31 @@ def test_a_rank_that_the_log_names_again_and_again(
     assert [one.where for one in named(rank_spreads=(spread,)) if one.name == "straggler_rank"] == where
 
 
+@pytest.mark.parametrize(
+    ("timed_s", "planned_s", "names"), [(0.3, 0.05, ["exposed_dp"]), (0.3, 0.28, []), (0.05, 0.02, [])]
+)
+def test_timers_of_gradients_beyond_what_was_planned_to_show(
+    timed_s: float, planned_s: float, names: list[str]
+) -> None:
+    expected = Prediction(
+        source="plan.json", model="8b", hardware="h100", num_gpus=8, layout="", step_s=0.8, step_s_interval=(0.7, 0.9),
+        tokens_per_s=1.0, mfu=0.4, peak_memory_bytes=GIB, breakdown={"exposed_dp_s": planned_s},
+    )  # fmt: skip
+    timers = (Timer(name="all-grads-sync", min_s=timed_s, max_s=2 * timed_s, num_values=9),)
+    causes = shown_rows(ObservedCase(observed(timers=timers), None, expected), "slow")
+    assert [(one.name, one.seconds) for one in causes] == [(name, pytest.approx(timed_s - planned_s)) for name in names]
+
+
+@pytest.mark.parametrize(("late_s", "seconds"), [((0.1, 0.08, 0.09), 0.08), ((0.1, 0.0, 0.1), None), ((0.1,), None)])
+def test_experts_are_uneven_where_every_rank_waits(late_s: tuple[float, ...], seconds: float | None) -> None:
+    class Exchanged(RunFiles):
+        def exchanges(self, group: str) -> list[tuple[GroupExchanges, GroupExchanges]]:
+            return [(GroupExchanges(0.4, 0.0, late), GroupExchanges(0.3, 0.1, 0.0)) for late in late_s]
+
+    found = uneven_experts(Exchanged(ObservedCase(observed())))
+    assert (None if found is None else found.seconds) == seconds
+
+
 def test_more_reserved_than_allocated_accuses_nobody() -> None:
     def memory(reserved_gib: float) -> tuple[ObservedMemory, ...]:
         return (ObservedMemory(rank=0, max_allocated_bytes=40 * GIB, max_reserved_bytes=round(reserved_gib * GIB)),)
@@ -238,7 +264,7 @@ def test_a_row_says_what_it_is_what_shows_it_and_what_helps(row: GapRow) -> None
     assert set(row.switches) <= SWITCHES.keys()
     assert row.says
     assert row.record
-    assert row.sees or row.switches or row.name == "recipe"
+    assert SEES.get(row.name) or row.switches or row.name == "recipe"
     assert row.helps or row.name == "recipe"
 
 

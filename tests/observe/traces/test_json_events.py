@@ -11,9 +11,8 @@ import pytest
 from made_traces import training_trace
 
 from planner.errors import SpecError
-from planner.observe.traces import kineto, source
-from planner.observe.traces.kineto import EventScanner, read_kineto
-from planner.observe.traces.source import TraceFile
+from planner.observe.traces import source
+from planner.observe.traces.source import EventScanner, TraceFile, read_kineto
 
 
 def scanned(path: Path) -> tuple[list[dict[str, object]], dict[str, object]]:
@@ -33,7 +32,7 @@ def written(folder: Path, text: str | bytes, name: str = "t.json") -> Path:
 def test_events_and_header_are_those_of_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, name: str
 ) -> None:
-    monkeypatch.setattr(kineto, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
     trace = training_trace(0)
     trace.header["numbers"] = [1, 2.5e3, -0.5, "ü — \\u00e9"]
     events, header = scanned(trace.write(tmp_path / name))
@@ -48,7 +47,7 @@ def test_a_bare_list_of_events_is_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kineto, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(source, "CHUNK_BYTES", 64)
     trace = training_trace(0)
     trace.events = trace.events[:2]
     text = trace.text()
@@ -86,8 +85,8 @@ def test_what_is_broken_is_told_with_its_place(tmp_path: Path, text: str | bytes
 
 
 def test_a_value_without_end_is_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kineto, "MAX_VALUE_CHARS", 10_000)
-    monkeypatch.setattr(kineto, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(source, "MAX_VALUE_CHARS", 10_000)
+    monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
     with pytest.raises(SpecError, match="a value of more than 10,000 characters"):
         scanned(written(tmp_path, '{"traceEvents": [{"name": "' + "x" * 100_000 + '"}]}'))
 

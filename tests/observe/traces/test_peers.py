@@ -10,8 +10,8 @@ from made_traces import ALL_REDUCE, GEMM, SEND_RECV, MadeTrace, training_trace
 from planner.errors import SpecError
 from planner.observe.traces.breakdown import Sorted
 from planner.observe.traces.events import TraceReport
-from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.recorded import read_traces
+from planner.observe.traces.source import read_kineto
 
 US = 1e-6
 

@@ -8,8 +8,8 @@ import pytest
 from made_traces import ALL_REDUCE, ATTENTION, GEMM, SEND_RECV, MadeTrace, training_trace
 
 from planner.observe.traces.events import RankReport, TraceStep
-from planner.observe.traces.kineto import read_kineto
 from planner.observe.traces.recorded import read_traces
+from planner.observe.traces.source import read_kineto
 
 US = 1e-6
 

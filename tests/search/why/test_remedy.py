@@ -13,7 +13,7 @@ from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
 from planner.answer import Plan
 from planner.cli import main
 from planner.cli.inputs import read_job, read_limits
-from planner.cli.job_options import SearchOptions
+from planner.cli.options import SearchOptions
 from planner.errors import Infeasible
 from planner.layout.candidate import Candidate
 from planner.search.case import Case, Deadline

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from planner.answer import Plan
-from planner.answer.small import Change, LargestModel
+from planner.answer import Change, LargestModel, Plan
 from planner.cli.inputs import read_job, read_limits
-from planner.cli.job_options import PlanOptions
+from planner.cli.options import PlanOptions
 from planner.errors import Infeasible
 from planner.layout.variation import as_without_adapters
 from planner.search.case import Case

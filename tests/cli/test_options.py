@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import inspect
 import shlex
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 
-from planner.cli import job_options as module
-from planner.cli import options as o
+from planner.cli import options as module
 from planner.cli.explain_command import explain_command
-from planner.cli.job_options import JobOptions, LayoutOptions, SearchOptions, command_line, job_options
+from planner.cli.options import JobOptions, LayoutOptions, SearchOptions, command_line, declared
 from planner.cli.plan_command import evaluate_command, plan_command
 
 
 def test_the_command_gets_one_object_and_its_own_options() -> None:
     told = []
 
-    @job_options
-    def command(name: str, asked: SearchOptions, json: o.Json = False) -> None:
+    def command(name: str, asked: SearchOptions, json: bool = False) -> None:
         """What it does."""
         told.append((name, asked, json))
 
     values = {field.name: field.default for field in fields(SearchOptions)} | {"tp": "8,16", "gpus": 64}
-    command(name="a", json=True, **values)
+    run = declared(command, "plan")
+    run(name="a", json=True, **values)
     assert told == [("a", SearchOptions(tp="8,16", gpus=64), True)]
-    assert command.__doc__ == "What it does."
+    assert run.__doc__ == "What it does."
 
 
 @pytest.mark.parametrize(
-    ("command", "options_class"),
-    [(plan_command, SearchOptions), (explain_command, SearchOptions), (evaluate_command, LayoutOptions)],
+    ("name", "command", "options_class"),
+    [
+        ("plan", plan_command, SearchOptions),
+        ("explain", explain_command, SearchOptions),
+        ("evaluate", evaluate_command, LayoutOptions),
+    ],
 )
-def test_typer_sees_every_field_under_headings_in_order(command: object, options_class: type[JobOptions]) -> None:
-    parameters = inspect.signature(command).parameters  # type: ignore[arg-type]
+def test_typer_sees_every_field_under_headings_in_order(
+    name: str, command: Callable[..., None], options_class: type[JobOptions]
+) -> None:
+    parameters = inspect.signature(declared(command, name)).parameters
     assert {field.name for field in fields(options_class)} < parameters.keys()
     assert "asked" not in parameters
-    options = [parameter.annotation for name, parameter in parameters.items() if name != "ctx"]
+    options = [parameter.annotation for name, parameter in parameters.items() if name not in ("ctx", "file")]
     panels = [option.__metadata__[0].rich_help_panel for option in options]
-    assert panels == sorted(panels, key=module._PANELS.index)
+    assert panels == sorted(panels, key=module._ORDER.index)
 
 
 def test_a_command_line_gives_the_same_options_again(capsys: pytest.CaptureFixture[str]) -> None:

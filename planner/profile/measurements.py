@@ -1,21 +1,35 @@
-"""A hardware profile built from measurements, fitted to the same cost model as the shipped profiles."""
+"""The measurements of `plan profile`: the shapes, the rows that are kept in a file, and the profile built from them.
+
+There are a few hundred shapes for a GPU and for a CPU, and tiny ones that take seconds (`shapes.yaml`). An interrupted
+run goes on with the rows of its file. The profile is fitted to the same cost model as those that ship.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
+from planner.errors import SpecError
+from planner.files import write_text
 from planner.physics.communication import joined_fraction, num_hops
-from planner.probe.run import Device
+from planner.probe.device_state import DeviceState
+from planner.probe.run import STEADY_S, SURE_FRACTION, ChunkSpec, Device, ProbeRun
 from planner.probe.run_price import chunk_costs
-from planner.probe.verdict.evidence import is_named
+from planner.probe.verdict.evidence import conditions_of_states, is_named, load_in_words
 from planner.profile.fitting import (
     STREAMS,
     BenchNumbers,
-    Bounds,
     FitProblem,
     MeasuredTable,
     Residuals,
@@ -27,13 +41,238 @@ from planner.profile.fitting import (
     stream_problem,
 )
 from planner.profile.probed import step_width
-from planner.profile.record import Machine, MeasurementRecord, StageShape, shapes_to_measure
+from planner.saved import as_saved, with_digest
+from planner.schedule.orders import build_schedule
 from planner.shape import FloatArray
+from planner.specs.base import Fields, Ints, Spec, Texts
 from planner.specs.cluster import ClusterSpec
 from planner.specs.efficiency import AttentionEfficiency, Efficiency
 from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
+from planner.specs.model import ModelSpec
+from planner.specs.problems import checked
+from planner.specs.reading import parse_mapping, read_text, shipped_table
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.units import GB, GIB, TERA
+
+
+class AttentionShape(NamedTuple):
+    """One causal attention."""
+
+    batch: int
+    seq: int
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+
+
+class StageShape(NamedTuple):
+    """A whole stage as the probe runs it: a Llama with embedding and head, on one tensor-parallel rank of `tp`."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    seq_length: int
+    tp: int = 1
+    kv_heads_fraction: float = 1.0
+    vocab_size: int = 8192
+    head_dim: int = 128
+
+    def run(self, device: Device, steady_s: float = 0.0) -> ProbeRun:
+        """A run of the stage alone, with four micro-batches of one sequence, for at least `steady_s`."""
+        heads = self.hidden_size // self.head_dim
+        model = ModelSpec(
+            name="profile",
+            num_hidden_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=round(heads * self.kv_heads_fraction),
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            position_embedding="rope",
+        )
+        return ProbeRun.of(
+            build_schedule("none", 1, 1, 4),
+            model=model,
+            device=device,
+            dtype="bfloat16",
+            tp=self.tp,
+            sequence_parallel=self.tp > 1,
+            seq_length=self.seq_length,
+            chunks=(ChunkSpec(first_layer=0, last_layer=self.num_layers, embedding=True, head=True),),
+            warm_up_steps=2,
+            num_steps=3,
+            steady_s=steady_s,
+            most_s=3 * steady_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShapesToMeasure:
+    """Shapes to measure."""
+
+    budget_s: float
+    """Seconds for all kernels together, warm-ups included."""
+    products: tuple[tuple[int, int, int], ...]
+    """m, n, k."""
+    attentions: tuple[AttentionShape, ...]
+    streams: tuple[tuple[str, int, int], ...]
+    """Operator as `kernel_problems.STREAMS` names it, rows, columns."""
+    stages: tuple[StageShape, ...]
+    exchanged_bytes: Ints
+    steady_s: float = 0.0
+    """Seconds for which an exchange or a stage is measured at least."""
+
+    @classmethod
+    def of(cls, device: str, steady_s: float = 0.0) -> ShapesToMeasure:
+        """The shapes of a kind of device, or the tiny ones (`quick`), as `shapes.yaml` lists them."""
+        table = shipped_table("profile/shapes.yaml")[device]
+        shapes: Fields = {
+            "products": [(m, *nk) for group in table["products"] for m in group["m"] for nk in group["n_k"]],
+            "attentions": [
+                AttentionShape(*both, *heads)
+                for group in table["attentions"]
+                for both in group["batch_seq"]
+                for heads in group["heads"]
+            ],
+            "streams": [(name, row, columns) for name, (rows, columns) in table["streams"].items() for row in rows],
+            "stages": [StageShape(**stage) for stage in table["stages"]],
+            "exchanged_bytes": table["exchanged_bytes"],
+        }
+        return cls(table["budget_s"], **{name: tuple(found) for name, found in shapes.items()}, steady_s=steady_s)
+
+
+GPU, CPU, QUICK = ShapesToMeasure.of("cuda", STEADY_S), ShapesToMeasure.of("cpu"), ShapesToMeasure.of("quick")
+
+
+def shapes_to_measure(device: Device, quick: bool) -> ShapesToMeasure:
+    """The shapes to measure on a kind of device."""
+    return QUICK if quick else GPU if device == "cuda" else CPU
+
+
+_log = logging.getLogger(__name__)
+MeasuredRow = dict[str, float | int | str | None]
+"""Columns of one measurement; null where the device could not do it."""
+SAVE_EVERY_S = 2.0
+MAX_BYTES = 2**24
+
+
+class Machine(Spec):
+    """The machine that was measured."""
+
+    device: Device
+    name: str
+    """Name of the device according to the driver or the operating system."""
+    software: str
+    architecture: str
+    memory_bytes: int
+    num_sms: int
+    num_devices: int
+    """Number of devices in this machine; on a CPU, of processes."""
+    context_bytes: int
+    """Device memory in use before anything was allocated."""
+
+
+class Measurements(Spec):
+    """Tables of rows by name."""
+
+    machine: Machine
+    quick: bool
+    date: str
+    tables: dict[str, list[MeasuredRow]] = Field(default_factory=dict)
+    conditions: Texts = ()
+    """Unusual conditions while rows were measured."""
+    under_load: str = ""
+    """Clocks, power and temperature under the load of products, in words; empty where the driver does not say."""
+
+
+class MeasurementRecord:
+    """Measurements so far, and the file that keeps them until the profile is written."""
+
+    def __init__(self, machine: Machine, quick: bool, date: str, path: Path | None) -> None:
+        """Continue with the measurements in the file `path` if they are of the same machine. Without a path nothing is
+        kept."""
+        self.path, self.saved_s = path, time.monotonic()
+        self.measured = Measurements(machine=machine, quick=quick, date=date)
+        kept = _read(path)
+        if kept is not None and kept.quick == quick and _same(kept.machine, machine):
+            self.measured = kept
+        self.num_kept = sum(map(len, self.measured.tables.values()))
+
+    def has(self, table: str, key: MeasuredRow) -> bool:
+        """True if the record has the measurement that `key` names."""
+        return any(key.items() <= row.items() for row in self.measured.tables.get(table, ()))
+
+    def add(self, table: str, row: MeasuredRow) -> None:
+        """Add a row. The file is written every few seconds."""
+        self.measured.tables.setdefault(table, []).append(row)
+        if time.monotonic() - self.saved_s > SAVE_EVERY_S:
+            self.save()
+
+    def note(self, states: Sequence[DeviceState]) -> None:
+        """Keep the conditions under which rows were measured, each once."""
+        conditions = dict.fromkeys((*self.measured.conditions, *(c.text for c in conditions_of_states(states))))
+        under_load = next((load_in_words(state) for state in states if state.when == "within"), "")
+        changes = {"conditions": tuple(conditions), "under_load": under_load or self.measured.under_load}
+        self.measured = self.measured.model_copy(update=changes)
+
+    def how_sure(self) -> str:
+        """How sure the medians of the rows are, in words; empty where the rows do not say."""
+        spreads = {
+            f"{table} {' '.join(str(value) for value in list(row.values())[:3])}": spread
+            for table, rows in self.measured.tables.items()
+            for row in rows
+            if isinstance(spread := row.get("spread_fraction"), float)
+        }
+        if not spreads:
+            return ""
+        unsure = sum(spread > SURE_FRACTION for spread in spreads.values())
+        worst = max(spreads, key=lambda name: spreads[name])
+        also = f"; the worst to {spreads[worst]:.0%} ({worst})" if unsure else ""
+        return f"{len(spreads) - unsure} of {len(spreads)} rows are sure to {SURE_FRACTION:.0%}{also}"
+
+    def save(self) -> None:
+        """Write the whole file."""
+        if self.path is not None and self.measured.tables:
+            write_text(self.path, json.dumps(with_digest(self.measured.model_dump(mode="json"))), force=True)
+        self.saved_s = time.monotonic()
+
+    def discard(self) -> None:
+        """Remove the file, once the profile is written."""
+        if self.path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    def table(self, name: str, *needed: str) -> MeasuredTable:
+        """The rows of a table that have all of `needed`."""
+        rows = [
+            row for row in self.measured.tables.get(name, ()) if all(row.get(column) is not None for column in needed)
+        ]
+        return MeasuredTable([{key: "" if value is None else str(value) for key, value in row.items()} for row in rows])
+
+
+def _same(first: Machine, second: Machine) -> bool:
+    """True if two machines are equal but for the memory that a process holds at its start, which always differs."""
+    return first.model_copy(update={"context_bytes": second.context_bytes}) == second
+
+
+def sidecar(output: str, quick: bool) -> Path:
+    """The file that keeps measurements until the profile `output` is written. A quick run has a file of its own."""
+    return Path(f"{output}{'.quick' if quick else ''}.partial.json")
+
+
+def _read(path: Path | None) -> Measurements | None:
+    """The measurements that an interrupted run left; None where there are none, or somebody edited them."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        data = parse_mapping(read_text(path, MAX_BYTES), f"{path}")
+        return checked(Measurements, as_saved(data, f"{path}", ""), f"{path}")
+    except SpecError as error:
+        _log.warning("%s; all is measured again", error.message)
+        return None
+
 
 UNKNOWN_NETWORK = LinkTier(
     name="network", gb_per_s=25.0, latency_us=10.0,
@@ -48,7 +287,7 @@ def measured_tiers(
     device, or assumed."""
     machine, table = record.measured.machine, record.table("exchange", "microseconds")
     if machine.device == "cpu":
-        names: tuple[str, ...] = ("gloo",)
+        names: Texts = ("gloo",)
         tiers = [LinkTier(name="gloo", gb_per_s=1.0, latency_us=50.0, source="Not measured: one process")]
     elif known is not None:
         tiers = list(known.tiers)
@@ -87,7 +326,7 @@ def fitted_tier(tier: LinkTier, table: MeasuredTable, innermost: bool, rated: bo
     gb_per_s = 1 / slowness / GB
     share = gb_per_s / tier.gb_per_s if rated and gb_per_s <= tier.gb_per_s else 1.0
     evidence = f"{len(seconds)} exchanges over {size.max():.0f} ranks, {num_bytes.max() / 2**20:g} MiB at most"
-    changes: dict[str, Any] = {
+    changes: Fields = {
         "gb_per_s": tier.gb_per_s if share < 1 else gb_per_s,
         "efficiency_fraction": share,
         "latency_us": 1e6 * float(latency_s),
@@ -102,23 +341,6 @@ SAME_MEMORY = 0.04
 BEST_PRODUCT, BEST_STREAM = 0.8, 0.9
 """Fractions of the peak that the best kernels reach, where a data sheet is known; they give the peaks of a device
 without one."""
-IN_STAGES: dict[Device, dict[str, Bounds]] = {
-    "cuda": {
-        "sustained_fraction": (0.98, 0.5, 1.1),
-        "backward_sustained_fraction": (0.96, 0.5, 1.1),
-        "family_fraction.strided": (0.6, 0.1, 1.0),
-        "family_fraction.optimizer": (0.7, 0.1, 1.0),
-        "host_us": (20.0, 1.0, 200.0),
-    },
-    # one thread issues and computes: nothing runs ahead of anything, each kernel has its cost
-    "cpu": {
-        "sustained_fraction": (1.0, 0.05, 1.2),
-        "backward_sustained_fraction": (1.0, 0.05, 1.2),
-        "family_fraction.optimizer": (0.7, 0.01, 1.0),
-        "launch_factor": (1.0, 0.1, 50.0),
-    },
-}
-"""The numbers that only whole stages show and that are fitted to them."""
 STAGES = "stage"
 """The table of whole stages, whose errors say how sure the profile is of a step."""
 VENDORS = {"nvidia", "amd", "tesla", "instinct", "geforce"}
@@ -139,7 +361,7 @@ def profile_of(record: MeasurementRecord) -> Profiled:
     machine, known = record.measured.machine, known_profile(record.measured.machine)
     hardware, residuals = _bare(record, known), list[tuple[str, Residuals]]()
     hardware = hardware.model_copy(update={"efficiency": _start(record, known)})
-    changes: dict[str, Any] = {"evidence": "measured", "source": _source(record, known), "step_width": None}
+    changes: Fields = {"evidence": "measured", "source": _source(record, known), "step_width": None}
     for problem in _problems(record):
         values = fit(problem, hardware)
         hardware = hardware_with(hardware, values)
@@ -221,14 +443,14 @@ def _best_stream(record: MeasurementRecord) -> float:
 def _start(record: MeasurementRecord, known: HardwareSpec | None) -> Efficiency:
     """The efficiencies with which the fits begin; those that nothing was measured for stay."""
     before = Efficiency() if known is None else known.efficiency
-    changes: dict[str, Any] = {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
+    changes: Fields = {"sustained_fraction": 1.0, "backward_sustained_fraction": 1.0}
     if known is None:
         changes["host_us"] = 0.0 if record.measured.machine.device == "cpu" else 20.0
     changes["cudnn"] = (before.cudnn or AttentionEfficiency()) if "cudnn" in _backends(record) else None
     return before.model_copy(update=changes)
 
 
-def _backends(record: MeasurementRecord) -> tuple[str, ...]:
+def _backends(record: MeasurementRecord) -> Texts:
     """Attention kernels that this device runs. Both are kept: trainers take the faster, eager torch its own choice."""
     timed = record.table("attention", "forward_us", "backward_us")
     return tuple(sorted(set(timed.text("backend").tolist()))) if timed.num_rows else ()
@@ -265,7 +487,7 @@ def stage_problem(record: MeasurementRecord, table: MeasuredTable) -> FitProblem
     return FitProblem(
         name=STAGES,
         num_guesses=1,
-        free=IN_STAGES[device],
+        free=shipped_table("profile/shapes.yaml")[device]["in_stages"],
         predict=predict,
         measured_s=np.concatenate([table.seconds(f"{way}_us") for way in ways]),
         groups=np.tile(table.text("stage"), len(ways)),

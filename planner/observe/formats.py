@@ -1,0 +1,496 @@
+"""The formats of logs: the table `log_formats.yaml`, and what its rows do that a pattern and a unit do not say.
+
+torchtitan (2024's `wps` to 2026) says tokens per second of a device since the last line, and has milliseconds. A bar of
+tqdm has whole seconds since its begin, and a rate of its last steps with three digits: a stretch of bars is known by
+the rate where it is short, and by the clock where it is long. Of several bars in a log the training's is the one whose
+steps the trainer announces, else the one that runs longest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+from planner.observe import megatron_lines, mlperf_lines
+from planner.observe.observation import FailedAllocation, HungCollective
+from planner.observe.record import (
+    MOST_ERRORS,
+    FoundLine,
+    RunRecord,
+    Take,
+    moment,
+    named_parts,
+    number,
+    text_of,
+    whole,
+)
+from planner.specs.base import Fields
+from planner.specs.reading import shipped_table
+from planner.specs.units import GB, GIB, KIB, MIB
+
+UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "GB": GB, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+_IN_PATTERNS = {"<N>": r"[\d.,eE+-]{1,30}", "<S>": r"[\d.]{1,12} [KMG]iB"}
+
+
+def _alloc_retries(name: str) -> Take:
+    """torchtitan's `9 CUDA memory allocation retries.`, counted from the begin by each rank."""
+    return lambda record, line: record.counts.update({name: max(0, int(number(line.match[1])) - record.counts[name])})
+
+
+def _out_of_memory(record: RunRecord, line: FoundLine) -> None:
+    """`CUDA out of memory. Tried to allocate 2.00 GiB. … 70.1 GiB is allocated by PyTorch, and 5.3 GiB …`"""
+    record.counts["num_ooms"] += 1
+    found = {name: round(value) for name, value in line.numbers.items()}
+    if (reserved := found.pop("reserved", None)) is not None and "allocated_bytes" in found:
+        found.setdefault("unused_bytes", max(0, reserved - found["allocated_bytes"]))
+    if len(record.failed_allocations) < MOST_ERRORS:
+        record.failed_allocations.append(FailedAllocation.model_validate({"rank": line.rank, **found}))
+
+
+def _hung(record: RunRecord, line: FoundLine) -> None:
+    """`[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, …) ran for …`"""
+    said = dict(re.findall(r"(\w{1,40})=([\w\[\]]{1,60})", line.match[2]))
+    ran = re.search(r"ran for (\d{1,12}) milliseconds", line.match.string)
+    _add_hung(
+        record, int(line.match[1]), whole(said.get("SeqNum")) or 0, collective=said.get("OpType", "").lower(),
+        num_elements=whole(said.get("NumelIn")), seconds=None if ran is None else int(ran[1]) / 1e3,
+    )  # fmt: skip
+
+
+def _hung_work(record: RunRecord, line: FoundLine) -> None:
+    """`[PG 1 Rank 3] Exception … detected by watchdog at work: 1580, …`, which other ranks print without its kind."""
+    rank, sequence = map(int, line.match.groups())
+    if not any((one.rank, one.sequence) == (rank, sequence) for one in record.hung_collectives):
+        _add_hung(record, rank, sequence)
+
+
+def _add_hung(record: RunRecord, rank: int, sequence: int, **said: Any) -> None:
+    if len(record.hung_collectives) < MOST_ERRORS:
+        record.hung_collectives.append(HungCollective(rank=rank, sequence=sequence, **said))
+
+
+def _nanotron(record: RunRecord, line: FoundLine) -> None:
+    """Numbers with three digits and a suffix, so that a step is known to 0.5%."""
+    found = {name: _suffixed(value) for name, value in named_parts(line.match[3]).items()}
+    times = (found[name] for name in ("elapsed_time_per_iteration_ms", "time_per_iteration_ms") if name in found)
+    milliseconds, half_unit = next(times, (math.nan, 0.0))
+    if not record.step(int(line.match[1]), milliseconds / 1e3, end_s=line.at_s):
+        return
+    named = {
+        "tokens_per_sec": "tokens_per_s", "model_tflops_per_gpu": "tflops", "global_batch_size": "global_batch_size",
+        "cuda_max_memory_reserved": "max_reserved_bytes", "cuda_memory_allocated": "allocated_bytes",
+    }  # fmt: skip
+    beside = {ours: found[name][0] for name, ours in named.items() if name in found}
+    last = number(line.match[2])
+    record.take({**beside, "num_steps_asked": last, "precision_fraction": half_unit / milliseconds})
+
+
+def _suffixed(text: str) -> tuple[float, float]:
+    """`1.2K` as 1200, and half a unit of its last digit: 50."""
+    digits = re.match(r"[-+\d.]*(?:[eE][-+]?\d{1,3})?", text)
+    assert digits is not None
+    size = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}.get(text[digits.end() :][:1].upper(), 1.0)
+    return number(text) * size, 0.5 * 10.0 ** -len(digits[0].partition(".")[2]) * size
+
+
+def _verl(record: RunRecord, line: FoundLine) -> None:
+    """`step:1 - … timing_s/gen:698.88 - timing_s/step:1268.49 - perf/throughput:524.5`: minutes, without a warm-up."""
+    text = line.match.string[line.match.start() :]
+    found = {name: number(value) for name, value in named_parts(text, " - ").items()}
+    seconds = found.get("timing_s/step") or found.get("perf/time_per_step") or math.nan
+    record.state["first is alike"] = "yes"
+    if not record.step(int(line.match[1]), seconds):
+        return
+    speed = found.get("perf/throughput", math.nan)
+    allocated = found.get("perf/max_memory_allocated_gb", found.get("actor/perf/max_memory_allocated_gb", math.nan))
+    gpus = found.get("perf/total_num_tokens", math.nan) / seconds / speed
+    if gpus > 0.5 and abs(gpus - round(gpus)) < 0.01 * gpus:
+        record.facts["num_gpus"] = round(gpus)
+    reserved = found.get("perf/max_memory_reserved_gb", math.nan)
+    record.take({
+        "tokens_per_s_per_gpu": speed, "max_allocated_bytes": allocated * GIB, "max_reserved_bytes": reserved * GIB,
+    })  # fmt: skip
+    for name, value in found.items():
+        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step":
+            record.timer(name.removeprefix("timing_s/"), value)
+
+
+def _finish_maxtext(record: RunRecord) -> None:
+    """Leave out the first steps, of which some return before they have run, and others wait for them."""
+    usual = median(record.seconds) if len(record.seconds) > 2 else 0.0
+    early = [row for row, seconds in enumerate(record.seconds) if seconds < 0.5 * usual]
+    if early and early[-1] <= len(record.seconds) // 2:
+        record.only_from(early[-1] + 1)
+        record.note(f"{early[-1] + 1} first steps were dispatched without waiting for them, and are left out")
+
+
+def _deepspeed(record: RunRecord, line: FoundLine) -> None:
+    """`0/40, RunningAvgSamplesPerSec=…, CurrSamplesPerSec=…`: samples of the whole job in a second."""
+    found = dict(line.numbers)
+    step = int(line.match[1] or line.match[2])
+    at_s = moment(line.match.string)
+    running = found.pop("running", None)
+    current = found.pop("current", None)
+    record.bytes_of(None, step, **found)
+    record.prints("samples_per_s", running if current is None else current)
+    batch = record.facts.get("global_batch_size")
+    last = record.state.get("last")
+    if current and batch:
+        record.step(step, int(batch) / current, end_s=at_s, rank=line.rank)
+    elif current is None and last is not None:
+        first, first_s = map(float, last.split())
+        if at_s > first_s and step > first:
+            record.note("the batch is not stated: seconds of steps are from the times of the lines")
+            covers = step - int(first)
+            record.step(step, (at_s - first_s) / covers, end_s=at_s, covers=covers, rank=line.rank)
+    if math.isfinite(at_s):
+        record.state["last"] = f"{step} {at_s}"
+
+
+def _breakdown(record: RunRecord, line: FoundLine) -> None:
+    for name, value in re.findall(r"([A-Za-z_0-9]{1,60}): ([\d.]{1,20})", line.match[1]):
+        record.timer(name, number(value) / 1e3)
+    record.note("wall_clock_breakdown synchronises the GPUs: steps are slower than without it")
+
+
+def _configured(record: RunRecord, line: FoundLine) -> None:
+    record.argument(line.match[1], line.match[2].strip())
+    name = {"train_batch_size": "global_batch_size", "world_size": "num_gpus"}.get(line.match[1])
+    if name is not None and (value := whole(line.match[2])):
+        record.facts[name] = value
+
+
+def _titan_step(record: RunRecord, line: FoundLine) -> None:
+    """A line of a step: tokens/s of a device since the last line, from whose time the seconds follow."""
+    found = dict(line.numbers)
+    step = int(line.match[1])
+    at_s = line.at_s
+    tokens_per_s = found.get("tokens_per_s_per_gpu", math.nan)
+    record.bytes_of(line.rank, step, max_reserved_bytes=found.pop("max_reserved_bytes", None))
+    first, first_s = map(float, record.state.get("begin", "0 nan").split())
+    if record.state.pop("head", None) and step > first == 1:
+        # the line of its first step, which torchtitan prints, is not here: tokens/s are of the steps behind that one
+        record.state |= {"excerpt": f"{step} {tokens_per_s} {at_s}", "begin": f"{step + 1} {at_s}"}
+        return
+    last_step, last_s = (record.numbers[-1], record.ends[-1]) if record.numbers else (0, math.nan)
+    seconds = math.nan
+    covers = 0
+    goes_on = "restarted" not in record.state
+    if step >= first and at_s > first_s and not (last_s >= first_s and goes_on):
+        covers = step - int(first) + 1
+        seconds = (at_s - first_s) / covers
+    elif step > last_step and at_s > last_s and goes_on:
+        seconds = (at_s - last_s) / (step - last_step)
+    if not seconds > 0 and "tokens" in record.state:
+        seconds = float(record.state["tokens"]) / tokens_per_s
+    if not seconds > 0:  # the first line of a log without its head: only its end is known
+        record.state.setdefault("begin", f"{step + 1} {at_s}")
+        record.take(found)
+        record.time(at_s)
+        return
+    # the clock of the lines has milliseconds: a short step's seconds come from tokens/s once both are known
+    record.state.setdefault("tokens", str(seconds * tokens_per_s))
+    if record.step(step, seconds, end_s=at_s, covers=covers, rank=line.rank):
+        record.take(found)
+
+
+def _titan_begin(record: RunRecord, line: FoundLine) -> None:
+    """`Training starts at step 1, with local batch size 1, global batch size 8, sequence length 8192, …`."""
+    record.restart()
+    record.state |= {"begin": f"{int(line.match[1])} {line.at_s}", "head": "yes"}
+    record.time(line.at_s)
+    _titan_batch(record, line)
+    sizes = (str(record.facts.get(name, "")) for name in ("global_batch_size", "seq_length"))
+    record.starts_with(" ".join((record.state.get("grid", ""), *sizes)))
+
+
+def _titan_batch(record: RunRecord, line: FoundLine) -> None:
+    """`… with local batch size 1, global batch size 8, …, sequence length 8192`."""
+    found = dict(line.numbers)
+    record.state["local batch"] = f"{found.pop('local_batch', 0):.0f}"
+    record.take(found)
+
+
+def _titan_validated(record: RunRecord, line: FoundLine) -> None:
+    """The end of an evaluation, from which the next line's tokens and seconds are counted."""
+    step = int(line.match[1])
+    if record.numbers and step == record.numbers[-1]:
+        record.activity("evaluation", record.ends[-1], line.at_s)
+    record.mark("evaluation")
+    record.state["begin"] = f"{step + 1} {line.at_s}"
+
+
+def _titan_parameters(record: RunRecord, line: FoundLine) -> None:
+    record.take(line.numbers)
+    record.facts.setdefault("model", text_of(line.match[1]))
+
+
+def _titan_grid(record: RunRecord, line: FoundLine) -> None:
+    """`pp=2, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=2`, of which experts take none of their own; or `[2, 4, 2]`."""
+    sizes = record.state["grid"] = line.match[1]
+    without_experts = re.sub(r"\be\w+=\d+", "", sizes)
+    record.facts["num_gpus"] = math.prod(map(int, re.findall(r"(?:(?<!e)\b(?!e)\w+=)?(\d{1,7})", without_experts)))
+
+
+def _finish_titan(record: RunRecord) -> None:
+    """The one line of an excerpt: its tokens of a device and step are those of its local batch, or of its GPUs."""
+    if record.numbers or "excerpt" not in record.state:
+        return
+    step, tokens_per_s, at_s = map(float, record.state["excerpt"].split())
+    length, gpus, batch = (int(record.facts.get(name, 0)) for name in ("seq_length", "num_gpus", "global_batch_size"))
+    sequences = batch / gpus if batch and gpus else int(record.state.get("local batch", "0"))
+    if not (sequences and length and tokens_per_s > 0):
+        return
+    if not gpus:
+        record.note("seconds are of one local batch on a device: the GPUs of the job are not stated")
+    record.note("the log is an excerpt without the line of its first step: seconds are from tokens per second")
+    record.step(int(step), sequences * length / tokens_per_s, end_s=at_s, covers=int(step) - 1)
+
+
+LEAST_S, SHORT_S, SURE_S = 10.0, 5.0, 50.0
+"""Seconds of a stretch of a bar, of one whose rate its clock confirms to the second, and of one whose step the clock
+says to 2%, where the bar's own rate says it else."""
+_MOST_BARS = 200_000
+_NAMED = re.compile(r"[A-Za-z][\w -]{2,60}:?\s*$")
+"""A description before a bar, of files that are loaded or sequences that are mapped."""
+_TRAINS = re.compile(r"^\s*(?:(\d{1,9}\|\d{1,12}\|Loss: )|(?:train|training|steps?):)", re.IGNORECASE)
+"""Descriptions of bars that train: torchtune's, ms-swift's."""
+
+
+def _progress(record: RunRecord, step: float, elapsed_s: float, total: float, step_s: float = math.nan) -> None:
+    """Keep a step, the seconds until it, the last step, and what the line itself says of a step's seconds."""
+    if len(record.means) < _MOST_BARS:
+        record.means.append((step, elapsed_s, total, step_s))
+
+
+def _clock_s(text: str) -> float:
+    """`1:02:03`, `12:34` or `2h 5m 59s` in seconds."""
+    parts = re.findall(r"(\d{1,4})(?:([dhms])|(?=:|$))", text)
+    units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+    if any(unit for _, unit in parts):
+        return sum(int(value) * units.get(unit, 0.0) for value, unit in parts)
+    return sum(int(value) * 60.0**place for place, (value, _) in enumerate(reversed(parts)))
+
+
+def _bar(record: RunRecord, line: FoundLine) -> None:
+    """` 45%|████▌     | 450/1000 [12:34<15:21,  1.68s/it]`; bars of one number of steps are of one bar."""
+    before = line.before.rpartition("\x1b[A")[2]
+    trains = _TRAINS.match(before)
+    if trains is None and _NAMED.search(before):
+        return
+    if trains is not None and trains[1]:
+        record.facts["trainer"] = "torchtune"
+    step, total, elapsed, rate, unit = line.match.groups()
+    each = number(rate)
+    step_s = each if unit == "s/it" else 1 / each if each > 0 else math.nan
+    _progress(record, float(step), _clock_s(elapsed), float(total), step_s)
+
+
+def _counted(record: RunRecord, line: FoundLine) -> None:
+    """modded-nanogpt's `step:10/1390 train_time:1425ms step_avg:142.50ms`, whose time leaves evaluations out."""
+    step, total, elapsed_ms = map(float, line.match.groups())
+    _progress(record, step, elapsed_ms / 1e3, total, math.inf)  # of milliseconds
+
+
+def _elapsed(record: RunRecord, line: FoundLine) -> None:
+    """A step, the last one, and the time since the begin, several on a line: ms-swift's lines, LLaMA-Factory's file."""
+    for step, total, elapsed in line.match.re.findall(line.match.string):
+        _progress(record, float(step), _clock_s(elapsed), float(total) + 0.5)
+
+
+def _automodel(record: RunRecord, line: FoundLine) -> None:
+    """`2026-08-10 15:48:59 | INFO | root | step 13 | … | mem 31.55 GiB | tps 6574.51(821.81/gpu) | …`."""
+    at_s = moment(line.match.string)
+    per_gpu = number(line.match[3])
+    if math.isfinite(at_s):
+        _progress(record, float(line.match[1]), at_s, -1.0)
+    record.take({**line.numbers, "num_gpus": round(number(line.match[2]) / per_gpu) if per_gpu > 0 else math.nan})
+
+
+def _finish_bars(record: RunRecord) -> None:
+    bars: dict[float, list[tuple[float, float, float]]] = defaultdict(list)
+    for step, elapsed_s, total, rate in record.means:
+        bars[total].append((step, elapsed_s, rate))
+    asked = float(record.facts.get("num_steps_asked", 0))
+    longest = max(bars, key=lambda total: (total == asked, max(at for _, at, _ in bars[total])), default=None)
+    if longest is not None:
+        for step, seconds, covers, at_s in _of_bars(bars[longest]):
+            record.step(step, seconds, covers=covers, end_s=at_s)
+    if record.numbers and longest is not None:
+        if longest > 0:
+            record.facts.setdefault("num_steps_asked", int(longest))
+        record.note("seconds are of stretches of a clock with whole seconds, or of a progress bar's own rate")
+    else:
+        _take_summary(record)
+
+
+def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, float, int, float]]:
+    """Last step, seconds of a step, number of steps and end of each stretch; a bar that falls back begins anew."""
+    (first, first_s, _), rates = bars[0], list[float]()
+    if len(bars) == 1 and first > 1 and first_s >= SURE_S and abs(first_s / first / bars[0][2] - 1) < 0.1:
+        yield int(first), first_s / first, int(first), first_s  # the whole bar is one stretch, and its own rate agrees
+    for step, at_s, rate in bars[1:]:
+        rates.append(rate)
+        if step < first or at_s < first_s:
+            (first, first_s), rates = (step, at_s), []
+        elif step > first and at_s - first_s >= SHORT_S:
+            count, took_s = int(step - first), at_s - first_s
+            by_rate_s = median([each for each in rates if math.isfinite(each)] or [math.nan])
+            least_s = LEAST_S if abs(took_s - count * by_rate_s) > 1 else SHORT_S
+            if took_s < (SURE_S if math.isnan(by_rate_s) else least_s):
+                continue
+            yield int(step), by_rate_s if took_s < SURE_S and by_rate_s > 0 else took_s / count, count, at_s
+            (first, first_s), rates = (step, at_s), []
+
+
+LEAST_STEPS = 5
+"""Fewest steps of a run whose mean is that of a step: of fewer, the start is a large part."""
+
+
+def _summary(record: RunRecord, line: FoundLine) -> None:
+    """`{'train_runtime': 512.3, …, 'train_steps_per_second': 0.195, …}`, or `train_runtime = 0:36:58.55` in a table."""
+    for name, pattern in (
+        ("runtime", r"train_runtime\W{1,20}?(\d[\d.:]{0,20})"),
+        ("per_s", r"train_steps_per_second\W{1,20}?([\d.]{1,20})"),
+    ):
+        if (hit := re.search(pattern, line.match.string)) is not None:
+            record.state[name] = str(_clock_s(hit[1].partition(".")[0])) if ":" in hit[1] else hit[1]
+
+
+def _take_summary(record: RunRecord) -> None:
+    """The mean of a whole run, by its steps where they are known, else by a rate whose digits say it to 1%."""
+    text = record.state.get("per_s", "")
+    runtime_s = number(record.state.get("runtime"))
+    per_s = number(text)
+    steps = int(record.facts.get("num_steps_asked", 0))
+    half_unit = 0.5 * 10.0 ** -len(text.partition(".")[2])
+    if not steps and per_s > 0 and half_unit < 0.01 * per_s and runtime_s > 0:
+        steps = round(runtime_s * per_s)
+    disagree = per_s > 0 and abs(steps / runtime_s - per_s) > 0.1 * per_s + half_unit if runtime_s > 0 else True
+    if steps >= LEAST_STEPS and not disagree:
+        record.step(steps, runtime_s / steps, covers=steps)
+        record.note("the step is the mean of the whole run, its start and its evaluations among it")
+
+
+TAKES: Mapping[str, Take] = {
+    "alloc_retries": _alloc_retries("num_alloc_retries"), "oom_errors": _alloc_retries("num_ooms"),
+    "failed_allocation": lambda record, line: record.counts.update({"num_alloc_retries": 1}),
+    "out_of_memory": _out_of_memory, "hung": _hung, "hung_work": _hung_work, "nanotron": _nanotron, "verl": _verl,
+    "deepspeed": _deepspeed, "breakdown": _breakdown, "configured": _configured, "titan_step": _titan_step,
+    "titan_begin": _titan_begin, "titan_batch": _titan_batch, "titan_validated": _titan_validated,
+    "titan_parameters": _titan_parameters, "titan_grid": _titan_grid, "bar": _bar, "counted": _counted,
+    "elapsed": _elapsed, "automodel": _automodel, "summary": _summary, **megatron_lines.TAKES, **mlperf_lines.TAKES,
+}  # fmt: skip
+"""The functions that rows name."""
+FINISHES: Mapping[str, Callable[[RunRecord], None]] = {
+    "maxtext": _finish_maxtext, "torchtitan": _finish_titan, "bars": _finish_bars, "megatron": megatron_lines.finish,
+    **mlperf_lines.FINISHES,
+}  # fmt: skip
+"""Work out what only the whole file says."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineRow:
+    """One kind of line: text that every such line holds, a pattern, and what is done with it."""
+
+    holds: str
+    pattern: re.Pattern[str]
+    take: Take
+    beside: tuple[tuple[str, re.Pattern[str], str], ...]
+    """Quantities that stand beside it, with their units."""
+
+    @classmethod
+    def of(cls, holds: str, pattern: str, beside: Mapping[str, Any] | None = None, trainer: str = "",
+           **way: str) -> LineRow:  # fmt: skip
+        """A row of the table."""
+        for short, text in _IN_PATTERNS.items():
+            pattern = pattern.replace(short, text)
+        rows = []
+        for name, said in (beside or {}).items():
+            text, unit = (said, "") if isinstance(said, str) else said
+            for short, long in _IN_PATTERNS.items():
+                text = text.replace(short, long)
+            rows.append((name, re.compile(text), unit))
+        compiled = re.compile(pattern)
+        take = _taker({*compiled.groupindex, *(beside or {})}, **way)
+        return cls(holds, compiled, partial(_as_trainer, trainer, take) if trainer else take, tuple(rows))
+
+    def found(self, match: re.Match[str], rank: int | None) -> FoundLine:
+        """The line that the pattern was found in."""
+        numbers = {name: number(text) for name, text in match.groupdict().items()}
+        for name, pattern, unit in self.beside:
+            if (hit := pattern.search(match.string)) is not None:
+                text = hit[hit.lastindex or 0]
+                size = UNITS[text.rpartition(" ")[2] if unit == "size" else unit]
+                numbers[name] = number(text) * size
+        return FoundLine(match, numbers, rank)
+
+
+def _taker(names: set[str], take: str = "", mark: str = "", fact: str = "", keep: str = "") -> Take:
+    """The function of a row: the one of these words that it has says it, else its numbers do."""
+    if mark:
+        return lambda record, line: record.mark(mark, number(line.match[1]) if line.match.re.groups else math.nan)
+    if fact:
+        convert: Callable[[str], str | int | None] = text_of if fact == "hardware" else whole
+        return lambda record, line: record.facts.update({fact: value} if (value := convert(line.match[1])) else {})
+    if keep:
+        return lambda record, line: record.state.update({keep: " ".join(filter(None, line.match.groups()))})
+    return TAKES[take] if take else _take_step if names & {"s", "per_s"} else _take_numbers
+
+
+def _as_trainer(trainer: str, take: Take, record: RunRecord, line: FoundLine) -> None:
+    record.facts["trainer"] = trainer
+    take(record, line)
+
+
+def _take_numbers(record: RunRecord, line: FoundLine) -> None:
+    record.take(line.numbers)
+
+
+def _take_step(record: RunRecord, line: FoundLine) -> None:
+    numbers = dict(line.numbers)
+    seconds = numbers.pop("s", math.nan)
+    if (per_s := numbers.pop("per_s", 0.0)) > 0:
+        seconds = 1 / per_s
+    counted = float(record.numbers[-1] + 1 if record.numbers else 1)
+    step = numbers.pop("step", number(record.state["step"]) if "step" in record.state else counted)
+    if math.isfinite(step) and record.step(int(step), seconds, end_s=line.at_s, rank=line.rank):
+        record.take(numbers, line.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The lines of one trainer."""
+
+    name: str
+    trainer: str
+    rows: tuple[LineRow, ...]
+    rank: int = 0
+    """The grammar with the lowest counts if several read equally many steps of a file."""
+    finish: Callable[[RunRecord], None] = lambda record: None
+
+    @classmethod
+    def of(cls, rows: list[Fields], finish: str = "", note: str = "", **names: Any) -> Grammar:
+        """A format of the table."""
+        way = FINISHES[finish] if finish else (lambda record: record.note(note) if note else None)
+        return cls(**names, rows=tuple(LineRow.of(**row) for row in rows), finish=way)
+
+
+_TABLE = shipped_table("observe/log_formats.yaml")
+GRAMMARS = tuple(Grammar.of(**row) for row in _TABLE["formats"])
+"""Every format of lines."""
+COMMON_ROWS = tuple(LineRow.of(**row) for row in _TABLE["common"])
+"""Lines that torch prints in every trainer's log."""
+LOOKS_LIKE: list[tuple[str, str, str]] = _TABLE["looks_like"]
+"""Other files that people have: a pattern of a line, what such a file is, and what is missing or to do."""
+
+
+def trainer_of(grammar: str) -> str:
+    """The trainer whose lines a format has; empty for a table."""
+    return next((known.trainer for known in GRAMMARS if known.name == grammar), "")
