@@ -112,7 +112,8 @@ def test_the_breakdown_is_timers(tmp_path: Path) -> None:
 # saforem2's notes of 2024-04-21; karpathy/nanochat#147; build-nanogpt; verl's FSDPSFTTrainer; fms-fsdp; PaddleNLP
 ARGONNE = (
     "[2024-04-21 02:45:{0:02}][INFO][training:1251] -  iteration=  {1}/  317892 | "
-    "elapsed_time_per_iteration_ms=2007.8 | global_batch_size=  256 | actual_seqlen= 4096 | samples_per_second=127.5 | TFLOPs=159.66 |"
+    "elapsed_time_per_iteration_ms=2007.8 | global_batch_size=  256 | "
+    "actual_seqlen= 4096 | samples_per_second=127.5 | TFLOPs=159.66 |"
 )
 CHAT = "step {1:05d}/21400 (0.02%) | loss: 8.89 | lrm: 1.00 | dt: 989.44ms | tok/sec: 529,882 | mfu: 74.13 | total"
 NANO = "step {1:4d}| loss: 10.93 | lr: 6.0000e-05 | norm: 27.0145  | dt: 2713.86ms | tok/sec: 193189.05"
