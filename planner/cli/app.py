@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from planner.cli.options import ASSUMED, DTYPES, FINETUNE, JOB, LAYOUT, OUTPUT, RUN, SEARCH, PlanOptions, declared
-from planner.cli.plan_command import plan_command
 from planner.distribution import DISTRIBUTION, __version__
 from planner.errors import SpecError, one_line
 from planner.trainers.shipped import calibration_date
@@ -401,7 +400,7 @@ def _root() -> Any:
         cls=Commands, invoke_without_command=True, subcommand_metavar="[COMMAND]", context_settings=_SETTINGS,
         rich_markup_mode=None,
     )  # fmt: skip
-    app.callback()(declared(plan_command, "plan"))
+    app.callback()(_function("plan", "planner.cli.plan_command", "plan_command"))
     root = typer.main.get_command(app)
     root.params += [*_parameters(_everywhere), *_parameters(_at_the_top)]
     return root
@@ -411,12 +410,17 @@ def _named(name: str) -> Any:
     """The command of a row, whose module is loaded."""
     row = COMMANDS[name]
     app = typer.Typer(context_settings=_SETTINGS, add_completion=False, rich_markup_mode=None)
-    function = declared(getattr(import_module(row.module), row.function), name)
+    function = _function(name, row.module, row.function)
     app.command(name, cls=Subcommand)(function)
     command: Any = typer.main.get_command(app)
     command.is_of_a_job = getattr(function, "is_of_a_job", False)
     command.params += _parameters(_everywhere)
     return command
+
+
+def _function(name: str, module: str, function: str) -> Any:
+    """A command with the parameters that typer shall see."""
+    return declared(getattr(import_module(module), function), name)
 
 
 def _parameters(function: Any) -> list[Any]:

@@ -179,7 +179,7 @@ def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tu
 
 def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
     """Axes pinned by comma lists, the switches pinned and allowed, and how to search."""
-    values = _given(asked, SearchLimits)
+    values = given_of(asked, SearchLimits)
     if (switches := _switches(asked, job)) is not None:
         values["switches"] = switches
     if "allow" in values:
@@ -192,7 +192,7 @@ def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
 
 def read_parallelism(asked: LayoutOptions) -> Parallelism:
     """One layout; what was not given is unset."""
-    values = _given(asked, Parallelism)
+    values = given_of(asked, Parallelism)
     if "layers_per_stage" in values:
         values["layers_per_stage"] = listed("layers_per_stage", values["layers_per_stage"], int)
     if "recompute_modules" in values:
@@ -261,7 +261,7 @@ def option(field: str) -> str:
     return "--" + _OPTION_OF.get(field, field).replace("_", "-")
 
 
-def _given(asked: JobOptions, spec: type[Spec]) -> dict[str, Any]:
+def given_of(asked: JobOptions, spec: type[Spec]) -> dict[str, Any]:
     """Values of the fields of `spec` that options were given for."""
     pairs = ((field, getattr(asked, _OPTION_OF.get(field, field), None)) for field in spec.model_fields)
     return {field: value for field, value in pairs if value is not None}
@@ -378,7 +378,7 @@ def _refuse_unstated(asked: JobOptions, model: ModelSpec) -> None:
 
 
 def _operations(asked: JobOptions) -> OperationsSpec:
-    given = _given(asked, OperationsSpec)
+    given = given_of(asked, OperationsSpec)
     ends = {"days": asked.days, "usd": asked.usd} if isinstance(asked, PlanOptions) else {}
     dated = next((name for name, value in ends.items() if value is not None), None)
     is_counted = asked.tokens is not None or asked.examples is not None

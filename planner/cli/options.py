@@ -56,7 +56,7 @@ _ORDER = (JOB, FINETUNE, RUN, LAYOUT, SEARCH, ASSUMED, FOLLOW, OUTPUT)
 """The order of the headings in the help of a command of jobs."""
 
 
-class CommandOption(NamedTuple):
+class CliOption(NamedTuple):
     """An option or an argument: a row of `options.json` and the heading that it stands under."""
 
     heading: str
@@ -73,15 +73,15 @@ class CommandOption(NamedTuple):
 
 
 @cache
-def _rows() -> dict[str, dict[str, CommandOption]]:
+def _rows() -> dict[str, dict[str, CliOption]]:
     text = (Path(__file__).parent / "options.json").read_text(encoding="utf-8")
     return {
-        owner: {name: CommandOption(heading, *row) for heading, rows in headings.items() for name, row in rows.items()}
+        owner: {name: CliOption(heading, *row) for heading, rows in headings.items() for name, row in rows.items()}
         for owner, headings in json.loads(text).items()
     }
 
 
-def row_of(owners: Sequence[str], name: str) -> CommandOption | None:
+def row_of(owners: Sequence[str], name: str) -> CliOption | None:
     """The row of a parameter of the first of some commands and classes that has one."""
     return next((_rows()[owner][name] for owner in owners if name in _rows().get(owner, ())), None)
 
@@ -123,7 +123,7 @@ def _switches(word: str) -> list[str]:
     return [*(f"{each}=" for each in SWITCHES), "default"]
 
 
-def converted(row: CommandOption, kind: Any, word: Any) -> Any:
+def converted(row: CliOption, kind: Any, word: Any) -> Any:
     """The value that a word of an option stands for. Raises SpecError for what is none."""
     if not isinstance(word, str):  # the default of an option that was not given
         return word
@@ -147,7 +147,7 @@ def converted(row: CommandOption, kind: Any, word: Any) -> Any:
     return word
 
 
-def _parameter(row: CommandOption | None, own: inspect.Parameter) -> inspect.Parameter:
+def _parameter(row: CliOption | None, own: inspect.Parameter) -> inspect.Parameter:
     """A parameter as typer reads it."""
     kind: Any = own.annotation
     if row is None:
@@ -274,7 +274,7 @@ class LayoutOptions(JobOptions):
     switch: Word = None
 
 
-def rows_of(options: type[JobOptions]) -> dict[str, tuple[CommandOption, Any]]:
+def rows_of(options: type[JobOptions]) -> dict[str, tuple[CliOption, Any]]:
     """The row and the type of each field of a class of options."""
     owners, hints = [each.__name__ for each in options.__mro__], get_type_hints(options)
     found = {field.name: row_of(owners, field.name) for field in fields(options)}

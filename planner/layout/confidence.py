@@ -176,7 +176,10 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
         "kernels": hardware_width(hardware),
         "trainer": runtime.step_width,
         "layers": math.hypot(
-            SCAN_STEP_WIDTH if model.state_kinds else 0.0, SPARSE_STEP_WIDTH if model.indexer is not None else 0.0
+            SCAN_STEP_WIDTH if model.state_kinds else 0.0,
+            SPARSE_STEP_WIDTH if model.indexer is not None else 0.0,
+            TRACED_WIDTH if model.traced is not None and runtime.family != "torch-eager" else 0.0,
+            VISION_WIDTH if model.vision is not None else 0.0,
         ),
         "dtype": NARROW_WIDTH.get(training.dtype, 0.0),
         "host": (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,

@@ -53,11 +53,7 @@ def assemble(
         planner_version=__version__,
         model=ModelSummary(
             name=model.name,
-            num_parameters=totals.num_parameters,
-            num_active_parameters=totals.num_active_parameters,
-            model_flops_per_token=totals.model_flops_per_token,
-            num_trained_parameters=totals.num_trained_parameters,
-            num_vision_parameters=totals.num_vision_parameters,
+            **{name: getattr(totals, name) for name in ModelSummary.model_fields if name not in ("name", "spec")},
             spec=model,
         ),
         cluster=pricing.cluster,

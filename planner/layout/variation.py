@@ -430,7 +430,7 @@ def _likely(candidate: Candidate, about: Set[str], tunes: bool) -> Iterator[tupl
     pricing, now = candidate.pricing, setting_of(candidate)
     model, training, broken = pricing.model, pricing.training, list(broken_recipe_rules(now))
     for entry in likely_of(pricing.runtime, pricing.cluster.hardware.architecture):
-        if not about.issuperset(entry.switches) or not has_effect(entry.switch, now):
+        if not set(entry.switches) <= about or not has_effect(entry.switch, now):
             continue
         runtime = with_likely(pricing.runtime, model, entry)
         # a dispatcher left unsaid is one that goes with the rest

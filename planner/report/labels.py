@@ -175,10 +175,12 @@ def _among(search: SearchReport, is_brief: bool) -> Iterator[str]:
     if searched is None:
         return
     if any(searched.recompute_modules):
-        yield f"{len(searched.recompute_modules)} set{'s' * (len(searched.recompute_modules) > 1)} of modules"
-    free = [name for name, values in searched.switches.items() if len(values) > 1]
-    if searched.switches:
-        yield f"{len(free)} of {len(searched.switches)} switches free"
+        count = len(searched.recompute_modules)
+        yield f"{count} set{'s' * (count > 1)} of recomputed modules"
+    if total := len(searched.switches):
+        free = sum(len(values) > 1 for values in searched.switches.values())
+        some = f"{free} of {total} switches free" if free else f"these {total} switches"
+        yield f"all values of {total} switches" if free == total else some
     if searched.chunks == "equal" and not is_brief:
         yield "equal inner chunks"
 
