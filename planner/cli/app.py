@@ -100,7 +100,7 @@ COMMANDS = {
     ),
     "rebalance": CommandRow(
         "watch",
-        "planner.cli.rebalance_command",
+        "planner.cli.probe_command",
         "rebalance_command",
         "Move layers between stages that a probe found slow and fast, and say what it gains.",
     ),
@@ -125,7 +125,7 @@ COMMANDS = {
     ),
     "mcp": CommandRow(
         "look",
-        "planner.cli.mcp_command",
+        "planner.cli.serve_command",
         "mcp_command",
         "Offer the planner to agents as tools of the Model Context Protocol, over stdin and stdout.",
     ),
@@ -161,7 +161,7 @@ COMMANDS = {
     ),
     "doctor": CommandRow(
         "set up",
-        "planner.cli.doctor_command",
+        "planner.cli.profile_command",
         "doctor_command",
         "Say what is installed, and what commands lack here: one screen to paste into an issue.",
     ),

@@ -11,9 +11,8 @@ from rich.text import Text
 from planner.answer import Layout, PricedLayout
 from planner.report.causes import Difference, matters, memory_differences, step_differences
 from planner.report.format import fits_with, gibibytes, percent, seconds, signed_seconds
-from planner.report.labels import MEMORY, corrections_title, manner, sizes
+from planner.report.labels import LEAST_GAIN, MEMORY, corrections_title, manner, named, sizes
 from planner.report.pieces import as_group, bullets, columns, section
-from planner.report.recipe import LEAST_GAIN, named
 from planner.report.rows import Table
 from planner.report.small import room_lines, rows_of
 from planner.report.terminal import table
