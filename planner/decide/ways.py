@@ -299,7 +299,7 @@ def loading(job: ResumedJob, candidate: Candidate, has_split: bool) -> Loads | N
     """
     own, other = row_axes(job.start), row_axes(candidate)
     moved = [axis for axis in own if own[axis] != other[axis]]
-    return way_to_load(job.checkpoint, moved, candidate.shape.zero_stage, has_split)
+    return way_to_load(job.checkpoint, moved, int(candidate.shape.zero_stage), has_split)
 
 
 def row_axes(candidate: Candidate) -> dict[str, object]:
