@@ -78,7 +78,10 @@ def models_command(
             _print(described(model))
         else:
             counts = totals(model)
-            sys.stdout.write(f"# {counts.num_parameters:,} parameters, {counts.num_active_parameters:,} active\n")
+            more = counts.num_predicting_parameters
+            predicts = f"; {more:,} more predict further tokens" if more else ""
+            line = f"# {counts.num_parameters:,} parameters, {counts.num_active_parameters:,} active{predicts}"
+            sys.stdout.write(f"{line}\n")
             _show_yaml(_plain(model))
         return
     models = [load_model(known) for known in model_names()]

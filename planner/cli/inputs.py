@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
@@ -76,8 +76,8 @@ class Job:
     runtime_spec: RuntimeSpec
     assumed: Recipe
     """The switches that --assume gives a value to."""
-    says_switches: bool = False
-    """True where an option says what the trainer overlaps or switches on."""
+    says_switches: bool | Collection[str] = False
+    """The switches that options say; true where they say what the trainer overlaps, or that all are its own."""
 
 
 def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
@@ -132,7 +132,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         from planner.months.whole_run import check_spares
 
         check_spares(cluster, training)
-    return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
+    return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed) or switches.keys())
 
 
 SMALL_GIB = 40.0
@@ -213,9 +213,8 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     runtime, _ = described(wide, job.cluster.hardware, job.model, switches or {})
     check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
     training = _routed(asked, job.training, job.model, runtime, switches or {})
-    return replace(
-        job, training=training, runtime_spec=runtime, says_switches=job.says_switches or switches is not None
-    )
+    says = job.says_switches is True or (switches or {}).keys()
+    return replace(job, training=training, runtime_spec=runtime, says_switches=says)
 
 
 def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = False) -> Any:

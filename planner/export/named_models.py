@@ -111,10 +111,12 @@ def registered_model(spec: Any) -> dict[str, Any] | None:
     model = spec.fields.get("model") if isinstance(spec, CallRecord) else None
     while isinstance(model, CallRecord) and "layers" not in model.fields:  # what a converter makes of a model
         model = next(iter(model.arguments), None)
-    layers = model.fields["layers"] if isinstance(model, CallRecord) else None
+    if not isinstance(model, CallRecord):
+        return None
+    layers = model.fields["layers"]
     blocks = [layer for layer in layers if isinstance(layer, CallRecord)] if isinstance(layers, list) else []
     attention = blocks[-1].get("attention") if blocks and blocks == layers else None
-    if not isinstance(attention, CallRecord) or any(block.fields.keys() - _BLOCK for block in blocks):
+    if model is None or not isinstance(attention, CallRecord) or any(b.fields.keys() - _BLOCK for b in blocks):
         return None
     found = {**_placed(model, _SIZES), **_placed(attention, _ATTENTION)}
     if attention.fields.keys() - _PARTS or not found.keys() >= {"hidden_size", "vocab_size", "num_attention_heads"}:
@@ -147,7 +149,6 @@ def _mixture(mixtures: list[Any]) -> dict[str, Any]:
     first = next((mixture for mixture in mixtures if isinstance(mixture, CallRecord)), None)
     if first is None:
         return {}
-    limit = first.get("routed_experts.inner_experts.swiglu_limit")
     leading = mixtures.index(first)
     found: dict[str, Any] = {"moe": {**_placed(first, _MIXTURE), "first_k_dense_replace": leading}}
     if None in mixtures[leading:]:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from planner.errors import SpecError
 from planner.schedule.actions import B, F, I, IntArray, Schedule, W
 from planner.schedule.graph import Graph, compile_schedule, pair_positions
-from planner.schedule.timeline import FloatArray, Timeline, Timing
+from planner.schedule.timeline import Timeline, Timing
+from planner.shape import FloatArray
 
 STRETCH = 1 << 16
 """Number of actions whose numbers are Python's at a time."""

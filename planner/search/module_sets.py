@@ -15,11 +15,10 @@ from functools import cached_property
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
-from planner.shape import FloatArray
+from planner.shape import FloatArray, IntArray
 from planner.specs.training import Recompute
 
 Modules = tuple[str, ...]
@@ -65,7 +64,7 @@ def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
     return (own, *(chosen for chosen in _spread(names) if set(chosen) != set(own)))
 
 
-def _samples(pricing: Pricing, table: CostTable) -> npt.NDArray[np.int64]:
+def _samples(pricing: Pricing, table: CostTable) -> IntArray:
     """Rows of the table to compare sets on."""
     ranked = np.argsort(_kept_bytes(pricing, table), kind="stable")
     return np.unique([ranked[round(share * (len(ranked) - 1))] for share in SAMPLES])

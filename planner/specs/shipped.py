@@ -54,7 +54,7 @@ _SAYS_NO_SIZE = re.compile(
     r"|preview|pretrain|coder(?!-480)|math|hermes-?\d*|openr1|unsloth|bnb|[48]bit|int[48]|awq|gptq|gguf|\bsft\b|\bdpo\b"
     r"|\brl\b|mcore|torch_dist|tulu-?\d*|distill|nvidia-|reranker|embedding|safeguard|captioner|-1m\b"
     r"|mixture|fp16|nf4|linearized|sparse|2of4|dequantized|reward|skywork|cogito-v\d"
-    r"|(?<!deepseek)-v[12](\.0)?(?=$|-)|_iter_\d+|dynamic|nvfp4"
+    r"|rope-\d+k|(?<!deepseek)-v[12](\.0)?(?=$|-)|_iter_\d+|dynamic|nvfp4"
 )
 """Parts of names that do not change a model's sizes."""
 _OTHERS = {

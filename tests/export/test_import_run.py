@@ -19,7 +19,7 @@ from planner.layout.runs import parse_run
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("echo hello", "passes no Megatron-LM arguments"),
+        ("echo hello", "no trainer that is read has such a file"),
         (
             "pretrain_gpt.py --num-layers $LAYERS --hidden-size 4096 --num-attention-heads 32",
             "--num-layers: $LAYERS is not set",

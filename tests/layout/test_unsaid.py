@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from planner.answer import PricedLayout
-from planner.layout.confidence import DEVIATIONS, TAIL, WIDE, mixture_interval
+from planner.layout.confidence import DEVIATIONS, TAIL, WIDE, Choice, mixture_interval
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import evaluate_lines, parse_run
 from planner.specs.cluster import ClusterSpec
@@ -19,7 +19,7 @@ from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
 MIXTURE = {
-    "model": "qwen3-30b-a3b", "hardware": "b200", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 64,
+    "model": "qwen3-30b-a3b", "hardware": "b200", "num_gpus": 8, "seq_length": 4096, "global_batch_size": 128,
     "dtype": "mxfp8", "parallelism": {"dp": 8, "ep": 8, "micro_batch_size": 4},
 }  # fmt: skip
 SHARDED = {
@@ -39,7 +39,7 @@ def _ends(layout: PricedLayout) -> tuple[float, float]:
 
 @pytest.mark.parametrize("run", [MIXTURE, SHARDED])
 def test_a_run_that_says_nothing_is_wider_and_no_slower(run: dict[str, Any]) -> None:
-    bare, said = _priced(run), _priced(run, features={"p2p_overlap": True})
+    bare, said = _priced(run), _priced(run, features={"p2p_overlap": True, "natural_routing": False})
     assert bare.step.step_s == said.step.step_s
     assert said.unsaid == ()
     low, high = _ends(said)
@@ -102,19 +102,19 @@ def test_lines_of_runs_name_it() -> None:
     "choices",
     [
         {},
-        {"a": [(0.4, 0.5)]},
-        {"a": [(-0.5, 0.4)], "b": [(0.2, 0.6)], "c": [(0.05, 0.3), (-0.1, 0.2)]},
-        {"a": [(0.3, 0.05)]},
+        {"a": [(0.4, 0.5, 0.0)]},
+        {"a": [(-0.5, 0.4, 0.0)], "b": [(0.2, 0.6, 0.0)], "c": [(0.05, 0.3, 0.01), (-0.1, 0.2, 0.0)]},
+        {"a": [(0.3, 0.05, 0.0)]},
     ],
 )
-def test_the_ends_are_quantiles_of_the_mixture(choices: dict[str, list[tuple[float, float]]]) -> None:
+def test_the_ends_are_quantiles_of_the_mixture(choices: dict[str, list[Choice]]) -> None:
     """As a million draws have them: a value for each switch, and an error of the rest."""
     width, rng, num = 0.12, np.random.default_rng(0), 1_000_000
     draws = rng.normal(0.0, width / DEVIATIONS, num)
     for others in choices.values():
-        effects = np.array([0.0, *(effect for effect, _ in others)])
-        shares = np.array([1 - sum(p for _, p in others), *(p for _, p in others)])
-        draws += rng.choice(effects, num, p=shares)
+        columns = np.array([(0.0, 1 - sum(p for _, p, _ in others), 0.0), *others]).T
+        drawn = rng.choice(len(others) + 1, num, p=columns[1])
+        draws += columns[0][drawn] + rng.normal(0.0, np.sqrt(columns[2][drawn]) / DEVIATIONS)
     low, high = np.quantile(draws, [TAIL, 1 - TAIL])
     # never narrower than where all is said
     assert mixture_interval(width, choices) == pytest.approx((min(low, -width), max(high, width)), abs=2e-3)

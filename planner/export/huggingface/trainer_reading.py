@@ -75,9 +75,13 @@ _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
 _OTHERS = ("neftune_noise_alpha", "unsloth", "use_unsloth")
 _PACKING = ("packing", "sample_packing")
 _COMPILING = ("torch_compile",)
-_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing")
+_NAMED_BY = re.compile(r"[^\s\"'=]*\$[^\s\"']*\.ya?ml")
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")
+"""A YAML's name with variables of the shell in it, and each of them."""
 _CALLS = re.compile(
-    r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments))$"
+    r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments)"
+    r"|BitsAndBytesConfig|get_peft_model|(^|\.)\w*Trainer)$"
 )
 _GRID = {
     "tensor_parallel_size": "tp_size", "context_parallel_size": "cp_size", "sequence_parallel_size": "cp_size",
@@ -91,6 +95,8 @@ _READ = {
 }  # fmt: skip
 _TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "trl", "transformers")))
 """Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
+_BY_ACCELERATE = ("trl", "transformers")
+"""Trainers whose launch says how they are sharded, in a file of Accelerate's."""
 _SAME = {"per_device_train_batch_size": _BATCH, "micro_batch_size": _BATCH, "max_length": _SEQUENCE, "bf16": ("fp16",),
          "cutoff_len": _SEQUENCE, "sequence_len": _SEQUENCE, "lora_target": ("lora_target_modules", "target_modules"),
          "gradient_checkpointing": (*_CHECKPOINTING, "disable_gradient_checkpointing"), "tuner_type": ("train_type",
@@ -150,7 +156,11 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if not any(name in settings for name in (*_BATCH, "zero_stage", "deepspeed", *_MODEL, "peft_type")):
         missing = next((name for name in keyed.unread if name.endswith((".yaml", ".yml"))), None)
         if missing is not None:
-            raise SpecError(f"{missing[:80]} is not beside the file", "put it there, or import it itself")
+            asked = [
+                f"--set {name}=VALUE" for path in _NAMED_BY.findall(config.text) for name in _VARIABLE.findall(path)
+            ]
+            hint = "put it there, or import it itself"
+            raise SpecError(f"{missing[:80]} is not beside the file", f"add {' '.join(asked)}" if asked else hint)
         raise SpecError("the text gives no arguments of a Hugging Face trainer", "give the script that launches it")
     if not any(name in settings for name in ("learning_rate", *_BATCH)):
         for key, what in table()["no_decoder"]["keys"].items():
@@ -166,6 +176,8 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
         and name not in keyed.unread
     }
     imported.assumed, imported.documented = {name: str(v) for name, v in unasked.items()}, tool.documented
+    if settings.get("peft_type"):
+        imported.assumed |= {name: str(value) for name, value in dialect("peft").left_out(settings).items()}
     said, settings = settings, {**unasked, **settings}
     run, layout = imported.run, imported.run["parallelism"]
     if (answer := number(settings, "max_completion_length")) is not None and number(said, *_SEQUENCE) is None:
@@ -188,6 +200,10 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     if dtype is None and accelerate is None:
         imported.notes.append("neither bf16 nor fp16 is asked for: priced as bf16")
     _read_sharding(imported, settings, config)
+    if not layout["zero_stage"] and not keyed.script.words and accelerate is None and tool.name in _BY_ACCELERATE:
+        imported.notes.append(
+            f"nothing here says how it is sharded: priced as DDP; put Accelerate's file beside it as {ACCELERATE_FILE}"
+        )
     grid = {ours: settings[name] for name, ours in _GRID.items() if settings.get(name) not in (None, "", 1, "1")}
     if isinstance(section := settings.get("parallelism_config"), Mapping):
         grid |= section

@@ -336,7 +336,7 @@ _EFFECTS: dict[str, Callable[[Setting, Shape], Any]] = {
     ),
     "p2p_overlap": lambda s, shape: shape.pp > 1 and shape.vpp > 1,
     "packed_documents": lambda s, shape: (
-        s.runtime.document_kernels > 0 and s.runtime.packs_documents is None and _tunes(s)
+        s.runtime.document_kernels > 0 and s.runtime.packs_documents is None and is_tuning(s.training)
     ),
 }
 """The layouts on which a switch has an effect, for switches that have none on some."""
@@ -347,8 +347,9 @@ TUNING_TOKENS = 2**18
 pre-training 1M and more."""
 
 
-def _tunes(setting: Setting) -> bool:
-    return setting.training.global_batch_size * setting.training.seq_length <= TUNING_TOKENS
+def is_tuning(training: TrainingSpec) -> bool:
+    """True for a training of so few tokens a step that it is likely a fine-tuning."""
+    return training.global_batch_size * training.seq_length <= TUNING_TOKENS
 
 
 def _has_more_experts(setting: Setting, shape: Shape) -> bool:
