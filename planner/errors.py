@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
     from typing import Any
 
 
@@ -72,19 +71,6 @@ def one_line(text: str) -> str:
 def shortened(text: str, most: int) -> str:
     """The begin and the end of a text that is longer than `most` characters."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
-
-
-def exit_code_of(main: Callable[[Sequence[str]], None]) -> int:
-    """Run a script's `main` on the command line's arguments and return its exit code.
-
-    If the planner fails, stderr shows one `error:` line and one `hint:` line.
-    """
-    try:
-        main(sys.argv[1:])
-    except PlannerError as error:
-        sys.stderr.write(error.lines())
-        return error.exit_code
-    return 0
 
 
 def defect(error: Exception) -> PlannerError:

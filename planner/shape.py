@@ -20,6 +20,8 @@ import numpy.typing as npt
 from planner.errors import SpecError
 from planner.rank_orders import RANK_ORDERS as RANK_ORDERS
 
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 Number = float | npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]

@@ -33,7 +33,6 @@ from planner.answer.layout import (
     UnsaidSwitch,
     half_width,
 )
-from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryItem, MemoryOfStage, MemoryTensor
 from planner.answer.plan import (
     MOST_GPUS,
     SCHEMA_VERSION,
@@ -67,11 +66,6 @@ __all__ = [
     "LargestModel",
     "Layout",
     "LongestSequence",
-    "MemoryAnswer",
-    "MemoryChange",
-    "MemoryItem",
-    "MemoryOfStage",
-    "MemoryTensor",
     "Method",
     "ModelSummary",
     "NarrowScaling",

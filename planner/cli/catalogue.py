@@ -31,7 +31,7 @@ plan hardware NAME shows one with its other names, its links and its sources.
 """
 BRIDGED = 2
 """GPUs that an NVLink bridge joins."""
-SHORT_COLUMNS = 17
+SHORT_COLUMNS = 16
 """Columns for the first of a profile's other names, so that a line of the list has at most 80."""
 
 
@@ -78,7 +78,10 @@ def models_command(
             _print(described(model))
         else:
             counts = totals(model)
-            sys.stdout.write(f"# {counts.num_parameters:,} parameters, {counts.num_active_parameters:,} active\n")
+            more = counts.num_predicting_parameters
+            predicts = f"; {more:,} more predict further tokens" if more else ""
+            line = f"# {counts.num_parameters:,} parameters, {counts.num_active_parameters:,} active{predicts}"
+            sys.stdout.write(f"{line}\n")
             _show_yaml(_plain(model))
         return
     models = [load_model(known) for known in model_names()]
@@ -200,14 +203,10 @@ def _show_yaml(data: dict[str, Any]) -> None:
 
 def _show_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], widths: Sequence[int] = ()) -> None:
     """Names and aliases on the left, numbers on the right; columns are at least as wide as `widths` say."""
-    from rich.table import Table
-
     from planner.cli.output import show
+    from planner.report.pieces import headed
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for index, head in enumerate(heads):
-        width = widths[index] if widths else None
-        table.add_column(head, justify="left" if index < 2 else "right", no_wrap=index != 1, min_width=width)
-    for row in rows:
-        table.add_row(*row)
+    table = headed(heads, "lw" + "r" * (len(heads) - 2), rows, style="bold")
+    for column, width in zip(table.columns, widths, strict=False):
+        column.min_width = width
     show(table)

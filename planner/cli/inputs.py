@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, TypeVar
@@ -76,8 +76,8 @@ class Job:
     runtime_spec: RuntimeSpec
     assumed: Recipe
     """The switches that --assume gives a value to."""
-    says_switches: bool = False
-    """True where an option says what the trainer overlaps or switches on."""
+    says_switches: bool | Collection[str] = False
+    """The switches that options say; true where they say what the trainer overlaps, or that all are its own."""
 
 
 def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
@@ -132,7 +132,7 @@ def read_job(asked: JobOptions, said: set[str] | None = None) -> Job:
         from planner.months.whole_run import check_spares
 
         check_spares(cluster, training)
-    return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed or switches))
+    return Job(model, cluster, training, name, runtime, switches, says_switches=bool(assumed) or switches.keys())
 
 
 SMALL_GIB = 40.0
@@ -179,7 +179,7 @@ def _network(text: str, hardware: HardwareSpec, values: Mapping[str, Any]) -> tu
 
 def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
     """Axes pinned by comma lists, the switches pinned and allowed, and how to search."""
-    values = _given(asked, SearchLimits)
+    values = given_of(asked, SearchLimits)
     if (switches := _switches(asked, job)) is not None:
         values["switches"] = switches
     if "allow" in values:
@@ -192,7 +192,7 @@ def read_limits(asked: SearchOptions, job: Job) -> SearchLimits:
 
 def read_parallelism(asked: LayoutOptions) -> Parallelism:
     """One layout; what was not given is unset."""
-    values = _given(asked, Parallelism)
+    values = given_of(asked, Parallelism)
     if "layers_per_stage" in values:
         values["layers_per_stage"] = listed("layers_per_stage", values["layers_per_stage"], int)
     if "recompute_modules" in values:
@@ -213,9 +213,8 @@ def read_described(asked: LayoutOptions, job: Job) -> Job:
     runtime, _ = described(wide, job.cluster.hardware, job.model, switches or {})
     check_together(Setting(job.model, job.cluster, job.training, runtime), switches or {})
     training = _routed(asked, job.training, job.model, runtime, switches or {})
-    return replace(
-        job, training=training, runtime_spec=runtime, says_switches=job.says_switches or switches is not None
-    )
+    says = job.says_switches is True or (switches or {}).keys()
+    return replace(job, training=training, runtime_spec=runtime, says_switches=says)
 
 
 def _switches(asked: SearchOptions | LayoutOptions, job: Job, describes: bool = False) -> Any:
@@ -262,7 +261,7 @@ def option(field: str) -> str:
     return "--" + _OPTION_OF.get(field, field).replace("_", "-")
 
 
-def _given(asked: JobOptions, spec: type[Spec]) -> dict[str, Any]:
+def given_of(asked: JobOptions, spec: type[Spec]) -> dict[str, Any]:
     """Values of the fields of `spec` that options were given for."""
     pairs = ((field, getattr(asked, _OPTION_OF.get(field, field), None)) for field in spec.model_fields)
     return {field: value for field, value in pairs if value is not None}
@@ -379,7 +378,7 @@ def _refuse_unstated(asked: JobOptions, model: ModelSpec) -> None:
 
 
 def _operations(asked: JobOptions) -> OperationsSpec:
-    given = _given(asked, OperationsSpec)
+    given = given_of(asked, OperationsSpec)
     ends = {"days": asked.days, "usd": asked.usd} if isinstance(asked, PlanOptions) else {}
     dated = next((name for name, value in ends.items() if value is not None), None)
     is_counted = asked.tokens is not None or asked.examples is not None

@@ -1,4 +1,4 @@
-"""The options of all commands: `options.json` has a row for each, and a command declares a parameter of its type.
+"""Commands and their options: `options.json` has a row for each, and a command declares a parameter of its type.
 
     def plan_command(ctx: typer.Context, asked: PlanOptions, json: bool = False) -> None:
 
@@ -56,7 +56,7 @@ _ORDER = (JOB, FINETUNE, RUN, LAYOUT, SEARCH, ASSUMED, FOLLOW, OUTPUT)
 """The order of the headings in the help of a command of jobs."""
 
 
-class OptionRow(NamedTuple):
+class CliOption(NamedTuple):
     """An option or an argument: a row of `options.json` and the heading that it stands under."""
 
     heading: str
@@ -73,15 +73,26 @@ class OptionRow(NamedTuple):
 
 
 @cache
-def _rows() -> dict[str, dict[str, OptionRow]]:
-    text = (Path(__file__).parent / "options.json").read_text(encoding="utf-8")
+def _data() -> dict[str, dict[str, Any]]:
+    data: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "options.json").read_text(encoding="utf-8"))
+    return data
+
+
+def command_rows() -> dict[str, list[str]]:
+    """The rows of all commands beside the main job: group, module, function, and the first sentence of the help."""
+    return _data()["commands"]
+
+
+@cache
+def _rows() -> dict[str, dict[str, CliOption]]:
     return {
-        owner: {name: OptionRow(heading, *row) for heading, rows in headings.items() for name, row in rows.items()}
-        for owner, headings in json.loads(text).items()
+        owner: {name: CliOption(heading, *row) for heading, rows in headings.items() for name, row in rows.items()}
+        for owner, headings in _data().items()
+        if owner != "commands"
     }
 
 
-def row_of(owners: Sequence[str], name: str) -> OptionRow | None:
+def row_of(owners: Sequence[str], name: str) -> CliOption | None:
     """The row of a parameter of the first of some commands and classes that has one."""
     return next((_rows()[owner][name] for owner in owners if name in _rows().get(owner, ())), None)
 
@@ -123,7 +134,7 @@ def _switches(word: str) -> list[str]:
     return [*(f"{each}=" for each in SWITCHES), "default"]
 
 
-def converted(row: OptionRow, kind: Any, word: Any) -> Any:
+def converted(row: CliOption, kind: Any, word: Any) -> Any:
     """The value that a word of an option stands for. Raises SpecError for what is none."""
     if not isinstance(word, str):  # the default of an option that was not given
         return word
@@ -147,7 +158,7 @@ def converted(row: OptionRow, kind: Any, word: Any) -> Any:
     return word
 
 
-def _parameter(row: OptionRow | None, own: inspect.Parameter) -> inspect.Parameter:
+def _parameter(row: CliOption | None, own: inspect.Parameter) -> inspect.Parameter:
     """A parameter as typer reads it."""
     kind: Any = own.annotation
     if row is None:
@@ -274,7 +285,7 @@ class LayoutOptions(JobOptions):
     switch: Word = None
 
 
-def rows_of(options: type[JobOptions]) -> dict[str, tuple[OptionRow, Any]]:
+def rows_of(options: type[JobOptions]) -> dict[str, tuple[CliOption, Any]]:
     """The row and the type of each field of a class of options."""
     owners, hints = [each.__name__ for each in options.__mro__], get_type_hints(options)
     found = {field.name: row_of(owners, field.name) for field in fields(options)}

@@ -223,28 +223,19 @@ def _check_running(asked: SearchOptions, path: str) -> None:
 
 def _training_of(asked: SearchOptions, old: Plan) -> TrainingSpec:
     """The old plan's training, with the options that may change while a job runs."""
-    from planner.cli.inputs import option
+    from planner.cli.inputs import count_of, given_of, option
     from planner.months.whole_run import check_spares
     from planner.specs.problems import checked
     from planner.specs.training import OperationsSpec, TrainingSpec
-    from planner.specs.units import parse_count
 
     names = ("global_batch_size", "moe_imbalance", "straggler_fraction")
     changed: dict[str, Any] = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     if asked.tokens is not None:
-        try:
-            changed["tokens"] = parse_count(asked.tokens)
-        except (ValueError, OverflowError):
-            raise SpecError(f"--tokens: {asked.tokens[:60]!r} is not a count", "write 15T") from None
-    stated = {
-        "storage_gb_per_s": asked.storage_gb_per_s,
-        "failures_per_1000_gpu_days": asked.failures_per_1000_gpu_days,
-        "num_spare_nodes": asked.spares,
-        "usd_per_gpu_hour": asked.usd_per_gpu_hour,
-    }
-    given = {name: value for name, value in stated.items() if value is not None}
+        changed["tokens"] = count_of("tokens", asked.tokens)
     spelling = {name: option(name) for spec in (TrainingSpec, OperationsSpec) for name in spec.model_fields}
-    operations = checked(OperationsSpec, {**old.training.operations.model_dump(), **given}, spelling=spelling)
+    operations = checked(
+        OperationsSpec, {**old.training.operations.model_dump(), **given_of(asked, OperationsSpec)}, spelling=spelling
+    )
     values = {**old.training.model_dump(), **changed, "operations": operations}
     training = checked(TrainingSpec, values, spelling=spelling)
     check_spares(old.cluster.changed(num_gpus=asked.gpus), training)

@@ -234,8 +234,8 @@ def _verdict(result: ProbeResult) -> str:
 
 def render_start(start: ProbeStart) -> Group:
     """The report of `plan probe --dry-run`: commands, environment and bytes of all ranks, of which none was started."""
-    parts = ("weights", "gradients", "optimizer", "held", "moment", "reserved", "total")
-    table = headed(("stage", "ranks", "layers", *parts), "rrlrrrrrrr")
+    parts = ("weights", "grads", "optim", "held", "moment", "resvd", "total")
+    table = headed(("stage", "ranks", "layers", *parts), "rrwrrrrrrr", gap=1)
     for stage in start.stages:
         held = (
             stage.weights_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.activations_bytes,

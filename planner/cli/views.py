@@ -13,7 +13,8 @@ from planner.errors import SpecError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.answer import MemoryAnswer, MemoryOfStage, Plan
+    from planner.answer import Plan
+    from planner.answer.memory import MemoryAnswer, MemoryOfStage
     from planner.cli.output import Printing
     from planner.decide.compare import Compared
     from planner.layout.candidate import Candidate

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from planner.answer import Interval, Plan, PricedLayout
-from planner.decide.job import CONVERSIONS, Loads, transfer
+from planner.decide.job import CONVERSIONS, Loads, transfer, way_to_load
 from planner.decide.phases import (
     GRID,
     Asked,
@@ -177,13 +177,7 @@ class Course:
         old, new = (self.layouts[key][0] for key in (before, after))
         row = self._checkpoint(self.found[number - 1].plan, old)
         other = {axis for axis in AXES if _axis(old, axis) != _axis(new, axis)}
-        if new.parallelism.zero_stage not in row.zero_stages:
-            return None
-        if other.isdisjoint(row.keeps):
-            return "as_is"
-        if row.rewritten is None or not other.isdisjoint(row.rewritten.keeps):
-            return None
-        return "ready" if row.rewritten.by == "resave" else row.rewritten.by
+        return way_to_load(row, other, new.parallelism.zero_stage, has_split=False)
 
     def change_s(self, number: int, before: Key, after: Key) -> float:
         """Seconds between the phase before and a phase; infinite where its layout cannot load the checkpoint."""

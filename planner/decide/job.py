@@ -6,7 +6,7 @@ The seconds until it trains stand here too, and what it loses until its old layo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -38,6 +38,21 @@ where it was saved in the other format."""
 Answer = Literal["restarts", "stands_in", "splits", "reshards", "waits"]
 """The job's answer to a failure: it restarts on its nodes, idle or spare ones stand in, it goes on with fewer
 data-parallel ranks or in another layout, or it waits for the repair."""
+
+
+def way_to_load(row: Checkpoint, moved: Collection[str], zero_stage: int, has_split: bool) -> Loads | None:
+    """The way in which a layout under a ZeRO stage, with some axes moved, loads a checkpoint; None if it cannot.
+
+    Where the checkpoint must be written again, a job that keeps the axes does so (`has_split`), or it was saved in the
+    other format.
+    """
+    if zero_stage not in row.zero_stages:
+        return None
+    if not {*row.keeps} & {*moved}:
+        return "as_is"
+    if row.rewritten is None or {*row.rewritten.keeps} & {*moved}:
+        return None
+    return "ready" if row.rewritten.by == "resave" and not has_split else row.rewritten.by
 
 
 class Closed(Spec):

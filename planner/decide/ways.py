@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.answer import Layout, Plan
-from planner.decide.job import Closed, Kind, Loads, ResumedJob
+from planner.decide.job import Closed, Kind, Loads, ResumedJob, way_to_load
 from planner.decide.phases import plan_of
 from planner.errors import Infeasible, SolverError
 from planner.layout.candidate import Candidate
@@ -297,17 +297,9 @@ def loading(job: ResumedJob, candidate: Candidate, has_split: bool) -> Loads | N
     What is to be written again needs a job that keeps the axes: a split. Without one, the checkpoint must have been
     saved in the other format.
     """
-    row, other = job.checkpoint, row_axes(candidate)
-    own = row_axes(job.start)
-    if other["zero_stage"] not in row.zero_stages:
-        return None
-    if all(own[axis] == other[axis] for axis in row.keeps):
-        return "as_is"
-    if row.rewritten is None or any(own[axis] != other[axis] for axis in row.rewritten.keeps):
-        return None
-    if row.rewritten.by == "resave" and not has_split:
-        return "ready"
-    return row.rewritten.by
+    own, other = row_axes(job.start), row_axes(candidate)
+    moved = [axis for axis in own if own[axis] != other[axis]]
+    return way_to_load(job.checkpoint, moved, int(candidate.shape.zero_stage), has_split)
 
 
 def row_axes(candidate: Candidate) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from planner.errors import SpecError
 from planner.export.followed.shell_script import read_script
@@ -15,11 +16,13 @@ from planner.export.keyed_settings import (
     flat,
     is_on,
     mapping_of,
+    num_gpus,
     number,
+    overrides_of,
     resolved,
-    value_of,
 )
 from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
+from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import model_called, moe_of
 from planner.export.torchtitan_reading import run_of_settings
 
@@ -35,7 +38,10 @@ _PARENTS = 4
 
 
 def read_automodel(config: ConfigFile) -> ImportedRun:
-    """The run of a recipe's YAML. Raises SpecError for what is none."""
+    """The run of a recipe's YAML, or of a launch that names it. Raises SpecError for what is none."""
+    if not re.search(r"^\w+:", config.text, re.MULTILINE):
+        script = read_script(config.text, config.beside)
+        return _of_automodel("automodel", resolved(_merged(config)), num_gpus(options_of(script.words), script))
     return _of_automodel("automodel", resolved(flat(mapping_of(config.text))), None)
 
 
@@ -141,9 +147,9 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
         parent, overrides = own.get("defaults"), flat(own)
     else:
         words = read_script(config.text, config.beside).words
-        pairs = [word.lstrip("+").partition("=") for word in words]
-        overrides = {path: value_of(value) for path, equals, value in pairs if equals and re.match(r"[a-z]", path)}
-        parent = next((path[9:] or value for path, _, value in pairs if path == "--config"), None)
+        overrides = overrides_of(words)
+        named = (after for word, after in pairwise(words) if word in ("--config", "-c"))
+        parent = next(named, None) or next(iter(options_of(words).get("--config", [])), None)
     text = config.beside(str(parent)) if parent and depth < _PARENTS else None
     where = None if config.path is None else config.path.parent / str(parent)
     before = _merged(ConfigFile(text, where), depth + 1) if text is not None else {}

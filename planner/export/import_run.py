@@ -10,7 +10,7 @@ from pathlib import Path
 
 from planner.errors import SpecError
 from planner.export.followed.job_manifest import job_of
-from planner.export.imported_run import ConfigFile
+from planner.export.imported_run import ConfigFile, json_of
 from planner.export.imported_run import ImportedRun as ImportedRun
 from planner.export.keyed_settings import table
 from planner.export.targets import READERS, SOURCES, UNMARKED
@@ -94,6 +94,16 @@ def read_configuration(text: str, source: str | None = None, recipe: str | None 
     return read_file(ConfigFile(text, None, recipe), source)
 
 
+def _of_notebook(text: str) -> str:
+    """The code of a notebook's cells, without what only a notebook runs; any other text as it is."""
+    if not re.match(r'\s*\{\s*"(cells|nbformat|metadata)"', text):
+        return text
+    cells = json_of(text, "give the notebook").get("cells")
+    code = [cell for cell in cells or () if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    lines = "\n".join("".join(map(str, cell.get("source") or "")) for cell in code).splitlines()
+    return "\n".join(line for line in lines if not re.match(r"\s*[%!?]", line))
+
+
 def _refuse_unread(text: str) -> None:
     """Raise SpecError for the configuration of a trainer that has no reader."""
     for name, mark in table()["unread"].items():
@@ -107,12 +117,16 @@ def _refuse_unread(text: str) -> None:
 
 def read_file(config: ConfigFile, source: str | None) -> ImportedRun:
     """The run of a configuration, as `read` gives it; of a manifest, that of the script it starts."""
+    config = replace(config, text=_of_notebook(config.text))
     job = job_of(config.text)
     if job is not None:
         config = replace(config, text=job.script)
     source = source or next((name for name in SOURCES if READERS[name].recognises(config.text)), None)
     if source is None:
         _refuse_unread(config.text)
+        if not re.search(r"(^|\s)--?\w|MODEL_ARGS|\A\s*[\[{]|^\s*(import|from) ", config.text, re.MULTILINE):
+            known = f"the script that launches it; --from NAME if it is one of {', '.join(SOURCES)}"
+            raise SpecError("no trainer that is read has such a file", f"give the file of its settings, or {known}")
         source = UNMARKED
     if source not in SOURCES:
         raise SpecError(f"--from: {source!r} is unknown", f"one of {', '.join(SOURCES)}")

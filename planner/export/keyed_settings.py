@@ -192,6 +192,16 @@ def value_of(text: str) -> Any:
         return text
 
 
+def overrides_of(words: Sequence[str]) -> Settings:
+    """The settings that words like `a.b=1`, `+a.b=1` and `--a.b 1` override, by their paths."""
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    found = {
+        path: value_of(value) for path, equals, value in pairs if equals and re.fullmatch(r"[A-Za-z_][\w.@/-]*", path)
+    }
+    dotted = {name[2:]: given[0] for name, given in options_of(words).items() if "." in name and given}
+    return found | {path: value_of(value) for path, value in dotted.items()}
+
+
 def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
     """Nested tables as `section.name`."""
     settings: Settings = {}
@@ -211,6 +221,8 @@ def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettin
             settings |= mapping_of(text)
         else:
             unread[name] = "is not beside the file"
+    # words of the command line come before the file that it names
+    settings |= dict(word.split("=", 1) for word in script.words if re.match(r"[a-z_]\w*=", word))
     for name, words in options.items():
         values = [word for word in words if not word.endswith(".py")]
         key = name.lstrip("-").replace("-", "_")
@@ -218,47 +230,81 @@ def _of_script(config: ConfigFile, calls: re.Pattern[str] | None) -> KeyedSettin
         settings[key] = (
             (f"${{{unset}}}" if unset else True) if not values else values[0] if len(values) == 1 else values
         )
-    overrides = dict(word.split("=", 1) for word in script.words if re.match(r"[a-z_]\w*=", word))
-    settings |= {name: value for name, value in overrides.items() if name not in settings}
     for name in [word for word in script.words if word.endswith(".py")]:
         # a program that says its arguments itself, under those of the command line
         if calls is not None and (text := config.beside(name)) is not None:
-            said = _of_python(text, calls)
+            said = _of_python(text, calls, settings)
             settings, unread = {**said.settings, **settings}, {**said.unread, **unread}
     gpus = num_gpus({n.replace("_", "-"): w for n, w in options.items()}, script)
     return KeyedSettings(settings, script, gpus, {name: why for name, why in unread.items() if name not in settings})
 
 
-def _of_python(text: str, calls: re.Pattern[str] | None) -> KeyedSettings:
-    """Keywords of the calls that make a trainer's arguments, and the model that is loaded."""
+def _of_python(text: str, calls: re.Pattern[str] | None, given: Settings | None = None) -> KeyedSettings:
+    """Keywords of the calls that make a trainer, its arguments and its adapters, and the model that is loaded.
+
+    `given` are values of a command line, which come before the defaults that a program gives its own options.
+    """
     tree = parse_python(text, "", "give the script that makes the trainer's arguments")
-    names = {
-        node.targets[0].id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
+    names = _names(tree) | {name: ast.Constant(value) for name, value in (given or {}).items()}
     keyed = KeyedSettings({}, Script())
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        keywords = {k.arg: k.value for k in node.keywords if k.arg} if calls is not None and calls.search(name) else {}
-        if name.endswith("from_pretrained") and "Model" in name and node.args:
+        loads = name.endswith("from_pretrained") and "Model" in name
+        is_asked = loads or (calls is not None and calls.search(name))
+        keywords = {k.arg: k.value for k in node.keywords if k.arg} if is_asked else {}
+        if loads and node.args:
             keywords.setdefault("model_name_or_path", node.args[0])
-        for key, expression in keywords.items():
-            value = _literal(expression, names)
-            if value is not ...:
-                keyed.settings[key] = value
-            elif key not in keyed.settings:
-                keyed.unread[key] = f"{ast.unparse(expression)[:80]} (line {expression.lineno})"
+        if loads and "Fast" in name:
+            keyed.settings["use_unsloth"] = True
+        if re.search(r"Lo[Rr][aA]Config$|get_peft_model$", name) and ("r" in keywords or "lora" in name.lower()):
+            keyed.settings["peft_type"] = "LORA"
+        said = {key: _literal(expression, names) for key, expression in keywords.items()}
+        keyed.settings |= {key: value for key, value in said.items() if value is not ...}
+        for key in said.keys() - keyed.settings.keys() - _OBJECTS:
+            line = keywords[key].lineno
+            keyed.unread[key] = f"{ast.unparse(keywords[key])[:80]} (line {line})"
     return keyed
 
 
-def _literal(node: ast.expr, names: dict[str, ast.expr]) -> Any:
-    """A literal, or the one that a name is assigned; … for anything else."""
+_OBJECTS = frozenset({
+    "model", "args", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "data_collator", "callbacks",
+    "peft_config", "quantization_config", "config", "formatting_func", "compute_metrics", "device_map", "optimizers",
+    "reward_funcs", "dataset_kwargs", "model_init", "ref_model", "run_name", "random_state",
+})  # fmt: skip
+"""Keywords that take objects whose own settings are read where they are made, or that decide nothing."""
+
+
+def _names(tree: ast.AST) -> dict[str, ast.expr]:
+    """The values that names are assigned, fields have as defaults, and options of argparse have unasked."""
+    names: dict[str, ast.expr] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                names[name] = value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                default = [k.value for k in value.keywords if k.arg == "default"] if isinstance(value, ast.Call) else []
+                names[name] = default[0] if default else value
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(option)), *_]):
+                default = [k.value for k in node.keywords if k.arg == "default"]
+                names |= {option.lstrip("-").replace("-", "_"): value for value in default}
+    return names
+
+
+def _literal(node: ast.expr, names: Mapping[str, ast.expr]) -> Any:
+    """A literal, a dtype of torch, or what a name or a field is given; … for anything else."""
     for _ in range(5):
-        if isinstance(node, ast.Name) and node.id in names:
-            node = names[node.id]
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
+                return dtype
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in names:
+                node = names[name]
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                value = _literal(operand, names)
+                return value if value is ... else not value
+            case ast.Call() if re.search(r"is_bf(loat)?16_supported$", ast.unparse(node.func)):
+                return True
     try:
         return literal(node)
     except ValueError:
@@ -298,7 +344,11 @@ def num_gpus(options: Options, script: Script) -> int | None:
         or (count([tasks]) if tasks != "1" else None)
     )
     nodes = _first(options, "--nnodes", "--num-nodes", "--nodes") or count(
-        [directives.get("nodes", ""), directives.get("N", ""), *variables.get("PET_NNODES", [])]
+        [
+            directives.get("nodes", ""),
+            directives.get("N", ""),
+            *(word for name in ("PET_NNODES", "NNODES", "NUM_NODES") for word in variables.get(name, [])),
+        ]
     )
     listed = next((options[name][0] for name in ("--include",) if options.get(name)), "").rpartition(":")[2]
     seen = listed or next(iter(variables.get("CUDA_VISIBLE_DEVICES", [])), "")

@@ -106,7 +106,9 @@ _TRAINERS = (
         mark=r"^policy:\s*$|\bpolicy\.(megatron_cfg|dtensor_cfg|train_(global|micro)|max_total)|nemo_rl",
     ),
     TrainerTarget(
-        "automodel", None, "automodel_reading:read_automodel", mark=r"nemo_automodel\.|^step_scheduler:\s*$",
+        "automodel", None, "automodel_reading:read_automodel",
+        mark=r"nemo_automodel\.|^step_scheduler:|--step_scheduler\.|\bautomodel (finetune|pretrain)\b"
+        r"|examples/llm_(finetune|pretrain)/",
     ),
     TrainerTarget(
         "openrlhf", None, "huggingface.trainer_reading:read_openrlhf", mark=r"openrlhf\.cli\.train_",
@@ -155,9 +157,10 @@ _TRAINERS = (
     ),
     TrainerTarget(
         "huggingface", None, "huggingface.trainer_reading:read_trainer",
-        mark=r"per_device_train_batch_size|^(model_class|finetuning_type|infer_backend|export_dir):|TrainingArguments\(|SFTConfig\(|--model_name_or_path|^base_model:"
+        mark=r"per_device_train_batch_size|^(model_class|finetuning_type|infer_backend|export_dir):|TrainingArguments\("
+        r"|SFTConfig\(|--model_name_or_path|^base_model:|FastLanguageModel\."
         r"|accelerate launch|\"peft_type\":|\b(swift|trl)\s+(sft|pt|rlhf|dpo|grpo|kto)\b"
-        r"|llamafactory-cli train|swift/cli/",
+        r"|llamafactory-cli train|swift/cli/|\baxolotl(\.cli\.train| train)\b",
     ),
     TrainerTarget(
         "deepspeed", "huggingface.deepspeed_files:export_deepspeed", "huggingface.deepspeed_files:read_deepspeed",

@@ -114,7 +114,8 @@ def _recompute(data: Mapping[str, Any], chunks: list[Any], counts: list[int]) ->
 
 WRITTEN_FOR = "torch 2.13"
 PLAN_FILE, PIPELINING_FILE = "plan.torch.yaml", "pipelining.json"
-_RUNNER = "planner.probe.worker"
+_RUNNER, _MODULE_RUNNER = "planner.probe.worker", "planner.trace.run"
+"""The program of ranks, and that for a module of the user's own."""
 _RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
 """Modules that the runner can recompute by themselves."""
 
@@ -124,7 +125,8 @@ def export_torch(plan: Plan) -> TrainerFiles:
 
     Raises Inexpressible where torch's runtime or the runner cannot run the plan.
     """
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages, traced = virtual_stages(plan.best, plan.model.spec.num_hidden_layers), plan.model.spec.traced
+    runner = _RUNNER if traced is None else _MODULE_RUNNER
     _check_expressible(plan, stages)
     order = order_of(plan.best)
     notes = _notes(plan)
@@ -135,11 +137,11 @@ def export_torch(plan: Plan) -> TrainerFiles:
         ExportFile(PIPELINING_FILE, json.dumps(_pipelining(plan, stages, order), indent=2) + "\n"),
     )
     command = LaunchCommand(
-        program=f'-m {_RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
+        program=f'-m {runner} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
         requirements=(
             Requirement("torch", "everything", "torch", "2.9", install_line("probe", here=False)),
-            Requirement("planner.probe.worker", "the runner", hint=install_line("probe", here=False)),
+            Requirement(runner, "the runner", hint=install_line("probe", here=False)),
         ),
         environment=node_environment(plan),
         comments=comments,
@@ -151,7 +153,7 @@ def export_torch(plan: Plan) -> TrainerFiles:
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
     of_model = rules_of("export torch-eager")
-    reasons = broken_rules((*of_model, *rules_of("layout torch-eager", "export bf16")), plan)
+    reasons = broken_rules((*of_model, *rules_of("layout torch-eager", "module", "export bf16")), plan)
     refuse("torch", [*reasons, *objections_to(plan, "torch", stages)], hint_for(plan, "torch-eager", of_model))
 
 

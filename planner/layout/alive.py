@@ -16,16 +16,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import NamedTuple
 
-from planner.answer import (
-    MemoryAnswer,
-    MemoryChange,
-    MemoryItem,
-    MemoryOfStage,
-    MemoryTensor,
-    Plan,
-    PricedLayout,
-    StageMemory,
-)
+from planner.answer import Plan, PricedLayout, StageMemory
+from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryItem, MemoryOfStage, MemoryTensor
 from planner.errors import SpecError
 from planner.layout.candidate import FULL, Candidate, Split
 from planner.layout.given import given_layout

@@ -42,6 +42,9 @@ probe found other bytes than those counted (`ReservedMemory.width`)."""
 MOE_MEMORY_WIDTH = 0.06
 """Half-width that mixtures of experts add to memory: the busiest expert rank's tokens are not known before the run.
 Published peaks of mixtures need no more than 0.04, but nearly all of them force balanced routing."""
+TUNED_MEMORY_WIDTH = 0.28
+"""The same, in place of it, of mixtures that are fine-tuned: ten peaks of ms-swift miss by up to 15%, but for two of 20
+and 34%, and one of Primus by 18."""
 NARROW_MEMORY_WIDTH = 0.06
 """Half-width that products in 8 or 4 bits add to memory: what they keep beside and instead of 16 bits differs."""
 SCAN_MEMORY_WIDTH = 0.08
@@ -55,7 +58,7 @@ def memory_width(pricing: Pricing) -> float:
         MEMORY_WIDTH[hardware.efficiency.evidence],
         hardware.reserved.width,
         pricing.runtime.memory_width,
-        MOE_MEMORY_WIDTH if pricing.model.moe is not None else 0.0,
+        0.0 if pricing.model.moe is None else TUNED_MEMORY_WIDTH if pricing.training.moe_spread else MOE_MEMORY_WIDTH,
         NARROW_MEMORY_WIDTH if pricing.training.dtype in NARROW_BYTES else 0.0,
         SCAN_MEMORY_WIDTH if pricing.model.state_kinds or pricing.model.indexer is not None else 0.0,
     )
@@ -70,6 +73,22 @@ def with_risk(pricing: Pricing, layout: PricedLayout) -> PricedLayout:
     risk = oom_probability(layout.worst_stage.memory.total_bytes, capacity_bytes, width)
     stages = tuple(_with_interval(stage, width) for stage in layout.stages)
     return layout.model_copy(update={"stages": stages, "oom_probability": risk})
+
+
+def with_other_memory(
+    layout: PricedLayout, totals_bytes: Sequence[float], pricing: Pricing, fraction: float
+) -> PricedLayout:
+    """`layout` with memory that may as well be that of another pricing, which a fraction of runs have."""
+    width, stages = memory_width(pricing), []
+    for stage, total_bytes in zip(layout.stages, totals_bytes, strict=True):
+        low, high = stage.memory.total_bytes_interval or (stage.memory.total_bytes,) * 2
+        ends: Interval = (low, max(high, total_bytes * math.exp(width)))
+        stages.append(
+            stage.model_copy(update={"memory": stage.memory.model_copy(update={"total_bytes_interval": ends})})
+        )
+    risk = oom_probability(max(totals_bytes), pricing.cluster.hardware.memory_bytes, width)
+    risk = (1 - fraction) * (layout.oom_probability or 0.0) + fraction * risk
+    return layout.model_copy(update={"stages": tuple(stages), "oom_probability": risk})
 
 
 def oom_probability(total_bytes: float, capacity_bytes: float, width: float) -> float:
@@ -93,11 +112,11 @@ def _with_interval(stage: StagePlan, width: float) -> StagePlan:
     return stage.model_copy(update={"memory": stage.memory.model_copy(update={"total_bytes_interval": interval})})
 
 
-STEP_WIDTH = {"probed": 0.09, "measured": 0.09, "family": 0.095, "spec_sheet": 0.28}
+STEP_WIDTH = {"probed": 0.09, "measured": 0.085, "family": 0.09, "spec_sheet": 0.28}
 """Half-width for a dense model's step, by the knowledge of the GPU. Four published runs on MI300X, when only its data
 sheet was known, were predicted 27 to 36% too fast. They set its speed since then, and the width for GPUs like it. A
 probe's own residuals say how wide it is (`Efficiency.step_width`); one that does not say is worth a measurement."""
-AMD_STEP_WIDTH = 0.22
+AMD_STEP_WIDTH = 0.20
 """Half-width for a dense model's step on AMD's GPUs, however well kernels are known, unless a probe or a run timed the
 software too: its generations span more than kernels do. 54 of 59 published runs lie inside theirs (docs/AMD.md)."""
 MOE_STEP_WIDTH = 0.09
@@ -108,9 +127,9 @@ MOE_UNFITTED_WIDTH = 0.16
 """The same under a trainer to whose mixtures nothing was fitted: all but Megatron and Primus' kind of it."""
 ROUTING_WIDTH = 0.30
 """Half-width per unit by which the fullest expert rank is taken to have more than the mean: it is seldom measured."""
-SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.25, 0.35
+SCAN_STEP_WIDTH, SPARSE_STEP_WIDTH = 0.18, 0.35
 """Half-widths that layers which scan, and layers that attend to chosen keys, add to a step: their kernels are priced
-from the data sheet and the algorithm, and five published runs of one model have been held against it."""
+from the data sheet and the algorithm, and 50 published runs of Nemotron 3 lie within 24%."""
 TRACED_WIDTH = 0.15
 """Half-width that layers traced in eager torch add under a trainer that runs other kernels than torch's."""
 VISION_WIDTH = 0.10
@@ -121,6 +140,9 @@ TEXTS_WIDTH = 0.20
 """Half-widths per share of a layer's time that its host needs: hosts differ, unless someone says which one it is, one
 host differs among layouts that keep it equally busy (vTrain's small models), and versions of Megatron rotate packed
 texts in unlike ways (Moonlight's 22 texts a sequence take no longer than others' five)."""
+TUNED_WIDTH = 0.35
+"""Half-width of a mixture that is fine-tuned: how its texts spread over experts is known of no job before it runs.
+Twelve published runs (Bridge's cards, Primus, ms-swift) miss by 3 to 53%, four in five of them by less than 40%."""
 OVERLAP_WIDTH = 0.20
 DRIVEN_WIDTH = 0.30
 """Half-widths per share of the step that exchanges take: versions of a trainer hide different shares of them, and on a
@@ -146,7 +168,7 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
     """Half-widths of a step's interval, in natural logarithms, by what is not known."""
     parts, step_s = layout.step.breakdown, layout.step.step_s
     exchanges_s = parts.tp_comm_s + parts.cp_comm_s + parts.ep_comm_s + parts.pp_comm_s + parts.exposed_dp_s
-    hardware, model, runtime = pricing.cluster.hardware, pricing.model, pricing.runtime
+    hardware, model, runtime, training = pricing.cluster.hardware, pricing.model, pricing.runtime, pricing.training
     ranks, ep = layout.parallelism.num_gpus_used, layout.parallelism.ep
     driven = pricing.cluster.tiers[-1].is_host_driven
     scale = SCALE_WIDTH * _doublings(ranks, SCALE_KNOWN_RANKS)
@@ -154,9 +176,12 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
         "kernels": hardware_width(hardware),
         "trainer": runtime.step_width,
         "layers": math.hypot(
-            SCAN_STEP_WIDTH if model.state_kinds else 0.0, SPARSE_STEP_WIDTH if model.indexer is not None else 0.0
+            SCAN_STEP_WIDTH if model.state_kinds else 0.0,
+            SPARSE_STEP_WIDTH if model.indexer is not None else 0.0,
+            TRACED_WIDTH if model.traced is not None and runtime.family != "torch-eager" else 0.0,
+            VISION_WIDTH if model.vision is not None else 0.0,
         ),
-        "dtype": NARROW_WIDTH.get(pricing.training.dtype, 0.0),
+        "dtype": NARROW_WIDTH.get(training.dtype, 0.0),
         "host": (SAID_HOST_WIDTH if hardware.host.kind else HOST_WIDTH) * host_fraction,
         "texts": TEXTS_WIDTH * host_fraction * bool(runtime.packs_documents),
         "exchanges": (DRIVEN_WIDTH if driven else OVERLAP_WIDTH) * exchanges_s / step_s,
@@ -165,7 +190,8 @@ def width_terms(pricing: Pricing, layout: PricedLayout, host_fraction: float) ->
         return terms | {"scale": scale}
     return terms | {
         "experts": MOE_STEP_WIDTH if runtime.family in FITTED_TO_MIXTURES else MOE_UNFITTED_WIDTH,
-        "routing": ROUTING_WIDTH * (float(pricing.imbalance(ep)) - 1) * (ep > 1),
+        "routing": max(ROUTING_WIDTH * (float(pricing.imbalance(ep)) - 1), TUNED_WIDTH * (training.moe_spread > 0))
+        * (ep > 1),
         "scale": MOE_SCALE_WIDTH * _doublings(ranks, MOE_KNOWN_RANKS),
     }
 
@@ -183,23 +209,27 @@ _STEPS = 30
 """Halvings of the bracket in which a quantile is looked for: 1e-9 of it are left."""
 
 
-def mixture_interval(width: float, choices: Mapping[str, Sequence[tuple[float, float]]]) -> Interval:
+Choice = tuple[float, float, float]
+"""Another value of what is not said: its effect (log of its step over this one), the share of runs that have it, and by
+how much the square of the half-width is larger with it."""
+
+
+def mixture_interval(width: float, choices: Mapping[str, Sequence[Choice]]) -> Interval:
     """The ends of the interval around a step, as natural logarithms of their ratio to it.
 
-    `width` is the half-width where all is said. `choices` has, for each switch that is not, the effect of each other
-    value (log of its step over this one) and the share of runs that have it.
+    `width` is the half-width where all is said. `choices` has the other values of each switch that is not.
     """
-    mixture = [(0.0, 1.0)]
+    mixture: list[Choice] = [(0.0, 1.0, width**2)]
     for others in choices.values():
-        own = 1 - sum(fraction for _, fraction in others)
-        mixture = [(log + effect, p * q) for log, p in mixture for effect, q in ((0.0, own), *others)]
-    spread = width / DEVIATIONS * math.sqrt(2)
+        own = (0.0, 1 - sum(fraction for _, fraction, _ in others), 0.0)
+        mixture = [(log + by, p * q, w + more) for log, p, w in mixture for by, q, more in (own, *others)]
+    spreads = [math.sqrt(2 * square) / DEVIATIONS for _, _, square in mixture]
 
     def below(log: float) -> float:
-        return sum(p * math.erfc((center - log) / spread) for center, p in mixture) / 2
+        return sum(p * math.erfc((c - log) / spread) for (c, p, _), spread in zip(mixture, spreads, strict=True)) / 2
 
     def quantile(fraction: float) -> float:
-        low, high = min(mixture)[0] - 2 * width, max(mixture)[0] + 2 * width
+        low, high = min(mixture)[0] - 2 * max(spreads), max(mixture)[0] + 2 * max(spreads)
         for _ in range(_STEPS):
             middle = (low + high) / 2
             low, high = (middle, high) if below(middle) < fraction else (low, middle)
@@ -227,7 +257,7 @@ FACTS = {
 
 
 def deciding_fact(
-    terms: Mapping[str, float], choices: Mapping[str, Sequence[tuple[float, float]]] = MappingProxyType({})
+    terms: Mapping[str, float], choices: Mapping[str, Sequence[Choice]] = MappingProxyType({})
 ) -> DecidingFact | None:
     """The one fact that would narrow a wide interval most; None where it is not wide."""
 

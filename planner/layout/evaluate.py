@@ -5,7 +5,7 @@ Prices one given layout, which is the answer of `plan evaluate`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import inf
 from types import MappingProxyType
@@ -53,11 +53,7 @@ def assemble(
         planner_version=__version__,
         model=ModelSummary(
             name=model.name,
-            num_parameters=totals.num_parameters,
-            num_active_parameters=totals.num_active_parameters,
-            model_flops_per_token=totals.model_flops_per_token,
-            num_trained_parameters=totals.num_trained_parameters,
-            num_vision_parameters=totals.num_vision_parameters,
+            **{name: getattr(totals, name) for name in ModelSummary.model_fields if name not in ("name", "spec")},
             spec=model,
         ),
         cluster=pricing.cluster,
@@ -180,14 +176,14 @@ def evaluate(
     parallelism: Parallelism | Layout | PricedLayout,
     *,
     runtime: RuntimeSpec | str = "megatron",
-    says_switches: bool | None = None,
+    says_switches: bool | Collection[str] | None = None,
 ) -> Plan:
     """Price one given layout, whether it fits or not: a stated one, that of a plan, or `plan.best` with its layers.
 
     A runtime by name stands for a run that says no switches, as in `plan evaluate`: it has the likely ones, and the
     step's interval covers their other likely values; `plan.best` says its own. The switches of a RuntimeSpec are what
-    runs, unless `says_switches` is false. Raises SpecError when the layout contradicts the model, the batch or the
-    number of GPUs.
+    runs, unless `says_switches` is false or names those that are said. Raises SpecError when the layout contradicts
+    the model, the batch or the number of GPUs.
     """
     model = model_of(model)
     says_switches = not isinstance(runtime, str) if says_switches is None else says_switches
@@ -212,7 +208,7 @@ def price_given(
     training: TrainingSpec,
     parallelism: Parallelism,
     runtime: RuntimeSpec,
-    says_switches: bool = True,
+    says_switches: bool | Collection[str] = True,
 ) -> PricedLayout:
     """The priced layout of `evaluate` without the report around it, for use on many runs."""
     return priced_as_given(model, cluster, training, parallelism, runtime, says_switches)[1]
@@ -224,7 +220,7 @@ def priced_as_given(
     training: TrainingSpec,
     parallelism: Parallelism,
     runtime: RuntimeSpec,
-    says_switches: bool = True,
+    says_switches: bool | Collection[str] = True,
 ) -> tuple[Candidate, PricedLayout]:
     """The candidate of a given layout, and its price as `evaluate` answers it."""
     split = SCHEDULES.get(parallelism.schedule or "")

@@ -142,14 +142,8 @@ def _shape(pricing: Pricing, wanted: Parallelism) -> Shape:
     stated = wanted.sequence_parallel
     sequence_parallel = pricing.runtime.sequence_parallel if stated is None else stated
     return Shape.of(
-        tp=wanted.tp,
-        cp=wanted.cp,
-        ep=wanted.ep,
+        **{axis: getattr(wanted, axis) for axis in ("tp", "cp", "ep", "pp", "vpp", "dp", "micro_batch_size")},
         etp=etp,
-        pp=wanted.pp,
-        vpp=wanted.vpp,
-        dp=wanted.dp,
-        micro_batch_size=wanted.micro_batch_size,
         num_microbatches=training.global_batch_size // per_step,
         seq_length=training.seq_length,
         sequence_parallel=int(sequence_parallel and wanted.tp > 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from planner.answer import PricedLayout
 from planner.errors import PlannerError, SpecError, defect
 from planner.layout.evaluate import price_given
+from planner.layout.variation import SELDOM_SAID
 from planner.specs.base import PositiveInt, Spec
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec
@@ -26,6 +27,7 @@ from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import AdapterSpec, Dtype, ObjectiveSpec, Parallelism, TrainingSpec
 from planner.trainers.generations import described, imbalance_of, runtime_of_its_day
 from planner.trainers.spec import RuntimeSpec
+from planner.trainers.switches import SWITCHES
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +79,9 @@ class Run:
     """The runtime, with the features that the run switched on or off."""
     parallelism: Parallelism
     unknown_features: tuple[str, ...]
-    says_switches: bool = True
-    """False for a run without features: the interval of its step covers the likely values of its switches."""
+    says_switches: bool | Collection[str] = True
+    """False for a run without features: the interval of its step covers the likely values of its switches. One with
+    features says all switches but those that are seldom said, which it may."""
 
     def evaluate(self) -> PricedLayout:
         """Price the run's layout, fit or not; SpecError where the layout is illegal."""
@@ -175,7 +178,7 @@ def parse_run(data: dict[str, Any], where: str = "run") -> Run:
         runtime=runtime,
         parallelism=spec.parallelism,
         unknown_features=(*unknown, *unknown_machine),
-        says_switches=bool(features),
+        says_switches=bool(features) and frozenset(SWITCHES).difference(SELDOM_SAID).union(features),
     )
 
 

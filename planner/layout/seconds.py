@@ -279,7 +279,9 @@ def outside_seconds(
     if sharded:
         (first,) = ranks
         exchanged = _each_time_s(first, sharded)
-        hidden = runtime.fsdp_overlap_fraction * (first.total_s if sharded == 3 else first.backward_total_s)
+        hidden = each_time_overlap_fraction(runtime, shape) * (
+            first.total_s if sharded == 3 else first.backward_total_s
+        )
         shown_s = np.maximum(runtime.contention_fraction * exchanged, exchanged - hidden)
         exposed = float(shape.num_microbatches) * shown_s
     vpp = int(shape.vpp)
@@ -320,6 +322,11 @@ def reduce_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> Number:
     """Share of the window behind the last backward that hides the reduction; torch's stages wait for that of FSDP."""
     waits = runtime.has_torch_stages & (np.asarray(shape.zero_stage) >= 2) & (np.asarray(shape.pp) > 1)
     return runtime.gradient_overlap_fraction * (1.0 - waits)
+
+
+def each_time_overlap_fraction(runtime: RuntimeSpec, shape: Shape) -> float:
+    """Share of a micro-batch's compute that hides its exchanges: ZeRO-2 reduces gradients as ZeRO-1 does."""
+    return runtime.fsdp_overlap_fraction if int(shape.zero_stage) == 3 else runtime.gradient_overlap_fraction
 
 
 def sharded_each_time(zero_stage: int, pp: int) -> int:

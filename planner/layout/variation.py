@@ -21,14 +21,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.answer import AS_PLANNED, PricedLayout, RobustStep, UnsaidSwitch
 from planner.errors import SpecError
 from planner.layout.candidate import Candidate, price_together
-from planner.layout.confidence import deciding_fact, mixture_interval, width_terms
+from planner.layout.confidence import (
+    Choice,
+    deciding_fact,
+    memory_width,
+    mixture_interval,
+    width_terms,
+    with_other_memory,
+)
 from planner.months.losses import with_sustained
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES
@@ -38,6 +45,7 @@ from planner.specs.model import ModelSpec
 from planner.specs.training import AdapterSpec, Recompute
 from planner.trainers.generations import imbalance_of, with_likely
 from planner.trainers.load import Likely, likely_of, switches_of
+from planner.trainers.rules.facts import is_tuning
 from planner.trainers.rules.recipe import Setting, broken_recipe_rules, has_effect, rules_for
 from planner.trainers.spec import RuntimeSpec
 from planner.trainers.stated import consent_of, own_runtime, switched
@@ -364,59 +372,74 @@ def _without_overlap(runtime: RuntimeSpec) -> RuntimeSpec:
     return runtime.model_copy(update=dict.fromkeys(fractions, 0.0))
 
 
-def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool) -> PricedLayout:
-    """The priced layout of a run: its interval covers the likely values of what it does not say, which it names."""
+def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool | Collection[str]) -> PricedLayout:
+    """The priced layout of a run: its interval covers the likely values of what it does not say, which it names.
+
+    `says_switches` is true for a run that says all but `SELDOM_SAID`, or the names of those that it says.
+    """
     unsaid, interval_s = unsaid_switches(candidate, says_switches), layout.step.step_s_interval
     if not unsaid or interval_s is None:
         return layout
-    step_s, choices = layout.step.step_s, defaultdict[str, list[tuple[float, float]]](list)
-    for one in unsaid:
-        choices[one.switch].append((math.log(one.other_step_s / step_s), one.other_fraction))
-    terms = width_terms(candidate.pricing, layout, candidate.pricing.host_fraction(candidate.shape))
-    low, high = mixture_interval(math.hypot(*terms.values()), choices)
+    step_s, choices = layout.step.step_s, defaultdict[str, list[Choice]](list)
+    terms, *others = (
+        width_terms(pricing, layout, pricing.host_fraction(candidate.shape))
+        for pricing in (candidate.pricing, *(pricing for _, pricing in unsaid))
+    )
+    width = math.hypot(*terms.values())
+    for (one, _), other in zip(unsaid, others, strict=True):
+        more = max(math.hypot(*other.values()) ** 2 - width**2, 0.0)
+        choices[one.switch].append((math.log(one.other_step_s / step_s), one.other_fraction, more))
+    low, high = mixture_interval(width, choices)
     widened = (step_s * math.exp(low), step_s * math.exp(high))
     step = layout.step.model_copy(update={"step_s_interval": widened})
-    fact = deciding_fact(terms, choices)
-    layout = layout.model_copy(update={"step": step, "unsaid": unsaid, "deciding_fact": fact})
+    update = {"step": step, "unsaid": tuple(one for one, _ in unsaid), "deciding_fact": deciding_fact(terms, choices)}
+    layout = layout.model_copy(update=update)
+    for one, pricing in unsaid:
+        if one.other_fraction > 0.5 and memory_width(pricing) > memory_width(candidate.pricing):
+            totals_bytes = [stage.total_bytes for stage in candidate.priced_as(pricing).memory]
+            layout = with_other_memory(layout, totals_bytes, pricing, one.other_fraction)
     return with_sustained(layout, candidate.pricing.training.straggler_fraction)
 
 
-SELDOM_SAID = ("packed_documents",)
-"""Features that a run which says others may still leave unsaid."""
+SELDOM_SAID = ("packed_documents", "natural_routing")
+"""Features that a run which says others may still leave unsaid: what its data does, and no option of its trainer."""
 
 
-def unsaid_switches(candidate: Candidate, says_switches: bool = False) -> tuple[UnsaidSwitch, ...]:
+def unsaid_switches(candidate: Candidate, says_switches: bool | Collection[str]) -> list[tuple[UnsaidSwitch, Pricing]]:
     """The likely values that move this layout's step by over 2%, the one that moves it most first."""
+    said = says_switches if not isinstance(says_switches, bool) else SWITCHES.keys() - SELDOM_SAID
+    about = SWITCHES.keys() - (said if says_switches else ())
     unsaid = []
-    for entry, pricing in _likely(candidate, SELDOM_SAID if says_switches else tuple(SWITCHES)):
+    tunes = not says_switches and is_tuning(candidate.pricing.training)
+    for entry, pricing in _likely(candidate, about, tunes):
         other = candidate.priced_as(pricing)
         if abs(other.step_s / candidate.step_s - 1) > TOLD_FRACTION:
-            unsaid.append(
-                UnsaidSwitch(
-                    switch=entry.switch,
-                    value=SWITCHES[entry.switch].value_of(candidate.pricing.runtime),
-                    other=entry.switches[entry.switch],
-                    other_fraction=entry.value,
-                    other_step_s=other.step_s,
-                )
+            one = UnsaidSwitch(
+                switch=entry.switch,
+                value=SWITCHES[entry.switch].value_of(candidate.pricing.runtime),
+                other=entry.switches[entry.switch],
+                other_fraction=entry.share(tunes),
+                other_step_s=other.step_s,
             )
-    return tuple(sorted(unsaid, key=lambda one: -abs(math.log(one.other_step_s / candidate.step_s))))
+            unsaid.append((one, pricing))
+    return sorted(unsaid, key=lambda found: -abs(math.log(found[0].other_step_s / candidate.step_s)))
 
 
-def _likely(candidate: Candidate, about: Collection[str]) -> Iterator[tuple[Likely, Pricing]]:
+def _likely(candidate: Candidate, about: Set[str], tunes: bool) -> Iterator[tuple[Likely, Pricing]]:
     """The entries of the trainer `about` some switches that act on a layout and break no rule of recipes, each with its
     pricing."""
     pricing, now = candidate.pricing, setting_of(candidate)
     model, training, broken = pricing.model, pricing.training, list(broken_recipe_rules(now))
     for entry in likely_of(pricing.runtime, pricing.cluster.hardware.architecture):
-        if entry.switch not in about or not has_effect(entry.switch, now):
+        if not set(entry.switches) <= about or not has_effect(entry.switch, now):
             continue
         runtime = with_likely(pricing.runtime, model, entry)
         # a dispatcher left unsaid is one that goes with the rest
         free = runtime if "dispatcher" in entry.switches else runtime.model_copy(update={"dispatcher": ""})
         if any(rule not in broken for rule in broken_recipe_rules(replace(now, runtime=free))):
             continue
-        imbalance = imbalance_of(model, entry.switches, pricing.runtime, training.adapters is not None)
+        tuned = training.adapters is not None or (tunes and "natural_routing" in entry.switches)
+        imbalance = imbalance_of(model, entry.switches, pricing.runtime, tuned)
         fuller, ep = replace(pricing, training=training.model_copy(update=imbalance.fields)), candidate.shape.ep
         fuller = fuller if fuller.imbalance(ep) > pricing.imbalance(ep) else pricing
         other = replace(fuller, runtime=runtime.for_schedules(SCHEDULES[candidate.schedule].splits_backward))

@@ -131,9 +131,14 @@ def _finish_maxtext(record: RunRecord) -> None:
 
 
 def _deepspeed(record: RunRecord, line: FoundLine) -> None:
-    """`0/40, RunningAvgSamplesPerSec=…, CurrSamplesPerSec=…`: samples of the whole job in a second."""
+    """`0/40, RunningAvgSamplesPerSec=…, CurrSamplesPerSec=…`: samples of the whole job in a second.
+
+    Before 0.7.7 the count is one of micro-batches, since then `global_step` is one of steps.
+    """
     found = dict(line.numbers)
-    step = int(line.match[1] or line.match[2])
+    count = int(line.match[1] or line.match[2])
+    accumulated = whole(record.arguments.get("gradient_accumulation_steps")) if line.match[1] else 1
+    step = count // (accumulated or 1)
     at_s = moment(line.match.string)
     running = found.pop("running", None)
     current = found.pop("current", None)
@@ -143,14 +148,17 @@ def _deepspeed(record: RunRecord, line: FoundLine) -> None:
     last = record.state.get("last")
     if current and batch:
         record.step(step, int(batch) / current, end_s=at_s, rank=line.rank)
-    elif current is None and last is not None:
+    elif last is not None:
         first, first_s = map(float, last.split())
-        if at_s > first_s and step > first:
+        if at_s > first_s and count > first:
             record.note("the batch is not stated: seconds of steps are from the times of the lines")
-            covers = step - int(first)
-            record.step(step, (at_s - first_s) / covers, end_s=at_s, covers=covers, rank=line.rank)
+            if accumulated is None:
+                record.note("its lines count micro-batches: a step is taken to be one, as no line says how many it has")
+            num_steps = (count - first) / (accumulated or 1)
+            covers = max(1, round(num_steps))
+            record.step(step, (at_s - first_s) / num_steps, end_s=at_s, covers=covers, rank=line.rank)
     if math.isfinite(at_s):
-        record.state["last"] = f"{step} {at_s}"
+        record.state["last"] = f"{count} {at_s}"
 
 
 def _breakdown(record: RunRecord, line: FoundLine) -> None:
@@ -341,11 +349,12 @@ def _of_bars(bars: list[tuple[float, float, float]]) -> Iterator[tuple[int, floa
             (first, first_s), rates = (step, at_s), []
         elif step > first and at_s - first_s >= SHORT_S:
             count, took_s = int(step - first), at_s - first_s
-            by_rate_s = median([each for each in rates if math.isfinite(each)] or [math.nan])
-            least_s = LEAST_S if abs(took_s - count * by_rate_s) > 1 else SHORT_S
-            if took_s < (SURE_S if math.isnan(by_rate_s) else least_s):
+            said_s = median([each for each in rates if math.isfinite(each)] or [math.nan])
+            by_rate_s = min(max(said_s, (took_s - 1) / count), (took_s + 1) / count)  # a rate lags behind its clock
+            least_s = LEAST_S if abs(took_s - count * said_s) > 1 else SHORT_S
+            if took_s < (SURE_S if math.isnan(said_s) else least_s):
                 continue
-            yield int(step), by_rate_s if took_s < SURE_S and by_rate_s > 0 else took_s / count, count, at_s
+            yield int(step), by_rate_s if took_s < SURE_S and said_s > 0 else took_s / count, count, at_s
             (first, first_s), rates = (step, at_s), []
 
 
@@ -458,6 +467,8 @@ def _take_step(record: RunRecord, line: FoundLine) -> None:
     seconds = numbers.pop("s", math.nan)
     if (per_s := numbers.pop("per_s", 0.0)) > 0:
         seconds = 1 / per_s
+    if (interval_s := numbers.pop("interval_s", 0.0)) > 0:  # known to more digits than the rate
+        seconds = interval_s / max(1, round(interval_s * per_s))
     counted = float(record.numbers[-1] + 1 if record.numbers else 1)
     step = numbers.pop("step", number(record.state["step"]) if "step" in record.state else counted)
     if math.isfinite(step) and record.step(int(step), seconds, end_s=line.at_s, rank=line.rank):
@@ -489,6 +500,9 @@ COMMON_ROWS = tuple(LineRow.of(**row) for row in _TABLE["common"])
 """Lines that torch prints in every trainer's log."""
 LOOKS_LIKE: list[tuple[str, str, str]] = _TABLE["looks_like"]
 """Other files that people have: a pattern of a line, what such a file is, and what is missing or to do."""
+
+COLUMNS: Fields = _TABLE["columns"]
+"""Columns of tables of steps: patterns of their names, and the sizes of units that end them."""
 
 
 def trainer_of(grammar: str) -> str:

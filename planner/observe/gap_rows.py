@@ -301,9 +301,8 @@ def _apart(files: RunFiles, part: str) -> tuple[float, float]:
 def host_gaps(files: RunFiles) -> Finding | None:
     """Time in which no rank's GPU has work because its host has not launched any; waits for data are not counted."""
     found_s, due_s = _apart(files, HOST_GAPS)
-    found_s -= (
-        max(0.0, files.wall_s - files.step_s) if files.case.has_log and files.ranks else 0.0
-    )  # the profiler's own
+    if files.case.has_log and files.ranks:
+        found_s -= max(0.0, files.wall_s - files.step_s)  # the profiler's own
     share = GAPS if any(due for _, due in files.accounts) else GAPS_UNPRICED
     if found_s - due_s < share * files.step_s + 0.3 * due_s:
         return None
@@ -448,26 +447,25 @@ def hung_collective(files: RunFiles) -> Finding | None:
 
 def saving(files: RunFiles) -> Finding | None:
     """Time that checkpoints take: between steps, in them, and in the step after them."""
-    observation, wall = files.case.observation, files.case.observation.wall
-    extra_s = _outliers_s(files, "checkpoint") + (wall.checkpoint_s if wall else 0.0) / max(1, observation.num_steps)
-    if observation.num_steps < LEAST_STEPS or extra_s < CHECKPOINT_SHARE * files.step_s:
-        return None
-    return Finding(f"checkpoints take {in_seconds(extra_s)} of a mean step", extra_s)
+    wall = files.case.observation.wall
+    return _now_and_then(files, "checkpoint", CHECKPOINT_SHARE, "checkpoints", wall.checkpoint_s if wall else 0.0)
 
 
 def collecting(files: RunFiles) -> Finding | None:
     """Steps that the log's garbage collection makes longer."""
-    extra_s = _outliers_s(files, "periodic", "garbage")
-    if files.case.observation.num_steps < LEAST_STEPS or extra_s < GARBAGE_SHARE * files.step_s:
-        return None
-    return Finding(f"steps in which garbage is collected take {in_seconds(extra_s)} of a mean step", extra_s)
+    return _now_and_then(files, "periodic", GARBAGE_SHARE, "steps in which garbage is collected", word="garbage")
 
 
-def _outliers_s(files: RunFiles, kind: str, word: str = "") -> float:
-    """Seconds of a mean step that slow steps of one kind take, by name or by what the log says of them."""
+def _now_and_then(
+    files: RunFiles, kind: str, share: float, what: str, beside_s: float = 0.0, word: str = ""
+) -> Finding | None:
+    """The finding of slow steps of one kind, by name or by what the log says of them, and of seconds beside steps."""
     observation = files.case.observation
-    rows = [row for row in observation.outliers if row.kind == kind and word in row.likely]
-    return sum(row.extra_s for row in rows) / max(1, observation.num_steps)
+    slow_s = sum(row.extra_s for row in observation.outliers if row.kind == kind and word in row.likely)
+    extra_s = (slow_s + beside_s) / max(1, observation.num_steps)
+    if observation.num_steps < LEAST_STEPS or extra_s < share * files.step_s:
+        return None
+    return Finding(f"{what} take {in_seconds(extra_s)} of a mean step", extra_s)
 
 
 def _recomputed_with_room(files: RunFiles) -> Finding | None:

@@ -11,14 +11,14 @@ from itertools import chain
 
 from planner.errors import SpecError
 from planner.observe.describe import described
-from planner.observe.formats import COMMON_ROWS, GRAMMARS, LOOKS_LIKE, trainer_of
+from planner.observe.formats import COLUMNS, COMMON_ROWS, GRAMMARS, LOOKS_LIKE, trainer_of
 from planner.observe.lines import Tally, cleaned, lines
 from planner.observe.mlperf_lines import json_object
 from planner.observe.observation import Observation, SourceFile
 from planner.observe.record import RunRecord, joined, moment, number, text_of
 from planner.specs.base import Fields
 from planner.specs.reading import label, row_of
-from planner.specs.units import GB, GIB, KIB, MIB
+from planner.specs.units import GIB
 
 _ROWS = tuple((index, row) for index, grammar in enumerate(GRAMMARS) for row in (*grammar.rows, *COMMON_ROWS))
 _NEEDLES = re.compile(b"|".join(sorted({re.escape(row.holds.encode()) for _, row in _ROWS})))
@@ -174,31 +174,11 @@ def _unread(where: str, looks_like: Iterable[int]) -> SpecError:
 
 
 TABLE = "table"
-_UNIT = r"(?:[_ .-]?(?:in)?[_ .(\[-]*(?P<{}>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)?"
-_COLUMNS = {
-    "seconds": r"(?:(?:train|training|global|optimizer)[_ .-]?)?(?:step|iter|iteration|batch)s?[_ .-]?"
-    rf"(?:time|timing|duration|seconds|secs){_UNIT.format('unit')}"
-    r"|(?:elapsed|time|duration|seconds|secs|latency)(?:[_ .-]?per[_ .-]?(?:step|iter|iteration))?"
-    rf"{_UNIT.format('other')}|(?:time_metrics/)?end_to_end\((?P<titan>s)\)|timing_s/step|perf/(?:time_per_step|step_time)",
-    "step": r"(?:global[_ .-]?|train(?:er)?[/_ .-])?(?:step|iter|iteration)s?|_step|consumed[_ ]steps",
-    "moment": r"_?timestamp|datetime|date|wall[_ ]?time|time[_ ]?stamp",
-    "tokens_per_s": r"tokens[_ /.-]?(?:per[_ .-]?)?(?:s|sec|second)|tps",
-    "tokens_of_step": r"(?:num_)?tokens_per_step",
-    "data": r"(?:time_metrics/)?(?:data|batch|input)[_ .-]?(?:load(?:er|ing)?|wait|fetch|generator)?"
-    r"(?:[_ .-]?(?:time|wait))?(?:[_ .(\[-]*(?P<unit>ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)",
-    "retries": r"(?:memory/)?num_alloc_retries",
-    "watts_per_gpu": r"(?:gpu[_ .-]?)?power(?:[_ .-]?draw)?(?:[_ .-]?per[_ .-]?gpu)?[_ .(\[-]*w(?:atts?)?[)\]]?",
-    "clock_mhz": r"(?:gpu[_ .-]?|sm[_ .-]?|graphics[_ .-]?)?clock[_ .(\[-]*mhz[)\]]?",
-}
+_UNIT = r"(?:[_ .-]?(?:in)?[_ .(\[-]*(ms|msec|milliseconds|us|s|sec|seconds)[)\]]*)"
+_COLUMNS = {name: re.compile(pattern.replace("<U>", _UNIT)) for name, pattern in COLUMNS["names"].items()}
 """Patterns of the names of columns, by what they hold; of several the first that says a unit counts, else the first."""
-_COLUMN_PATTERNS = {quantity: re.compile(pattern) for quantity, pattern in _COLUMNS.items()}
-_MEMORY = re.compile(r".{0,60}mem.{0,60}?[_ .(\[/-]*(?P<unit>bytes|[kmg]i?b|megabytes|gigabytes)[)\]]?")
+_MEMORY = re.compile(r".{0,60}mem.{0,60}?[_ .(\[/-]*(bytes|[kmg]i?b|megabytes|gigabytes)[)\]]?")
 _NO_BYTES = re.compile("percent|ratio|free|total|bandwidth|cpu|host|ram\\b|count")
-_BYTES = {
-    "bytes": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "megabytes": 10**6, "gb": GB,
-    "gigabytes": GB,
-}  # fmt: skip
-_SCALES = {"ms": 1e-3, "msec": 1e-3, "milliseconds": 1e-3, "us": 1e-6}
 _HEAD = 1 << 15
 _MOST_COLUMNS = 2_000
 
@@ -210,18 +190,18 @@ class TableColumns:
         plain = {name: name.rpartition(" - ")[2].strip().strip('"').lower() for name in names[:_MOST_COLUMNS]}
         self.found: dict[str, tuple[str, str | None]] = {}
         """Name and unit of the column of each quantity."""
-        for quantity, pattern in _COLUMN_PATTERNS.items():
+        for quantity, pattern in _COLUMNS.items():
             hits = {name: hit for name, short in plain.items() if (hit := pattern.fullmatch(short)) is not None}
-            units = {name: next(filter(None, hit.groupdict().values()), None) for name, hit in hits.items()}
+            units = {name: next(filter(None, hit.groups()), None) for name, hit in hits.items()}
             if units:
                 name = next((name for name, unit in units.items() if unit), next(iter(units)))
                 self.found[quantity] = (name, units[name])
         self.memory = {
-            _memory_kind(short): (name, _BYTES[hit["unit"]])
+            _memory_kind(short): (name, COLUMNS["units"][hit[1]])
             for name, short in plain.items()
             if (hit := _MEMORY.fullmatch(short)) is not None and not _NO_BYTES.search(short)
         }
-        self.gigabytes = [text_of(name) for name, size in self.memory.values() if size in (10**3, 10**6, GB)]
+        self.gigabytes = [text_of(name) for name, size in self.memory.values() if size in (10**3, 10**6, 10**9)]
         if "tokens_of_step" in self.found and "mem" in names:  # NeMo Automodel's, of torch's peak in GiB
             self.memory["max_allocated_bytes"] = ("mem", GIB)
 
@@ -250,7 +230,7 @@ class TableColumns:
         return {
             quantity: _moment(str(row.get(name, "")))
             if quantity == "moment"
-            else number(str(row.get(name, ""))) * _SCALES.get(unit or "", 1.0)
+            else number(str(row.get(name, ""))) * COLUMNS["units"].get(unit or "", 1.0)
             for quantity, (name, unit) in self.found.items()
         }
 

@@ -258,7 +258,7 @@ def data_parallel_places(shape: Shape) -> tuple[Places, Places]:
     outermost = shape.dp_outermost > 0
     replica = shape.tp * shape.cp * where(outermost, shape.pp, shape.dp)
     dense = Blocks(shape.tp, where(outermost, shape.cp, shape.cp * shape.dp), replica)
-    # there, the experts of a stage fill its tp·cp ranks (planner/trainers/rules/megatron.py)
+    # there, the experts of a stage fill its tp·cp ranks (planner/trainers/rules/rules.yaml)
     return dense, Blocks(shape.ep * shape.etp, where(outermost, 1, shape.expert_dp), replica)
 
 

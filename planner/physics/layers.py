@@ -348,6 +348,8 @@ class ModelTotals(NamedTuple):
     """Parameters that are trained: all of them, or those of adapters alone, which `num_parameters` leaves out."""
     num_vision_parameters: int
     """Parameters of the tower that makes tokens of images; `num_parameters` includes them."""
+    num_predicting_parameters: int = 0
+    """Those of multi-token-prediction blocks, which `num_parameters` leaves out."""
 
 
 @lru_cache(64)
@@ -378,8 +380,10 @@ def model_totals(
         trained = sum(
             float(num_parameters(adapted(items, adapters, plain), trained=True) * times) for items, times in parts
         )
+    predicting = 0.0
     if model.num_nextn_predict_layers:
         parts.append((mtp_block(model, shape, plain), model.num_nextn_predict_layers))
+        predicting = float(num_parameters(parts[-1][0]) * model.num_nextn_predict_layers)
     masked = [(adapted(within_documents(items, shape, documents), adapters, plain), times) for items, times in parts]
     flops = sum(
         (1 + op.has_backward + (op.has_backward and (op.kind != "gemm" or op.trained)))
@@ -389,7 +393,7 @@ def model_totals(
         for op in operators_of(items)
     )
     sizes = (round(float(total)), round(float(total - idle)), flops / seq_length, round(trained))
-    return ModelTotals(*sizes, round(float(num_parameters(seeing))))
+    return ModelTotals(*sizes, round(float(num_parameters(seeing))), round(predicting))
 
 
 BACKWARD_FACTOR = 2.0

@@ -100,7 +100,14 @@ class Pricing:
     def usable_bytes(self, shape: Shape) -> Number:
         """The most bytes that tensors may take on a GPU: memory less headroom, driver's and trainer's reserve."""
         reserved = self.headroom_bytes + self.runtime.reserved_gib * GIB
-        return memory.usable_bytes(shape, self.cluster.hardware, reserved)
+        return memory.usable_bytes(shape, self.cluster.hardware, reserved, self.lost_fraction)
+
+    @property
+    def lost_fraction(self) -> float:
+        """The share of allocated memory that the allocator holds beside it."""
+        hardware = self.cluster.hardware
+        uneven = self.training.moe_spread > 0 and not hardware.is_amd and hardware.efficiency.evidence != "probed"
+        return hardware.reserved.fragmentation_fraction + memory.UNEVEN_FRACTION * uneven
 
     def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:
         """Prices of `shape` (numbers or arrays) under each recompute mode."""

@@ -79,7 +79,8 @@ def stage_memory(pricing: Pricing, table: CostTable, cost: PartCost, activations
         workspace_bytes=round(workspace),
         reserved_bytes=0,
     )
-    reserve = float(reserved_bytes(allocated.peak_allocated_bytes, table.shape, pricing.cluster.hardware))
+    peak_bytes, hardware = allocated.peak_allocated_bytes, pricing.cluster.hardware
+    reserve = float(reserved_bytes(peak_bytes, table.shape, hardware, pricing.lost_fraction))
     return replace(allocated, reserved_bytes=round(reserve + pricing.runtime.reserved_gib * GIB))
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from planner.errors import ProbeError
-from planner.probe.device_state import amd_driver, nvidia_driver, nvidia_state
+from planner.probe.device_state import Monitor, amd_driver, nvidia_driver, nvidia_state
 from planner.probe.run import Device
 from planner.specs.base import Fields
 
@@ -62,6 +62,13 @@ def this_build() -> TorchBuild:
     if _rehearsed is not None:
         return _rehearsed
     return _rocm(torch.version.hip) if torch.version.hip else _cuda(torch.version.cuda)
+
+
+def watched(number: int) -> Monitor:
+    """The monitor of a GPU, which has looked at it once."""
+    monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
+    monitor.before()
+    return monitor
 
 
 _rehearsed: TorchBuild | None = None

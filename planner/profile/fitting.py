@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.physics.kernels import PassSeconds, attention_s, gemm_s, stream_s
-from planner.physics.operators import BF16, FP32, Operator
+from planner.physics.operators import Operator
 from planner.shape import FloatArray
 from planner.specs.base import Spec
 from planner.specs.hardware import HardwareSpec
+from planner.specs.reading import shipped_table
 from planner.specs.units import MICRO
 
 STEP = 1e-4
@@ -158,13 +159,8 @@ def floored(seconds: FloatArray, bench: BenchNumbers) -> FloatArray:
     return np.maximum(seconds, bench["floor_us"] * MICRO)
 
 
-PRODUCTS: dict[str, tuple[str, int]] = {
-    "forward_us": ("forward", BF16),
-    "dgrad_us": ("dgrad", BF16),
-    "wgrad_us": ("wgrad", BF16),
-    "wgrad_bf16_sum_us": ("wgrad", 2 * BF16),
-    "wgrad_fp32_sum_us": ("wgrad", 2 * FP32),
-}
+_TABLES = shipped_table("profile/shapes.yaml")
+PRODUCTS: dict[str, tuple[str, int]] = _TABLES["products"]
 """Columns of a table of products: which pass, and the bytes moved per weight where it is dw (sums: both ways)."""
 
 
@@ -286,23 +282,7 @@ def attention_problem(tables: Tables, backend: str, pads: bool = False) -> FitPr
     )
 
 
-STREAMS: dict[str, tuple[str, float, int, float, int]] = {
-    "copy": ("copy", 4, 1, 0, 0),
-    "add": ("copy", 6, 1, 0, 0),
-    "swiglu": ("copy", 10, 2, 18, 3),
-    "rms_norm": ("norm", 4, 1, 10, 2),
-    "layer_norm": ("norm", 4, 1, 10, 2),
-    "cross_entropy_fp32": ("loss", 22, 3, 22, 3),
-    "adamw_fused_fp32": ("optimizer", 28, 1, 0, 0),
-    "accumulate_bf16_into_fp32": ("accumulate", 10, 1, 0, 0),
-    "add_fp32": ("copy", 12, 1, 0, 0),
-    "add_fp32_bf16": ("copy", 10, 1, 0, 0),
-    "gelu": ("copy", 4, 1, 6, 1),
-    "layer_norm_fp32": ("norm", 8, 1, 20, 2),
-    "strided_copy": ("strided", 4, 1, 0, 0),
-    "moe_permute_top2": ("permute", 6, 1, 0, 0),
-    "moe_permute_top8": ("permute", 18, 1, 0, 0),
-}
+STREAMS: dict[str, tuple[str, float, int, float, int]] = _TABLES["operators"]
 """For each operator: its family, the bytes per element and the number of kernels of the forward, and both of the
 backward, as in `physics.layers`."""
 

@@ -37,7 +37,7 @@ from planner.probe.launch.process import stage_process
 from planner.probe.rank.after_steps import barrier, slowest_s, timed_together
 from planner.probe.rank.pipeline import RankClock
 from planner.probe.run import STEADY_S, Device, ProbeRun, Repeats, spread_fraction
-from planner.probe.torch_build import gather_whole, require_gpu, scatter_sum, this_build
+from planner.probe.torch_build import gather_whole, require_gpu, scatter_sum, this_build, watched
 from planner.profile.measurements import AttentionShape, Machine, MeasuredRow, MeasurementRecord, ShapesToMeasure
 from planner.specs.base import Ints, Texts
 from planner.specs.units import MICRO
@@ -225,9 +225,7 @@ def monitor_of(device: Device) -> Monitor:
     if device == "cpu":
         return Monitor()
     require_gpu(device)
-    monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(0).uuid)))
-    monitor.before()
-    return monitor
+    return watched(0)
 
 
 def _cpu_name() -> str:
@@ -405,11 +403,10 @@ def spawned_rows(
         for process in processes:
             process.start()
         deadline = time.monotonic() + JOIN_S
-        while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
-            if any(process.exitcode for process in processes):
-                break
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
             time.sleep(0.05)
-        codes = [process.exitcode for process in processes]
+            codes = [process.exitcode for process in processes]
         if any(codes) or None in codes:
             why = f"they ended with {codes}" if any(codes) else f"no answer in {JOIN_S:.0f} s"
             raise ProbeError(f"exchanges between {size} processes could not be timed: {why}")

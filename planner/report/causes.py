@@ -225,6 +225,8 @@ class _Pair:
         if best.rank_order == other.rank_order:
             return ""
         a, b = (next((str(each) for each in side.placement if each.group == group), "") for side in (best, other))
+        if a == b:
+            return ""
         return f"; ranks in the order {other.rank_order} have {b or f'no {group}'}, the best's {a or f'no {group}'}"
 
 

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.answer import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
+from planner.answer.memory import MemoryAnswer, MemoryChange, MemoryOfStage, MemoryTensor
 from planner.report.format import gibibytes, percent, seconds
 from planner.report.labels import MEMORY
 from planner.report.pieces import as_group, bullets, headed, section

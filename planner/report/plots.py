@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from planner.answer import Interval, MemoryOfStage
+from planner.answer import Interval
+from planner.answer.memory import MemoryOfStage
 from planner.decide.sweep import Point, Sweep
 from planner.errors import SpecError
 from planner.files import write_bytes

@@ -13,7 +13,7 @@ from planner.answer import Interval, Plan, half_width
 from planner.decide.job import Choice, Failure, Resume
 from planner.decide.next import NextAnswer, NextOutcome, days_of
 from planner.decide.phases import LayoutChange, PhaseAnswer, PhasesAnswer
-from planner.report.format import digits, fits_with, large, percent, seconds
+from planner.report.format import digits, fits_with, large, percent, seconds, span
 from planner.report.labels import manner, sizes
 from planner.report.months import duration
 from planner.report.pieces import as_group, bullets, columns, headed, section
@@ -50,12 +50,13 @@ def says_run(run: PhasesAnswer) -> str:
     cost = f"{large(total.gpu_hours)} GPU-hours"
     if total.usd is not None and total.usd_interval is not None:
         cost += f" · ${large(total.usd)} ({_span(total.usd_interval, large)})"
+    stops = f"; planned stops take {duration(total.stops_s)}" if total.stops_s else ""
     if total.mwh is not None:
         cost += f" · {digits(total.mwh)} MWh"
     return (
         f"{large(total.tokens)} tokens in {count} phase{'' if count == 1 else 's'}: {digits(total.days)} days "
         f"({_span(total.days_interval, digits)}) · {cost}. "
-        f"Effective {percent(total.effective_fraction)}; planned stops take {duration(total.stops_s)}."
+        f"Effective {percent(total.effective_fraction)}{stops}."
     )
 
 
@@ -94,7 +95,7 @@ def _layouts(run: PhasesAnswer) -> Table:
 
 
 def _days(days: float) -> str:
-    return f"{digits(days)} days"
+    return f"{digits(days)} days" if days >= 1 else duration(days * 86_400)
 
 
 def _stops(run: PhasesAnswer) -> Table:
@@ -400,7 +401,7 @@ def render_next(answer: NextAnswer) -> Group:
     for one in answer.layouts[:MOST_TRIALS]:
         step = "measured" if one.measured_s else percent(one.saved_fraction, 2)
         low, high = one.expected_s_interval
-        ends = f"{seconds(low)}–{seconds(high)}"
+        ends = span(low, high, one.expected_s)
         table.add_row(str(one.number), one.name, seconds(one.expected_s), ends, percent(one.fastest_fraction, 0), step)
     parts.append(
         section(

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from planner.report.format import percent, seconds
 from planner.report.labels import ACTIONS
+from planner.report.pieces import headed
 from planner.schedule.actions import Action, Schedule
 from planner.schedule.compare import ScheduleComparison, StragglerCost
 from planner.schedule.synthesis import Synthesis
@@ -85,10 +86,8 @@ def _legend(schedule: Schedule) -> Text:
 
 
 def _ranks(timeline: Timeline, spell: Callable[[float], str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     shown = [cause for cause in IDLE_CAUSES if timeline.idle_s[cause].max() > 1e-9 * timeline.makespan_s]
-    for head in ("rank", "busy", *shown, "in flight"):
-        table.add_column(head, justify="right", no_wrap=True)
+    table = headed(("rank", "busy", *shown, "in flight"), "r" * (len(shown) + 3), style="bold")
     for rank in range(timeline.schedule.pp):
         idle = (spell(float(timeline.idle_s[cause][rank])) for cause in shown)
         peak = f"{timeline.peak_in_flight_microbatches[rank]:g}"
@@ -99,11 +98,8 @@ def _ranks(timeline: Timeline, spell: Callable[[float], str]) -> Table:
 def render_comparison(rows: Sequence[ScheduleComparison]) -> Table:
     """A line per schedule: time, bubble, memory and what it asks for, or why it is not defined here."""
     spell = partial(seconds, like_s=max((row.step_s for row in rows), default=0.0))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for head in ("schedule", "vpp", "time", "bubble", "of useful", "in flight", "asks for"):
-        table.add_column(
-            head, justify="left" if head in ("schedule", "asks for") else "right", no_wrap=head != "asks for"
-        )
+    heads = ("schedule", "vpp", "time", "bubble", "of useful", "in flight", "asks for")
+    table = headed(heads, "lrrrrrw", style="bold")
     for row in rows:
         if row.timeline is None:
             table.add_row(row.name, str(row.vpp), "", "", "", "", _refusal(row))
@@ -161,15 +157,10 @@ def comparison_json(row: ScheduleComparison) -> dict[str, Any]:
     if row.timeline is None:
         return {**shape, "refused": row.refusal.message if row.refusal else ""}
     schedule = row.timeline.schedule
-    return {
-        **shape,
-        "step_s": row.step_s,
-        "bubble_fraction": row.bubble_fraction,
-        "peak_in_flight_microbatches": row.timeline.peak_in_flight_microbatches.tolist(),
-        "num_weight_copies": schedule.num_weight_copies,
-        "splits_backward": schedule.splits_backward,
-        "asynchronous": schedule.asynchronous,
-    }
+    peaks = row.timeline.peak_in_flight_microbatches.tolist()
+    of_schedule = {name: getattr(schedule, name) for name in ("num_weight_copies", "splits_backward", "asynchronous")}
+    figures = {"step_s": row.step_s, "bubble_fraction": row.bubble_fraction, "peak_in_flight_microbatches": peaks}
+    return {**shape, **figures, **of_schedule}
 
 
 def timeline_json(
@@ -179,12 +170,8 @@ def timeline_json(
     schedule = timeline.schedule
     answer: dict[str, Any] = {
         "schedule": schedule.name,
-        "pp": schedule.pp,
-        "vpp": schedule.vpp,
-        "num_microbatches": schedule.num_microbatches,
-        "makespan_s": timeline.makespan_s,
-        "bubble_fraction": timeline.bubble_fraction,
-        "bubble_of_useful_fraction": timeline.bubble_of_useful_fraction,
+        **{name: getattr(schedule, name) for name in ("pp", "vpp", "num_microbatches")},
+        **{name: getattr(timeline, name) for name in ("makespan_s", "bubble_fraction", "bubble_of_useful_fraction")},
         "busy_s": timeline.busy_s.tolist(),
         "idle_s": {cause: seconds.tolist() for cause, seconds in timeline.idle_s.items()},
         "peak_in_flight_microbatches": timeline.peak_in_flight_microbatches.tolist(),

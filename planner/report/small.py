@@ -84,7 +84,8 @@ def manner(layout: Layout, stage: StagePlan, sharding: str = "") -> tuple[str, .
     """How it is run: batch, checkpointing, sharding."""
     size, number = layout.micro_batch_size, layout.num_microbatches
     each = " on each GPU" if layout.num_gpus_used > 1 else ""
-    parts = [f"micro-batch {size} × {number} accumulation steps{each}", _checkpointing(layout, stage)]
+    steps = f"micro-batch {size} × {number} accumulation step{'s' * (number > 1)}{each}"
+    parts = [steps, _checkpointing(layout, stage)]
     if layout.num_gpus_used > 1:
         parts.append(_SHARDED[layout.zero_stage] + _MEANS.get(sharding, ""))
     if layout.num_gpus_spare:
@@ -192,12 +193,12 @@ def room_lines(room: Room | None) -> tuple[tuple[str, str], ...]:
     longest = room.sequence
     if not many and not longest.checkpointed_seq_length:
         return (("micro-batch", "not even one sequence of 128 tokens fits"), *_models(room))
-    whole = f", all that the model has positions for: {longest.most:,}" if _is_all(longest.most, room) else ""
+    whole = f", of {longest.most:,} positions" if _is_all(longest.most, room) else ""
     lines = [
         ("micro-batch", f"up to {_count(one)}; {_count(many)} with checkpointing of every layer"),
         (
             "sequence",
-            f"up to {longest.seq_length:,} tokens, one sequence at a time; "
+            f"up to {longest.seq_length:,} tokens, one at a time; "
             f"{longest.checkpointed_seq_length:,} with checkpointing{whole}",
         ),
     ]

@@ -160,13 +160,6 @@ def _table(sweep: Sweep, figures: Mapping[str, Column]) -> Table:
     return table
 
 
-def as_rows(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells of one table with all columns."""
-    figures = [*SPEEDS.items(), *_costs(sweep).items()]
-    rows = [[*_cells(point, sweep), *(column(point) for _, column in figures)] for point in sweep.points]
-    return [*swept_axes(sweep), *(head for head, _ in figures)], rows
-
-
 def as_csv(sweep: Sweep) -> str:
     """Every point as a line of comma-separated values: options, figures, both ends of each interval."""
     axes = list(dict.fromkeys(name for point in sweep.points for name in point.options))

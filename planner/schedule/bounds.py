@@ -17,7 +17,7 @@ import numpy as np
 
 from planner.schedule.actions import B, F, I, W
 from planner.schedule.replay import Durations, stage_tables
-from planner.schedule.timeline import FloatArray
+from planner.shape import FloatArray
 
 
 def any_order_bounds_s(

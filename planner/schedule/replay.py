@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from planner.errors import SpecError
 from planner.schedule.actions import B, F, I, IntArray, Schedule, W
 from planner.schedule.graph import Graph, compile_schedule, pair_positions
-from planner.schedule.timeline import FloatArray, Timeline, Timing
+from planner.schedule.timeline import Timeline, Timing
+from planner.shape import FloatArray
 
 STRETCH = 1 << 16
 """Number of actions whose numbers are Python's at a time."""
@@ -127,11 +128,6 @@ def _saved_bytes(schedule: Schedule, graph: Graph, durations: Durations) -> Floa
     if durations.microbatch_sizes is not None:
         saved = saved * np.asarray(durations.microbatch_sizes, dtype=np.float64)[graph.microbatch]
     return saved
-
-
-def steady_step_s(schedule: Schedule, twice: Schedule, durations: Durations) -> float:
-    """Seconds that one more step adds to a run without flushes: makespan of two steps in a row less that of one."""
-    return makespan_s(twice, durations) - makespan_s(schedule, durations)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.schedule.actions import B, F, IntArray, Schedule, W
 from planner.schedule.graph import Graph
-
-FloatArray = NDArray[np.float64]
+from planner.shape import BoolArray
+from planner.shape import FloatArray as FloatArray
 
 IDLE_CAUSES = ("fill", "activation", "gradient", "imbalance", "transfer", "drain")
 """Causes of a rank's idle time. fill: before its first action. activation, gradient: waits for an activation or a
@@ -182,7 +181,7 @@ class Timeline:
     def _by_rank(self, values: FloatArray) -> tuple[FloatArray, ...]:
         return tuple(values[positions - 1] for positions in self.graph.position)
 
-    def _sums(self, seconds: FloatArray, where: NDArray[np.bool_]) -> FloatArray:
+    def _sums(self, seconds: FloatArray, where: BoolArray) -> FloatArray:
         total_s = np.zeros(self.schedule.pp)
         np.add.at(total_s, self.graph.rank[where], seconds[where])
         return total_s

@@ -23,7 +23,6 @@ from functools import reduce
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.layout.seconds import reduce_overlap_fraction
 from planner.physics.cost import PartCost
@@ -33,7 +32,7 @@ from planner.schedule.orders import SCHEDULES, chunks_in_flight, in_flight_micro
 from planner.search.chunks import fewest_of_kinds
 from planner.search.ilp.node import FULL, Whole
 from planner.search.priced_shapes import PartName, PricedShapes, least_sum
-from planner.shape import FloatArray, Number, Shape
+from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape
 from planner.specs.training import Recompute
 
 
@@ -41,16 +40,16 @@ from planner.specs.training import Recompute
 class Orders:
     """Properties of the schedules of nodes (rows), for each of their ranks (columns)."""
 
-    plain: npt.NDArray[np.bool_]
+    plain: BoolArray
     """True for 1F1B without interleaving, and for no pipeline."""
-    splits: npt.NDArray[np.bool_]
+    splits: BoolArray
     """True if weight gradients may follow the last input gradient: a rank may then end after the way back is over."""
     in_flight: FloatArray
     """The fewest micro-batches that each rank holds at its peak; 1 in columns beyond a node's ranks."""
-    full: npt.NDArray[np.bool_]
+    full: BoolArray
     """True for a rank with full chunks only: if stages interleave, every rank without the first and the last stage."""
 
-    def take(self, index: npt.NDArray[np.int64]) -> Orders:
+    def take(self, index: IntArray) -> Orders:
         """The rows at `index`."""
         return Orders(**{column.name: getattr(self, column.name)[index] for column in fields(self)})
 
@@ -102,7 +101,7 @@ def _least_in_flight(name: str, pp: int, vpp: int, num_microbatches: int, kinds:
     return later if kinds == "in runs" else [later[0], *in_flight[1:]]
 
 
-def exceeds_all_ranks(shapes: PricedShapes, modes: Sequence[Recompute], orders: Orders) -> npt.NDArray[np.bool_]:
+def exceeds_all_ranks(shapes: PricedShapes, modes: Sequence[Recompute], orders: Orders) -> BoolArray:
     """True for a node whose layers, of several kinds, need more memory than all its ranks together have.
 
     A layer of kind κ needs needed[κ,r] = static + in flight · live bytes on rank r; mean[r] is the mean of all layers.
@@ -221,7 +220,7 @@ def beyond_s(shapes: PricedShapes, name: PartName, part: PartCost) -> FloatArray
     forward, backward = shapes.part(part, "forward_total_s"), shapes.part(part, "backward_total_s")
     gathered = gather_s - runtime.parameter_overlap_fraction * forward
     once = reduce_s - reduce_overlap_fraction(runtime, shape) * backward + gathered
-    gradients = reduce_s - runtime.fsdp_overlap_fraction * backward
+    gradients = reduce_s - runtime.gradient_overlap_fraction * backward
     weights = 2 * gather_s + reduce_s - runtime.fsdp_overlap_fraction * (forward + backward)
     return _each_time(shape, once / np.asarray(shape.vpp), gradients, gathered, weights)
 
@@ -299,7 +298,7 @@ def chunked_bound_s(
     return np.where(np.asarray(shapes.shape.vpp) > 1, np.maximum(busiest_s, mean_s), 0.0)
 
 
-def _fewest_layers(shapes: PricedShapes, full: npt.NDArray[np.bool_]) -> FloatArray:
+def _fewest_layers(shapes: PricedShapes, full: BoolArray) -> FloatArray:
     """Layers that each rank (columns) holds in its full chunks; 0 for columns beyond a node's ranks."""
     vpp, rank = np.asarray(shapes.shape.vpp)[:, None], np.arange(full.shape[1])[None, :]
     shorter = np.where(full, 0, np.where(shapes.folded, 2, 1)[:, None])
@@ -440,7 +439,7 @@ def _holding_bound_s(
     most, spare_s, layer_s = np.where(exists, tight, 0.0), rate * free, seconds + rate * (static + in_flight * live)
     high = np.maximum(count * (seconds + again)[:, 0] + beside_s.max(axis=1), least_s)
 
-    def enough(rows: npt.NDArray[np.int64], busiest_s: FloatArray) -> npt.NDArray[np.bool_]:
+    def enough(rows: IntArray, busiest_s: FloatArray) -> BoolArray:
         busy = np.maximum(busiest_s[:, None] - beside_s[rows], 0.0)
         layers = np.minimum(busy / seconds[rows], most[rows])
         if may_recompute:

@@ -30,7 +30,7 @@ from planner.search.chunks import (
     recomputing_first,
     splits_of,
 )
-from planner.search.enumerate import IntArray, Rejections, scalar
+from planner.search.enumerate import Rejections, scalar
 from planner.search.frontier import (
     Frontier,
     Key,
@@ -47,7 +47,7 @@ from planner.search.ilp.node import Node, RecomputeChoice, node_of, split_of, wi
 from planner.search.ilp.program import MAX_TRIES, SolverFailed, shorter, solve
 from planner.search.priced_shapes import PricedShapes
 from planner.search.uneven import SHAPES, improved, level_guess_s, level_split
-from planner.shape import FloatArray, Shape
+from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import SearchLimits
 from planner.trainers.spec import RuntimeSpec
 

@@ -19,14 +19,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.search.ilp.node import FULL, PASSES, Node, Runs, Solution
-from planner.shape import FloatArray, Number
+from planner.shape import BoolArray, FloatArray, IntArray, Number
 from planner.specs.training import Recompute
-
-IntArray = npt.NDArray[np.int64]
 
 MAX_CELLS = 1 << 18
 """Most combinations of rank, first layer and number of layers in a dynamic program, which has a dozen such arrays."""
@@ -122,7 +119,7 @@ def best_split(node: Node) -> Solution | None:
     return _best_count(node)
 
 
-def has_room(node: Node) -> npt.NDArray[np.bool_]:
+def has_room(node: Node) -> BoolArray:
     """False where no split leaves every rank memory: ranks that take as many layers as theirs has room for miss the
     last.
 
@@ -362,40 +359,59 @@ class _Line:
         works, counts = self._within(0, np.array([min(node.cutoff_s, FAR_S)]), self.room)
         if not works[0]:
             return Solution((), (), np.inf, node.cutoff_s, ())
-        best, bound_s = self._solution(self._shared(counts[:, 0])), 0.0
-        for table, (none_s, before_s, held_s) in enumerate(self.parts):
+        best, bounds_s = self._solution(self._shared(counts[:, 0])), np.zeros(len(self.parts))
+        # parts of the row that fall are looked at by themselves, for the splits that stay within them are less even
+        later = range(0 if self._falling(0).any() else 1, len(self.parts))
+        for table, falls in ((0, False), *((table, True) for table in later)):
+            none_s, before_s, held_s = self.parts[table]
             given = np.array(best.counts)
             low_s, high_s = 0.0, float((none_s + before_s * (given.cumsum() - given) + held_s * given).max())
             for _ in range(3 * (high_s > 0)):
                 limits_s = np.linspace(low_s, high_s, 33)
-                works, counts = self._within(table, limits_s, self.room)
+                works, counts = self._within(table, limits_s, self.room, falls)
                 at = int(np.argmax(works)) if works.any() else len(limits_s) - 1
                 low_s, high_s = float(limits_s[max(at - 1, 0)]), float(limits_s[at])
-            bound_s += low_s
+            bounds_s[table] = low_s
             if table == 0 and works.any():
                 splits = [self._shared(counts[:, at]), self._filled(counts[:, at])]
                 best = min([best, *map(self._solution, splits)], key=lambda solution: solution.objective_s)
+        bound_s = float(bounds_s.sum())
         if bound_s >= node.cutoff_s:
             return Solution((), (), np.inf, bound_s, ())
         return replace(best, bound_s=bound_s)
 
-    def _within(self, table: int, limits_s: FloatArray, room: FloatArray) -> tuple[npt.NDArray[np.bool_], FloatArray]:
-        """True for each limit that some split stays within, and the most layers of each rank (rows) that do."""
+    def _within(
+        self, table: int, limits_s: FloatArray, room: FloatArray, falls: bool = True
+    ) -> tuple[BoolArray, FloatArray]:
+        """True for each limit that some split stays within, and the most layers of each rank (rows) that do.
+
+        A part that falls is looked at where `falls`.
+        """
         node, (none_s, before_s, held_s) = self.node, self.parts[table]
-        rises = held_s > TINY * np.abs(none_s).max()
+        least_s, falling = TINY * np.abs(none_s).max(), self._falling(table) * falls
+        rises = held_s > least_s
         inverse = 1 / np.where(rises, held_s, 1.0)
         none_s, before_s = np.where(rises, none_s, -FAR_S) * inverse, np.where(rises, before_s, 0.0) * inverse
         after = self.fewest[::-1].cumsum()[::-1] - self.fewest
         first, counts = np.zeros(len(limits_s)), np.zeros((node.pp, len(limits_s)))
-        works: npt.NDArray[np.bool_] = np.ones(len(limits_s), dtype=bool)
+        works: BoolArray = np.ones(len(limits_s), dtype=bool)
         for rank in range(node.pp):
             most = limits_s * inverse[:, rank, None] - none_s[:, rank, None] - before_s[:, rank, None] * first
             counts[rank] = np.minimum(np.floor(most.min(axis=0) + TINY * node.num_layers), room[rank])
             works &= counts[rank] >= self.fewest[rank]
             counts[rank] = np.maximum(counts[rank], self.fewest[rank])
             reached = first + counts[rank]
+            held = np.minimum(counts[rank], node.num_layers - after[rank] - first)
+            late_s, later_s, less_s = falling[:, :, rank, None]
+            works &= (late_s + later_s * first + less_s * held <= limits_s + least_s).all(axis=0)
             first = np.minimum(reached, node.num_layers - after[rank])
         return works & (reached >= node.num_layers), counts
+
+    def _falling(self, table: int) -> FloatArray:
+        """The parts that are least where a rank begins as late as it can and holds as many layers as it then may."""
+        none_s, before_s, held_s = self.parts[table]
+        least_s = TINY * np.abs(none_s).max()
+        return np.asarray(self.parts[table] * ((before_s <= held_s + least_s) & (held_s <= least_s)))
 
     def _shared(self, most: FloatArray) -> IntArray:
         """The last layer of ranks that hold about the same share of the most that they may hold."""

@@ -11,7 +11,6 @@ from functools import cache
 from itertools import count, islice, takewhile
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.layout.candidate import Candidate, Split
 from planner.layout.seconds import outside_seconds
@@ -20,9 +19,9 @@ from planner.physics.pricing import Pricing
 from planner.physics.stage_memory import relaxed_peak_bytes
 from planner.schedule.bounds import any_order_bounds_s, trip_bounds_s
 from planner.schedule.orders import SCHEDULES
-from planner.search.chain import TINY, Chain, IntArray, beside_layers, column
+from planner.search.chain import TINY, Chain, beside_layers, column
 from planner.search.ilp.node import Node, RecomputeChoice, node_of
-from planner.shape import FloatArray
+from planner.shape import BoolArray, FloatArray, IntArray
 from planner.specs.model import LayerKind, ModelSpec
 from planner.trainers.spec import RuntimeSpec
 
@@ -185,11 +184,11 @@ def least_steps_s(
     return np.where(_fit(chain), step_s, np.inf)
 
 
-def _fit(chain: Chain) -> npt.NDArray[np.bool_]:
+def _fit(chain: Chain) -> BoolArray:
     """True for each split whose ranks have memory for their stages (last axis), as row 6 of the program says."""
     node, ranks = chain.node, np.asarray(chain.node.placement)
     static, live, transient = chain.total("static_bytes"), chain.total("live_bytes"), chain.transient_bytes()
-    fits: npt.NDArray[np.bool_] = np.ones(static.shape[:-1], dtype=bool)
+    fits: BoolArray = np.ones(static.shape[:-1], dtype=bool)
     usable = column(node.usable_bytes) * (1 + TINY)
     *beside, loss = beside_layers(node)
     kept = beside[0] + beside[1]

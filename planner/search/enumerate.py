@@ -11,7 +11,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.errors import SpecError
 from planner.layout.seconds import MOST_ACTIONS, MOST_STAGES, groups_pay, replayed_actions
@@ -20,7 +19,7 @@ from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, violation
 from planner.search.case import Case
 from planner.search.chunks import chunk_lengths
-from planner.shape import RANK_ORDERS, FloatArray, Shape, divisors
+from planner.shape import RANK_ORDERS, BoolArray, FloatArray, IntArray, Shape, divisors
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.problems import closest, nearest
@@ -128,7 +127,6 @@ def cuts_evenly(num_layers: int, num_stages: int, empty_ends: bool) -> bool:
     return next(chunk_lengths(num_layers, num_stages, empty_ends), None) is not None
 
 
-IntArray = npt.NDArray[np.int64]
 Grid = dict[str, IntArray]
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
@@ -197,9 +195,9 @@ class Bar:
         share = (rows[:, 0] * rows[:, 1])[:, None] / gpus
         return np.asarray(training.global_batch_size / np.asarray(batches) * own_s * share)
 
-    def passes(self, least_s: FloatArray) -> npt.NDArray[np.bool_]:
+    def passes(self, least_s: FloatArray) -> BoolArray:
         """True where a step of at least so many seconds may beat the bar; the others are remembered."""
-        promising: npt.NDArray[np.bool_] = least_s < self.step_s
+        promising: BoolArray = least_s < self.step_s
         self.passed_over_s = min(self.passed_over_s, float(least_s[~promising].min(initial=np.inf)))
         return promising
 
@@ -439,9 +437,7 @@ def _shard_groups(grid: Grid, dp: IntArray, pricing: Pricing, limits: SearchLimi
     return np.concatenate([rows for rows, _ in groups]), np.concatenate([sizes for _, sizes in groups])
 
 
-def _reject(
-    grid: Grid, rows: npt.NDArray[np.bool_], rejections: Rejections, cluster: ClusterSpec, training: TrainingSpec
-) -> None:
+def _reject(grid: Grid, rows: BoolArray, rejections: Rejections, cluster: ClusterSpec, training: TrainingSpec) -> None:
     """Count the rows without any data-parallel size, by the reason why they have none."""
     if not rows.any():
         return

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.pricing import Pricing
 from planner.schedule.orders import SCHEDULES, placement
@@ -20,11 +19,11 @@ from planner.search.bounds import (
     pipeline_bound_s,
     with_ends_s,
 )
-from planner.search.enumerate import IntArray, scalar, schedules_of, schedules_tried
+from planner.search.enumerate import scalar, schedules_of, schedules_tried
 from planner.search.ilp.node import RecomputeChoice, Whole, recurring
 from planner.search.module_sets import Modules
 from planner.search.priced_shapes import PricedShapes
-from planner.shape import FloatArray, Shape
+from planner.shape import BoolArray, FloatArray, IntArray, Shape
 from planner.specs.model import ModelSpec
 from planner.specs.training import Recompute, SearchLimits
 from planner.trainers.rules.recipe import Setting, takes_shapes
@@ -260,7 +259,7 @@ class Frontier:
     _guess_s: FloatArray = field(default_factory=lambda: np.empty(0))
     _known: list[RecomputeChoice] = field(default_factory=list)
     """Every choice that any node was opened under."""
-    _sharp: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
+    _sharp: BoolArray = field(default_factory=lambda: np.empty(0, dtype=bool))
     """True for a node whose bound is of its own splits, or that has too many splits for that."""
     _place: IntArray = field(default_factory=lambda: np.empty((0, 3), dtype=np.int64))
     """Three indices of each open node: its block in `_nodes`, its row there, and its choice in `_known`."""
@@ -392,6 +391,6 @@ class Frontier:
         known = self._known[choice]
         return Open(bound_s, guess_s, nodes.pricing(row), shape, nodes.schedules[row], known, nodes.shapes, int(row))
 
-    def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
+    def _keep(self, kept: BoolArray) -> None:
         self._bound_s, self._guess_s, self._place = self._bound_s[kept], self._guess_s[kept], self._place[kept]
         self._sharp = self._sharp[kept]

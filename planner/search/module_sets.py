@@ -15,11 +15,10 @@ from functools import cached_property
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
-from planner.shape import FloatArray
+from planner.shape import FloatArray, IntArray
 from planner.specs.training import Recompute
 
 Modules = tuple[str, ...]
@@ -65,7 +64,7 @@ def useful_sets(pricing: Pricing, table: CostTable) -> tuple[Modules, ...]:
     return (own, *(chosen for chosen in _spread(names) if set(chosen) != set(own)))
 
 
-def _samples(pricing: Pricing, table: CostTable) -> npt.NDArray[np.int64]:
+def _samples(pricing: Pricing, table: CostTable) -> IntArray:
     """Rows of the table to compare sets on."""
     ranked = np.argsort(_kept_bytes(pricing, table), kind="stable")
     return np.unique([ranked[round(share * (len(ranked) - 1))] for share in SAMPLES])
@@ -86,38 +85,6 @@ def _changes(pricing: Pricing, table: CostTable, mode: Recompute) -> tuple[Float
 def _over_layers(pricing: Pricing, table: CostTable, mode: Recompute, quantity: str) -> FloatArray:
     parts = [(table.layers[kind, mode], count) for kind, count in pricing.kind_counts.items()]
     return np.atleast_1d(np.asarray(sum(count * getattr(part, quantity) for part, count in parts), dtype=float))
-
-
-def _is_beaten(modules: Modules, tables: dict[Modules, CostTable]) -> bool:
-    """True if another set, or recomputing all, takes no longer and keeps no more for any kernel and kind of layer.
-
-    If two sets are equal, the first one stays.
-    """
-    parts = _selective_parts(tables[modules])
-    if _is_no_worse([part for (_, mode), part in tables[modules].layers.items() if mode == "full"], parts):
-        return True
-    names = list(tables)
-    for other in names:
-        if other == modules:
-            continue
-        others = _selective_parts(tables[other])
-        is_equal = _is_no_worse(parts, others)
-        if _is_no_worse(others, parts) and (not is_equal or names.index(other) < names.index(modules)):
-            return True
-    return False
-
-
-def _selective_parts(table: CostTable) -> list[PartCost]:
-    return [part for (_, mode), part in table.layers.items() if mode == "selective"]
-
-
-def _is_no_worse(parts: Sequence[PartCost], others: Sequence[PartCost]) -> bool:
-    """True if each of `parts` takes no longer and keeps no more than the one of `others` that is of its kind."""
-    return all(
-        bool(np.all(np.asarray(part.total_s <= other.total_s * (1 + TINY))))
-        and bool(np.all(np.asarray(part.live_bytes <= other.live_bytes * (1 + TINY))))
-        for part, other in zip(parts, others, strict=True)
-    )
 
 
 def _undominated(saved: FloatArray, seconds: FloatArray) -> list[int]:
@@ -150,9 +117,7 @@ class ModuleSets:
     def of(cls, pricing: Pricing, table: CostTable, sets: Sequence[Modules]) -> ModuleSets:
         """Price the sets; `table` has the kernels in all modes, the selective one for the pricing's own set."""
         pricings = {modules: pricing.recomputing(modules) for modules in sets}
-        tables = {modules: priced_as.selective_table(table) for modules, priced_as in pricings.items()}
-        useful = {modules: priced for modules, priced in tables.items() if not _is_beaten(modules, tables)}
-        return cls({modules: pricings[modules] for modules in useful}, useful)
+        return cls(pricings, {modules: priced_as.selective_table(table) for modules, priced_as in pricings.items()})
 
     @cached_property
     def together(self) -> CostTable:

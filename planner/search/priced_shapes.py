@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.physics.cost import CostTable, PartCost
 from planner.physics.pricing import Pricing
@@ -20,7 +19,7 @@ from planner.physics.stage_memory import relaxed_peak_bytes, static_bytes
 from planner.schedule.orders import SCHEDULES, placement
 from planner.search.enumerate import scalar
 from planner.search.module_sets import TINY, ModuleSets, useful_sets
-from planner.shape import FloatArray, Number, Shape
+from planner.shape import BoolArray, FloatArray, IntArray, Number, Shape
 from planner.specs.model import LayerKind
 from planner.specs.training import Recompute
 
@@ -51,20 +50,20 @@ class PricedShapes:
     shape: Shape
     table: CostTable
     """Prices per distinct kernel; its memory and data-parallel exchanges do not belong to these shapes."""
-    kernel: npt.NDArray[np.int64]
+    kernel: IntArray
     """Row of the table for each shape."""
-    folded: npt.NDArray[np.bool_]
+    folded: BoolArray
     """True for a shape whose last virtual stage is on the first rank, with the head beside the embedding."""
     module_sets: ModuleSets | None = None
     """The sets of modules that selective recompute may mean; None if it means the pricing's own set."""
-    beaten: npt.NDArray[np.bool_] | None = None
+    beaten: BoolArray | None = None
     """True for a shape that another recipe beats in every price, and whose prices are not kept; None if none is."""
     exchanged_s: dict[PartName, tuple[FloatArray, FloatArray]] = field(default_factory=dict, compare=False, repr=False)
     """Results of `exchanges_s`, which no set of modules, mode, schedule or vpp changes."""
     static: dict[int, tuple[PartCost, FloatArray]] = field(default_factory=dict, compare=False, repr=False)
     """Results of `static_bytes`, with the part that each is of."""
 
-    def with_each_set(self, rows: npt.NDArray[np.int64]) -> PricedShapes:
+    def with_each_set(self, rows: IntArray) -> PricedShapes:
         """The shapes at `rows` once for each set of modules, priced so that selective recompute means that set."""
         assert self.module_sets is not None
         used, kernel = np.unique(self.kernel[rows], return_inverse=True)
@@ -126,7 +125,7 @@ class PricedShapes:
             self.exchanged_s[name] = reduce_s, gather_s
         return self.exchanged_s[name]
 
-    def take(self, index: npt.NDArray[np.int64]) -> PricedShapes:
+    def take(self, index: IntArray) -> PricedShapes:
         """The shapes at `index`."""
         beaten = None if self.beaten is None else self.beaten[index]
         shape, kernel, folded = self.shape.take(index), self.kernel[index], self.folded[index]
@@ -135,7 +134,7 @@ class PricedShapes:
             self, shape=shape, kernel=kernel, folded=folded, beaten=beaten, exchanged_s=exchanged_s, static={}
         )
 
-    def cost_table(self, rows: npt.NDArray[np.int64]) -> CostTable:
+    def cost_table(self, rows: IntArray) -> CostTable:
         """The prices of the shapes at `rows`, with a row for each."""
         return self.pricing.of_shapes(self.table.take(self.kernel[rows]), self.shape.take(rows))
 
@@ -201,7 +200,7 @@ class PricedShapes:
         """Seconds (or another quantity) of a layer of each kind (rows) for each shape (columns)."""
         return np.array([self.part(self.table.layers[kind, mode], quantity) for kind in self.pricing.model.kinds])
 
-    def holds_last(self, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def holds_last(self, rank: IntArray) -> BoolArray:
         """True for the ranks (columns) that hold the last virtual stage."""
         return np.asarray(rank == np.where(self.folded, 0, np.asarray(self.shape.pp) - 1)[:, None])
 
@@ -272,7 +271,7 @@ def without_beaten(priced: Sequence[PricedShapes], stricter: Sequence[frozenset[
     return kept
 
 
-def without(shapes: PricedShapes, lost: npt.NDArray[np.bool_]) -> PricedShapes:
+def without(shapes: PricedShapes, lost: BoolArray) -> PricedShapes:
     """The shapes with those marked as beaten that are lost, and prices of the kernels of the others alone."""
     if not lost.any():
         return shapes
@@ -289,13 +288,13 @@ def with_used_kernels(shapes: PricedShapes) -> PricedShapes:
     return replace(shapes, table=shapes.table.take(np.flatnonzero(used)), kernel=place[shapes.kernel], static={})
 
 
-def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> npt.NDArray[np.bool_]:
+def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> BoolArray:
     """True for each row of the table of which no part takes longer, or more bytes, than in the other table.
 
     Nor may it have more seconds of exchanges that hide, of which the ends of a step show some.
     """
     table, other = shapes.table, others.table
-    no_dearer: npt.NDArray[np.bool_] = np.ones(np.shape(table.shape.tp), dtype=bool)
+    no_dearer: BoolArray = np.ones(np.shape(table.shape.tp), dtype=bool)
     pairs = [(part, other.layers[key]) for key, part in table.layers.items()]
     pairs += [(table.embedding, other.embedding), (table.head, other.head)]
     if table.mtp is not None and other.mtp is not None:
@@ -303,9 +302,9 @@ def _is_no_dearer(shapes: PricedShapes, others: PricedShapes) -> npt.NDArray[np.
     for part, against in pairs:
         for quantity in _PRICES:
             no_dearer = no_dearer & (getattr(part, quantity) <= getattr(against, quantity) * (1 + TINY))
-    has_room: npt.NDArray[np.bool_] = np.asarray(table.usable_bytes >= other.usable_bytes * (1 - TINY))
+    has_room: BoolArray = np.asarray(table.usable_bytes >= other.usable_bytes * (1 - TINY))
     hidden_s, other_s = (priced.table.hidden_s for priced in (shapes, others))
-    has_less: npt.NDArray[np.bool_] = np.asarray(hidden_s <= other_s * (1 + TINY))
+    has_less: BoolArray = np.asarray(hidden_s <= other_s * (1 + TINY))
     return no_dearer & has_room & has_less
 
 
@@ -338,7 +337,7 @@ def room_layers(shapes: PricedShapes, kind: LayerKind, schedules: Sequence[str] 
     return room
 
 
-def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> npt.NDArray[np.bool_]:
+def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> BoolArray:
     """True for a shape whose ranks together have memory for the layers of each kind, which every split needs."""
     counts = shapes.pricing.kind_counts
     if shapes.beaten is not None:
@@ -349,7 +348,7 @@ def fits(shapes: PricedShapes, schedules: Sequence[str] = ()) -> npt.NDArray[np.
     return np.asarray(np.all([room_layers(shapes, kind, schedules) >= n for kind, n in counts.items()], axis=0))
 
 
-def least_sum(values: FloatArray, counts: npt.NDArray[np.int64], number: FloatArray) -> FloatArray:
+def least_sum(values: FloatArray, counts: IntArray, number: FloatArray) -> FloatArray:
     """The least sum of `number` items, if there are counts[k] items of the value values[k]."""
     order = np.argsort(values, axis=0)
     values, ordered = np.take_along_axis(values, order, axis=0), counts[order]

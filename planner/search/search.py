@@ -14,12 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
 from planner.answer import BatchOffer, Plan, PricedLayout, RiskOffer, Searched, SearchReport
 from planner.errors import Infeasible, SolverError
-from planner.layout.candidate import Candidate, Split
+from planner.layout.candidate import Candidate
 from planner.layout.confidence import headroom_bytes, memory_width, oom_probability
 from planner.layout.evaluate import assemble, export_warnings, host_warnings, runtime_of
 from planner.layout.price import price_layout
@@ -27,17 +24,13 @@ from planner.layout.variation import NUM_LAYOUTS, robust_steps, told_assumptions
 from planner.physics.layers import ModelTotals
 from planner.schedule.orders import SCHEDULES
 from planner.schedule.replay import makespan_s
-from planner.search.bounds import free_bytes, layer_bytes
-from planner.search.branch import Branch
 from planner.search.case import Case, Deadline
-from planner.search.enumerate import Rejections, check_expressible, num_rows, scalar, schedules_tried
-from planner.search.frontier import Key, Nodes, Open, key_of
-from planner.search.ilp.node import RecomputeChoice
+from planner.search.enumerate import check_expressible, num_rows, schedules_tried
+from planner.search.frontier import key_of
 from planner.search.layouts import FoundLayouts, News, find_layouts, first_layouts
 from planner.search.module_sets import MAX_SETS, Modules
 from planner.search.recipes import LEAST_GAIN, REPLAN_GAIN, Recipes, narrower, pinned, with_recipe
 from planner.search.safest import exceeds_risk, safer_first, standing, with_warning
-from planner.search.uneven import level_split
 from planner.search.why.misses import NothingFits, refused_by_states
 from planner.search.why.remedy import with_remedy
 from planner.search.why.room import with_room
@@ -145,7 +138,7 @@ def search_within_risk(case: Case, deadline: Deadline | None = None, news: News 
         layouts[0] = layouts[0].model_copy(update={"robust": robust, "recommendation": stands.reason})
     told = told_assumptions(best)
     answer = assemble(best.pricing, totals, layouts, told, report, rejections.counts, rejections.examples)
-    return answer.model_copy(update={"risk_offer": risk_offer(rounds[-1], best, recipes, deadline)})
+    return answer.model_copy(update={"risk_offer": risk_offer(best, recipes, deadline)})
 
 
 def _ranked(rounds: list[FoundLayouts], best: Candidate, recipes: Recipes, deadline: Deadline) -> list[Candidate]:
@@ -291,10 +284,6 @@ LEAST_RISK_GAIN = 1e-3
 """Least share of the step that more risk has to save for a word."""
 RISKS = (0.3, 0.5)
 """Risks that are offered, the first one above the risk asked for."""
-MOST_PRICED, MOST_SOLVED = 8, 2
-"""Shapes that are priced, and those of them that are solved, to say what more risk would buy: a few percent of the time
-that the answer takes."""
-PLAIN = RecomputeChoice("none", "none")
 
 
 def batch_offer(found: Plan, case: Case, deadline: Deadline) -> BatchOffer | None:
@@ -317,74 +306,23 @@ def batch_offer(found: Plan, case: Case, deadline: Deadline) -> BatchOffer | Non
     return BatchOffer(global_batch_size=other, step_s=best.step_s, tokens_per_s=tokens_per_s)
 
 
-def risk_offer(found: FoundLayouts, best: Candidate, recipes: Recipes, deadline: Deadline) -> RiskOffer | None:
+def risk_offer(best: Candidate, recipes: Recipes, deadline: Deadline) -> RiskOffer | None:
     """The faster layout that a larger risk would buy; None if none was found, or where no rule or risk is asked about.
 
-    Of the nodes that were opened, the most promising ones are tried with nothing recomputed, as a rank that may fill
-    its GPU has it; only a few of them, so that the answer takes next to no longer.
+    The best layout with as few modules recomputed as then fit or, where that gains nothing, what a first search finds.
     """
     limits = recipes.case.limits
     riskier = next((risk for risk in RISKS if risk > limits.oom_risk), None)
     if limits.memory_headroom_gib is not None or limits.top == 1 or riskier is None or deadline.passed:
         return None
-    headroom = headroom_bytes(best.pricing, limits.model_copy(update={"oom_risk": riskier}))
-    branch = Branch(limits, found.branch.choices, deadline, Rejections())
-    branch.keep(best)
-    nearest = sorted(_promising(found, best, headroom), key=lambda candidate: max(candidate.excess_bytes))
-    for candidate in nearest[:MOST_SOLVED]:
-        if candidate.fits:
-            branch.keep(candidate)
-        elif branch.best is best:
-            node = Open(0.0, 0.0, candidate.pricing, candidate.shape, candidate.schedule, PLAIN)
-            branch.solve_choice(node, PLAIN)
-    fastest = branch.best or best
-    fastest = recipes.priced(fastest, best.pricing.runtime) or fastest
-    if fastest.step_s > best.step_s * (1 - LEAST_RISK_GAIN) or not fastest.fits:
+    case = recipes.case.limited(oom_risk=riskier)
+    filling = best.priced_as(replace(best.pricing, headroom_bytes=headroom_bytes(best.pricing, case.limits)))
+    fastest, most_s = recipes.recomputing_less(filling), best.step_s * (1 - LEAST_RISK_GAIN)
+    found = first_layouts(case, recipes, deadline, filling) if fastest.step_s > most_s else None
+    fastest = fastest if found is None else found.best
+    if fastest.step_s > most_s:
         return None
     total_bytes = max(stage.total_bytes for stage in fastest.memory)
     capacity_bytes = best.pricing.cluster.hardware.memory_bytes
     risk = oom_probability(total_bytes, capacity_bytes, memory_width(fastest.pricing))
     return RiskOffer(oom_risk=riskier, oom_probability=risk, step_s=fastest.step_s)
-
-
-def _promising(found: FoundLayouts, best: Candidate, headroom: float) -> Iterator[Candidate]:
-    """Grids that may fit beside a smaller headroom without recompute, with the shortest guessed steps, split level."""
-    plain = {runtime for runtime, ways in found.branch.choices.items() if any(way.mode == "none" for way in ways)}
-    blocks = [nodes for nodes in found.frontier.all_nodes() if nodes.shapes.pricing.runtime in plain]
-    own = [nodes for nodes in blocks if nodes.shapes.pricing.runtime == best.pricing.runtime]
-    rows = list[tuple[float, int, int]]()
-    for number, nodes in enumerate(own or blocks):
-        guess_s = nodes.guess_s(PLAIN)
-        quick = np.flatnonzero(guess_s < best.step_s)
-        filling = quick[_may_fill(nodes.take(quick), headroom)]
-        rows += [(float(guess_s[row]), number, row) for row in filling.tolist()]
-    grids = set[Key]()
-    for _, number, row in sorted(rows):
-        nodes = (own or blocks)[number]
-        shape = scalar(nodes.shapes.shape, row)
-        if key_of(shape) not in grids:
-            grids.add(key_of(shape))
-            pricing = replace(nodes.shapes.pricing, headroom_bytes=headroom)
-            table = replace(nodes.shapes, pricing=pricing).table_of(row)
-            start = Candidate(pricing, table, Split(()), nodes.schedules[row])
-            yield start.with_split(level_split(start))
-        if len(grids) == MOST_PRICED:
-            return
-
-
-def _may_fill(nodes: Nodes, headroom: float) -> npt.NDArray[np.bool_]:
-    """True for rows whose ranks together have room for the layers beside `headroom`, and not beside the present one.
-
-    Layers spread evenly must lack room on some rank now, or the search has seen the layout.
-    """
-    shapes, in_flight = nodes.shapes, nodes.orders.in_flight
-    counts = np.array(list(shapes.pricing.kind_counts.values()))
-    needed = np.average(layer_bytes(shapes, "none", in_flight), axis=0, weights=counts)
-    pp = np.asarray(shapes.shape.pp)[:, None]
-    exists = np.arange(in_flight.shape[1])[None, :] < pp
-    now, then = (
-        np.where(exists, free_bytes(replace(shapes, pricing=pricing), ("none",), in_flight.shape[1]) / needed, np.inf)
-        for pricing in (shapes.pricing, replace(shapes.pricing, headroom_bytes=headroom))
-    )
-    together = np.where(exists, then, 0.0).sum(axis=1)
-    return np.asarray((now.min(axis=1) < counts.sum() / pp[:, 0]) & (together >= counts.sum()))

@@ -26,12 +26,6 @@ from planner.serve.controls import GROUPS, SWITCH, SWITCHES_PART, Catalogue, Con
 from planner.trainers.load import switches_of
 from planner.trainers.switches import SWITCHES, written
 
-
-def empty(name: str, **attributes: object) -> Html:
-    """An element without an end tag, such as an input."""
-    return Html(tag(name, **attributes).removesuffix(f"</{name}>"))
-
-
 State = Literal["same", "first", "all", "final"]
 _NARROWEST_GAP = 1e-4
 """The gap asked for at least, as far as the bar of progress goes."""
@@ -174,7 +168,7 @@ def _downloads(form: Form, alternative: int) -> Html:
     ]
     trainer = _choice("to", "Trainer", TRAINERS)
     launcher = _choice("launcher", "Launcher", ["", *LAUNCHERS])
-    hidden = joined((empty("input", type="hidden", name_=name, value=text) for name, text in query.items() if text), "")
+    hidden = joined((tag("input", type="hidden", name_=name, value=text) for name, text in query.items() if text), "")
     export = tag(
         "form", hidden, trainer, launcher, tag("button", "Export as zip", type="submit", class_="button"),
         action="/files/export.zip", method="get", class_="export", aria_label="Export",
@@ -350,12 +344,12 @@ def _field(control: Control, form: Form, catalogue: Catalogue | None) -> Html:
     described = {"aria_describedby": f"{id_}-hint"} if control.hint else {}
     common: dict[str, object] = {"id_": id_, "name_": name, **described}
     if control.kind == "flag":
-        drawn = empty("input", type="checkbox", value="on", **common, **({"checked": "checked"} if value else {}))
+        drawn = tag("input", type="checkbox", value="on", **common, **({"checked": "checked"} if value else {}))
     elif control.kind == "select":
         drawn = tag("select", joined(_options(control, value, catalogue)), **common)
     else:
         mode = "decimal" if control.kind == "number" else "text"
-        drawn = empty("input", type="text", inputmode=mode, value=value, spellcheck="false", **common)
+        drawn = tag("input", type="text", inputmode=mode, value=value, spellcheck="false", **common)
     hint = tag("small", control.hint, id_=f"{id_}-hint") if control.hint else Html("")
     words = tag("label", control.label, for_=id_)
     wide = " whole" if name in WIDE else ""

@@ -54,7 +54,7 @@ _SAYS_NO_SIZE = re.compile(
     r"|preview|pretrain|coder(?!-480)|math|hermes-?\d*|openr1|unsloth|bnb|[48]bit|int[48]|awq|gptq|gguf|\bsft\b|\bdpo\b"
     r"|\brl\b|mcore|torch_dist|tulu-?\d*|distill|nvidia-|reranker|embedding|safeguard|captioner|-1m\b"
     r"|mixture|fp16|nf4|linearized|sparse|2of4|dequantized|reward|skywork|cogito-v\d"
-    r"|(?<!deepseek)-v[12](\.0)?(?=$|-)|_iter_\d+|dynamic|nvfp4"
+    r"|rope-\d+k|(?<!deepseek)-v[12](\.0)?(?=$|-)|_iter_\d+|dynamic|nvfp4"
 )
 """Parts of names that do not change a model's sizes."""
 _OTHERS = {
@@ -71,6 +71,7 @@ _OTHERS = {
     "deepseekr10528qwen38b": "qwen3-8b", "tinyllamav11": "tinyllama-1.1b", "minimaxm21": "minimax-m2",
     "minimaxm25": "minimax-m2", "minimaxm27": "minimax-m2", "llama7b": "llama-2-7b", "deepseekr1qwen38b": "qwen3-8b",
     "llama31nemotronnano8b": "llama-3.1-8b", "deepseekr1zero": "deepseek-v3", "qwq32b": "qwen2.5-32b",
+    "vicuna7bv15": "llama-2-7b", "vicuna13bv15": "llama-2-13b", "zephyr7bbeta": "mistral-7b",
     "llama31nemotron70b": "llama-3.1-70b", "deepseekv32exp": "deepseek-v3.2", "moonlight": "moonlight-16b",
 }  # fmt: skip
 """Names that others give to models, without signs: Llama 3 has the sizes of 3.1."""

@@ -105,7 +105,9 @@ FORCED = Imbalance(1.0, 1.0)
 TUNED = Imbalance(1.0, 1.0, 2.0)
 """Fine-tuning, whose texts are alike: 8 experts of DeepSeek-V2-Lite a rank (Primus on MI355X, 1.8 times as long as
 balanced) ask for 2.2, 32 of Qwen3-30B (ms-swift on H20) for 3 and 8 for none, 4 of gpt-oss for 3 (Megatron-Bridge's
-cards). Biases that balance go on moving."""
+cards)."""
+TUNED_BY_BIAS = Imbalance(1.0, 1.0, 0.01)
+"""The same where biases balance and go on moving: even in the mean, as far as anyone knows before the job runs."""
 
 
 def imbalance_of(model: ModelSpec, features: Mapping[str, Any], runtime: RuntimeSpec, tunes: bool = False) -> Imbalance:
@@ -114,10 +116,10 @@ def imbalance_of(model: ModelSpec, features: Mapping[str, Any], runtime: Runtime
     Published pre-training forces a balance unless it says otherwise; fine-tuning and some trainers do not.
     """
     natural, tunes = features.get("natural_routing"), tunes or bool(features.get("packed_documents"))
-    if model.moe is None or natural is False or (model.balances_by_bias and (natural or tunes)):
+    if model.moe is None or natural is False or (model.balances_by_bias and natural and not tunes):
         return FORCED
-    if tunes and runtime.adapts_experts:
-        return TUNED
+    if tunes and (runtime.adapts_experts or model.balances_by_bias):
+        return TUNED_BY_BIAS if model.balances_by_bias else TUNED
     mean = NATURAL_IMBALANCE if natural else runtime.natural_imbalance
     return Imbalance(mean, 1 + TAIL * (mean - 1))
 

@@ -99,9 +99,15 @@ class Likely(Spec):
     switches: dict[str, Value]
     value: Fraction
     """The share of runs."""
+    tuning: Fraction | None = None
+    """The same of runs that say nothing, of as few tokens a step as fine-tuning has; null: no other."""
     source: str
     architectures: tuple[str, ...] = ()
     """The silicon of these runs; empty for all."""
+
+    def share(self, tunes: bool) -> float:
+        """The share of runs, or of those that likely fine-tune."""
+        return self.value if self.tuning is None or not tunes else self.tuning
 
     @property
     def switch(self) -> str:

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 
-from planner.answer import Layout, MemoryAnswer, Plan, PricedLayout
+from planner.answer import Layout, Plan, PricedLayout
+from planner.answer.memory import MemoryAnswer
 from planner.decide.check import CheckedFile
 from planner.decide.compare import Compared
 from planner.decide.job import Resume, SpareNodes

@@ -17,6 +17,7 @@ def listed(capsys: pytest.CaptureFixture[str]) -> str:
 def test_the_list_has_every_profile_once_and_no_line_beyond_80_columns(listed: str) -> None:
     lines = listed.splitlines()
     assert max(map(len, lines)) <= 80
+    assert any(line.endswith(" $/h") for line in lines), "no column is cut"
     first = [line.split()[0] for line in lines if line.strip()]
     assert all(first.count(name) == 1 for name in hardware_names())
 

@@ -36,6 +36,16 @@ def test_a_launch_reads_the_files_and_programs_that_it_names(tmp_path: Path) -> 
     with pytest.raises(SpecError) as caught:
         read(tune)
     assert "tune cp llama3/8B_lora 8B_lora.yaml" in (caught.value.hint or "")
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: Qwen/Qwen3-8B\ncutoff_len: 2048\nfinetuning_type: lora\n")
+    (tmp_path / "lf.sh").write_text("llamafactory-cli train sft.yaml cutoff_len=8192\n")
+    assert read(tmp_path / "lf.sh").run["seq_length"] == 8192, "words of a launch come before its file"
+    (tmp_path / "am.yaml").write_text(
+        "step_scheduler: {global_batch_size: 64, local_batch_size: 8}\npacked_sequence: {packed_sequence_size: 4096}\n"
+        "model: {pretrained_model_name_or_path: meta-llama/Llama-3.2-1B}\n"
+    )
+    (tmp_path / "am.sh").write_text("automodel finetune llm -c am.yaml --step_scheduler.local_batch_size 2\n")
+    run = read(tmp_path / "am.sh").run
+    assert (run["model"], run["parallelism"]["micro_batch_size"]) == ("llama-3.2-1b", 2)
     (tmp_path / "train.py").write_text("args = SFTConfig(per_device_train_batch_size=3, max_length=1024, bf16=True)")
     (tmp_path / "go.sh").write_text("accelerate launch --num_processes 2 train.py --model_id Qwen/Qwen3-8B\n")
     run = read(tmp_path / "go.sh").run

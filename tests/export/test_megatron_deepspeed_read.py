@@ -111,7 +111,7 @@ def test_a_configuration_beside_the_script(tmp_path: Path) -> None:
         (f"torchrun pretrain_t5.py {BASE}", "this is T5"),
         (f"torchrun pretrain_gpt.py {BASE} --retro-add-retriever", "this is Retro"),
         (f"torchrun pretrain_vlm.py {BASE}", "this is a vision-language model"),
-        (f"torchrun pretrain_gpt.py {BASE} --hybrid-override-pattern M-M-", "this is Mamba"),
+        (f"torchrun pretrain_gpt.py {BASE} --is-hybrid-model --hybrid-mlp-ratio 0.5", "this is Mamba"),
         ("python tools/preprocess_data.py --workers 4 --num-layers 2", "this is a preparation of data"),
         ("MODEL_ARGS:\n  --num-layers: 24\n  --vocab-file: /x/vocab.txt\n", "this is BERT"),
         ("MODEL_ARGS:\n  --encoder-num-layers: 12\n  --hidden-size: 768\n", "this is T5"),

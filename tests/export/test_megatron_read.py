@@ -15,6 +15,8 @@ from planner.export.imported_run import ImportedRun
 from planner.export.megatron.option_rows import options_of
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import parse_run
+from planner.specs.model import ModelSpec
+from planner.specs.registry import load_model
 
 Planned = Callable[..., Plan]
 
@@ -217,3 +219,24 @@ def test_our_own_exports_come_back(planned: Planned, form: str, model: str, gpus
         "shard_size",
     ):
         assert getattr(again.parallelism, axis) == getattr(plan.parallelism, axis), axis
+
+
+def test_a_hybrids_pattern_says_layers_stages_and_predictions() -> None:
+    nano = load_model("nemotron-3-nano-30b-a3b")
+    letters = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    sizes = (
+        "--hidden-size 2688 --num-attention-heads 32 --group-query-attention --num-query-groups 2 --kv-channels 128 "
+        "--squared-relu --disable-bias-linear --normalization RMSNorm --position-embedding-type none "
+        "--vocab-size 131072 --untie-embeddings-and-output-weights --num-experts 128 "
+        "--moe-router-topk 6 --moe-ffn-hidden-size 1856 "
+        "--moe-shared-expert-intermediate-size 3712 --mamba-num-heads 64 --seq-length 8192 --global-batch-size 64 "
+        "--micro-batch-size 1 --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+    )
+    text = f"python pretrain_hybrid.py {sizes} --hybrid-layer-pattern '{letters}' --pipeline-model-parallel-size 2"
+    imported = read_configuration(text)
+    model = ModelSpec.model_validate(imported.complete(num_gpus=16, hardware="h100")["model"])
+    assert (model.name, model.layer_types, model.mlp_layer_types) == (nano.name, nano.layer_types, nano.mlp_layer_types)
+    assert (model.mamba, imported.unknown, imported.refused) == (nano.mamba, {}, [])
+    staged = read_configuration(text.replace(letters, f"{letters[:20]}|{letters[20:]}/*E"))
+    assert layout_of(staged)["layout"] == f"E{'t' * 20}|{'t' * 32}mL"
+    assert staged.run["model"]["num_nextn_predict_layers"] == 1

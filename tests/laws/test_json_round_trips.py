@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from laws.counting import law
 from laws.values import values_of
-from planner.answer import MemoryAnswer, Plan, PricedLayout
+from planner.answer import Plan, PricedLayout
+from planner.answer.memory import MemoryAnswer
 from planner.decide.compare import Comparison
 from planner.decide.job import Resume
 from planner.decide.phases import PhaseAnswer

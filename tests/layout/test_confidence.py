@@ -7,12 +7,13 @@ import math
 import pytest
 
 from planner.answer import Plan
-from planner.layout.confidence import HOST_WIDTH, width_terms
+from planner.layout.confidence import HOST_WIDTH, TRACED_WIDTH, VISION_WIDTH, width_terms
 from planner.layout.evaluate import evaluate
 from planner.physics.pricing import Pricing
 from planner.search.search import plan
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
+from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
@@ -65,6 +66,20 @@ def test_routing_and_scale_each_widen_the_step() -> None:
     shares = [p.step.breakdown.tp_comm_s / p.step.step_s for p in (few, many)]
     assert shares[0] == pytest.approx(shares[1], rel=0.05)  # the same exchanges: only the scale differs
     assert _width(many) > _width(few)
+
+
+def test_a_tower_and_layers_traced_in_another_trainer_each_widen_the_step() -> None:
+    tower = load_model("1b").model_copy(update={"vision": object(), "traced": object()})
+    cluster, training = ClusterSpec(hardware="h100", num_gpus=8), TrainingSpec(seq_length=4096, global_batch_size=32)
+    best = _evaluated().best
+
+    def width(model: ModelSpec, runtime: str) -> float:
+        pricing = Pricing(model=model, training=training, cluster=cluster, runtime=load_runtime(runtime))
+        return width_terms(pricing, best, 0.0)["layers"]
+
+    assert width(load_model("1b"), "megatron") == 0
+    assert width(tower, "torch-eager") == VISION_WIDTH
+    assert width(tower, "megatron") == pytest.approx(math.hypot(VISION_WIDTH, TRACED_WIDTH))
 
 
 def test_the_more_of_a_step_is_the_hosts_the_wider_it_is() -> None:

@@ -234,4 +234,4 @@ def test_fine_tuning_fills_the_fullest_of_many_ranks_with_few_experts_most() -> 
     run = parse_run({"run": asked | {"model": "qwen3-30b", "adapters": {"rank": 8}}})
     pricing = pricing_of(run.model, run.cluster, run.training, run.runtime)
     assert [round(float(pricing.imbalance(ep)), 2) for ep in (1, 4, 8)] == [1.0, 1.37, 1.72]
-    assert parse_run({"run": asked | {"model": "moonlight", "adapters": {"rank": 8}}}).training.moe_spread == 0
+    assert parse_run({"run": asked | {"model": "moonlight", "adapters": {"rank": 8}}}).training.moe_spread == 0.01

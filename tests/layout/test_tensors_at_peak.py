@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from planner.answer import MemoryOfStage, MemoryTensor, Plan
+from planner.answer import Plan
+from planner.answer.memory import MemoryOfStage, MemoryTensor
 from planner.layout.alive import MAX_ACTIONS, explore, shown, step_of
 from planner.layout.candidate import Candidate
 from planner.layout.evaluate import evaluate

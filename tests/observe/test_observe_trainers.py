@@ -109,6 +109,43 @@ def test_the_breakdown_is_timers(tmp_path: Path) -> None:
     assert any("synchronises" in note for note in seen.notes)
 
 
+# saforem2's notes of 2024-04-21; karpathy/nanochat#147; build-nanogpt; verl's FSDPSFTTrainer; fms-fsdp; PaddleNLP
+ARGONNE = (
+    "[2024-04-21 02:45:{0:02}][INFO][training:1251] -  iteration=  {1}/  317892 | "
+    "elapsed_time_per_iteration_ms=2007.8 | global_batch_size=  256 | "
+    "actual_seqlen= 4096 | samples_per_second=127.5 | TFLOPs=159.66 |"
+)
+CHAT = "step {1:05d}/21400 (0.02%) | loss: 8.89 | lrm: 1.00 | dt: 989.44ms | tok/sec: 529,882 | mfu: 74.13 | total"
+NANO = "step {1:4d}| loss: 10.93 | lr: 6.0000e-05 | norm: 27.0145  | dt: 2713.86ms | tok/sec: 193189.05"
+SFT = "step:{1} - train/loss:0.723 - train/lr(1e-3):0.0096 - train/time(s):2.81"
+FMS = "step: {1}\nloss: 3.1\nreserved memory: 72345678848\ncurrent step time: 1.2355\noverall step time: 1.3"
+PADDLE = (
+    "loss: 1.1, learning_rate: 2e-06, global_step: {1}0, interval_runtime: 808.1, interval_samples_per_second: 0.198, "
+    "interval_steps_per_second: 0.012, epoch: 10.0"
+)
+CHATTED = NEW.replace("{0}", "{1}0").replace("14,130", "{0:02},130")  # no line says the batch
+
+
+@pytest.mark.parametrize(
+    ("line", "trainer", "step_s"),
+    [
+        (ARGONNE, "megatron-deepspeed", 2.0078), (CHAT, "nanochat", 0.98944), (NANO, "nanochat", 2.71386),
+        (SFT, "verl", 2.81), (FMS, "fms-fsdp", 1.2355), (PADDLE, "paddlenlp", 80.81), (CHATTED, "deepspeed", 0.2),
+    ],
+)  # fmt: skip
+def test_a_line_of_a_step_is_read_as_its_trainer_means_it(
+    tmp_path: Path, line: str, trainer: str, step_s: float
+) -> None:
+    seen = read(tmp_path, "\n".join(line.format(10 + 2 * step, step) for step in range(1, 7)))
+    assert (seen.facts.trainer, seen.step_s) == (trainer, pytest.approx(step_s))
+
+
+def test_micro_batches_of_an_older_deepspeed_are_no_steps(tmp_path: Path) -> None:
+    said = BATCH.replace("train_batch_size", "gradient_accumulation_steps").replace("320", "4")
+    text = "\n".join([said, *(OLDEST.format(10 + 5 * step, 20 * step) for step in range(1, 5))])
+    assert read(tmp_path, text).step_s == 1.0
+
+
 LINES = list(iterations([1.0] * 9))
 
 

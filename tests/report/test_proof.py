@@ -55,7 +55,7 @@ def test_the_bound_counts_what_was_searched_and_names_what_was_not() -> None:
         "chunks": "equal",
     }
     said = says_bound(report(searched=searched, unsearched=("offloading", "fp8")))
-    for part in ("2 sets of modules", "1 of 3 switches free", "equal inner chunks", "offloading, fp8"):
+    for part in ("2 sets of recomputed modules", "1 of 3 switches free", "equal inner chunks", "offloading, fp8"):
         assert part in said
     assert len(said) < 240, "two lines and a half of the answer"
 

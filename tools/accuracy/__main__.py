@@ -11,10 +11,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from planner.errors import SpecError, exit_code_of
+from planner.errors import SpecError
 from planner.files import write_text
 from planner.validate.rows import load_rows
 from planner.validate.score import evaluate_rows
+from tools import exit_code_of
 from tools.accuracy.finetunes import show_runs
 from tools.accuracy.plans import show_plans
 from tools.accuracy.scatter import points_of, scatter_page

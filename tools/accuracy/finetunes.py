@@ -246,11 +246,11 @@ def _tuned(row: Finetune) -> Tuned:
     interval, memory = layout.step.step_s_interval, layout.worst_stage.memory
     width_s, width_bytes = half_width(interval or (1.0, 1.0)), half_width(memory.total_bytes_interval or (1.0, 1.0))
     seconds = {
-        other.what: [(math.log(other.seconds * priced.step.step_s / layout.step.step_s), other.share)]
+        other.what: [(math.log(other.seconds * priced.step.step_s / layout.step.step_s), other.share, 0.0)]
         for other, priced in others
     }
     room = {
-        other.what: [(math.log(priced.worst_stage.memory.total_bytes / memory.total_bytes), other.share)]
+        other.what: [(math.log(priced.worst_stage.memory.total_bytes / memory.total_bytes), other.share, 0.0)]
         for other, priced in others
     }
     low, high = mixture_interval(width_s, seconds)

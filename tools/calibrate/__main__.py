@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from planner.errors import SpecError, exit_code_of
+from planner.errors import SpecError
+from tools import exit_code_of
 
 
 def main(arguments: Sequence[str]) -> None:

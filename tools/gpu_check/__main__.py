@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner.distribution import install_line
-from planner.errors import PlannerError, SpecError, exit_code_of
+from planner.errors import PlannerError, SpecError
 from planner.files import refuse_to_overwrite, write_text
 from planner.specs.registry import load_hardware
+from tools import exit_code_of
 from tools.gpu_check.report import REHEARSAL, GpuCheck, page
 
 PAGE = "docs/GPU_CHECK.md"

@@ -20,7 +20,7 @@ _MAX_DEPTH, _MAX_GPUS = 24, 10**7
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StartedScript:
     """The script that a manifest starts, and the GPUs that it asks for."""
 
     script: str
@@ -30,7 +30,7 @@ class Job:
     """The profile of the GPUs that it asks for; None where it names none that ships."""
 
 
-def job_of(text: str) -> Job | None:
+def job_of(text: str) -> StartedScript | None:
     """The job of a manifest, or of a script with Slurm's directives; None for any other text."""
     for row in shipped_table("export/dialects.yaml")["manifests"].values():
         if all(re.search(mark, text, re.MULTILINE) for mark in row["marks"]):
@@ -40,10 +40,10 @@ def job_of(text: str) -> Job | None:
     asked = re.search(
         r"^#SBATCH.*?(?:gres|gpus(?:-per-node)?|G)[= ](?:gpu:)?([A-Za-z]\w*(?:-\w+)*)", text, re.MULTILINE
     )
-    return Job(text, hardware=_profile(asked[1])) if asked is not None else None
+    return StartedScript(text, hardware=_profile(asked[1])) if asked is not None else None
 
 
-def _of_row(data: Mapping[str, Any], row: Mapping[str, Any]) -> Job:
+def _of_row(data: Mapping[str, Any], row: Mapping[str, Any]) -> StartedScript:
     """The job of a manifest whose fields a row of the table names."""
     commands = _at(data, row["script"])
     script = "\n".join(map(str, commands)) if isinstance(commands, list) else str(commands or "")
@@ -56,12 +56,14 @@ def _of_row(data: Mapping[str, Any], row: Mapping[str, Any]) -> Job:
     for name, value in row.get("sets", {}).items():
         if (known := said.get(value, value)) is not None:
             given.setdefault(name, str(known))
-    return Job(_with(given, script), each and nodes * each, kind)
+    return StartedScript(_with(given, script), each and nodes * each, kind)
 
 
-def _of_kubernetes(documents: list[Mapping[str, Any]]) -> Job:
+def _of_kubernetes(documents: list[Mapping[str, Any]]) -> StartedScript:
     """The job of the container that has most to say, and of the files it starts from a ConfigMap, on all pods' GPUs."""
     pods = [pod for document in documents for pod in _pods(document, 1, 0)]
+    # Ray's jobs have a command of their own
+    pods += [({"command": ["sh", "-c", said]}, 1) for one in documents if (said := _at(one, "spec.entrypoint"))]
     starts = [pod for pod in pods if pod[0].get("command") or pod[0].get("args")]
     if not starts:
         raise SpecError("no container of the manifest has a command", _HINT)
@@ -78,7 +80,7 @@ def _of_kubernetes(documents: list[Mapping[str, Any]]) -> Job:
     maps = [document.get("data") for document in documents if document.get("kind") == "ConfigMap"]
     held = {str(name): str(inner) for data in maps if isinstance(data, Mapping) for name, inner in data.items()}
     held_too = "".join(f"\n{inner}" for name, inner in held.items() if re.search(rf"/{re.escape(name)}\b", script))
-    return Job(_with(given, script + held_too), sum(replicas * each for replicas, each in asks) or None)
+    return StartedScript(_with(given, script + held_too), sum(replicas * each for replicas, each in asks) or None)
 
 
 def _pods(part: Any, replicas: int, depth: int) -> Iterator[tuple[Mapping[str, Any], int]]:

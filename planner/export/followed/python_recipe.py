@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -62,8 +63,13 @@ def _as_key(value: Any) -> Any:
 class Evaluator:
     """Works out what functions of a file return; the files that it imports are read if they lie in the same tree."""
 
-    def __init__(self, config: ConfigFile, never_followed: frozenset[str] = frozenset()) -> None:
-        self.steps, self.depth, self.never_followed = 0, 0, never_followed
+    def __init__(
+        self,
+        config: ConfigFile,
+        never_followed: frozenset[str] = frozenset(),
+        known: Callable[[CallRecord], Mapping[str, Any]] = lambda record: {},
+    ) -> None:
+        self.steps, self.depth, self.never_followed, self.known = 0, 0, never_followed, known
         self.num_signs = 0
         self._calls: list[CallRecord] = []
         self.modules: dict[str, PythonModule] = {}
@@ -227,6 +233,8 @@ class Evaluator:
             owner = self.value(node.func.value, scope)
             handled, value = method_value(owner, node.func.attr, arguments, keywords)
             if handled:
+                if isinstance(value, CallRecord):
+                    value.fields |= self.known(value)
                 return value
         name = told(node.func)
         if isinstance(node.func, ast.Name) and isinstance(scope.get(name), Unknown):

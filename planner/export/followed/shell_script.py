@@ -98,9 +98,22 @@ def _num_options(words: list[str]) -> int:
     return sum(word.startswith("--") for word in words)
 
 
+_CHUNKS = re.compile(r"^#PBS\s+-l\s+select=(\d+)\S*?:ngpus=(\d+)", re.MULTILINE)
+_BATCH_NODES, _BATCH_GPUS = (
+    re.compile(r"^#BSUB\s+-nnodes\s+(\d+)", re.M),
+    re.compile(r"^#BSUB\s+-gpu.*?\bnum=(\d+)", re.M),
+)
+"""Nodes, and GPUs of each, as PBS and LSF are asked for them."""
+
+
 def _directives(text: str) -> dict[str, str]:
-    """Options of the lines that begin with #SBATCH."""
+    """Options of the lines that begin with #SBATCH; nodes and GPUs of PBS's and LSF's as Slurm calls them."""
     directives: dict[str, str] = {}
+    if (chunks := _CHUNKS.search(text)) is not None:
+        directives = {"nodes": chunks[1], "gpus-per-node": chunks[2]}
+    nodes, gpus = _BATCH_NODES.search(text), _BATCH_GPUS.search(text)
+    if nodes is not None and gpus is not None:
+        directives = {"nodes": nodes[1], "gpus-per-node": gpus[1]}
     for line in re.findall(r"^#SBATCH[ \t]+(.+?)[ \t]*(?:#.*)?$", text, re.MULTILINE):
         for name, value in re.findall(r"--?([A-Za-z][\w-]*)(?:[=\s]+([^\s-]\S*))?", line):
             directives[name] = value

@@ -15,10 +15,12 @@ from planner.export.followed.shell_script import Script, read_script
 from planner.export.imported_run import ConfigFile, ImportedRun, json_of, yaml_of
 from planner.export.keyed_settings import refused_settings
 from planner.export.megatron.keyed_reading import add_lora
+from planner.export.megatron.model_options import HYBRID_OPTIONS
 from planner.export.megatron.option_rows import BRIDGE, FLAGS, OF_BRIDGE, READ_FLAGS, TANH, YARN, Options, options_of
 from planner.export.megatron.script_reading import run_of
 from planner.export.named_models import Model, model_called
 from planner.specs.reading import kind_of
+from planner.specs.registry import load_model
 from planner.trainers.rules.facts import every_nth
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -123,6 +125,7 @@ _VALUED = {
     "model.num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
     "model.num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
     "model.recompute_modules": "--recompute-modules",
+    **{f"model.{name.removeprefix('--').replace('-', '_')}": name for name in sorted(HYBRID_OPTIONS)},
     "model.window_size": "--window-size",
     "mixed_precision.fp8": "--fp8-format",
     "mixed_precision.fp4": "--fp4-format",
@@ -197,18 +200,27 @@ def fields_of(record: CallRecord) -> dict[str, Any]:
     """Paths and values of a configuration that was followed; classes and dtypes by their names."""
     fields: dict[str, Any] = {}
     for path, value in record.flat():
-        if isinstance(value, CallRecord):
-            value = value.kind.rpartition(".")[2]
+        value = _named(value)
         if isinstance(value, (str, int, float, list, dict)) or value is None:
             fields[path] = value
         elif isinstance(value, Unknown):
             fields[path] = Unread(str(value))
+    model = record.get("model")
+    if isinstance(model, CallRecord) and isinstance(model.defaults.get("hidden_size"), int):
+        # a class of the tree that says the sizes of a model
+        unset = {f"model.{name}": value for name, value in model.defaults.items() if f"model.{name}" not in fields}
+        fields |= {path: _named(value) for path, value in unset.items() if path in READ_FIELDS}
     precision = record.get("mixed_precision")
     if isinstance(precision, CallRecord):
         set_fields = {path: value for path, value in fields.items() if path.startswith("mixed_precision.")}
         defaults = {f"mixed_precision.{name}": value for name, value in precision.defaults.items()}
         fields |= {p: v for p, v in defaults.items() if p in READ_FIELDS} | precision_named(precision.kind) | set_fields
     return fields
+
+
+def _named(value: Any) -> Any:
+    """A value; classes, functions and dtypes by their names."""
+    return value.kind.rpartition(".")[2] if isinstance(value, CallRecord) else value
 
 
 class Unread(str):
@@ -332,7 +344,7 @@ def read_bridge(config: ConfigFile) -> ImportedRun:
 
 
 def _read_recipe(config: ConfigFile) -> ImportedRun:
-    evaluator = Evaluator(config)
+    evaluator = Evaluator(config, known=_provided)
     record = chosen_recipe(evaluator, config.recipe, _MARKS)
     if record is None:
         raise SpecError("no function of the file returns a recipe that can be followed", "give the recipe's own file")
@@ -405,6 +417,15 @@ def _of_kind(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, list)) else None
 
 
+def _provided(record: CallRecord) -> dict[str, Any]:
+    """The layers of a provider of a model of the hub, which recipes count to lay out its pipeline."""
+    name = next((argument for argument in record.arguments if isinstance(argument, str)), "")
+    if not record.kind.endswith(".to_megatron_provider") or (model := model_called(name)) is None:
+        return {}
+    spec = load_model(model)
+    return {"num_layers": spec.num_hidden_layers, "mtp_num_layers": spec.num_nextn_predict_layers}
+
+
 def _hub_name(record: CallRecord) -> str:
     """The repository of the hub that the recipe's model comes from."""
     model = record.fields.get("model")
@@ -415,17 +436,12 @@ def _hub_name(record: CallRecord) -> str:
 def _run(fields: Fields, script: Script, recipe: str, hub_name: str = "") -> ImportedRun:
     launched = {name: words for name, words in options_of(script.words).items() if name in _RANKS}
     options = {**launched, **options_of_fields(fields)}
-    is_hybrid = bool(fields.get("model.hybrid_layer_pattern") or fields.get("model.hybrid_override_pattern"))
-    is_described = "--hidden-size" in options and not is_hybrid
-    named = None if is_described else model_called(hub_name) or model_of_recipe(recipe)
+    named = None if "--hidden-size" in options else model_called(hub_name) or model_of_recipe(recipe)
     if named is not None:
         # providers of mixtures have it unasked, unlike Megatron-LM
         options.setdefault("--moe-token-dispatcher-type", ["alltoall"])
         options.setdefault("--hidden-dropout", ["0.0"])
     imported = run_of(options, script, "bridge", named=named)
-    if is_hybrid and named is None:
-        # what its options describe is no hybrid
-        imported.run["model"], imported.model_name = None, hub_name or recipe or "a hybrid of attention and Mamba"
     imported.run["runtime"] = "bridge"
     if imported.run["model"] is not None and named is None:
         imported.run["model"] |= model_fields(fields, recipe)

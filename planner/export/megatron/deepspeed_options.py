@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from planner.errors import SpecError
 from planner.export.imported_run import ImportedRun
 from planner.export.keyed_settings import table
+from planner.export.megatron.model_options import PATTERNS
 from planner.export.megatron.option_rows import Options, number, text
 
 MARKS = {
@@ -142,18 +143,24 @@ def check_is_gpt(words: Sequence[str], options: Options) -> None:
         r"\b(swift|megatron|llamafactory-cli)\s+(infer|deploy|export|eval|sample|rollout|chat)", begun
     ):
         refuse_other(rows["commands"].get(other[2], "no training"), begun)
+    for what, where in _others(words, options, programs):
+        if not (what.startswith("Mamba") and any(name in options for name in PATTERNS)):
+            refuse_other(what, where)
+
+
+def _others(words: Sequence[str], options: Options, programs: str) -> Iterator[tuple[str, str]]:
+    """Kinds of model by programs, options and their values, and the words that say them."""
+    rows = table()["no_decoder"]
     for pattern, what in rows["programs"].items():
         if re.search(pattern, programs):
-            refuse_other(
-                what, next((word for word in words if re.search(pattern, word)), programs).strip().splitlines()[0]
-            )
+            yield what, next((word for word in words if re.search(pattern, word)), programs).strip().splitlines()[0]
     for pattern, what in rows["options"].items():
         if option := next((name for name in options if re.match(pattern, name)), None):
-            refuse_other(what, option)
+            yield what, option
     for option, marks in rows["values"].items():
-        [(pattern, what)] = marks.items()
-        if re.search(pattern, " ".join(options.get(option, []))):
-            refuse_other(what, option)
+        for pattern, what in marks.items():
+            if re.search(pattern, " ".join(options.get(option, []))):
+                yield what, option
 
 
 def refuse_other(what: str, where: str) -> NoReturn:

@@ -14,6 +14,7 @@ from planner.export.megatron.option_rows import (
     decimal,
     given,
     layer_flags,
+    number,
     read_fields,
     sections_of,
     size,
@@ -22,6 +23,8 @@ from planner.export.megatron.option_rows import (
 from planner.export.named_models import vocabulary_of
 from planner.export.run_settings import ROTARY_BASE, listed, stated
 from planner.export.trainer_files import Arguments
+from planner.specs.architectures.derivations import InexpressibleError
+from planner.specs.architectures.layer_lists import block_pattern
 from planner.specs.model import ModelSpec
 from planner.specs.units import is_count
 from planner.trainers.rules.facts import every_nth, rotary_method
@@ -230,6 +233,53 @@ def _has(model: ModelSpec, section: str) -> bool:
     return parts.get(section, True)
 
 
+PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+_SCANS = {"--mamba-state-dim": 128, "--mamba-head-dim": 64, "--mamba-num-groups": 8}
+"""Options of scans, and their values unasked (core/transformer/transformer_config.py)."""
+HYBRID_OPTIONS = frozenset({*PATTERNS, *_SCANS, "--mamba-num-heads"})
+_CHUNK_SIZE = 128
+"""Tokens of a chunk of core's scan (core/ssm/mamba_mixer.py)."""
+
+
+def _pattern(options: Options) -> list[str]:
+    """Letters of a hybrid's layers, with bars between stages, then those of each prediction; [""] for no hybrid."""
+    return next((text(options, name) for name in PATTERNS if name in options), "").strip("\"'").split("/")
+
+
+def with_pattern(options: Options) -> Options:
+    """The options with the layers, stages and predictions that a hybrid's pattern says."""
+    main, *predicted = _pattern(options)
+    if not main:
+        return options
+    stages = main.split("|")
+    said = {"--num-layers": [str(sum(map(len, stages)))]}
+    if len(stages) > 1:
+        letters = "|".join("t" * len(stage) for stage in stages)
+        said["--pipeline-model-parallel-layout"] = [f"E{letters}{'m' * len(predicted)}L"]
+    return {**options, **said, **({"--mtp-num-layers": [str(len(predicted))]} if predicted else {})}
+
+
+def _hybrid(options: Options, fields: Fields) -> Fields:
+    """The layers of a hybrid, each a mixer or an MLP alone, in place of those that other options say."""
+    main = _pattern(options)[0]
+    if not main:
+        return {}
+    try:
+        found: Fields = dict(block_pattern({"hybrid_override_pattern": main}))
+    except InexpressibleError as error:
+        raise SpecError(str(error), "give a pattern of M, *, - and E") from None
+    state, head_dim, groups = (number(options, name, unasked) or unasked for name, unasked in _SCANS.items())
+    heads = number(options, "--mamba-num-heads") or 2 * fields["hidden_size"] // head_dim
+    if "M" in main:
+        found["mamba"] = {
+            "state_size": state, "intermediate_size": heads * head_dim, "num_heads": heads, "n_groups": groups,
+            "chunk_size": _CHUNK_SIZE,
+        }  # fmt: skip
+    moe = fields.get("moe") if "E" in main else None
+    found["moe"] = moe and {**moe, "moe_layer_freq": 1, "first_k_dense_replace": 0}
+    return {**found, "intermediate_size": _width(options) if "-" in main else None}
+
+
 def read_model(options: Options) -> dict[str, Any]:
     """Fields of a ModelSpec. Raises SpecError where a size is missing or is no number."""
     absent = {
@@ -237,7 +287,5 @@ def read_model(options: Options) -> dict[str, Any]:
         "experts": "--num-experts" not in options,
         "latent": "--multi-latent-attention" not in options,
     }
-    return {
-        "name": "imported",
-        **read_fields((section for name, section in _SECTIONS.items() if not absent.get(name)), options),
-    }
+    fields = read_fields((section for name, section in _SECTIONS.items() if not absent.get(name)), options)
+    return {"name": "imported", **fields, **_hybrid(options, fields)}

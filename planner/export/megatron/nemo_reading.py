@@ -149,7 +149,11 @@ def read_nemo(config: ConfigFile) -> ImportedRun:
             )
         return _second_version(record)
     if re.search(r"(trainer|model)\.(strategy|config|devices|num_nodes)", config.text):
-        return _second_version(_record_of_overrides(config))
+        imported = _second_version(_record_of_overrides(config))
+        factory = re.search(r"--factory[ =]['\"]?(\w+)", config.text)
+        if factory is not None and imported.run["model"] is None:
+            imported.run["model"], imported.model_name = model_called(factory[1]), factory[1]
+        return imported
     return _first_version(config.text)
 
 

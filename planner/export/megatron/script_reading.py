@@ -17,7 +17,7 @@ from planner.export.megatron.deepspeed_options import (
     is_megatron_deepspeed,
     read_zero,
 )
-from planner.export.megatron.model_options import MODEL_OPTIONS, read_model
+from planner.export.megatron.model_options import HYBRID_OPTIONS, MODEL_OPTIONS, PATTERNS, read_model, with_pattern
 from planner.export.megatron.option_rows import Options, broken_rows, number, options_of, read_fields, text
 from planner.export.megatron.option_rows import table as option_table
 from planner.export.megatron.plan_options import (
@@ -78,6 +78,11 @@ _UNASKED = {
     "--exp-avg-sq-dtype": ("fp32",),
     "--num-experts": ("1",),
     "--moe-token-dispatcher-type": ("allgather",),
+    "--spec": tuple(
+        f"{left}megatron.core.models.{kind}.{kind}_layer_specs {kind}_stack_spec{right}"
+        for kind in ("hybrid", "mamba")
+        for left, right in (("", ""), ("[", "]"))
+    ),
 }
 """Options with the values that Megatron-LM has unasked: they say nothing new."""
 _NEEDED_BY_OTHERS = {
@@ -99,7 +104,9 @@ def sort_unread(options: Options, read: Collection[str], imported: ImportedRun) 
         (imported.ignored if is_harmless else imported.unknown)[name] = " ".join(values)
 
 
-READ_OPTIONS = frozenset({"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS})
+READ_OPTIONS = frozenset(
+    {"--global-batch-size", "--seq-length", *FEATURE_OPTIONS, *LAYOUT_OPTIONS, *MODEL_OPTIONS, *HYBRID_OPTIONS}
+)
 """The options that are read."""
 _SIZES = ("--num-layers", "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--model-parallel-size")
 
@@ -113,7 +120,7 @@ def read_megatron(config: ConfigFile) -> ImportedRun:
     for name in ("TOKENIZER_MODEL", "TOKENIZER", "HF_MODEL_CKPT"):
         if name in script.variables and not text(options, "--tokenizer-model"):
             options["--tokenizer-model"] = script.variables[name]
-    if not any(name in options for name in _SIZES):
+    if not any(name in options for name in (*_SIZES, *PATTERNS)):
         raise SpecError("the script passes no Megatron-LM arguments", _what_it_is(words))
     if not is_megatron_deepspeed(options):
         return run_of(options, script, "megatron")
@@ -214,6 +221,7 @@ _PARSERS = {"megatron": ("parser", "main"), "slime": ("parser",), "primus": ("pa
 def _run_of(
     options: Options, script: Script, source: str, also_read: Collection[str], named: Model | None
 ) -> ImportedRun:
+    options = with_pattern(options)
     model = read_model(options) if "--num-layers" in options and named is None else named
     described = {**options, **_options_of_model(named)} if named is not None else options
     imported = ImportedRun(

@@ -45,7 +45,7 @@ from planner.probe.rank.pipeline import ActionTimes, GroupWires, RankClock, Step
 from planner.probe.rank.training import Parameters, RankTrainer, batch_seed, dtypes, synthetic_batch
 from planner.probe.result import ChunkSeconds, ProbeCheck, ProbedMemory, RankResult, StepSeconds, TimedAction, shown
 from planner.probe.run import ChunkSpec, ProbeRun, Repeats, spread_fraction
-from planner.probe.torch_build import this_build
+from planner.probe.torch_build import watched
 from planner.specs.base import Texts
 
 REFERENCE = "reference is computed"
@@ -333,8 +333,7 @@ class Worker:
         number = 0 if visible == 1 else self.local_rank
         if number >= visible:
             raise RuntimeError(f"no GPU for rank {self.rank}, number {number} of its machine: torch sees {visible}")
-        self.monitor = Monitor(partial(this_build().state, str(torch.cuda.get_device_properties(number).uuid)))
-        self.monitor.before()
+        self.monitor = watched(number)
         self.device = f"cuda:{number}"
         torch.cuda.set_device(self.device)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 from planner.layout.candidate import Split, even_counts, held_parts
-from planner.layout.seconds import reduce_overlap_fraction, sharded_each_time
+from planner.layout.seconds import each_time_overlap_fraction, reduce_overlap_fraction, sharded_each_time
 from planner.physics.cost import CostTable, PartCost, sum_parts
 from planner.physics.memory import sent_bytes
 from planner.physics.pricing import Pricing
@@ -243,7 +243,7 @@ def node_of(
         empty_ends=runtime.head_only_stage,
         sharded_each_time=sharded_each_time(int(shape.zero_stage), pp),
         contention_fraction=runtime.contention_fraction,
-        fsdp_overlap_fraction=runtime.fsdp_overlap_fraction,
+        fsdp_overlap_fraction=each_time_overlap_fraction(runtime, shape),
         passes_behind=passes_behind(schedule, pp, vpp),
         lead_passes=lead_passes(schedule, vpp),
         gradient_overlap_fraction=float(reduce_overlap_fraction(runtime, shape)),

@@ -29,7 +29,6 @@ from planner.search.bounds import exceeds_all_ranks, layer_bytes
 from planner.search.case import Case
 from planner.search.chain import best_split
 from planner.search.enumerate import (
-    IntArray,
     Rejections,
     check_expressible,
     enumerate_shapes,
@@ -41,7 +40,7 @@ from planner.search.frontier import nodes_of
 from planner.search.ilp.node import RecomputeChoice, node_of, split_of
 from planner.search.ilp.program import MAX_TRIES, shorter
 from planner.search.priced_shapes import PricedShapes, fits, priced_shapes
-from planner.shape import FloatArray, Shape
+from planner.shape import FloatArray, IntArray, Shape
 from planner.specs.training import Parallelism, Recompute
 from planner.specs.units import gib
 from planner.trainers.spec import RuntimeSpec

@@ -315,8 +315,8 @@ def shards_experts(model: ModelSpec, fsdp: Any, tp: Number, ep: Number, num_repl
     return (num_shards <= model.moe.num_experts) | ((width % pieces == 0) & (model.hidden_size % pieces == 0))
 
 
-def tunes(training: TrainingSpec) -> bool:
-    """True for a step of so few tokens that the run is likely fine-tuning."""
+def is_tuning(training: TrainingSpec) -> bool:
+    """True for a training of so few tokens a step that it is likely a fine-tuning."""
     return training.global_batch_size * training.seq_length <= TUNING_TOKENS
 
 
@@ -341,7 +341,7 @@ FACTS: Final[Mapping[str, Any]] = {
         has_dense_layers, expert_width, shared_expert_width, kv_heads, instances, splits_states, unsplit_state,
         has_sparse_kinds, reads_before, unplain_kinds, core_yarn_scale, other_llama3, other_yarn, norms_queries_twice,
         megatron_activations, family_of, is_gemma, is_of_no_recipe, is_gpt_oss, fsdp_ranks, shards_experts,
-        tunes, has_more_experts, is_recomputable,
+        is_tuning, has_more_experts, is_recomputable,
     )
 }  # fmt: skip
 """Names that expressions of rules.yaml know beside a job's own fields."""

@@ -6,7 +6,7 @@ A condition judges one shape, or an array of them, in one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from typing import Any, Final, Literal
@@ -116,10 +116,19 @@ def _rules(path: str, runtime: RuntimeSpec | None, core: str) -> Iterator[Rule]:
         if isinstance(row, str):
             yield from _rules(row, runtime, core)
         elif "set" in row:
-            yield from _rules(row["set"], runtime, value_at(row["core"], {}, None))
+            rules = _rules(row["set"], runtime, value_at(row["core"], {}, None) if "core" in row else core)
+            yield from (_unless(row["unless"], rule) for rule in rules) if "unless" in row else rules
         elif row["reason"] == (reason or row["reason"]) and _is_in(row, runtime, core):
             is_bound = "since" in row or any("runtime." in text for text in row.values())
             yield rule_of(row, runtime, core) if is_bound else _alone(name, number)
+
+
+@cache
+def _unless(text: str, rule: Rule) -> Rule:
+    """A rule that is not about models of which an expression is true."""
+    return replace(
+        rule, holds=lambda model, *others: value_at(text, {"model": model}, None) or rule.holds(model, *others)
+    )
 
 
 def _is_in(row: Mapping[str, str], runtime: RuntimeSpec | None, core: str) -> bool:
