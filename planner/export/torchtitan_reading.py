@@ -37,6 +37,7 @@ _POLICIES = {"FullAC": "full", "PlannedAC": "full", "SelectiveAC": "selective", 
 _CONVERTERS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
 """Beginnings of the names of converters of linear layers, and the dtype that they compute in."""
 _MAX_SHOWN_CHARACTERS = 80
+_ROW = dialect("torchtitan")
 
 
 def read_recipe(config: ConfigFile) -> tuple[Settings, dict[str, str]]:
@@ -125,29 +126,6 @@ def _module(config: ConfigFile) -> str:
     return ""
 
 
-_OLD = {
-    "training.batch_size": "training.local_batch_size",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "training.data_parallel_type": "parallelism.data_parallel_type",
-    "training.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
-    "training.context_parallel_degree": "parallelism.context_parallel_degree",
-    "training.fsdp_reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
-    "experimental.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
-    "parallelism.enable_async_tensor_parallel": "compile.enable_async_tensor_parallel",
-    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
-    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
-    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
-    "experimental.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatches",
-    "experimental.pipeline_parallel_split_points": "parallelism.pipeline_parallel_split_points",
-    "float8.enable_float8_linear": "float8.enable",
-    "quantize.linear.float8.recipe_name": "float8.recipe_name",
-}
-"""Settings of older versions, and their names today."""
-
-
 def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[str, str]]:
     """Settings, and those whose values only a run would know; `script` holds the text's words.
 
@@ -169,7 +147,7 @@ def read_settings(config: ConfigFile, script: Script) -> tuple[Settings, dict[st
 
 def of_today(settings: Settings) -> Settings:
     """Settings under today's names, with the dtype that converters ask for."""
-    settings = {_OLD.get(name, name): value for name, value in settings.items()}
+    settings = {_ROW.renamed.get(name, name): value for name, value in settings.items()}
     return settings | _converted(settings)
 
 
@@ -257,28 +235,6 @@ _LESS_LAYERS = (
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
 )
-_READ = {
-    *_SIZES, *_LESS_LAYERS, _REPLICAS, _SHARDS, "model.name", "model.flavor", "model.published", "model.converters",
-    "job.converters", "recipe", "module", "config", "base", "dtype", "training.local_batch_size",
-    "training.global_batch_size", "training.seq_len", "training.num_tokens_per_microbatch_per_dp_rank",
-    "training.num_tokens_per_train_step", "training.max_context_length", "training.compile",
-    "parallelism.expert_tensor_parallel_degree", "parallelism.pipeline_parallel_schedule",
-    "parallelism.num_pp_microbatches", "parallelism.pipeline_parallel_microbatch_size",
-    "parallelism.pipeline_parallel_microbatches", "parallelism.pipeline_parallel_layers_per_stage",
-    "parallelism.module_fqns_per_model_part", "parallelism.enable_sequence_parallel",
-    "parallelism.fsdp_reshard_after_forward", "activation_checkpoint", "activation_checkpoint.mode",
-    "activation_checkpoint.selective_ac_option", "compile.enable", "compile.components",
-    "compile.enable_async_tensor_parallel", "float8.recipe_name", "float8.enable", "debug.deterministic",
-}  # fmt: skip
-_IGNORED = re.compile(
-    r"(job|profiling|profiler|metrics|optimizer|lr_scheduler|checkpoint|comm|validation|validator|debug|dataloader|fault"
-    r"|eval|experimental\.custom|fault_tolerance|memory_estimation)\b"
-    r"|model\.(tokenizer|hf_assets|print|norm_type|attn_backend)|hf_assets|dump_folder"
-    r"|training\.(dataset|mock_data|steps|max_norm|seed|gc_|warmup_steps|disable_cuda|pipeline_parallel)"
-    r"|parallelism\.(spmd|context_parallel_load|disable_loss_parallel)|training\.disable_loss_parallel"
-    r"|compile\.backend|float8\.(filter|fqns|precompute|enable_fsdp)|quantize\.|mx\."
-    r"|activation_checkpoint\.(per_op|early_stop|preserve)"
-)
 
 
 def read_torchtitan(config: ConfigFile) -> ImportedRun:
@@ -320,9 +276,8 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
         },
         refused=refused,
     )
-    row = dialect("torchtitan")
-    imported.assumed = {name: str(value) for name, value in row.left_out(settings).items()}
-    imported.documented = row.documented
+    imported.assumed = {name: str(value) for name, value in _ROW.left_out(settings).items()}
+    imported.documented = _ROW.documented
     _read_batch(imported, settings)
     _read_recompute(imported, settings, model)
     if model is None:
@@ -333,8 +288,8 @@ def run_of_settings(settings: Settings, num_gpus: int | None) -> ImportedRun:
     for name, value in settings.items():
         if name == "training.dtype" and value == "float32":
             imported.ignored[name] = value
-        elif name not in _READ:
-            (imported.ignored if _IGNORED.match(name) else imported.unknown)[name] = str(value)
+        elif name not in _ROW.read:
+            (imported.ignored if _ROW.is_harmless(name) else imported.unknown)[name] = str(value)
     return imported
 
 

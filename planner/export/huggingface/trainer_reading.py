@@ -36,10 +36,10 @@ from planner.export.keyed_settings import (
     is_on,
     mapping_of,
     number,
+    overrides_of,
     refused_settings,
     settings_of,
     table,
-    value_of,
 )
 from planner.export.keyed_settings import num_gpus as launched_gpus
 from planner.export.megatron.deepspeed_options import refuse_other
@@ -48,34 +48,7 @@ from planner.export.megatron.option_rows import options_of
 from planner.export.named_models import Model, exported_gpus, exported_model, model_called, num_layers_of
 from planner.specs.training import MLP
 
-_SEQUENCE = (
-    "max_seq_length", "max_seq_len", "block_size", "cutoff_len", "sequence_len", "model_max_length", "max_length",
-    "max_source_length", "seq_length", "context_length",
-)  # fmt: skip
-_BATCH = (
-    "per_device_train_batch_size",
-    "per_gpu_train_batch_size",
-    "micro_batch_size",
-    "train_micro_batch_size_per_gpu",
-)
-_MODEL = (
-    "model_name_or_path",
-    "base_model",
-    "model_id",
-    "model",
-    "model_id_or_path",
-    "model_name",
-    "actor_model_name_or_path",
-    "pretrained_model_name_or_path",
-    "base_model_name_or_path",
-)
-_NARROWER = ("only_optimize_lora", "freeze_layers", "unfrozen_parameters", "freeze_trainable_layers", "peft_type")
-"""Settings that train less than the model in ways that are not priced."""
 _FULL = (None, "", "full", 0, "0", False, "false", "False", "none", "LORA")
-_OTHERS = ("neftune_noise_alpha", "unsloth", "use_unsloth")
-_PACKING = ("packing", "sample_packing")
-_COMPILING = ("torch_compile",)
-_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing")
 _NAMED_BY = re.compile(r"[^\s\"'=]*\$[^\s\"']*\.ya?ml")
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")
 """A YAML's name with variables of the shell in it, and each of them."""
@@ -83,26 +56,21 @@ _CALLS = re.compile(
     r"(TrainingArguments|\w*(SFT|DPO|CPO|GRPO|Reward|Trainer|Sft|KTO|ORPO|Lora|LoRA)(Config|Arguments)"
     r"|BitsAndBytesConfig|get_peft_model|(^|\.)\w*Trainer)$"
 )
-_GRID = {
-    "tensor_parallel_size": "tp_size", "context_parallel_size": "cp_size", "sequence_parallel_size": "cp_size",
-    "sequence_parallel_degree": "cp_size", "cp_size": "cp_size", "tp_size": "tp_size", "dp_shard_size": "dp_shard_size",
-    "dp_replicate_size": "dp_replicate_size", "context_parapllel_size": "cp_size",
-}  # fmt: skip
-"""Settings of a grid, and Accelerate's names for them (parallelism_config)."""
+_SPELLED = {what: tuple(names.split()) for what, names in table()["huggingface"]["spelled"].items()}
+_SEQUENCE, _BATCH, _MODEL, _NARROWER, _OTHERS, _PACKING, _CHECKPOINTING = (
+    _SPELLED[what] for what in ("sequence", "batch", "model", "narrower", "others", "packing", "checkpointing")
+)
+_GRID: Mapping[str, str] = table()["huggingface"]["grid"]
+_SAME = {
+    name: [name for word in others.split() for name in _SPELLED.get(word, (word,))]
+    for name, others in table()["huggingface"]["same"].items()
+}
 _ROW = dialect("huggingface")
-_READ = {
-    *_ROW.read, *_SEQUENCE, *_BATCH, *_MODEL, *_NARROWER, *_OTHERS, *_PACKING, *_COMPILING, *_CHECKPOINTING, *_GRID,
-}  # fmt: skip
+_READ = {*_ROW.read, *_GRID, *(name for names in _SPELLED.values() for name in names)}
 _TOOLS = tuple(map(dialect, ("llamafactory", "axolotl", "ms-swift", "trl", "transformers")))
 """Trainers around Hugging Face's, of which the first is meant whose marks the settings have."""
 _BY_ACCELERATE = ("trl", "transformers")
 """Trainers whose launch says how they are sharded, in a file of Accelerate's."""
-_SAME = {"per_device_train_batch_size": _BATCH, "micro_batch_size": _BATCH, "max_length": _SEQUENCE, "bf16": ("fp16",),
-         "cutoff_len": _SEQUENCE, "sequence_len": _SEQUENCE, "lora_target": ("lora_target_modules", "target_modules"),
-         "gradient_checkpointing": (*_CHECKPOINTING, "disable_gradient_checkpointing"), "tuner_type": ("train_type",
-         "sft_type"), "lora_rank": ("lora_r", "lora_dim"),
-         "torch_dtype": ("dtype", "fp16", "float16", "float32")}  # fmt: skip
-"""Settings under any of whose names a default is overridden."""
 
 
 def tool_of(settings: Settings, text: str = "") -> Dialect:
@@ -219,7 +187,7 @@ def run_of_arguments(keyed: KeyedSettings, config: ConfigFile, tool: Dialect | N
     imported.microbatches_per_rank = steps or imported.microbatches_per_rank or (1 if batch else None)
     stage = {} if is_off(settings.get("deepspeed")) else {"zero_stage": layout.get("zero_stage")}
     known = {**settings, **stage, "said": said, "num_gpus": run["num_gpus"]}
-    imported.refused = refused_settings(known, "huggingface", tool.name)
+    imported.refused = refused_settings(known, "huggingface", "accelerate", tool.name)
     read_fine_tuning(imported, settings)
     _list_unread(imported, settings)
     for name, value in said.items():
@@ -415,10 +383,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Any, int | None]:
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)
         name = next(iter(options.get("--config", [])), "")
-        overrides = {
-            path: value_of(value) for path, equals, value in (word.partition("=") for word in words)
-            if equals and re.fullmatch(r"[a-z_][\w.]*", path)
-        }  # fmt: skip
+        overrides = overrides_of(words)
         gpus = launched_gpus(options, script) or (1 if "single_device" in " ".join(words) else None)
         text = config.beside(name) or ""
         if not text:
