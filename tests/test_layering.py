@@ -97,7 +97,7 @@ ALLOWED = {
 EXTERNAL = {
     "jinja2": {"export/trainer_files.py"},
     "pulp": {"search/ilp"},
-    "torch": {"probe", "profile", "trace/worker.py"},
+    "torch": {"probe", "profile", "trace/worker.py", "trace/run.py"},
     "mcp": {"serve/mcp_server.py"},
     "mcp_types": {"serve/mcp_server.py"},
     "starlette": {"serve"},

@@ -12,7 +12,19 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from planner.cli.options import ASSUMED, DTYPES, FINETUNE, JOB, LAYOUT, OUTPUT, RUN, SEARCH, PlanOptions, declared
+from planner.cli.options import (
+    ASSUMED,
+    DTYPES,
+    FINETUNE,
+    JOB,
+    LAYOUT,
+    OUTPUT,
+    RUN,
+    SEARCH,
+    PlanOptions,
+    command_rows,
+    declared,
+)
 from planner.distribution import DISTRIBUTION, __version__
 from planner.errors import SpecError, one_line
 from planner.trainers.shipped import calibration_date
@@ -32,140 +44,7 @@ class CommandRow(NamedTuple):
     """The first sentence of its help, which lists and completions show without loading the module."""
 
 
-COMMANDS = {
-    "evaluate": CommandRow(
-        "decide", "planner.cli.plan_command", "evaluate_command", "Price a given layout, fit or not, or a file of many."
-    ),
-    "explain": CommandRow(
-        "decide",
-        "planner.cli.explain_command",
-        "explain_command",
-        "Say why the best layout is the best or, with some of its axes pinned, why those are not chosen.",
-    ),
-    "sweep": CommandRow(
-        "decide",
-        "planner.cli.sweep_command",
-        "sweep_command",
-        "Plan a job on many numbers and kinds of GPUs, and say which are the fewest, the cheapest and the fastest.",
-    ),
-    "compare": CommandRow(
-        "decide",
-        "planner.cli.views",
-        "compare_command",
-        "Say what differs between plans, probes and runs (imported, observed), and why one is "
-        "faster: terms that add up.",
-    ),
-    "next": CommandRow(
-        "decide",
-        "planner.cli.next_command",
-        "next_command",
-        "Say which one short run to do next: that whose step saves most of the long run, and what it would decide.",
-    ),
-    "memory": CommandRow(
-        "decide",
-        "planner.cli.views",
-        "memory_command",
-        "Show the tensors that are alive when a stage's memory is fullest: which, of what shape, and who frees them.",
-    ),
-    "export": CommandRow(
-        "launch",
-        "planner.cli.export_command",
-        "export_command",
-        "Write the files that a trainer or a scheduler takes as they are, or say what it cannot express.",
-    ),
-    "import": CommandRow(
-        "launch",
-        "planner.cli.import_command",
-        "import_command",
-        "Read the configuration of a run you have, price it, and say what the planner would do instead, and why.",
-    ),
-    "probe": CommandRow(
-        "launch",
-        "planner.cli.probe_command",
-        "probe_command",
-        "Run the plan's pipeline for a few steps, and put measured beside predicted.",
-    ),
-    "check": CommandRow(
-        "launch",
-        "planner.cli.import_command",
-        "check_command",
-        "Say whether a launch file starts, fits and is no worse than the one it replaces: for reviews and pipelines.",
-    ),
-    "observe": CommandRow(
-        "watch",
-        "planner.cli.observe_command",
-        "observe_command",
-        "Read a run's log: its steady step, what made steps slow, memory, where the wall time "
-        "went; beside the prediction.",
-    ),
-    "rebalance": CommandRow(
-        "watch",
-        "planner.cli.rebalance_command",
-        "rebalance_command",
-        "Move layers between stages that a probe found slow and fast, and say what it gains.",
-    ),
-    "show": CommandRow(
-        "look",
-        "planner.cli.views",
-        "show_command",
-        "Print again what was saved: a plan, a sweep, phases, a comparison, a probe, an observed or imported run.",
-    ),
-    "report": CommandRow(
-        "",
-        "planner.cli.views",
-        "report_command",
-        "Write a plan as one HTML file that needs nothing else: stages, memory, seconds, schedule, "
-        "alternatives, inputs.",
-    ),
-    "trace": CommandRow(
-        "",
-        "planner.cli.views",
-        "trace_command",
-        "Write one step of a plan as a trace: passes, exchanges, waits, memory of every stage, arrows between stages.",
-    ),
-    "mcp": CommandRow(
-        "look",
-        "planner.cli.mcp_command",
-        "mcp_command",
-        "Offer the planner to agents as tools of the Model Context Protocol, over stdin and stdout.",
-    ),
-    "serve": CommandRow(
-        "look",
-        "planner.cli.serve_command",
-        "serve_command",
-        "Serve the planner as a page: controls change the plan, its memory and its timeline",
-    ),
-    "schedule": CommandRow(
-        "look", "planner.cli.schedule", "schedule_command", "Draw, time or compare pipeline schedules."
-    ),
-    "models": CommandRow(
-        "set up",
-        "planner.cli.catalogue",
-        "models_command",
-        "List the models, show one with its sources, or trace a module of your own into a model file.",
-    ),
-    "hardware": CommandRow(
-        "set up", "planner.cli.catalogue", "hardware_command", "List the hardware, or show one with its sources."
-    ),
-    "profile": CommandRow(
-        "set up",
-        "planner.cli.profile_command",
-        "profile_command",
-        "Measure this machine into a hardware profile that plan --hardware reads; eight minutes on a GPU.",
-    ),
-    "validate": CommandRow(
-        "set up",
-        "planner.cli.validate_command",
-        "validate_command",
-        "Hold the planner against published training runs, or against your own.",
-    ),
-    "doctor": CommandRow(
-        "set up",
-        "planner.cli.doctor_command",
-        "doctor_command",
-        "Say what is installed, and what commands lack here: one screen to paste into an issue.",
-    ),
-}
+COMMANDS = {name: CommandRow(*row) for name, row in command_rows().items()}
 """Every command beside the main job, in the order of the help."""
 GROUPS = {
     group: ", ".join(name for name, row in COMMANDS.items() if row.group == group)

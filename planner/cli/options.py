@@ -1,4 +1,4 @@
-"""The options of all commands: `options.json` has a row for each, and a command declares a parameter of its type.
+"""Commands and their options: `options.json` has a row for each, and a command declares a parameter of its type.
 
     def plan_command(ctx: typer.Context, asked: PlanOptions, json: bool = False) -> None:
 
@@ -73,11 +73,22 @@ class CliOption(NamedTuple):
 
 
 @cache
+def _data() -> dict[str, dict[str, Any]]:
+    data: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "options.json").read_text(encoding="utf-8"))
+    return data
+
+
+def command_rows() -> dict[str, list[str]]:
+    """The rows of all commands beside the main job: group, module, function, and the first sentence of the help."""
+    return _data()["commands"]
+
+
+@cache
 def _rows() -> dict[str, dict[str, CliOption]]:
-    text = (Path(__file__).parent / "options.json").read_text(encoding="utf-8")
     return {
         owner: {name: CliOption(heading, *row) for heading, rows in headings.items() for name, row in rows.items()}
-        for owner, headings in json.loads(text).items()
+        for owner, headings in _data().items()
+        if owner != "commands"
     }
 
 

@@ -18,8 +18,8 @@ from planner.export.keyed_settings import (
     mapping_of,
     num_gpus,
     number,
+    overrides_of,
     resolved,
-    value_of,
 )
 from planner.export.megatron.keyed_reading import EXPERT_TARGETS, read_keys
 from planner.export.megatron.option_rows import options_of
@@ -147,12 +147,9 @@ def _merged(config: ConfigFile, depth: int = 0) -> Settings:
         parent, overrides = own.get("defaults"), flat(own)
     else:
         words = read_script(config.text, config.beside).words
-        options = options_of(words)
-        pairs = [word.lstrip("+").partition("=") for word in words]
-        overrides = {path: value_of(value) for path, equals, value in pairs if equals and re.match(r"[a-z]", path)}
-        overrides |= {name[2:]: value_of(given[0]) for name, given in options.items() if "." in name and given}
+        overrides = overrides_of(words)
         named = (after for word, after in pairwise(words) if word in ("--config", "-c"))
-        parent = next(named, None) or next(iter(options.get("--config", [])), None)
+        parent = next(named, None) or next(iter(options_of(words).get("--config", [])), None)
     text = config.beside(str(parent)) if parent and depth < _PARENTS else None
     where = None if config.path is None else config.path.parent / str(parent)
     before = _merged(ConfigFile(text, where), depth + 1) if text is not None else {}

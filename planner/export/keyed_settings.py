@@ -192,6 +192,16 @@ def value_of(text: str) -> Any:
         return text
 
 
+def overrides_of(words: Sequence[str]) -> Settings:
+    """The settings that words like `a.b=1`, `+a.b=1` and `--a.b 1` override, by their paths."""
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    found = {
+        path: value_of(value) for path, equals, value in pairs if equals and re.fullmatch(r"[A-Za-z_][\w.@/-]*", path)
+    }
+    dotted = {name[2:]: given[0] for name, given in options_of(words).items() if "." in name and given}
+    return found | {path: value_of(value) for path, value in dotted.items()}
+
+
 def flat(data: Mapping[str, Any], prefix: str = "") -> Settings:
     """Nested tables as `section.name`."""
     settings: Settings = {}

@@ -29,7 +29,13 @@ from planner.schedule.actions import Schedule
 from planner.schedule.graph import to_torch_csv
 from planner.specs.model import ModelSpec
 from planner.trainers.rules.common import BF16_ONLY, has_groups, rotary_method
-from planner.trainers.rules.torch import TORCH_CLASSES, TORCH_EAGER_RULES, TORCH_MODEL_RULES, TORCH_SCHEDULE_RULES
+from planner.trainers.rules.torch import (
+    MODULE_RULE,
+    TORCH_CLASSES,
+    TORCH_EAGER_RULES,
+    TORCH_MODEL_RULES,
+    TORCH_SCHEDULE_RULES,
+)
 
 _HINT = "give a plan.torch.yaml that plan export wrote"
 _AXES = ("tp", "cp", "dp", "ep", "micro_batch_size")
@@ -116,7 +122,8 @@ def _recompute(data: Mapping[str, Any], chunks: list[Any], counts: list[int]) ->
 
 WRITTEN_FOR = "torch 2.13"
 PLAN_FILE, PIPELINING_FILE = "plan.torch.yaml", "pipelining.json"
-_RUNNER = "planner.probe.worker"
+_RUNNER, _MODULE_RUNNER = "planner.probe.worker", "planner.trace.run"
+"""The program of ranks, and that for a module of the user's own."""
 _RECOMPUTABLE = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
 """Modules that the runner can recompute by themselves."""
 
@@ -126,7 +133,8 @@ def export_torch(plan: Plan) -> TrainerFiles:
 
     Raises Inexpressible where torch's runtime or the runner cannot run the plan.
     """
-    stages = virtual_stages(plan.best, plan.model.spec.num_hidden_layers)
+    stages, traced = virtual_stages(plan.best, plan.model.spec.num_hidden_layers), plan.model.spec.traced
+    runner = _RUNNER if traced is None else _MODULE_RUNNER
     _check_expressible(plan, stages)
     order = order_of(plan.best)
     notes = _notes(plan)
@@ -137,11 +145,11 @@ def export_torch(plan: Plan) -> TrainerFiles:
         ExportFile(PIPELINING_FILE, json.dumps(_pipelining(plan, stages, order), indent=2) + "\n"),
     )
     command = LaunchCommand(
-        program=f'-m {_RUNNER} --config "$PLAN_DIR"/{PLAN_FILE}',
+        program=f'-m {runner} --config "$PLAN_DIR"/{PLAN_FILE}',
         arguments={},
         requirements=(
             Requirement("torch", "everything", "torch", "2.9", install_line("probe", here=False)),
-            Requirement("planner.probe.worker", "the runner", hint=install_line("probe", here=False)),
+            Requirement(runner, "the runner", hint=install_line("probe", here=False)),
         ),
         environment=node_environment(plan),
         comments=comments,
@@ -152,7 +160,7 @@ def export_torch(plan: Plan) -> TrainerFiles:
 
 def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
     """Raise Inexpressible, with every reason, where torch's runtime or the runner cannot run the plan."""
-    rules = (*TORCH_MODEL_RULES, *TORCH_EAGER_RULES, BF16_ONLY)
+    rules = (*TORCH_MODEL_RULES, *TORCH_EAGER_RULES, MODULE_RULE, BF16_ONLY)
     objections = Objections("torch", broken_rules(rules, plan), hint_for(plan, "torch-eager", TORCH_MODEL_RULES))
     check_order(plan, stages, objections)
     check_modules(stages, objections)
@@ -162,6 +170,8 @@ def _check_expressible(plan: Plan, stages: tuple[VirtualStage, ...]) -> None:
 def _notes(plan: Plan) -> tuple[str, ...]:
     """Differences between the plan and what the runner does."""
     notes = ["the runner trains on random tokens and saves nothing: it shows that the layout runs, and how fast"]
+    if plan.model.spec.traced is not None:
+        notes.append("MODULE=module:FILE.py:FACTORY in the environment says where the module is on the nodes")
     kept = sorted(set(plan.as_planned.parallelism.recompute_modules) - _RECOMPUTABLE)
     if kept:
         notes.append(f"the runner does not recompute {', '.join(kept)} by themselves: they are kept")

@@ -16,6 +16,7 @@ from planner.export.keyed_settings import (
     flat,
     is_on,
     number,
+    overrides_of,
     refuse_unset,
     refused_settings,
     resolved,
@@ -59,13 +60,11 @@ def _overrides(config: ConfigFile) -> tuple[Settings, str]:
         data = yaml_of(config.text, "give the configuration's file")
         return resolved(flat(data) if isinstance(data, dict) else {}), ""
     script = read_script(config.text, config.beside)
-    found: Settings = {}
     words = max(script.commands, key=lambda words: sum("=" in word for word in words), default=[])
-    for word in words:
-        path, equals, value = word.partition("=")
-        if equals and re.fullmatch(r"\+{0,2}[A-Za-z_][\w.@/-]*", path):
-            path = path.lstrip("+")
-            found[path] = value_of(value) if value or path not in script.unset else f"${{{script.unset[path]}}}"
+    found = {
+        path: f"${{{script.unset[path]}}}" if value is None and path in script.unset else value
+        for path, value in overrides_of(words).items()
+    }
     gpus = script.variables.get("nproc_per_node") or []
     launched = re.search(r"--nproc[-_]per[-_]node[ =](\d+)", " ".join(words))
     if launched or gpus:

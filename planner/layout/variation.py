@@ -376,7 +376,7 @@ def with_unsaid(candidate: Candidate, layout: PricedLayout, says_switches: bool 
 
     `says_switches` is true for a run that says all but `SELDOM_SAID`, or the names of those that it says.
     """
-    unsaid, interval_s = _unsaid(candidate, says_switches), layout.step.step_s_interval
+    unsaid, interval_s = unsaid_switches(candidate, says_switches), layout.step.step_s_interval
     if not unsaid or interval_s is None:
         return layout
     step_s, choices = layout.step.step_s, defaultdict[str, list[Choice]](list)
@@ -404,7 +404,7 @@ SELDOM_SAID = ("packed_documents", "natural_routing")
 """Features that a run which says others may still leave unsaid: what its data does, and no option of its trainer."""
 
 
-def _unsaid(candidate: Candidate, says_switches: bool | Collection[str]) -> list[tuple[UnsaidSwitch, Pricing]]:
+def unsaid_switches(candidate: Candidate, says_switches: bool | Collection[str]) -> list[tuple[UnsaidSwitch, Pricing]]:
     """The likely values that move this layout's step by over 2%, the one that moves it most first."""
     said = says_switches if not isinstance(says_switches, bool) else SWITCHES.keys() - SELDOM_SAID
     about = SWITCHES.keys() - (said if says_switches else ())

@@ -118,7 +118,10 @@ class PartCost:
 
     def take(self, index: Any) -> PartCost:
         """The costs with every array replaced by its entry at `index`."""
-        return PartCost(**{name: _at(cost, index) for name, cost in zip(_NAMES, _costs(self), strict=True)})
+        costs = zip(_NAMES, _costs(self), strict=True)
+        # as `_at` says, without a call for each
+        taken = {name: cost[index] if isinstance(cost, np.ndarray) and cost.ndim else cost for name, cost in costs}
+        return PartCost(**taken)
 
     def stacked(self, parts: Sequence[PartCost], index: Any) -> PartCost:
         """The entries at `index` of several parts, one part's after the other's; this has them where all are the same.

@@ -207,7 +207,7 @@ def communicators(shape: Shape) -> Number:
 UNEVEN_FRACTION = 0.12
 """Share of allocated memory that the allocator holds beside it where experts get other tokens in every layer and step,
 so that few blocks are used again. Ten mixtures that ms-swift fine-tuned reserved 6 to 49% more than the price without
-it, of dense models three 7 to 15%; two of Primus took 7 and 10% less."""
+it, of dense models three 7 to 15%; two of Primus on AMD's GPUs took 7 and 10% less, where none is."""
 
 
 def reserved_bytes(allocated_bytes: Number, shape: Shape, hardware: HardwareSpec, lost_fraction: float) -> Number:

@@ -92,7 +92,7 @@ def state_update_s(
         total = total + stream_s(hardware, num_bytes, 0, "optimizer")
         total = total + 2 * states_of(tensor, runtime).paged_bytes / hardware.host.bytes_per_s
         if row.newton_schulz_steps and tensor.kind == "matrix":
-            total = total + row.newton_schulz_steps * _orthogonal_s(tensor, hidden_size, tp, hardware)
+            total = total + row.newton_schulz_steps * _orthogonal_s(tensor, hidden_size, tp, hardware, row)
     return total
 
 
@@ -120,18 +120,23 @@ def _tensors(items: Sequence[Item], hidden_size: int, expert: bool) -> Iterator[
             yield from tensors_of(op, hidden_size)
 
 
-def _orthogonal_s(tensor: Tensor, hidden_size: int, tp: Number, hardware: HardwareSpec) -> Number:
-    """Seconds of one step on a matrix; tensor-parallel ranks each compute the whole of it (--muon-tp-mode duplicated).
+def _orthogonal_s(tensor: Tensor, hidden_size: int, tp: Number, hardware: HardwareSpec, row: Optimizer) -> Number:
+    """Seconds of one step on a matrix, of which tensor-parallel ranks each compute the whole, or share two products.
 
-    Of a split product, the dimension that is not the hidden state's is split.
+    Of a split product, the dimension that is not the hidden state's is split. Ranks that share sum the first product,
+    a square of the hidden state's width in fp32, over the fastest links.
     """
     rows = where(tensor.rows == hidden_size, tensor.rows, tensor.rows * tp)
     columns = where(tensor.rows == hidden_size, tensor.columns * tp, tensor.columns)
     short, long = minimum(rows, columns), maximum(rows, columns)
+    summed: Number = 0.0
+    if row.splits_products:
+        short, long = where(tp > 1, hidden_size, short), where(tp > 1, rows * columns / hidden_size / tp, long)
+        summed = 2 * (1 - 1 / tp) * FP32 * short**2 / hardware.tiers[0].bytes_per_s
     fraction = hardware.efficiency.gemm.forward_fraction
 
     def seconds(m: Number, n: Number, k: Number) -> Number:
         return product_s(hardware, "bf16", fraction, 1, m, n, k)
 
-    each = seconds(short, short, long) + seconds(short, short, short) + seconds(short, long, short)
+    each = seconds(short, short, long) + seconds(short, short, short) + seconds(short, long, short) + summed
     return tensor.copies * each

@@ -106,7 +106,7 @@ class Pricing:
     def lost_fraction(self) -> float:
         """The share of allocated memory that the allocator holds beside it."""
         hardware = self.cluster.hardware
-        uneven = self.training.moe_spread > 0 and hardware.efficiency.evidence != "probed"
+        uneven = self.training.moe_spread > 0 and not hardware.is_amd and hardware.efficiency.evidence != "probed"
         return hardware.reserved.fragmentation_fraction + memory.UNEVEN_FRACTION * uneven
 
     def table(self, shape: Shape, modes: Sequence[Recompute] = ("none", "selective", "full")) -> CostTable:

@@ -62,6 +62,11 @@ def require_layers(plan: Plan) -> None:
             f"training.objective: {plan.training.objective.name} cannot be probed: the probe learns the next token",
             "probe a plan with --objective lm",
         )
+    if plan.model.spec.traced is not None:
+        raise ProbeError(
+            f"{plan.model.name} cannot be probed: its layers are those of a module of your own",
+            "plan export PLAN.json --to torch writes a job that times the module, on a CPU too",
+        )
     objection = runner_objection(plan.model.spec, plan.training)
     if objection is not None:
         raise ProbeError(

@@ -124,10 +124,8 @@ def _is_close(first: Compared, other: Compared) -> bool:
 def _facts(comparison: Comparison, names: Sequence[str], facts: Sequence[str]) -> RenderableType:
     if not facts:
         return Text("nothing of the job, the layout or the recipe")
-    table = headed(("", *names), "l" + "w" * len(names), style="dim")
-    for name in facts:
-        table.add_row(name, *(_value(value) for value in comparison.differences[name]))
-    return table
+    rows = ((name, *map(_value, comparison.differences[name])) for name in facts)
+    return headed(("", *names), "l" + "w" * len(names), rows, style="dim")
 
 
 def _value(value: Value | None) -> str:
@@ -135,12 +133,13 @@ def _value(value: Value | None) -> str:
 
 
 def _memory(comparison: Comparison, names: Sequence[str], items: Sequence[str]) -> Table:
-    table = headed(("", *names), "l" + "w" * len(names), style="dim")
     words = {**MEMORY, "peak_allocated_bytes": "peak of the allocator"}
-    for name in (item for item in words if item in items):
-        values = comparison.differences[name]
-        table.add_row(words[name], *("–" if value is None else gibibytes(float(value)) for value in values))
-    return table
+    rows = (
+        (word, *("–" if value is None else gibibytes(float(value)) for value in comparison.differences[name]))
+        for name, word in words.items()
+        if name in items
+    )
+    return headed(("", *names), "l" + "w" * len(names), rows, style="dim")
 
 
 def _waterfall(

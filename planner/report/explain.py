@@ -11,16 +11,14 @@ from rich.text import Text
 from planner.answer import Layout, PricedLayout
 from planner.report.causes import Difference, matters, memory_differences, step_differences
 from planner.report.format import fits_with, gibibytes, percent, seconds, signed_seconds
-from planner.report.labels import MEMORY, corrections_title, manner, sizes
-from planner.report.pieces import as_group, bullets, columns, section
-from planner.report.recipe import LEAST_GAIN, named
+from planner.report.labels import LEAST_GAIN, MEMORY, corrections_title, manner, named, sizes
+from planner.report.pieces import as_group, bullets, columns, headed, section
 from planner.report.rows import Table
 from planner.report.small import room_lines, rows_of
 from planner.report.terminal import table
 from planner.report.view import change_table
 from planner.search.why.explanation import ChangedAssumption, Constraint, Explanation
 from planner.search.why.recipe import OtherValue, RecipeTable, SwitchWorth
-from planner.specs.hardware import Correction
 from planner.trainers.switches import written
 
 
@@ -45,7 +43,8 @@ def render_explanation(answer: Explanation) -> Iterator[RenderableType]:
     if answer.hint and not answer.asked:
         yield Text(f"What helps: {answer.hint}.")
     if answer.corrections:
-        yield section(corrections_title(answer.corrections), _corrections(answer.corrections))
+        found = columns("lw", ((correction.name, correction.says) for correction in answer.corrections))
+        yield section(corrections_title(answer.corrections), found)
     if not answer.asked:
         yield from _small_job(answer)
         yield from _why_this(answer)
@@ -71,13 +70,6 @@ def _small_job(answer: Explanation) -> Iterator[RenderableType]:
         yield section("Room, all else as it is", table(Table(room_lines(answer.room))))
 
 
-def _corrections(corrections: Iterable[Correction]) -> RichTable:
-    table = columns("lw")
-    for correction in corrections:
-        table.add_row(correction.name, correction.says)
-    return table
-
-
 def _layouts(answer: Explanation) -> RichTable:
     table = columns("lwr")
     table.add_row("best", sizes(answer.best.parallelism), seconds(answer.best.step.step_s))
@@ -93,12 +85,12 @@ def _layouts(answer: Explanation) -> RichTable:
 
 
 def _why_refused(answer: Explanation) -> Iterator[RenderableType]:
-    table = columns("rlw")
-    for reason, count in answer.rejections.items():
-        example = Text(answer.rejection_examples.get(reason, ""), style="dim")
-        table.add_row(f"{count:,}", reason.replace("_", " "), example)
+    rows = (
+        (f"{count:,}", reason.replace("_", " "), Text(answer.rejection_examples.get(reason, ""), style="dim"))
+        for reason, count in answer.rejections.items()
+    )
     if answer.rejections:
-        yield section("Refused shapes among those asked for, by reason", table)
+        yield section("Refused shapes among those asked for, by reason", columns("rlw", rows))
     if answer.lifts:
         yield section("What would lift it, one change at a time", _lifts(answer))
     elif answer.hint:
@@ -106,31 +98,23 @@ def _why_refused(answer: Explanation) -> Iterator[RenderableType]:
 
 
 def _lifts(answer: Explanation) -> RichTable:
-    table = columns("lwrr")
-    for lift in answer.lifts:
-        table.add_row(
-            lift.change,
-            _named(lift.parallelism, answer.best.parallelism),
-            seconds(lift.step_s),
-            f"{lift.more_fraction:+.1%}",
-        )
-    return table
-
-
-def _heads(table: RichTable, *heads: str) -> None:
-    table.add_row(*(Text(head, style="dim") for head in heads))
+    best = answer.best.parallelism
+    return columns(
+        "lwrr",
+        (
+            (one.change, _named(one.parallelism, best), seconds(one.step_s), f"{one.more_fraction:+.1%}")
+            for one in answer.lifts
+        ),
+    )
 
 
 def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Difference]) -> RichTable:
-    table, like_s = columns("lrrr"), answer.best.step.step_s
-    _heads(table, "", "best", "asked", "difference")
-    for difference in shown:
-        table.add_row(
-            difference.label,
-            seconds(difference.best, like_s),
-            seconds(difference.other, like_s),
-            signed_seconds(difference.change, like_s),
-        )
+    like_s = answer.best.step.step_s
+    rows = (
+        (one.label, seconds(one.best, like_s), seconds(one.other, like_s), signed_seconds(one.change, like_s))
+        for one in shown
+    )
+    table = headed(("", "best", "asked", "difference"), "lrrr", rows, style="dim")
     step = (answer.best.step.step_s, pinned.step.step_s)
     table.add_row(
         "step", *(seconds(value, like_s) for value in step), signed_seconds(step[1] - step[0], like_s), style="bold"
@@ -139,14 +123,8 @@ def _seconds(answer: Explanation, pinned: PricedLayout, shown: Iterable[Differen
 
 
 def _memory(answer: Explanation, pinned: PricedLayout) -> RichTable:
-    table = columns("lrrr")
-    _heads(
-        table,
-        "",
-        f"best, stage {answer.best.worst_stage.stage}",
-        f"{'asked' if pinned.fits else 'nearest'}, stage {pinned.worst_stage.stage}",
-        "difference",
-    )
+    other = f"{'asked' if pinned.fits else 'nearest'}, stage {pinned.worst_stage.stage}"
+    table = headed(("", f"best, stage {answer.best.worst_stage.stage}", other, "difference"), "lrrr", style="dim")
     for difference in memory_differences(answer.best, pinned):
         if difference.best or difference.other:
             style = "bold" if difference.label == MEMORY["total_bytes"] else None
@@ -217,15 +195,11 @@ def _instead(assumption: ChangedAssumption, best: Layout) -> str:
 
 
 def _constraints(constraints: Iterable[Constraint]) -> RichTable:
-    table = columns("llw")
-    for constraint in constraints:
-        gain = f"{percent(constraint.gain_fraction)} more tokens a second" if constraint.binds else "nothing gained"
-        table.add_row(
-            constraint.name,
-            "binds" if constraint.binds else "slack",
-            f"{constraint.now}; with {constraint.moved}: {gain}",
-        )
-    return table
+    def row(one: Constraint) -> tuple[str, str, str]:
+        gain = f"{percent(one.gain_fraction)} more tokens a second" if one.binds else "nothing gained"
+        return one.name, "binds" if one.binds else "slack", f"{one.now}; with {one.moved}: {gain}"
+
+    return columns("llw", map(row, constraints))
 
 
 @as_group

@@ -188,21 +188,17 @@ def _memory(observation: Observation, prediction: Prediction | None) -> Renderab
 
 
 def _timers(observation: Observation) -> Table:
-    table = headed(("timer", "least", "most"), "lrr")
     ranked = sorted(observation.timers, key=lambda timer: -timer.max_s)
-    for timer in ranked[:_MOST_TIMERS]:
-        table.add_row(timer.name, seconds(timer.min_s), seconds(timer.max_s))
+    rows = ((timer.name, seconds(timer.min_s), seconds(timer.max_s)) for timer in ranked[:_MOST_TIMERS])
+    table = headed(("timer", "least", "most"), "lrr", rows)
     if len(ranked) > _MOST_TIMERS:
         table.add_row(f"and {len(ranked) - _MOST_TIMERS} smaller ones, in --json", "", "")
     return table
 
 
 def _terms(prediction: Prediction) -> Table:
-    table = columns("lr")
-    for name, value in prediction.breakdown.items():
-        if value:
-            table.add_row(BREAKDOWN.get(name, name), seconds(value))
-    return table
+    items = prediction.breakdown.items()
+    return columns("lr", ((BREAKDOWN.get(name, name), seconds(value)) for name, value in items if value))
 
 
 def _open(observed: Observed) -> Iterator[str]:
@@ -456,15 +452,14 @@ def _families(steps: Sequence[TraceStep]) -> RenderableType:
 
 
 def _groups(steps: Sequence[TraceStep]) -> Table:
-    table = headed(("group", "running", "behind computing", "exposed"), "lrrr")
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for step in steps:
         for group in step.groups:
             for index, value in enumerate((group.busy_s, group.hidden_s, group.exposed_s)):
                 total[group.group][index] += value / len(steps)
-    for name, values in sorted(total.items(), key=lambda item: -item[1][2]):
-        table.add_row(name, *map(seconds, values))
-    return table
+    ranked = sorted(total.items(), key=lambda item: -item[1][2])
+    rows = ((name, *map(seconds, values)) for name, values in ranked)
+    return headed(("group", "running", "behind computing", "exposed"), "lrrr", rows)
 
 
 def _exchanges(rows: Sequence[CollectiveTime]) -> Table:
@@ -486,10 +481,11 @@ def _snapshot(report: SnapshotReport) -> RenderableType:
     for part in report.parts:
         share = part.num_bytes / (report.peak_bytes or 1)
         table.add_row(part.category, f"{gibibytes(part.num_bytes)} GiB", percent(share), TextBar(share, _WIDEST_BAR))
-    table.add_row("peak, allocated", f"{gibibytes(report.peak_bytes)} GiB", "", "")
-    table.add_row("most reserved", f"{gibibytes(report.peak_reserved_bytes)} GiB", "", "")
-    table.add_row("free in blocks, at the end", f"{gibibytes(report.inactive_bytes)} GiB", "", "")
-    table.add_row("largest of them", f"{gibibytes(report.largest_free_block_bytes)} GiB", "", "")
+    for name, num_bytes in (
+        ("peak, allocated", report.peak_bytes), ("most reserved", report.peak_reserved_bytes),
+        ("free in blocks, at the end", report.inactive_bytes), ("largest of them", report.largest_free_block_bytes),
+    ):  # fmt: skip
+        table.add_row(name, f"{gibibytes(num_bytes)} GiB", "", "")
     lines = list(_snapshot_says(report))
     return Group(table, *(Text(line) for line in lines))
 

@@ -11,8 +11,7 @@ from typing import Literal
 
 from planner.answer import AS_PLANNED, Interval, PricedLayout, RobustStep, StagePlan
 from planner.report.format import SURE, fits_with, gibibytes, percent, seconds
-from planner.report.labels import manner, sizes
-from planner.report.recipe import differences
+from planner.report.labels import differences, manner, sizes
 
 Unit = Literal[
     "s", "tokens/s", "TFLOP/s", "fraction", "bytes", "days", "GPU-hours", "USD", "MWh", "1/day", "examples", "steps"

@@ -19,9 +19,8 @@ from rich.text import Text
 from planner.answer import Plan, PricedLayout
 from planner.report import small
 from planner.report.format import gibibytes, seconds
-from planner.report.labels import EVIDENCE_IN_BRIEF, says_deciding, says_scope, says_unsaid
+from planner.report.labels import EVIDENCE_IN_BRIEF, LINE, recipe_lines, says_deciding, says_scope, says_unsaid
 from planner.report.pieces import TextBar, bullets, columns, section
-from planner.report.recipe import LINE, recipe_lines
 from planner.report.rows import Entry, Figure, ReportSection, Robust, Table, entry_of
 from planner.report.view import View, seconds_table, stage_table, view_of
 

@@ -21,8 +21,11 @@ from planner.report.labels import (
     RANKED_FIRST,
     corrected,
     corrections_title,
+    environment_of,
     is_proven,
     manner,
+    recipe_heading,
+    recipe_lines,
     recomputed_modules,
     says_bound,
     says_deciding,
@@ -30,7 +33,6 @@ from planner.report.labels import (
     says_unsaid,
 )
 from planner.report.months import cost_figures, goodput_figures, says_sources, sustained_figure
-from planner.report.recipe import environment_of, recipe_heading, recipe_lines
 from planner.report.rows import (
     MFU,
     STAGE_HEADS,

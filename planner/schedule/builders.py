@@ -135,7 +135,7 @@ def breadth_first(
 def pipedream_2bw(pp: int, num_microbatches: int) -> Schedule:
     """1F1B whose steps follow each other without a flush, on two versions of the weights: gradients are one step stale.
 
-    The list holds one step, filled and drained; `replay.steady_step_s` gives the seconds that one more step adds.
+    The list holds one step, filled and drained; `compare` prices the seconds that one more step adds.
     Source: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training".
     """
     order = one_f_one_b(pp, num_microbatches)

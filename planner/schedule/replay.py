@@ -130,11 +130,6 @@ def _saved_bytes(schedule: Schedule, graph: Graph, durations: Durations) -> Floa
     return saved
 
 
-def steady_step_s(schedule: Schedule, twice: Schedule, durations: Durations) -> float:
-    """Seconds that one more step adds to a run without flushes: makespan of two steps in a row less that of one."""
-    return makespan_s(twice, durations) - makespan_s(schedule, durations)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
     """Durations laid out along a graph's actions, arrays of shape (n,)."""

@@ -65,9 +65,13 @@ class Case:
         """The same case without any pin."""
         return self.limited(**dict.fromkeys(self.pins))
 
+    def trained(self, **changes: Any) -> Case:
+        """The same case with other fields of its training."""
+        return replace(self, training=self.training.model_copy(update=changes))
+
     def with_batch(self, global_batch_size: int) -> Case:
         """The same case with another batch, in sequences."""
-        return replace(self, training=self.training.model_copy(update={"global_batch_size": global_batch_size}))
+        return self.trained(global_batch_size=global_batch_size)
 
     def on_gpus(self, num_gpus: int) -> Case:
         """The same case on another number of the same GPUs."""

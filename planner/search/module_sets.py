@@ -87,38 +87,6 @@ def _over_layers(pricing: Pricing, table: CostTable, mode: Recompute, quantity: 
     return np.atleast_1d(np.asarray(sum(count * getattr(part, quantity) for part, count in parts), dtype=float))
 
 
-def _is_beaten(modules: Modules, tables: dict[Modules, CostTable]) -> bool:
-    """True if another set, or recomputing all, takes no longer and keeps no more for any kernel and kind of layer.
-
-    If two sets are equal, the first one stays.
-    """
-    parts = _selective_parts(tables[modules])
-    if _is_no_worse([part for (_, mode), part in tables[modules].layers.items() if mode == "full"], parts):
-        return True
-    names = list(tables)
-    for other in names:
-        if other == modules:
-            continue
-        others = _selective_parts(tables[other])
-        is_equal = _is_no_worse(parts, others)
-        if _is_no_worse(others, parts) and (not is_equal or names.index(other) < names.index(modules)):
-            return True
-    return False
-
-
-def _selective_parts(table: CostTable) -> list[PartCost]:
-    return [part for (_, mode), part in table.layers.items() if mode == "selective"]
-
-
-def _is_no_worse(parts: Sequence[PartCost], others: Sequence[PartCost]) -> bool:
-    """True if each of `parts` takes no longer and keeps no more than the one of `others` that is of its kind."""
-    return all(
-        bool(np.all(np.asarray(part.total_s <= other.total_s * (1 + TINY))))
-        and bool(np.all(np.asarray(part.live_bytes <= other.live_bytes * (1 + TINY))))
-        for part, other in zip(parts, others, strict=True)
-    )
-
-
 def _undominated(saved: FloatArray, seconds: FloatArray) -> list[int]:
     """Rows (sets) that no other row beats in both bytes and seconds, in at least one column (kernel)."""
     useful = []
@@ -149,9 +117,7 @@ class ModuleSets:
     def of(cls, pricing: Pricing, table: CostTable, sets: Sequence[Modules]) -> ModuleSets:
         """Price the sets; `table` has the kernels in all modes, the selective one for the pricing's own set."""
         pricings = {modules: pricing.recomputing(modules) for modules in sets}
-        tables = {modules: priced_as.selective_table(table) for modules, priced_as in pricings.items()}
-        useful = {modules: priced for modules, priced in tables.items() if not _is_beaten(modules, tables)}
-        return cls({modules: pricings[modules] for modules in useful}, useful)
+        return cls(pricings, {modules: priced_as.selective_table(table) for modules, priced_as in pricings.items()})
 
     @cached_property
     def together(self) -> CostTable:

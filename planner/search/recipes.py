@@ -159,13 +159,13 @@ class Recipes:
             self._known[key] = candidate, under(candidate, runtime)
         return self._known[key][1]
 
-    def module_moves(self, candidate: Candidate) -> Iterator[Candidate]:
+    def module_moves(self, candidate: Candidate, fewer_alone: bool = False) -> Iterator[Candidate]:
         """The same layout with one module more recomputed selectively, or one fewer."""
         pricing = candidate.pricing
         if candidate.split.base != "selective":
             return
         chosen, known = set(pricing.selective_modules), pricing.runtime.recomputable_modules
-        for module in known:
+        for module in (name for name in known if name in chosen or not fewer_alone):
             modules = tuple(name for name in known if (name in chosen) != (name == module))
             moved = candidate.priced_as(pricing.recomputing(modules)) if modules else candidate
             if moved is not candidate and not any(broken_recipe_rules(setting_of(moved))):
@@ -180,7 +180,7 @@ class Recipes:
 
         while candidate.split.base == "selective":
             plain = replace(candidate, split=replace(candidate.split, base="none"))
-            fitting = [each for each in (*self.module_moves(candidate), plain) if each.fits]
+            fitting = [each for each in (*self.module_moves(candidate, fewer_alone=True), plain) if each.fits]
             lightest = min(fitting, key=busiest_s, default=candidate)
             if busiest_s(lightest) >= busiest_s(candidate):
                 break
@@ -251,7 +251,7 @@ def narrower(case: Case) -> Iterator[Case]:
     for dtype in NARROW_DTYPES:
         is_there = case.cluster.hardware.peak_flops(dtype) is not None and has_dtype(case.runtime, dtype)
         if is_there and dtype in case.limits.allow:
-            yield replace(case, training=case.training.model_copy(update={"dtype": dtype}))
+            yield case.trained(dtype=dtype)
 
 
 _ONLY_FASTER = ("bf16_gradients", "bf16_moments")

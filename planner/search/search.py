@@ -309,7 +309,7 @@ def batch_offer(found: Plan, case: Case, deadline: Deadline) -> BatchOffer | Non
 def risk_offer(best: Candidate, recipes: Recipes, deadline: Deadline) -> RiskOffer | None:
     """The faster layout that a larger risk would buy; None if none was found, or where no rule or risk is asked about.
 
-    The best layout with as few modules recomputed as then fit, or one that a first search finds beside it.
+    The best layout with as few modules recomputed as then fit or, where that gains nothing, what a first search finds.
     """
     limits = recipes.case.limits
     riskier = next((risk for risk in RISKS if risk > limits.oom_risk), None)
@@ -317,9 +317,10 @@ def risk_offer(best: Candidate, recipes: Recipes, deadline: Deadline) -> RiskOff
         return None
     case = recipes.case.limited(oom_risk=riskier)
     filling = best.priced_as(replace(best.pricing, headroom_bytes=headroom_bytes(best.pricing, case.limits)))
-    found = first_layouts(case, recipes, deadline, recipes.recomputing_less(filling))
-    fastest = filling if found is None else found.best
-    if fastest.step_s > best.step_s * (1 - LEAST_RISK_GAIN):
+    fastest, most_s = recipes.recomputing_less(filling), best.step_s * (1 - LEAST_RISK_GAIN)
+    found = first_layouts(case, recipes, deadline, filling) if fastest.step_s > most_s else None
+    fastest = fastest if found is None else found.best
+    if fastest.step_s > most_s:
         return None
     total_bytes = max(stage.total_bytes for stage in fastest.memory)
     capacity_bytes = best.pricing.cluster.hardware.memory_bytes

@@ -9,7 +9,7 @@ is proven about them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -99,21 +99,16 @@ def improved(candidate: Candidate, best_s: float) -> Candidate:
 
 
 def _moves(candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with one layer of its busiest rank on the idlest one, for each pair of their chunks."""
+    """The candidate with one layer of its busiest rank on the idlest one, from each of its chunks, the last first."""
     busy_s = [float(cost.total_s) for cost in candidate.rank_costs]
     busiest, idlest = int(np.argmax(busy_s)), int(np.argmin(busy_s))
     may_be_empty = candidate.pricing.runtime.head_only_stage
     counts, last = candidate.split.counts, len(candidate.split.counts) - 1
     sources = [stage for stage, rank in enumerate(candidate.placement) if rank == busiest]
-    targets = [stage for stage, rank in enumerate(candidate.placement) if rank == idlest]
-    for source in _ends_first(sources):
+    target = candidate.placement.index(idlest)
+    for source in (sources[-1], *sources[:-1]):
         if counts[source] > (0 if may_be_empty and source in (0, last) else 1):
-            for target in targets[:1]:
-                moved = list(counts)
-                moved[source] -= 1
-                moved[target] += 1
-                yield candidate.with_split(replace(candidate.split, counts=tuple(moved)))
-
-
-def _ends_first(stages: Sequence[int]) -> list[int]:
-    return [stages[-1], *stages[:-1]]
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            yield candidate.with_split(replace(candidate.split, counts=tuple(moved)))

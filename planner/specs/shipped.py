@@ -71,6 +71,7 @@ _OTHERS = {
     "deepseekr10528qwen38b": "qwen3-8b", "tinyllamav11": "tinyllama-1.1b", "minimaxm21": "minimax-m2",
     "minimaxm25": "minimax-m2", "minimaxm27": "minimax-m2", "llama7b": "llama-2-7b", "deepseekr1qwen38b": "qwen3-8b",
     "llama31nemotronnano8b": "llama-3.1-8b", "deepseekr1zero": "deepseek-v3", "qwq32b": "qwen2.5-32b",
+    "vicuna7bv15": "llama-2-7b", "vicuna13bv15": "llama-2-13b", "zephyr7bbeta": "mistral-7b",
     "llama31nemotron70b": "llama-3.1-70b", "deepseekv32exp": "deepseek-v3.2", "moonlight": "moonlight-16b",
 }  # fmt: skip
 """Names that others give to models, without signs: Llama 3 has the sizes of 3.1."""

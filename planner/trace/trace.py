@@ -38,6 +38,9 @@ def trace(source: str, name: str, shards: Mapping[str, str] | None = None) -> Mo
     told = _told(source)
     first = told[str(LENGTHS[0])]
     if any(len(told[str(length)]["rows"]) != len(first["rows"]) for length in LENGTHS):
+        for one in told.values():
+            one["rows"] = _gathered(one["rows"])
+    if any([_place(row) for row in told[str(length)]["rows"]] != [*map(_place, first["rows"])] for length in LENGTHS):
         raise SpecError(f"{source}: its operations change with the length of the sequence", "pad inside of the module")
     if first["hidden_size"] is None:
         raise SpecError(
@@ -125,6 +128,26 @@ def _row(same: Sequence[Mapping[str, Any]], styles: Mapping[str, str]) -> tuple[
         kept=tuple(TracedTensor(num_bytes=size) for size in kept), **sizes,
     )  # fmt: skip
     return one["layer"], operator
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["layer"], row["module"], row["name"], row["kind"]
+
+
+def _gathered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Operations of one name in one module as one: a loop over parts of a sequence has more of them in long ones."""
+    gathered: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        found = gathered.setdefault(_place(row), row)
+        if found is row:
+            continue
+        for name in ("bytes", "kernels", "parameters", "kept"):
+            if name in found:
+                found[name] = found[name] + row[name]
+        if "m" in found and row["m"] * row["n"] * row["k"]:
+            # as many products of the first one's size as take the same FLOPs
+            found["count"] += row["count"] * row["m"] * row["n"] * row["k"] / (found["m"] * found["n"] * found["k"])
+    return [*gathered.values()]
 
 
 def _within(rows: list[tuple[int, TracedOperator]], told: Mapping[str, Any]) -> list[tuple[int, TracedOperator]]:

@@ -252,10 +252,10 @@ def _flat(value: Any) -> list[Any]:
     return [value]
 
 
-def built(source: str) -> nn.Module:
-    """The module of `module:FILE.py:FACTORY` or `hf-code:DIR`, on the meta device, in 16 bits."""
+def built(source: str, device: str = "meta") -> nn.Module:
+    """The module of `module:FILE.py:FACTORY` or `hf-code:DIR`, on a device, in 16 bits."""
     kind, _, rest = source.partition(":")
-    with torch.device("meta"):
+    with torch.device(device):
         if kind == "hf-code":
             return _of_transformers(rest)
         path, _, factory = rest.rpartition(":")
@@ -321,8 +321,7 @@ def traced(source: str, length: int) -> dict[str, Any]:
     with torch.device("meta"), Fused(record), record, kept:
         found = module(ids)
     record.count_kept()
-    logits = next(one for one in _flat(_plain(found)) if isinstance(one, torch.Tensor))
-    logits.float().sum().backward()  # type: ignore[no-untyped-call]
+    logits_of(found).float().sum().backward()  # type: ignore[no-untyped-call]
     tables = [one for one in module.modules() if isinstance(one, nn.Embedding)]
     table = max(tables, key=lambda one: one.num_embeddings, default=None)
     heads = [one for one in module.modules() if isinstance(one, nn.Linear) and table is not None]
@@ -340,10 +339,10 @@ def traced(source: str, length: int) -> dict[str, Any]:
     }
 
 
-def _plain(found: Any) -> Any:
-    """The tensors that a module returned: an output of transformers has its tensors as attributes."""
+def logits_of(found: Any) -> torch.Tensor:
+    """The first tensor that a module returned; an output of transformers has it under `logits`."""
     logits = getattr(found, "logits", None)
-    return found if logits is None else logits
+    return next(one for one in _flat(found if logits is None else logits) if isinstance(one, torch.Tensor))
 
 
 def main(words: list[str]) -> None:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 OptimizerName = Literal[
-    "adamw", "adamw-8bit", "paged-adamw", "paged-adamw-8bit", "adafactor", "muon", "sgd", "sgd-momentum"
+    "adamw",
+    "adamw-8bit",
+    "paged-adamw",
+    "paged-adamw-8bit",
+    "adafactor",
+    "muon",
+    "muon-distributed",
+    "sgd",
+    "sgd-momentum",
 ]
 
 BLOCK = 256
@@ -41,6 +49,8 @@ class Optimizer:
     """States are in managed memory, which leaves a GPU that is full."""
     newton_schulz_steps: int = 0
     """Steps of three products each that make a matrix's update orthogonal."""
+    splits_products: bool = False
+    """Tensor-parallel ranks share those products, and sum small ones, where others each compute all of them."""
     other_moved: tuple[float, float] | None = None
     """`moved` of other parameters, where these are not updated as matrices are."""
     workspace: tuple[float, float] = (0.0, 0.0)
@@ -84,6 +94,11 @@ _ROWS = (
         "muon", "one momentum for a matrix, whose update Newton and Schulz make orthogonal; AdamW for others",
         (28.0, 54.0), moments=1, newton_schulz_steps=5, other_moved=_FUSED_ADAMW,
         source="Jordan et al. 2024 (kellerjordan.github.io/posts/muon), Liu et al. 2025 (arXiv 2502.16982)",
+    ),
+    Optimizer(
+        "muon-distributed", "muon, whose products tensor-parallel ranks share",
+        (28.0, 54.0), moments=1, newton_schulz_steps=5, splits_products=True, other_moved=_FUSED_ADAMW,
+        source="Megatron-LM 0.19, --muon-tp-mode distributed (core/optimizer/emerging_optimizers.py)",
     ),
     Optimizer(
         "sgd", "gradient descent without momentum", (6.0, 12.0), moments=0, other_moments=0,

@@ -212,7 +212,9 @@ _CAPACITY: Fields = {"sends_tokens_once": False, "awaits_token_counts": False, "
 """Only the all-to-all among Megatron's dispatchers gives experts a fixed number of tokens; the host awaits no count."""
 
 
-_EXCHANGED: dict[str, Fields] = {"muon": {"all_reduces_gradients": True}}
+_EXCHANGED: dict[str, Fields] = {
+    row.name: {"all_reduces_gradients": True} for row in OPTIMIZERS.values() if row.newton_schulz_steps
+}
 """Fields of optimizers that need whole matrices: ranks divide these among them and all-reduce gradients
 (Megatron-LM, use_layer_wise_distributed_optimizer)."""
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pytest
 
 from planner.answer import PricedLayout
-from planner.layout.confidence import DEVIATIONS, TAIL, WIDE, Choice, mixture_interval
+from planner.layout.confidence import (
+    DEVIATIONS,
+    TAIL,
+    TUNED_WIDTH,
+    WIDE,
+    Choice,
+    memory_width,
+    mixture_interval,
+    width_terms,
+)  # fmt: skip
 from planner.layout.evaluate import evaluate
 from planner.layout.runs import evaluate_lines, parse_run
+from planner.physics.pricing import Pricing
 from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware
+from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
 
@@ -92,6 +103,26 @@ def test_a_saved_or_explicit_trainer_says_all() -> None:
     assert bare.to_json()["best"]["unsaid"][0]["other"] == "flash1"
 
 
+def test_what_is_named_is_said_and_no_more() -> None:
+    cluster = ClusterSpec(hardware=load_hardware("a800"), num_gpus=16)
+    layout = Parallelism(pp=2, ep=8, recompute="full")
+
+    def priced(batch: int, says: Collection[str]) -> PricedLayout:
+        training = TrainingSpec(seq_length=8192, global_batch_size=batch)
+        return evaluate("qwen3-30b-a3b", cluster, training, layout, says_switches=says).best
+
+    few, some, many = priced(16, ()), priced(16, ("dispatcher",)), priced(1024, ())
+    assert {one.switch for one in few.unsaid} - {one.switch for one in some.unsaid} == {"dispatcher"}
+    # few tokens a step are likely a fine-tuning, whose texts go to experts as they like, and fragment memory
+    shares = [
+        {one.switch: one.other_fraction for one in layout.unsaid}["natural_routing"] for layout in (few, some, many)
+    ]
+    assert shares == [0.8, 0.2, 0.2]
+    low, high = few.worst_stage.memory.total_bytes_interval or (0.0, 0.0)
+    assert high / few.worst_stage.memory.total_bytes > 1.3 * few.worst_stage.memory.total_bytes / low
+    assert _ends(few)[1] > 1.3 * _ends(many)[1]
+
+
 def test_lines_of_runs_name_it() -> None:
     (answer,) = evaluate_lines([json.dumps({"id": "bare", "run": SHARDED})])
     unsaid = answer.to_json()["unsaid"]
@@ -166,3 +197,32 @@ def test_a_wide_interval_names_the_fact_that_narrows_it_most(run: dict[str, Any]
     assert ((high - low) / 2 > WIDE) == (fact is not None)
     if fact is not None:
         assert fact.known_half_width < 0.75 * fact.half_width == pytest.approx(0.75 * (high - low) / 2)
+
+
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+def test_a_fine_tuned_mixture_is_wider_and_its_allocator_loses_more(spread: float) -> None:
+    training = {"seq_length": 4096, "global_batch_size": 256, "moe_spread": spread}
+    pricing = Pricing(
+        model=load_model("qwen3-30b"),
+        training=TrainingSpec(**training),
+        cluster=ClusterSpec(hardware=load_hardware("h100"), num_gpus=8),
+        runtime=load_runtime("megatron"),
+    )
+    best = _priced(MIXTURE, hardware="h100", dtype="bf16")
+    assert width_terms(pricing, best, 0.0)["routing"] == (TUNED_WIDTH if spread else 0.0)
+    assert memory_width(pricing) == pytest.approx(0.287 if spread else 0.085, abs=0.002)
+    assert pricing.lost_fraction == pytest.approx(0.15 if spread else 0.03)
+
+
+def test_gradients_that_show_show_in_every_micro_batch_of_zero_2() -> None:
+    """Multi-node rates collapsed with it (GPT-NeoX issue 965)."""
+    cluster = ClusterSpec(hardware=load_hardware("a100"), num_gpus=16)
+    training = TrainingSpec(seq_length=2048, global_batch_size=512, dtype="fp16")
+    one, two = (
+        evaluate(
+            "megatron-7.5b", cluster, training, Parallelism(zero_stage=stage, fsdp="all", micro_batch_size=4),
+            runtime="megatron-deepspeed",
+        ).best.step.breakdown.exposed_dp_s
+        for stage in (1, 2)
+    )  # fmt: skip
+    assert two > 3 * one

@@ -248,7 +248,9 @@ def test_files_and_short_excerpts_of_trainers_with_a_clock(tmp_path: Path) -> No
         f'{{"current_steps": {n}, "total_steps": 300, "epoch": 0.3, "elapsed_time": "0:{s // 60:02d}:{s % 60:02d}"}}'
         for n, s in ((n, int(5.1 * n)) for n in range(5, 305, 5))
     )
-    assert read(tmp_path, "\n".join(rows)).step_s == pytest.approx(5.1, rel=0.01)  # LLaMA-Factory's trainer_log.jsonl
+    factory = read(tmp_path, "\n".join(rows))  # LLaMA-Factory's trainer_log.jsonl
+    assert factory.step_s == pytest.approx(5.1, rel=0.01)
+    assert any("begins at step 6" in note for note in factory.notes)  # the first line only says when it was
     two = (" 30%|###   | 258/873 [22:15<43:27,  4.24s/it]", " 30%|###   | 260/873 [22:24<43:01,  4.21s/it]")
     assert read(tmp_path, "\n".join(two)).step_s == 4.21  # the clock confirms the rate to the second
     odd = (" 1%|#  | 2/203 [00:12<16:46,  5.01s/it]", " 1%|#  | 3/203 [00:20<19:53,  5.97s/it]")

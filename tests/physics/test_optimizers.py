@@ -102,6 +102,14 @@ def test_an_iteration_of_newton_and_schulz_has_the_flops_of_its_three_products()
     assert seconds(runtime) - seconds(plain) == pytest.approx(5 * each + moved_s)
     # tensor-parallel ranks repeat the products on the whole matrix, and update their share of it
     assert seconds(runtime, tp=2) > 5 * each > 0.9 * seconds(runtime, tp=2)
+    # or share two of them, and sum a square of the hidden state's width
+    shared = runtime.model_copy(update={"optimizer": "muon-distributed"})
+    assert seconds(shared) == seconds(runtime)
+    square = float(product_s(H100, "bf16", fraction, 1, short, short, short))
+    summed = 2 * 7 / 8 * 4 * short**2 / H100.tiers[0].bytes_per_s
+    assert seconds(runtime, tp=8) - seconds(shared, tp=8) == pytest.approx(
+        5 * ((each - square) * 7 / 8 - summed), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("runtime", ["hf", "megatron"])

@@ -12,7 +12,7 @@ from rich.console import Console
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import SearchOptions
-from planner.report.recipe import differences, named, recipe_heading, recipe_lines, says_offer, says_refusal
+from planner.report.labels import differences, named, recipe_heading, recipe_lines, says_offer, says_refusal
 from planner.report.terminal import render
 from planner.report.view import view_of
 from planner.trainers.load import load_runtime, switches_of

@@ -106,6 +106,7 @@ def test_every_architecture_is_held_against_a_config() -> None:
         ("exaone-4.0-32b", ["dense-sliding"] * 3 + ["dense"]),
         ("mamba-codestral-7b", ["mamba2"] * 2),
         ("gpt-neo-2.7b", ["dense", "dense-sliding"] * 2),
+        ("ring-mini-linear-2.0", ["dense-lightning 1"] + ["moe-lightning 1"] * 3 + ["moe", "moe-lightning 1"]),
         ("llama-3.3-nemotron-super-49b", ["dense 1"] + ["dense 2"] * 5 + ["dense 3"]),
         (
             "gemma-4-e2b",

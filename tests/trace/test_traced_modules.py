@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +37,7 @@ CLOSED = {
         L * (2 * H + ATTENTION + 8 * H + 8 * 4 * H * H) + H * H,
         [2 * (ATTENTION + 8 * H + 5 * H * H) + 2 * H * S, 2 * (ATTENTION + 8 * H + 4 * H * H) + 2 * H * S],
     ),
+    "chunked": (L * (2 * H + ATTENTION + FEED), [2 * (ATTENTION + FEED) + 4 * 2 * H * 64]),
     "looped": (
         4 * (2 * H + FEED) + 2 * ATTENTION + 2 * (CONV + 5 * H),
         [2 * (CONV + FEED), 3 * (2 * (ATTENTION + FEED) + 2 * H * S)],
@@ -88,7 +91,17 @@ def test_a_traced_file_plans_without_torch(tmp_path: Path, capsys: pytest.Captur
     words = ["--model", str(path), "--gpus", "8", "-s", "2048", "-b", "64", "--tp", "2"]
     assert main([*words, "--runtime", "torch-eager"]) == 3
     assert "traced" in capsys.readouterr().err
-    assert main([*words[:-2], "--runtime", "torch-eager"]) == 0
+    plan, folder = str(tmp_path / "plan.json"), tmp_path / "job"
+    assert main([*words[:-2], "--runtime", "torch-eager", "-o", plan]) == 0
+    assert main(["probe", plan]) == 5
+    assert "--to torch" in capsys.readouterr().err
+    assert main(["export", plan, "--to", "torch", "-o", str(folder)]) == 0
+    assert "-m planner.trace.run" in (folder / "launch.sh").read_text()
+    runs = [sys.executable, "-m", "planner.trace.run", "--config", str(folder / "plan.torch.yaml"), "--steps", "3"]
+    done = subprocess.run([*runs, "--seq-length", "32"], capture_output=True, text=True, check=True)
+    losses = [float(line.split()[5].strip(",")) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 3
+    assert losses[2] < losses[0], "it learns"
 
 
 @pytest.mark.parametrize(

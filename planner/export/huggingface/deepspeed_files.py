@@ -273,9 +273,6 @@ def _layout(config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(tp, int):
         raise SpecError(f"tensor_parallel: autotp_size: {tp!r:.60} is no number", "write a number")
     layout["tp"] = tp
-    group = zero.get("zero_hpz_partition_size", 1)
-    if stage == 3 and isinstance(group, int) and group > 1:
-        layout["fsdp"] = group
     if isinstance(cp := config.get("sequence_parallel_size"), int) and cp > 1:
         layout["cp"] = cp
     checkpointing = section(config, "activation_checkpointing")
@@ -305,6 +302,9 @@ def _sort(config: dict[str, Any], zero: dict[str, Any], found: DeepSpeedConfig) 
         found.unknown |= {f"zero_optimization.{key}.{name}": str(inner[name]) for name in sorted(others)}
         if key not in _ZERO_READ and not _ZERO_HARMLESS.match(key):
             found.unknown[f"zero_optimization.{key}"] = json.dumps(value)
+    if zero.get("stage") == 3 and zero.get("zero_hpz_partition_size", 1) not in (1, "auto"):
+        told = f"{zero['zero_hpz_partition_size']}, whose second copy of the weights in 16 bits is not priced"
+        found.unknown["zero_optimization.zero_hpz_partition_size"] = told
     kind = section(config, "optimizer").get("type")
     if str(kind or "").lower() not in _ADAMS:
         found.unknown["optimizer.type"] = str(kind)

@@ -36,10 +36,10 @@ from planner.export.keyed_settings import (
     is_on,
     mapping_of,
     number,
+    overrides_of,
     refused_settings,
     settings_of,
     table,
-    value_of,
 )
 from planner.export.keyed_settings import num_gpus as launched_gpus
 from planner.export.megatron.deepspeed_options import refuse_other
@@ -383,10 +383,7 @@ def _recipe_of(config: ConfigFile) -> tuple[Any, int | None]:
         words = next((words for words in script.commands if words[:2] == ["tune", "run"]), script.words)
         options = options_of(words)
         name = next(iter(options.get("--config", [])), "")
-        overrides = {
-            path: value_of(value) for path, equals, value in (word.partition("=") for word in words)
-            if equals and re.fullmatch(r"[a-z_][\w.]*", path)
-        }  # fmt: skip
+        overrides = overrides_of(words)
         gpus = launched_gpus(options, script) or (1 if "single_device" in " ".join(words) else None)
         text = config.beside(name) or ""
         if not text:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.answer import Plan, PricedLayout, Room
+from planner.answer import Plan, PricedLayout
 from planner.errors import Infeasible, SolverError
 from planner.layout import variation
 from planner.layout.candidate import Candidate, price_together
@@ -31,7 +31,7 @@ from planner.search.search import plan, search
 from planner.search.why.explanation import Beaten, ChangedAssumption, Constraint, Explanation, Lift
 from planner.search.why.misses import DOES_NOT_FIT, BrokenRule, Miss, hint_for, nearest_miss, refusal
 from planner.search.why.remedy import Trials, first_remedy, remedies
-from planner.search.why.room import is_small, largest_models, nearest_changes, room_of, within_risk
+from planner.search.why.room import changes_of, is_small, largest_models, room_of, within_risk
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
 from planner.specs.registry import model_of
@@ -190,19 +190,16 @@ def _why_this(case: Case) -> Explanation:
 def _why_too_large(case: Case, miss: Miss, error: Infeasible) -> Explanation:
     """The explanation of a small job of which nothing fits: the nearest layout, and what brings it nearer."""
     nearest = evaluate(case.model, case.cluster, case.training, miss.layout, runtime=case.runtime)
+    lacking = within_risk(miss.candidate, case)
     return _explanation(
         case,
         nearest,
         verdict="does_not_fit",
         says=error.message,
         hint=error.hint,
-        room=_room_of_nearest(miss.candidate, case),
-        job_changes=nearest_changes(miss.candidate, case),
+        room=room_of(lacking).model_copy(update={"models": largest_models(case)}),
+        job_changes=changes_of(lacking),
     )
-
-
-def _room_of_nearest(nearest: Candidate, case: Case) -> Room:
-    return room_of(within_risk(nearest, case)).model_copy(update={"models": largest_models(case)})
 
 
 def _assumption(case: Case, best: Plan, other: Variation, then: Outcome) -> ChangedAssumption:

@@ -36,7 +36,6 @@ from planner.search.why.misses import (
 )
 from planner.search.why.room import is_small, most_within
 from planner.specs.cluster import ClusterSpec
-from planner.specs.hardware import HardwareSpec
 from planner.specs.registry import hardware_names, load_hardware
 from planner.specs.training import AdapterSpec, Bits
 from planner.specs.units import gib
@@ -68,18 +67,14 @@ class Trials:
         if self.deadline.passed:
             self.cut_short = True
             return None
+        smallest = case if case.limits.micro_batch_size else case.limited(micro_batch_size=(1,))
         for runtime in (case.runtime, *Recipes.of(case).dividing()):
             with suppress(SpecError):
-                candidate = fitting_candidate(_smallest_batch(replace(case, runtime=runtime)))
+                candidate = fitting_candidate(replace(smallest, runtime=runtime))
                 if candidate is not None:
                     chosen = parallelism_of(candidate)
                     return {axis: getattr(chosen, axis) for axis in (*_SIZES, "recompute", "schedule")}
         return None
-
-
-def _smallest_batch(case: Case) -> Case:
-    """The case with the smallest micro-batch, as far as the user leaves that open."""
-    return case if case.limits.micro_batch_size else case.limited(micro_batch_size=(1,))
 
 
 def with_remedy(error: Infeasible, case: Case, deadline: Deadline) -> Infeasible:
@@ -287,19 +282,15 @@ def _weights(case: Case) -> Iterator[Way]:
         free = replace(case, runtime=runtime).free()
         kinds: tuple[tuple[str, Bits, str], ...] = (("--lora", 16, "frozen weights"), ("--qlora", 4, "4-bit weights"))
         for option, bits, beside in kinds:
-            yield (option, *named), f"train adapters beside {beside}", _with(free, AdapterSpec(base_bits=bits))
+            yield (
+                (option, *named),
+                f"train adapters beside {beside}",
+                free.trained(adapters=AdapterSpec(base_bits=bits)),
+            )
         return
     if adapters.base_bits > 4:
         options = ("--qlora",) if adapters.base_bits == 16 else ("--base-bits", "4")
-        yield options, "hold the base in 4 bits", _with(case, _in_4_bits(adapters))
-
-
-def _with(case: Case, adapters: AdapterSpec) -> Case:
-    return replace(case, training=case.training.model_copy(update={"adapters": adapters}))
-
-
-def _in_4_bits(adapters: AdapterSpec) -> AdapterSpec:
-    return adapters.model_copy(update={"base_bits": 4})
+        yield options, "hold the base in 4 bits", case.trained(adapters=adapters.model_copy(update={"base_bits": 4}))
 
 
 def _shorter(way: Way, lacks_bytes: float) -> Iterator[Way]:
@@ -311,8 +302,7 @@ def _shorter(way: Way, lacks_bytes: float) -> Iterator[Way]:
         return
 
     def of_length(steps: int) -> Case:
-        training = case.training.model_copy(update={"seq_length": steps * SEQUENCE_STEP})
-        return replace(case, training=training)
+        return case.trained(seq_length=steps * SEQUENCE_STEP)
 
     most = (case.training.seq_length - 1) // SEQUENCE_STEP
     known = {most + 1: lacks_bytes} if 0 < lacks_bytes < inf else {}
@@ -338,7 +328,11 @@ def _other_card(way: Way, lacks_bytes: float) -> Iterator[Way]:
     beside, says, case = way
     now = case.cluster.hardware
     least_bytes = now.memory_bytes + lacks_bytes * SURE if lacks_bytes < inf else least_state_bytes(case)
-    larger = [card for card in _cards() if card.memory_gib > now.memory_gib and card.is_amd == now.is_amd]
+    larger = [
+        card
+        for card in map(load_hardware, hardware_names())
+        if card.memory_gib > now.memory_gib and card.is_amd == now.is_amd
+    ]
     for card in sorted(larger, key=lambda card: (card.memory_gib, card.name)):
         if card.peak_flops(case.training.dtype) is None or card.memory_bytes < least_bytes:
             continue
@@ -349,7 +343,3 @@ def _other_card(way: Way, lacks_bytes: float) -> Iterator[Way]:
         if _lacks_bytes(other) <= 0:
             yield (*beside, "--hardware", card.name), f"{says}, take another card", other
             return
-
-
-def _cards() -> Iterator[HardwareSpec]:
-    return map(load_hardware, hardware_names())

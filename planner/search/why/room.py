@@ -67,11 +67,6 @@ def within_risk(candidate: Candidate, case: Case) -> Candidate:
     return candidate.priced_as(pricing)
 
 
-def nearest_changes(nearest: Candidate, case: Case) -> tuple[Change, ...]:
-    """The changes of a layout that does not fit, with which it would fit at the risk that the case accepts."""
-    return changes_of(within_risk(nearest, case))
-
-
 def room_of(best: Candidate) -> Room:
     """The largest micro-batch and sequence beside the layout's own switches and sharding."""
     positions = best.pricing.model.max_position_embeddings
@@ -155,8 +150,7 @@ def _largest(case: Case, method: Method, bits: int | None, sizes: tuple[tuple[in
     dp, runtime = case.cluster.num_gpus, case.runtime
     given = case.training.adapters or AdapterSpec()
     adapters = None if bits is None else given.model_copy(update={"base_bits": bits})
-    training = case.training.model_copy(update={"adapters": adapters, "global_batch_size": dp})
-    of_job = replace(case, training=training)
+    of_job = case.trained(adapters=adapters, global_batch_size=dp)
     states = runtime.weight_bytes + runtime.gradient_bytes + runtime.optimizer_bytes
     least_bytes = states if bits is None else PACKED_BYTES[bits]
     for num_parameters, model in sizes:

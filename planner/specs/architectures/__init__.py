@@ -274,7 +274,7 @@ _SAYS_NOTHING = re.compile(
     r"|init_|resid_|num_logits|seq_length|training_tp|use_cache|architectures|position|encoder|classifier|mrope|hidden_act"
     r"|mtp_hybrid|num_expert_group|n_shared_experts|zero_expert|index_share|index_topk_freq|qk_head_dim|moe_layer_freq|block_dim"
     r"|attn_output_gate|expert_(parallel|capacity)|intermediate_size$|num_hidden_layers|num_experts$|moe_k$|^head_dim"
-    r"|sliding_window$|max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
+    r"|group_norm_size|kda_|granularity|router_enable|sliding_window$|max_window_layers|attention_chunk|temperature|original_|tie_encoder|keep_last|generation|dtype"
 )
 """Names among them that say nothing of what a layer is."""
 

@@ -124,10 +124,31 @@ def kimi_k3(config: Config) -> Derived:
     }  # fmt: skip
 
 
-def full_delta(config: Config) -> Derived:
-    """Ling's Kimi delta attention, whose gates have full projections."""
-    section = kimi_delta({**config, "linear_conv_kernel_dim": config.get("short_conv_kernel_size") or 4})
-    return {"linear_attention": section["linear_attention"] | {"gate_rank": None}}
+def ling_delta(config: Config) -> Derived:
+    """Ling 3's Kimi delta attention, whose gates have full projections unless `no_kda_lora` is off."""
+    if config.get("group_norm_size") and not config.get("short_conv_kernel_size"):
+        raise InexpressibleError(
+            f"group_norm_size: {config['group_norm_size']!r:.60}: lightning beside latent attention"
+        )
+    section = kimi_delta({"linear_head_dim": config.get("head_dim"), **config})
+    kernel = whole(config, "short_conv_kernel_size", whole(config, "linear_conv_kernel_dim", 4))
+    own: Derived = section["linear_attention"] | {"conv_kernel": kernel}
+    heads = whole(config, "num_attention_heads")
+    own |= {"num_key_heads": heads, "num_value_heads": heads}
+    return {"linear_attention": own | ({"gate_rank": None} if config.get("no_kda_lora", True) else {})}
+
+
+def ling_layers(config: Config) -> Derived:
+    """Ling's groups of layers, the last of each with full attention, as are those that fill no group."""
+    linear = "kimi_delta" if config.get("kv_lora_rank") else "lightning"
+    types = lists.listed(config, {"full_attention": "full", "linear_attention": linear})
+    size, layers = max(whole(config, "layer_group_size"), 1), num_layers(config)
+    rest = layers // size * size
+    kinds = types or ["full" if (i + 1) % size == 0 or i >= rest else linear for i in range(layers)]
+    # queries and keys of lightning attention are normed too
+    normed = bool(config.get("use_qk_norm")) * 2 * whole(config, "head_dim", 0)
+    sizes = tuple({"vector_parameters": normed} if kind == "lightning" and normed else {} for kind in kinds)
+    return {"layer_types": lists.shortest(kinds), "layer_sizes": sizes if any(sizes) else None}
 
 
 def glm5_next(config: Config) -> Derived:

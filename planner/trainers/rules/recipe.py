@@ -252,11 +252,11 @@ RECIPE_RULES: tuple[RecipeRule, ...] = (
     ),
     _job(
         "optimizer", "muon takes no fp16",
-        lambda s: s.runtime.optimizer != "muon" or s.training.dtype != "fp16",
+        lambda s: not s.runtime.optimizer_row.newton_schulz_steps or s.training.dtype != "fp16",
     ),
     _shape(
         "optimizer", "muon does not go with sharded gradients or weights (Megatron-FSDP)",
-        lambda s, shape: (np.asarray(shape.zero_stage) < 2) | (s.runtime.optimizer != "muon"),
+        lambda s, shape: (np.asarray(shape.zero_stage) < 2) | (not s.runtime.optimizer_row.newton_schulz_steps),
     ),
     _shape(
         "optimizer", "adafactor needs whole matrices, not the shards of ZeRO-2 and 3",

@@ -231,14 +231,37 @@ AUTOMODEL_RULES: tuple[Rule, ...] = (
 """Constraints for 1F1B at vpp 1 and interleaved 1F1B above."""
 
 
-TORCH_MODEL_RULES: tuple[Rule, ...] = (
-    *UNWRITTEN_RULES,
-    *WHOLE_MODEL_RULES,
-    PLAIN["pre_norms"],
-    PLAIN["parallel_residual"],
-    HEAD_NORMS,
-    PLAIN["attn_output_gate"],
+def _unless_traced(rule: Rule) -> Rule:
+    """The rule on layers that the runner builds; a traced module's are its own."""
+    return replace(rule, holds=lambda model, *others: model.traced is not None or rule.holds(model, *others))
+
+
+TORCH_MODEL_RULES: tuple[Rule, ...] = tuple(
+    map(
+        _unless_traced,
+        (
+            *UNWRITTEN_RULES,
+            *WHOLE_MODEL_RULES,
+            PLAIN["pre_norms"],
+            PLAIN["parallel_residual"],
+            HEAD_NORMS,
+            PLAIN["attn_output_gate"],
+        ),
+    )
 )
+
+
+MODULE_RULE = Rule(
+    "module_not_split",
+    lambda model, training, shape: (
+        (model.traced is None) | ((shape.tp * shape.cp * shape.pp == 1) & (np.asarray(shape.zero_stage) <= 1))
+    ),
+    lambda model, training, shape: (
+        f"tp {shape.tp}, cp {shape.cp}, pp {shape.pp}, ZeRO-{shape.zero_stage}: ranks run a module of your own "
+        "whole, with its optimizer sharded or not"
+    ),
+)
+"""The rule of the program that runs a traced module."""
 
 
 def runner_objection(model: ModelSpec, training: TrainingSpec) -> str | None:
