@@ -38,7 +38,11 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 def meaning(model: ModelSpec) -> dict[str, Any]:
     """All that a model computes and learns, however its spec says it, on short sequences."""
     said = stated(model)
-    fields = said.model_dump(exclude={"name", "aliases", "source", "training", "bias", "sliding_window_pattern"})
+    # how transformers computes norms and routers is no trainer's
+    of_transformers = {"norm_in_fp32", "residual_dropout"}
+    fields = said.model_dump(
+        exclude={"name", "aliases", "source", "training", "bias", "sliding_window_pattern", *of_transformers}
+    )
     if said.attention_chunk_size is not None and said.attention_chunk_size >= SEQ_LENGTH:
         fields["attention_chunk_size"] = None
     slides = any(kind.attention == "sliding" for kind in said.layers)
@@ -56,7 +60,7 @@ def meaning(model: ModelSpec) -> dict[str, Any]:
     if said.moe and said.moe.num_experts_per_tok == 1:
         fields["moe"]["norm_topk_prob"] = False
     if fields["moe"]:
-        # which layers have experts is a list of its own; how transformers computes a router is no trainer's
+        # which layers have experts is a list of its own
         others = ("first_k_dense_replace", "moe_layer_freq", "router_in_fp32")
         fields["moe"] = {k: v for k, v in fields["moe"].items() if k not in others}
     return fields

@@ -36,7 +36,11 @@ def job_of(text: str) -> StartedScript | None:
         if all(re.search(mark, text, re.MULTILINE) for mark in row["marks"]):
             documents = [parse_yaml(part, "", _HINT, keeps_last=True) for part in re.split(r"(?m)^---\s*$", text)]
             found = [document for document in documents if isinstance(document, Mapping)]
-            return _of_kubernetes(found) if "apiVersion" in row["marks"][0] else _of_row(found[0], row)
+            if "script" not in row:
+                return _of_kubernetes(found)
+            # a pipeline's first part may only name it
+            starts = [document for document in found if _at(document, row["script"])]
+            return _of_row(starts[0], row) if starts else None
     asked = re.search(
         r"^#SBATCH.*?(?:gres|gpus(?:-per-node)?|G)[= ](?:gpu:)?([A-Za-z]\w*(?:-\w+)*)", text, re.MULTILINE
     )

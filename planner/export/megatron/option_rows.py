@@ -66,7 +66,8 @@ def number(options: Options, name: str, default: int | None = None) -> int | Non
             return int(value)
     except (IndexError, ValueError, OverflowError):
         raise SpecError(
-            f"{name}: {' '.join(values)[:60]!r} is no number", "variables of the shell must be set in the script"
+            f"{name}: {' '.join(values)[:60]!r} is no number",
+            "write a number; what the shell around it sets: --set NAME=VALUE",
         ) from None
     raise SpecError(f"{name}: {values[0][:60]!r} is no whole number", "write a whole number")
 

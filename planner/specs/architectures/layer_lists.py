@@ -153,31 +153,31 @@ def gemma4_full(config: Config, layer: int) -> bool:
     return every("sliding_window_pattern", 6)(config, layer) or layer == num_layers(config) - 1
 
 
-def cwm_full(config: Config, layer: int) -> bool:
-    """Every fourth layer from the first on."""
-    return layer % 4 == 0
+def marked(key: str, mark: int, other: IsOne) -> Callable[[Config, int], bool]:
+    """Layers for which a list under `key` has the `mark`; `other` where there is no such list."""
+
+    def is_marked(config: Config, layer: int) -> bool:
+        stated = config.get(key)
+        is_listed = isinstance(stated, list) and len(stated) == config.get("num_hidden_layers")
+        return stated[layer] == mark if is_listed else other(config, layer)  # type: ignore[index]
+
+    return is_marked
+
+
+def phased(period: int) -> IsOne:
+    """Every n-th layer from the first on."""
+    return lambda config, layer: layer % period == 0
+
+
+def mimo_full(config: Config, layer: int) -> bool:
+    """The first and every sixth (MiMo-V2)."""
+    return layer == 0 or (layer + 1) % 6 == 0
 
 
 def kimi_full(config: Config, layer: int) -> bool:
     """Layers listed from 1 on under full_attn_layers, else every fourth but the first."""
     stated = config.get("full_attn_layers")
     return layer + 1 in stated if isinstance(stated, list) else layer > 0 and layer % 4 == 0
-
-
-def minimax_full(config: Config, layer: int) -> bool:
-    """Layers with a 1 in attn_type_list (MiniMax-Text-01), else every other from the first on."""
-    stated = config.get("attn_type_list")
-    if isinstance(stated, list) and len(stated) == config.get("num_hidden_layers"):
-        return bool(stated[layer])
-    return layer % 2 == 0
-
-
-def mimo_full(config: Config, layer: int) -> bool:
-    """Layers with a 0 in hybrid_layer_pattern, else the first and every sixth."""
-    stated = config.get("hybrid_layer_pattern")
-    if isinstance(stated, list) and len(stated) == config.get("num_hidden_layers"):
-        return not stated[layer]
-    return layer == 0 or (layer + 1) % 6 == 0
 
 
 def local_or_global(config: Config) -> Derived:
@@ -314,19 +314,6 @@ def rotated_layers(config: Config) -> Derived:
     if stated != [int((layer + 1) % interval != 0) for layer in range(count)]:
         raise InexpressibleError("no_rope_layers: layers without rotary positions that are not every n-th")
     return {"no_rope_layer_interval": interval}
-
-
-def mimo_moe(config: Config, layer: int) -> bool:
-    """Layers for which moe_layer_freq lists a 1, else all but the first (MiMo-V2)."""
-    stated = config.get("moe_layer_freq")
-    listed_all = isinstance(stated, list) and len(stated) == config.get("num_hidden_layers")
-    return bool(stated[layer]) if listed_all else layer > 0  # type: ignore[index]
-
-
-def minimax_m3_moe(config: Config, layer: int) -> bool:
-    """Layers for which moe_layer_freq lists a 1, else all (MiniMax-M3)."""
-    stated = config.get("moe_layer_freq")
-    return bool(stated[layer]) if isinstance(stated, list) and layer < len(stated) else True
 
 
 def lfm2_full(config: Config, layer: int) -> bool:
