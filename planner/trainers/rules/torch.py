@@ -236,18 +236,18 @@ def _unless_traced(rule: Rule) -> Rule:
     return replace(rule, holds=lambda model, *others: model.traced is not None or rule.holds(model, *others))
 
 
-TORCH_MODEL_RULES: tuple[Rule, ...] = tuple(
-    map(
+TORCH_MODEL_RULES: tuple[Rule, ...] = (
+    *WHOLE_MODEL_RULES,
+    *map(
         _unless_traced,
         (
             *UNWRITTEN_RULES,
-            *WHOLE_MODEL_RULES,
             PLAIN["pre_norms"],
             PLAIN["parallel_residual"],
             HEAD_NORMS,
             PLAIN["attn_output_gate"],
         ),
-    )
+    ),
 )
 
 
