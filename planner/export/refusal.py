@@ -46,9 +46,7 @@ def refuse(target: str, reasons: Sequence[Reason], hint: str) -> None:
 def hint_for(plan: Plan, runtime: str, model_rules: Iterable[Rule] = ()) -> str:
     """The way out of a refusal: another trainer, another plan, or another choice in this one."""
     model_rules = tuple(model_rules)
-    # those of a set that spares some models say the same
-    of_training = {rule.message for rule in rules_of("whole_model")}
-    if broken_rules((rule for rule in model_rules if rule.message in of_training), plan):
+    if broken_rules((rule for rule in model_rules if rule in rules_of("whole_model")), plan):
         return _hint_for_fine_tuning(plan)
     if broken_rules(model_rules, plan):
         return _hint_for_model(plan, runtime)

@@ -112,7 +112,7 @@ def _with_interval(stage: StagePlan, width: float) -> StagePlan:
     return stage.model_copy(update={"memory": stage.memory.model_copy(update={"total_bytes_interval": interval})})
 
 
-STEP_WIDTH = {"probed": 0.09, "measured": 0.085, "family": 0.09, "spec_sheet": 0.28}
+STEP_WIDTH = {"probed": 0.085, "measured": 0.085, "family": 0.09, "spec_sheet": 0.28}
 """Half-width for a dense model's step, by the knowledge of the GPU. Four published runs on MI300X, when only its data
 sheet was known, were predicted 27 to 36% too fast. They set its speed since then, and the width for GPUs like it. A
 probe's own residuals say how wide it is (`Efficiency.step_width`); one that does not say is worth a measurement."""

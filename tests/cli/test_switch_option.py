@@ -46,13 +46,17 @@ def line(**features: Any) -> dict[str, Any]:
 def test_flags_and_lines_price_a_run_alike(
     options: list[str], features: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where neither says which switches are on: both take the likely values."""
+    """Also where neither says which switches are on: both take the likely values. Features say all, an option what it
+    names."""
     path = tmp_path / "runs.jsonl"
     path.write_text(json.dumps(line(**features)))
     assert main(["evaluate", "--runs", str(path), "--json"]) == 0
     of_line = json.loads(capsys.readouterr().out)
     of_flags = evaluated([*MIXTURE, *LAYOUT, *options], capsys)
+    low_s, high_s = of_line["step"].pop("step_s_interval")
+    of_one = of_flags["best"]["step"].pop("step_s_interval")
     assert of_flags["best"]["step"] == of_line["step"]
+    assert of_one[0] <= low_s < high_s <= of_one[1]
 
 
 def test_switches_change_the_price_and_default_takes_the_trainers_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +139,8 @@ def test_a_plans_layout_with_its_recipe_has_the_plans_step(capsys: pytest.Captur
         ways += ["--recompute-modules", ",".join(layout["recompute_modules"])]
     switches = ",".join(f"{name}={written(value)}" for name, value in recipe.items())
     again = evaluated([*job, *sizes, *ways, "--switch", switches], capsys)["best"]
+    # nobody said how its data is routed
+    assert again["step"].pop("step_s_interval")[1] > best["step"].pop("step_s_interval")[1]
     assert again["step"] == best["step"]
     assert again["recipe"] == recipe
     assert evaluated([*job, *sizes, *ways, "--switch", "default"], capsys)["best"]["step"] != best["step"]

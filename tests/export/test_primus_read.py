@@ -257,3 +257,17 @@ def test_what_is_wrong_is_named(text: str, message: str) -> None:
         read_configuration(text)
     assert message in caught.value.message
     assert caught.value.hint
+
+
+def test_a_script_starts_an_experiment_and_overrides_it(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "configs" / "MI355X"
+    folder.mkdir(parents=True)
+    (folder / "qwen3.yaml").write_text(experiment("qwen3_30B_A3B.yaml", QWEN3_30B))
+    (tmp_path / "run.sh").write_text(
+        'export NNODES=2\nexport TP=${TP:-4}\nexport EXP="examples/configs/MI355X/qwen3.yaml"\n'
+        'bash examples/run_pretrain.sh --micro_batch_size 3 --tensor_model_parallel_size "$TP" --mtp_num_layers None\n'
+    )
+    found = read(tmp_path / "run.sh")
+    layout = layout_of(found)
+    assert (found.source, found.run["num_gpus"], found.run["hardware"]) == ("primus", 16, "mi355x")
+    assert (layout["tp"], layout["ep"], layout["micro_batch_size"]) == (4, 8, 3)

@@ -33,7 +33,7 @@ def test_runs_without_their_switches_are_inside_as_often_as_intervals_say(found:
     assert found.keys() >= {"all", "mixtures", "FSDP", "moved by over 5%"}
     for name in ("all", "mixtures", "FSDP"):
         assert found[name].coverage >= 0.55, name  # of all mixtures 72% are inside, of these few fewer
-        assert found[name].width > 1.2 * found[name].said_width
+        assert found[name].width > 1.1 * found[name].said_width
     # today's intervals had 37% of these
     assert found["moved by over 5%"].coverage >= 0.6
 
