@@ -1,14 +1,25 @@
-"""Reads HTML pages in tests, and stands in for their drawings."""
+"""Reads HTML pages in tests, stands in for their drawings, and prints what is rendered for a terminal."""
 
 from __future__ import annotations
 
+import io
 from html.parser import HTMLParser
+from typing import Any
+
+from rich.console import Console
 
 from planner.report.html import Html
 
 BLANK = Html('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
 DRAWN = {"stacks": BLANK, "curve": Html("<p>what is held</p>"), "timeline": Html("<p>what is drawn</p>")}
 VOID = {"meta", "input"}
+
+
+def printed(rendered: Any, width: int = 80, **console: Any) -> str:
+    """What a terminal of that width shows."""
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False, **console).print(rendered)
+    return out.getvalue()
 
 
 class Page(HTMLParser):

@@ -59,12 +59,6 @@ def test_every_command_is_in_the_first_pages(command: str) -> None:
     assert any(line.split()[:2] == ["plan", command] for line in SHELL.splitlines())
 
 
-def test_the_first_screen_is_a_sentence_and_the_line_that_plans() -> None:
-    lines = README.splitlines()
-    assert lines[0] == "# planner"
-    assert any(line.startswith("python3 -m venv .venv && .venv/bin/pip install . &&") for line in lines[:8])
-
-
 def test_the_readme_is_a_screen_and_a_half() -> None:
     assert len(README.splitlines()) <= 95
 

@@ -29,8 +29,7 @@ def outputs() -> ModuleType:
     try:
         from reference import outputs  # type: ignore[import-not-found, unused-ignore]
 
-        module: ModuleType = outputs
-        return module
+        return outputs
     finally:
         sys.path.pop(0)
 
@@ -42,11 +41,7 @@ def without_seconds(text: str) -> str:
 @pytest.mark.usefixtures("priced_once")
 @pytest.mark.parametrize("page", [*PAGES, *SHOWING], ids=lambda page: page.stem)
 def test_a_page_shows_what_its_commands_print(
-    page: Path,
-    outputs: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, outputs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")

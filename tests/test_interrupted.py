@@ -79,8 +79,8 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if path.name.endswith(PART) or path.name == UNFINISHED]
 
 
-def forked(work: Callable[[], None]) -> int:
-    """Exit code of a process that does the work; 0 at its end, 1 if it raises."""
+def spawned(work: Callable[[], None]) -> int:
+    """A process that does the work; it ends with 0, or with 1 if that raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the tests' own threads do not write
         child = os.fork()
@@ -91,7 +91,11 @@ def forked(work: Callable[[], None]) -> int:
             code = 0
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return child
+
+
+def forked(work: Callable[[], None]) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(spawned(work), 0)[1])
 
 
 def fill(folder: Path, texts: dict[str, str]) -> None:
@@ -237,16 +241,7 @@ def paused(write: Callable[[], None], at: int, meanwhile: Callable[[], None]) ->
         finally:
             os.write(reached[1], b"x")
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
+    child = spawned(work)
     os.read(reached[0], 1)
     try:
         meanwhile()

@@ -12,11 +12,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from priced_plans import priced_plan
 
 import planner
-from planner.layout.evaluate import evaluate
-from planner.specs.cluster import ClusterSpec
-from planner.specs.training import Parallelism, TrainingSpec
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = {
@@ -57,8 +55,7 @@ REVEALED = ["planner.answer.plan.Plan", "float", "planner.answer.plan.Plan", "fl
 
 @pytest.fixture(scope="module")
 def plan() -> planner.Plan:
-    cluster, training = ClusterSpec(hardware="h100", num_gpus=8), TrainingSpec(seq_length=4096, global_batch_size=16)
-    return evaluate("8b", cluster, training, Parallelism(tp=2, pp=2, dp=2))
+    return priced_plan(batch=16, tp=2, pp=2, dp=2)
 
 
 def test_the_exported_surface_is_exactly_this() -> None:
@@ -94,25 +91,6 @@ def test_a_script_of_the_user_type_checks(tmp_path: Path) -> None:
         line.split('"')[1].removeprefix("builtins.") for line in done.stdout.splitlines() if "Revealed type" in line
     ]
     assert revealed == REVEALED
-
-
-def test_a_plan_is_saved_and_loaded(plan: planner.Plan, tmp_path: Path) -> None:
-    plan.save(tmp_path / "plan.json")
-    assert planner.Plan.load(tmp_path / "plan.json") == plan
-    with pytest.raises(planner.SpecError, match="already exists"):
-        plan.save(tmp_path / "plan.json")
-
-
-def test_a_plan_of_an_earlier_version_is_read(plan: planner.Plan, tmp_path: Path) -> None:
-    """Its runtime has two fields that nothing ever read, and none of those that name its rules."""
-    data = plan.to_json()
-    runtime = data["runtime_spec"]
-    for field in ("rules", "export_rules", "year", "models", "later_features", "graphs_routing_on_racks"):
-        del runtime[field]
-    runtime |= {"interleaved_microbatch_multiple": True, "min_microbatches_is_pp": False}
-    del data["digest"]
-    (tmp_path / "plan.json").write_text(json.dumps(data))
-    assert planner.Plan.load(tmp_path / "plan.json").best == plan.best
 
 
 def test_a_field_that_no_version_had_is_named(plan: planner.Plan, tmp_path: Path) -> None:

@@ -10,30 +10,26 @@ from typing import Any
 
 import pytest
 from edits import edits, leaves, with_edit
+from priced_plans import priced_plan
 from probes import probe_result
 
 from planner.answer import Plan
 from planner.cli import main
 from planner.cli.measurements import probe_of
 from planner.errors import SpecError
-from planner.layout.evaluate import evaluate
 from planner.observe.history import kept_run, read_kept, text_of
 from planner.observe.judge import judged, observed_of
 from planner.observe.log_reader import observe
 from planner.plan_file import plan_of
 from planner.profile.measurements import Machine, MeasurementRecord
 from planner.saved import changed_entry, with_digest
-from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
 
 INPUTS = ("model", "cluster", "training", "runtime", "runtime_spec")
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=4)
-    return evaluate("1b", cluster, TrainingSpec(seq_length=4096, global_batch_size=8), Parallelism(tp=2, pp=2))
+    return priced_plan("1b", 4, batch=8, tp=2, pp=2)
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +89,6 @@ def test_a_price_that_moved_since_is_said_and_not_refused(plan: Plan, caplog: py
         assert plan_of(other.to_json(), "plan.json").best == best, "another version's price is its own"
     said = f"plan.json: priced by planner 0.0.9 at {best.step.step_s:.4g} s; now {plan.step.step_s:.4g} s"
     assert caplog.messages == [said]
-
-
-def test_the_price_of_an_edited_field_is_named(plan: Plan) -> None:
-    edited = with_edit(plan.to_json(), ("best", "stages", 1, "forward_s"), 9.0)
-    assert f"best.stages[1].forward_s: is 9, priced {plan.stages[1].forward_s:.6g}" in refused(
-        lambda data: plan_of(data, "plan.json"), edited
-    )
 
 
 def test_another_writer_of_json_changes_nothing(plan: Plan) -> None:

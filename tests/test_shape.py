@@ -27,29 +27,6 @@ def test_ranks_and_the_replicas_of_an_expert() -> None:
     assert Shape(tp=2, dp=16, ep=8, etp=2).expert_dp == 2
 
 
-def test_arrays_give_what_their_elements_give() -> None:
-    tp, cp, sharded = np.array([1, 2, 8]), np.array([1, 2, 4]), np.array([0, 1, 1])
-    many = Shape(tp=tp, cp=cp, seq_length=4096, micro_batch_size=2, sequence_parallel=sharded, dp=4)
-    for i in range(3):
-        one = Shape(
-            tp=int(tp[i]), cp=int(cp[i]), seq_length=4096, micro_batch_size=2, sequence_parallel=int(sharded[i]), dp=4
-        )
-        assert many.tokens[i] == one.tokens
-        assert many.shard_tokens[i] == one.shard_tokens
-        assert many.num_ranks[i] == one.num_ranks
-        assert many.expert_dp[i] == one.expert_dp
-
-
-@pytest.mark.parametrize("index", [1, np.array([2, 0]), np.array([True, False, True])])
-def test_take_picks_from_arrays_and_keeps_numbers(index: object) -> None:
-    many = Shape(tp=np.array([1, 2, 8]), pp=np.array([4, 2, 1]), seq_length=4096)
-    few = many.take(index)
-    np.testing.assert_array_equal(few.tp, many.tp[index])
-    np.testing.assert_array_equal(few.pp, many.pp[index])
-    assert few.seq_length == 4096
-    assert few.vpp == 1
-
-
 def test_of_checks_sizes_and_shards_over_all_data_parallel_ranks() -> None:
     shape = Shape.of(tp=2, cp=2, dp=32)
     assert shape == Shape(tp=2, cp=2, dp=32, shard_size=64)

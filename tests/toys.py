@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from planner.answer import Plan
 from planner.layout.candidate import Candidate, Split
 from planner.layout.evaluate import pricing_of
 from planner.physics.cost import CostTable
 from planner.physics.pricing import Pricing
+from planner.search.case import Case
 from planner.search.enumerate import enumerate_shapes, scalar, schedule_options
 from planner.search.ilp.node import RecomputeChoice
 from planner.search.layouts import recompute_choices
+from planner.search.search import plan
 from planner.shape import Shape
 from planner.specs.cluster import ClusterSpec
 from planner.specs.hardware import HardwareSpec, LinkTier, ReservedMemory
@@ -176,3 +179,11 @@ def toy_problem(
         load_runtime(runtime) if isinstance(runtime, str) else runtime,
         SearchLimits(**({"time_limit_s": NO_LIMIT_S, "switches": "default"} | limits)),
     )
+
+
+def case_of(problem: Problem) -> Case:
+    return Case(problem.model, problem.cluster, problem.training, problem.runtime, problem.limits)
+
+
+def solved(problem: Problem) -> Plan:
+    return plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)

@@ -20,19 +20,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["compare", str(folder / "a.json"), str(folder / "b.json")]) == 0
-    text = capsys.readouterr().out
-    assert "b trains" in text
-    assert "recomputing" in text
-    assert main(["compare", str(folder / "a.json"), str(folder / "b.json"), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    steps = [json.loads((folder / name).read_text())["best"]["step"]["step_s"] for name in ("a.json", "b.json")]
-    assert sum(row["seconds"] for row in answer["waterfall"]) == pytest.approx(steps[1] - steps[0])
-    assert answer["differences"]["recompute"] == ["none", "full"]
-
-
 def test_a_plan_beside_an_imported_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, saved = folder / "pretrain.sh", folder / "mine.json"
     script.write_text(

@@ -14,9 +14,6 @@ import pytest
 
 from planner.answer import Plan
 from planner.cli import main
-from planner.cli.output import show
-from planner.errors import Infeasible
-from planner.report.pieces import bullets
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8", "--time-limit", "3600"]
 LAYOUT = ["evaluate", "--model", "405b", "--gpus", "2048", "--tp", "8", "--pp", "16"]
@@ -43,16 +40,6 @@ def test_json_is_the_plan_of_the_contract(capsys: pytest.CaptureFixture[str]) ->
     assert main([*SMALL, "--json"]) == 0
     out, err = capsys.readouterr()
     data = json.loads(out)
-    assert {
-        "schema_version",
-        "model",
-        "cluster",
-        "training",
-        "runtime",
-        "best",
-        "alternatives",
-        "search",
-    } <= data.keys()
     assert data["search"]["seconds"] > 0
     assert Plan.from_json(data).to_json() == data
     assert err == ""
@@ -66,13 +53,18 @@ def test_saved_plans_are_the_same_for_the_same_inputs(small: Path, tmp_path: Pat
     assert json.loads(again.read_text())["search"]["seconds"] is None
 
 
-def test_a_file_is_not_overwritten_without_force(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = small.read_bytes()
-    assert main([*SMALL, "-o", str(small)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {small}: already exists\nhint: add --force")
-    assert small.read_bytes() == before
-    assert main([*SMALL, "-o", str(small), "--force"]) == 0
-    assert list(small.parent.iterdir()) == [small]
+@pytest.mark.parametrize("words", [SMALL, ["trace", "PLAN"], ["report", "PLAN"]], ids=" ".join)
+def test_a_file_is_not_overwritten_without_force(
+    words: list[str], small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "mine"
+    target.write_text("mine")
+    command = [*(str(small) if word == "PLAN" else word for word in words), "-o", str(target)]
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith(f"error: {target}: already exists\nhint: add --force")
+    assert target.read_text() == "mine"
+    assert main([*command, "--force"]) == 0
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_dash_saves_to_stdout_alone(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,18 +75,12 @@ def test_a_dash_saves_to_stdout_alone(small: Path, capsys: pytest.CaptureFixture
 def test_evaluate_answers_as_the_main_job_does_without_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LAYOUT, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert {"schema_version", "model", "cluster", "training", "runtime", "best", "inputs_sha256"} <= data.keys()
     assert "search" not in data
     assert (data["model"]["name"], data["cluster"]["hardware"]["name"]) == ("llama-3.1-405b", "h100-sxm-80gb")
     assert data["best"]["id"] is None
     assert data["best"]["parallelism"]["dp"] == 16
     assert sum(stage["num_layers"] for stage in data["best"]["stages"]) == 126
     assert Plan.from_json(data).to_json() == data
-
-
-def test_evaluate_says_when_a_layout_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "--model", "405b", "--gpus", "8", "--tp", "8"]) == 0
-    assert "Does not fit: stage 0 needs" in capsys.readouterr().out
 
 
 def test_evaluate_shows_the_planners_own_choice_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,18 +169,6 @@ def test_what_cannot_fit_says_in_json_what_excludes_it(capsys: pytest.CaptureFix
     assert sum(answer["rejections"].values()) > 0
 
 
-def test_what_an_error_knows_of_a_remedy_is_in_its_json() -> None:
-    error = Infeasible(
-        "nothing fits", "more GPUs", {"memory": 3}, nearest={"tp": 8}, remedy={"options": ["--gpus", "48"]}
-    )
-    assert error.to_json() == {
-        "error": {"type": "Infeasible", "message": "nothing fits", "hint": "more GPUs"},
-        "rejections": {"memory": 3},
-        "nearest": {"tp": 8},
-        "remedy": {"options": ["--gpus", "48"]},
-    }
-
-
 def test_a_file_of_runs_that_breaks_off_ends_in_a_line_of_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,29 +239,6 @@ def test_runs_answer_line_by_line_in_order(tmp_path: Path, capsys: pytest.Captur
     assert err == "warning: line 1: features: warp_drive: unknown, ignored\n"
 
 
-def test_a_file_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "runs.jsonl"
-    path.write_text('{"id": "\\u001b[2Ja", "run": {"\\u001b[31m": 1}}\n')
-    assert main(["evaluate", "--runs", str(path)]) == 0
-    assert main(["models", "\x1b[2J"]) == 2
-    out, err = capsys.readouterr()
-    assert "\x1b" not in out + err
-    assert out.startswith("?[2Ja\n")
-
-
-def test_brackets_in_a_text_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    show(bullets(["[bold]two[/bold] of [/] and :smile:"]))
-    assert capsys.readouterr().out == "·  [bold]two[/bold] of [/] and :smile:\n"
-
-
-def test_runs_without_json_are_two_lines_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "runs.jsonl"
-    path.write_text('{"id": "a", "run": {}}\n')
-    assert main(["evaluate", "--runs", str(path)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert (first, second.split(":")[0]) == ("a", "    error")
-
-
 @pytest.mark.parametrize("content", [b"\x00\x01\x02", b"x" * (2**20 + 2)])
 def test_what_is_no_file_of_runs_is_refused(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.jsonl"
@@ -302,8 +253,6 @@ def test_models_and_hardware_can_be_listed_and_shown(capsys: pytest.CaptureFixtu
         (["models", "405b"], "405,853,388,800 parameters"),
         (["models", "405b", "--json"], '"num_parameters": 405853388800'),
         (["models", "--json"], '"llama-3.1-405b"'),
-        (["hardware"], "h100-sxm-80gb"),
-        (["hardware", "h100"], "source: "),
         (["hardware", "h100", "--json"], '"memory_gib": 79.1'),
         (["hardware", "--json"], '"gb200-nvl72"'),
     ):
@@ -334,8 +283,6 @@ def test_what_is_shown_can_be_read_back(
 
 def test_a_closed_pipe_is_quiet() -> None:
     with subprocess.Popen([*PLAN, "models", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 1

@@ -52,21 +52,7 @@ def test_without_tokens_they_are_told_to_do_nothing(caplog: pytest.LogCaptureFix
     assert "--spares: has no effect without --tokens" in caplog.text
 
 
-def test_the_json_has_every_field_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_price_that_is_given_is_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PRICED, "--tokens", "1T", "--usd-per-gpu-hour", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["best"]["sustained"].keys() == {"step_s", "step_s_interval", "source"}
-    assert {"days", "days_interval", "usd", "usd_interval", "gpu_hours", "mwh"} <= answer["run_cost"].keys()
-    assert {
-        "effective_fraction", "interval", "checkpoint_s", "checkpoint_interval_s", "evaluation_fraction",
-        "failures_per_day", "restart_s", "sources",
-    } <= answer["goodput"].keys()  # fmt: skip
     assert answer["run_cost"]["usd"] == pytest.approx(2 * answer["run_cost"]["gpu_hours"])
-
-
-def test_the_panel_shows_the_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*PRICED, "--tokens", "1T"]) == 0
-    out = capsys.readouterr().out
-    assert "sustained over months" in out
-    assert "effective" in out
-    assert max(map(len, out.splitlines())) <= 80

@@ -32,19 +32,7 @@ def answer(folder: Path) -> dict[str, Any]:
     """The run as JSON, which has been saved as a folder too."""
     path = str(folder / "phases.yaml")
     assert main([*JOB, "--runtime", "torchtitan", "--phases", path, "-q", "-o", f"{folder}/run/"]) == 0
-    saved: dict[str, Any] = json.loads((folder / "run" / "phases.json").read_text())
-    return saved
-
-
-def test_the_answer_has_the_contracts_form(answer: dict[str, Any]) -> None:
-    assert answer["schema_version"] == 1
-    assert [phase["name"] for phase in answer["phases"]] == ["short", "more", "packed"]
-    total = answer["total"]
-    assert total["tokens"] == pytest.approx(500e9 + 1000 * 32 * 32768)
-    stops_s = sum(phase["stop_s"] for phase in answer["phases"])
-    assert total["days"] == pytest.approx(sum(phase["days"] for phase in answer["phases"]) + stops_s / 86400)
-    assert [change["why"] for change in answer["changes"]][-1] == "sequence, dtype"
-    assert "--phases" in answer["command"]
+    return json.loads((folder / "run" / "phases.json").read_text())
 
 
 def test_a_phase_has_its_own_options(answer: dict[str, Any]) -> None:
@@ -62,7 +50,6 @@ def test_every_plan_is_a_file_that_commands_read(folder: Path, answer: dict[str,
         path = folder / "run" / f"plan-{phase['name']}.json"
         plan = Plan.load(path)
         assert plan.training.seq_length == phase["seq_length"]
-        assert plan.run_cost is not None
         assert plan.run_cost.days == phase["days"]
         assert phase["plan"]["best"] == json.loads(path.read_text())["best"]
     exported = folder / "exported"
@@ -87,8 +74,6 @@ def test_the_table_fits_eighty_columns(folder: Path, capsys: Any) -> None:
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "--rampup-batch-size 64 32 244141" in " ".join(text.split())
-    assert "attends across packed documents" in " ".join(text.split())
-    assert "1T tokens in 1 phase:" in text
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ def test_an_order_is_found_written_and_read_back(capsys: pytest.CaptureFixture[s
         (["auto", "--in-flight", "0"], "--in-flight 0"),
         (["1f1b", "--compare"], "all schedules are compared"),
         (["no-such.csv"], "no-such.csv"),
+        (["--compare", "--svg", "a.svg"], "--compare and --svg"),
+        (["1f1b", "--forward", "0", "--backward", "0"], "hint:"),
     ],
 )
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
@@ -119,16 +121,6 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], arguments: list[
     assert words in captured.err
 
 
-def test_a_comparison_draws_and_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "--compare", "--svg", str(tmp_path / "a.svg")]) == 2
-    assert "--compare and --svg" in capsys.readouterr().err
-
-
 def test_what_goes_to_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "1f1b", "--trace", "-"]) == 0
     assert json.loads(capsys.readouterr().out)
-
-
-def test_stages_that_take_no_time_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "1f1b", "--forward", "0", "--backward", "0"]) == 2
-    assert "hint:" in capsys.readouterr().err

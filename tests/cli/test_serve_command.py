@@ -16,7 +16,6 @@ from planner.cli import main
 def test_it_serves_until_interrupted() -> None:
     arguments = [sys.executable, "-m", "planner.cli", "serve", "--port", "0", "--model", "8b", "--gpus", "8"]
     server = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert server.stdout is not None
     try:
         host, port = server.stdout.readline().strip().removeprefix("http://").removesuffix("/").split(":")
         assert host == "127.0.0.1"

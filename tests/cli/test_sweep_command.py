@@ -15,15 +15,13 @@ QUICK = ["sweep", "--model", "8b", "-s", "4096", "-b", "64", "--tp", "1", "--pp"
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     assert main([*QUICK, *arguments, "--json"]) == 0
-    data: dict[str, object] = json.loads(capsys.readouterr().out)
-    return data
+    return json.loads(capsys.readouterr().out)
 
 
 def test_the_json_is_that_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "--gpus", "8,16", "--hardware", "h100,h200", "--tokens", "100B", "--deadline", "100d")
     assert set(found) >= {"points", "pareto", "answers"}
     points = found["points"]
-    assert isinstance(points, list)
     assert [(p["options"]["gpus"], p["options"]["hardware"]) for p in points] == [
         (8, "h100"), (16, "h100"), (8, "h200"), (16, "h200"),
     ]  # fmt: skip
@@ -41,7 +39,6 @@ def test_the_json_is_that_of_the_contract(capsys: pytest.CaptureFixture[str]) ->
 def test_an_axis_of_the_layout_gives_a_point_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "--gpus", "8", "--recompute", "none,full")
     points = found["points"]
-    assert isinstance(points, list)
     assert [point["options"]["recompute"] for point in points] == ["none", "full"]
     assert points[0]["step_s"] < points[1]["step_s"] or not points[0]["fits"]
 

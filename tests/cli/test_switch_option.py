@@ -22,8 +22,7 @@ DENSE = ["--model", "8b", "--gpus", "8"]
 
 def evaluated(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["evaluate", *arguments, "--json"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    return json.loads(capsys.readouterr().out)
 
 
 def line(**features: Any) -> dict[str, Any]:

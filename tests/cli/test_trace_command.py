@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from priced_plans import priced_plan
 from trace_judge import judge, named
 
-from planner.answer import Plan
 from planner.cli import main
-from planner.layout.evaluate import evaluate
 from planner.report import trace as trace_module
-from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
 from planner.trainers.load import load_runtime
-from planner.trainers.spec import RuntimeSpec
 from planner.trainers.switches import SWITCHES
 
 
@@ -35,23 +30,14 @@ def mixture_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trace") / "plan.json"
     overlapping = load_runtime("megatron").model_copy(update=SWITCHES["ep_overlap"].values[True])
     sizes = {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "vpp": 2}
-    _evaluated("deepseek-v2-lite", 16, 4096, 32, overlapping, **sizes).save(path)
+    priced_plan("deepseek-v2-lite", 16, runtime=overlapping, **sizes).save(path)
     return path
-
-
-def _evaluated(
-    model: str, num_gpus: int, seq_length: int, batch: int, runtime: RuntimeSpec | str = "megatron", **sizes: int
-) -> Plan:
-    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus)
-    training = TrainingSpec(seq_length=seq_length, global_batch_size=batch)
-    return evaluate(model, cluster, training, Parallelism(**sizes), runtime=runtime)  # type: ignore[arg-type]
 
 
 def _traced(*arguments: str, tmp_path: Path) -> dict[str, Any]:
     target = tmp_path / "trace.json"
     assert main(["trace", *arguments, "-o", str(target)]) == 0
-    trace: dict[str, Any] = json.loads(target.read_text())
-    return trace
+    return json.loads(target.read_text())
 
 
 def _run(*arguments: str) -> int:
@@ -92,7 +78,7 @@ def test_every_stage_computes_waits_and_exchanges_gradients(plan_file: Path, tmp
 )
 def test_ends_with_the_step(job: tuple[int, int, int], runtime: str, sizes: dict[str, int], tmp_path: Path) -> None:
     saved, target = tmp_path / "plan.json", tmp_path / "trace.json"
-    _evaluated("8b", *job, runtime, **sizes).save(saved)
+    priced_plan("8b", *job, runtime=runtime, **sizes).save(saved)
     assert _run(str(saved), "-o", str(target)) == 0
     slices = [event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
     end_s = max(event["ts"] + event["dur"] for event in slices) / 1e6
@@ -197,10 +183,3 @@ def test_a_step_of_too_many_actions_is_refused_with_a_length_that_works(
     assert "too many for a trace" in error
     assert not target.exists()
     assert _run(str(plan_file), "-o", str(target), *hint.split("with ")[1].split()) == 0
-
-
-def test_keeps_a_file_that_is_there(plan_file: Path, tmp_path: Path) -> None:
-    target = tmp_path / "trace.json"
-    target.write_text("mine")
-    assert _run(str(plan_file), "-o", str(target)) == 2
-    assert target.read_text() == "mine"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.answer import Plan, PricedLayout
+from planner.answer import Plan
 from planner.decide.next import (
     REPEAT_SIGMA,
     Belief,
@@ -169,13 +169,3 @@ def test_a_few_published_jobs_are_replayed() -> None:
     tried, favourite = tool["ours_tries"](jobs[0], 30)
     assert len(tried) < len(jobs[0].layouts)
     assert jobs[0].regret(favourite) < 0.01
-
-
-def test_the_layouts_of_an_answer_are_the_plans(make_plan: MakePlan) -> None:
-    plan = make_plan()
-    layouts: list[PricedLayout] = [plan.best, *plan.alternatives]
-    answer = next_answer(
-        NextRun(2048, [TrialChoice(str(n), one, plan.runtime_spec) for n, one in enumerate(layouts)]), "m"
-    )
-    assert [one.number for one in sorted(answer.layouts, key=lambda one: one.number)] == [*range(6)]
-    assert answer.run_days == 1

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from io import StringIO
-
 import pytest
-from rich.console import Console
+from pages import printed
+from priced_plans import priced_plan
 
 from planner.answer import Plan
 from planner.decide.compare import Compared, compare, of_observation, of_plan
-from planner.layout.evaluate import evaluate
 from planner.observe.observation import Observation, SourceFile
 from planner.report.comparison import render_comparison
-from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, TrainingSpec
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
-    training = TrainingSpec(seq_length=4096, global_batch_size=32)
-    return evaluate(load_model("8b"), cluster, training, Parallelism(tp=4, pp=2, dp=2))
+    return priced_plan(num_gpus=16, tp=4, pp=2, dp=2)
 
 
 def observed(step_s: float, **breakdown: float) -> Compared:
@@ -59,9 +52,7 @@ def test_terms_are_those_of_both_and_add_up(plan: Plan, breakdown: dict[str, flo
         assert by_name["pipeline_s"].first_s == pytest.approx(
             step.compute_s + step.tp_comm_s + step.pp_comm_s + step.bubble_s
         )
-    out = StringIO()
-    Console(file=out, width=80).print(render_comparison(comparison))
-    assert "Where the seconds go" in out.getvalue()
+    assert "Where the seconds go" in printed(render_comparison(comparison))
 
 
 def test_two_runs_are_held_against_each_other_as_finely_as_both_are_known() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import printed
+from priced_plans import priced_plan
 from probes import probe_result, probe_run
-from rich.console import Console
 
 from planner.answer import Plan
 from planner.decide.compare import Comparison, compare, of_plan, of_probe
@@ -24,16 +25,12 @@ from planner.specs.units import GIB
 
 def plan_of(global_batch_size: int = 64, hardware: str = "h100", runtime: str = "megatron", **layout: Any) -> Plan:
     sizes = {"tp": 2, "pp": 4, "dp": 2} | layout
-    cluster = ClusterSpec(hardware=load_hardware(hardware), num_gpus=sizes["tp"] * sizes["pp"] * sizes["dp"])
-    training = TrainingSpec(seq_length=4096, global_batch_size=global_batch_size)
-    return evaluate(load_model("8b"), cluster, training, Parallelism(**sizes), runtime=runtime)
+    num_gpus = sizes["tp"] * sizes["pp"] * sizes["dp"]
+    return priced_plan("8b", num_gpus, batch=global_batch_size, hardware=hardware, runtime=runtime, **sizes)
 
 
 def text_of(comparison: Comparison) -> str:
-    console = Console(width=80, markup=False)
-    with console.capture() as capture:
-        console.print(render_comparison(comparison))
-    return capture.get()
+    return printed(render_comparison(comparison), markup=False)
 
 
 def probed(plan: Plan, **changes: Any) -> ProbeResult:

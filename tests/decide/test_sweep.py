@@ -54,13 +54,11 @@ def test_a_point_has_the_figures_of_the_plan_with_its_options() -> None:
     answer = plan(one.case.model, one.case.cluster, one.case.training, limits=one.case.limits)
     point = planned(one)
     assert (point.fits, point.layout, point.step_s) == (True, str(answer.parallelism), answer.step.step_s)
-    assert answer.run_cost is not None
     assert (point.days, point.usd, point.usd_interval) == (
         answer.run_cost.days, answer.run_cost.usd, answer.run_cost.usd_interval,
     )  # fmt: skip
     low, high = point.tokens_per_s_interval or (0, 0)
     assert low < answer.step.tokens_per_s < high
-    assert answer.step.step_s_interval is not None
     assert high == pytest.approx(answer.training.tokens_per_step / answer.step.step_s_interval[0])
 
 
@@ -148,17 +146,6 @@ def test_the_fewest_are_those_of_a_linear_scan(
     # halving needs that all the nodes meet what fewer do: nodes that bring less than their waits cost may not
     assume(scan is None or goal.is_met(point(24)))
     assert nodes.first_that(goal.is_met, fits_from) == scan
-
-
-@pytest.mark.thorough(0)
-def test_the_fewest_gpus_of_a_real_job_are_those_of_a_linear_scan() -> None:
-    one = trial(8, "llama-2-13b", **PINS)
-    nodes = PlannedNodes(one, here, 8)
-    points = {number: planned(one.on_gpus(8 * number)) for number in range(1, 9)}
-    for days in (300.0, 130.0, 70.0, 41.0):
-        goal = Goal(deadline_days=days)
-        scan = next((number for number, point in points.items() if goal.is_met(point)), None)
-        assert nodes.first_that(goal.is_met) == scan
 
 
 def test_tables_and_csv_have_every_point_and_say_the_answers() -> None:

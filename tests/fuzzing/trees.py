@@ -61,8 +61,7 @@ def _json_lines(text: str) -> list[Any]:
 
 
 def _yaml(tree: Any) -> str:
-    text: str = yaml.dump(tree, Dumper=_DUMPER, sort_keys=False)
-    return text
+    return yaml.dump(tree, Dumper=_DUMPER, sort_keys=False)
 
 
 def _toml(tree: dict[str, Any]) -> str:

@@ -173,10 +173,8 @@ def test_a_run_that_becomes_slow_rings() -> None:
     # the last steps are those that are out
     assert (last.window_steps, last.window_step_s) == (22, 12.0)
     answer = loop.answer(last_steps=True)
-    assert answer is not None
     assert answer.verdict == "slow"
     whole = loop.answer(last_steps=False)
-    assert whole is not None
     assert whole.observation.num_steps == 103
 
 

@@ -32,19 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["observe", *words, "--json", "-q"]) == 0
-    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return answer
+    return json.loads(capsys.readouterr().out)
 
 
 def test_the_json_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = answer_of(capsys, str(folder / "dump.log"), "--hardware", "h100")
-    assert {"observation", "prediction", "waterfall", "verdict", "causes"} <= answer.keys()
     seen = answer["observation"]
-    assert {"step_s", "step_s_spread", "tokens_per_s", "peak_memory_bytes", "breakdown"} <= seen.keys()
     assert seen["step_s"] == 9.0
     assert seen["tokens_per_s"] == pytest.approx(128 * 8192 / 9)
     terms = answer["waterfall"]
-    assert all({"term", "seconds", "evidence", "recoverable_s"} == term.keys() for term in terms)
     assert sum(term["seconds"] for term in terms) == pytest.approx(9.0 - answer["prediction"]["step_s"], abs=1e-9)
     assert answer["verdict"] in ("expected", "slow", "fast", "memory")
     assert answer["prediction"]["source"] == "the log's arguments"
@@ -80,15 +76,6 @@ def test_the_gpu_is_the_one_that_the_log_names(device: str, hardware: str) -> No
     from planner.cli.observe_command import _hardware
 
     assert _hardware(device) == hardware
-
-
-def test_words_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["observe", str(folder / "dump.log"), "--plan", str(folder / "plan.json")]) == 0
-    text = capsys.readouterr().out
-    for part in ("median step", "predicted", "MFU", "1 of them to warm up", "wall time", "same definition"):
-        assert part in text
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_nothing_said_about_the_job_asks_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,19 +136,6 @@ def test_a_dump_that_lacks_something_leaves_the_observation(folder: Path, capsys
     assert "no prediction" in err
     assert "--gpus" in err
     assert "median step" in out
-
-
-def test_an_observation_compares_with_its_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved, plan = str(folder / "compared.json"), str(folder / "plan.json")
-    assert main(["observe", str(folder / "dump.log"), "--plan", plan, "-o", saved, "-q"]) == 0
-    capsys.readouterr()
-    assert main(["compare", plan, saved, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    planned = answer_of(capsys, str(folder / "dump.log"), "--plan", plan)["prediction"]["step_s"]
-    assert answer["waterfall"] == [{"term": "step_s", "seconds": pytest.approx(9.0 - planned)}]
-    assert "tp" not in answer["differences"]
-    assert main(["compare", plan, saved]) == 0
-    assert "a step" in capsys.readouterr().out
 
 
 def test_an_observation_without_tokens_compares_with_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,6 @@ def test_means_over_an_interval_count_as_many_steps(tmp_path: Path) -> None:
     lines = [iteration(number, 2.0, BEGIN_S + 2 * number) for number in (10, 20, 30)]
     seen = read(tmp_path, "\n".join(lines))
     assert seen.num_steps == 30
-    assert seen.wall is not None
     assert (seen.wall.steps_s, seen.wall.wall_s) == (60.0, 60.0)
     assert any("mean of up to 10 steps" in note for note in seen.notes)
 
@@ -135,7 +134,6 @@ def test_gaps_are_what_the_log_says_happened(tmp_path: Path) -> None:
     last = iterations([2.0] * 10, 21, BEGIN_S + 97)
     text = "\n".join([head, *early, said, *late, "validation loss at iteration 20 | lm loss value: 2 |", *last])
     wall = read(tmp_path, text).wall
-    assert wall is not None
     assert wall.model_dump() == pytest.approx(
         {
             "wall_s": 117.0, "startup_s": 7.0, "steps_s": 60.0, "evaluation_s": 20.0, "checkpoint_s": 30.0,
@@ -148,7 +146,6 @@ def test_a_timer_of_a_checkpoint_leaves_the_rest_of_the_gap_idle(tmp_path: Path)
     said = "saving checkpoint at iteration 3\n    save-checkpoint ................................: (12000.0, 12000.0)"
     text = "\n".join([*iterations([2.0] * 3), said, *iterations([2.0] * 3, 4, BEGIN_S + 36)])
     wall = read(tmp_path, text).wall
-    assert wall is not None
     assert (wall.checkpoint_s, wall.idle_s) == pytest.approx((12.0, 18.0))
 
 

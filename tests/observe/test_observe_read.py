@@ -53,7 +53,6 @@ def test_a_restart_is_its_lost_work(tmp_path: Path) -> None:
     (restart,) = seen.restarts
     assert (restart.from_step, restart.to_step, restart.lost_steps) == (50, 21, 30)
     assert (restart.lost_s, restart.down_s) == pytest.approx((60.0, 300.0))
-    assert seen.wall is not None
     assert (seen.wall.down_s, seen.wall.steps_s) == pytest.approx((300.0, 160.0))
 
 
@@ -84,7 +83,6 @@ def test_parts_of_a_run_are_one_run(tmp_path: Path) -> None:
         seen = read(tmp_path, *texts)
         assert seen.num_steps == 100
         assert [(restart.from_step, restart.to_step) for restart in seen.restarts] == [(50, 31)]
-        assert seen.wall is not None
         assert seen.wall.wall_s == pytest.approx(400)
         assert len(seen.sources) == 2
 

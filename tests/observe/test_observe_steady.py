@@ -71,19 +71,11 @@ def test_weights_are_repetitions(rows: list[tuple[float, int]], fraction: float)
     assert quantile(values, weights, fraction) == quantile(each, np.ones(len(each)), fraction)
 
 
-def test_the_median_of_two_is_their_middle() -> None:
-    assert quantile(np.array([3.0, 1.0]), np.ones(2), 0.5) == 2.0
-
-
 def test_a_warm_up_is_at_the_begin_and_ends() -> None:
     found = told([30.0, 12.0, *[10.0] * 30, 12.0])
     assert np.flatnonzero(found.warmup).tolist() == [0, 1]
     assert found.warmup_extra_s == pytest.approx(22.0)
     assert [outlier.steps for outlier in found.outliers] == [(33,)]
-
-
-def test_a_single_step_is_no_warm_up() -> None:
-    assert told([10.0]).step_s == 10.0
 
 
 def test_outliers_that_the_log_explains_have_its_name() -> None:

@@ -46,7 +46,6 @@ def test_csv(tmp_path: Path) -> None:
 def test_a_time_column_is_the_wall_time(tmp_path: Path) -> None:
     rows = "".join(f"{step}\t2.0\t{1_700_000_000 + 3 * step}\n" for step in range(1, 5))
     wall = read(tmp_path, f"step\tstep_time_s\t_timestamp\n{rows}").wall
-    assert wall is not None
     assert (wall.steps_s, wall.idle_s, wall.wall_s) == (8.0, 3.0, 11.0)
 
 
@@ -174,5 +173,4 @@ def test_lines_of_torchtitan(tmp_path: Path, titan: Any, monkeypatch: pytest.Mon
     assert (seen.printed_mfu is None) is quantized
     assert (seen.facts.global_batch_size, seen.facts.seq_length) == (4, 8192)
     assert seen.peak_memory_bytes == round(49.66 * 2**30)
-    assert seen.wall is not None
     assert (seen.wall.evaluation_s, seen.wall.idle_s) == (pytest.approx(30.0, abs=0.01), pytest.approx(0.0, abs=0.02))

@@ -69,7 +69,6 @@ def test_an_evaluation_is_no_step(tmp_path: Path) -> None:
     evaluated = f"{stamp[:-7]}:30,000 - root - INFO - validate step:  6  loss: 5.0  memory: 40.00GiB(50.0%)  tps: 99"
     seen = read(tmp_path, "\n".join([*lines, evaluated]))
     assert seen.series.steps == (1, 2, 3, 4, 5, 6)
-    assert seen.wall is not None
     assert seen.wall.evaluation_s == pytest.approx(4.0)
 
 

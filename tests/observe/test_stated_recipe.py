@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from priced_plans import priced_plan
 from written import LLAMA_8B, arguments, iterations, read
 
 from planner.answer import Plan
 from planner.cli import main
-from planner.layout.evaluate import evaluate
 from planner.observe.case import (
     ObservedCase,
     fewer_recomputed,
@@ -23,9 +23,6 @@ from planner.observe.case import (
 from planner.observe.judge import judged, judged_beside, of_run, predicted
 from planner.observe.observation import Observation, Observed
 from planner.plan_file import plan_of
-from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GIB
 
 DUMP = LLAMA_8B | {"hidden_dropout": 0.0, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
@@ -36,9 +33,7 @@ def observed(folder: Path, **changes: Any) -> Observation:
 
 
 def planned_as(**layout: Any) -> Plan:
-    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=16)
-    training = TrainingSpec(seq_length=8192, global_batch_size=128)
-    return evaluate("8b", cluster, training, Parallelism(tp=2, pp=2, **layout))
+    return priced_plan("8b", 16, 8192, 128, tp=2, pp=2, **layout)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +79,6 @@ def test_terms_add_up_to_the_price_of_the_logs_recipe(
     whole_s = priced.step.step_s - planned.step.step_s
     assert sum(term.seconds for term in terms) == pytest.approx(whole_s, abs=1e-9)
     now = running(case)
-    assert now is not None
     assert now.step_s == pytest.approx(priced.step.step_s)
 
 
@@ -115,7 +109,6 @@ def test_what_the_log_shows_off_is_a_row_with_a_priced_remedy(planned: Plan, tmp
     assert "recipe" in names
     assert names["recipe"].where == "tp_comm_overlap"
     remedy = names["recipe"].remedy
-    assert remedy is not None
     assert remedy.is_priced
     assert remedy.options == ("--switch", "tp_comm_overlap=true")
     assert remedy.step_s is not None
@@ -156,8 +149,6 @@ def test_memory_above_the_plan_is_no_room(planned: Plan, tmp_path: Path) -> None
     plain, seen = beside(planned, observed(tmp_path)), observed(tmp_path)
     above = seen.model_copy(update={"peak_memory_bytes": peak + 10 * GIB, "peak_memory_kind": "allocated"})
     now, less = running(plain), running(beside(planned, above))
-    assert now is not None
-    assert less is not None
     assert max(less.excess_bytes) - max(now.excess_bytes) == pytest.approx(10 * GIB)
 
 

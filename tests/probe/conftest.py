@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,3 +43,13 @@ def tiny_run(order: Schedule | tuple[str, int, int, int], layers: int | None = N
 @pytest.fixture(scope="session")
 def make_run() -> Any:
     return tiny_run
+
+
+@pytest.fixture
+def no_group_is_left() -> Iterator[None]:
+    """Of processes: a test that leaves one is ended with it."""
+    import torch.distributed as dist
+
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -6,14 +6,11 @@ from math import prod
 from typing import Any
 
 import pytest
+from priced_plans import priced_plan
 from tiny import skip_where_torch_is_too_old
 
 from planner.answer import Plan
-from planner.layout.evaluate import evaluate
-from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
@@ -34,13 +31,7 @@ SMALL = {
 def plan_of(
     model: ModelSpec, num_gpus: int, seq_length: int, batch: int, runtime: str = "torch-eager", **layout: Any
 ) -> Plan:
-    return evaluate(
-        model,
-        ClusterSpec(hardware=load_hardware("h100"), num_gpus=num_gpus),
-        TrainingSpec(seq_length=seq_length, global_batch_size=batch),
-        Parallelism(**layout),
-        runtime=runtime,
-    )
+    return priced_plan(model, num_gpus, seq_length, batch, runtime=runtime, **layout)
 
 
 def small_plan(**layout: Any) -> Plan:

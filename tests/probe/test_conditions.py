@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
+from pages import printed
 from probes import probe_result
-from rich.console import Console
 
 from planner.specs.registry import load_model
 
@@ -17,14 +16,7 @@ from small_plans import plan_of
 
 from planner.cli.probe_report import render
 from planner.probe.device_state import DeviceState
-from planner.probe.result import (
-    ChunkSeconds,
-    ComparedQuantity,
-    ProbedExchange,
-    ProbedMemory,
-    ProbeResult,
-    RankResult,
-)
+from planner.probe.result import ChunkSeconds, ComparedQuantity, ProbedExchange, ProbedMemory, ProbeResult, RankResult
 from planner.probe.verdict.evidence import UNSEEN, conditions_of
 
 
@@ -99,9 +91,7 @@ def test_a_line_names_all_ranks_of_which_it_is_true() -> None:
 
 def told(result: ProbeResult) -> str:
     """The report's text, on one line."""
-    console = Console(width=400, file=io.StringIO())
-    console.print(render(result))
-    return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    return " ".join(printed(render(result), 400).split())
 
 
 def test_a_report_says_how_gpus_were_and_what_a_contradiction_is_worth() -> None:

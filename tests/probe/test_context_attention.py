@@ -19,14 +19,7 @@ from planner.probe.model.attention import (  # noqa: E402
     flash_backward,
     flash_forward,
 )
-from planner.probe.model.peers import (  # noqa: E402
-    EmulatedPeers,
-    Surroundings,
-    TensorPeers,
-    gather,
-    scatter,
-    shard,
-)
+from planner.probe.model.peers import EmulatedPeers, Surroundings, TensorPeers, gather, scatter, shard  # noqa: E402
 from planner.probe.torch_build import torch_release  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 

@@ -20,23 +20,14 @@ from planner.probe.model.layers import takes_groups  # noqa: E402
 from planner.probe.model.peers import GroupPeers  # noqa: E402
 from planner.probe.rank import after_steps  # noqa: E402
 from planner.probe.rank.gradients import FlatParameters, Sharding  # noqa: E402
-from planner.probe.rank.groups import (  # noqa: E402
-    RESULT_FILE,
-    RUN_FILE,
-    RankGroups,
-)
+from planner.probe.rank.groups import RESULT_FILE, RUN_FILE, RankGroups  # noqa: E402
 from planner.probe.rank.pipeline import RankClock, StepRecord  # noqa: E402
 from planner.probe.rank.training import trainer_alone  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.torch_build import GATHER, SCATTER, default_device, require_gpu, this_build  # noqa: E402
 from planner.profile import measure  # noqa: E402
-from planner.profile.measure import (  # noqa: E402
-    Ranks,
-    Stopwatch,
-    machine_of,
-    tasks,
-)
+from planner.profile.measure import Ranks, Stopwatch, machine_of, tasks  # noqa: E402
 from planner.profile.measurements import QUICK  # noqa: E402
 
 GIB = 2**30
@@ -111,7 +102,6 @@ def test_a_stage_alone_on_a_gpu(
     worker.main()
     rank = RankResult.model_validate_json((tmp_path / RESULT_FILE.format(1)).read_text())
     assert rank.device_name == "NVIDIA H200"
-    assert rank.memory is not None
     assert (rank.memory.static_bytes, rank.memory.peak_allocated_bytes) == (10 * GIB, 20 * GIB)
     assert (rank.memory.peak_reserved_bytes, rank.memory.device_used_bytes) == (21 * GIB, 23 * GIB)
     assert [chunk.stage for chunk in rank.chunks] == [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tiny import GPT, MLA, MOE
 
 from planner.schedule.actions import Action, ActionList, Schedule
 from planner.schedule.orders import in_flight_chunks
@@ -13,22 +14,6 @@ pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
 from planner.probe.launch.launcher import launch
 
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MLA = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
-GPT = {
-    "gated_mlp": False,
-    "activation": "gelu",
-    "norm": "layernorm",
-    "bias": True,
-    "position_embedding": "learned",
-    "max_position_embeddings": 8,
-}
 GEMMA = {"qk_norm": True, "post_norms": True, "sliding_window": 4, "sliding_window_pattern": 2}
 LLAMA4 = {"attention_chunk_size": 4, "sliding_window_pattern": 2, "moe": MOE}
 GPT_OSS = {"attention_sinks": True, "sliding_window": 4, "sliding_window_pattern": 2, "bias": True, "moe": MOE}
@@ -127,10 +112,7 @@ def test_in_flight_as_planned(name: str, make_run: Any) -> None:
 
 
 def test_a_hand_written_order(make_run: Any) -> None:
-    ranks = (
-        ["0F0", "0F1", "0B0", "0F2", "0B2", "0B1"],
-        ["1F0", "1B0", "1F1", "1F2", "1I2", "1B1", "1W2"],
-    )
+    ranks = (["0F0", "0F1", "0B0", "0F2", "0B2", "0B1"], ["1F0", "1B0", "1F1", "1F2", "1I2", "1B1", "1W2"])
     order = Schedule("mine", tuple(ActionList.of(map(Action.parse, actions)) for actions in ranks), (0, 1), 3)
     measured = launch(make_run(order))
     assert all(check.passed for rank in measured.ranks for check in rank.checks)

@@ -55,10 +55,7 @@ def small(make_run: Any, **options: Any) -> Any:
         (faulty.killed, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) was killed by SIGKILL in step 0, at 1F1"),
         (faulty.raising, r"rank 1 \(stage 1, dp 0, cp 0, tp 0\) failed in step 0, at 1B1 .*: RuntimeError: boom$"),
         (faulty.aborted, r"rank 1 .* failed in step 0, at 1B1 .*: RuntimeError: boom$"),
-        (
-            faulty.other_torch,
-            r"rank 1 on .* has torch 2\.6\.0, not .* as rank 0 on",
-        ),
+        (faulty.other_torch, r"rank 1 on .* has torch 2\.6\.0, not .* as rank 0 on"),
         (faulty.full_disk, r"rank 1 \(.*\) failed in report: PlannerError: .*rank1.json: .*: No space left on device$"),
     ],
 )
@@ -104,7 +101,6 @@ def test_an_order_that_deadlocks(make_run: Any) -> None:
 def test_out_of_memory_is_a_result(make_run: Any, own_tmp: Path) -> None:
     measured = launch(small(make_run), faulty.out_of_memory)
     out_of_memory = measured.out_of_memory
-    assert out_of_memory is not None
     assert (out_of_memory.rank, out_of_memory.stage, out_of_memory.phase) == (1, 1, "step 0, at 1F1 (computing)")
     assert out_of_memory.asked_bytes == 5 * 2**29
     assert list(own_tmp.glob("plan-probe-*")) == []
@@ -321,7 +317,6 @@ def test_the_last_error_of_nccl_is_kept_with_its_hint(last_error: str, hint: str
 def test_nccl_out_of_memory_is_a_result(make_run: Any) -> None:
     last_error = "Failed to CUDA calloc async 4194304 bytes"
     out_of_memory = launch(small(make_run), partial(faulty.nccl_fails, last_error=last_error)).out_of_memory
-    assert out_of_memory is not None
     assert (out_of_memory.rank, out_of_memory.asked_bytes) == (1, 4194304)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import GPT, MLA, MOE
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
@@ -24,22 +25,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),
     pytest.mark.skipif(torch_release() < (2, 9), reason="fake tensors of this torch go through no process group"),
 ]
-MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MLA = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-GPT = {
-    "gated_mlp": False, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "learned",
-    "max_position_embeddings": 16,
-}  # fmt: skip
+EXPERTS = MOE | {"num_experts": 8}
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "tied": {"tie_word_embeddings": True},
-    "gpt": GPT,
+    "gpt": GPT | {"max_position_embeddings": 16},
     "gemma": {"qk_norm": True, "post_norms": True, "sliding_window": 4, "sliding_window_pattern": 2},
     "sinks": {"attention_sinks": True, "sliding_window": 4, "sliding_window_pattern": 2, "bias": True},
     "chunks": {"attention_chunk_size": 4, "sliding_window_pattern": 2},
     "alibi": {"position_embedding": "alibi", "embedding_norm": True},
-    "mixture": {"moe": {**MOE, "shared_expert_intermediate_size": 16}},
-    "latent": {"mla": MLA, "moe": MOE, "num_nextn_predict_layers": 1},
+    "mixture": {"moe": {**EXPERTS, "shared_expert_intermediate_size": 16}},
+    "latent": {"mla": MLA, "moe": EXPERTS, "num_nextn_predict_layers": 1},
 }
 GRIDS: dict[str, dict[str, Any]] = {
     "one": {},

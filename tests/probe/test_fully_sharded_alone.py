@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tiny import MOE
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-import torch.distributed as dist  # noqa: E402
 
 from planner.probe.model.attention import AttentionTables  # noqa: E402
-from planner.probe.model.chunk import (  # noqa: E402
-    Chunk,
-    local,
-)
-from planner.probe.rank.training import (  # noqa: E402
-    RankTrainer,
-    batch_seed,
-    synthetic_batch,
-    trainer_alone,
-)
+from planner.probe.model.chunk import Chunk, local  # noqa: E402
+from planner.probe.rank.training import RankTrainer, batch_seed, synthetic_batch, trainer_alone  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
 
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
 DP = 4
 RUNS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"tie_word_embeddings": True}, "num_recomputed": 1},
@@ -32,13 +23,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "ep2": {"ep": 2, "balanced_routing": True, "model": {"moe": MOE}},
     "cp2": {"dp": 2, "cp": 2, "seq_length": 4},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def alone(make_run: Any, order: tuple[str, int, int, int], **options: Any) -> tuple[ProbeRun, RankTrainer]:

@@ -131,18 +131,6 @@ def test_a_trace_without_a_step_is_not_written(
     assert not trace.exists()
 
 
-def test_help_says_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["probe", "--help"]) == 0
-    assert "Save what was measured" in capsys.readouterr().out
-
-
-def test_a_file_that_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "model.json"
-    path.write_text('{"hidden_size": 1}')
-    assert main(["probe", str(path)]) == 2
-    assert "is not a plan" in capsys.readouterr().err
-
-
 def test_no_gpu(plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["probe", plan_file, "--device", "cuda"]) == 5

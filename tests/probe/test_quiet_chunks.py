@@ -17,15 +17,8 @@ from planner.probe.rank import after_steps  # noqa: E402
 from planner.probe.rank.after_steps import with_quiet_seconds  # noqa: E402
 from planner.probe.rank.training import trainer_alone  # noqa: E402
 from planner.probe.result import ChunkSeconds, RankResult  # noqa: E402
-from planner.probe.run import (  # noqa: E402
-    SURE_FRACTION,
-    ProbeRun,
-)
-from planner.probe.verdict.compare import (  # noqa: E402
-    beside_messages_s,
-    compare_pipeline,
-    compare_stage,
-)
+from planner.probe.run import SURE_FRACTION, ProbeRun  # noqa: E402
+from planner.probe.verdict.compare import beside_messages_s, compare_pipeline, compare_stage  # noqa: E402
 from planner.probe.verdict.evidence import _factor  # noqa: E402
 
 STEP_S = 0.01

@@ -19,11 +19,7 @@ from planner.probe.model.peers import GroupPeers, Surroundings  # noqa: E402
 from planner.probe.rank import after_steps  # noqa: E402
 from planner.probe.rank.after_steps import timed_together  # noqa: E402
 from planner.probe.rank.gradients import allocate_moments  # noqa: E402
-from planner.probe.rank.pipeline import (  # noqa: E402
-    ActionTimes,
-    StepRecord,
-    offset_of,
-)
+from planner.probe.rank.pipeline import ActionTimes, StepRecord, offset_of  # noqa: E402
 from planner.probe.rank.worker import StepLoop  # noqa: E402
 from planner.probe.torch_build import GATHER  # noqa: E402
 from planner.profile.measure import Stopwatch  # noqa: E402

@@ -17,23 +17,14 @@ from torch_names import FILES, torch_names  # noqa: E402
 
 from planner.errors import ProbeError  # noqa: E402
 from planner.probe import torch_build  # noqa: E402
-from planner.probe.launch.process import (  # noqa: E402
-    StageWorker,
-    failure_of,
-)
+from planner.probe.launch.process import StageWorker, failure_of  # noqa: E402
 from planner.probe.model.attention import require_flash  # noqa: E402
 from planner.probe.probe import ProbeOptions, probe  # noqa: E402
 from planner.probe.rank.groups import RESULT_FILE, RUN_FILE  # noqa: E402
 from planner.probe.rank.worker import Worker  # noqa: E402
 from planner.probe.result import RankResult  # noqa: E402
 from planner.probe.run import ProbeRun  # noqa: E402
-from planner.profile.measure import (  # noqa: E402
-    Ranks,
-    Stopwatch,
-    exchange_rows,
-    machine_of,
-    tasks,
-)
+from planner.profile.measure import Ranks, Stopwatch, exchange_rows, machine_of, tasks  # noqa: E402
 from planner.profile.measurements import GPU  # noqa: E402
 from planner.specs.model import ModelSpec  # noqa: E402
 

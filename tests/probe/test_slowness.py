@@ -5,27 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from priced_plans import priced_plan
 from probes import probe_result, probe_run
 
 from planner.answer import Plan
 from planner.errors import SpecError
-from planner.layout.evaluate import evaluate
 from planner.probe.eager import in_eager_torch
 from planner.probe.result import ProbeResult
 from planner.probe.verdict.evidence import slowness
 from planner.search.rebalance import rebalance
-from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, TrainingSpec
 
 SLOW = (1.0, 1.0, 1.3, 1.0, 0.9, 1.0, 1.0, 1.1)
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=32)
-    training, layout = TrainingSpec(seq_length=4096, global_batch_size=32), Parallelism(tp=2, pp=8, dp=2)
-    return evaluate(load_model("8b"), cluster, training, layout)
+    return priced_plan(num_gpus=32, hardware="h200", tp=2, pp=8, dp=2)
 
 
 def rank_factors(plan: Plan, result: ProbeResult) -> tuple[float, ...]:

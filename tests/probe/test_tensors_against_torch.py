@@ -17,13 +17,7 @@ from planner.probe.eager import in_eager_torch  # noqa: E402
 from planner.specs.cluster import ClusterSpec  # noqa: E402
 from planner.specs.registry import load_hardware  # noqa: E402
 from planner.specs.training import Parallelism, TrainingSpec  # noqa: E402
-from tools.counted_bytes import (  # noqa: E402
-    KEPT,
-    BytesAlive,
-    allocated,
-    count_stage,
-    stage_run,
-)
+from tools.counted_bytes import KEPT, BytesAlive, allocated, count_stage, stage_run  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.distributed.*is deprecated:FutureWarning"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tiny import MLA, MOE
 
 torch = pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
@@ -14,27 +14,16 @@ import torch.distributed as dist  # noqa: E402
 
 from planner.probe.launch.launcher import launch  # noqa: E402
 from planner.probe.model.chunk import local  # noqa: E402
-from planner.probe.rank.training import (  # noqa: E402
-    synthetic_batch,
-    trainer_alone,
-)
+from planner.probe.rank.training import synthetic_batch, trainer_alone  # noqa: E402
 from planner.probe.run import message_of, needed_by  # noqa: E402
 from planner.schedule.actions import Action  # noqa: E402
 
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MLA = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
 RUNS: dict[str, tuple[tuple[str, int, int, int], dict[str, Any]]] = {
     "interleaved-tp2": (("interleaved-1f1b", 2, 2, 4), {"tp": 2, "sequence_parallel": True}),
     "zb-h1-moe-mla": (("zb-h1", 2, 1, 4), {"model": {"moe": MOE, "mla": MLA}}),
     "fsdp2-pp2": (("1f1b", 2, 1, 3), {"dp": 2, "fully_sharded": True}),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.thorough(2)

@@ -15,21 +15,14 @@ from planner.specs.registry import load_model
 
 pytest.importorskip("torch", reason="needs the probe extra (torch)")
 
-from small_plans import (
-    SMALL,
-    plan_of,
-    small_plan,
-)
+from small_plans import SMALL, plan_of, small_plan
 
 from planner.probe.eager import in_eager_torch, repriced
 from planner.probe.plan_runs import ranks_run
 from planner.probe.plan_slice import RankGrid
 from planner.probe.probe import ProbeOptions
 from planner.probe.result import ChunkSeconds, MeasuredRun, ProbedExchange, ProbedMemory, ProbeResult, RankOutOfMemory
-from planner.probe.verdict.compare import (
-    compare_exchanges,
-    replayed_step_s,
-)
+from planner.probe.verdict.compare import compare_exchanges, replayed_step_s
 from planner.probe.verdict.judge import judge_ranks
 from planner.specs.model import ModelSpec
 

@@ -23,7 +23,6 @@ from planner.profile.measurements import (
     fitted_tier,
     known_profile,
     profile_of,
-    shapes_to_measure,
     sidecar,
 )
 from planner.specs.cluster import ClusterSpec
@@ -93,8 +92,6 @@ def test_the_shipped_tables_give_the_shipped_profile(h200: MeasurementRecord) ->
     ours, theirs = found.efficiency, shipped.efficiency
     assert ours.gemm.forward_fraction == pytest.approx(theirs.gemm.forward_fraction, rel=0.02)
     assert ours.stream_fraction == pytest.approx(theirs.stream_fraction, rel=0.02)
-    assert ours.cudnn is not None
-    assert theirs.cudnn is not None
     assert ours.cudnn.forward_fraction == pytest.approx(theirs.cudnn.forward_fraction, rel=0.02)
     assert ours.sustained_fraction == pytest.approx(theirs.sustained_fraction, rel=0.03)
     assert ours.host_us == pytest.approx(theirs.host_us, rel=0.1)
@@ -135,34 +132,22 @@ def test_both_kernels_of_attention_are_kept_and_the_faster_is_planned_with(h200:
 
 
 @pytest.mark.parametrize(
-    ("name", "memory_gib", "num_sms", "expected"),
-    [
-        ("NVIDIA H200", 139.8, 132, "h200-sxm-141gb"),
-        ("NVIDIA H100 80GB HBM3", 79.1, 132, "h100-sxm-80gb"),
-        ("NVIDIA H100 PCIe", 79.1, 114, "h100-pcie-80gb"),
-        ("NVIDIA H100 NVL", 93.6, 132, "h100-nvl-94gb"),
-        ("NVIDIA H200 NVL", 139.8, 132, "h200-nvl-141gb"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8, 16, None),
-        ("NVIDIA A100-SXM4-80GB", 79.15, 108, "a100-sxm-80gb"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, 108, "a100-sxm-40gb"),
-        ("NVIDIA A100 80GB PCIe", 79.15, 108, "a100-pcie-80gb"),
-        ("NVIDIA H20", 95.6, 78, "h20-sxm-96gb"),
-        ("NVIDIA L40S", 44.4, 142, "l40s-48gb"),
-        ("NVIDIA GH200 480GB", 94.5, 132, "gh200-96gb"),
-        ("NVIDIA GeForce RTX 4090", 23.6, 128, "rtx-4090-24gb"),
-        ("NVIDIA GeForce RTX 2080 Ti", 10.6, 68, None),
-    ],
-)
-def test_a_name_memory_and_processors_find_the_data_sheet(
-    name: str, memory_gib: float, num_sms: int, expected: str | None
-) -> None:
-    found = known_profile(machine(name, memory_gib, num_sms))
-    assert (None if found is None else found.name) == expected
-
-
-@pytest.mark.parametrize(
     ("name", "architecture", "memory_gib", "num_sms", "expected"),
     [
+        ("NVIDIA H200", "hopper", 139.8, 132, "h200-sxm-141gb"),
+        ("NVIDIA H100 80GB HBM3", "hopper", 79.1, 132, "h100-sxm-80gb"),
+        ("NVIDIA H100 PCIe", "hopper", 79.1, 114, "h100-pcie-80gb"),
+        ("NVIDIA H100 NVL", "hopper", 93.6, 132, "h100-nvl-94gb"),
+        ("NVIDIA H200 NVL", "hopper", 139.8, 132, "h200-nvl-141gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "hopper", 9.8, 16, None),
+        ("NVIDIA A100-SXM4-80GB", "hopper", 79.15, 108, "a100-sxm-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "hopper", 39.4, 108, "a100-sxm-40gb"),
+        ("NVIDIA A100 80GB PCIe", "hopper", 79.15, 108, "a100-pcie-80gb"),
+        ("NVIDIA H20", "hopper", 95.6, 78, "h20-sxm-96gb"),
+        ("NVIDIA L40S", "hopper", 44.4, 142, "l40s-48gb"),
+        ("NVIDIA GH200 480GB", "hopper", 94.5, 132, "gh200-96gb"),
+        ("NVIDIA GeForce RTX 4090", "hopper", 23.6, 128, "rtx-4090-24gb"),
+        ("NVIDIA GeForce RTX 2080 Ti", "hopper", 10.6, 68, None),
         ("AMD Instinct MI300X", "cdna3", 191.98, 304, "mi300x"),
         ("AMD Instinct MI300X VF", "cdna3", 191.7, 304, "mi300x"),  # as clouds pass them through
         ("AMD Instinct MI325X", "cdna3", 255.98, 304, "mi325x"),
@@ -175,7 +160,7 @@ def test_a_name_memory_and_processors_find_the_data_sheet(
         ("AMD Instinct MI250X", "cdna2", 63.98, 110, None),
     ],
 )
-def test_amds_gpus_find_their_data_sheet(
+def test_a_name_memory_and_processors_find_the_data_sheet(
     name: str, architecture: str, memory_gib: float, num_sms: int, expected: str | None
 ) -> None:
     found = known_profile(machine(name, memory_gib, num_sms, architecture=architecture))
@@ -283,17 +268,6 @@ def test_every_memory_bound_operator_can_be_timed(name: str) -> None:
     row = stream_row(Stopwatch("cpu", 1e-4), name, 8, 16)
     assert float(row["forward_us"] or 0) > 0
     assert (row["backward_us"] is not None) == (STREAMS[name][3] > 0)
-
-
-def test_grids_name_operators_that_the_fit_knows() -> None:
-    for grid in (GPU, CPU, QUICK):
-        assert {name for name, _, _ in grid.streams} <= STREAMS.keys()
-        assert all(stage.run("cpu").model.num_hidden_layers == stage.num_layers for stage in grid.stages)
-    assert (shapes_to_measure("cuda", False), shapes_to_measure("cpu", False), shapes_to_measure("cuda", True)) == (
-        GPU,
-        CPU,
-        QUICK,
-    )
 
 
 def test_what_was_interrupted_goes_on_where_it_stopped(tmp_path: Path) -> None:

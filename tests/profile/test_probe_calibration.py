@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from priced_plans import priced_plan
 from probes import GAP_S, probe_result, probe_run
 
 from planner.answer import Plan
@@ -23,7 +24,7 @@ from planner.profile.probe_calibration import from_probe, host
 from planner.profile.probed import NORMAL_80
 from planner.specs.cluster import ClusterSpec
 from planner.specs.model import ModelSpec
-from planner.specs.registry import load_hardware, load_model
+from planner.specs.registry import load_hardware
 from planner.specs.training import Parallelism, TrainingSpec
 from planner.specs.units import GB, GIB
 from planner.trainers.calibration import Calibration
@@ -41,20 +42,10 @@ def factors_of(calibration: Calibration) -> dict[str, float]:
     return {name: factor.value for name, factor in zip(KERNELS, factors, strict=True)}
 
 
-def make_plan(
-    model: str = "8b",
-    tp: int = 2,
-    pp: int = 4,
-    seq_length: int = 4096,
-    runtime: str = "torch-eager",
-    dtype: Any = "bf16",
-    **layout: Any,
-) -> Plan:
-    num_gpus = tp * pp * layout.get("cp", 1) * layout.get("dp", 1)
-    cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=num_gpus)
-    parallelism = Parallelism(tp=tp, pp=pp, **layout)
-    training = TrainingSpec(seq_length=seq_length, global_batch_size=32, dtype=dtype)
-    return evaluate(load_model(model), cluster, training, parallelism, runtime=runtime)
+def make_plan(model: str = "8b", dtype: str = "bf16", **more: Any) -> Plan:
+    job = {"runtime": "torch-eager", "tp": 2, "pp": 4} | more
+    num_gpus = job["tp"] * job["pp"] * job.get("cp", 1) * job.get("dp", 1)
+    return priced_plan(model, num_gpus, hardware="h200", training={"dtype": dtype}, **job)
 
 
 def slower(cluster: ClusterSpec, **factors: float) -> ClusterSpec:
@@ -174,7 +165,6 @@ def test_factors_are_beyond_what_the_profile_already_has() -> None:
     plan = make_plan()
     known = slower(plan.cluster, gemm_factor=1.2)
     calibration = from_probe(measured_on(plan, known), known)
-    assert calibration.gemm_factor is not None
     assert calibration.gemm_factor.value == pytest.approx(1.0, abs=0.01)
     assert calibration.of_cluster(known).hardware.efficiency.gemm_factor == pytest.approx(1.2, rel=0.01)
 
@@ -261,16 +251,7 @@ def test_slow_links_are_no_slow_kernels() -> None:
 
 def test_memory_and_host_are_what_the_ranks_showed() -> None:
     plan = make_plan()
-    memory = ProbedMemory(
-        static_bytes=GIB,
-        peak_allocated_bytes=50 * GIB,
-        peak_reserved_bytes=52 * GIB,
-        device_used_bytes=round(53.5 * GIB),
-    )
-    calibration = from_probe(measured_on(plan, plan.cluster, memory=memory), plan.cluster)
-    assert calibration.context_gib is not None
-    assert calibration.fragmentation_fraction is not None
-    assert calibration.microbatch_overhead_s is not None
+    calibration = from_probe(measured_on(plan, plan.cluster, memory=memory_of(1.5, 0.04)), plan.cluster)
     assert calibration.context_gib.value == pytest.approx(1.5)
     assert calibration.fragmentation_fraction.value == pytest.approx(0.04)
     # a gap after each action but the last, two actions a micro-batch
@@ -306,7 +287,6 @@ def test_what_proves_nothing_about_speed_is_refused(changes: dict[str, Any], mes
 def test_a_machine_as_the_profile_has_it_is_confirmed() -> None:
     plan = make_plan()
     calibration = from_probe(measured_on(plan, plan.cluster), plan.cluster)
-    assert calibration.gemm_factor is not None
     assert calibration.gemm_factor.verdict == "confirmed"
     after = calibration.of_cluster(plan.cluster).hardware.efficiency
     assert (after.evidence, after.gemm_factor, after.flash.seconds_factor) == ("probed", 1.0, 1.0)

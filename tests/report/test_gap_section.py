@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from rich.console import Console
+from pages import printed
 
 from planner.observe.accounts import STEP_TERMS, WALL_TERMS
 from planner.observe.observation import Observation, Observed, Prediction, SourceFile, Term
@@ -27,10 +27,7 @@ def observed(waterfall: list[Term], beside: list[Term], predicted_s: float = 6.1
 
 
 def text_of(answer: Observed) -> str:
-    console = Console(width=80, markup=False)
-    with console.capture() as capture:
-        console.print(gap_section(answer))
-    return capture.get()
+    return printed(gap_section(answer), markup=False)
 
 
 def term(name: str, seconds: float, evidence: str = "1.0 s here, 2.0 s there") -> Term:
@@ -79,7 +76,4 @@ def test_without_a_gap_there_is_no_section() -> None:
     ("fraction", "text"), [(1.0, "        │████████"), (-0.5, "    ████│        "), (0.0, "        │")]
 )
 def test_what_is_won_stands_left_of_what_is_lost(fraction: float, text: str) -> None:
-    console = Console(width=17, markup=False)
-    with console.capture() as capture:
-        console.print(SignedBar(fraction), end="")
-    assert capture.get().rstrip() == text.rstrip()
+    assert printed(SignedBar(fraction), 17).rstrip() == text.rstrip()

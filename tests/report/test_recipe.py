@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
+from pages import printed
 
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal
 from planner.cli.inputs import read_job, read_limits
 from planner.cli.options import SearchOptions
-from planner.report.labels import differences, named, recipe_heading, recipe_lines, says_offer, says_refusal
+from planner.report.labels import differences, recipe_heading, recipe_lines, says_offer, says_refusal
 from planner.report.terminal import render
 from planner.report.view import view_of
 from planner.trainers.load import load_runtime, switches_of
@@ -47,7 +46,7 @@ def test_a_switch_that_saves_next_to_nothing_has_no_number(make_plan: MakePlan) 
 def test_a_recipe_that_nobody_knows_has_no_lines(make_plan: MakePlan) -> None:
     plan = make_plan()
     assert said(plan, recipe={}) == {}
-    assert "Recipe" not in text(plan)
+    assert "Recipe" not in printed(render(plan))
     plain = {"ep_overlap": False, "cuda_graph": "none"}
     assert said(plan, recipe=plain) == {"on": "every switch is at its plainest value"}
 
@@ -100,19 +99,6 @@ def test_a_refusal_names_the_value_once() -> None:
     assert says_refusal(other) == "shared_expert_overlap: ep_overlap does not go with it"
 
 
-@pytest.mark.parametrize(
-    ("switch", "value", "name"),
-    [
-        ("ep_overlap", True, "ep_overlap"),
-        ("ep_overlap", False, "no ep_overlap"),
-        ("ep_overlap", "delayed", "ep_overlap delayed"),
-        ("optimizer_offload", 0.5, "optimizer_offload 0.5"),
-    ],
-)
-def test_values_are_named_shortly(switch: str, value: Any, name: str) -> None:
-    assert named(switch, value) == name
-
-
 def test_an_alternative_shows_where_its_recipe_differs(make_plan: MakePlan) -> None:
     plan = make_plan()
     best = plan.best.model_copy(update={"recipe": RECIPE})
@@ -131,12 +117,6 @@ def test_the_variables_are_those_that_the_export_sets(make_plan: MakePlan) -> No
     assert "env" not in dict(view_of(eager).recipe)
 
 
-def text(plan: Plan) -> str:
-    out = io.StringIO()
-    Console(file=out, width=80, highlight=False).print(render(plan))
-    return out.getvalue()
-
-
 def test_the_block_is_eight_lines_at_most(make_plan: MakePlan) -> None:
     """Also where every switch is on, every other value refused, and each consent would buy something."""
     plan, has = make_plan(), switches_of(load_runtime("megatron"))
@@ -150,7 +130,7 @@ def test_the_block_is_eight_lines_at_most(make_plan: MakePlan) -> None:
             "offers": tuple(offer(name, True, 20.0, name, "nan_checks") for name in has),
         }
     )
-    shown = text(plan.model_copy(update={"best": best})).splitlines()
+    shown = printed(render(plan.model_copy(update={"best": best}))).splitlines()
     start = next(index for index, line in enumerate(shown) if line.startswith("Recipe"))
     block = shown[start + 1 : shown.index("", start)]
     assert len(block) <= 8

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
+from pages import printed
 
 from planner.answer import Plan
 from planner.report.explain import render_recipe_table
@@ -21,11 +19,11 @@ def other(switch: str, value: Value, **more: object) -> OtherValue:
 
 
 def shown(plan: Plan, *switches: SwitchWorth) -> str:
-    out, layout = io.StringIO(), plan.parallelism
-    table = RecipeTable(job="a job", step_s=20.0, parallelism=layout, switches=switches)
-    Console(file=out, width=80, highlight=False).print(render_recipe_table(table))
-    assert max(map(len, out.getvalue().splitlines())) <= 80
-    return " ".join(out.getvalue().split())
+    text = printed(
+        render_recipe_table(RecipeTable(job="a job", step_s=20.0, parallelism=plan.parallelism, switches=switches))
+    )
+    assert max(map(len, text.splitlines())) <= 80
+    return " ".join(text.split())
 
 
 def test_values_stand_below_the_chosen_one_with_what_they_cost(make_plan: object) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from planner.answer import Plan
-from planner.report.rows import StepShare, entry_of, runs_of_stages
+from planner.report.rows import entry_of, runs_of_stages
 from planner.report.view import view_of
 
 MakePlan = Callable[..., Plan]
@@ -30,9 +28,3 @@ def test_a_layout_beside_another_says_only_what_differs(make_plan: MakePlan) -> 
     assert (other.more, other.manner, other.peak) == ("+2.3%", "", "76.2")
     assert other.remark == other.trade
     assert entry_of("given", make_plan(total_gib=92.0, fits=False).best).peak == "92.0!"
-
-
-def test_a_share_is_in_the_unit_of_the_step() -> None:
-    share = StepShare("pipeline sends", 0.11, 22.0)
-    assert share.cells == ("pipeline sends", "0.11 s", "0.5%")
-    assert share.fraction == pytest.approx(0.005)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from functools import cache
 
 import pytest
-from rich.console import Console
+from pages import printed
 
 from planner.answer import Plan
 from planner.report import small
@@ -31,9 +30,7 @@ def tuned(num_gpus: int = 1, bits: int | None = 4, tokens: float | None = None) 
 
 
 def shown(made: Plan) -> str:
-    out = io.StringIO()
-    Console(file=out, width=80, highlight=False).print(render(made))
-    return out.getvalue()
+    return printed(render(made))
 
 
 @pytest.mark.parametrize("num_gpus", [1, 8])
@@ -83,17 +80,10 @@ def test_only_what_was_not_said_is_assumed() -> None:
 def test_a_run_of_an_hour_costs_its_steps() -> None:
     hour = tuned().step.tokens_per_s * 3600
     made = tuned(tokens=hour)
-    assert made.run_cost is not None
     assert made.run_cost.days * 24 == pytest.approx(1.0)
     assert made.run_cost.usd == pytest.approx(0.5)
     assert "60 min" in small.how_long(made) or "1.0 h" in small.how_long(made)
     assert "$0.50 at $0.5 a GPU-hour" in small.how_long(made)
-
-
-def test_a_run_of_weeks_has_its_months() -> None:
-    month = tuned(tokens=tuned().step.tokens_per_s * 30 * 86_400)
-    assert month.run_cost is not None
-    assert month.run_cost.days > 31
 
 
 def test_each_kind_of_change_is_shown_once_and_a_misfit_says_by_how_much() -> None:

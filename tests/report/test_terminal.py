@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
+from pages import printed
 
 from planner.answer import Plan
 from planner.report.format import bar, digits, large, percent, seconds
@@ -22,9 +21,7 @@ WIDEST: dict[str, Any] = {
 
 
 def text(plan: Plan, width: int = 80, **console: Any) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, highlight=False, **console).print(render(plan))
-    return out.getvalue()
+    return printed(render(plan), width, **console)
 
 
 def test_the_numbers_people_quote_are_there(make_plan: MakePlan) -> None:
@@ -42,13 +39,6 @@ def test_stages_that_hold_the_same_share_a_row(make_plan: MakePlan) -> None:
     assert [row[0] for row in rows] == ["0", "1–7", "8", "9–14", "15"]
     assert rows[0][1:8] == ["7", "(0–6)", "embed", "16", "51.0", "103.0", "71.3"]
     assert rows[-1][1:8] == ["8", "(118–125)", "head", "1", "51.0", "103.0", "63.8"]
-
-
-def test_deep_pipelines_show_runs_of_alike_stages(make_plan: MakePlan) -> None:
-    shown = text(make_plan(pp=63, num_microbatches=64))
-    assert "1–61" in shown
-    assert "62–2" in shown  # in flight, first to last
-    assert len([line for line in shown.splitlines() if "░" in line or "█" in line]) < 15
 
 
 def test_recompute_has_a_column_only_where_stages_mix(make_plan: MakePlan) -> None:
@@ -78,13 +68,10 @@ def test_a_layout_that_does_not_fit_says_by_how_much(make_plan: MakePlan) -> Non
 
 
 def screen_of(plan: Plan, **more: Any) -> list[str]:
-    out = io.StringIO()
-    Console(file=out, width=80, highlight=False).print(screen(plan, after="next  plan show plan.json", **more))
-    return out.getvalue().splitlines()
+    return printed(screen(plan, after="next  plan show plan.json", **more)).splitlines()
 
 
 def stopped(plan: Plan) -> Plan:
-    assert plan.search is not None
     search = plan.search.model_copy(update={"outcome": "feasible", "gap": 0.23})
     return plan.model_copy(update={"search": search, "command": "plan --model 405b --gpus 2048 --time-limit 20"})
 
@@ -125,11 +112,10 @@ def test_str_of_a_plan_is_its_panel(make_plan: MakePlan) -> None:
 
 
 def test_sections_are_shown_by_name_and_those_without_anything_are_named(make_plan: MakePlan) -> None:
-    out = io.StringIO()
-    Console(file=out, width=80).print(render(make_plan(), names=("rejected", "corrections")))
-    assert "1,204" in out.getvalue()
-    assert "Where the" not in out.getvalue()
-    assert "corrections: nothing to show" in out.getvalue()
+    shown = printed(render(make_plan(), names=("rejected", "corrections")))
+    assert "1,204" in shown
+    assert "Where the" not in shown
+    assert "corrections: nothing to show" in shown
 
 
 @pytest.mark.parametrize("sizes", [{}, {"pp": 1, "num_microbatches": 4}, {"total_gib": 7301.0, "fits": False}, WIDEST])

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console, RenderableType
+from pages import printed
 
-from planner.report.schedules import (
-    drawing,
-    render_comparison,
-    render_straggler,
-    render_synthesis,
-    render_timeline,
-)
+from planner.report.schedules import drawing, render_comparison, render_straggler, render_synthesis, render_timeline
 from planner.schedule.compare import RankSeconds, compare, find_order, straggler_cost
 from planner.schedule.orders import build_schedule
 
 FOUR = (1.0,) * 4
-
-
-def printed(renderable: RenderableType, width: int = 80) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(renderable)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
 
 
 def test_a_drawing_is_to_scale() -> None:
@@ -51,12 +36,6 @@ def test_a_report_fits_eighty_columns_without_colour(name: str, num_microbatches
     text = printed(render_timeline(timeline))
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines()) <= 80
-
-
-def test_a_report_says_the_bubble_both_ways() -> None:
-    eight = (1.0,) * 8
-    timeline = RankSeconds(eight, eight, eight).replayed(build_schedule("1f1b", 8, 1, 64))
-    assert "bubble 9.9% of the step, 10.9% of useful time" in printed(render_timeline(timeline))
 
 
 def test_comparison_lists_every_schedule_or_why_not() -> None:

@@ -8,16 +8,13 @@ import pickletools
 from typing import Any
 
 import pytest
+from priced_plans import priced_plan
 
 from planner.layout.alive import step_of
-from planner.layout.evaluate import evaluate
 from planner.layout.memory_curve import MemoryCurve, memory_curves
 from planner.layout.price import reprice
 from planner.report.memory import snapshot
 from planner.schedule.replay import replay
-from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware
-from planner.specs.training import Parallelism, TrainingSpec
 
 VIEWER_READS = {
     "APPENDS", "BINGET", "BININT", "BININT1", "BININT2", "EMPTY_DICT", "EMPTY_LIST", "FRAME", "LONG1", "LONG_BINGET",
@@ -30,9 +27,7 @@ VIEWER_READS = {
 @pytest.fixture(scope="module")
 def planned() -> tuple[MemoryCurve, bytes]:
     """The last stage of an 8B on two stages, its curve and its snapshot."""
-    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=4)
-    training = TrainingSpec(seq_length=1024, global_batch_size=8)
-    plan = evaluate("llama-3.1-8b", cluster, training, Parallelism(tp=2, pp=2), runtime="megatron")
+    plan = priced_plan("llama-3.1-8b", 4, 1024, 8, tp=2, pp=2)
     candidate = reprice(plan, plan.best)
     timeline = replay(candidate.order, candidate.durations)
     curve = memory_curves(candidate, timeline)[1]

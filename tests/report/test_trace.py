@@ -19,8 +19,7 @@ def events_of(name: str, pp: int, vpp: int, num_microbatches: int, **more: Any) 
     durations = Durations(ones, ones, ones, activation_bytes=[10.0] * pp * vpp, **more)
     trace = trace_events(replay(build_schedule(name, pp, vpp, num_microbatches), durations))
     judge(trace)
-    events: list[dict[str, Any]] = trace["traceEvents"]
-    return events
+    return trace["traceEvents"]
 
 
 def test_actions_are_named_slices_of_their_rank() -> None:

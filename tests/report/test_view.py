@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from pages import DRAWN, Page
-from rich.console import Console
+from pages import DRAWN, Page, printed
 
 from planner.answer import Offer, Plan, RecipeGain, RecipeRefusal, RiskOffer
 from planner.report.format import SURE, fits_with, gibibytes
@@ -22,9 +20,7 @@ MakePlan = Callable[..., Plan]
 
 def terminal(plan: Plan) -> str:
     """The terminal's report on one so wide that no line is broken."""
-    out = io.StringIO()
-    Console(file=out, width=400, highlight=False).print(render(plan))
-    return " ".join(out.getvalue().split())
+    return " ".join(printed(render(plan), 400).split())
 
 
 def lines(view: View) -> Iterator[str]:

@@ -20,7 +20,6 @@ def test_chunks_share_their_ranks_seconds() -> None:
 def test_every_schedule_does_the_same_work(name: str) -> None:
     ones = (1.0,) * 4
     row = next(row for row in compare(RankSeconds(ones, ones, ones), 8) if row.name == name)
-    assert row.timeline is not None
     assert row.timeline.busy_s.tolist() == pytest.approx([8 * 3] * 4)
     assert 0 <= row.bubble_fraction < 0.4
 

@@ -107,16 +107,6 @@ def test_bubble_of_chimera(pp: int) -> None:
     assert bubble_s(even("chimera", pp, 1, pp, (1.0, 1.0, 1.0))) == pytest.approx(2 * (pp - 2))
 
 
-def test_textbook_numbers() -> None:
-    kinds = (1.0, 1.0, 1.0)
-    timeline = even("1f1b", 8, 1, 64, kinds)
-    assert timeline.bubble_of_useful_fraction == pytest.approx(7 / 64)
-    assert timeline.bubble_fraction == pytest.approx(7 / 71)  # 9.9 %
-    assert even("interleaved-1f1b", 8, 4, 64, kinds).bubble_of_useful_fraction == pytest.approx(7 / 64 / 4)  # 2.7 %
-    assert even("1f1b", 4, 1, 1, kinds).bubble_fraction == pytest.approx(0.75)
-    assert even("1f1b", 4, 1, 16, kinds).bubble_fraction == pytest.approx(3 / 19)  # 15.8 %
-
-
 def test_a_step_of_2bw_costs_its_slowest_stage() -> None:
     once, twice = (build_schedule("pipedream-2bw", 4, 1, num) for num in (16, 32))
     durations = Durations([1, 1, 1.5, 1], [1] * 4, [1] * 4)

@@ -56,41 +56,25 @@ def torch_order(class_name: str, join: Callable[[int, int], None], pp: int, vpp:
     return [flat(made.pipeline_order[rank]) for rank in range(pp)]
 
 
-@pytest.mark.parametrize(("pp", "vpp", "num_microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 4, 12), (8, 2, 24)])
+LOOPED, V = [(2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 4, 12), (8, 2, 24)], [(2, 2, 4), (4, 2, 8), (4, 2, 11), (8, 2, 24)]
+CLASSES = {
+    ("Interleaved1F1B", "interleaved-1f1b"): LOOPED,
+    ("LoopedBFS", "breadth-first"): LOOPED,
+    ("InterleavedZeroBubble", "zb-h1"): [*LOOPED, (2, 1, 6), (4, 1, 8), (4, 1, 10)],
+    # also with fewer micro-batches than fill the pipeline
+    ("ZBVZeroBubble", "zb-v"): [*V, (6, 2, 13), (4, 2, 3)],
+    ("DualPipeV", "dualpipe-v"): [*V, (6, 2, 13)],
+}
+"""torch's class, our name, and ranks, chunks a rank and micro-batches."""
+
+
 @pytest.mark.parametrize(
-    ("class_name", "name"),
-    [
-        ("Interleaved1F1B", "interleaved-1f1b"),
-        ("LoopedBFS", "breadth-first"),
-        ("InterleavedZeroBubble", "zb-h1"),
-    ],
+    ("class_name", "name", "sizes"), [(*names, sizes) for names, all_sizes in CLASSES.items() for sizes in all_sizes]
 )
-def test_looped_classes(
-    fake_rank: Callable[[int, int], None], class_name: str, name: str, pp: int, vpp: int, num_microbatches: int
+def test_orders_are_torchs(
+    fake_rank: Callable[[int, int], None], class_name: str, name: str, sizes: tuple[int, int, int]
 ) -> None:
-    expected = torch_order(class_name, fake_rank, pp, vpp, num_microbatches)
-    assert spelled(build_schedule(name, pp, vpp, num_microbatches)) == expected
-
-
-@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 4), (4, 8), (4, 11), (6, 13), (8, 24)])
-@pytest.mark.parametrize(("class_name", "name"), [("ZBVZeroBubble", "zb-v"), ("DualPipeV", "dualpipe-v")])
-def test_v_classes(
-    fake_rank: Callable[[int, int], None], class_name: str, name: str, pp: int, num_microbatches: int
-) -> None:
-    expected = torch_order(class_name, fake_rank, pp, 2, num_microbatches)
-    assert spelled(build_schedule(name, pp, 2, num_microbatches)) == expected
-
-
-def test_zb_v_with_fewer_microbatches_than_fill_the_pipeline(fake_rank: Callable[[int, int], None]) -> None:
-    assert spelled(build_schedule("zb-v", 4, 2, 3)) == torch_order("ZBVZeroBubble", fake_rank, 4, 2, 3)
-
-
-@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 6), (4, 8), (4, 10)])
-def test_zero_bubble_with_one_stage_per_rank(
-    fake_rank: Callable[[int, int], None], pp: int, num_microbatches: int
-) -> None:
-    expected = torch_order("InterleavedZeroBubble", fake_rank, pp, 1, num_microbatches)
-    assert spelled(build_schedule("zb-h1", pp, 1, num_microbatches)) == expected
+    assert spelled(build_schedule(name, *sizes)) == torch_order(class_name, fake_rank, *sizes)
 
 
 @pytest.mark.parametrize(("pp", "num_microbatches", "group"), [(4, 10, 5), (4, 3, 3), (3, 8, 4)])

@@ -39,7 +39,6 @@ def test_a_batch_between_two_whole_numbers_of_sequences_has_none_near() -> None:
 def test_a_batch_that_leaves_gpus_idle_gets_an_offer_that_holds() -> None:
     cluster = ClusterSpec(hardware="h100", num_gpus=32)
     odd = plan("8b", cluster, TrainingSpec(seq_length=2048, global_batch_size=131), limits=LIMITS)
-    assert odd.batch_offer is not None
     assert odd.batch_offer.global_batch_size == 128
     even = plan("8b", cluster, TrainingSpec(seq_length=2048, global_batch_size=128), limits=LIMITS)
     assert even.batch_offer is None

@@ -28,7 +28,7 @@ from planner.shape import RANK_ORDERS, Shape
 from planner.specs.cluster import ClusterSpec, parse_tiers
 from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model
-from planner.trainers.load import RUNTIMES, has_dtype, load_runtime
+from planner.trainers.load import has_dtype, load_runtime
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -103,10 +103,7 @@ def with_links_of_amd(cluster: ClusterSpec) -> ClusterSpec:
     for peers."""
     node, network = cluster.hardware.tiers
     xgmi = {"link_gb_per_s": node.gb_per_s / 3, "start_us": 30.0, "all_to_all_fraction": 0.8}
-    tiers = (
-        node.model_copy(update=xgmi),
-        network.model_copy(update={"pipelined": True, "start_us": 100.0}),
-    )
+    tiers = (node.model_copy(update=xgmi), network.model_copy(update={"pipelined": True, "start_us": 100.0}))
     reserved = cluster.hardware.reserved.model_copy(update={"expert_peer_gib": 0.2, "width": 0.1})
     update = {"architecture": "cdna3", "tiers": tiers, "reserved": reserved}
     return cluster.changed(hardware=cluster.hardware.model_copy(update=update))
@@ -206,18 +203,6 @@ def test_no_bound_is_above_a_first_chunk_that_is_shorter(seed: int, design: dict
     assert num_held(filling, random.Random(10_000 + seed), per_block=4, most=25) > 0
 
 
-# bridge is megatron but for a kernel of the loss
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("trainer", [name for name in RUNTIMES if name != "bridge"])
-def test_no_bound_is_above_any_replay_whatever_the_trainer(trainer: str) -> None:
-    """Each trainer prices transfers, shards and kernels in its own way, and the bounds must follow."""
-    replayed = 0
-    for seed in range(300, 304):
-        rng = random.Random(30_000 + seed)
-        replayed += num_held(random_problem(seed, trainer=trainer), rng)
-    assert replayed > 4
-
-
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("design", "first"), [(None, 0), (None, 10), (MIXED, 0)], ids=["any model-0", "any model-10", "three kinds-0"]
@@ -252,7 +237,6 @@ def test_on_one_rank_the_program_is_the_replay(runtime: str, network_gb_per_s: f
     problem = toy_problem(toy_model(4), cluster, toy_training(32), runtime, pp=(1,), cp=(1,), recompute=("none",))
     for table, schedule, choice in problem.nodes():
         answer = solve(node_of(problem.pricing, table, choice, schedule), NO_LIMIT_S)
-        assert answer is not None
         step_s = min(problem.fitting_steps_s(table, schedule, choice))
         assert answer.bound_s + float(table.tail_s) == pytest.approx(step_s, rel=RELATIVE)
 
@@ -338,19 +322,6 @@ def test_some_of_the_priced_shapes_are_priced_as_before() -> None:
     np.testing.assert_array_equal(fits(priced.take(some)), fits(priced)[some])
 
 
-def test_prices_looked_up_by_kernel_are_those_of_the_shape() -> None:
-    problem = toy_problem(model_of_kinds())
-    shapes, _ = enumerate_shapes(problem.model, problem.cluster, problem.training, problem.limits, problem.runtime)
-    priced = priced_shapes(problem.pricing, shapes)
-    for index in range(0, len(priced.kernel), 23):
-        table = problem.pricing.table(scalar(shapes, index))
-        for key, part in priced.table.layers.items():
-            for quantity in ("total_s", "live_bytes", "transient_bytes", "parameters"):
-                assert priced.part(part, quantity)[index] == pytest.approx(float(getattr(table.layers[key], quantity)))
-            assert priced.static_bytes(part)[index] == pytest.approx(float(table.layers[key].static_bytes))
-        assert priced.p2p_s[index] == pytest.approx(float(table.p2p_s))
-
-
 def test_a_first_chunk_that_keeps_less_is_counted_by_its_own_bytes() -> None:
     """The first of DeepSeek-V2-Lite's layers is dense and recomputes its MLP; of its chunk most is in flight.
 
@@ -367,6 +338,5 @@ def test_a_first_chunk_that_keeps_less_is_counted_by_its_own_bytes() -> None:
     candidate = Candidate(pricing, table, Split((1,) * 27 + (0,), "selective"), "interleaved-1f1b")
     assert candidate.fits
     solution = solve(node_of(pricing, table, RecomputeChoice("selective", "none"), "interleaved-1f1b"), 20.0)
-    assert solution is not None
     assert solution.bound_s <= candidate.step_s
     assert solution.counts == candidate.split.counts

@@ -38,7 +38,6 @@ def test_time_that_ends_anywhere_leaves_a_plan_that_is_not_proven(monkeypatch: p
         monkeypatch.setattr("planner.search.case.time", SimpleNamespace(monotonic=count().__next__))
         limits = problem.limits.model_copy(update={"time_limit_s": asks})
         found = plan(problem.model, problem.cluster, problem.training, limits=limits, runtime=problem.runtime)
-        assert found.search is not None
         ends.append(found.search.outcome)
     assert ends[:2] == ["feasible", "feasible"]
     assert ends[-1] in ("proven", "bounded")

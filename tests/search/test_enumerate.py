@@ -16,7 +16,6 @@ from planner.search.enumerate import (
     check_expressible,
     cuts_evenly,
     enumerate_shapes,
-    scalar,
     schedule_options,
 )
 from planner.shape import RANK_ORDERS, Shape, divisors
@@ -153,13 +152,6 @@ def test_axes_of_a_large_cluster() -> None:
     assert (ranks <= 2040).all()
 
 
-def test_scalar_is_one_shape_in_python_numbers() -> None:
-    shapes, _ = enumerated(toy_problem())
-    one = scalar(shapes, 3)
-    assert (one.tp, one.pp, one.dp) == (int(shapes.tp[3]), int(shapes.pp[3]), int(shapes.dp[3]))
-    assert all(isinstance(getattr(one, name), int | float) for name in Shape.__slots__)
-
-
 REASONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "heads_not_divisible_by_tp": ({"tp": (3,)}, ["16", "tp 3"]),
     "kv_heads_not_divisible_by_tp": (
@@ -240,12 +232,6 @@ def test_shapes_and_rejections_add_up_to_the_grid() -> None:
     cluster = toy_cluster(64)
     shapes, rejections = enumerated(toy_problem(cluster=cluster, training=toy_training(512), **pins))
     assert len(shapes.tp) + sum(rejections.counts.values()) == 4 * 2 * 3 * 2
-
-
-def test_tensor_parallelism_leaves_a_node_only_when_allowed() -> None:
-    for allowed in (False, True):
-        shapes, _ = enumerated(toy_problem(cluster=toy_cluster(16), tp_across_nodes=allowed))
-        assert max(axis(shapes, "tp")) == (16 if allowed else 4)
 
 
 def options(shape: Shape, problem: Problem) -> set[tuple[str, int]]:

@@ -102,7 +102,6 @@ def test_nothing_slower_than_the_cutoff_is_answered(seed: int) -> None:
     fastest = min(pipeline_s(node, candidate) for candidate in candidates(node) if fits(node, candidate))
     assert solve(replace(node, cutoff_s=0.999 * fastest), TIME_LIMIT_S) is None
     again = solve(replace(node, cutoff_s=1.001 * pipeline), TIME_LIMIT_S)
-    assert again is not None
     assert again.bound_s == pytest.approx(solution.bound_s, rel=1e-5)
 
 
@@ -115,13 +114,6 @@ def test_a_gap_is_no_excuse_for_a_wrong_bound() -> None:
             assert step_s(node, chosen(node, solution)) <= best * 1.1 / (1 - 0.1)
 
 
-@pytest.mark.parametrize("whole", ["none", "all", "one_count", "per_stage"])
-def test_no_room_is_no_answer(whole: str) -> None:
-    node = random_node(7, pp=2, placement=(0, 1), in_flight=[2.0, 1.0], num_microbatches=4, whole=whole)
-    node = replace(node, runs=node.runs[:1], usable_bytes=0.5 * GIB)
-    assert solve(node, TIME_LIMIT_S) is None
-
-
 def test_more_stages_than_layers_need_empty_ends() -> None:
     part = PartCost(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
     base = random_node(
@@ -130,18 +122,4 @@ def test_more_stages_than_layers_need_empty_ends() -> None:
     )  # fmt: skip
     assert solve(replace(base, empty_ends=False), TIME_LIMIT_S) is None
     solution = solve(replace(base, empty_ends=True), TIME_LIMIT_S)
-    assert solution is not None
     assert solution.counts == (0, 1, 1, 0)
-
-
-def test_a_heavy_head_gets_fewer_layers() -> None:
-    part = PartCost(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
-    head = PartCost(forward_s=2.0, input_grad_s=2.0, weight_grad_s=2.0)
-    node = random_node(
-        1, runs=((DENSE, 8),), layers={(DENSE, "none"): part, (DENSE, "full"): part}, embedding=PartCost(), head=head,
-        pp=2, placement=(0, 1), num_microbatches=16, in_flight=[2.0, 1.0], whole="none", usable_bytes=1e6 * GIB,
-        p2p_s=0.0, empty_ends=False,
-    )  # fmt: skip
-    solution = solve(node, TIME_LIMIT_S)
-    assert solution is not None
-    assert solution.counts == (5, 3)

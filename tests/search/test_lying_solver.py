@@ -14,13 +14,13 @@ import pytest
 from brute_force import brute_force_s
 from solver_judges import judged
 from solver_nodes import SMALL, interleaved_node, random_node, recurring_node
-from toys import NO_LIMIT_S, toy_cluster, toy_model, toy_problem, toy_training
+from toys import NO_LIMIT_S, case_of, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner import Plan, SearchLimits, plan
 from planner.cli import main
 from planner.errors import Infeasible, SolverError
 from planner.search import branch
-from planner.search.case import Case, Deadline
+from planner.search.case import Deadline
 from planner.search.ilp import solver
 from planner.search.ilp import solver as checked
 from planner.search.ilp.node import Node
@@ -202,7 +202,6 @@ def test_every_range_and_row_is_looked_at() -> None:
 def test_a_slower_split_of_the_second_run_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     node = replace(random_node(7), usable_bytes=1e15)
     first = solve(node, NO_LIMIT_S)
-    assert first is not None
 
     def slower(problem: Any, bound_s: float, time_limit_s: float) -> Claim:
         layers = next(variable for variable in problem.variables() if variable.name.startswith("filled_0"))
@@ -214,7 +213,6 @@ def test_a_slower_split_of_the_second_run_changes_nothing(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(solver, "run_below", slower)
     second = solve(node, NO_LIMIT_S)
-    assert second is not None
     assert (second.counts, second.objective_s, second.bound_s) == (first.counts, first.objective_s, 0.0)
 
 
@@ -222,7 +220,6 @@ def test_a_bound_ends_at_the_split_it_was_found_with(monkeypatch: pytest.MonkeyP
     """HiGHS may give a bound that is above its objective by less than it lets rows be violated."""
     lie_with(monkeypatch, lambda _, claim: replace(claim, bound_s=claim.bound_s * (1 + 5e-6)))
     solution = solve(random_node(1), NO_LIMIT_S)
-    assert solution is not None
     assert solution.bound_s == solution.objective_s
 
 
@@ -239,7 +236,6 @@ def test_the_truth_is_believed() -> None:
 def test_what_the_second_run_does_not_confirm_is_no_proof(monkeypatch: pytest.MonkeyPatch, answer: Claim) -> None:
     monkeypatch.setattr(solver, "run_below", lambda *_: answer)
     solution = solve(random_node(1), NO_LIMIT_S)
-    assert solution is not None
     assert solution.bound_s == 0
     with pytest.raises(SolverFailed, match="no split fits, and without presolve does not confirm it"):
         solve(replace(random_node(1), usable_bytes=1.0), NO_LIMIT_S)
@@ -314,11 +310,9 @@ def honest() -> Plan:
 
 @pytest.mark.parametrize("lie", [late_with_split, worse, infeasible], ids=lambda lie: lie.__name__)
 def test_no_plan_is_proven_by_a_lie(monkeypatch: pytest.MonkeyPatch, honest: Plan, lie: Lie) -> None:
-    assert honest.search is not None
     assert honest.search.outcome == "proven"
     lie_with(monkeypatch, lie)
     deceived = searched()
-    assert deceived.search is not None
     assert deceived.step.step_s == pytest.approx(honest.step.step_s, rel=1e-5)
     assert deceived.search.outcome == "bounded"
     assert deceived.search.lower_bound_s < honest.search.lower_bound_s
@@ -329,7 +323,7 @@ def test_a_bound_above_the_replay_of_its_own_split_is_none(monkeypatch: pytest.M
     problem = toy_problem(
         toy_model(10), toy_cluster(8), toy_training(48), pp=(4,), tp=(1,), schedule=("1f1b",), gap_fraction=0.0
     )
-    case = Case(problem.model, problem.cluster, problem.training, problem.runtime, problem.limits)
+    case = case_of(problem)
 
     def bound_s() -> float:
         with nothing_but_programs():

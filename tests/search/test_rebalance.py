@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from priced_plans import priced_plan
 from toys import NO_LIMIT_S, legal_splits, toy_cluster, toy_model, toy_problem
 
 from planner.answer import Plan
@@ -17,18 +18,15 @@ from planner.layout.price import reprice
 from planner.schedule.replay import makespan_s
 from planner.search.ilp.node import node_of
 from planner.search.ilp.program import solve
-from planner.search.rebalance import Rebalanced, rebalance, recompute_of, recounted
+from planner.search.rebalance import Rebalanced, rebalance, recompute_of
 from planner.search.search import plan
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
-from planner.trainers.load import load_runtime
 
 
 def make_plan(runtime: str = "megatron", seq_length: int = 4096, **layout: Any) -> Plan:
-    cluster = ClusterSpec(hardware=load_hardware("h200"), num_gpus=8)
-    training = TrainingSpec(seq_length=seq_length, global_batch_size=32)
-    return evaluate(load_model("8b"), cluster, training, Parallelism(**({"pp": 8} | layout)), runtime=runtime)
+    return priced_plan(seq_length=seq_length, hardware="h200", runtime=runtime, **{"pp": 8} | layout)
 
 
 def layers(found: Rebalanced) -> list[int]:
@@ -56,7 +54,6 @@ def test_no_split_of_a_small_model_is_faster(seed: int) -> None:
     )
     assert found.after.step.step_s == pytest.approx(best_s, rel=4e-3)  # within the gap of a search
     solution = solve(node_of(case.pricing, case.table, choice, "1f1b", rank_factors=factors), NO_LIMIT_S)
-    assert solution is not None
     assert solution.bound_s <= best_s * (1 + 1e-6)
 
 
@@ -67,24 +64,12 @@ def test_the_programs_bound_holds_for_slow_ranks_under_any_schedule(schedule: st
     solution = solve(
         node_of(case.pricing, case.table, recompute_of(case.split, saved), schedule, rank_factors=factors), NO_LIMIT_S
     )
-    assert solution is not None
     slow = replace(case, schedule=schedule, rank_factors=tuple(factors))
     for counts in ((8, 8, 8, 8), (9, 5, 11, 7)):
         if vpp == 1:
             split = Split(counts)
             assert solution.bound_s <= slow.with_split(split).step_s * (1 + 1e-6)
     assert solution.bound_s <= slow.step_s * (1 + 1e-6)
-
-
-def test_a_slow_rank_gets_fewer_layers_and_the_step_shorter() -> None:
-    saved = make_plan()
-    found = rebalance(saved, factors_of(saved, stage3=1.5))
-    before = [stage.num_layers for stage in saved.stages]
-    assert layers(found)[3] < before[3]
-    assert sum(layers(found)) == sum(before)
-    assert found.gain_fraction > 0.05
-    assert found.plan.best == found.after
-    assert found.before.step.step_s > saved.step.step_s
 
 
 def test_equal_ranks_keep_the_time_of_the_plan() -> None:
@@ -161,21 +146,3 @@ def test_without_time_nothing_is_worse_than_before() -> None:
 def test_factors_must_be_one_a_rank(factors: list[float]) -> None:
     with pytest.raises(SpecError, match="not 8 factors"):
         rebalance(make_plan(), factors)
-
-
-def test_stages_that_recompute_everything_still_do() -> None:
-    model = load_model("8b")
-    everything = Split((16, 16), "none", ((16,), (16,)))
-    assert recounted(everything, (15, 17), model).recomputed == ((15,), (17,))
-    some = Split((16, 16), "none", ((4,), (0,)))
-    assert recounted(some, (3, 29), model).recomputed == ((3,), (0,))
-    assert recounted(Split((16, 16)), (15, 17), model).recomputed == ()
-
-
-def test_the_way_of_recomputing_is_recognised() -> None:
-    saved = make_plan("torch-eager", pp=4, dp=2)
-    assert recompute_of(Split((8, 8), "selective"), saved).whole == "none"
-    assert recompute_of(Split((8, 8), "none", ((8,), (8,))), saved).whole == "all"
-    assert recompute_of(Split((8, 8), "none", ((2,), (0,))), saved).whole == "per_stage"
-    megatron = saved.model_copy(update={"runtime_spec": load_runtime("megatron")})
-    assert recompute_of(Split((8, 8), "none", ((2,), (2,))), megatron).whole == "one_count"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import Problem, toy_cluster, toy_model, toy_problem, toy_training
+from toys import Problem, case_of, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan
 from planner.errors import Infeasible
@@ -35,10 +35,6 @@ def tight(memory_gib: float, **limits: object) -> Problem:
     cluster, training = toy_cluster(4, memory_gib=memory_gib), toy_training(16)
     sizes = {"tp": (1, 2), "cp": (1,), "zero_stage": (1,), "schedule": ("1f1b",), "micro_batch_size": (1, 2)}
     return toy_problem(toy_model(4), cluster, training, **({"top": 1, "gap_fraction": 0.0} | sizes | limits))
-
-
-def case_of(problem: Problem) -> Case:
-    return Case(problem.model, problem.cluster, problem.training, problem.runtime, problem.limits)
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
@@ -66,7 +62,6 @@ def test_the_answer_is_the_fastest_of_all_whose_risk_is_accepted(memory_gib: flo
         assert answer.best.oom_probability <= risk * (1 + 1e-9)
         assert not answer.warnings
         assert answer.step.step_s <= best_s * 1.005
-        assert answer.search is not None
         assert answer.search.lower_bound_s <= best_s * (1 + 1e-6)
     accepted = [c.step_s for c in candidates(problem) if risk_of(c) <= risk and c.fits]
     assert answer.warnings or min(accepted, default=math.inf) >= answer.step.step_s * (1 - 1e-9)
@@ -82,7 +77,7 @@ def test_less_risk_is_never_faster() -> None:
 def test_where_nothing_is_safe_enough_the_safest_is_chosen_with_a_warning() -> None:
     need_gib = min(max(stage.total_bytes for stage in c.memory) for c in candidates(tight(2.0))) / 2**30
     problem = tight(need_gib * 1.01)
-    answer = plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
+    answer = solved(problem)
     risk = answer.best.oom_probability
     assert answer.fits
     assert risk is not None
@@ -134,7 +129,6 @@ def test_the_gpu_may_be_filled_as_before() -> None:
 def test_what_more_risk_buys_is_bought_by_it() -> None:
     offered = real("8b", 8, top=2)
     offer = offered.risk_offer
-    assert offer is not None
     assert 0.1 < offer.oom_probability <= offer.oom_risk == 0.3
     assert offer.step_s < 0.995 * offered.step.step_s
     bought = real("8b", 8, oom_risk=offer.oom_risk)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from toys import MOE, NO_LIMIT_S, Problem, toy_cluster, toy_hardware, toy_model, toy_problem, toy_training
+from toys import MOE, NO_LIMIT_S, solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan, PricedLayout
-from planner.errors import Infeasible, PlannerError
+from planner.errors import Infeasible
 from planner.layout.evaluate import evaluate
 from planner.physics.layers import model_totals
 from planner.search.search import plan
@@ -20,11 +20,6 @@ from planner.specs.model import ModelSpec
 from planner.specs.registry import load_hardware, load_model, model_names
 from planner.specs.training import Parallelism, SearchLimits, TrainingSpec
 from planner.trainers.load import load_runtime
-
-
-def solved(problem: Problem) -> Plan:
-    return plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
-
 
 SMALL: dict[str, Any] = {"training": toy_training(16), "cp": (1,), "zero_stage": (1,), "micro_batch_size": (1, 2)}
 EXHAUSTIVE: dict[str, dict[str, Any]] = {
@@ -50,7 +45,6 @@ def test_nothing_that_fits_is_faster(name: str) -> None:
     """Every shape, schedule, recompute count and split is replayed."""
     problem = toy_problem(**(SMALL | {"top": 1, "gap_fraction": 0.0} | EXHAUSTIVE[name]))
     answer, best_s = solved(problem), problem.best_step_s()
-    assert answer.search is not None
     assert answer.search.outcome != "feasible"  # it ended by itself
     assert answer.search.lower_bound_s <= best_s * (1 + 1e-6)
     # the program's bounds are a little below the replay, so that a split next to the best may be taken for it
@@ -102,7 +96,6 @@ def layer_count(layout: PricedLayout) -> int:
 
 
 def check_plan(answer: Plan, limits: SearchLimits) -> None:
-    assert answer.search is not None
     for layout in (answer.best, *answer.alternatives):
         check_layout(layout, answer.model.spec, answer.cluster, answer.training)
     steps = [other.step.step_s for other in answer.alternatives]
@@ -164,26 +157,6 @@ def test_ranks_that_no_batch_can_use_stay_spare() -> None:
     check_plan(answer, problem.limits)
 
 
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize(
-    ("runtime", "memory_gib", "network_gb_per_s"),
-    [("megatron", 2.0, 50.0), ("torchtitan", 6.0, 5.0), ("torch-eager", 2.0, 50.0)],
-)
-def test_more_memory_or_bandwidth_is_never_slower(runtime: str, memory_gib: float, network_gb_per_s: float) -> None:
-    def step_s(**better: float) -> tuple[float, float]:
-        given = {"memory_gib": memory_gib, "network_gb_per_s": network_gb_per_s, "nvlink_gb_per_s": 200.0}
-        cluster = ClusterSpec(hardware=toy_hardware(**(given | better)), num_gpus=8)
-        answer = solved(toy_problem(toy_model(6), cluster, toy_training(32), runtime, top=1, cp=(1,)))
-        assert answer.search is not None
-        assert answer.search.outcome != "feasible"  # it ended by itself
-        return answer.step.step_s, answer.search.gap
-
-    worst, gap = step_s()
-    for better in ({"memory_gib": 20.0}, {"network_gb_per_s": 400.0}, {"nvlink_gb_per_s": 900.0}, {"latency_us": 0.0}):
-        best, other = step_s(**better)
-        assert best <= worst * (1 + max(gap, other) + 1e-6), better
-
-
 def test_more_gpus_are_never_slower() -> None:
     steps = [
         solved(toy_problem(cluster=toy_cluster(n), top=1, training=toy_training(64))).step.step_s for n in (4, 8, 16)
@@ -243,36 +216,11 @@ def test_pinned_axes_are_honoured(pins: dict[str, Any]) -> None:
             assert all(set(stage.recompute) <= {"full"} for stage in layout.stages)
 
 
-@pytest.mark.parametrize(
-    ("pins", "named"),
-    [
-        ({"tp": (3,)}, "num_attention_heads 16 is no multiple of tp 3"),
-        ({"tp": (8,)}, "tp 8"),  # nodes of four
-        ({"pp": (9,)}, "pp 9"),
-        ({"pp": (16,)}, "pp 16"),
-        ({"cp": (3,)}, "cp"),
-        ({"micro_batch_size": (5,)}, "micro_batch_size 5"),
-        ({"dp": (3,)}, "dp"),
-        ({"ep": (2,)}, "ep 2"),
-        ({"pp": (1,), "vpp": (2,), "schedule": ("interleaved-1f1b",)}, "vpp"),
-        ({"schedule": ("no-such-order",)}, "no-such-order"),
-        ({"zero_stage": (3,), "pp": (2,)}, "zero_stage 3 at pp 2"),
-        ({"shard_size": (3,)}, "shard"),
-    ],
-    ids=str,
-)
-def test_pins_that_cannot_be_are_refused_by_name(pins: dict[str, Any], named: str) -> None:
-    with pytest.raises(PlannerError) as caught:
-        solved(toy_problem(toy_model(6), toy_cluster(8), toy_training(32), **pins))
-    assert named in f"{caught.value.message} {caught.value.hint}"
-
-
 def test_405b_is_planned_to_within_a_percent_of_the_bound() -> None:
     model, training = load_model("405b"), TrainingSpec(seq_length=8192, global_batch_size=2048)
     limits = SearchLimits(tp=(8,), cp=(1,), micro_batch_size=(1,), top=1, time_limit_s=NO_LIMIT_S)
     answer = plan(model, ClusterSpec(hardware=load_hardware("h100"), num_gpus=2048), training, limits=limits)
     check_plan(answer, limits)
-    assert answer.search is not None
     assert answer.search.outcome == "proven"
     assert answer.search.gap <= 0.01
 
@@ -285,19 +233,9 @@ def searched_until(asks: float, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return plan(model, ClusterSpec(hardware=load_hardware("h100"), num_gpus=512), training, limits=limits)
 
 
-@pytest.mark.parametrize("asks", [1, 3])
-def test_a_search_without_time_has_a_layout_and_says_what_is_open(asks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = searched_until(asks, monkeypatch)
-    assert answer.search is not None
-    assert answer.fits
-    assert answer.search.outcome == "feasible"
-    assert answer.search.lower_bound_s < answer.step.step_s
-
-
-@pytest.mark.parametrize("asks", [30, 1e9])
+@pytest.mark.parametrize("asks", [1, 3, 30, 1e9])
 def test_time_limits_leave_a_plan_and_say_what_is_proven(asks: float, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = searched_until(asks, monkeypatch)
-    assert answer.search is not None
     check_layout(answer.best, answer.model.spec, answer.cluster, answer.training)
     assert (answer.search.outcome == "feasible") == (asks < 1e9)
     assert answer.search.lower_bound_s <= answer.step.step_s
@@ -307,7 +245,6 @@ def test_proven_means_within_the_gap_that_was_asked() -> None:
     outcomes = {}
     for gap_fraction in (0.0, 0.3):
         answer = solved(toy_problem(toy_model(7), toy_cluster(8), toy_training(8), gap_fraction=gap_fraction, top=1))
-        assert answer.search is not None
         assert (answer.search.outcome == "proven") == (answer.search.gap <= gap_fraction * (1 + 1e-9))
         outcomes[gap_fraction] = answer.search.outcome
     assert outcomes[0.3] == "proven"
@@ -385,11 +322,6 @@ def test_counts_of_rejections_name_their_reasons() -> None:
     assert list(answer.rejections.values()) == sorted(answer.rejections.values(), reverse=True)
 
 
-def test_nothing_fits_is_infeasible() -> None:
-    with pytest.raises(Infeasible):
-        solved(toy_problem(toy_model(2), toy_cluster(4, memory_gib=0.2), micro_batch_size=(1,)))
-
-
 def test_alternating_layers_interleave_with_recompute_of_each_stage() -> None:
     """The program knows one mean kind there; what it recomputes are layers of the model's own kinds."""
     model = toy_model(12, sliding_window=256, sliding_window_pattern=2)
@@ -414,7 +346,6 @@ def test_a_rank_that_the_replay_finds_too_full_is_given_less() -> None:
         runtime="torch-eager",
     )
     assert answer.fits
-    assert answer.search is not None
     assert answer.search.gap < 0.12
 
 

@@ -61,7 +61,6 @@ def test_a_search_does_no_more_than_this(job: tuple[str, int, int, int], counted
     training = TrainingSpec(seq_length=seq_length, global_batch_size=batch)
     limits = SearchLimits(time_limit_s=1e6)
     answer = plan(load_model(name), ClusterSpec(hardware="h100", num_gpus=num_gpus), training, limits=limits)
-    assert answer.search is not None
     assert answer.search.outcome == "proven"
     assert {kind: counted[kind] for kind, most in MOST[job].items() if counted[kind] > most} == {}
 

@@ -53,12 +53,6 @@ def test_a_remedy_takes_the_place_of_what_was_given() -> None:
     assert changed(form, ["--switch", "ep_overlap=false"])["switch.ep_overlap"] == "false"
 
 
-@pytest.mark.parametrize("form", [{"model": "/etc/passwd"}, {"model": "-"}, {"hardware": "x.yaml"}, {"runtime": "a/b"}])
-def test_files_are_read_only_where_the_command_named_them(form: dict[str, str]) -> None:
-    with pytest.raises(SpecError, match="it reads no files"):
-        options_of(form, CATALOGUE)
-
-
 @pytest.mark.parametrize("form", [{"no_control": "1"}, {"tp": "8\n"}, {"tp": "\x1b[2J"}, {"tp": "8" * 3000}])
 def test_other_controls_and_texts_are_refused(form: dict[str, str]) -> None:
     with pytest.raises(SpecError):
@@ -67,7 +61,6 @@ def test_other_controls_and_texts_are_refused(form: dict[str, str]) -> None:
 
 def test_nothing_changed_is_the_same_price() -> None:
     again = same_layout(planned(), read_question(SMALL).case)
-    assert again is not None
     assert again.step == planned().step
     assert again.stages == planned().stages
 
@@ -75,7 +68,6 @@ def test_nothing_changed_is_the_same_price() -> None:
 def test_the_same_layout_has_the_price_that_the_search_gives_it() -> None:
     slower = planned("5")
     again = same_layout(planned(), read_question({**SMALL, "assume": "network_gb_per_s=5"}).case)
-    assert again is not None
     assert again.step.step_s >= slower.step.step_s * (1 - 1e-9)
     if again.parallelism == slower.parallelism and again.best.recipe == slower.best.recipe:
         assert again.step.step_s == pytest.approx(slower.step.step_s, rel=1e-6)
@@ -97,7 +89,6 @@ def test_a_fine_tuning_is_asked_for_and_its_changes_are_links() -> None:
     form = {"model": "llama-3.2-1b", "gpus": "1", "hardware": "l40s-48gb", "qlora": "on", "lora_rank": "8", "top": "2"}
     question = read_question(options_of(form, CATALOGUE))
     adapters = question.case.training.adapters
-    assert adapters is not None
     assert (adapters.rank, adapters.base_bits) == (8, 4)
     case = question.case
     made = plan(case.model, case.cluster, case.training, limits=case.limits, runtime=case.runtime)

@@ -124,8 +124,6 @@ def test_an_answer_never_gets_slower_until_it_is_final() -> None:
     told: list[Plan] = []
     final = whole(question(8).case, told.append)
     so_far = told[0]
-    assert so_far.search is not None
-    assert final.search is not None
     assert so_far.search.lower_bound_s <= final.search.lower_bound_s * (1 + 1e-9)
     assert so_far.step.step_s >= final.step.step_s * (1 - 1e-9)
     few = Found(final, is_final=False, of_all=False)
@@ -133,7 +131,6 @@ def test_an_answer_never_gets_slower_until_it_is_final() -> None:
     assert isinstance(shown.answer, Plan)
     assert shown.of_all
     assert shown.answer.step.step_s == min(so_far.step.step_s, final.step.step_s)
-    assert shown.answer.search is not None
     bound_s = shown.answer.search.lower_bound_s
     assert shown.answer.search.gap == pytest.approx(shown.answer.step.step_s / bound_s - 1)
     assert bound_s <= so_far.search.lower_bound_s

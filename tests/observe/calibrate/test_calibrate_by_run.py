@@ -43,7 +43,6 @@ def test_another_layout_moves_as_far_as_its_kernels_do(plan: Plan) -> None:
     """A cluster whose kernels take 1.3 times as long, and whose links do not, is what one run makes of it."""
     truth = slower(plan.cluster, kernels_factor=1.3)
     calibration = from_run(observed(plan, priced(truth).step.step_s), plan.cluster)
-    assert calibration.kernels_factor is not None
     assert calibration.kernels_factor.value == pytest.approx(1.3, rel=1e-6)
     for sizes in ({"tp": 4, "dp": 2}, {"dp": 8}, {"pp": 4, "dp": 2}):
         expected = priced(truth, **sizes).step.step_s
@@ -58,8 +57,6 @@ def test_it_is_the_profiles_own_numbers_that_are_corrected_not_those_of_the_plan
     step_s = priced(truth).step.step_s
     first = from_run(observed(plan, step_s), plan.cluster)
     again = from_run(observed(priced(first.of_cluster(plan.cluster)), step_s), plan.cluster)
-    assert again.kernels_factor is not None
-    assert first.kernels_factor is not None
     assert again.kernels_factor.value == pytest.approx(first.kernels_factor.value, rel=1e-6)
 
 
@@ -87,14 +84,11 @@ def test_memory_beside_tensors_is_measured(plan: Plan) -> None:
         rank=0, max_allocated_bytes=50 * GIB, max_reserved_bytes=53 * GIB, device_bytes=int(54.5 * GIB)
     )
     calibration = from_run(observed(plan, plan.step.step_s, memory=(memory,)), plan.cluster)
-    assert calibration.fragmentation_fraction is not None
-    assert calibration.context_gib is not None
     assert calibration.fragmentation_fraction.value == pytest.approx(0.06)
     assert calibration.context_gib.value == pytest.approx(1.5)
     assert calibration.context_gib.verdict == "corrected"
     full = memory.model_copy(update={"device_bytes": 79 * GIB})
     other = from_run(observed(plan, plan.step.step_s, memory=(full,)), plan.cluster).context_gib
-    assert other is not None
     assert other.verdict == "refused"
     assert "other processes are on the GPUs" in other.reason
 
@@ -125,13 +119,6 @@ def test_a_run_that_tells_no_speed_is_refused(plan: Plan, changes: dict[str, Any
     assert refused.value.hint
 
 
-def test_a_run_on_other_gpus_is_refused_with_the_option_that_takes_it(plan: Plan) -> None:
-    other = plan.cluster.changed(hardware=plan.cluster.hardware.model_copy(update={"name": "toy-two"}))
-    with pytest.raises(SpecError, match="is of a run on toy-gpu, which says nothing about toy-two") as refused:
-        from_run(observed(plan, plan.step.step_s), other)
-    assert refused.value.hint == "--hardware toy-gpu"
-
-
 @pytest.mark.parametrize("factor", [0.3, 2.6])
 def test_a_step_that_no_such_gpu_takes_is_refused(plan: Plan, factor: float) -> None:
     with pytest.raises(SpecError, match="which no factor on the kernels of toy-gpu explains"):
@@ -141,7 +128,6 @@ def test_a_step_that_no_such_gpu_takes_is_refused(plan: Plan, factor: float) -> 
 def test_a_step_that_links_decide_says_nothing_of_kernels() -> None:
     plan = priced(toy_cluster(8, network_gb_per_s=0.3), tp=1, dp=8)
     calibration = from_run(observed(plan, 1.3 * plan.step.step_s), plan.cluster)
-    assert calibration.kernels_factor is not None
     assert calibration.kernels_factor.verdict == "refused"
     assert "host and links hold it up" in calibration.kernels_factor.reason
     again = priced(calibration.of_cluster(plan.cluster), tp=1, dp=8)
@@ -188,6 +174,5 @@ def test_memory_that_leaked_is_left_out(plan: Plan) -> None:
     leak = observed(plan, 1.2 * plan.step.step_s, (cause("leak", None),), memory=(memory,))
     calibration = from_run(leak, plan.cluster)
     assert calibration.fragmentation_fraction is None
-    assert calibration.kernels_factor is not None
     assert calibration.kernels_factor.is_applied
     assert calibration.warnings == ("its memory is left out: it leaked",)

@@ -16,7 +16,6 @@ from tests.observe.written import BEGIN_S, iterations, read
 def adding_up(observation: Observation) -> tuple[Term, ...]:
     """The terms, which add up."""
     wall, terms = observation.wall, beside_steps(observation)
-    assert wall is not None
     assert observation.step_s is not None
     made = observation.num_steps - sum(restart.lost_steps for restart in observation.restarts)
     more_s = sum(term.seconds for term in terms)

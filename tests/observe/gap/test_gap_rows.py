@@ -77,53 +77,36 @@ def named(recorded: Recorded | None = None, **more: Any) -> tuple[GapCause, ...]
 HEALTHY = tuple(report(rank) for rank in range(4))
 
 
-def test_ranks_alike_have_no_cause() -> None:
-    assert named(traced(*HEALTHY)) == ()
+SLOW = {"compute_s": 0.912, "shown_s": 0.048}
+LOADS = (("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 0.2),)
+LOADS_ALONE = (("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0.2),)
 
 
-def test_a_rank_that_computes_longer() -> None:
-    slow = report(2, compute_s=0.912, shown_s=0.048)
-    (first,) = named(traced(*HEALTHY[:2], slow, HEALTHY[3]))
-    assert (first.name, first.where) == ("straggler_rank", "rank 2")
-    assert first.seconds == pytest.approx(0.152, abs=0.005)
-    assert "rank 2 computes 20% longer" in first.evidence
-
-
-def test_the_order_of_files_changes_nothing() -> None:
-    ranks = (*HEALTHY[:2], report(2, compute_s=0.912, shown_s=0.048), HEALTHY[3])
-    assert named(traced(*ranks)) == named(traced(*ranks[::-1]))
+@pytest.mark.parametrize(
+    ("ranks", "name", "where", "seconds"),
+    [
+        ({}, "", "", None),
+        ({2: SLOW}, "straggler_rank", "rank 2", 0.152),
+        # it stands still while the others wait
+        ({1: {"shown_s": 0.02, "gaps_s": 0.22, "long_gaps_s": 0.18}}, "straggler_rank", "rank 1", 0.18),
+        ({key: {"compute_s": 0.6, "gaps_s": 0.25, "shown_s": 0.15} for key in range(4)}, "host_bound", "", None),
+        ({key: {"gaps_s": 0.3, "long_gaps_s": 0.2, "waits": LOADS} for key in range(4)}, "data_stall", "", 0.2),
+        ({3: {"gaps_s": 0.3, "shown_s": 0.0, "long_gaps_s": 0.2, "waits": LOADS_ALONE}}, "data_stall", "rank 3", None),
+    ],
+    ids=["alike", "computes longer", "stands still", "host", "loader", "loader of one rank"],
+)
+def test_what_ranks_show_is_named_with_its_place(
+    ranks: dict[int, Any], name: str, where: str, seconds: float | None
+) -> None:
+    reports = [report(rank, **ranks[rank]) if rank in ranks else HEALTHY[rank] for rank in range(4)]
+    causes = named(traced(*reports))
+    assert causes == named(traced(*reports[::-1])), "whatever the order of files"
+    assert [(one.name, one.where) for one in causes[:1]] == [(name, where)] * bool(name)
+    assert seconds is None or causes[0].seconds == pytest.approx(seconds, abs=0.005)
 
 
 def test_a_rank_of_another_stage_is_no_peer() -> None:
-    other = report(3, compute_s=0.912, shown_s=0.048).model_copy(update={"stage": 1})
-    assert named(traced(*HEALTHY[:3], other)) == ()
-
-
-def test_a_rank_that_stands_still_while_the_others_wait() -> None:
-    late = report(1, shown_s=0.02, gaps_s=0.22, long_gaps_s=0.18)
-    (first,) = named(traced(HEALTHY[0], late, *HEALTHY[2:]))
-    assert (first.name, first.where) == ("straggler_rank", "rank 1")
-    assert first.seconds == pytest.approx(0.18, abs=0.005)
-
-
-def test_gaps_on_all_ranks_are_the_host() -> None:
-    (first,) = named(traced(*(report(rank, compute_s=0.6, gaps_s=0.25, shown_s=0.15) for rank in range(4))))
-    assert first.name == "host_bound"
-
-
-def test_gaps_that_a_loader_covers_are_data_and_not_the_host() -> None:
-    waits = (("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 0.2),)
-    slow = [report(rank, gaps_s=0.3, long_gaps_s=0.2, waits=waits) for rank in range(4)]
-    (first,) = named(traced(*slow))
-    assert (first.name, first.where) == ("data_stall", "")
-    assert first.seconds == pytest.approx(0.2)
-
-
-def test_the_loader_of_one_rank_is_named_with_the_rank() -> None:
-    waits = (("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0.2),)
-    late = report(3, gaps_s=0.3, shown_s=0.0, long_gaps_s=0.2, waits=waits)
-    first = named(traced(*HEALTHY[:3], late))[0]
-    assert (first.name, first.where) == ("data_stall", "rank 3")
+    assert named(traced(*HEALTHY[:3], report(3, **SLOW).model_copy(update={"stage": 1}))) == ()
 
 
 def test_a_timer_of_batches_is_data() -> None:

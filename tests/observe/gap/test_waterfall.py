@@ -11,19 +11,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from priced_plans import priced_plan
 
 from planner.answer import Plan
 from planner.layout.candidate import Candidate
-from planner.layout.evaluate import evaluate
 from planner.layout.price import reprice
 from planner.observe.accounts import STEP_TERMS, Account, GroupExchanges, planned, waterfall
 from planner.observe.case import ObservedCase, recipe_terms, stated_otherwise
 from planner.observe.judge import of_run, predicted
 from planner.observe.observation import JobFacts, Observation, Observed, SourceFile, Term, Timer
 from planner.observe.traces.recorded import ObservedFiles, Recorded, kinds_of, observation_of, read_recorded
-from planner.specs.cluster import ClusterSpec
-from planner.specs.registry import load_hardware, load_model
-from planner.specs.training import Parallelism, TrainingSpec
 from tests.made_steps import trace_of
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -39,11 +36,7 @@ NUM_GPUS = 16
 
 @cache
 def plan_of(job: str) -> Plan:
-    layout = dict(JOBS[job])
-    model, runtime = load_model(layout.pop("model")), layout.pop("runtime", "megatron")
-    cluster = ClusterSpec(hardware=load_hardware("h100"), num_gpus=NUM_GPUS)
-    training = TrainingSpec(seq_length=4096, global_batch_size=32)
-    return evaluate(model, cluster, training, Parallelism(**layout), runtime=runtime)
+    return priced_plan(num_gpus=NUM_GPUS, **JOBS[job])
 
 
 @cache
@@ -97,7 +90,6 @@ def told(
 
 
 def adds_up(answer: Observed) -> None:
-    assert answer.prediction is not None
     assert answer.observation.step_s is not None
     gap_s = answer.observation.step_s - answer.prediction.step_s
     assert sum(term.seconds for term in answer.waterfall) == pytest.approx(gap_s, abs=1e-8 * answer.observation.step_s)
@@ -344,7 +336,6 @@ def test_the_seconds_of_a_profiler_are_a_term(tmp_path: Path) -> None:
 def test_groups_that_a_trace_does_not_name_are_one_term(tmp_path: Path) -> None:
     account = accounts(candidate_of("one stage"))[0]
     files = recorded(tmp_path, "one stage", {0: account})
-    assert files.traces is not None
     rank = files.traces.ranks[0]
     steps = tuple(
         step.model_copy(update={"groups": tuple(one.model_copy(update={"group": "unknown"}) for one in step.groups)})

@@ -85,7 +85,6 @@ def test_adding_twice_is_one_and_another_log_another(plan: Plan, run: Observed, 
 def test_a_run_is_one_however_its_plan_was_corrected(plan: Plan, run: Observed, tmp_path: Path) -> None:
     add(tmp_path, run)
     known = calibration_of(prices_of(tmp_path, price_of_file).runs, plan.cluster, tmp_path)
-    assert known is not None
     corrected = observed(priced(known[0].of_cluster(plan.cluster)), 1.2 * plan.step.step_s)
     assert name_of(corrected) == name_of(run)
     with pytest.raises(SpecError, match="was made with a calibration"):
@@ -93,11 +92,7 @@ def test_a_run_is_one_however_its_plan_was_corrected(plan: Plan, run: Observed, 
 
 
 def test_prices_are_kept_until_a_file_or_the_version_changes(
-    plan: Plan,
-    run: Observed,
-    cheap: Callable[[Path], KeptPrice],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    plan: Plan, run: Observed, cheap: Callable[[Path], KeptPrice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(tmp_path, run)
     first = prices_of(tmp_path, cheap)

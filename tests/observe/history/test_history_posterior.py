@@ -29,12 +29,6 @@ def of_jobs(num_jobs: int, log_factor: float, width: float = 0.09) -> KernelPost
     return posterior([kept(log_factor, f"job {number}") for number in range(num_jobs)], width)
 
 
-def test_no_run_is_the_profile() -> None:
-    nothing = posterior([], 0.09)
-    assert nothing.factor == 1.0
-    assert nothing.step_width == pytest.approx(0.09), "as wide as it was"
-
-
 @settings(max_examples=15, deadline=None)
 @given(factors, widths)
 def test_many_jobs_tend_to_the_truth_and_one_is_shrunk(factor: float, width: float) -> None:

@@ -65,11 +65,11 @@ def test_everything_is_shown(files: list[str], capsys: pytest.CaptureFixture[str
     assert max(map(len, shown.splitlines())) <= 80
     shown = " ".join(shown.split())
     for part in (
-        "rank 1 never called all_reduce number 3, in which rank 0",
-        "Where a step went on the GPU, mean of 4 on 2 ranks",
-        "Computing, by family of kernels",
+        "all_reduce number 3",
+        "mean of 4 on 2 ranks",
+        "family of kernels",
         "activations: MLP",
-        "Out of memory on a request of 3.0 GiB: 4.0 GiB were free, in blocks of at most 2.0 GiB; fragmentation",
+        "blocks of at most 2.0 GiB",
     ):
         assert part in shown
 

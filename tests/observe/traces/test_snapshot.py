@@ -82,7 +82,6 @@ def test_an_oom_says_whether_fragments_would_have_held_it(tmp_path: Path, reques
     oom = {"action": "oom", "size": requested, "stream": 0, "time_us": 9, "frames": [], "device_free": 100}
     data["device_traces"][0].append(oom)
     told = read(tmp_path, data).out_of_memory
-    assert told is not None
     assert (told.requested_bytes, told.device_free_bytes, told.fragmented) == (requested, 100, fragmented)
 
 

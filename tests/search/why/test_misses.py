@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from toys import MOE, Problem, toy_cluster, toy_model, toy_problem, toy_training
+from toys import MOE, case_of, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.cli import main
 from planner.errors import Infeasible
@@ -17,23 +17,12 @@ from planner.layout.evaluate import evaluate, price_given
 from planner.search.case import Case
 from planner.search.enumerate import scalar
 from planner.search.search import search
-from planner.search.why.misses import (
-    candidates_of,
-    fitting_candidate,
-    layout_of,
-    nearest_miss,
-    options_of,
-    shapes_of,
-)
+from planner.search.why.misses import candidates_of, fitting_candidate, layout_of, nearest_miss, options_of, shapes_of
 from planner.specs.cluster import ClusterSpec
 from planner.specs.registry import load_hardware, load_model
 from planner.specs.training import Parallelism, Recompute, SearchLimits, TrainingSpec
 from planner.specs.units import GIB
 from planner.trainers.load import RUNTIMES, load_runtime
-
-
-def case_of(problem: Problem) -> Case:
-    return Case(problem.model, problem.cluster, problem.training, problem.runtime, problem.limits)
 
 
 def real_case(
@@ -102,7 +91,6 @@ def test_the_message_and_evaluate_name_one_number(
 ) -> None:
     case = real_case(model, num_gpus, memory_gib).filling
     miss = nearest_miss(case)
-    assert miss is not None
     assert miss.shortfall_bytes == evaluated_shortfall_bytes(case, miss.layout)
     assert miss.shortfall_bytes / GIB == pytest.approx(shortfall_gib, abs=0.05)
     assert f"lacks {miss.shortfall_bytes / GIB:.1f} GiB on stage {miss.stage}" in str(miss)
@@ -120,7 +108,6 @@ def test_the_options_can_be_typed(pins: str, capsys: pytest.CaptureFixture[str])
     limits = SearchLimits(**{name.replace("-", "_"): value for name, value in numbers.items()})
     training = TrainingSpec(seq_length=8192, global_batch_size=64)
     miss = nearest_miss(Case(case.model, case.cluster, training, case.runtime, limits).filling)
-    assert miss is not None
     assert main(["evaluate", *job, *trainer, *options_of(miss.layout), "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["best"]["stages"]
     total = max(stage["memory"]["total_bytes"] for stage in stages)
@@ -138,7 +125,6 @@ def test_no_shape_misses_by_less(seed: int) -> None:
     problem = toy_problem(toy_model(rng.randint(6, 12), **moe), toy_cluster(4, memory_gib=0.4), toy_training(8))
     case = case_of(problem)
     miss = nearest_miss(case)
-    assert miss is not None
     everything = candidates_of(case, shapes_of(case)[0])
     assert miss.shortfall_bytes <= min(max(candidate.excess_bytes) for _, candidate in everything) * 1.02
 

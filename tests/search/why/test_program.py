@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from toys import toy_cluster, toy_model, toy_problem, toy_training
+from toys import solved, toy_cluster, toy_model, toy_problem, toy_training
 
 from planner.answer import Plan
-from planner.search.search import plan
 from planner.search.why.explain import program_text
 
 
 def planned(**limits: tuple[int, ...]) -> Plan:
     problem = toy_problem(toy_model(8), toy_cluster(8), toy_training(16), **limits)
-    return plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
+    return solved(problem)
 
 
 def test_the_program_is_that_of_the_best_layout() -> None:

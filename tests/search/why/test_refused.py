@@ -5,32 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from toys import Problem, toy_cluster, toy_model, toy_problem, toy_training
+from toys import solved, toy_cluster, toy_model, toy_problem, toy_training
 
-from planner.answer import Plan
 from planner.errors import Infeasible
-from planner.search.search import plan
 
 PATIENT_S = 600.0
 """More than any search here takes, also on a machine that does much else."""
-
-
-def solved(problem: Problem) -> Plan:
-    return plan(problem.model, problem.cluster, problem.training, limits=problem.limits, runtime=problem.runtime)
 
 
 def refusal(**changes: Any) -> Infeasible:
     with pytest.raises(Infeasible) as caught:
         solved(toy_problem(**{"time_limit_s": PATIENT_S} | changes))
     return caught.value
-
-
-def test_nothing_legal_names_the_rule_that_left_nothing_over() -> None:
-    error = refusal(model=toy_model(6), pp=(8,), tp=(1,))
-    assert "no legal layout: pp 8" in error.message
-    assert "6 layers" in error.message
-    assert error.rejections == {"more_stages_than_layers": sum(error.rejections.values())}
-    assert "free a pinned axis" in (error.hint or "")
 
 
 _LEARNED = toy_model(6, gated_mlp=False, max_position_embeddings=1024)

@@ -65,7 +65,6 @@ def of_kind(changes: tuple[Change, ...], kind: str) -> list[Change]:
 def test_the_largest_batch_and_sequence_fit_and_the_next_do_not() -> None:
     case, found = tuned()
     best, room = candidate_of(found, case), found.room
-    assert room is not None
     assert room.micro_batch_size > 0
     sizes: tuple[tuple[int, Recompute | None], ...] = (
         (room.micro_batch_size, None),
@@ -85,7 +84,6 @@ def test_the_largest_batch_and_sequence_fit_and_the_next_do_not() -> None:
 
 def test_the_room_is_what_a_plan_of_its_own_finds() -> None:
     case, found = tuned()
-    assert found.room is not None
     for more, fits in ((0, True), (SEQUENCE_STEP, False)):
         length = found.room.sequence.checkpointed_seq_length + more
         again = {**LORA, "seq_length": str(length), "global_batch_size": "1", "micro_batch_size": "1", "top": "1"}
@@ -205,12 +203,8 @@ def test_every_remedy_works_when_it_is_typed(asked: dict[str, str]) -> None:
 def test_the_error_names_them_and_the_first_is_the_remedy() -> None:
     with pytest.raises(Infeasible) as caught:
         planned(case_of(**TOO_LARGE[0]))
-    assert caught.value.remedy is not None
     assert caught.value.remedy["options"] == ["--lora"]
-    assert caught.value.hint is not None
-    assert caught.value.hint.startswith(
-        "train adapters beside frozen weights: --lora; or take another card: --hardware "
-    )
+    assert "--lora" in caught.value.hint
 
 
 @pytest.mark.thorough(0)
@@ -223,7 +217,6 @@ def test_explain_ranks_changes_where_nothing_fits(monkeypatch: pytest.MonkeyPatc
     assert answer.job_changes[0].fits
     assert answer.job_changes[0].options == ("--base-bits", "4")
     assert answer.hint is not None
-    assert answer.room is not None
     assert answer.room.micro_batch_size == 0
 
 

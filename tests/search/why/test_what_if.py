@@ -61,7 +61,6 @@ def test_a_slower_network_reaches_the_prices_of_the_choice(now: Plan) -> None:
     slow = ClusterSpec(hardware=case.cluster.hardware, num_gpus=16, network_gb_per_s=5.0)
     then = outcome(case, Variation("a slow network", (), cluster=slow), now)
     assert then.kept_s > now.step.step_s
-    assert then.chosen is not None
     assert then.chosen.step.step_s <= then.kept_s * 1.005
 
 
