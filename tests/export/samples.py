@@ -9,10 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from planner.export.imported_run import ImportedRun
 from planner.export.launchers import node_check
 
 SCRIPT = (Path(__file__).parents[1] / "fuzzing" / "corpus" / "shell" / "script.sh").read_text()
+
+TEXTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("samples.yaml").read_text())
 
 BASE = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 50304 --seq-length 2048 " \
     "--max-position-embeddings 2048 --micro-batch-size 2 --global-batch-size 64"  # fmt: skip

@@ -101,13 +101,7 @@ def test_torchrun_passes_every_argument(planned: Planned, run: Callable[..., Any
     assert call["argv"][-len(arguments) - 2 :] == [*arguments, "--save", "a b"]
     launcher = call["argv"][1 : -len(arguments) - 2]
     assert launcher[:6] == ["--nnodes", "256", "--nproc-per-node", "8", "--node-rank", "3"]
-    assert launcher[6:] == [
-        "--master-addr",
-        "node-0",
-        "--master-port",
-        "29500",
-        "/m/pretrain_gpt.py",
-    ]
+    assert launcher[6:] == ["--master-addr", "node-0", "--master-port", "29500", "/m/pretrain_gpt.py"]
     assert call["env"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 

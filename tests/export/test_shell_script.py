@@ -21,10 +21,7 @@ from planner.export.followed.shell_script import read_shell
         ("export A=4 B=5; run $A$B", ["run", "45"]),
         ("run $(rm -rf /) `whoami` x # comment", ["run", "x"]),
         ("run --a \\\n  --b", ["run", "--a", "--b"]),
-        (
-            "bash -c \"torchrun --nnodes 2 x.py --a 'b c'\"",
-            ["torchrun", "--nnodes", "2", "x.py", "--a", "b c"],
-        ),
+        ("bash -c \"torchrun --nnodes 2 x.py --a 'b c'\"", ["torchrun", "--nnodes", "2", "x.py", "--a", "b c"]),
         ("run ${A", ["run"]),
         ("run 'never closed", ["run", "never closed"]),
         ("N=$((1/0)); run ${N}", ["run"]),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from samples import layout_of
+from samples import TEXTS, layout_of
 
 from planner.answer import Plan
 from planner.export.export import bundle_of
@@ -58,23 +58,7 @@ def test_layers_recomputed_by_name_are_counted(planned: Planned) -> None:
     assert layout_of(read_configuration(fewer))["recompute_layers"] == [0, 8, 9, 10, 16, 17, 18, 24, 25, 26]
 
 
-TOML = """
-[job]
-dump_folder = "./outputs"
-[model]
-name = "llama3"
-flavor = "70B"
-[training]
-local_batch_size = 8
-seq_len = 8192
-[parallelism]
-data_parallel_replicate_degree = 2
-data_parallel_shard_degree = 16
-tensor_parallel_degree = 8
-surprising_degree = 3
-[activation_checkpoint]
-mode = "full"
-"""
+TOML = TEXTS["torchtitan toml"]
 
 
 def test_torchtitan_toml() -> None:
@@ -143,31 +127,7 @@ def test_what_torchtitan_refuses_is_told(options: str, noun: str) -> None:
     assert [noun in reason for reason in found.refused] == [True]
 
 
-REGISTRY = """
-from torchtitan.models.common import MoE, RMSNorm, Trainer, TrainingConfig
-
-def _layers(dim):
-    return [
-        Block.Config(
-            attention=Attention.Config(
-                dim=dim, n_heads=16, n_kv_heads=4, qkv_linear=Fused.Config(wqkv=Linear.Config(bias=True)),
-                rope=Rope.Config(theta=500000.0), sliding_window_size=128 if layer % 2 == 0 else None,
-            ),
-            feed_forward=Ffn.Config(w1=Linear.Config(in_features=dim, out_features=3 * dim)) if layer < 2 else None,
-            moe=None if layer < 2 else MoE.Config(
-                num_experts=8, router=Router.Config(top_k=2, score_func="sigmoid"),
-                routed_experts=Routed.Config(inner_experts=Experts.Config(hidden_dim=96)),
-            ),
-        )
-        for layer in range(6)
-    ]
-
-def _small():
-    return Model.Config(dim=256, vocab_size=2048, layers=_layers(256))
-
-def model_registry(flavor, converters=None):
-    return ModelSpec(name="mine", flavor=flavor, model={"small": _small}[flavor]())
-"""
+REGISTRY = TEXTS["torchtitan models"]
 
 
 def test_a_model_of_a_trees_own_registry_is_followed(tmp_path: Path) -> None:

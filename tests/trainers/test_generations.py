@@ -78,8 +78,7 @@ def test_fp16_and_bf16_gradients_of_megatron_deepspeed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "stage"),
-    [({}, 0), ({"dispatcher": "deepep"}, 1), ({"dispatcher": "deepep", "sync_free_moe": 0}, 0)],
+    ("features", "stage"), [({}, 0), ({"dispatcher": "deepep"}, 1), ({"dispatcher": "deepep", "sync_free_moe": 0}, 0)]
 )
 def test_runs_of_primus_with_deepep_fuse_routing_unless_they_say_otherwise(
     features: dict[str, Any], stage: int

@@ -184,11 +184,7 @@ def test_context_parallel_kinds(kind: str, model: ModelSpec, cp: int, reason: st
         ("experts_unevenly_sharded", NARROW_EXPERTS, {"dp": 1024, "shard_size": 1024, "ep": 8}),
         (None, NARROW_EXPERTS, {"dp": 1024, "shard_size": 1024, "ep": 16}),  # 128 ranks an expert
         (None, NARROW_EXPERTS, {"dp": 1024, "shard_size": 64, "ep": 2}),  # whole experts
-        (
-            "experts_unevenly_sharded",
-            NARROW_EXPERTS,
-            {"dp": 512, "shard_size": 512, "ep": 1, "etp": 2},
-        ),
+        ("experts_unevenly_sharded", NARROW_EXPERTS, {"dp": 512, "shard_size": 512, "ep": 1, "etp": 2}),
         ("moe_intermediate_size_not_divisible_by_etp", ODD_EXPERTS, {"ep": 1, "etp": 2}),
         ("etp_not_expressible", DEEPSEEK, {"etp": 2}),
         ("etp_not_expressible", DEEPSEEK, {"ep": 1}),
