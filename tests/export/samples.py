@@ -38,3 +38,9 @@ def preflight_names() -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "preflight"}
     exec(compile(node_check({}), "preflight.py", "exec"), names)
     return names
+
+
+def differences(trainer: str) -> dict[tuple[str, str], str]:
+    """Model and field to the reason why its value is not that of the trainer's own recipe."""
+    rows = yaml.safe_load((Path(__file__).parent / "trainers_own" / "differences.yaml").read_text())[trainer]
+    return {(model, name): row["why"] for row in rows for model in row["models"] for name in row["fields"]}

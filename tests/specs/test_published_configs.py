@@ -25,7 +25,8 @@ ENTRIES: dict[str, dict[str, Any]] = {
 CONFIGS = Path(__file__).parent / "configs"
 OTHERS = {"ministral", "internlm", "lara_mini", "dots3_note_text", "llama4_text"}
 """Read as an architecture that is held against a published config, or varied in test_huggingface."""
-DEFAULTS: dict[str, int] = yaml.safe_load((Path(__file__).parent / "counts.yaml").read_text())["defaults"]
+TABLES = yaml.safe_load((Path(__file__).parent / "counts.yaml").read_text())
+DEFAULTS: dict[str, int] = TABLES["defaults"]
 
 
 def model_of(name: str, **changes: Any) -> ModelSpec:
@@ -59,86 +60,12 @@ def test_every_architecture_is_held_against_a_config() -> None:
     assert {SAME_AS.get(kind, kind) for kind in held} | OTHERS | set(DEFAULTS) == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("qwen3-next-80b-a3b", ["moe-gated_delta"] * 3 + ["moe"]),
-        ("kimi-linear-48b-a3b", ["dense-kimi_delta", "moe-kimi_delta", "moe-kimi_delta", "moe"]),
-        ("minimax-text-01", ["moe-lightning"] * 7 + ["moe"]),
-        ("nemotron-3-nano-30b-a3b", ["mamba2", "moe", "mamba2", "moe", "mamba2", "full", "moe"]),
-        ("falcon-h1-34b", ["dense-full_mamba2"] * 2),
-        ("jamba-v0.1", ["dense-mamba", "moe-mamba", "dense-mamba", "moe-mamba", "dense", "moe-mamba"]),
-        ("granite-4.0-h-small", ["moe-mamba2"] * 5 + ["moe"]),
-        ("lfm2-8b-a1b", ["dense-conv", "dense-conv", "moe", "moe-conv"]),
-        ("deepseek-v3.2", ["dense-indexed"] * 3 + ["moe-indexed"]),
-        ("deepseek-v4-flash", ["moe-sliding"] * 2 + ["moe-compressed_sparse", "moe-heavily_compressed"]),
-        ("deepseek-v4-pro", ["moe-heavily_compressed"] * 3 + ["moe-compressed_sparse"]),
-        ("minimax-m3", ["dense"] * 3 + ["moe-indexed"]),
-        ("kimi-k3", ["dense-kimi_delta", "moe-kimi_delta", "moe-kimi_delta", "moe"]),
-        ("longcat-flash", ["moe", "dense"] * 2),
-        ("mimo-v2-flash", ["dense", "moe-sliding", "moe-sliding", "moe-sliding", "moe-sliding", "moe"]),
-        ("exaone-4.0-32b", ["dense-sliding"] * 3 + ["dense"]),
-        ("mamba-codestral-7b", ["mamba2"] * 2),
-        ("gpt-neo-2.7b", ["dense", "dense-sliding"] * 2),
-        ("ring-mini-linear-2.0", ["dense-lightning 1"] + ["moe-lightning 1"] * 3 + ["moe", "moe-lightning 1"]),
-        ("llama-3.3-nemotron-super-49b", ["dense 1"] + ["dense 2"] * 5 + ["dense 3"]),
-        (
-            "gemma-4-e2b",
-            ["dense-sliding"] * 5
-            + ["dense"]
-            + ["dense-sliding"] * 5
-            + ["dense"]
-            + ["dense-sliding"] * 3
-            + ["dense-sliding 1"],
-        ),
-        ("step-3.5-flash", ["dense", "dense-sliding", "dense-sliding", "moe-sliding", "moe"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "kinds"), TABLES["layers"].items())
 def test_layers_are_those_of_the_model(name: str, kinds: list[str]) -> None:
     assert [str(kind) for kind in model_of(name).layers[: len(kinds)]] == kinds
 
 
-@pytest.mark.parametrize(
-    ("name", "field", "value"),
-    [
-        ("command-r-plus", "parallel_residual", "one_norm"),
-        ("command-r-plus", "qk_norm_over", "per_head"),
-        ("command-r7b", "no_rope_layer_interval", 4),
-        ("olmo-2-32b", "pre_norms", False),
-        ("olmo-3-32b", "rope_scaling.rope_type", "yarn"),
-        ("falcon-40b", "parallel_residual", "two_norms"),
-        ("falcon-rw-1b", "position_embedding", "alibi"),
-        ("phi-3.5-moe", "rope_scaling.original_max_position_embeddings", 4096),
-        ("minimax-m2", "partial_rotary_factor", 0.5),
-        ("minimax-m2", "scoring_func", "sigmoid"),
-        ("dots.llm1", "scoring_func", "sigmoid"),
-        ("deepseek-v3.2", "moe.n_group", 8),
-        ("deepseek-v3.2", "moe.routed_scaling_factor", 2.5),
-        ("deepseek-v3.2", "rope_scaling.mscale_all_dim", 1.0),
-        ("glm-5", "moe.n_group", None),
-        ("glm-5", "rope_theta", 1e6),
-        ("ling-mini-2.0", "moe.topk_group", 4),
-        ("mimo-v2-flash", "norm_eps", 1e-5),
-        ("mimo-v2-flash", "rope_local_base_freq", 10_000),
-        ("qwen3-next-80b-a3b", "zero_centered_norm", True),
-        ("granite-4.0-h-small", "residual_multiplier", 0.22),
-        ("granite-4.0-h-small", "position_embedding", "none"),
-        ("gemma-4-31b", "values_are_keys", True),
-        ("nemotron-3-nano-30b-a3b", "moe.routed_scaling_factor", 2.5),
-        ("nemotron-h-8b", "moe", None),
-        ("dbrx", "moe.router_aux_loss_coef", 0.05),
-        ("grok-1", "attn_logit_softcapping", 30.0),
-        ("minicpm3-4b", "logits_scaling", 10.0),
-        ("gpt-j-6b", "partial_rotary_factor", 0.25),
-        ("olmoe-1b-7b", "moe.norm_topk_prob", False),
-        ("hunyuan-a13b", "moe.norm_topk_prob", True),
-        ("trinity-mini", "attn_output_gate", True),
-        ("step-3.5-flash", "moe.routed_scaling_factor", 3.0),
-        ("step-3.5-flash", "sliding_heads.num_attention_heads", 96),
-        ("step-3", "query_rank", 2048),
-        ("longcat-flash", "moe.num_zero_experts", 256),
-    ],
-)
+@pytest.mark.parametrize(("name", "field", "value"), TABLES["fields"])
 def test_operators_of_a_model_are_read(name: str, field: str, value: object) -> None:
     found: Any = model_of(name)
     for part in field.split("."):
